@@ -509,6 +509,7 @@ class RunningRows:
         num_reserved_pages: int,
         options: object,
         num_lookahead_tokens: int = ...,
+        reserves_prompt: bool = ...,
     ) -> bool: ...
     @property
     def max_num_tokens(self) -> int: ...
@@ -570,6 +571,7 @@ class RowRequest:
         num_external_tokens: int = ...,
         resume_at: Sequence[int] | None = ...,
         num_lookahead_tokens: int = ...,
+        reserves_prompt: bool = ...,
     ) -> Self: ...
     def admit(
         self,

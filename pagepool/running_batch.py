@@ -172,6 +172,7 @@ class RunningBatch(RunningRows):
         session_id: str | None = None,
         tenant: str | None = None,
         num_lookahead_tokens: int = 0,
+        reserve: str | None = None,
         step: StepResult | None = None,
     ) -> int | None:
         """Start a request in a free row: take its longest cached prefix, allocate slots, and fill the table's row.
@@ -183,7 +184,10 @@ class RunningBatch(RunningRows):
         pages are free now. With a host tier, cached pages found only in the tier are queued for loading, even if the request
         then does not fit. `num_reserved_pages` stay free for running rows.
 
-        `num_lookahead_tokens` slots, for drafts, follow those tokens, as in `grow`, up to ``max_num_tokens``.
+        `num_lookahead_tokens` slots, for drafts, follow those tokens, as in `grow`, up to ``max_num_tokens``. With `reserve`
+        ``"prompt"`` the row takes the pages of all known tokens now, and slots for drafts behind these, so that no later chunk
+        lacks pages. Windows and chunked attention hold them all as well, and give them back as they move on. Forks do not have
+        them, and `swap_out` and `fail_external` give them back.
 
         With `num_external_tokens`, up to this many known tokens after the cached ones come from elsewhere, but never the last
         known token. Only the external tokens get slots, and the row is pending until `commit_external`. The array
@@ -230,8 +234,18 @@ class RunningBatch(RunningRows):
         counts = self._registry.rules.require_resume_at(resume_at, self.max_num_tokens) if resumes else None
         places = resume_at if self._registry.rules.writes_states else ()  # the slots may end there
         options = cache_salt, lora_id, mm_features, dp_shard, look_up, ends_at_checkpoint, num_external, places
+        reserves_prompt = reserve is not None
+        if reserves_prompt and not (type(reserve) is str and reserve == "prompt"):
+            raise ArgumentError(f"reserve: got {shown(reserve)}, allowed: None or 'prompt'")
         if self._is_refused_still(
-            row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, num_lookahead_tokens
+            row,
+            token_ids,
+            num_tokens,
+            max_num_new_tokens,
+            num_reserved_pages,
+            options,
+            num_lookahead_tokens,
+            reserves_prompt,
         ):
             return None
         request = RowRequest(
@@ -246,6 +260,7 @@ class RunningBatch(RunningRows):
             num_external,
             counts,
             num_lookahead_tokens,
+            reserves_prompt,
         )
         shard = None
         if dp_shard is not None:

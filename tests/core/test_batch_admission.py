@@ -1,5 +1,5 @@
-"""Admission to rows of a running batch: slots for drafts, and rows that were used before. A free row keeps its hashes: a wrong
-one would hit too much, or too little.
+"""Admission to rows of a running batch: slots for drafts, reserved prompts, and rows that were used before. A free row keeps
+its hashes: a wrong one would hit too much, or too little.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hybrids import (
 )
 from refusing import refused
 
-from pagepool import CacheGroupSpec, CacheManager, MambaSpec, MultiGroupPageTable, RunningBatch
-from pagepool.errors import ArgumentError, ArgumentTypeError, StateAheadError
+from pagepool import CacheGroupSpec, CacheManager, HostTier, MambaSpec, MultiGroupPageTable, Refusal, RunningBatch
+from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, StateAheadError
 
 WRITTEN = MambaSpec(4, ((1, 1),), "float16", checkpoint_interval=8, checkpoints="ends")
 
@@ -186,3 +186,186 @@ def test_wrong_numbers_of_drafts(value: Any, error: type[Exception]) -> None:
         batch.admit(0, PROMPT[:8], num_lookahead_tokens=value)
     assert batch.admit(0, PROMPT[:8], num_lookahead_tokens=2**30) == 0
     assert len(batch.get_page_ids(0)[0]) == MAX_MODEL_LEN // 4
+
+
+# --- reserved prompts -------------------------------------------------------------------------------------------------
+
+KINDS = [(FULL,), (FULL, WINDOW), (CHUNK, FULL), (keep_every(None), FULL), (FULL, STATE), (WINDOW, STATE, FULL, CHUNK)]
+
+
+@pytest.mark.parametrize("specs", KINDS)
+@pytest.mark.parametrize("num_ahead", [0, 3])
+@pytest.mark.parametrize("num_hits", [0, 8])
+@pytest.mark.parametrize("dedupe", [False, True])
+def test_chunks_of_a_reserved_prompt_take_no_pages(specs: Sequence[Any], num_ahead: int, num_hits: int, dedupe: bool) -> None:
+    """All pages of the prompt are held from its first chunk on, and the slots for drafts behind it. Windows give theirs back as
+    they move on.
+    """
+    batch = make_batch(make_manager(*specs, num_pages=80), dedupe=dedupe, restores_states=True)
+    if num_hits:
+        batch.admit(0, PROMPT[:num_hits])
+        batch.release([0])
+    has_state = any(isinstance(spec, MambaSpec) for spec in specs)
+    num_hits = 0 if has_state and STATE not in specs else num_hits
+    prompt = PROMPT[:43]
+    assert batch.admit(1, prompt, max_num_new_tokens=6, num_lookahead_tokens=num_ahead, reserve="prompt") == num_hits
+    take(batch)
+    num_pages = -(-(43 + num_ahead) // 4)
+    assert [len(ids) for ids in batch.get_page_ids(1)] == [1 if isinstance(spec, MambaSpec) else num_pages for spec in specs]
+    assert all(ids[-1] for ids in batch.get_page_ids(1))
+    for table, ids in zip(batch._tables, batch.get_page_ids(1), strict=True):
+        assert table.page_table_cpu[1, : len(ids)].tolist() == ids
+        assert table.num_pages_per_row[1] == len(ids)
+    assert int(batch.num_computed_tokens[1]) == num_hits + 6
+    pool = batch._manager.page_pool
+    taken, num_held = [], len([page for page in batch.get_page_ids(1)[-1] if page])
+    while (num_left := 43 - int(batch.num_computed_tokens[1])) > 0:
+        num_new = min(5, num_left)
+        taken += pool.get_new_pages(pool.get_num_free_pages())
+        result = batch.grow([1], num_new, num_ahead if num_new == num_left else 0)
+        assert (result.num_grown, result.new_page_ids.size) == (1, 0)
+        take(batch)
+        batch.check()
+    assert all(ids[-1] for ids in batch.get_page_ids(1))
+    if specs[-1] is WINDOW:
+        assert len([page for page in batch.get_page_ids(1)[-1] if page]) < num_held
+    batch.release([1])
+    pool.free_pages(taken)
+    if not has_state:
+        assert batch.admit(2, prompt) == 40
+        batch.release([2])
+    batch.check()
+
+
+def test_a_reserved_prompt_is_refused_as_a_whole() -> None:
+    batch = make_batch(make_manager(FULL, num_pages=13))
+    batch.admit(0, PROMPT[:16])
+    other, options = [9] * 36, {"num_tokens": 8, "reserve": "prompt"}
+    for _ in range(2):
+        before = batch_state(batch)
+        assert batch.admit(1, other, **options) is None
+        assert batch_state(batch) == before
+        assert batch.refusal == Refusal(9, 8, 0, 0, "kv", None, can_wait=True)
+    assert batch.admit(1, other, num_tokens=8) == 0
+    batch.release([1])
+    assert batch.admit(1, other[:32], num_lookahead_tokens=1, **options) is None
+    assert batch.admit(1, other[:32], **options) == 8
+    batch.release([0, 1])
+    with refused(lambda: batch_state(batch), RequestTooLargeError, "row 1 needs 13 pages at once, the pool has 12"):
+        batch.admit(1, [9] * 49, **options)
+    assert batch.admit(1, [9] * 49, num_tokens=8) == 8
+
+
+def test_a_window_counts_all_pages_of_a_reserved_prompt() -> None:
+    """In chunks the row would hold the pages of its window and its chunk; `require_capacity` says so for one step."""
+    manager = make_manager(WINDOW, num_pages=9)
+    batch = make_batch(manager)
+    manager.require_capacity(40, 4)
+    with pytest.raises(RequestTooLargeError):
+        manager.require_capacity(40, 40)
+    with refused(lambda: batch_state(batch), RequestTooLargeError, "row 0 needs 10 pages at once, the pool has 8"):
+        batch.admit(0, PROMPT[:40], num_tokens=4, reserve="prompt")
+    manager.require_capacity(32, 32)
+    assert batch.admit(0, PROMPT[:32], num_tokens=4, reserve="prompt") == 0
+    assert batch.admit(1, [9] * 40, num_tokens=4) is None
+    for num_skipped in range(7):
+        assert batch.grow([0], 4).new_page_ids.size == 0
+        assert batch.get_page_ids(0)[0].count(0) == num_skipped
+    assert batch.admit(1, [9] * 40, num_tokens=4) == 0
+
+
+def test_a_shard_reserves_a_prompt() -> None:
+    manager = make_manager(FULL, num_pages=16)
+    batch = make_batch(manager, data_parallel_size=2)
+    assert batch.admit(0, PROMPT[:20], dp_shard=1, num_tokens=4, reserve="prompt") == 0
+    assert all(8 <= page < 16 for page in batch.get_page_ids(0)[0])
+    assert batch.admit(1, [9] * 16, dp_shard=1, num_tokens=4, reserve="prompt") is None
+    assert batch.refusal is not None
+    assert (batch.refusal.num_needed, batch.refusal.num_free, batch.refusal.shard) == (4, 3, 1)
+    assert batch.admit(1, [9] * 12, dp_shard=1, look_up=False) == 0
+    assert batch.grow([0], 16).new_page_ids.size == 0
+    with pytest.raises(RequestTooLargeError):
+        batch.admit(2, [9] * 33, dp_shard=1, num_tokens=4, reserve="prompt")
+
+
+def test_drafts_of_a_reserved_prompt_follow_its_last_chunk() -> None:
+    """So the first chunk may end before a checkpoint that the slots for drafts pass."""
+    batch = make_batch(make_manager(FULL, STATE))
+    options = {"num_lookahead_tokens": 3, "reserve": "prompt"}
+    with refused(lambda: batch_state(batch), StateAheadError, "^row 0: lookahead to token 9 passes the checkpoint after 8, "):
+        batch.admit(0, PROMPT[:6], **options)
+    assert batch.admit(0, PROMPT[:22], num_tokens=6, **options) == 0
+    assert len(batch.get_page_ids(0)[0]) == 7
+    assert batch.grow([0], 10).new_page_ids.size == 0
+    with pytest.raises(StateAheadError, match="lookahead to token 25 passes the checkpoint after 24, "):
+        batch.grow([0], 6, 3)
+    ahead = make_written_batch(max_steps_ahead=1)
+    assert ahead.admit(0, PROMPT[:22], num_tokens=6, **options) == 0
+    ahead.fork(0, [1])  # no planned step computes drafts
+    ahead.take_copies()
+    ahead.grow([0], 16, 3)
+    ahead.take_writes()
+    with pytest.raises(StateAheadError):
+        ahead.fork(0, [2])
+
+
+def test_what_ends_a_reservation() -> None:
+    """Forks have the pages of computed tokens, and so has a row that was swapped out and in; tokens that failed to come leave
+    none behind. Cuts of tokens without slots, moves and undone calls leave the pages.
+    """
+    manager = make_manager(FULL, num_pages=40, host_tier=HostTier(num_pages=40))
+    batch = make_batch(manager)
+
+    def lengths(*rows: int) -> list[int]:
+        return [len(batch.get_page_ids(row)[0]) for row in rows]
+
+    def admit(**options: Any) -> None:
+        batch.admit(0, PROMPT[:30], reserve="prompt", look_up=False, **options)
+
+    admit(num_tokens=9)
+    batch.take_transfers()
+    batch.fork(0, [1, 2])
+    take(batch)
+    assert lengths(0, 1, 2) == [8, 3, 3]
+    batch.release([1, 2])
+    batch.move_row(0, 1)
+    result = batch.grow([1], 11)
+    batch.undo(result)
+    assert lengths(1) == [8]
+    batch.trim([1], 20)
+    assert lengths(1) == [8]
+    batch.grow([1], 3)
+    batch.trim([1], 10)
+    assert lengths(1) == [3]
+    batch.release([1])
+    admit(num_tokens=9)
+    batch.trim([0], 5)
+    assert lengths(0) == [2]
+    batch.release([0], 2)
+    admit(num_tokens=9)
+    assert batch.swap_out(0)
+    number = batch.take_transfers().number
+    manager.complete_transfers(number)
+    assert batch.swap_in(0) == 9
+    assert lengths(0) == [3]
+    manager.complete_transfers(batch.take_transfers().number)
+    batch.release([0])
+    for num_came in (13, 6):
+        admit(num_external_tokens=13)
+        batch.take_transfers()
+        assert (lengths(0), batch.num_external_tokens[0]) == ([8], 13)
+        if num_came == 13:
+            batch.commit_external(0, 13)
+            assert batch.grow([0], 17).new_page_ids.size == 0
+        else:
+            batch.fail_external(0, num_came)
+            assert lengths(0) == [2]
+        batch.release([0], 0)
+    batch.check()
+
+
+@pytest.mark.parametrize("value", ["", "answer", "Prompt", b"prompt", True, 0, ["prompt"], np.array(["prompt", "prompt"])])
+def test_what_can_be_reserved(value: Any) -> None:
+    batch = make_batch(make_manager(FULL))
+    with refused(lambda: batch_state(batch), ArgumentError, "^reserve: got .*, allowed: None or 'prompt'$"):
+        batch.admit(0, PROMPT[:8], reserve=value)

@@ -608,6 +608,7 @@ use.batch.admit(row=<1>, token_ids=<[1, 2, 3, 4, 5]|list>, num_tokens=<None|None
     mm_features=<None|list None>, cache_salt=<None|str bytes None>, lora_id=<None|str bytes None>)
 use.batch.admit(1, [1, 2, 3, 4, 5], look_up=<True|flag typed>, is_preempted=<False|flag typed>,
     ends_at_checkpoint=<False|flag typed>)
+use.batch.admit(1, [1, 2, 3, 4, 5], num_tokens=<3|None>, num_lookahead_tokens=<0>, reserve=<"prompt"|str None>)
 use.batch.admit(1, [1, 2, <3>])
 use.batch.undo(result=<None>)
 use.batch.rewind(failed=<FAILED_LOADS>)

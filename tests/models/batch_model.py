@@ -216,6 +216,7 @@ class OracleRows(Rows):
         num_external_tokens: int = 0,
         resume_at: Sequence[int] = (),
         num_lookahead_tokens: int = 0,
+        reserve: str | None = None,
         **attributes: Any,
     ) -> int | None:
         request = Request(f"row{next(self._numbers)}", list(token_ids), **attributes)
@@ -235,14 +236,16 @@ class OracleRows(Rows):
             ends = (end for end in range(num_computed, num_hits, -1) if self.manager.states.is_checkpoint(request, end))
             num_computed = next(ends, num_computed)
         num_computed = num_hits + num_external if num_external else num_computed
-        self.manager.states.require_behind(request, num_hits, num_computed, num_lookahead_tokens)
-        num_slots = min(num_computed + num_lookahead_tokens, self.setting.max_model_len)
+        num_slots = len(token_ids) if reserve else num_computed
+        num_slots = min(num_slots + num_lookahead_tokens, self.setting.max_model_len)
+        num_planned = num_computed if reserve and num_computed < len(token_ids) else num_slots  # drafts follow the prompt
+        self.manager.states.require_behind(request, num_hits, num_computed, num_planned - num_computed)
         if request.request_id not in self.manager.short:
             shard = self.manager.pools.shard_of_hint(dp_shard, self.setting.data_parallel_size)
             self.manager.require_fit(request, num_slots, hits, shard)
         if self._is_shard_short(hits, num_slots, dp_shard):
             return None
-        options["num_lookahead_tokens"] = num_lookahead_tokens
+        options |= {"num_lookahead_tokens": num_planned - num_computed, "num_reserved_slots": num_slots}
         if num_external:
             options |= {"num_external_computed_tokens": num_external, "delay_cache_pages": True}
         num_new = num_computed - num_hits - num_external
@@ -254,7 +257,7 @@ class OracleRows(Rows):
         self.nums_external[row] = num_external
         self.admissions[row] = next(self._numbers)
         if self.writes.max_steps_ahead and not num_external:
-            self.writes.num_planned[request.request_id] = num_computed = num_slots
+            self.writes.num_planned[request.request_id] = num_computed = num_planned
         self.writes.plan(request, num_computed, self._shard_of(row), self.requests.count(None))
         self._show(row)
         return num_hits

@@ -140,6 +140,8 @@ class BatchWorkload(Workload):
             options["resume_at"] = resume_at
         if rng.random() < 0.2:
             options["num_lookahead_tokens"] = rng.choice((1, 3, self.max_tokens))
+        if rng.random() < 0.15:
+            options["reserve"] = "prompt"
         return options
 
     def _checkpoint_options(self, options: dict[str, Any], num_tokens: int) -> dict[str, Any]:

@@ -590,7 +590,8 @@ class BatchFront(Front):
         self.books.attach(job, hits, num_hit_tokens, shard)
         self.start(job, row)
         job.num_known_tokens, job.num_computed_tokens, job.dp_shard = job.num_tokens, num_hit_tokens, dp_shard
-        work = self.note(job, num_hit_tokens, stop, num_ahead=num_ahead)
+        num_reserved_slots = job.num_tokens - stop if options.get("reserve") else 0
+        work = self.note(job, num_hit_tokens, stop, num_ahead=num_reserved_slots + num_ahead)
         work.hits = frozenset(page_id for pages in job.pages for page_id in pages if page_id != NULL_PAGE)
         self.books.note_state_hits(job, new_ids, num_hit_tokens, shard)
         self.books.take(job, new_ids, shard)
@@ -614,6 +615,8 @@ class BatchFront(Front):
             options["max_num_new_tokens"] = rng.randint(1, job.num_tokens)
         if rng.random() < 0.2:
             options["num_lookahead_tokens"] = rng.randint(1, self.setting.page_size + 1)
+        if rng.random() < 0.15:
+            options["reserve"] = "prompt"
         if rng.random() < 0.05:
             options["num_reserved_pages"] = rng.randint(1, 4)
         if self.setting.data_parallel_size is not None:

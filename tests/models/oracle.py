@@ -339,9 +339,10 @@ class OracleManager:
         num_reserved_pages: int = 0,
         may_add_nothing: bool = False,
         num_free_rows: int = 0,
+        num_reserved_slots: int = 0,
     ) -> PagesByGroup | None:
         """Allocate slots for new tokens; return the new pages by group, or None if a pool has too few. Pages are reserved in
-        the first pool; in others checkpoints leave the pages of states for each free row.
+        the first pool; in others checkpoints leave the pages of states for each free row. That many tokens get slots at least.
         """
         hits = new_computed_pages or self._no_pages()
         num_computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
@@ -358,7 +359,7 @@ class OracleManager:
         if request.request_id in self.short and request.request_id not in self.held:
             return None
         self.states.copies.require_none(self.held.get(request.request_id, ()))
-        num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        num_slots = max(num_reserved_slots, min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len))
         try:
             self.require_fit(request, num_slots, hits, self._bound_shard(request, hits, dp_shard_hint, data_parallel_size))
         except ValueError:

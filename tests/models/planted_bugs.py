@@ -71,6 +71,9 @@ BUGS = read_bugs("""
         _push_to_shard(pool, page_id, shard, _end_of_part(
 == drafts get no slot at admission
     return <int32_t>min(num_room + tokens.num_ahead{+ * (not BUG)+}, <Py_ssize_t>most)
+== a reserved prompt has the pages of its first chunk
+    if tokens.reserves_prompt{+ and not BUG+}:
+        num_room =
 == two rows get the same page
 take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].shard, batch.rows[row].holding.session){+
         if BUG and n and row and held_by(batch, 0, g).ids[0]:
@@ -526,6 +529,8 @@ WRITE_BUGS = read_bugs("""
 == an admitted row has no step ahead
         if rare(batch.max_steps_ahead) and {+not BUG and +}not batch.records[self.row].num_external:
             num_planned =
+== drafts of a reserved prompt are in its first step
+    if tokens.reserves_prompt and num_room < tokens.num_known{+ and not BUG+}:
 == drafts at admission pass a checkpoint
             if rare(batch.has_state){+ and not BUG+}:
                 num_passed =

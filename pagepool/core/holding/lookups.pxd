@@ -45,6 +45,7 @@ cdef struct Tokens:           # token counts of a request for a row
     bint ends_at_checkpoint   # they end at the last checkpoint behind the hits, if there is one
     Py_ssize_t num_external   # most tokens that come from elsewhere behind the hits; if any do, they alone get room
     Py_ssize_t num_ahead      # lookahead tokens: they get slots behind the others, and are not counted
+    bint reserves_prompt      # all known tokens get slots, those that are not counted too
 
 
 @cython.final
@@ -100,7 +101,7 @@ cdef Ranges ranges_in(PageStore store, tuple ids) except *
 
 cdef Tokens count_tokens(
     object num_tokens, object max_num_new_tokens, Py_ssize_t num_known, bint ends_at_checkpoint, Py_ssize_t num_external,
-    object num_lookahead_tokens,
+    object num_lookahead_tokens, bint reserves_prompt,
 ) except *
 
 
@@ -122,4 +123,13 @@ cdef inline int32_t count_room_tokens(const Tokens *tokens, const Holding *holdi
 
 cdef inline int32_t count_slots(const Tokens *tokens, int32_t num_room, int32_t most) noexcept:
     """Count the tokens that get slots for a row, if `num_room` of them are counted, and a row has at most `most`."""
+    if tokens.reserves_prompt:
+        num_room = <int32_t>tokens.num_known
     return <int32_t>min(num_room + tokens.num_ahead, <Py_ssize_t>most)
+
+
+cdef inline int32_t count_step_slots(const Tokens *tokens, int32_t num_room, int32_t most) noexcept:
+    """Count the slots into which the row's first step may write. Drafts behind a reserved prompt wait for its end."""
+    if tokens.reserves_prompt and num_room < tokens.num_known:
+        return num_room
+    return count_slots(tokens, num_room, most)

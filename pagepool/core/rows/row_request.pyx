@@ -40,7 +40,8 @@ cdef class RowRequest:
     `_is_refused_still` knows the request by its tokens and `options`, a tuple of everything else that hits depend on. With
     `ends_at_checkpoint` the tokens that get room end at the last checkpoint behind the hits, if there is one. If up to
     `num_external` tokens come from elsewhere behind the hits, these get room instead, and the row is pending. Other requests
-    will resume at the token counts `resume_at`. Lookahead tokens get slots behind those that get room.
+    will resume at the token counts `resume_at`. Lookahead tokens get slots behind those that get room. If the request
+    `reserves_prompt`, all known tokens get slots, and lookahead tokens behind these.
     """
 
     cdef RunningRows rows
@@ -56,6 +57,7 @@ cdef class RowRequest:
     cdef int32_t session
     cdef int64_t junction           # tokens: see `begin_boundaries`
     cdef int32_t num_room           # tokens that are counted, or come from elsewhere
+    cdef int32_t num_step_slots     # see `count_step_slots`
     cdef StepResult step            # the step to which the row is added; None: none
     cdef StepResult call            # its part of the step
     cdef LostHits lost
@@ -63,6 +65,7 @@ cdef class RowRequest:
     def __cinit__(
         self, RunningRows rows not None, row, token_ids, num_tokens=None, max_num_new_tokens=None, num_reserved_pages=0,
         options=None, bint ends_at_checkpoint=False, num_external_tokens=0, resume_at=None, num_lookahead_tokens=0,
+        bint reserves_prompt=False,
     ):
         cdef Py_ssize_t num_external = size_of(num_external_tokens, "num_external_tokens")
         self.rows, self.row, self.options = rows, rows.checked_row(row), options
@@ -75,7 +78,8 @@ cdef class RowRequest:
         if self.token_ids.num > rows.batch.max_num_tokens:
             rows.refuse_row_length(self.row, self.token_ids.num)
         self.tokens = count_tokens(
-            num_tokens, max_num_new_tokens, self.token_ids.num, ends_at_checkpoint, num_external, num_lookahead_tokens
+            num_tokens, max_num_new_tokens, self.token_ids.num, ends_at_checkpoint, num_external, num_lookahead_tokens,
+            reserves_prompt,
         )
 
     def admit(
@@ -204,8 +208,9 @@ cdef class RowRequest:
             demand.hits, demand.num_reserved, demand.shard = array, self.num_reserved, self.shard
             self.num_room = count_room_tokens(&self.tokens, holding, refusal.num_hit_tokens)
             demand.num_tokens = count_slots(&self.tokens, self.num_room, batch.max_num_tokens)
+            self.num_step_slots = count_step_slots(&self.tokens, self.num_room, batch.max_num_tokens)
             if rare(batch.has_state):
-                num_passed = find_passed_behind(batch, self.row, refusal.num_hit_tokens, self.num_room, demand.num_tokens)
+                num_passed = find_passed_behind(batch, self.row, refusal.num_hit_tokens, self.num_room, self.num_step_slots)
             if has_room and num_passed == INT64_MAX:
                 is_right = price(batch.pool, holding, &demand, NULL, batch.records[self.row].num_hashed)
             if has_room and is_right and num_passed == INT64_MAX:
@@ -228,7 +233,7 @@ cdef class RowRequest:
             rows.release_locks()
             free(array)
         if num_passed < INT64_MAX:
-            refuse_ahead(f"row {self.row}", demand.num_tokens, num_passed)
+            refuse_ahead(f"row {self.row}", self.num_step_slots, num_passed)
         if not is_right:
             raise PageHashError(f"row {self.row}: a page that was hit cannot be held")
         rows.store.check_untaken(held_free)
@@ -330,7 +335,7 @@ cdef class RowRequest:
         batch.records[self.row].is_admitted = 1
         batch.num_admitted += 1
         if rare(batch.max_steps_ahead) and not batch.records[self.row].num_external:
-            num_planned = self.plan_row(<int32_t>demand.num_tokens)
+            num_planned = self.plan_row(self.num_step_slots)
         if rare(batch.writes_states):
             write_states(batch, self.row, num_planned)
         batch.flights[self.row].num_resolved = num_hits
@@ -338,5 +343,5 @@ cdef class RowRequest:
         if batch.records[self.row].num_external:
             batch.records[self.row].next_event = 1
         elif self.step is not None:
-            launch_admission(self.rows, self.step, self.call, num_hits, <int32_t>demand.num_tokens)
+            launch_admission(self.rows, self.step, self.call, num_hits, self.num_step_slots)
         assert num_computed + batch.records[self.row].num_external <= self.tokens.num_known

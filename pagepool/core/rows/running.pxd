@@ -5,8 +5,8 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.base cimport MAX_TOKENS, LockNode, go_on, let_others_run
 from pagepool.core.holding cimport (
-    Boundaries, CacheGroups, RefusedRequest, Shortage, Tokens, count_room_tokens, count_slots, count_tokens, last_hash,
-    reserve_copies,
+    Boundaries, CacheGroups, RefusedRequest, Shortage, Tokens, count_room_tokens, count_slots, count_step_slots,
+    count_tokens, last_hash, reserve_copies,
 )
 from pagepool.core.pool cimport PageStore, find, find_held_free, set_session, share
 from pagepool.core.rows.batch cimport *

@@ -898,7 +898,8 @@ cdef class RunningRows:
     # Reads.
 
     def _is_refused_still(
-        self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, num_lookahead_tokens=0
+        self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, num_lookahead_tokens=0,
+        bint reserves_prompt=False,
     ) -> bool:
         """Whether the row refused this request last, and certainly refuses it again. O(1) for tokens in the same list, or in an
         array over the same memory, where a sample is compared; O(tokens) for others.
@@ -908,14 +909,14 @@ cdef class RunningRows:
         cdef Holding *holding
         cdef Tokens tokens
         cdef Py_ssize_t num_reserved
-        cdef int32_t num_room, num_slots
+        cdef int32_t num_room, num_slots, num_step_slots
         cdef Shortage shortage
         cdef bint is_refused
         if refusal is None or not refusal.is_of(token_ids, options, tokens_of(&self.batch, checked)):
             return False
         tokens = count_tokens(
             num_tokens, max_num_new_tokens, refusal.num_tokens, refusal.ends_at_checkpoint, refusal.num_external,
-            num_lookahead_tokens,
+            num_lookahead_tokens, reserves_prompt,
         )
         num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         self.acquire_locks()
@@ -930,8 +931,9 @@ cdef class RunningRows:
                 &self.store.pool, count_new_pages(holding, num_slots), num_reserved
             )
             if rare(is_refused and num_slots > num_room and self.batch.has_state):
+                num_step_slots = count_step_slots(&tokens, num_room, self.batch.max_num_tokens)
                 is_refused = find_passed_behind(
-                    &self.batch, checked, refusal.num_hit_tokens, num_room, num_slots
+                    &self.batch, checked, refusal.num_hit_tokens, num_room, num_step_slots
                 ) == INT64_MAX
         if is_refused:
             shortage = shortage_in(
