@@ -1,4 +1,4 @@
-"""An engine on torch: scheduler, inputs of a step, page table, CUDA graphs. docs/torch.md describes a step."""
+"""An engine on torch: scheduler, inputs of a step, page table, CUDA graphs, one step ahead. docs/torch.md describes a step."""
 
 from argparse import ArgumentParser, Namespace
 from collections import deque
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention as attend_to
 
-from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, RunningBatch, StepInputs
+from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, RunningBatch, StepInputs, StepResult
 from pagepool.torch import PageTable
 
 VOCAB, WIDTH, LAYERS, HEADS, HEAD_SIZE, PAGE_SIZE, MAX_MODEL_LEN, STOP_TOKEN = 64, 32, 2, 4, 8, 4, 96, 20
@@ -39,8 +39,7 @@ class Model:
 
     def __init__(self, seed: int) -> None:
         """Draw the weights."""
-        generator = torch.Generator(DEVICE).manual_seed(seed)
-        draw = partial(torch.randn, generator=generator, device=DEVICE, dtype=DTYPE)
+        draw = partial(torch.randn, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE, dtype=DTYPE)
         self.embedding, self.places, self.unembedding = draw(VOCAB, WIDTH), draw(MAX_MODEL_LEN, WIDTH), draw(WIDTH, VOCAB)
         self.qkv, self.output = draw(LAYERS, WIDTH, 3 * HEADS * HEAD_SIZE), draw(LAYERS, HEADS * HEAD_SIZE, WIDTH)
         self.up, self.down = draw(LAYERS, WIDTH, 2 * WIDTH), draw(LAYERS, 2 * WIDTH, WIDTH)
@@ -69,24 +68,26 @@ class Engine:
 
     def __init__(self, args: Namespace) -> None:
         """Make an empty cache, and the tensors of a step: graphs need them where they are. Capture decodes on a GPU."""
-        num_tokens, num_reqs, num_pages = args.num_tokens, args.num_reqs, args.num_pages
+        num_tokens, num_reqs, depth, num_pages = args.num_tokens, args.num_reqs, args.steps_ahead + 1, args.num_pages
         spec = FullAttentionSpec(PAGE_SIZE, HEADS, HEAD_SIZE, DTYPE, use_mla=False)
         self.model, self.manager = Model(args.seed), CacheManager(num_pages, [CacheGroupSpec(spec)], MAX_MODEL_LEN)
         self.table = PageTable(num_reqs, MAX_MODEL_LEN // PAGE_SIZE, device=DEVICE)
-        self.batch = RunningBatch(self.manager, self.table)
+        self.batch = RunningBatch(self.manager, self.table, max_steps_ahead=args.steps_ahead)
         self.max_num_tokens = num_tokens
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}  # by row, the newest last
+        self.in_flight: deque[tuple[Any, ...]] = deque()
         fields = {"token_ids": num_tokens, "positions": num_tokens, "slots": num_tokens, "query_start_loc": num_reqs + 1}
-        fields |= {"last_tokens": num_reqs}
-        self.pinned = torch.zeros(1, sum(fields.values()), dtype=torch.int32, pin_memory=HAS_GPU)
+        fields |= {"last_tokens": num_reqs, "sources": num_reqs}
+        self.pinned = torch.zeros(depth, sum(fields.values()), dtype=torch.int32, pin_memory=HAS_GPU)
         options: dict[str, Any] = {"packed": True, "arrays": {"packed": self.pinned.numpy()}, "pad_slot": 0, "pad_last": 0}
-        self.host = StepInputs(self.batch, num_tokens=num_tokens, num_reqs=num_reqs, fields=fields, depth=1, **options)
+        self.host = StepInputs(self.batch, num_tokens=num_tokens, num_reqs=num_reqs, fields=fields, depth=depth, **options)
         self.packed = self.pinned[0].to(DEVICE, copy=True)
         self.inputs = dict(zip(fields, self.packed.split(list(fields.values())), strict=True))
         self.page_ids = torch.zeros(num_reqs, MAX_MODEL_LEN // PAGE_SIZE, dtype=torch.int32, device=DEVICE)
         self.cache = torch.zeros(2, LAYERS, HEADS, num_pages * PAGE_SIZE, HEAD_SIZE, device=DEVICE, dtype=DTYPE)
         self.sampled = torch.zeros(num_reqs, dtype=torch.int32, device=DEVICE)
+        self.results = torch.zeros(depth, num_reqs, dtype=torch.int32, pin_memory=HAS_GPU)
         self.graphs = {1 << i: torch.cuda.CUDAGraph() for i in range(num_reqs.bit_length()) if HAS_GPU}  # keyed by padded size
         for size, graph in self.graphs.items():
             self.compute(size)  # libraries initialise themselves in their first call
@@ -99,6 +100,7 @@ class Engine:
         token_ids, positions, slots = (self.inputs[name][:size] for name in ("token_ids", "positions", "slots"))
         ends = self.inputs["query_start_loc"][1 : num_reqs + 1]
         places = torch.searchsorted(ends, numbers[:size], right=True).clamp(max=num_reqs - 1)  # each token's row
+        token_ids = torch.where(token_ids < 0, self.sampled[self.inputs["sources"][places]], token_ids)
         read = (self.page_ids[places, :, None] * PAGE_SIZE + numbers[:PAGE_SIZE]).flatten(1)
         mask = (numbers[:MAX_MODEL_LEN] <= positions[:, None])[:, None]
 
@@ -110,67 +112,75 @@ class Engine:
         logits = self.model.forward(token_ids, positions, attend)[self.inputs["last_tokens"][:num_reqs]]
         self.sampled[:num_reqs] = logits.argmax(1)
 
-    def launch(self, rows: Any, starts: Any) -> None:
+    def launch(self, step: StepResult) -> None:
         """Start a planned step on the current stream."""
-        num_tokens = self.batch.inputs(rows=rows, starts=starts, stops=self.batch.num_computed_tokens[rows], out=self.host)
-        size = min(1 << (num_tokens - 1).bit_length(), self.max_num_tokens)
+        num_tokens = self.batch.inputs(step, out=self.host)
+        size, result = min(1 << (num_tokens - 1).bit_length(), self.max_num_tokens), self.results[self.host.current]
         self.table.commit(self.table.max_num_reqs)
-        self.table.gather(rows, out=self.page_ids, num_reqs=min(size, len(self.sampled)))
-        self.packed.copy_(self.pinned[0], non_blocking=True)
+        self.table.gather(step.rows, out=self.page_ids, num_reqs=min(size, len(self.sampled)))
+        self.packed.copy_(self.pinned[self.host.current], non_blocking=True)
         (self.graphs[size].replay if size in self.graphs else partial(self.compute, size))()
+        result.copy_(self.sampled, non_blocking=True)
+        is_sampled = self.batch.num_computed_tokens[step.rows] == self.batch.num_tokens[step.rows]
+        self.in_flight.append((step, is_sampled, result, torch.cuda.current_stream().record_event() if HAS_GPU else None))
 
-    def end(self, rows: Any) -> None:
-        """Wait for a step, and continue the requests whose known tokens are all computed."""
-        is_sampled = self.batch.num_computed_tokens[rows] == self.batch.num_tokens[rows]
-        for row, token_id in zip(rows[is_sampled].tolist(), self.sampled.cpu()[: len(rows)][is_sampled].tolist(), strict=True):
-            self.running[row].answer.append(token_id)
-            if self.running[row].num_left:
-                self.batch.append([row], [token_id])
-            else:
-                self.batch.release([row])
-                del self.running[row]
+    def end(self) -> None:
+        """Wait for the oldest step in flight, and continue its requests."""
+        step, is_sampled, result, ended = self.in_flight.popleft()
+        if ended:
+            ended.synchronize()
+        token_ids = result.numpy()[: len(step)][is_sampled]
+        rows = self.batch.resolve(step, token_ids, is_sampled.astype(int))[is_sampled]
+        for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            if row >= 0:  # otherwise its request ended, or was preempted
+                self.running[row].answer.append(token_id)
+                if not self.running[row].num_left:
+                    self.batch.release([row])
+                    del self.running[row]
 
-    def plan(self) -> tuple[Any, Any]:
-        """Plan a step: running rows first, then waiting requests. Return rows, and the positions where they begin."""
-        batch, starts, budget, planned = self.batch, self.batch.num_computed_tokens.copy(), self.max_num_tokens, []
-        num_new = batch.num_tokens - starts
+    def grow(self, rows: list[int], call: Callable[[list[int]], StepResult]) -> None:
+        """Give rows slots by a call of the batch. While pages are short preempt the last of them."""
+        while rows and (rows := rows[call(rows).num_grown :]):
+            self.batch.release(rows[-1:])
+            self.waiting.appendleft(self.running.pop(rows.pop()))
+
+    def plan(self) -> StepResult:
+        """Plan a step: rows whose last token is in flight, then rows with known tokens, then waiting requests."""
+        batch, step = self.batch, self.batch.new_step()
+        num_new = batch.num_tokens - batch.num_computed_tokens
+        ahead = [row for row, request in self.running.items() if not num_new[row] and request.num_left > 1]
+        self.grow(ahead, partial(batch.step_ahead, step=step))
+        budget = self.max_num_tokens - len(step)
         for row in self.running:
             num_new[row] = min(num_new[row], budget)
             budget -= num_new[row]
-        rows = [row for row in self.running if num_new[row]]
-        while rows:
-            num_grown = batch.grow(rows, num_new[rows]).num_grown
-            planned, rows = planned + rows[:num_grown], rows[num_grown:]
-            if rows:  # pages are short: preempt the newest of them
-                batch.release(rows[-1:])
-                self.waiting.appendleft(self.running.pop(rows.pop()))
+        self.grow([row for row in self.running if num_new[row]], lambda rows: batch.grow(rows, num_new[rows], step=step))
         for row in np.flatnonzero(~batch.is_admitted)[: len(self.waiting)].tolist():
             request = self.waiting[0]
-            options = {"max_num_new_tokens": budget, "is_preempted": bool(request.answer)}
-            num_cached = batch.admit(row, request.prompt + request.answer, **options) if budget else None
+            options = {"max_num_new_tokens": budget, "reserve": "prompt", "is_preempted": bool(request.answer)}
+            num_cached = batch.admit(row, request.prompt + request.answer, step=step, **options) if budget else None
             if num_cached is None:
                 break
-            starts[row] = num_cached
             budget -= batch.num_computed_tokens[row] - num_cached
             self.running[row] = self.waiting.popleft()
-            planned.append(row)
-        return np.array(planned, np.int32), starts[planned]
+        return step
 
     def run(self, requests: list[Request]) -> None:
         """Answer requests."""
         self.waiting += requests
         while self.waiting or self.running:
-            rows, starts = self.plan()
-            self.launch(rows, starts)
-            self.end(rows)
+            if len(step := self.plan()):
+                self.launch(step)
+            if len(self.in_flight) == len(self.results) or not len(step):
+                self.end()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line: requests with random prompts, which have common beginnings."""
     parser = ArgumentParser(description=__doc__)
-    defaults = {"seed": 0, "num-requests": 24, "num-pages": 48, "num-reqs": 8, "num-tokens": 32}
-    for name, default in defaults.items():
+    for name, default in {"seed": 0, "num-requests": 24, "num-pages": 48, "num-reqs": 8, "num-tokens": 32}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+    parser.add_argument("--steps-ahead", type=int, default=1, choices=(0, 1), help="default: 1")
     parser.add_argument("--check", action="store_true", help="compare the answers with those of the model without a cache")
     args = parser.parse_args(arguments)
     engine, rng = Engine(args), np.random.default_rng(args.seed)

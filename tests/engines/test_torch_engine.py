@@ -28,21 +28,44 @@ def run(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[list[str], i
     return answers, int(num_hits), int(num_preempted)
 
 
-@pytest.mark.parametrize(
-    "seed", range(3), ids=lambda seed: f"{example.DEVICE}-{seed}"
-)  # `make torch-gpu` takes those with cuda
-def test_answers_are_those_of_the_model_without_a_cache(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """With prompts in chunks, hits, and in a small pool preemptions."""
-    roomy, num_hits, num_preempted = run(capsys, "--seed", str(seed), *ROOMY)
+class CountingBatch(example.RunningBatch):
+    """A batch that counts the steps ahead, and the tokens that nobody waits for."""
+
+    num_ahead = num_dropped = 0
+
+    def step_ahead(self, rows: Any, num_drafts: int = 0, step: Any = None) -> Any:
+        CountingBatch.num_ahead += 1
+        return super().step_ahead(rows, num_drafts, step)
+
+    def resolve(self, step: Any, token_ids: Any = None, counts: Any = None) -> Any:
+        places = super().resolve(step, token_ids, counts)
+        CountingBatch.num_dropped += int((places < 0).sum())
+        return places
+
+
+# `make torch-gpu` runs the tests with cuda in their names.
+@pytest.mark.parametrize("steps_ahead", [0, 1], ids=["at once", "one step ahead"])
+@pytest.mark.parametrize("seed", range(3), ids=lambda seed: f"{example.DEVICE}-{seed}")
+def test_answers_are_those_of_the_model_without_a_cache(
+    seed: int, steps_ahead: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With prompts in chunks, hits, ends, and in a small pool preemptions."""
+    monkeypatch.setattr(example, "RunningBatch", CountingBatch)
+    CountingBatch.num_ahead = CountingBatch.num_dropped = 0
+    options = ["--seed", str(seed), "--steps-ahead", str(steps_ahead)]
+    roomy, num_hits, num_preempted = run(capsys, *options, *ROOMY)
     assert (num_hits > 200, num_preempted) == (True, 0)
-    short, num_hits, num_preempted = run(capsys, "--seed", str(seed), *SHORT)
+    short, num_hits, num_preempted = run(capsys, *options, *SHORT)
     assert (short, num_hits > 200, num_preempted > 5) == (roomy, True, True)
     assert len(set(roomy)) > len(roomy) // 2  # a model that repeats itself would hide what it reads
+    assert (CountingBatch.num_ahead > 50, CountingBatch.num_dropped > 5) == (steps_ahead > 0, steps_ahead > 0)
 
 
-def test_steps_of_other_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("steps_ahead", ["0", "1"])
+def test_steps_of_other_sizes(steps_ahead: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--num-requests", "9", "--steps-ahead", steps_ahead]
     sizes = [("1", "1"), ("3", "5"), ("24", "100")]
-    answers = [run(capsys, "--num-requests", "9", "--num-reqs", n, "--num-tokens", tokens)[0] for n, tokens in sizes]
+    answers = [run(capsys, *options, "--num-reqs", n, "--num-tokens", tokens)[0] for n, tokens in sizes]
     assert answers[0] == answers[1] == answers[2]
 
 
