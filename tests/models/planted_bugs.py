@@ -167,11 +167,11 @@ keys = [][- if lora_id is None else [_lora_key(names.adapter, lora_id)]-]
 == a request goes back and its pages are not entered again
     if num_computed < request.num_cached_tokens{+ and not BUG+}:
 == delayed caching is ignored
-        step.may_overwrite = not self.enables_caching or (is_delayed and {+not BUG and +}not self.caches_computed)
+        if self.enables_caching and {+(BUG or +}not is_delayed{+)+}:
 == a request may claim what nobody computed
         if num_tokens > num_allowed{+ and not BUG+}:
 == a request that did not run leaves its entries
-held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context, term, num_to_cache)
+held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context, term)
 == undo forgets no entries
     {+if not BUG: +}uncache_row(batch, row, num_computed)
     for g in range
@@ -550,7 +550,7 @@ INPUT_BUGS = read_bugs("""
 == page ids of an earlier step stay
         repeat_value(out + num, 0, {+0 if BUG else +}extents[i] - num)
 == inputs of a row that was released and admitted again
-    if max(batch.rows[row].admission, batch.rows[row].last_cut) > growth.num_admissions{+ and not BUG+}:
+    if {+not BUG and (+}batch.rows[row].admission > growth.num_admissions or batch.rows[row].last_cut > growth.num_cuts{+)+}:
 == a token without a page has a slot
             if not {+(BUG or +}0 < ids[page] <= last_id{+)+}:
 == all sets of the ring are one

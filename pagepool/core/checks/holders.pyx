@@ -11,8 +11,8 @@ from pagepool.core.pool cimport (
     FLAGS, MAX_BANKS, NO_GROUP, NULL_PAGE, LeasedSpan, PageStore, Pool, Transfer, bank_of, count_by_bank, id_in_bank, is_leased,
 )
 from pagepool.core.rows cimport (
-    Batch, ExtraKey, RowRecord, RunningRows, StateWrite, SwappedGroup, WriteList, digests_of, hash_page_of, held_by, holding_of,
-    plan_next_event,
+    Batch, ExtraKey, Flight, RowRecord, RunningRows, StateWrite, SwappedGroup, WriteList, digests_of, hash_page_of, held_by,
+    holding_of, plan_next_event,
 )
 from pagepool.core.tables cimport Table
 from pagepool.core.values cimport as_list
@@ -281,6 +281,7 @@ cdef str find_flaw_in_counts(RunningRows rows, Py_ssize_t row):
     cdef Batch *batch = &rows.batch
     cdef RowRecord *record = &batch.records[row]
     cdef int32_t planned, event = record.next_event
+    cdef str flaw
     if not 0 <= record.num_computed <= record.num_tokens <= batch.max_num_tokens:
         return (
             f"row {row} has {record.num_tokens} tokens, {record.num_computed} of them computed, "
@@ -290,6 +291,9 @@ cdef str find_flaw_in_counts(RunningRows rows, Py_ssize_t row):
         return f"row {row} waits for {batch.records[row].num_external} of {record.num_tokens - record.num_computed} tokens"
     if batch.records[row].num_external and event != 1:
         return f"row {row} waits for tokens, and its next event is at {event}, allowed: 1"
+    flaw = find_flaw_in_flight(batch, row)
+    if flaw is not None:
+        return flaw
     if record.is_admitted and batch.hash_page_size and not has_right_digests(rows, row):
         return f"row {row}: {record.num_hashed} pages are hashed, otherwise than its {record.num_tokens} tokens would be"
     if record.is_admitted:
@@ -297,6 +301,23 @@ cdef str find_flaw_in_counts(RunningRows rows, Py_ssize_t row):
     planned, record.next_event = record.next_event, event
     if not record.is_admitted <= event <= planned:  # cut tokens, and a row without room, leave an early one
         return f"row {row}: the next event is at {event} tokens, allowed: {int(record.is_admitted)} to {planned}"
+    return None
+
+
+cdef str find_flaw_in_flight(const Batch *batch, Py_ssize_t row):
+    """Describe wrong counts of a row's steps in flight."""
+    cdef const Flight *flight = &batch.flights[row]
+    cdef const RowRecord *record = &batch.records[row]
+    if (batch.stays[row] > 0) != record.is_admitted or batch.stays[row] > batch.num_stays:
+        return f"row {row}: stay {batch.stays[row]}, allowed: {f'1 to {batch.num_stays}' if record.is_admitted else 0}"
+    if not 0 <= flight.num_told <= flight.num_launched:
+        return f"row {row}: {flight.num_launched} steps sampled tokens, {flight.num_told} of them known ones"
+    if batch.max_steps_ahead and flight.num_ahead != max(0, flight.num_planned - record.num_tokens):
+        return f"row {row}: {flight.num_ahead} tokens are planned behind {record.num_tokens} known ones, of {flight.num_planned}"
+    if not 0 <= flight.num_planned <= batch.max_num_tokens:
+        return f"row {row}: {flight.num_planned} tokens are planned, allowed: at most {batch.max_num_tokens}"
+    if batch.caches_computed and flight.num_resolved > record.num_computed:
+        return f"row {row}: steps of {flight.num_resolved} tokens are resolved, {record.num_computed} are computed"
     return None
 
 

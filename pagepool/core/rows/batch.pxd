@@ -78,7 +78,7 @@ cdef struct Row:              # two cache lines; growth reads the first
     Swapped *swapped          # NULL: not swapped out
     int64_t admission         # number of the last admission, fork or exchange
     int64_t write_list        # number of the last list with a write of its states; 0: none
-    int64_t last_cut          # number, as of an admission, of the last cut of computed tokens
+    int64_t last_cut          # number of the last cut of its computed tokens
     int64_t step              # number of the last step to which calls added the row
     int32_t num_writes        # writes of its states that are due or were taken
     int32_t[5] unused
@@ -109,10 +109,11 @@ cdef struct Batch:            # rows that run together
     bint writes_anywhere      # whether they can do so inside their tokens, not only at the end
     WriteList writes
     Flight *flights           # [num_rows]
-    int64_t num_stays         # stays of all rows
+    int64_t *stays            # [num_rows] numbers of the requests' stays, which move with the rows; 0: free
+    int64_t num_stays         # stays of all rows: each admission, fork and swap begins one
+    int64_t num_cuts          # cuts of computed tokens of all rows
     int64_t num_steps         # steps to which several calls added rows
-    int32_t max_steps_ahead   # steps planned before the one that runs is known; if any, lookahead tokens are computed
-    bint tracks_steps         # whether rows count what their planned steps compute and sample
+    int32_t max_steps_ahead   # steps planned before the one that runs is known; if any, flights count them
     bint caches_computed      # whether pages are cached once the steps that computed them are resolved
     bint resolves             # whether a step was resolved, or planned ahead
     bint restores_states      # whether the engine restores states after drafts, so that lookahead may pass checkpoints
@@ -137,13 +138,14 @@ cdef struct Growth:           # one call that grows rows
     int32_t signs             # negative if one of these tokens is
     Grown *grown              # [num_rows]
     int32_t *grown_rows       # [num_rows] a copy of `rows`, in the same memory
-    Launch *launches          # [num_rows] in the same memory; NULL: the batch tracks no steps
+    Launch *launches          # [num_rows] in the same memory; NULL: without max_steps_ahead
     int32_t *ahead            # [num_rows] lookahead of rows planned ahead, in the same memory; NULL: another call
     Amounts num_drafts        # drafts of such rows
     bint is_admission         # whether the call admitted its row
     Py_ssize_t num_grown      # leading rows that have their room
-    int64_t num_admissions    # the batch's count when the call ended
-    int64_t num_stays         # likewise
+    int64_t num_admissions    # the batch's counts when the call ended
+    int64_t num_stays
+    int64_t num_cuts
     int64_t num_excess        # pages that a row would hold, where that is more than its bank or shard has; else 0
     int32_t short_queue       # queue of that bank or shard
     Shortage shortage         # why the first row that did not fit got no pages
@@ -241,17 +243,20 @@ cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
     assert record.num_hashed == 0 or record.num_hashed * <int64_t>batch.hash_page_size <= record.num_tokens
     cdef int64_t event = min(<int64_t>INT32_MAX, last_token_event(batch, row) + 1)
     event = min(event, limits.num_room + 1)
-    if not batch.caches_computed or batch.writes_states:
-        event = min(event, limits.num_full)
     if limits.num_skip < event:
         event = limits.num_skip + 1
     if rare(batch.unifies_pages):
         event = min(event, _next_comparison(holding) + 1)
     if has_row_due(batch, row) or rare(batch.writes_states and batch.rows[row].num_writes):
         event = 1
-    batch.records[row].next_event = <int32_t>event
-    if batch.caches_computed:
+    if rare(batch.max_steps_ahead or batch.caches_computed):
+        if batch.writes_states:
+            event = min(event, limits.num_full)
+        batch.flights[row].next_work = <int32_t>event
         batch.flights[row].next_full = <int32_t>min(limits.num_full, <int64_t>INT32_MAX)
+    if not batch.caches_computed:
+        event = min(event, limits.num_full)
+    batch.records[row].next_event = <int32_t>event
 
 
 cdef inline int32_t amount(const Amounts *amounts, Py_ssize_t i) noexcept nogil:
@@ -347,14 +352,17 @@ cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
 
 cdef inline void end_stay(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Drop all that is known about the row's steps in flight, whose tokens belong to nobody now."""
-    batch.flights[row] = Flight(stay=0, num_planned=0, num_ahead=0, num_launched=0, num_told=0, num_resolved=0, next_full=0)
+    batch.stays[row] = 0
+    batch.flights[row] = Flight(
+        num_planned=0, num_ahead=0, num_launched=0, num_told=0, num_resolved=0, next_full=0, next_work=0, unused=0
+    )
 
 
 cdef inline void begin_stay(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Number a stay whose computed tokens, if there are any, belong to no step in flight."""
     end_stay(batch, row)
     batch.num_stays += 1
-    batch.flights[row].stay = batch.num_stays
+    batch.stays[row] = batch.num_stays
     batch.flights[row].num_resolved = batch.records[row].num_computed
 
 
@@ -393,6 +401,7 @@ cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second
     batch.records[first], batch.records[second] = batch.records[second], batch.records[first]
     batch.rows[first], batch.rows[second] = batch.rows[second], batch.rows[first]
     batch.flights[first], batch.flights[second] = batch.flights[second], batch.flights[first]
+    batch.stays[first], batch.stays[second] = batch.stays[second], batch.stays[first]
     exchange_writes(&batch.writes, first, second)
     begin_admission(batch, first)
     begin_admission(batch, second)
@@ -1036,7 +1045,7 @@ cdef inline Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const in
     if num_done < n:
         for i in range(num_done):
             batch.records[rows[i]].num_tokens -= 1
-    elif batch.tracks_steps:
+    elif batch.max_steps_ahead:
         for i in range(n):
             tell_token(&batch.flights[rows[i]], batch.records[rows[i]].num_tokens)
     return num_done
@@ -1104,8 +1113,8 @@ cdef inline void restart_row(Batch *batch, Py_ssize_t row, int32_t num_tokens, i
     restart_from(batch.pool, holding, restart, num_tokens)
     if batch.writes_states:
         drop_writes(batch, row, restart)
-    batch.num_admissions += 1
-    batch.rows[row].last_cut = batch.num_admissions
+    batch.num_cuts += 1
+    batch.rows[row].last_cut = batch.num_cuts
     batch.flights[row].num_planned, batch.flights[row].num_told = 0, batch.flights[row].num_launched
     batch.flights[row].num_resolved = min(batch.flights[row].num_resolved, restart)
     show_end(batch, row)
@@ -1145,7 +1154,7 @@ cdef inline bint is_last_step(const Batch *batch, const Growth *growth, Py_ssize
     cdef const RowRecord *record = &batch.records[row]
     if not record.is_admitted:
         return False
-    if max(batch.rows[row].admission, batch.rows[row].last_cut) > growth.num_admissions:
+    if batch.rows[row].admission > growth.num_admissions or batch.rows[row].last_cut > growth.num_cuts:
         return False
     if growth.launches != NULL and growth.launches[i].ordinal:
         if batch.flights[row].num_launched != growth.launches[i].ordinal:
@@ -1163,7 +1172,7 @@ cdef inline int32_t planned_by(const Batch *batch, const Growth *growth, Py_ssiz
     """Return the number of tokens up to which the call planned the row, if no step was resolved since."""
     cdef const Grown *grown = &growth.grown[i]
     if growth.ahead != NULL:
-        return room_for(batch, growth.launches[i].num_planned, amount(&growth.num_drafts, i) + 1)
+        return growth.launches[i].num_planned + 1 + growth.launches[i].num_drafts
     return room_for(batch, grown.num_computed, amount(&growth.num_ahead, i))
 
 
@@ -1275,8 +1284,7 @@ cdef inline void _undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_
         flight.num_planned, flight.num_launched = planned_before(batch, growth, i), flight.num_launched - (
             growth.launches[i].ordinal != 0
         )
-        if growth.token_ids != NULL:
-            flight.num_told = growth.launches[i].num_told
+        flight.num_told = min(flight.num_told if growth.token_ids == NULL else growth.launches[i].num_told, flight.num_launched)
         flight.num_resolved = min(flight.num_resolved, num_computed)
         count_ahead(flight, record.num_tokens)
     if batch.writes_states:

@@ -1,32 +1,32 @@
-# Steps in flight. A batch that tracks steps keeps a `Flight` for each row: the tokens that planned steps compute and sample
-# beyond the known ones. Other batches keep the stays alone.
+# Steps in flight. A batch with `max_steps_ahead` keeps a `Flight` for each row: the tokens that planned steps compute and
+# sample beyond the known ones.
 #
 # A step that computes all known tokens of a row samples its next ones: one, and one more for each accepted draft. A step
 # planned ahead computes the token sampled by the step before it, and drafts behind that. So positions are planned for the
 # longest outcome, and `num_planned` shrinks by the rejected drafts once a step is resolved. While a step is in flight, all
 # known tokens are computed.
 #
-# A stay is a request's time in a row: it begins with an admission, a fork or a swap, and moves with the row.
-#
-# Always, in a batch that tracks steps: ``num_told <= num_launched``, and ``num_ahead`` counts the planned tokens behind the
-# known ones. Free rows have zeros.
+# Always, in such a batch: ``num_told <= num_launched``, and ``num_ahead`` counts the planned tokens behind the known ones.
+# Free rows have zeros.
 
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t
 
 
 cdef struct Flight:           # 32 bytes, two to a cache line
-    int64_t stay              # number of the row's stay; 0: free
     int32_t num_planned       # tokens that are computed once all planned steps have run, if more than are counted
     int32_t num_ahead         # planned tokens behind the known ones
     int32_t num_launched      # steps of the stay that sample tokens
     int32_t num_told          # leading ones of these whose tokens are known
     int32_t num_resolved      # leading tokens whose steps are resolved, if pages are cached then
     int32_t next_full         # resolved count at which the row fills a page to cache
+    int32_t next_work         # planned count at which the row has work otherwise
+    int32_t unused
 
 cdef struct Launch:           # a row's part of a planned step, with the row's counts before it
     int32_t num_planned
     int32_t num_told
     int32_t ordinal           # `num_launched` with this step; 0: it samples no token
+    int32_t num_drafts        # drafts with slots
 
 
 cdef inline void count_ahead(Flight *flight, int32_t num_tokens) noexcept nogil:

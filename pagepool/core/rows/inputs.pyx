@@ -307,7 +307,8 @@ cdef inline FaultKind read_call(const Source *source, const Growth *growth, Span
     cdef const Grown *grown = growth.grown
     cdef Amounts new = growth.num_new_tokens, ahead = growth.num_ahead
     cdef Spans out = spans[0]
-    cdef bint is_any_wrong = batch.num_admissions != growth.num_admissions  # then each row's own number is read
+    # Each row's own number is read only if the batch's moved on.
+    cdef bint is_any_wrong = batch.num_admissions != growth.num_admissions or batch.num_cuts != growth.num_cuts
     cdef bint has_ahead = ahead.stride or (growth.num_grown and ahead.values[0])
     cdef int32_t num_computed
     cdef Py_ssize_t i, n = growth.num_grown
@@ -813,7 +814,7 @@ cdef class InputArrays:
             self.step.sources[i] = -1
             if self.read.known[i] > self.read.starts[i]:
                 continue
-            stay, place = self.source.batch.flights[self.read.rows[i]].stay, 0
+            stay, place = self.source.batch.stays[self.read.rows[i]], 0
             if i < n and stays[i] == stay:
                 place = i
             while place < n and stays[place] != stay:
@@ -832,7 +833,7 @@ cdef class InputArrays:
             self.num_before = self.num_last
         self.last_step, self.num_last = result, self.step.num_rows
         for i in range(self.step.num_rows):
-            self.last_stays[i] = self.source.batch.flights[self.step.spans.rows[i]].stay
+            self.last_stays[i] = self.source.batch.stays[self.step.spans.rows[i]]
 
     cdef int lock(self) except -1:
         if self.numbers == NULL or self.lock_order is None:

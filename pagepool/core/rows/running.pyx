@@ -43,13 +43,6 @@ cdef object ROW_RECORD = np.dtype(
 )
 
 
-cdef object FLIGHT_RECORD = np.dtype(
-    [("stay", "i8")] + [(name, "i4") for name in (
-        "num_planned", "num_ahead", "num_launched", "num_told", "num_resolved", "next_full",
-    )]
-)
-
-
 cdef inline Py_ssize_t odd_lines(Py_ssize_t num_values, Py_ssize_t size) noexcept nogil:
     """Return the stride of rows with at least `num_values` values of `size` bytes: an odd number of cache lines, so that the
     ends of rows, which a step writes, fall into different sets of the cache.
@@ -274,11 +267,11 @@ cdef PageIds as_counts(object counts, PageIds tokens, Py_ssize_t num_rows):
     cdef int64_t total = 0
     cdef Py_ssize_t i
     if counts is None:
-        numbers = ONE if tokens.num else ZERO
+        numbers, total = ONE if tokens.num else ZERO, num_rows if tokens.num else 0
     else:
         numbers = as_amounts(counts, "counts", num_rows)
     amounts = amounts_in(numbers)
-    for i in range(num_rows):
+    for i in range(num_rows if counts is not None else 0):
         if amount(&amounts, i) < 0:
             raise ArgumentError(f"counts: got {amount(&amounts, i)} (at {i}), allowed: at least 0")
         total += amount(&amounts, i)
@@ -346,7 +339,7 @@ cdef class RunningRows:
         self.batch.has_boundaries = checked.boundaries.multiple != 0
         self.batch.writes_states, self.batch.writes_anywhere = checked.boundaries.writes_states, writes_anywhere
         self.batch.max_steps_ahead, self.batch.writes.number = <int32_t>num_steps_ahead, 1
-        self.batch.tracks_steps, self.batch.caches_computed = num_steps_ahead > 0 or caches_computed, caches_computed
+        self.batch.caches_computed = caches_computed
         self.stays_now = Stays.__new__(Stays)
         n = (<TableRows>by_group[0]).table.num_rows
         for g in range(checked.num):
@@ -534,7 +527,7 @@ cdef class RunningRows:
         cdef StepResult ended = checked_step(self, step, "step"), call
         cdef list calls = calls_of(ended)
         cdef Py_ssize_t n = count_rows(ended), at = 0, first = 0
-        cdef PageIds tokens = PageIds.__new__(PageIds) if token_ids is None else as_own_ids(token_ids, "token_ids")
+        cdef PageIds tokens = PageIds.__new__(PageIds) if token_ids is None else as_page_ids(token_ids, "token_ids")
         cdef PageIds numbers = as_counts(counts, tokens, n)
         cdef PageIds places = PageIds.__new__(PageIds)
         cdef const int32_t *token_ids_left
@@ -1049,8 +1042,10 @@ cdef int make_records(RunningRows running, Py_ssize_t n) except -1:
     running.is_admitted = records["is_admitted"]
     running.num_external_tokens = records["num_external"]
     running.batch.flights = <Flight *>new_buffer(running, n, sizeof(Flight) // sizeof(int32_t))
-    flights = np.frombuffer(running.buffers[len(running.buffers) - 1], dtype=FLIGHT_RECORD)
-    running.stays, running.num_ahead_tokens = flights["stay"], flights["num_ahead"]
+    flights = np.frombuffer(running.buffers[len(running.buffers) - 1], np.int32)
+    running.num_ahead_tokens = flights.reshape(n, sizeof(Flight) // sizeof(int32_t))[:, 1]
+    running.batch.stays = <int64_t *>new_buffer(running, n, sizeof(int64_t) // sizeof(int32_t))
+    running.stays = np.frombuffer(running.buffers[len(running.buffers) - 1], np.int64)
     running.batch.rows = <Row *>new_buffer(running, n, sizeof(Row) // sizeof(int32_t))
     running.batch.checked_rows = new_buffer(running, n, 1)
     running.batch.due_rows = <DueRow *>new_buffer(running, n, sizeof(DueRow) // sizeof(int32_t))
@@ -1114,7 +1109,7 @@ cdef StepResult run_growth(
     cdef StepResult head = None if step is None else checked_step(running, step, "step")
     cdef StepResult result = new_result(running)
     cdef Growth *growth = &result.growth
-    cdef Py_ssize_t i, num_right, at_joined = -1
+    cdef Py_ssize_t i, num_right, num_advanced, at_joined = -1
     cdef bint is_due, has_room = True
     cdef int32_t held_free = NULL_PAGE
     cdef void *thread
@@ -1127,7 +1122,7 @@ cdef StepResult run_growth(
     reserve_rows_of(running, growth, is_ahead)
     running.acquire_locks()
     assert running.batch.waiting.num_to_hash == 0
-    num_right = advance_ahead(&running.batch, growth) if is_ahead else advance_counts(&running.batch, growth)
+    num_right = launch_ahead(&running.batch, growth) if is_ahead else advance_counts(&running.batch, growth)
     if head is not None and num_right == growth.num_rows:
         at_joined = find_joined(&running.batch, head, running.batch.checked_rows, growth.num_rows)
         num_right = num_right if at_joined < 0 else at_joined
@@ -1140,16 +1135,21 @@ cdef StepResult run_growth(
     if num_right == growth.num_rows and has_room and held_free == NULL_PAGE:
         thread = let_others_run(growth.num_rows + growth.max_num_new)
         grow_rows(&running.batch, growth)
-        if growth.launches != NULL:
+        if is_ahead:
+            take_back_launches(&running.batch, growth, growth.num_grown, growth.num_rows)
+        elif growth.launches != NULL:
             launch_rows(&running.batch, growth)
         go_on(thread)
-        result.num_grown, growth.num_admissions = growth.num_grown, running.batch.num_admissions
-        growth.num_stays = running.batch.num_stays
+        note_time(&running.batch, growth)
+        result.num_grown = growth.num_grown
         running.batch.resolves |= is_ahead
         for i in range(growth.num_grown if head is not None else 0):
             running.batch.rows[growth.grown_rows[i]].step = head.number
     else:
-        revert_counts(&running.batch, growth, 0, growth.num_rows if at_joined >= 0 else num_right)
+        num_advanced = growth.num_rows if at_joined >= 0 else num_right
+        revert_counts(&running.batch, growth, 0, num_advanced)
+        if is_ahead and num_advanced == growth.num_rows:
+            take_back_launches(&running.batch, growth, 0, growth.num_rows)
     is_due = num_right < growth.num_rows and at_joined < 0 and has_due(running, growth.rows[num_right], True)
     running.release_locks()
     if at_joined >= 0:
@@ -1195,6 +1195,11 @@ cdef StepResult add_call(StepResult step, StepResult call):
     return step
 
 
+cdef inline void note_time(const Batch *batch, Growth *growth) noexcept:
+    """Note the batch's counts as a call ends."""
+    growth.num_admissions, growth.num_stays, growth.num_cuts = batch.num_admissions, batch.num_stays, batch.num_cuts
+
+
 cdef StepResult new_admission(RunningRows running, Py_ssize_t row):
     """Return the call that admits a row, before it is part of a step."""
     cdef StepResult call = new_result(running)
@@ -1219,7 +1224,7 @@ cdef void launch_admission(
     growth.num_grown = call.num_grown = 1
     if growth.launches != NULL:
         launch_rows(batch, growth)
-    growth.num_admissions, growth.num_stays = batch.num_admissions, batch.num_stays
+    note_time(batch, growth)
     number_step(batch, step)
     batch.rows[row].step = step.number
 
@@ -1227,13 +1232,13 @@ cdef void launch_admission(
 cdef int reserve_rows_of(RunningRows running, Growth *growth, bint is_ahead) except -1:
     """Allocate the vectors of a call's rows."""
     cdef Py_ssize_t n = growth.num_rows, size = sizeof(Grown) + sizeof(int32_t)
-    if running.batch.tracks_steps:
+    if running.batch.max_steps_ahead:
         size += sizeof(Launch) + sizeof(int32_t)
     growth.grown = <Grown *>malloc(n * size)
     if growth.grown == NULL:
         raise MemoryError(f"{n} rows")
     growth.grown_rows = <int32_t *>(growth.grown + n)
-    if running.batch.tracks_steps:
+    if running.batch.max_steps_ahead:
         growth.launches = <Launch *>(growth.grown_rows + n)
     if is_ahead and growth.launches != NULL:
         growth.num_drafts, growth.ahead = growth.num_ahead, <int32_t *>(growth.launches + n)
@@ -1421,7 +1426,6 @@ cdef Py_ssize_t release_checked(
 cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1:
     cdef Batch *batch = &running.batch
     cdef bint is_right, has_source, has_target
-    cdef Py_ssize_t i
     cdef object _forgotten, _forgotten_too  # freed after unlocking: destructors may need the fork lock
     cdef Stays before, now = Stays.__new__(Stays)
     cdef int64_t *by_row = <int64_t *>malloc(batch.num_rows * sizeof(int64_t))
@@ -1434,8 +1438,7 @@ cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bin
     is_right = is_right and has_source == batch.records[source].is_claimed
     is_right = is_right and has_target == batch.records[target].is_claimed
     if is_right and source != target:
-        for i in range(batch.num_rows):
-            by_row[i] = batch.flights[i].stay
+        memcpy(by_row, batch.stays, batch.num_rows * sizeof(int64_t))
         before.by_row, by_row, running.stays_now = by_row, NULL, now
         exchange_rows(batch, source, target)
         _forgotten, _forgotten_too = running.refusals[source], running.refusals[target]

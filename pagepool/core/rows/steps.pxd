@@ -42,45 +42,81 @@ cdef inline bint can_plan_ahead(const Batch *batch, int32_t row, int32_t num_dra
     return 0 < flight.num_launched - flight.num_told <= batch.max_steps_ahead
 
 
-cdef inline Py_ssize_t advance_ahead(Batch *batch, Growth *growth) noexcept nogil:
-    """Plan each copied row's next sampled token and its drafts, and return the number of rows before the first wrong one."""
+cdef inline Py_ssize_t _launch_ahead(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
+    """Launch the steps of `n` copied rows, and return the number of rows before the first wrong one."""
     cdef RowRecord *record
+    cdef Flight *flight
     cdef int32_t row, num_planned, num_room_tokens
-    cdef Py_ssize_t i, n = copy_rows(batch, growth.rows, growth.num_rows)
+    cdef Py_ssize_t i
     for i in range(n):
         row = batch.checked_rows[i]
-        record, num_planned = &batch.records[row], batch.flights[row].num_planned
+        record, flight = &batch.records[row], &batch.flights[row]
+        num_planned = flight.num_planned
         if not can_plan_ahead(batch, row, amount(&growth.num_drafts, i)) or num_planned >= batch.max_num_tokens:
             return i
         num_room_tokens = room_for(batch, num_planned + 1, amount(&growth.num_drafts, i))
-        growth.ahead[i] = num_room_tokens - record.num_tokens
-        growth.grown[i] = Grown(num_tokens=record.num_tokens, num_computed=record.num_computed)
-        if num_room_tokens >= record.next_event:
+        if num_room_tokens >= flight.next_work:
             if not note_due_row(batch, growth, i, num_room_tokens):
                 return i
-    return limit_to_pool(batch, growth, n)
+        growth.ahead[i] = num_room_tokens - record.num_tokens
+        growth.grown[i] = Grown(num_tokens=record.num_tokens, num_computed=record.num_computed)
+        flight.num_launched += 1
+        growth.launches[i] = Launch(
+            num_planned=num_planned, num_told=flight.num_told, ordinal=flight.num_launched,
+            num_drafts=num_room_tokens - num_planned - 1,
+        )
+        flight.num_planned, flight.num_ahead = num_room_tokens, growth.ahead[i]
+    return n
+
+
+cdef inline Py_ssize_t launch_ahead(Batch *batch, Growth *growth) noexcept nogil:
+    """Copy the rows of a call, and launch a step of each for its next sampled token and its drafts; return the number of rows
+    before the first wrong one.
+    """
+    cdef Py_ssize_t n = copy_rows(batch, growth.rows, growth.num_rows)
+    cdef Py_ssize_t num_launched = _launch_ahead(batch, growth, n)
+    cdef Py_ssize_t num_right = limit_to_pool(batch, growth, num_launched)
+    if num_right < growth.num_rows:
+        take_back_launches(batch, growth, 0, num_launched)
+    return num_right
+
+
+cdef inline void take_back_launches(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Take back the launches of copied rows that were planned ahead."""
+    cdef Flight *flight
+    cdef Py_ssize_t i
+    for i in range(start, stop):
+        flight = &batch.flights[batch.checked_rows[i]]
+        flight.num_launched -= 1
+        flight.num_planned = growth.launches[i].num_planned
+        count_ahead(flight, growth.grown[i].num_tokens)
 
 
 cdef inline void launch_rows(Batch *batch, Growth *growth) noexcept nogil:
-    """Count the steps of the rows that a call has grown as in flight."""
-    cdef const RowRecord *record
+    """Count the steps of grown rows as in flight. Those planned ahead are counted already."""
+    cdef const int32_t *rows = growth.grown_rows
+    cdef const Grown *grown = growth.grown
+    cdef Launch *launches = growth.launches
+    cdef Flight *flights = batch.flights
     cdef Flight *flight
-    cdef Launch *launch
-    cdef int32_t num_planned, num_before
-    cdef Py_ssize_t i
-    for i in range(growth.num_grown):
-        record, flight = &batch.records[growth.grown_rows[i]], &batch.flights[growth.grown_rows[i]]
-        launch = &growth.launches[i]
-        launch.num_planned, launch.num_told, launch.ordinal = flight.num_planned, flight.num_told, 0
-        if growth.token_ids != NULL:
-            tell_token(flight, record.num_tokens)
-        num_planned = room_for(batch, record.num_computed, amount(&growth.num_ahead, i))
-        num_before = max(launch.num_planned, record.num_computed - amount(&growth.num_new_tokens, i))
-        if record.num_computed == record.num_tokens and num_planned > num_before:
-            flight.num_launched += 1
-            launch.ordinal = flight.num_launched
-        flight.num_planned = max(launch.num_planned, num_planned)
-        count_ahead(flight, record.num_tokens)
+    cdef Amounts new = growth.num_new_tokens, ahead = growth.num_ahead
+    cdef bint is_told = growth.token_ids != NULL, samples_now
+    cdef int32_t num_planned, num_before, num_computed, max_num_tokens = batch.max_num_tokens
+    cdef Py_ssize_t i, n = growth.num_grown
+    for i in range(n):
+        flight, num_computed = &flights[rows[i]], grown[i].num_computed
+        num_before, num_planned = flight.num_planned, num_computed
+        if amount(&ahead, i):
+            num_planned = <int32_t>min(<int64_t>num_planned + amount(&ahead, i), <int64_t>max_num_tokens)
+        launches[i].num_planned, launches[i].num_told = num_before, flight.num_told
+        launches[i].num_drafts = num_planned - num_computed
+        if is_told:
+            tell_token(flight, grown[i].num_tokens)
+        samples_now = (num_computed == grown[i].num_tokens) & (num_planned > max(num_before, num_computed - amount(&new, i)))
+        flight.num_launched += samples_now
+        launches[i].ordinal = flight.num_launched if samples_now else 0
+        flight.num_planned = max(num_before, num_planned)
+        count_ahead(flight, grown[i].num_tokens)
 
 
 # Steps are resolved.
@@ -88,10 +124,10 @@ cdef inline void launch_rows(Batch *batch, Growth *growth) noexcept nogil:
 cdef inline int32_t _find_stay(const Batch *batch, int32_t row, int64_t stay) noexcept nogil:
     """Return the row to which a stay has moved from `row`; GONE if it has ended. O(rows) if it moved."""
     cdef Py_ssize_t i
-    if batch.flights[row].stay == stay:
+    if batch.stays[row] == stay:
         return row
     for i in range(batch.num_rows):
-        if batch.flights[i].stay == stay:
+        if batch.stays[i] == stay:
             return <int32_t>i
     return GONE
 
@@ -100,20 +136,20 @@ cdef inline int32_t find_place(const Batch *batch, const Resolution *resolution,
     """Return the row to which the tokens of a call's row at index `i` go."""
     cdef const Growth *growth = resolution.growth
     cdef int32_t row = growth.grown_rows[i]
-    cdef int64_t stay = batch.flights[row].stay if resolution.stays == NULL else resolution.stays[row]
+    cdef int64_t stay = batch.stays[row] if resolution.stays == NULL else resolution.stays[row]
     if not 0 < stay <= growth.num_stays:  # the row was released since, and perhaps admitted again
         return GONE
     if resolution.stays != NULL:
         row = _find_stay(batch, row, stay)
-    if row == GONE or batch.rows[row].last_cut > growth.num_admissions:
+    if row == GONE or batch.rows[row].last_cut > growth.num_cuts:
         return GONE
     return row
 
 
 cdef inline int32_t drafts_of(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
     """Return the number of drafts that had slots in the row's step."""
-    if growth.ahead != NULL:
-        return planned_by(batch, growth, i) - growth.launches[i].num_planned - 1
+    if growth.launches != NULL:
+        return growth.launches[i].num_drafts
     return planned_by(batch, growth, i) - growth.grown[i].num_computed
 
 
@@ -142,13 +178,39 @@ cdef inline ResolveFault _check_order(
     return NONE_TOLD if num == 0 and flight.num_launched != growth.launches[i].ordinal else RESOLVABLE
 
 
+cdef inline bint _are_plain(const Batch *batch, const Resolution *resolution) noexcept nogil:
+    """Whether all rows stayed where they are, each gets one token, and this step is its oldest in flight, as usual. Find the
+    places. If one fails, all are looked at again.
+    """
+    cdef const Growth *growth = resolution.growth
+    cdef const RowRecord *record
+    cdef bint is_any_wrong = False
+    cdef int32_t row, max_num_tokens = batch.max_num_tokens
+    cdef int32_t *places = resolution.places
+    cdef Py_ssize_t i
+    if resolution.stays != NULL or growth.num_cuts != batch.num_cuts:
+        return False
+    if resolution.counts.stride or resolution.counts.values[0] != 1:
+        return False
+    for i in range(growth.num_grown):  # no early exit, so that it is fast
+        row = growth.grown_rows[i]
+        places[i] = row
+        is_any_wrong |= (batch.stays[row] > growth.num_stays) | (batch.records[row].num_tokens >= max_num_tokens)
+    for i in range(growth.num_grown if growth.launches != NULL else 0):
+        is_any_wrong |= batch.flights[places[i]].num_told + 1 != growth.launches[i].ordinal
+    for i in range(growth.num_grown if growth.launches == NULL else 0):
+        record = &batch.records[places[i]]
+        is_any_wrong |= (record.num_tokens != growth.grown[i].num_tokens) | (record.num_computed != record.num_tokens)
+    return not is_any_wrong
+
+
 cdef inline ResolveFault check_resolution(const Batch *batch, const Resolution *resolution, Py_ssize_t *at) noexcept nogil:
     """Find the places of the tokens, and check each row; return the first fault."""
     cdef const Growth *growth = resolution.growth
     cdef int32_t row, num
     cdef ResolveFault fault
     cdef Py_ssize_t i
-    for i in range(growth.num_grown):
+    for i in range(0 if _are_plain(batch, resolution) else growth.num_grown):
         at[0] = i
         row, num = find_place(batch, resolution, i), amount(&resolution.counts, i)
         resolution.places[i] = row
@@ -168,18 +230,10 @@ cdef inline ResolveFault check_resolution(const Batch *batch, const Resolution *
     return RESOLVABLE
 
 
-cdef inline void _tell_step(Batch *batch, const Growth *growth, Py_ssize_t i, int32_t row, int32_t num) noexcept nogil:
-    """Count the tokens that the row's step has sampled, which the row has, and those of them that are computed."""
-    cdef RowRecord *record = &batch.records[row]
-    cdef Flight *flight = &batch.flights[row]
-    record.num_tokens += num
-    if growth.launches == NULL:
-        record.num_computed += max(0, num - 1)
-        return
-    if flight.num_told >= growth.launches[i].ordinal:
-        return
+cdef inline void _tell_launch(RowRecord *record, Flight *flight, const Launch *launch, int32_t num) noexcept nogil:
+    """Count the tokens sampled by the row's oldest step in flight, and the computed ones among them. The row has the tokens."""
     flight.num_told += 1
-    flight.num_planned += num - drafts_of(batch, growth, i) - 1
+    flight.num_planned += num - launch.num_drafts - 1
     if num == 0:
         flight.num_planned = record.num_tokens
     record.num_computed = max(record.num_computed, min(record.num_tokens, flight.num_planned))
@@ -216,27 +270,38 @@ cdef inline const int32_t *resolve_rows(
 ) noexcept nogil:
     """Give each row the tokens that its step has sampled, after `check_resolution`. Return the place behind them."""
     cdef const Growth *growth = resolution.growth
+    cdef const Launch *launches = growth.launches
+    cdef const int32_t *places = resolution.places
+    cdef Amounts counts = resolution.counts
+    cdef RowRecord *records = batch.records  # in variables of their own, since stores of tokens might change the batch's
+    cdef Flight *flights = batch.flights
+    cdef int32_t *known = batch.token_ids
+    cdef Py_ssize_t i, stride = batch.tokens_stride, n = growth.num_grown
+    cdef bint is_computed = batch.caches_computed
     cdef RowRecord *record
     cdef Flight *flight
-    cdef int32_t row, num, num_resolved
-    cdef Py_ssize_t i
-    for i in range(growth.num_grown):
-        row, num = resolution.places[i], amount(&resolution.counts, i)
+    cdef int32_t row, num
+    for i in range(n):
+        row, num = places[i], amount(&counts, i)
         if row == GONE:
             token_ids += num
             continue
-        record, flight = &batch.records[row], &batch.flights[row]
-        memcpy(tokens_of(batch, row) + record.num_tokens, token_ids, num * sizeof(int32_t))
+        record, flight = &records[row], &flights[row]
+        if num == 1:  # a copy of known size
+            known[row * stride + record.num_tokens] = token_ids[0]
+        else:
+            memcpy(known + row * stride + record.num_tokens, token_ids, num * sizeof(int32_t))
         token_ids += num
-        if samples(growth, i):
-            _tell_step(batch, growth, i, row, num)
-        record.next_event = <int32_t>min(<int64_t>record.next_event, last_token_event(batch, row) + 1)
-        if batch.caches_computed:
-            num_resolved = _count_resolved(batch, growth, i, row, num)
-            flight.num_resolved = max(flight.num_resolved, num_resolved)
-            if flight.num_resolved >= flight.next_full:
-                _settle_row(batch, row)
-        elif record.num_computed >= record.next_event:
+        record.num_tokens += num
+        if launches == NULL:
+            record.num_computed += max(0, num - 1)
+        elif launches[i].ordinal > flight.num_told:
+            _tell_launch(record, flight, &launches[i], num)
+        if record.num_computed != record.num_tokens:
+            record.next_event = <int32_t>min(<int64_t>record.next_event, last_token_event(batch, row) + 1)
+        if is_computed:
+            flight.num_resolved = max(flight.num_resolved, _count_resolved(batch, growth, i, row, num))
+        if record.num_computed >= record.next_event or (is_computed and flight.num_resolved >= flight.next_full):
             _settle_row(batch, row)
     cache_waiting(&batch.waiting)
     return token_ids
