@@ -583,6 +583,7 @@ class RowRequest:
         session: int = ...,
         step: StepResult | None = ...,
     ) -> int | None: ...
+    def probe(self, extra_keys: Sequence[tuple[int, bytes]] = ..., shard: int | None = ...) -> int: ...
 
 def pack_dirty_lines(
     tables: tuple[TableRows, ...],

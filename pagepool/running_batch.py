@@ -6,7 +6,7 @@ Native methods of `RunningBatch`, and the native work of others:
   `move_row`, `swap_row`, `commit_external`, `fail_external`, `swap_out`, `swap_in`, `rewind`, `find_next_checkpoint`,
   `take_writes`, `get_page_ids`
 - ``core/rows/inputs.pyx``: `inputs`
-- ``core/rows/row_request.pyx``: `admit`
+- ``core/rows/row_request.pyx``: `admit`, `probe`
 - ``core/rows/spans.pyx``: `expect`, `lease`
 - ``core/checks/holders.pyx``: `check`
 """
@@ -222,9 +222,6 @@ class RunningBatch(RunningRows):
         held, IntegrityError for a free page with a reference. O(tokens), and with features O(features x log features). A row
         keeps its last request's hashes, so a request that is retried or returns in the same row is not hashed again.
         """
-        size = self._data_parallel_size
-        if dp_shard is not None and size is None:
-            raise ArgumentError(f"dp_shard: got {dp_shard}, allowed without data_parallel_size: None")
         num_external = num_external_tokens
         if type(num_external) is not int or num_external:
             num_external = min(require_int("num_external_tokens", num_external, 0), self.max_num_tokens)
@@ -262,9 +259,7 @@ class RunningBatch(RunningRows):
             num_lookahead_tokens,
             reserves_prompt,
         )
-        shard = None
-        if dp_shard is not None:
-            shard, _ = find_shard(self._manager._page_pool.num_pages, require_int("dp_shard", dp_shard, 0), size) or (None, 0)
+        shard = None if dp_shard is None else self._find_shard(dp_shard)
         keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
         counter = self._counters[is_preempted] if look_up else None
         session = context = 0
@@ -276,6 +271,37 @@ class RunningBatch(RunningRows):
             if context:
                 self._registry.release_context(context)
             self._registry.release_session(session)
+
+    def probe(
+        self,
+        row: int,
+        token_ids: TokenIds,
+        *,
+        cache_salt: str | None = None,
+        lora_id: LoraId | None = None,
+        mm_features: Sequence[Any] | None = None,
+        dp_shard: int | None = None,
+    ) -> int:
+        """Return the number of tokens that `admit` would hit in a free row now, in a host tier too.
+
+        The row keeps the hashes, as after `admit`: a later `admit` or `probe` there, of the same or longer tokens, hashes only
+        what is new. Nothing else changes, and `CacheManager.stats` counts no request.
+
+        Raise ArgumentError if the row is admitted, and the errors of `admit` for wrong arguments. O(tokens), and with windows
+        or states O(pages x groups).
+        """
+        request = RowRequest(self, row, token_ids)
+        shard = None if dp_shard is None else self._find_shard(dp_shard)
+        _, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
+        return request.probe(keyed, shard)
+
+    def _find_shard(self, dp_shard: int) -> int | None:
+        """Return the number of the shard that `dp_shard` names; None if the pool is not divided."""
+        size = self._data_parallel_size
+        if size is None:
+            raise ArgumentError(f"dp_shard: got {dp_shard}, allowed without data_parallel_size: None")
+        found = find_shard(self._manager._page_pool.num_pages, require_int("dp_shard", dp_shard, 0), size)
+        return None if found is None else found[0]
 
     def _find_extra_keys(
         self, row: int, cache_salt: str | None, lora_id: LoraId | None, mm_features: Sequence[Any] | None

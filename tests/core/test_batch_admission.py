@@ -25,8 +25,24 @@ from hybrids import (
 )
 from refusing import refused
 
-from pagepool import CacheGroupSpec, CacheManager, HostTier, MambaSpec, MultiGroupPageTable, Refusal, RunningBatch
-from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, StateAheadError
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    EngineRequest,
+    HostTier,
+    MambaSpec,
+    MultiGroupPageTable,
+    Refusal,
+    RunningBatch,
+)
+from pagepool.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    RequestTooLargeError,
+    RowIndexError,
+    RowOverflowError,
+    StateAheadError,
+)
 
 WRITTEN = MambaSpec(4, ((1, 1),), "float16", checkpoint_interval=8, checkpoints="ends")
 
@@ -369,3 +385,107 @@ def test_what_can_be_reserved(value: Any) -> None:
     batch = make_batch(make_manager(FULL))
     with refused(lambda: batch_state(batch), ArgumentError, "^reserve: got .*, allowed: None or 'prompt'$"):
         batch.admit(0, PROMPT[:8], reserve=value)
+
+
+# --- what admission would hit -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("specs", [*KINDS, (STATE,), (WRITTEN, FULL)])
+@pytest.mark.parametrize("options", [{}, {"cache_salt": "salt"}, {"lora_id": 3}])
+def test_a_probe_tells_what_admission_hits(specs: Sequence[Any], options: dict[str, Any]) -> None:
+    batch = make_batch(make_manager(*specs, num_pages=80), writes="anywhere")
+    batch.admit(0, PROMPT[:16], **options)
+    take(batch)
+    batch.take_writes()
+    batch.grow([0], 0, 0)
+    batch.release([0])
+    before = batch_state(batch)
+    for prompt in (PROMPT[:30], PROMPT[:17], PROMPT[:16], PROMPT[:3], [*PROMPT[:8], 1, 2, 3], [9] * 20):
+        num_hits = batch.probe(1, prompt, **options)
+        assert batch.probe(2, np.array(prompt, np.int64), **options) == num_hits
+        assert batch_state(batch) == before
+        assert batch.admit(1, prompt, **options) == num_hits
+        batch.release([1], num_hits)
+        before = batch_state(batch)
+    assert batch.probe(1, PROMPT[:30], cache_salt="other") == 0
+
+
+def run_transfers(batch: RunningBatch) -> None:
+    if number := batch.take_transfers().number:
+        batch._manager.complete_transfers(number)
+
+
+def test_a_probe_reaches_the_tier() -> None:
+    manager = make_manager(FULL, num_pages=9, host_tier=HostTier(num_pages=40))
+    batch = make_batch(manager)
+    for tokens in (PROMPT[:32], [9] * 32):
+        batch.admit(0, tokens)
+        batch.release([0])
+        run_transfers(batch)
+    assert manager.probe(EngineRequest("probe", PROMPT[:33])).num_hit_tokens == 32
+    before = batch_state(batch)
+    assert batch.probe(1, PROMPT[:33]) == 32
+    assert batch.probe(2, PROMPT[:30]) == 28
+    assert batch_state(batch) == before
+    batch.admit(0, [7] * 9)
+    assert batch.probe(1, PROMPT[:30]) == 28  # once there is room
+    assert batch.admit(1, PROMPT[:30]) is None
+    batch.release([0])
+    assert batch.admit(1, PROMPT[:30]) == 28
+
+
+def test_a_probe_of_more_than_the_pool_can_load() -> None:
+    manager = make_manager(FULL, num_pages=9, host_tier=HostTier(num_pages=40))
+    batch = make_batch(manager)
+    for tokens in (PROMPT[:32], [9] * 32):
+        batch.admit(0, tokens)
+        batch.release([0])
+        run_transfers(batch)
+    small = make_batch(manager, data_parallel_size=3)
+    assert [small.probe(0, PROMPT[:33], dp_shard=shard) for shard in (None, 0, 1)] == [32, 0, 0]
+
+
+def test_a_probe_looks_in_its_shard() -> None:
+    batch = make_batch(make_manager(FULL, num_pages=16), data_parallel_size=2)
+    batch.admit(0, PROMPT[:12], dp_shard=1)
+    assert [batch.probe(1, PROMPT[:20], dp_shard=shard) for shard in (None, 0, 1, 2, 3)] == [12, 0, 12, 0, 12]
+    batch = make_batch(make_manager(FULL))
+    with refused(lambda: batch_state(batch), ArgumentError, "dp_shard: got 0, allowed without data_parallel_size: None"):
+        batch.probe(1, PROMPT[:20], dp_shard=0)
+
+
+def test_a_probe_keeps_a_refusal_that_it_does_not_change() -> None:
+    batch = make_batch(make_manager(FULL, num_pages=9))
+    batch.admit(0, PROMPT[:20])
+    tokens = [*PROMPT[:8], *[9] * 16]
+    options = None, None, None, None, True, False, 0, ()
+
+    def is_kept() -> bool:
+        return batch._is_refused_still(1, tokens, None, None, 0, options)
+
+    for other, keeps in ((tokens, True), ([*tokens, 3, 4, 5, 6, 7], True), (tokens[:20], False), ([1, *tokens], False)):
+        assert batch.admit(1, tokens) is None
+        assert is_kept()
+        assert batch.probe(1, other) == 8 * (other[0] != 1)
+        assert is_kept() == keeps
+        assert batch.admit(1, tokens) is None
+        assert batch.refusal == Refusal(4, 3, 0, 8, "kv", None, can_wait=True)
+    assert batch.probe(1, tokens, cache_salt="salt") == 0
+    assert not is_kept()
+    batch.release([0])
+    assert batch.admit(1, tokens) == 8
+
+
+def test_a_probe_needs_a_free_row_and_tokens() -> None:
+    batch = make_batch(make_manager(FULL))
+    batch.admit(0, PROMPT[:9])
+    for row, tokens, error, message in (
+        (0, PROMPT, ArgumentError, "row 0 is admitted already"),
+        (4, PROMPT, RowIndexError, "row: got 4, allowed: 0 to 3"),
+        (1, [], ArgumentError, "token_ids: got none"),
+        (1, [-1] * 8, ArgumentError, "token_ids: got -1"),
+        (1, [*PROMPT, 1], RowOverflowError, "row 1: got 65 tokens"),
+    ):
+        with refused(lambda: batch_state(batch), error, message):
+            batch.probe(row, tokens)
+    assert make_batch(make_manager(FULL, enable_caching=False)).probe(0, PROMPT) == 0

@@ -262,6 +262,12 @@ class OracleRows(Rows):
         self._show(row)
         return num_hits
 
+    def probe(self, row: int, token_ids: list[int], dp_shard: int | None = None, **attributes: Any) -> int:
+        if self.requests[row] is not None:
+            raise ValueError("the row is admitted")
+        request = Request(f"probe{next(self._numbers)}", list(token_ids), **attributes)
+        return self.manager.count_hits(request, dp_shard, self.setting.data_parallel_size)
+
     def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
         return self._grow(rows, num_new_tokens, num_lookahead_tokens, [[] for _ in rows])
 
@@ -644,6 +650,9 @@ class BatchRows(Rows):
         if self._tried[0] is not token_ids:
             self._tried = token_ids, self._formed(token_ids)
         return self.batch.admit(row, self._tried[1], **options)
+
+    def probe(self, row: int, token_ids: list[int], dp_shard: int | None = None, **attributes: Any) -> int:
+        return self.batch.probe(row, self._formed(token_ids), dp_shard=dp_shard, **attributes)
 
     def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
         self.named = set(rows)

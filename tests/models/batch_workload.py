@@ -99,6 +99,8 @@ class BatchWorkload(Workload):
             return
         rng = self.rng
         row = rng.choice(self.free_rows())
+        if rng.random() < 0.2:
+            self.probe(row)
         if self.refused.get(row) and rng.random() < 0.7:
             token_ids, attributes, is_preempted = self.refused.pop(row)
         elif self.preempted and rng.random() < 0.5:
@@ -119,6 +121,16 @@ class BatchWorkload(Workload):
             return False
         self.attributes[row] = attributes
         return True
+
+    def probe(self, row: int) -> None:
+        """Ask what a request would hit in a row: the one that was refused there, or that is admitted next, or another one."""
+        token_ids, attributes = self.refused.get(row, ([], {}, False))[:2]
+        if not token_ids or self.rng.random() < 0.5:
+            token_ids, attributes = self._new_request()
+        options = {}
+        if self.setting.data_parallel_size is not None:
+            options["dp_shard"] = self.rng.choice((None, *range(2 * self.setting.data_parallel_size)))
+        self.twins.call("probe", row, token_ids, **attributes, **options)
 
     def _admission_options(self, num_tokens: int) -> dict[str, Any]:
         rng, options = self.rng, {}

@@ -231,7 +231,7 @@ def garbled(world: World) -> bytes:
 
 FITTING: dict[str, Callable[[World], Any]] = {
     "_page_hash": one_of(constant(None), page_hash),
-    "admit.shard": constant(*[None] * 7, 0),
+    "admit.shard probe.shard": constant(*[None] * 7, 0),
     "anything": one_of(wild, small, page_hash),
     "batch": live(_core.RunningRows),
     "cache_groups of_request.groups": live(_core.CacheGroups),
@@ -260,7 +260,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "extend.extra_keys": constant(b"", b"", b"salt"),
     "admit.context": constant(0, 0, 0, 0, 1),
     "admit.counter": one_of(constant(None), counter_of_row, counter_of_row, live(_core.QueryCounter)),
-    "admit.extra_keys": one_of(*[constant(())] * 5, some(pair), hostile(HostileList, [(1, b"x")])),
+    "admit.extra_keys probe.extra_keys": one_of(*[constant(())] * 5, some(pair), hostile(HostileList, [(1, b"x")])),
     "first first_place": constant(0, 0, 3),
     "first_ids next_ids prev_ids values": ids,
     "first_token fork.num_computed_tokens": constant(0, 0, 4),

@@ -257,10 +257,27 @@ class OracleManager:
         entries = [entry for group_id in group_ids for entry in self._hit_entries(request, group_id, length)]
         if tier.load(entries, shard, num_reserved, self.page_pool.tenants.holder_of(request)):
             return self._hits_of(request, length, shard), length
-        places = [tier.pages_for(group_id, shard) or range(self.page_pool.num_pages) for _, group_id in entries]
-        if all(places.count(pages) <= len({*pages} - {NULL_PAGE}) for pages in places):  # else no waiting helps
+        if self._may_hold(entries, shard):  # else no waiting helps
             self.short.add(request.request_id)
         return self._find_hits(request, shard)
+
+    def _may_hold(self, entries: list[tuple[int, int]], shard: range | Shard | None) -> bool:
+        """Whether each pool, or its shard, has enough pages for a hit in the tier, if it holds nothing else."""
+        tier = self.page_pool.tier
+        places = [tier.pages_for(group_id, shard) or range(self.page_pool.num_pages) for _, group_id in entries]
+        return all(places.count(pages) <= len({*pages} - {NULL_PAGE}) for pages in places)
+
+    def count_hits(self, request: Any, dp_shard_hint: int | None, data_parallel_size: int | None) -> int:
+        """Return the tokens that a look-up finds if there is room for its loads."""
+        if not self.enable_caching:
+            return 0
+        shard = self.pools.shard_of_hint(dp_shard_hint, data_parallel_size)
+        self.states.divide(shard)
+        length = self._hit_length(request, shard, reaches_tier=True)
+        group_ids = range(len(self.kinds))
+        entries = [entry for group_id in group_ids for entry in self._hit_entries(request, group_id, length)]
+        is_in_reach = self.page_pool.tier is None or self._may_hold(entries, shard)
+        return length if is_in_reach else self._hit_length(request, shard)
 
     def _find_hits(self, request: Any, shard: range | Shard | None) -> tuple[PagesByGroup, int]:
         """Return the pages of the longest prefix in the pool, by group, and its length in tokens."""

@@ -24,7 +24,8 @@ def make_batch_of_groups(manager: CacheManager) -> RunningBatch:
 def admit(batch: RunningBatch, prompt: list[int], array: Int32) -> int:
     num_hit_tokens = batch.admit(0, prompt, max_num_new_tokens=512, cache_salt="tenant")
     assert_type(num_hit_tokens, int | None)
-    again = batch.admit(1, array)
+    assert_type(batch.probe(1, array, lora_id=3), int)
+    again = batch.admit(1, array, num_lookahead_tokens=3, reserve="prompt")
     return (num_hit_tokens or 0) + (again or 0)
 
 

@@ -13,7 +13,7 @@ from pagepool.core.holding cimport (
 )
 from pagepool.core.pool cimport NO_BANK, LostHits, QueryCounter, count_changes, count_refusal, ids_in_shard
 from pagepool.core.rows.running cimport *
-from pagepool.core.tier cimport find_and_load
+from pagepool.core.tier cimport find_and_load, find_reachable
 from pagepool.core.values cimport as_shard
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageHashError
@@ -58,6 +58,7 @@ cdef class RowRequest:
     cdef int64_t junction           # tokens: see `begin_boundaries`
     cdef int32_t num_room           # tokens that are counted, or come from elsewhere
     cdef int32_t num_step_slots     # see `count_step_slots`
+    cdef bint keeps_hashes          # whether the row keeps all hashes of its last request
     cdef StepResult step            # the step to which the row is added; None: none
     cdef StepResult call            # its part of the step
     cdef LostHits lost
@@ -125,6 +126,35 @@ cdef class RowRequest:
                 counter.count_lost(&self.lost)
         return result if is_admitted else None
 
+    def probe(self, extra_keys=(), shard=None) -> int:
+        """Return the number of tokens that `admit` hits, in the tier too, once enough pages are free. The row keeps hashes."""
+        cdef RunningRows rows = self.rows
+        cdef list keys = checked_extra_keys(extra_keys)
+        cdef Py_ssize_t num_hashes = 0
+        cdef Query query
+        self.shard = as_shard(shard, rows.num_shards)
+        self.claim_row()
+        try:
+            self.set_contents(keys)
+            rows.acquire_locks()
+            if rows.batch.hash_page_size:
+                query = self.query()
+                num_hashes = find_reachable(&rows.store.pool, &query, self.shard)
+            rows.release_locks()
+        finally:
+            if not self.keeps_hashes:
+                rows.refusals[self.row] = None
+            rows.batch.records[self.row].is_claimed = 0
+        return num_hashes * rows.batch.hash_page_size
+
+    cdef Query query(self) noexcept:
+        """Return the look-up of the request, whose tokens are hashed."""
+        cdef Batch *batch = &self.rows.batch
+        return query_of(
+            self.rows.groups, digests_of(batch, self.row), batch.records[self.row].num_hashed, batch.hash_page_size,
+            self.tokens.num_known, ids_in_shard(batch.pool, self.shard),
+        )
+
     cdef int claim_row(self) except -1:
         """Claim the row, so that no other call admits a request there or moves another row there."""
         cdef bint is_claimed
@@ -149,6 +179,7 @@ cdef class RowRequest:
             rows.forget_extra_keys(self.row)
         if batch.hash_page_size:
             num_kept = count_hashed_before(batch, self.row, tokens.ids, tokens.num)
+        self.keeps_hashes = has_same_keys and num_kept == batch.records[self.row].num_hashed
         assert batch.records[self.row].is_claimed and not batch.records[self.row].is_admitted
         batch.records[self.row].num_hashed = <int32_t>num_kept
         start = num_kept * batch.hash_page_size
@@ -254,10 +285,7 @@ cdef class RowRequest:
             token_ids=tokens_of(batch, self.row), num_token_ids=self.tokens.num_known,
             context=self.context, session=self.session,
         )
-        cdef Query query = query_of(
-            rows.groups, contents.digests, contents.num_digests, batch.hash_page_size, self.tokens.num_known,
-            ids_in_shard(batch.pool, self.shard),
-        )
+        cdef Query query = self.query()
         cdef Py_ssize_t num_hashes = find_and_load(
             batch.pool, &query, rows.groups, refusal.hits, &contents, self.shard, self.num_reserved, short_bank
         )

@@ -593,6 +593,16 @@ cdef Py_ssize_t find_and_load(
     return fetch_hits(pool, query, num_hashes, hits)
 
 
+cdef Py_ssize_t find_reachable(Pool *pool, Query *query, int32_t shard) noexcept:
+    """Return the number of hashes that `find_and_load` finds if enough pages are free. Nothing changes."""
+    cdef Py_ssize_t num_all, num_hashes = find_longest(pool, query)
+    if pool.tier == NULL or num_hashes + query.kinds.num_hit_hashes > query.num_digests:
+        return num_hashes
+    query.reaches_tier = True
+    num_all = find_longest(pool, query)
+    return num_all if num_all > num_hashes and has_pages_of_hit(pool, query, num_all, shard) else num_hashes
+
+
 cdef bint has_pages_of_hit(const Pool *pool, const Query *query, Py_ssize_t num_hashes, int32_t shard) noexcept:
     """Whether each bank, or the shard, has as many pages, held or free, as a hit of `num_hashes` hashes takes there."""
     cdef Py_ssize_t[MAX_BANKS] counts
