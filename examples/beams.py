@@ -18,8 +18,8 @@ class Beam(Request):
         self.score = 0.0
 
     @property
-    def may_run_ahead(self) -> bool:
-        """Whether its next token can be computed before it is chosen among the candidates of all beams."""
+    def is_sampled(self) -> bool:
+        """Whether a step samples its next token: it is chosen among the candidates of all beams."""
         return False
 
     def extend(self, token_id: int, score: float) -> "Beam":

@@ -1,9 +1,10 @@
 """A continuous-batching engine: chunked prefill, prefix caching, preemption, sampling, beam search. See `engine.py --help`."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import numpy as np
 from attention import attend_by_gather
@@ -12,9 +13,21 @@ from model import Attention, Weights
 from request import Chunk, Request, SamplingParams
 from runner import ModelRunner, pack
 from sampling import NextTokens
-from scheduler import Scheduler, SwapCosts, count_tokens
+from scheduler import Scheduler, SwapCosts
 
-from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, HostTier, MambaSpec, MultiGroupPageTable
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    FullAttentionSpec,
+    HostTier,
+    MambaSpec,
+    MultiGroupPageTable,
+    StepInputs,
+    StepResult,
+)
+
+Step = tuple[StepResult, list[Chunk], Any]
+"""A step in flight: its chunks, and its `NextTokens` on the device."""
 
 
 class Engine:
@@ -74,8 +87,11 @@ class Engine:
         )
         costs = SwapCosts(self.runner.count_page_bytes(), host_bandwidth, prefill_rate) if num_host_pages else None
         self.scheduler = Scheduler(self.manager, self.table, max_num_reqs, max_num_batched_tokens, costs, max_steps_ahead)
-        self.in_flight: deque[tuple[list[Chunk], NextTokens]] = deque()  # steps whose tokens are not known
         self.padded_sizes = list_padded_sizes(max_num_batched_tokens)
+        sizes = {"num_tokens": self.padded_sizes[-1], "num_reqs": max_num_reqs, "depth": max_steps_ahead + 1}
+        fields = ["token_ids", "rows", "positions", "last_tokens", "starts", "seq_lens"]
+        self.inputs = StepInputs(self.scheduler.batch, fields=fields, **sizes)
+        self.in_flight: deque[Step] = deque()  # the oldest first
         self.numbers = count()
         self.num_copied_pages = 0
 
@@ -127,7 +143,8 @@ class Engine:
         self.table.warmup()
         self.runner.warmup(max_num_copies=min(self.num_rows - 1, self.manager.num_pages))
         for padded_size in self.padded_sizes:
-            self.runner.run(self.table.commit(self.num_rows), *pack([], self.num_rows, padded_size))
+            packed = pack(self.inputs, 0, padded_size, self.num_rows, [], self.scheduler.batch.take_writes())
+            self.runner.run(self.table.commit(self.num_rows), *packed)
 
     @property
     def is_idle(self) -> bool:
@@ -145,53 +162,73 @@ class Engine:
 
         If the model fails, the step is undone and the error is raised; later steps compute the same tokens again.
         """
-        chunks = self.scheduler.schedule()
+        step, requests = self.scheduler.schedule()
         for _ in range(self.num_rows):  # wait for transfers in progress, or swap out rows, until some chunk can run
-            if chunks or self.in_flight or self.host_tier is None or not self.host_tier.stats().num_in_flight:
+            if requests or self.in_flight or self.host_tier is None or not self.host_tier.stats().num_in_flight:
                 break
             self.move_pages()
             self.end_transfers(must_wait=True)
-            chunks = self.scheduler.schedule()
-        if not chunks and not self.in_flight:
+            step, requests = self.scheduler.schedule()
+        if not requests and not self.in_flight:
             num_waiting, num_running = len(self.scheduler.waiting), len(self.scheduler.running)
             raise RuntimeError(f"nothing can run: {num_waiting} requests wait, {num_running} have rows")
-        has_loads = self.start_step(chunks) if chunks else False
+        has_loads = self.start_step(step, requests) if requests else False
         self.end_transfers(must_wait=has_loads)  # a token counts only if all pages it was computed from are correct
-        if len(self.in_flight) <= self.scheduler.max_steps_ahead and chunks:
+        if len(self.in_flight) <= self.scheduler.max_steps_ahead and requests:
             return []
-        streamed = self.end_step(*self.in_flight.popleft())
+        streamed = self.end_step()
         self.move_pages()
         return streamed
 
-    def start_step(self, chunks: list[Chunk]) -> bool:
+    def start_step(self, step: StepResult, requests: list[Request]) -> bool:
         """Start a planned step on the device. Return whether pages are being loaded for it."""
-        num_tokens = count_tokens(chunks)
+        batch, inputs = self.scheduler.batch, self.inputs
+        num_tokens = batch.inputs(step, out=inputs)
         padded_size = next(size for size in self.padded_sizes if size >= num_tokens)
-        sampled = self.runner.sampled
+        spans = inputs.starts.tolist(), inputs.seq_lens.tolist(), batch.stays[step.rows].tolist()
+        chunks = list(map(Chunk, requests, *spans))
+        for request in requests:
+            request.num_in_flight += 1
         try:
             has_loads = self.move_pages()
-            page_tables, writes = self.table.commit(self.num_rows), self.scheduler.batch.take_writes()
-            next_tokens = self.runner.run(page_tables, *pack(chunks, self.num_rows, padded_size, writes))
+            page_tables, writes = self.table.commit(self.num_rows), batch.take_writes()
+            packed = pack(inputs, num_tokens, padded_size, self.num_rows, requests, writes)
+            self.in_flight.append((step, chunks, self.runner.run(page_tables, *packed)))
         except BaseException:
-            self.runner.sampled = sampled  # of the step in flight, whose tokens the next one reads
-            self.scheduler.take_back(chunks)
+            self.take_back([*self.in_flight, (step, chunks, None)])
             raise
-        self.in_flight.append((chunks, next_tokens))
-        for chunk in chunks:
-            chunk.request.num_in_flight += 1
         return has_loads
 
-    def end_step(self, chunks: list[Chunk], next_tokens: NextTokens) -> list[tuple[Request, int]]:
-        """Wait for a step, and continue the requests for which it counts."""
-        for chunk in chunks:
-            chunk.request.num_in_flight -= 1
-        counted = [chunk for chunk in chunks if chunk.stay == chunk.request.stay]
+    def end_step(self) -> list[tuple[Request, int]]:
+        """Wait for the oldest step, and continue the requests for which it counts."""
+        step, chunks, next_tokens = self.in_flight[0]
         try:
             next_tokens = NextTokens(*map(np.asarray, next_tokens))
         except BaseException:
-            self.scheduler.take_back(counted)
+            self.take_back(self.in_flight)
             raise
-        return self.update(counted, next_tokens)
+        self.in_flight.popleft()
+        for chunk in chunks:
+            chunk.request.num_in_flight -= 1
+        return self.update(step, chunks, next_tokens)
+
+    def is_current(self, chunk: Chunk) -> bool:
+        """Whether the request of a chunk has neither ended nor lost its row since the step was planned."""
+        return bool(self.scheduler.batch.stays[chunk.request.row] == chunk.stay)
+
+    def take_back(self, steps: Collection[Step]) -> None:
+        """Release the requests of steps in flight, last admitted first, since their states may be spoilt. They wait again."""
+        starts: dict[Request, int] = {}
+        for chunk in [chunk for _, chunks, _ in steps for chunk in chunks]:
+            chunk.request.num_in_flight -= 1
+            if self.is_current(chunk):
+                starts.setdefault(chunk.request, chunk.start)
+        for request in reversed(starts):
+            num_computed = int(self.scheduler.batch.num_computed_tokens[request.row])
+            self.scheduler.put_back(request, min(starts[request], num_computed))
+        for step, _, _ in steps:
+            self.scheduler.batch.resolve(step)
+        self.in_flight.clear()
 
     def move_pages(self) -> bool:
         """Start the transfers to and from the host, and copy the pages that checkpoints, hits and forks need, before the model
@@ -211,10 +248,14 @@ class Engine:
             if len(failed):
                 self.scheduler.rewind(failed)
 
-    def update(self, chunks: Sequence[Chunk], next_tokens: NextTokens) -> list[tuple[Request, int]]:
-        """Continue each request whose due tokens are all computed: fork its samples, or append its next token."""
-        complete = [request for request, _, stop, _ in chunks if stop == request.num_due_tokens]
-        sampling = [request for request in complete if not request.samples and not isinstance(request, Beam)]
+    def update(self, step: StepResult, chunks: Sequence[Chunk], next_tokens: NextTokens) -> list[tuple[Request, int]]:
+        """Resolve a step. Each request whose due tokens are all computed gets its next token, or forks its samples."""
+        is_due = [chunk.stop == chunk.request.num_due_tokens for chunk in chunks]
+        is_sampled = np.array([due and chunk.request.is_sampled for due, chunk in zip(is_due, chunks, strict=True)], np.int32)
+        token_ids = next_tokens.sampled[step.rows[is_sampled > 0]]
+        places = self.scheduler.batch.resolve(step, token_ids, is_sampled).tolist()
+        complete = [chunk.request for chunk, due, place in zip(chunks, is_due, places, strict=True) if due and place >= 0]
+        sampling = [request for request in complete if request.is_sampled]
         for request in complete:
             if request.samples:
                 self.scheduler.fork(request, request.samples)
@@ -223,7 +264,6 @@ class Engine:
                 request.candidates = next_tokens.list_candidates(request.row)
         for request in sampling:
             request.token_ids.append(int(next_tokens.sampled[request.row]))
-        self.scheduler.append([request for request in sampling if not request.is_finished])
         self.scheduler.finish([request for request in sampling if request.is_finished])
         for search in {request.search: None for request in complete if isinstance(request, Beam)}:
             if search.is_ready:

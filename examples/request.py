@@ -42,10 +42,8 @@ class Request:
         self.samples: list[Request] = []  # samples of the same prompt, which fork before its last token
         self.candidates: Candidates = ()  # the most probable next tokens of a beam, once its last token is computed
         self.is_swapped = False  # whether it waits in its row with its pages on the host
-        self.row = -1  # this and the next fields describe the last admission
+        self.row = -1  # this and the next field describe the last admission
         self.num_cached_tokens: int | None = None
-        self.num_planned_tokens = 0  # tokens that planned steps compute
-        self.stay = 0  # moves as it loses its row or its tokens: what earlier steps compute is dropped
         self.num_in_flight = 0  # steps that compute its tokens, and whose results are not known
 
     @property
@@ -61,9 +59,9 @@ class Request:
         return len(self.token_ids) - bool(self.samples)
 
     @property
-    def may_run_ahead(self) -> bool:
-        """Whether the token behind the known ones can be computed before its id is known."""
-        return True
+    def is_sampled(self) -> bool:
+        """Whether the step that computes its due tokens samples the next one. If it has samples, each samples its own."""
+        return not self.samples
 
     @property
     def is_finished(self) -> bool:
@@ -75,7 +73,7 @@ class Request:
 
 class Chunk(NamedTuple):
     """Tokens of a request computed in one step: positions `start` to `stop`, a single token if decoding. Their result counts
-    only while the request has this `stay`.
+    only while the request's row has this `stay`.
     """
 
     request: Request

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model import Attention, Cache, Tokens, Weights, forward, get_axes, get_sizes
-from request import Chunk
+from request import Request
 from sampling import NextTokens, SamplingRows, find_next
 
-from pagepool import PageCopies, StateWrites, Transfers, page_copies
+from pagepool import PageCopies, StateWrites, StepInputs, Transfers, page_copies
 from pagepool.host_pages import FinishedTransfers, HostPages
 
 __all__ = ["ModelRunner", "pack"]
@@ -146,24 +146,16 @@ def step(
 
 
 def pack(
-    chunks: Sequence[Chunk], num_rows: int, padded_size: int, writes: StateWrites | None = None
+    inputs: StepInputs, num_tokens: int, padded_size: int, num_rows: int, requests: Sequence[Request], writes: StateWrites
 ) -> tuple[Tokens, SamplingRows]:
-    """Concatenate the tokens of the chunks, pad them with tokens in the last row, and list sampling parameters by row."""
-    token_ids, positions, checkpoint_ids = np.zeros((3, padded_size), np.int32)
-    rows = np.full(padded_size, num_rows - 1, np.int32)
-    last, top_k, seed = np.zeros((3, num_rows), np.int32)
-    temperature = np.zeros(num_rows, np.float32)
-    end = 0
-    for request, start, stop, _ in chunks:
-        begin, end, row = end, end + stop - start, request.row
-        known = request.token_ids[start:stop]
-        token_ids[begin:end] = known + [-1] * (stop - start - len(known))
-        positions[begin:end] = np.arange(start, stop)
-        rows[begin:end] = row
-        last[row] = end - 1
+    """Return the tokens of a step, padded with tokens in the last row, and list sampling parameters by row."""
+    last, ends, top_k, seed = np.zeros((4, num_rows), np.int32)
+    temperature, checkpoint_ids = np.zeros(num_rows, np.float32), np.zeros(padded_size, np.int32)
+    rows = [request.row for request in requests]
+    last[rows], ends[rows] = inputs.last_tokens[: len(rows)], inputs.seq_lens[: len(rows)]
+    inputs.rows[num_tokens:padded_size] = num_rows - 1
+    for row, request in zip(rows, requests, strict=True):
         temperature[row], top_k[row], seed[row] = request.params.temperature, request.params.top_k, request.params.seed
-    if writes is not None and len(writes):
-        ends = {request.row: (last[request.row], stop) for request, _, stop, _ in chunks}
-        for row, num_tokens, page_id in zip(writes.rows.tolist(), writes.num_tokens.tolist(), writes.page_ids, strict=True):
-            checkpoint_ids[ends[row][0] + num_tokens - ends[row][1]] = page_id
-    return Tokens(token_ids, rows, positions, checkpoint_ids, last), SamplingRows(temperature, top_k, seed)
+    checkpoint_ids[last[writes.rows] + writes.num_tokens - ends[writes.rows]] = writes.page_ids
+    tokens = (array[:padded_size] for array in (inputs.token_ids, inputs.rows, inputs.positions))
+    return Tokens(*tokens, checkpoint_ids, last), SamplingRows(temperature, top_k, seed)

@@ -4,17 +4,16 @@ running batch.
 
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-import numpy as np
-from request import Chunk, Request
+from request import Request
 
-from pagepool import CacheManager, FailedLoads, MultiGroupPageTable, RunningBatch
+from pagepool import CacheManager, FailedLoads, MultiGroupPageTable, RunningBatch, StepResult
 from pagepool.errors import OutOfPagesError
 
-__all__ = ["Scheduler", "SwapCosts", "count_tokens"]
+__all__ = ["Scheduler", "SwapCosts"]
 
 by_arrival = attrgetter("number")
 
@@ -61,71 +60,68 @@ class Scheduler:
         self.costs = costs
         self.num_preemptions = self.num_swaps = 0
 
-    def schedule(self) -> list[Chunk]:
-        """Schedule running requests first, then waiting ones with the rest of the budget, unless pages were short.
+    def schedule(self) -> tuple[StepResult, list[Request]]:
+        """Plan a step: running requests first, then waiting ones with the rest of the budget, unless pages were short. Return
+        the step and its requests.
 
         If nothing can run because beams wait for beams that wait for pages, newer requests give way.
         """
         num_preemptions = self.num_preemptions
-        chunks = self.grow_running()
-        if not chunks or self.num_preemptions == num_preemptions:
-            chunks += self.admit_waiting(self.max_num_batched_tokens - count_tokens(chunks))
-        while not chunks and self.waiting and self.running and self.running[-1].number > self.waiting[0].number:
-            self.preempt_newest()
-            chunks = self.admit_waiting(self.max_num_batched_tokens)
-        return chunks
+        step, planned = self.batch.new_step(), []
+        budget = self.grow_running(step, planned)
+        if not planned or self.num_preemptions == num_preemptions:
+            self.admit_waiting(step, planned, budget)
+        while not planned and self.waiting and self.running and self.running[-1].number > self.waiting[0].number:
+            self.preempt(self.running[-1])
+            self.admit_waiting(step, planned, self.max_num_batched_tokens)
+        return step, planned
 
-    def grow_running(self) -> list[Chunk]:
-        """Allocate slots for due tokens, oldest request first. While pages are short, the newest request is preempted, or if a
-        step in flight computes its tokens, the others wait for that. The token behind the known ones is due too, if a step in
-        flight samples it.
+    def grow_running(self, step: StepResult, planned: list[Request]) -> int:
+        """Allocate slots for due tokens, oldest request first, and return the rest of the budget. Tokens that a step in flight
+        samples come first.
         """
-        rows = np.array([request.row for request in self.running], dtype=np.int32)
-        starts = np.array([request.num_planned_tokens for request in self.running], dtype=np.int32)
-        num_due = np.array([self.count_due(request) for request in self.running], dtype=np.int32)
-        num_before = np.cumsum(num_due) - num_due
-        stops = starts + np.clip(self.max_num_batched_tokens - num_before, 0, num_due)
-        num_known = np.array([len(request.token_ids) for request in self.running], dtype=np.int32)
-        num_computed = self.batch.num_computed_tokens[rows]
-        num_new = np.where(stops > starts, np.minimum(stops, num_known) - num_computed, 0)
-        num_ahead = np.where(stops > starts, stops - num_computed - num_new, 0)
-        num_grown = 0
-        while num_grown < len(self.running):
-            todo = slice(num_grown, len(self.running))
-            num_grown += self.batch.grow(rows[todo], num_new[todo], num_ahead[todo]).num_grown
-            if num_grown < len(self.running) and self.running[-1].num_in_flight:
-                break
-            if num_grown < len(self.running):  # the newest has not grown in this step: all its cached pages are computed
-                self.preempt_newest()
-        chunks = []
-        for request, start, stop in zip(self.running[:num_grown], starts.tolist(), stops.tolist(), strict=False):
-            if start < stop:
-                request.num_planned_tokens = stop
-                chunks.append(Chunk(request, start, stop, request.stay))
-        return chunks
+        batch, budget = self.batch, self.max_num_batched_tokens
+        num_due = batch.num_tokens - batch.num_computed_tokens
+        for request in self.running:
+            num_due[request.row] -= bool(request.samples)
+        ahead = [request for request in self.running if not num_due[request.row] and self.is_ahead(request)]
+        self.grow(ahead[:budget], planned, lambda rows: batch.step_ahead(rows, step=step))
+        budget -= len(planned)
+        for request in self.running:
+            num_due[request.row] = min(num_due[request.row], budget)
+            budget -= num_due[request.row]
+        due = [request for request in self.running if num_due[request.row]]
+        self.grow(due, planned, lambda rows: batch.grow(rows, num_due[rows], step=step))
+        return int(budget)
 
-    def count_due(self, request: Request) -> int:
-        """Count the tokens that the next step can compute of a request, if its budget is large enough. Samples and beams wait
-        for the tokens before their next ones.
+    def grow(self, requests: list[Request], planned: list[Request], call: Callable[[list[int]], StepResult]) -> None:
+        """Grow the rows of requests by a call of the batch. While pages are short, the newest request that is not in the step
+        is preempted, or if a step in flight computes its tokens, the others wait for that.
         """
-        num_left = request.num_due_tokens - request.num_planned_tokens
-        if num_left > 0 or not self.max_steps_ahead or request.samples or not request.may_run_ahead:
-            return max(0, num_left)
-        num_most = request.num_prompt_tokens + request.params.max_tokens - 1  # the last token of an answer is never computed
-        return int(num_left == 0 and request.num_planned_tokens < num_most)
+        while requests:
+            num_grown = call([request.row for request in requests]).num_grown
+            planned += requests[:num_grown]
+            requests = requests[num_grown:]
+            if requests:
+                newest = next(request for request in reversed(self.running) if request not in planned)
+                if newest.num_in_flight:
+                    break
+                self.preempt(newest)
+                requests = [request for request in requests if request is not newest]
 
-    def preempt_newest(self) -> None:
-        """Preempt the newest request: swap it to the host if that is cheaper and possible. Its candidates are dropped."""
-        request = self.running[-1]
+    def is_ahead(self, request: Request) -> bool:
+        """Whether the token that a step in flight samples is to be computed. The last token of an answer never is."""
+        num_sampled = len(request.token_ids) + 1 + int(self.batch.num_ahead_tokens[request.row])
+        num_most = request.num_prompt_tokens + request.params.max_tokens
+        return request.num_in_flight > 0 and request.is_sampled and num_sampled < num_most
+
+    def preempt(self, request: Request) -> None:
+        """Preempt a request: swap it to the host if that is cheaper and possible. Its candidates are dropped."""
         self.num_preemptions += 1
         may_swap = self.costs and not request.candidates and not request.num_in_flight
-        num_uncounted = request.num_planned_tokens - int(self.batch.num_computed_tokens[request.row])
-        if may_swap and num_uncounted:  # the last step computed a token that was not known when it was planned
-            self.batch.grow([request.row], num_uncounted)
         if may_swap and self.costs.is_swap_cheaper(self.batch, request.row):
             request.is_swapped = self.batch.swap_out(request.row)
         if request.is_swapped:
-            request.stay += 1
             self.running.remove(request)
             insort(self.waiting, request, key=by_arrival)
             self.num_swaps += 1
@@ -136,7 +132,6 @@ class Scheduler:
         """Resume a swapped request from the next step on, if its pages can be loaded."""
         request.is_swapped = self.batch.swap_in(request.row) is None
         if not request.is_swapped:
-            request.num_planned_tokens = int(self.batch.num_computed_tokens[request.row])
             self.waiting.remove(request)
             insort(self.running, request, key=by_arrival)
         return not request.is_swapped
@@ -150,28 +145,24 @@ class Scheduler:
             swapped[-1].is_swapped = False
         return self.free_rows[0] if self.free_rows else None
 
-    def rewind(self, failed: FailedLoads) -> list[Request]:
-        """Send back requests whose pages failed to load, to the token before these pages. Return them all."""
+    def rewind(self, failed: FailedLoads) -> None:
+        """Send back requests whose pages failed to load, to the token before these pages. Steps in flight drop their tokens."""
         rewound, lost = self.batch.rewind(failed)
-        requests = [request for request in self.running if request.row in (*rewound, *lost)]
-        for request in requests:
-            request.candidates, request.stay = (), request.stay + 1
-            request.num_planned_tokens = int(self.batch.num_computed_tokens[request.row])
+        for request in [request for request in self.running if request.row in (*rewound, *lost)]:
+            request.candidates = ()
             if request.row in lost:
                 self.put_back(request, 0)
-        return requests
 
     def put_back(self, request: Request, num_computed_tokens: int | None = None) -> None:
         """Release a request's pages, and let it wait at its place. Tokens beyond this number are to be computed again."""
         self.batch.release([request.row], num_computed_tokens)
         self.free_rows.appendleft(request.row)  # it returns to its row, which keeps its hashes
-        request.candidates, request.stay = (), request.stay + 1
+        request.candidates = ()
         self.running.remove(request)
         insort(self.waiting, request, key=by_arrival)
 
-    def admit_waiting(self, budget: int) -> list[Chunk]:
+    def admit_waiting(self, step: StepResult, planned: list[Request], budget: int) -> None:
         """Start waiting requests in order, after their cached prefixes, until budget, rows or pages are used up."""
-        admitted: list[Chunk] = []
         while self.waiting and budget > 0:
             request = self.waiting[0]
             if request.is_swapped and self.swap_in(request):
@@ -185,21 +176,15 @@ class Scheduler:
                 num_tokens=request.num_due_tokens,
                 max_num_new_tokens=budget,
                 is_preempted=request.num_cached_tokens is not None,
+                step=step,
             )
             if num_cached is None:
                 break
             request.row, request.num_cached_tokens = row, num_cached
-            request.num_planned_tokens = int(self.batch.num_computed_tokens[row])
-            admitted.append(Chunk(request, num_cached, request.num_planned_tokens, request.stay))
-            budget -= count_tokens(admitted[-1:])
+            planned.append(request)
+            budget -= int(self.batch.num_computed_tokens[row]) - num_cached
             insort(self.running, self.waiting.pop(0), key=by_arrival)
             self.free_rows.popleft()
-        return admitted
-
-    def take_back(self, chunks: Sequence[Chunk]) -> None:
-        """Release the requests of a failed step, last scheduled first, since their states may be spoilt. They wait again."""
-        for request, start, _, _ in reversed(chunks):
-            self.put_back(request, min(start, int(self.batch.num_computed_tokens[request.row])))
 
     def fork(self, request: Request, children: Sequence[Request]) -> None:
         """Give each child a row with the request's pages. Children without a row or pages wait as if preempted."""
@@ -211,14 +196,14 @@ class Scheduler:
             self.free_rows.extend(rows)
             rows = []
         for child, row in zip(children, rows, strict=False):
-            child.row, child.num_planned_tokens = row, request.num_planned_tokens
+            child.row = row
             insort(self.running, child, key=by_arrival)
         for child in children[len(rows) :]:
             insort(self.waiting, child, key=by_arrival)
 
     def replace(self, request: Request, child: Request) -> None:
         """Move the request's row and pages to a child."""
-        child.row, child.num_planned_tokens = request.row, request.num_planned_tokens
+        child.row = request.row
         self.running[self.running.index(request)] = child
 
     def append(self, requests: Sequence[Request]) -> None:
@@ -231,10 +216,4 @@ class Scheduler:
         self.batch.release(rows)
         self.free_rows.extend(rows)
         for request in requests:
-            request.stay += 1
             self.running.remove(request)
-
-
-def count_tokens(chunks: Sequence[Chunk]) -> int:
-    """Return the number of tokens in chunks."""
-    return sum(chunk.stop - chunk.start for chunk in chunks)

@@ -14,7 +14,7 @@ from request import Chunk, Request
 from sampling import NextTokens
 from scheduler import by_arrival
 
-from pagepool import EngineRequest
+from pagepool import EngineRequest, StepResult
 
 __all__ = ["SharingEngine"]
 
@@ -46,11 +46,11 @@ class SharingEngine(Engine):
         self.admit_from_files()
         return super().step()
 
-    def update(self, chunks: Sequence[Chunk], next_tokens: NextTokens) -> list[tuple[Request, int]]:
+    def update(self, step: StepResult, chunks: Sequence[Chunk], next_tokens: NextTokens) -> list[tuple[Request, int]]:
         """Write the pages that a step has filled. They are leased meanwhile, since a request may end and lose its pages."""
-        filled = [page for chunk in chunks for page in self.list_filled(chunk)]
+        filled = [page for chunk in chunks if self.is_current(chunk) for page in self.list_filled(chunk)]
         with self.manager.lease([page_id for _, page_id in filled]):
-            streamed = super().update(chunks, next_tokens)
+            streamed = super().update(step, chunks, next_tokens)
             for digest, page_id in filled:
                 self.files.save(digest, self.read_page(page_id))
         return streamed
@@ -58,8 +58,9 @@ class SharingEngine(Engine):
     def list_filled(self, chunk: Chunk) -> list[tuple[str, int]]:
         """Return the digests and ids of the pages that the tokens of a chunk have filled."""
         request, start, stop, _ = chunk
+        stop = min(stop, int(self.scheduler.batch.num_computed_tokens[request.row]))  # fewer if pages failed to load
         filled = slice(start // self.files.page_size, stop // self.files.page_size)
-        if filled.start == filled.stop:
+        if filled.start >= filled.stop:
             return []
         (page_ids,) = self.scheduler.batch.get_page_ids(request.row)
         return list(zip(self.files.list_digests(request.token_ids[:stop])[filled], page_ids[filled], strict=True))
@@ -80,7 +81,6 @@ class SharingEngine(Engine):
             if num_cached is None:
                 break
             request.row, request.num_cached_tokens = row, self.fetch(row, digests, num_cached)
-            request.num_planned_tokens = request.num_cached_tokens
             insort(scheduler.running, scheduler.waiting.pop(0), key=by_arrival)
             scheduler.free_rows.popleft()
 
