@@ -195,7 +195,8 @@ cdef inline bint _are_plain(const Batch *batch, const Resolution *resolution) no
     for i in range(growth.num_grown):  # no early exit, so that it is fast
         row = growth.grown_rows[i]
         places[i] = row
-        is_any_wrong |= (batch.stays[row] > growth.num_stays) | (batch.records[row].num_tokens >= max_num_tokens)
+        is_any_wrong |= (batch.stays[row] == 0) | (batch.stays[row] > growth.num_stays)
+        is_any_wrong |= batch.records[row].num_tokens >= max_num_tokens
     for i in range(growth.num_grown if growth.launches != NULL else 0):
         is_any_wrong |= batch.flights[places[i]].num_told + 1 != growth.launches[i].ordinal
     for i in range(growth.num_grown if growth.launches == NULL else 0):
@@ -255,6 +256,8 @@ cdef inline void _settle_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     cdef Held *held
     cdef Py_ssize_t g
     cdef int32_t num_computed = batch.records[row].num_computed
+    if batch.writes_states and batch.hash_page_size:  # checkpoints are cached before pages that wait to be hashed
+        hash_row(batch, row, count_cacheable(batch, row, num_computed))
     cache_row(batch, row, count_cacheable(batch, row, num_computed))
     if batch.writes_states:
         settle_writes(batch, row, UNKNOWN)
