@@ -1,0 +1,537 @@
+"""Steps in flight: planned ahead, resolved and taken back, with exact numbers; and calls that are refused and change nothing.
+
+`test_differential.py` compares random work with an oracle, and the engine of `flight_engine.py` reads what was computed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from flight_engine import CACHES, FLIGHT_SETTINGS, FlightEngine
+from hybrids import FULL, MAX_MODEL_LEN, NUM_ROWS, PAGE_SIZE, PROMPT, WINDOW, batch_state, make_manager
+from refusing import refused
+from settings import Setting, scale
+
+from pagepool import CacheGroupSpec, CacheManager, HostTier, MambaSpec, MultiGroupPageTable, RunningBatch, StepInputs
+from pagepool.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CopiesDueError,
+    RequestTooLargeError,
+    RowIndexError,
+    RowOverflowError,
+    StateAheadError,
+)
+
+PLAIN_STATE = MambaSpec(PAGE_SIZE, ((1, 1),), "float16")
+AT_ENDS = MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoint_interval=16, checkpoints="ends")
+
+
+def make_batch(*specs: Any, num_pages: int = 60, tier: int = 0, **options: Any) -> RunningBatch:
+    """Return a batch that plans a step ahead."""
+    manager = make_manager(*specs, default=(FULL,), num_pages=num_pages, host_tier=HostTier(tier) if tier else None)
+    sizes = [PAGE_SIZE] * len(manager.kv_cache_groups)
+    tables = MultiGroupPageTable(NUM_ROWS, MAX_MODEL_LEN, MAX_MODEL_LEN, sizes)
+    return RunningBatch(manager, tables, **{"max_steps_ahead": 1} | options)
+
+
+def counts_of(batch: RunningBatch, row: int = 0) -> tuple[int, int, int]:
+    """Return a row's known and counted tokens, and the positions ahead."""
+    return int(batch.num_tokens[row]), int(batch.num_computed_tokens[row]), int(batch.num_ahead_tokens[row])
+
+
+def flight_state(batch: RunningBatch) -> tuple[Any, ...]:
+    return batch_state(batch), batch.num_ahead_tokens.tolist(), batch.stays.tolist()
+
+
+def start(batch: RunningBatch, num_tokens: int = 6, row: int = 0, **options: Any) -> Any:
+    """Admit a prompt in a step of its own, and return the step."""
+    step = batch.new_step()
+    assert batch.admit(row, PROMPT[:num_tokens], step=step, **options) is not None
+    return step
+
+
+# --- what a device reads ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("caches", CACHES)
+@pytest.mark.parametrize("setting", FLIGHT_SETTINGS, ids=lambda setting: setting.name)
+def test_steps_in_flight_read_what_was_computed(setting: Setting, caches: str) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(scale(24, 5)):
+        depth, num_drafts = seed % 3, (2 * seed + seed // 3) % 4
+        depth *= not any(group.interval and not group.at_ends for group in setting.groups)
+        try:
+            counts += FlightEngine(setting, seed, depth, num_drafts, caches).run()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {depth} steps ahead, {num_drafts} drafts") from error
+    assert min(counts[name] for name in ("ends", "preemptions", "steps taken back", "launched steps taken back")) > 0
+
+
+@pytest.mark.parametrize("setting", FLIGHT_SETTINGS, ids=lambda setting: setting.name)
+def test_late_caching_hits_as_much_where_no_prompts_share_a_step(setting: Setting) -> None:
+    """One request runs after another."""
+    for seed in range(scale(6)):
+        engines = [
+            FlightEngine(setting, seed, 0, seed % 3, caches, has_tier=False, num_rows=1, may_fail=False) for caches in CACHES
+        ]
+        for engine in engines:
+            engine.run()
+        assert engines[0].hits == engines[1].hits
+        assert engines[0].counts == engines[1].counts
+
+
+def test_everything_happens() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(6):
+        counts += FlightEngine(FLIGHT_SETTINGS[0], seed, 1 + seed % 2, 2, CACHES[seed % 2], has_tier=True).run()
+    names = """hit tokens, works ahead, accepted drafts, stale works, rows that move with tokens in flight, exact inputs, forks,
+rows that end with tokens in flight, forks before a token is known, calls refused, steps given up, rows swapped in, transfers"""
+    assert not [name for name in names.replace("\n", " ").split(", ") if not counts[name]]
+
+
+# --- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_one_step_ahead() -> None:
+    batch = make_batch()
+    first = start(batch)
+    assert (first.rows.tolist(), len(first), first.num_grown, first.is_resolved) == ([0], 1, 1, False)
+    assert counts_of(batch) == (6, 6, 0)
+    second = batch.step_ahead([0])
+    assert counts_of(batch) == (6, 6, 1)
+    assert batch.resolve(first, [7]).tolist() == [0]
+    assert first.is_resolved
+    assert counts_of(batch) == (7, 7, 0)
+    third = batch.step_ahead([0], step=batch.new_step())
+    assert counts_of(batch) == (7, 7, 1)
+    batch.resolve(second, [8])
+    assert counts_of(batch) == (8, 8, 0)
+    batch.resolve(third, [9])
+    assert counts_of(batch) == (9, 8, 0)  # none is in flight: the last token has no slot
+    fourth = batch.grow([0], 1)
+    assert counts_of(batch) == (9, 9, 0)
+    batch.resolve(fourth, [10])
+    batch.check()
+
+
+def test_room_is_for_the_longest_outcome() -> None:
+    """With three drafts and a step in flight there are seven positions behind the known tokens."""
+    batch = make_batch(max_steps_ahead=2)
+    first = start(batch, num_lookahead_tokens=3)
+    assert counts_of(batch) == (6, 6, 3)
+    second = batch.step_ahead([0], 3)
+    assert counts_of(batch) == (6, 6, 7)
+    third = batch.step_ahead([0], 3)
+    assert counts_of(batch) == (6, 6, 11)
+    assert len(batch.get_page_ids(0)[0]) == -(-17 // PAGE_SIZE)
+    batch.resolve(first, [1, 2], [2])
+    assert counts_of(batch) == (8, 8, 7)
+    batch.resolve(second, [3, 4, 5, 6], [4])
+    assert counts_of(batch) == (12, 12, 3)
+    batch.resolve(third, [7], [1])
+    assert counts_of(batch) == (13, 12, 0)
+    batch.check()
+
+
+def test_room_is_cut_at_the_most_tokens() -> None:
+    batch = make_batch()
+    start(batch, MAX_MODEL_LEN - 2, num_lookahead_tokens=1)
+    assert counts_of(batch)[2] == 1
+    batch.step_ahead([0], 3)
+    assert counts_of(batch)[2] == 2
+    other = make_batch()
+    start(other, MAX_MODEL_LEN - 1)
+    other.step_ahead([0], 3)
+    assert counts_of(other)[2] == 1
+    full = make_batch()
+    start(full, MAX_MODEL_LEN)
+    start(full, 5, row=1)
+    with refused(lambda: flight_state(full), RowOverflowError, "row 0"):
+        full.step_ahead([1, 0])
+
+
+def test_a_step_has_the_rows_of_all_its_calls_in_order() -> None:
+    batch = make_batch()
+    first = batch.new_step()
+    assert (first.rows.tolist(), len(first), first.num_grown, first.refusal) == ([], 0, 0, None)
+    batch.admit(2, PROMPT[:9], max_num_new_tokens=4, step=first)
+    batch.admit(0, PROMPT[20:25], step=first)
+    assert first.rows.tolist() == [2, 0]
+    second = batch.new_step()
+    assert batch.step_ahead([0], step=second) is second
+    assert batch.grow([2], 5, 0, step=second) is second
+    assert (second.rows.tolist(), second.num_grown) == ([0, 2], 1)
+    rows = second.rows
+    rows[:] = 3
+    assert second.rows.tolist() == [0, 2]
+    assert batch.resolve(first, [5], [0, 1]).tolist() == [2, 0]
+    assert batch.resolve(second, [6, 7], [1, 1]).tolist() == [0, 2]
+    assert (counts_of(batch, 0), counts_of(batch, 2)) == ((7, 6, 0), (10, 9, 0))
+
+
+def test_a_row_without_room_stops_a_step_ahead() -> None:
+    batch = make_batch(num_pages=7)
+    first = batch.new_step()
+    for row in range(3):
+        batch.admit(row, PROMPT[10 * row : 10 * row + 8], step=first)
+    step = batch.new_step()
+    batch.step_ahead([1, 0, 2], step=step)
+    assert (step.num_grown, step.rows.tolist()) == (0, [])
+    assert step.refusal is not None
+    batch.release([2])
+    batch.step_ahead([1, 0], step=step)
+    assert (step.num_grown, step.rows.tolist(), step.refusal) == (2, [1, 0], None)
+    assert batch.resolve(first, [1, 2, 3]).tolist() == [0, 1, -1]
+
+
+def test_steps_ahead_enter_nothing_before_their_tokens_are_known() -> None:
+    batch = make_batch()
+    first = start(batch, 7)
+    second = batch.step_ahead([0])
+    assert batch.admit(1, [*PROMPT[:7], 50, 1]) == 4
+    batch.resolve(first, [50])  # the second step computes it
+    assert batch.admit(2, [*PROMPT[:7], 50, 1]) == 8
+    batch.resolve(second, [51])
+    batch.check()
+
+
+# --- stays ---------------------------------------------------------------------------------------------------------------
+
+
+def test_stays_are_numbers_of_admissions() -> None:
+    batch = make_batch()
+    assert (batch.stays.dtype, batch.num_ahead_tokens.dtype) == (np.int64, np.int32)
+    assert batch.stays.tolist() == [0] * NUM_ROWS
+    batch.admit(0, PROMPT[:5])
+    batch.admit(1, PROMPT[:5])
+    first, second = batch.stays[:2].tolist()
+    assert 0 < first != second > 0
+    batch.move_row(0, 3)
+    batch.swap_row(1, 3)
+    assert batch.stays.tolist() == [0, first, 0, second]
+    batch.fork(1, [0])
+    assert batch.stays[0] not in (0, first, second)
+    batch.release([1])
+    assert batch.stays[1] == 0
+    batch.admit(1, PROMPT[:5])
+    assert batch.stays[1] not in (0, first, second, batch.stays[0])
+    for array in (batch.stays, batch.num_ahead_tokens):
+        assert not array.flags.writeable
+
+
+def test_tokens_follow_their_row_and_end_with_its_stay() -> None:
+    batch = make_batch()
+    first = batch.new_step()
+    for row in range(4):
+        batch.admit(row, PROMPT[10 * row : 10 * row + 5], step=first)
+    second = batch.step_ahead([3, 2, 1, 0])
+    batch.swap_row(0, 1)
+    batch.release([2])
+    batch.admit(2, PROMPT[50:55])
+    assert batch.resolve(first, [1, 2, 3, 4]).tolist() == [1, 0, -1, 3]
+    assert batch.num_tokens.tolist() == [6, 6, 5, 6]
+    assert batch.resolve(second, [5, 6, 7, 8]).tolist() == [3, -1, 0, 1]
+    assert batch.num_tokens.tolist() == [7, 7, 5, 7]
+    batch.check()
+
+
+def test_release_works_with_steps_in_flight_and_leaves_no_entry_that_they_write_to() -> None:
+    batch = make_batch()
+    first = start(batch, 7)
+    second = batch.step_ahead([0])
+    third = batch.new_step()
+    batch.resolve(first, [50])
+    batch.step_ahead([0], step=third)
+    batch.release([0])
+    assert batch.num_ahead_tokens.tolist() == [0] * NUM_ROWS
+    assert batch.admit(0, [*PROMPT[:7], 50, 60, 61]) == 8
+    held = batch.get_page_ids(0)
+    assert batch.resolve(second, [51]).tolist() == [-1]
+    assert batch.resolve(third, [52]).tolist() == [-1]
+    assert (batch.num_tokens[0], batch.get_page_ids(0)) == (10, held)
+    batch.check()
+
+
+def test_a_row_that_is_swapped_out_ends_its_stay() -> None:
+    batch = make_batch(tier=60)
+    first = start(batch, 9, max_num_new_tokens=8)
+    before = batch.stays[0]
+    assert batch.swap_out(0)
+    assert batch.stays[0] != before
+    assert batch.resolve(first, None).tolist() == [-1]
+
+
+# --- undo ----------------------------------------------------------------------------------------------------------------
+
+
+def test_undo_takes_back_all_calls_of_a_step() -> None:
+    batch = make_batch(FULL, WINDOW)
+    first = start(batch, 7)
+    batch.admit(1, PROMPT[20:40], max_num_new_tokens=6, step=first)
+    before = flight_state(batch)
+    second = batch.step_ahead([0], 2)
+    batch.grow([1], 8, 0, step=second)
+    batch.admit(3, PROMPT[40:50], step=second)
+    batch.undo(second)
+    assert flight_state(batch)[0][:2] == before[0][:2]
+    assert flight_state(batch)[1:] == before[1:]
+    assert not second.is_resolved
+    assert batch.resolve(first, [1], [1, 0]).tolist() == [0, 1]
+    assert counts_of(batch) == (8, 7, 0)
+
+
+def test_undo_of_a_step_whose_token_is_known_leaves_the_token() -> None:
+    batch = make_batch()
+    first = start(batch, 7)
+    second = batch.step_ahead([0])
+    batch.resolve(first, [50])
+    assert batch.admit(1, [*PROMPT[:7], 50, 1]) == 8
+    batch.release([1], [8])
+    batch.undo(second)
+    assert counts_of(batch) == (8, 7, 0)
+    assert batch.admit(1, [*PROMPT[:7], 50, 1]) == 4
+    batch.check()
+
+
+def test_steps_are_taken_back_the_last_first() -> None:
+    batch = make_batch(max_steps_ahead=2)
+    first = start(batch)
+    steps = [first, batch.step_ahead([0], 1), batch.step_ahead([0])]
+    for step in steps[:2]:
+        with refused(lambda: flight_state(batch), ArgumentError):
+            batch.undo(step)
+    for step, ahead in zip(steps[::-1], (2, 0, 0), strict=True):
+        batch.undo(step)
+        assert batch.num_ahead_tokens[0] == ahead
+    assert not batch.is_admitted[0]
+    batch.check()
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------------
+
+
+def planned_ahead(batch: RunningBatch) -> Any:
+    start(batch)
+    return batch.step_ahead([0])
+
+
+STEPS_AHEAD: dict[str, tuple[Callable[[RunningBatch], Any], type[Exception], str]] = {
+    "a free row": (lambda b: b.step_ahead([3]), ArgumentError, "row 3 .* is not admitted"),
+    "outside the table": (lambda b: b.step_ahead([9]), RowIndexError, "row: got 9"),
+    "twice": (lambda b: (start(b), b.step_ahead([0, 0])), ArgumentError, "got 0 twice"),
+    "a prompt's rest": (lambda b: (start(b, max_num_new_tokens=3), b.step_ahead([0])), ArgumentError, "row 0"),
+    "a pending row": (lambda b: (b.admit(0, PROMPT[:9], num_external_tokens=5), b.step_ahead([0])), ArgumentError, "row 0"),
+    "no token in flight": (lambda b: (b.resolve(start(b), [1]), b.step_ahead([0])), ArgumentError, "row 0"),
+    "never planned": (lambda b: (b.admit(0, PROMPT[:5]), b.step_ahead([0])), ArgumentError, "row 0"),
+    "too many steps": (lambda b: (planned_ahead(b), b.step_ahead([0])), ArgumentError, "row 0"),
+    "negative drafts": (lambda b: (start(b), b.step_ahead([0], -1)), ArgumentError, "num_drafts"),
+    "drafts that are no number": (lambda b: (start(b), b.step_ahead([0], "a")), ArgumentTypeError, "num_drafts"),
+    "rows that are no list": (lambda b: b.step_ahead(0), ArgumentTypeError, "rows"),
+    "no step": (lambda b: (start(b), b.step_ahead([0], step=3)), ArgumentTypeError, "step"),
+    "another batch's step": (lambda b: (start(b), b.step_ahead([0], step=make_batch().new_step())), ArgumentError, "step"),
+    "a step that was resolved": (lambda b: (s := start(b), b.resolve(s, [1]), b.grow([0], 1, step=s)), ArgumentError, "step"),
+    "a step that was taken back": (lambda b: (s := start(b), b.undo(s), b.admit(0, [1], step=s)), ArgumentError, "step"),
+    "too many tokens": (lambda b: (start(b, MAX_MODEL_LEN), b.step_ahead([0])), RowOverflowError, "row 0"),
+}
+
+
+@pytest.mark.parametrize("what", STEPS_AHEAD)
+def test_steps_ahead_are_refused(what: str) -> None:
+    call, error, message = STEPS_AHEAD[what]
+    with pytest.raises(error, match=message):
+        call(make_batch())
+
+
+def test_a_refused_step_ahead_changes_nothing() -> None:
+    batch = make_batch()
+    start(batch, 6)
+    batch.admit(1, PROMPT[20:30], max_num_new_tokens=3, step=batch.new_step())
+    step = batch.new_step()
+    for rows in ([0, 1], [0, 3], [0, 0], [0, 9]):
+        with refused(lambda: (flight_state(batch), step.rows.tolist()), (ArgumentError, RowIndexError)):  # type: ignore[arg-type]
+            batch.step_ahead(rows, 2, step=step)
+    batch.step_ahead([0], 2, step=step)
+    assert step.rows.tolist() == [0]
+
+
+def test_a_row_that_no_pool_can_hold_is_too_large() -> None:
+    batch = make_batch(num_pages=3)
+    start(batch, 8)
+    with refused(lambda: flight_state(batch), RequestTooLargeError):
+        batch.step_ahead([0])
+
+
+RESOLVED: dict[str, tuple[list[Any], type[Exception]]] = {
+    "too few tokens": ([[1], [1, 1]], ArgumentError),
+    "too many tokens": ([[1, 2, 3], [1, 1]], ArgumentError),
+    "too few counts": ([[1], [1]], ArgumentError),
+    "too many counts": ([[1, 2], [1, 1, 0]], ArgumentError),
+    "more than drafts": ([[1, 2, 3, 4], [3, 1]], ArgumentError),
+    "a token of a chunk": ([[1, 2], [1, 1]], ArgumentError),
+    "one each, with a chunk": ([[1, 2]], ArgumentError),
+    "negative counts": ([[1], [2, -1]], ArgumentError),
+    "negative tokens": ([[-1], [1, 0]], ArgumentError),
+    "counts without tokens": ([None, [1, 0]], ArgumentError),
+    "tokens that are no list": ([1, [1, 0]], ArgumentTypeError),
+    "counts that are no numbers": ([[1], "a"], ArgumentTypeError),
+    "one count for all": ([[1, 2], 1], ArgumentError),
+}
+
+
+@pytest.mark.parametrize("what", RESOLVED)
+def test_a_step_is_resolved_with_its_tokens_only(what: str) -> None:
+    """Its rows have a draft, and a chunk."""
+    arguments, error = RESOLVED[what]
+    batch = make_batch()
+    step = start(batch, num_lookahead_tokens=1)
+    batch.admit(1, PROMPT[20:30], max_num_new_tokens=4, step=step)
+    with refused(lambda: (flight_state(batch), step.is_resolved), error):
+        batch.resolve(step, *arguments)
+    assert batch.resolve(step, [1, 2], [2, 0]).tolist() == [0, 1]
+
+
+def test_a_step_is_resolved_once_and_in_order() -> None:
+    batch = make_batch()
+    first = start(batch)
+    batch.admit(1, PROMPT[20:30], step=first)
+    second = batch.step_ahead([1, 0])
+    with refused(lambda: flight_state(batch), ArgumentError):
+        batch.resolve(second, [1, 2])
+    with refused(lambda: flight_state(batch), ArgumentError):
+        make_batch().resolve(first, [1, 2])
+    with refused(lambda: flight_state(batch), ArgumentTypeError):
+        batch.resolve(3)
+    batch.resolve(first, [1, 2])
+    for call in (lambda: batch.resolve(first, [1, 2]), lambda: batch.undo(first)):
+        with refused(lambda: flight_state(batch), ArgumentError):
+            call()
+    batch.undo(second)
+    with refused(lambda: flight_state(batch), ArgumentError):
+        batch.resolve(second, [1, 2])
+
+
+def test_rows_that_have_ended_need_no_order() -> None:
+    batch = make_batch()
+    first = start(batch)
+    second = batch.step_ahead([0])
+    batch.release([0])
+    assert batch.resolve(second, [1]).tolist() == [-1]
+    assert batch.resolve(first, [1]).tolist() == [-1]
+
+
+def test_a_row_cannot_become_longer_than_the_most_tokens() -> None:
+    batch = make_batch()
+    step = start(batch, MAX_MODEL_LEN)
+    with refused(lambda: flight_state(batch), RowOverflowError):
+        batch.resolve(step, [1])
+
+
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (FULL, PLAIN_STATE)])
+def test_a_row_with_tokens_ahead_is_not_forked_cut_or_swapped_out(specs: tuple[Any, ...]) -> None:
+    batch = make_batch(*specs, tier=60)
+    first = start(batch)
+    second = batch.step_ahead([0])
+    calls = (lambda: batch.fork(0, [1]), lambda: batch.trim([0], 5), lambda: batch.swap_out(0))
+    for call in calls:
+        with refused(lambda: flight_state(batch), StateAheadError, "row 0"):
+            call()
+    batch.resolve(first, [1])
+    batch.resolve(second, [2])
+    batch.take_transfers()
+    batch.fork(0, [1])
+    batch.check()
+
+
+def test_drafts_need_restored_states() -> None:
+    for options in ({}, {"restores_states": True}):
+        manager = CacheManager(
+            {"kv": 60, "states": 12}, [CacheGroupSpec(FULL), CacheGroupSpec(AT_ENDS, pool="states")], MAX_MODEL_LEN
+        )
+        tables = MultiGroupPageTable(NUM_ROWS, MAX_MODEL_LEN, MAX_MODEL_LEN, [PAGE_SIZE] * 2)
+        batch = RunningBatch(manager, tables, max_steps_ahead=1, **options)
+        start(batch)
+        if not options:
+            with pytest.raises((StateAheadError, ArgumentError)):
+                batch.step_ahead([0], 1)
+            batch.step_ahead([0])
+            continue
+        batch.step_ahead([0], 1)
+        assert len(batch.take_writes()) == 0
+
+
+def test_copies_come_before_a_step_ahead() -> None:
+    batch = make_batch()
+    start(batch)
+    batch.fork(0, [1])
+    with pytest.raises(CopiesDueError):
+        batch.step_ahead([0])
+    batch.take_copies()
+    batch.step_ahead([0])
+
+
+def test_without_steps_ahead_each_step_is_resolved() -> None:
+    batch = make_batch(max_steps_ahead=0)
+    step = start(batch)
+    with refused(lambda: flight_state(batch), ArgumentError):
+        batch.step_ahead([0])
+    assert batch.resolve(step, [1]).tolist() == [0]
+    assert counts_of(batch) == (7, 6, 0)
+    grown = batch.grow([0], 1, 2)
+    assert batch.resolve(grown, [2, 3], [2]).tolist() == [0]
+    assert counts_of(batch) == (9, 8, 0)
+    batch.check()
+
+
+def test_a_set_whose_step_is_in_flight_is_not_written_again() -> None:
+    batch = make_batch()
+    inputs = StepInputs(batch, num_tokens=16, num_reqs=4, fields=["token_ids", "sources"], depth=2)
+    first = start(batch)
+    batch.inputs(first, out=inputs)
+    second = batch.step_ahead([0])
+    batch.inputs(second, out=inputs)
+    assert inputs.sources.tolist()[:1] == [0]
+    batch.admit(1, PROMPT[20:25], step=(third := batch.new_step()))
+    kept = inputs.token_ids.tolist()
+    with refused(lambda: flight_state(batch), ArgumentError):
+        batch.inputs(third, out=inputs)
+    assert inputs.token_ids.tolist() == kept
+    batch.resolve(first, [1])
+    batch.inputs(third, out=inputs)
+    assert (inputs.token_ids[:5].tolist(), inputs.sources.tolist()[:1]) == (PROMPT[20:25], [-1])
+
+
+# --- late caching ------------------------------------------------------------------------------------------------------------
+
+
+def test_computed_pages_hit_once_their_step_is_resolved() -> None:
+    batch = make_batch(caches="computed")
+    first = start(batch, 7)
+    second = batch.step_ahead([0])
+    assert batch.admit(1, [*PROMPT[:7], 50, 1]) == 0
+    batch.resolve(first, [50])
+    assert batch.admit(2, [*PROMPT[:7], 50, 1]) == 4
+    batch.resolve(second, [51])
+    assert batch.admit(3, [*PROMPT[:7], 50, 1]) == 8
+    batch.check()
+
+
+def test_computed_pages_stay_when_a_row_ends() -> None:
+    batch = make_batch(caches="computed")
+    first = start(batch, 12, max_num_new_tokens=8)
+    second = batch.grow([0], 4)
+    batch.resolve(first)
+    batch.release([0])
+    assert batch.admit(0, PROMPT[:20]) == 8
+    batch.resolve(second)
+    batch.check()
+
+
+@pytest.mark.parametrize("caches", ["late", "", None, 1])
+def test_other_ways_to_cache_are_refused(caches: Any) -> None:
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=r"caches: got .*, allowed: scheduled or computed"):
+        make_batch(caches=caches)

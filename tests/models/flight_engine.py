@@ -1,0 +1,719 @@
+"""An engine with tokens in flight: it plans steps ahead of a device which checks what it reads. Drafts are rejected, requests
+end inside steps and are preempted, rows are swapped, forked and moved, and steps fail.
+
+It knows what an engine knows: the calls of `RunningBatch`, and the tokens that the device has sampled, a step or two later. All
+answers are compared with what the model says without a cache.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+from ahead_engine import LAST_TOKEN, VOCABULARY, sample
+from contents_device import require
+from flight_device import FlightDevice, Stay, Work
+from settings import Group, NumPages, Setting, in_pool, kept, written
+from twins import copies_of
+
+import pagepool
+from pagepool.errors import ArgumentError, CopiesDueError, OutOfPagesError, StateAheadError
+
+NUM_ROWS, MAX_LEN, NUM_RUNS, CHUNK = 5, 72, 20, 24
+MAX_ROUNDS, MAX_FORKS = 3000, 12
+CACHES = "scheduled", "computed"
+FIELDS = "token_ids", "positions", "query_start_loc", "seq_lens", "starts", "order"
+
+FULL_4, FULL_2, WINDOW, CHUNKS = Group("full", 4), Group("full", 2), Group("sliding", 4, 9), Group("chunked", 4, 8)
+STATE = Group("mamba", 64)
+FLIGHT_SETTINGS = [
+    Setting("full 4", (FULL_4,)),
+    Setting("full 1", (Group("full", 1),)),
+    Setting("full 16 and 4", (Group("full", 16), FULL_4)),
+    Setting("full 4, eagle", (FULL_4,), use_eagle=True),
+    Setting("full 4, 2 shards", (FULL_4,), data_parallel_size=2),
+    Setting("full 4, uncached", (FULL_4,), enable_caching=False),
+    Setting("window 9", (WINDOW,)),
+    Setting("full 4, window 9", (FULL_4, WINDOW)),
+    Setting("full 4, window 9, ends", (FULL_4, WINDOW), windows=(4, 16)),
+    Setting("full 4, window 1, ends", (FULL_4, Group("sliding", 4, 1)), windows=(0, 0)),
+    Setting("full 4, chunk 8", (FULL_4, CHUNKS)),
+    Setting("chunk 6, full 2, ends", (Group("chunked", 4, 6), FULL_2), windows=(0, 10)),
+    Setting(
+        "window 5 of 2, chunk 8, full 8, 2 shards", (Group("sliding", 2, 5), CHUNKS, Group("full", 8)), data_parallel_size=2
+    ),
+    Setting("full 4 / window 9, ends", (FULL_4, in_pool(WINDOW, "windows")), windows=(4, 0)),
+    Setting("state", (STATE,)),
+    Setting("full 4 / state", (FULL_4, in_pool(STATE, "states"))),
+    Setting("full 4 / state at ends", (FULL_4, written(16))),
+    Setting("full 4 / state at ends, anywhere", (FULL_4, written(16)), writes="anywhere"),
+    Setting("full 2, window 9 and state at ends", (FULL_2, WINDOW, written(12, "kv")), windows=(0, 0), writes="anywhere"),
+    Setting("full 4 / state at ends, 2 shards", (FULL_4, written(8)), data_parallel_size=2, writes="anywhere"),
+    Setting("full 4, state every 8", (FULL_4, kept(8))),
+    Setting("full 4 / state every 8", (FULL_4, in_pool(kept(8), "states"))),
+]
+"""States at multiples cannot plan ahead."""
+
+
+def answer(tokens: Sequence[int], num_final: int) -> list[int]:
+    """Return a request's tokens at its end, without a cache."""
+    tokens = list(tokens)
+    while len(tokens) < num_final:
+        tokens.append(sample(tokens))
+        if tokens[-1] == LAST_TOKEN:
+            break
+    return tokens
+
+
+@dataclass(eq=False)
+class Run:
+    """A request, and what the engine knows of it."""
+
+    known: list[int]
+    num_final: int
+    resume_at: list[int]
+    shard: int | None
+    row: int = -1
+    stay: int = 0  # its number in the batch
+    device: Stay | None = None
+    works: list[Work] = field(default_factory=list)  # planned, and not resolved
+    is_pending: bool = False  # it waits for tokens from elsewhere
+    is_swapped: bool = False
+    num_hits: int = 0  # tokens
+    next_token: int | None = None  # sampled, and not yet told to the batch
+
+    @property
+    def num_sampling(self) -> int:
+        """The number of tokens at least that steps in flight sample."""
+        return sum(not work.is_chunk for work in self.works)
+
+
+Moves = tuple[list[tuple[int, int, int]], Any]
+
+
+@dataclass(eq=False)
+class Launched:
+    """A planned step: its rows in order, and what is moved before it."""
+
+    step: Any
+    runs: list[Run]
+    works: list[Work]
+    admitted: list[Run]
+    moves: list[Moves]  # copies, and transfers
+    coming: list[tuple[Run, Work]]  # tokens that come from elsewhere
+    twins: list[tuple[Run, Stay, Work]] = field(default_factory=list)  # forks, which sample the same token
+    num_forks: int = 0  # forks of all rows when it was planned
+
+
+class FlightEngine:
+    """Random requests over a batch, up to `depth` steps ahead, with up to `num_drafts` drafts in each."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        seed: int,
+        depth: int,
+        num_drafts: int,
+        caches: str = "scheduled",
+        *,
+        has_tier: bool | None = None,
+        num_rows: int = NUM_ROWS,
+        may_fail: bool = True,
+    ) -> None:
+        rng = self.rng = Random(f"{setting.name} {seed} {depth} {num_drafts}")
+        has_tier = setting.enable_caching and rng.random() < 0.4 if has_tier is None else has_tier
+        self.keeps_working_states = any(group.interval and not group.at_ends for group in setting.groups)
+        self.setting, self.depth, self.num_drafts, self.caches = setting, depth, num_drafts, caches
+        self.num_pages = self._draw_sizes()
+        tier_pages = self._draw_tier() if has_tier else None
+        slack, interval = setting.windows or (0, 0)
+        more: dict[str, Any] = {} if setting.windows is None else {"windows": "ends"}
+        more["retention"] = pagepool.Retention(window_slack=slack, window_interval=interval)
+        if setting.windows is None and any(group.kind in ("sliding", "chunked") for group in setting.groups):
+            more["windows"] = "all" if not setting.writes_states else "ends"
+        manager = self.manager = pagepool.CacheManager(
+            self.num_pages,
+            setting.cache_groups(pagepool),
+            MAX_LEN,
+            setting.enable_caching,
+            setting.use_eagle,
+            hash_seed=seed,
+            host_tier=None if tier_pages is None else pagepool.HostTier(tier_pages),
+            eviction=rng.choice(("lru", "adaptive")),
+            **more,
+        )
+        sizes = [group.page_size for group in setting.groups]
+        self.tables = pagepool.MultiGroupPageTable(num_rows, MAX_LEN, MAX_LEN, sizes)
+        self.batch = make_batch(
+            manager,
+            self.tables,
+            data_parallel_size=setting.data_parallel_size,
+            dedupe=rng.random() < 0.3,
+            restores_states=setting.has_state and num_drafts > 0,
+            max_steps_ahead=depth,
+            writes=setting.writes,
+            caches=caches,
+        )
+        self.has_sources = rng.random() < 0.5
+        slots = [] if all(group.kind == "mamba" for group in setting.groups) else ["slots"]
+        self.inputs = make_inputs(
+            self.batch,
+            num_tokens=num_rows * MAX_LEN,
+            num_reqs=num_rows,
+            fields=[*FIELDS, *slots, *(["sources"] if self.has_sources else [])],
+            depth=depth + 1 + rng.randrange(2),
+            order=rng.choice(("given", "decodes")),
+        )
+        self.has_tier, self.num_rows, self.may_fail = has_tier, num_rows, may_fail
+        self.hits: list[int] = []  # of each admission
+        self.device = FlightDevice(setting, self.num_pages, tier_pages, rng, caches == "computed")
+        base = [[rng.randrange(VOCABULARY) for _ in range(MAX_LEN)] for _ in range(2)]
+        self.runs = [self._draw_run(base[rng.random() < 0.3]) for _ in range(NUM_RUNS)]
+        self.expected = {run: answer(run.known, run.num_final) for run in self.runs}
+        self.waiting = deque(self.runs)
+        self.running: list[Run] = []
+        self.queue: deque[Launched] = deque()
+        self.num_forks = 0
+        self.filled: list[Work] = []  # works of the step whose inputs were filled last
+        self.planned: list[Run] = []  # rows of a step that was not launched, while another one ends
+        self.counts: Counter[str] = Counter()
+
+    # what is drawn
+
+    def _pages_for_one(self, pool: str) -> int:
+        """Count the pages of a pool that a request of the greatest length holds, and a state more for what is kept."""
+        groups = [group for group in self.setting.groups if group.pool == pool or not self.setting.has_pools]
+        return sum(2 if group.kind == "mamba" else -(-MAX_LEN // group.page_size) for group in groups)
+
+    def _draw_sizes(self) -> NumPages:
+        factor = self.rng.choice((1.3, 2.2, 5))
+        num_shards = self.setting.data_parallel_size or 1
+        sizes = {}
+        for pool in dict.fromkeys(group.pool if self.setting.has_pools else "kv" for group in self.setting.groups):
+            of_states = all(group.kind == "mamba" for group in self.setting.groups if group.pool == pool)
+            least = int(factor * self._pages_for_one(pool)) + 2
+            if of_states:
+                least = len([1 for group in self.setting.groups if group.pool == pool]) * (NUM_ROWS + 2) + self.rng.choice(
+                    (2, 9)
+                )
+            sizes[pool] = num_shards * least
+        return sizes if self.setting.has_pools else sizes["kv"]
+
+    def _draw_tier(self) -> NumPages:
+        if isinstance(self.num_pages, int):
+            return self.rng.choice((20, 4 * self.num_pages))
+        return {name: self.rng.choice((20, 4 * size)) for name, size in self.num_pages.items()}
+
+    def _draw_run(self, base: list[int]) -> Run:
+        rng = self.rng
+        tokens = base[: rng.randrange(3, MAX_LEN - 25)] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 6))]
+        has_places = (self.setting.windows is not None or self.setting.writes_states) and not (
+            self.setting.has_state and not self.setting.writes_states
+        )
+        places = [rng.randrange(MAX_LEN) for _ in range(rng.choice((0, 0, 1, 3)))] if has_places else []
+        shard = rng.choice((None, 0, 1)) if self.setting.data_parallel_size else None
+        most = MAX_LEN - 4 * self.keeps_working_states
+        return Run(tokens, min(most, len(tokens) + rng.randrange(1, 40)), places, shard)
+
+    # the loop
+
+    def run(self) -> Counter[str]:
+        """Run all requests to their ends, and compare their answers."""
+        for _ in range(MAX_ROUNDS):
+            if not (self.waiting or self.running or self.queue):
+                break
+            self._plan()
+            if self.queue and self.may_fail and self.rng.random() < 0.04:
+                self._lose_steps()
+            while len(self.queue) > (self.depth if self.waiting or self.running else 0):
+                self._finish()
+            if self.queue and self.rng.random() < 0.15:
+                self._finish()
+            self._move()
+            self._fork()
+            self.check()
+        require(not self.running and not self.waiting, "requests that never end", self.running, self.waiting)
+        for run in self.runs:
+            require(run.known == self.expected[run], "a wrong answer", run.known, self.expected[run])
+        require(self.manager.stats().num_held_pages == 0, "pages that nobody gives back")
+        self.counts["stale works"] = self.device.num_stale
+        return self.counts
+
+    def check(self) -> None:
+        """Compare what the batch shows with what the engine knows."""
+        batch = self.batch
+        batch.check()
+        for run in self.running:
+            require(bool(batch.is_admitted[run.row]), "a row that is lost", run)
+            require(int(batch.num_tokens[run.row]) == len(run.known) - (run.next_token is not None), "known tokens", run)
+            if not run.is_swapped:
+                require(int(batch.stays[run.row]) == run.stay, "another stay", run, batch.stays)
+        rows = {run.row for run in self.running}
+        require(all(batch.stays[row] == 0 for row in range(self.num_rows) if row not in rows), "a stay of no row", batch.stays)
+
+    # planning
+
+    def _plan(self) -> None:
+        rng, batch = self.rng, self.batch
+        self._swap()
+        moves = [self._take_moves()]
+        step = batch.new_step()
+        planned: list[Run] = []
+        admitted: list[Run] = []
+        coming: list[tuple[Run, Work]] = []
+        before: dict[Run, tuple[int, ...]] = {}
+        turns = [self._grow, self._go_ahead, self._step_twins]
+        for turn in rng.sample(turns, len(turns)):
+            turn(step, planned, before)
+        self._admit(step, planned, admitted, coming)
+        require(step.rows.tolist() == [run.row for run in planned], "rows of the step", step.rows, planned)
+        require(len(step) == len(planned), "length of the step")
+        if planned and self.may_fail and rng.random() < 0.05:
+            moves.append(self._take_moves())
+            for run, work in coming[::-1]:  # they may have hit what is not computed now
+                batch.release([run.row], [work.start])
+                self._leave(run)
+            self._undo(step, planned, admitted, before)
+            self.queue.append(Launched(step, [], [], [], moves, []))
+            return
+        if planned and self.queue and not coming and rng.random() < 0.2:
+            self._finish_before(planned)
+        works = self._make_works(step, planned)
+        moves.append(self._take_moves())
+        self._take_writes(planned, works, coming)
+        launched = Launched(step, planned, works, admitted, moves, coming, num_forks=self.num_forks)
+        self.queue.append(launched)
+        for run, work in zip(planned, works, strict=True):
+            run.works.append(work)
+        self.counts["steps"] += bool(planned)
+
+    def _counts_of(self, run: Run) -> tuple[int, ...]:
+        batch = self.batch
+        return tuple(int(values[run.row]) for values in (batch.num_tokens, batch.num_computed_tokens, batch.num_ahead_tokens))
+
+    def _idle(self) -> list[Run]:
+        return [run for run in self.running if not run.is_pending and not run.is_swapped]
+
+    def _call(self, runs: list[Run], planned: list[Run], before: dict[Run, tuple[int, ...]], call: Any, step: Any) -> None:
+        """Make a call for rows, and preempt others where pages are short."""
+        while runs:
+            before |= {run: self._counts_of(run) for run in runs if run not in before}
+            result = call(runs)
+            require(result is step, "another step is returned")
+            num_grown = int(step.num_grown)
+            planned += runs[:num_grown]
+            require((step.refusal is None) is (num_grown == len(runs)), "refusal", step.refusal, num_grown, len(runs))
+            for run in runs[num_grown:]:
+                require(before[run] == self._counts_of(run), "a row without room has changed", run)
+            runs = runs[num_grown:]
+            others = [run for run in self._idle() if run not in planned]
+            if not runs or not others or self.rng.random() < 0.2:
+                return
+            victim = self.rng.choice(others)
+            self._preempt(victim)
+            runs = [run for run in runs if run is not victim]
+
+    def _grow(self, step: Any, planned: list[Run], before: dict[Run, tuple[int, ...]]) -> None:
+        """Plan chunks of prompts, and tokens of rows that have none in flight."""
+        rng, batch = self.rng, self.batch
+        runs, amounts = [], {}
+        for run in self._idle():
+            num_tokens, num_computed, _ = self._counts_of(run)
+            if num_computed == num_tokens or rng.random() < 0.15:
+                continue
+            num_new = min(num_tokens - num_computed, rng.randrange(1, CHUNK))
+            if rng.random() < 0.4:
+                [place] = batch.find_next_checkpoint([run.row])
+                num_new = min(num_tokens - num_computed, max(1, int(place) - num_computed), CHUNK)
+            num_drafts = 0 if num_computed + num_new < num_tokens else rng.randint(0, self.num_drafts)
+            runs.append(run)
+            amounts[run] = num_new, num_drafts
+        rng.shuffle(runs)
+
+        def call(runs: list[Run]) -> Any:
+            news, drafts = [amounts[run][0] for run in runs], [amounts[run][1] for run in runs]
+            return batch.grow([run.row for run in runs], news, drafts, step=step)
+
+        self._call(runs, planned, before, call, step)
+
+    def _step_twins(self, step: Any, planned: list[Run], before: dict[Run, tuple[int, ...]]) -> None:
+        """Decode rows that were forked before their token was known."""
+        runs = [run for run in self._idle() if run.next_token is not None]
+
+        def call(runs: list[Run]) -> Any:
+            result = self.batch.step([run.row for run in runs], [run.next_token for run in runs], step=step)
+            for run in runs[: int(step.num_grown)]:
+                run.next_token = None
+            return result
+
+        self._call(runs, planned, before, call, step)
+
+    def _go_ahead(self, step: Any, planned: list[Run], before: dict[Run, tuple[int, ...]]) -> None:
+        """Plan a step of rows whose tokens are in flight."""
+        rng, num_drafts = self.rng, self.rng.randint(0, self.num_drafts)
+        runs = []
+        for run in self._idle():
+            num_tokens, num_computed, num_ahead = self._counts_of(run)
+            is_ready = 1 <= run.num_sampling <= self.depth and num_computed == num_tokens
+            is_ready = is_ready and (not self.has_sources or run.works[-1] in self.filled)
+            if not is_ready or len(run.known) + run.num_sampling >= run.num_final or num_tokens + num_ahead >= MAX_LEN:
+                continue
+            if rng.random() < 0.9:
+                runs.append(run)
+        rng.shuffle(runs)
+
+        def call(runs: list[Run]) -> Any:
+            return self.batch.step_ahead([run.row for run in runs], num_drafts, step=step)
+
+        self._call(runs, planned, before, call, step)
+        self.counts["works ahead"] += sum(run in runs for run in planned)
+
+    def _admit(self, step: Any, planned: list[Run], admitted: list[Run], coming: list[tuple[Run, Work]]) -> None:
+        rng, batch = self.rng, self.batch
+        for row in [row for row in range(self.num_rows) if all(run.row != row for run in self.running)]:
+            if not self.waiting or rng.random() < 0.3:
+                continue
+            run = self.waiting[0]
+            options: dict[str, Any] = {"dp_shard": run.shard} if run.shard is not None else {}
+            if rng.random() < 0.5:
+                options["max_num_new_tokens"] = rng.randrange(1, CHUNK)
+                options["ends_at_checkpoint"] = rng.random() < 0.5
+                options |= {"reserve": "prompt"} if rng.random() < 0.3 else {}
+            else:
+                options["num_lookahead_tokens"] = rng.randint(0, self.num_drafts)
+            is_coming = rng.random() < 0.15
+            if is_coming:
+                options = {"dp_shard": run.shard} if run.shard is not None else {}
+                options["num_external_tokens"] = rng.randrange(1, MAX_LEN)
+            else:
+                options["step"] = step
+            num_hits = batch.admit(row, run.known, resume_at=run.resume_at, **options)
+            if num_hits is None:
+                require(batch.refusal is not None, "no refusal")
+                continue
+            self.waiting.popleft()
+            run.row, run.device = row, self.device.admit(run.known)
+            run.stay, stays = int(batch.stays[row]), [other.stay for other in self.running]
+            require(run.stay > 0 and run.stay not in stays, "stays", run.stay, stays)
+            self.running.append(run)
+            num_external = int(batch.num_external_tokens[row])
+            run.is_pending = num_external > 0
+            self.counts["hit tokens"] += num_hits
+            self.hits.append(num_hits)
+            run.num_hits = num_hits
+            if self.caches == "computed" and not self.has_tier and not self.setting.has_state:
+                require(self.device.holds(batch.get_page_ids(row), run.device, num_hits), "a hit before it is computed", run)
+            if run.is_pending:
+                work = Work(run.device, num_hits, num_hits + num_external, len(run.known), batch.get_page_ids(row), False, True)
+                coming.append((run, work))
+            elif is_coming:  # all others are cached: it is admitted without a step
+                batch.release([row], [num_hits])
+                self._leave(run)
+            else:
+                admitted.append(run)
+                planned.append(run)
+
+    def _make_works(self, step: Any, planned: list[Run]) -> list[Work]:
+        """Fill the inputs of a step, compare them with what the engine knows, and return the works of the rows."""
+        if not planned:
+            return []
+        batch, inputs = self.batch, self.inputs
+        num_tokens = batch.inputs(step, out=inputs)
+        begins, stops, order = inputs.query_start_loc.tolist(), inputs.seq_lens.tolist(), inputs.order.tolist()
+        works: list[Work | None] = [None] * len(planned)
+        for place, index in enumerate(order[: len(planned)]):
+            run, start, stop = planned[index], int(inputs.starts[place]), stops[place]
+            span = slice(begins[place], begins[place + 1])
+            pages = [list(pages) for pages in batch.get_page_ids(run.row)]
+            known = int(batch.num_tokens[run.row])
+            require(stop - start == span.stop - span.start > 0, "tokens of a row", start, stop, span)
+            require(inputs.positions[span].tolist() == list(range(start, stop)), "positions")
+            told = run.known[start : min(known, stop)] + [-1] * (stop - max(start, known))
+            require(inputs.token_ids[span].tolist() == told, "ids of tokens", inputs.token_ids[span].tolist(), told)
+            for group_id, (group, ids) in enumerate(zip(self.setting.groups, pages, strict=True)):
+                if group.kind != "mamba":
+                    slots = inputs.slots[group_id]
+                    at = [ids[i // group.page_size] * group.page_size + i % group.page_size for i in range(start, stop)]
+                    require(slots[span].tolist() == at, "slots", slots[span].tolist(), at)
+            is_ahead = start >= known
+            if self.has_sources:
+                source = run.works[-1].place if is_ahead else -1
+                require(int(inputs.sources[place]) == source, "sources", place, inputs.sources, source)
+            works[index] = Work(run.device, start, stop, known, pages, is_ahead, stop < known, place)
+        require(num_tokens == begins[len(planned)], "number of tokens", num_tokens)
+        self.filled = [work for work in works if work is not None]
+        return self.filled
+
+    def _finish_before(self, planned: list[Run]) -> None:
+        """Let the oldest step end before the inputs of the one that was planned last are filled, unless a row of it ends."""
+        oldest = self.queue[0]
+        for run in [run for run, work in zip(oldest.runs, oldest.works, strict=True) if run in planned and not work.is_chunk]:
+            coming = answer(run.known, len(run.known) + self.num_drafts + 1)[len(run.known) :]
+            if LAST_TOKEN in coming or len(run.known) + len(coming) >= run.num_final:
+                return
+        self.planned = planned
+        self._finish()
+        self.planned = []
+        self.counts["exact inputs"] += 1
+
+    def _take_moves(self) -> Moves:
+        copies, transfers = copies_of(self.batch.take_copies()), self.manager.take_transfers()
+        self.counts["copies"] += len(copies)
+        self.counts["transfers"] += len(transfers)
+        return copies, transfers
+
+    def _take_writes(self, planned: list[Run], works: list[Work], coming: list[tuple[Run, Work]]) -> None:
+        writes = self.batch.take_writes()
+        by_row = {run.row: work for run, work in [*zip(planned, works, strict=True), *coming]}
+        for row, num_tokens, page_id, group in zip(writes.rows, writes.num_tokens, writes.page_ids, writes.group, strict=True):
+            by_row[int(row)].writes.append((int(num_tokens), int(page_id), int(group)))
+        self.counts["writes"] += len(writes)
+
+    # steps that fail
+
+    def _undo(self, step: Any, planned: list[Run], admitted: list[Run], before: dict[Run, tuple[int, ...]]) -> None:
+        """Take back the step that was planned last, unless a load into a page that it writes is in flight."""
+        try:
+            self.batch.undo(step)
+        except ArgumentError:
+            require(self.has_tier, "a step that was just planned stays")
+            self._give_up(step, [(run, run.num_hits if run in admitted else before[run][1]) for run in planned])
+            return
+        for run in admitted[::-1]:
+            self._leave(run)
+        for run in planned:
+            if run not in admitted and run.row >= 0:
+                counts = self._counts_of(run)
+                is_twin = before[run][0] < len(run.known)
+                if is_twin and counts[0] < len(run.known):
+                    run.next_token = run.known[-1]
+                require(counts == before[run], "a step that was taken back has left something", run, counts, before[run])
+        self.counts["steps taken back"] += 1
+
+    def _lose_steps(self) -> None:
+        """Let the last launched steps fail, which have not run: they are taken back, or their rows are released."""
+        for _ in range(self.rng.choice((1, 1, 2))):
+            last = next((one for one in reversed(self.queue) if one.works), None)
+            if last is None or last.twins or last.num_forks != self.num_forks or any(one.coming for one in self.queue):
+                return
+            if any(work.stay.is_over for work in last.works):
+                return
+            for run, work in zip(last.runs, last.works, strict=True):
+                run.works.remove(work)
+            try:
+                self.batch.undo(last.step)
+            except (ArgumentError, CopiesDueError):
+                pairs = zip(last.runs, last.works, strict=True)
+                self._give_up(last.step, [(run, self._count_before(run, work)) for run, work in pairs])
+            else:
+                for run in last.admitted[::-1]:
+                    self._leave(run)
+                for run in last.runs:
+                    if run.row >= 0 and len(run.known) > int(self.batch.num_tokens[run.row]):
+                        run.next_token = run.known[-1]
+                self.counts["launched steps taken back"] += 1
+            last.runs, last.works, last.admitted = [], [], []
+
+    def _count_before(self, run: Run, work: Work) -> int:
+        """Return the number of tokens that are computed without a work of a step that is lost."""
+        num_computed = int(self.batch.num_computed_tokens[run.row])
+        if not work.is_ahead:
+            return min(work.start, num_computed)
+        return num_computed if run.num_sampling else min(num_computed, len(run.known) - 1)
+
+    def _give_up(self, step: Any, pairs: Sequence[tuple[Run, int]]) -> None:
+        """Release the rows of a step that failed, the last one first, with the tokens that were computed before it."""
+        for run, num_computed in pairs[::-1]:
+            self.batch.release([run.row], [num_computed])
+            self._leave(run)
+        places = self.batch.resolve(step)
+        require(places.tolist() == [-1] * len(pairs), "places of a step that is lost", places)
+        self.counts["steps given up"] += 1
+
+    # rows that end, move, and come back
+
+    def _preempt(self, run: Run) -> None:
+        self.batch.release([run.row])
+        self._leave(run)
+        self.counts["preemptions"] += 1
+
+    def _leave(self, run: Run) -> None:
+        self._end_stay(run)
+        self.waiting.appendleft(run)
+
+    def _end_stay(self, run: Run) -> None:
+        self.running.remove(run)
+        if run.device is not None:
+            run.device.is_over = True
+        self.counts["rows that end with tokens in flight"] += bool(run.works)
+        run.row, run.stay, run.works = -1, 0, []
+        run.is_pending = run.is_swapped = False
+        run.next_token = None
+
+    def _move(self) -> None:
+        """Exchange two rows, or move one, and preempt one, at any time."""
+        rng = self.rng
+        if rng.random() < 0.2 and self.num_rows > 1:
+            first, second = rng.sample(range(self.num_rows), 2)
+            rows = {run.row for run in self.running}
+            if first in rows and second not in rows and rng.random() < 0.5:
+                self.batch.move_row(first, second)
+            else:
+                self.batch.swap_row(first, second)
+            for run in self.running:
+                run.row = {first: second, second: first}.get(run.row, run.row)
+                self.counts["rows that move with tokens in flight"] += run.row in (first, second) and bool(run.works)
+        if self.running and rng.random() < 0.05:
+            self._preempt(rng.choice(self.running))
+
+    def _fork(self) -> None:
+        """Fork a row, or see that this is refused while later steps write behind its tokens."""
+        rng, batch = self.rng, self.batch
+        free = [row for row in range(self.num_rows) if all(run.row != row for run in self.running)]
+        runs = [run for run in self._idle() if run.next_token is None and len(run.known) < run.num_final]
+        if not free or not runs or self.num_forks == MAX_FORKS or rng.random() < 0.8:
+            return
+        run = rng.choice(runs)
+        num_tokens, num_computed, num_ahead = self._counts_of(run)
+        if num_ahead:
+            for call in (
+                lambda: batch.fork(run.row, free[:1]),
+                lambda: batch.trim([run.row], num_tokens),
+                *([lambda: batch.swap_out(run.row)] if self.has_tier else []),
+            ):
+                try:
+                    call()
+                except (StateAheadError, CopiesDueError):
+                    self.counts["calls refused"] += 1
+                else:
+                    raise AssertionError("a row with tokens ahead is forked, cut or swapped out")
+            return
+        if (len(run.works) != 1 or run.works[0].is_chunk) if run.works else num_computed == num_tokens:
+            return
+        try:
+            batch.fork(run.row, free[:1])
+        except (CopiesDueError, OutOfPagesError):
+            return
+        twin = Run(list(run.known), rng.randint(len(run.known) + 1, run.num_final), [], run.shard, free[0])
+        twin.stay, twin.device = int(batch.stays[free[0]]), self.device.admit(run.known)
+        self.running.append(twin)
+        self.runs.append(twin)
+        self.expected[twin] = answer(twin.known, twin.num_final)
+        self.num_forks += 1
+        self.counts["forks"] += 1
+        if run.works:
+            [launched] = [one for one in self.queue if run.works[-1] in one.works]
+            launched.twins.append((twin, twin.device, run.works[-1]))
+            self.counts["forks before a token is known"] += 1
+
+    def _swap(self) -> None:
+        """Swap rows whose steps are resolved out, and others in."""
+        for run in list(self.running) if self.has_tier else ():
+            if run.is_swapped:
+                num_computed = self.batch.swap_in(run.row) if self.rng.random() < 0.6 else None
+                if num_computed is not None:
+                    run.is_swapped, run.device = False, self.device.admit(run.known)
+                    run.stay = int(self.batch.stays[run.row])
+                    self.counts["rows swapped in"] += 1
+                continue
+            num_tokens, num_computed, _ = self._counts_of(run)
+            if run.works or run.is_pending or run.next_token is not None or not 0 < num_computed < num_tokens:
+                continue
+            if self.rng.random() < 0.2:
+                try:
+                    run.is_swapped = self.batch.swap_out(run.row)
+                except CopiesDueError:
+                    continue
+                if run.is_swapped:
+                    require(int(self.batch.stays[run.row]) != run.stay, "a stay that goes on", run)
+                    run.device.is_over = True
+
+    # steps that end
+
+    def _finish(self) -> None:
+        """Run the oldest step on the device, and tell the batch what it has sampled."""
+        launched = self.queue.popleft()
+        for copies, transfers in launched.moves:
+            self.device.move(transfers, copies)
+            if transfers.number:
+                self.manager.complete_transfers(transfers.number)
+        self.device.run(launched.works)
+        for run, work in launched.coming:
+            self._receive(run, work)
+        if launched.works:
+            self._resolve(launched)
+
+    def _receive(self, run: Run, work: Work) -> None:
+        """End a transfer from elsewhere, which may fail."""
+        if work.stay.is_over:
+            return
+        run.is_pending = False
+        if self.rng.random() < 0.8:
+            self.device.receive(work)
+            self.batch.commit_external(run.row, work.stop - work.start)
+        else:
+            self.batch.fail_external(run.row, 0)
+
+    def _resolve(self, launched: Launched) -> None:
+        rng = self.rng
+        tokens: list[int] = []
+        counts: list[int] = []
+        ended: list[Run] = []
+        expected: list[int] = []
+        pairs = list(zip(launched.runs, launched.works, strict=True))
+        for run, work in pairs:
+            got = list(work.sampled)
+            if not work.stay.is_over:
+                left = [i + 1 for i, token in enumerate(got) if token == LAST_TOKEN or len(run.known) + i + 1 == run.num_final]
+                if left:
+                    ended.append(run)
+                    run.known += got[: left[0]]
+                    got = got if self.keeps_working_states else got[: left[0]]
+                else:
+                    run.known += got
+                run.works.remove(work)
+            expected.append(-1 if work.stay.is_over else run.row)
+            tokens += got
+            counts.append(len(got))
+            self.counts["accepted drafts"] += max(0, len(got) - 1)
+        if not tokens and rng.random() < 0.5:
+            places = self.batch.resolve(launched.step)
+        elif counts == [1] * len(counts) and rng.random() < 0.5:
+            places = self.batch.resolve(launched.step, tokens)
+        else:
+            form = rng.choice((list, lambda values: np.array(values, np.int32)))
+            places = self.batch.resolve(launched.step, form(tokens), form(counts))
+        require(bool(launched.step.is_resolved), "a step that is not resolved")
+        require(places.tolist() == expected, "places", places, expected)
+        for run, work in pairs:
+            if work.stay.is_over:
+                continue
+            num_tokens, num_computed, num_ahead = self._counts_of(run)
+            if not work.is_chunk:
+                is_ahead = run.num_sampling > 0 or run in self.planned
+                require(num_computed == num_tokens - (not is_ahead), "computed tokens", run, num_tokens, num_computed)
+                require(is_ahead or num_ahead == 0, "tokens ahead", run, num_ahead)
+        for twin, stay, work in launched.twins:
+            if not stay.is_over:
+                stay.extend(work.sampled)
+                twin.known += work.sampled
+                twin.next_token = twin.known[-1]
+                if len(twin.known) == twin.num_final or twin.known[-1] == LAST_TOKEN:
+                    ended.append(twin)
+        for run in ended:
+            if run.row >= 0:
+                self.batch.release([run.row])
+                self._end_stay(run)
+                self.counts["ends"] += 1
+
+
+def make_batch(manager: pagepool.CacheManager, tables: Any, **options: Any) -> Any:
+    return pagepool.RunningBatch(manager, tables, **options)
+
+
+def make_inputs(batch: Any, **options: Any) -> Any:
+    return pagepool.StepInputs(batch, **options)
