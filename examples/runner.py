@@ -138,11 +138,15 @@ def step(
     sampled: Any,
     attend: Attention,
 ) -> tuple[NextTokens, Cache]:
-    """Return the next tokens of each row, and the cache (traced). `sampled` has the tokens of the step before."""
+    """Return the next tokens of each row, and the cache (traced). `sampled` has the tokens of the step before, and is kept for
+    rows that are not in this one.
+    """
     token_ids = jnp.where(tokens.token_ids < 0, sampled[tokens.rows], tokens.token_ids)
     tokens = tokens._replace(token_ids=token_ids)
     logits, cache = forward(weights, cache, page_tables, tokens, attend)
-    return find_next(logits, tokens.positions[tokens.last], params), cache
+    next_tokens = find_next(logits, tokens.positions[tokens.last], params)
+    is_in_step = jnp.zeros(len(sampled), bool).at[tokens.rows].set(True)
+    return next_tokens._replace(sampled=jnp.where(is_in_step, next_tokens.sampled, sampled)), cache
 
 
 def pack(

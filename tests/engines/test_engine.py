@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,11 +20,13 @@ from engine_workload import (  # noqa: E402
     LIMITS,
     MODELS,
     RUNNERS,
+    SEED,
     VOCAB,
     WEIGHTS,
     Engine,
     SamplingParams,
     Weights,
+    answer_by_engine,
     answer_densely,
     check_answers,
     check_rest,
@@ -60,6 +63,17 @@ def test_answers_are_those_of_the_dense_model(weights: Weights, num_ahead: int) 
     assert len(engine.padded_sizes) == (2 if weights is WEIGHTS else 1)
     check_answers(engine, make_asks(18), weights)
     assert weights is WEIGHTS or engine.num_copied_pages > 18
+
+
+@MODELS
+def test_rows_that_wait_keep_their_sampled_tokens(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several steps ahead, a row that is not in the next step is in the one after."""
+    engine, asks, rng = make_engine(weights, max_steps_ahead=3), make_asks(9), Random(SEED)
+    is_ahead = engine.scheduler.is_ahead
+    monkeypatch.setattr(engine.scheduler, "is_ahead", lambda request: rng.random() < 0.6 and is_ahead(request))
+    requests, _ = answer_by_engine(engine, asks)
+    assert [request.output for request in requests] == [answer_densely(*ask, weights) for ask in asks]
+    check_rest(engine)
 
 
 def test_each_turn_of_a_chat_hits_the_last_checkpoint_in_the_prompt_before() -> None:
