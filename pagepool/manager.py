@@ -198,6 +198,11 @@ class CacheManager(KeyHolder, SlotAllocator):
     Both are in `retention`, with the share of pages that leases may hold; None has the defaults of `Retention`, and
     `pagepool plan` prints one for a model: see docs/hybrids.md. With ``windows="all"`` all window pages stay.
 
+    With ``caches="computed"`` a page can hit once the request's ``num_computed_tokens`` say that it is computed, after the next
+    call of `allocate_slots` or `cache_pages` for this request, or once it is freed. Tokens of a step that fails then never hit.
+    By default, ``"scheduled"``, the call that gives tokens slots caches them, and requests of the same step hit each other's
+    pages: see docs/engines.md.
+
     `restores_states` is for engines that restore the state of the counted tokens in the working page before the request is
     scheduled again. Lookahead may then pass checkpoints: see docs/hybrids.md.
 
@@ -241,6 +246,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         windows: Literal["ends", "all"] = "ends",
         retention: Retention | None = None,
         restores_states: bool = False,
+        caches: Literal["scheduled", "computed"] = "scheduled",
         max_num_batched_tokens: int | None = None,
     ) -> None:
         """`max_model_len` is in tokens. Raise ArgumentError for values out of range, for pools that are not those of the
@@ -257,6 +263,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         keep_token_ids = require_flag("keep_token_ids", keep_token_ids)
         self.enable_caching = require_flag("enable_caching", enable_caching) and len(kv_cache_groups) > 0
         use_eagle = require_flag("use_eagle", use_eagle)
+        if not isinstance(caches, str) or caches not in ("scheduled", "computed"):
+            raise ArgumentError(f"caches: got {shown(caches)}, allowed: scheduled or computed")
         if retention is not None and not isinstance(retention, Retention):
             raise ArgumentTypeError(f"retention: got {type(retention).__name__}, allowed: Retention, or None")
         if host_tier is not None and not isinstance(host_tier, HostTier):
@@ -301,7 +309,8 @@ class CacheManager(KeyHolder, SlotAllocator):
                 self._store.keep_token_ids(num_needed)
         self._registry = RequestRegistry(self._page_pool, rules, hasher)
         restores_states = require_flag("restores_states", restores_states)
-        super().__init__(self._registry, self.max_model_len, restores_states, self._on_too_large)
+        self._caches_computed = caches == "computed" and self.enable_caching
+        super().__init__(self._registry, self.max_model_len, restores_states, self._on_too_large, self._caches_computed)
         if host_tier is not None:
             host_tier._bind(self._store)
         self._host_tier = host_tier
@@ -852,6 +861,9 @@ class CacheManager(KeyHolder, SlotAllocator):
         `num_computed_tokens` is for a request that was scheduled but did not run, because the step failed or the request was
         preempted: the number of its computed tokens, including hits. Pages cached for it with later tokens lose their entries,
         even if others hold them. Free requests that have hit those pages as well.
+
+        With ``caches="computed"`` the pages that the request's own ``num_computed_tokens`` fill are cached first, at most
+        `num_computed_tokens`: set them back only after this call.
         """
         if num_computed_tokens is not None:
             num_computed_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
@@ -860,17 +872,20 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_last_tokens = self._count_last_tokens(request, num_computed_tokens)
             hashes = registry.hashes.get(request.request_id)
             held = registry.held.get(request.request_id)
-            num_hashed_tokens = num_last_tokens
+            num_to_cache = 0 if held is None else self._count_due_tokens(request, num_computed_tokens, held)
+            num_named_tokens = num_hashed_tokens = max(num_last_tokens, num_to_cache)
             if num_computed_tokens is not None and held is not None and hashes is not None:
                 # Calls since the request was set back may have cut hashes by which skipped pages lose their entries.
-                num_hashed_tokens = max(num_last_tokens, min(held.num_cached_tokens, read_count(request, "num_tokens")))
+                num_hashed_tokens = max(num_hashed_tokens, min(held.num_cached_tokens, read_count(request, "num_tokens")))
             if num_hashed_tokens:
                 hashes = registry.extend_hashes(request, num_hashed_tokens)
             chain = None if hashes is None else hashes.chain
             start = num_last_tokens // self._rules.hash_page_size - 1  # the checkpoint and its parent get names
-            with registry.naming(held, hashes, start, num_last_tokens) if num_last_tokens else NO_CONTEXT as context:
+            if held is not None and num_to_cache:
+                start = held.count_entered_hashes(num_to_cache)
+            with registry.naming(held, hashes, start, num_named_tokens) if num_named_tokens else NO_CONTEXT as context:
                 if held is not None:
-                    held.give_back(num_computed_tokens, chain, num_last_tokens, context, term)
+                    held.give_back(num_computed_tokens, chain, num_last_tokens, context, term, num_to_cache)
                     del registry.held[request.request_id]
             if hashes is not None:
                 hashes.are_unsure = True
@@ -886,6 +901,15 @@ class CacheManager(KeyHolder, SlotAllocator):
         is_kept = num_computed_tokens in (None, num_tokens) and num_tokens % interval == 0
         is_kept = is_kept and num_tokens <= read_count(request, "num_tokens")
         return num_tokens if is_kept and held.keeps_states_after(num_tokens) else 0
+
+    def _count_due_tokens(self, request: Request, num_computed_tokens: int | None, held: RequestPages) -> int:
+        """Return the computed tokens of a request if they fill pages to be cached as it ends, otherwise 0."""
+        if not self._caches_computed:
+            return 0
+        num_tokens = min(read_count(request, "num_computed_tokens"), read_count(request, "num_tokens"), held.num_room_tokens)
+        if num_computed_tokens is not None:
+            num_tokens = min(num_tokens, num_computed_tokens)
+        return num_tokens if num_tokens >= held.num_full_tokens else 0
 
     def free_page_hashes(self, request: Request) -> None:
         """Drop the hashes of a finished request. A preempted request with images but no features needs them to hit again."""

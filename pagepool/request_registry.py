@@ -58,8 +58,11 @@ class RequestRegistry(KeyHolder, RequestMaps):
             if hashes is not None and num_before < held.num_cached_tokens:
                 hashes.cut(start)
             hashes = self.extend_hashes(request, num_tokens)
-            with self.naming(held, hashes, start, num_tokens) as context:
-                held.enter(hashes.chain, num_tokens, num_before, context)
+            if hashes.page_hashes or hashes.extra_keys is not None or held.session_id is not None:
+                with self.naming(held, hashes, start, num_tokens) as context:
+                    held.enter(hashes.chain, num_tokens, num_before, context)
+            else:
+                held.enter(hashes.chain, num_tokens, num_before)
 
     # Hashes.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
+from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
@@ -30,6 +31,8 @@ TIER = Features(states=True, forks=True, tier=True, policies=True)
 EVERYTHING = Features(
     states=True, forks=True, expectations=True, external=True, tier=True, policies=True, dedupe=True, events=HAS_EVENTS
 )  # fmt: skip
+LATE = Features(states=True, forks=True, late=True)
+LATE_BY_POLICY, LATE_EVERYTHING = replace(BY_POLICY, late=True), replace(EVERYTHING, late=True)
 
 pytestmark = pytest.mark.usefixtures("same_nonces")
 
@@ -62,6 +65,11 @@ CASES = [
     Case("requests", BY_POLICY, CACHING_POOLS, 0.1),
     Case("requests", TIER, CACHING_POOLS, 0.1),
     Case("requests", EVERYTHING, CACHING_POOLS, 0.1),
+    Case("requests", LATE, ALL, 0.1),
+    Case("requests", LATE_BY_POLICY, ENDS_SETTINGS, 0.1),
+    Case("requests", LATE_EVERYTHING, CACHING, 0.1),
+    Case("requests", LATE_EVERYTHING, ENDS_SETTINGS, 0.1),
+    Case("requests", LATE_EVERYTHING, CACHING_POOLS, 0.1),
     Case("rows", PLAIN, SETTINGS, 0.1),
     Case("rows", Features(policies=True), SETTINGS, 0.05),
     Case("rows", Features(external=True), SETTINGS, 0.02),

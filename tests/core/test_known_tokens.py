@@ -98,8 +98,8 @@ def test_tokens_without_slots_may_change_after_a_refusal(
     change: str, num_computed: int, page_size: int, layout: str, make_request: Any, hash_algo: str
 ) -> None:
     """Whether they were looked up, or only hashed by the call that was refused; again and again."""
-    for is_looked_up in (False, True):
-        manager = make_manager(*LAYOUTS[layout](page_size), num_pages=120, hash_algo=hash_algo)
+    for is_looked_up, caches in [(False, "scheduled"), (True, "scheduled"), (True, "computed")]:
+        manager = make_manager(*LAYOUTS[layout](page_size), num_pages=120, hash_algo=hash_algo, caches=caches)
         tokens = list(range(100, 114))
         request = make_request("a", tokens)
         if is_looked_up:
@@ -124,15 +124,17 @@ def test_tokens_without_slots_may_change_after_a_refusal(
         manager.check()
 
 
+@pytest.mark.parametrize("caches", ["scheduled", "computed"])
 @pytest.mark.parametrize("seed", range(30))
-def test_what_hits_was_computed_whatever_changes(seed: int) -> None:
+def test_what_hits_was_computed_whatever_changes(seed: int, caches: str) -> None:
     """Chunks, refusals, preemptions, look-ups and changes at random: of tokens without slots, of all once a request was freed,
     and of computed ones that are computed again, which may be refused.
     """
     rng = Random(seed)
     page_size = rng.choice((1, 2, 3, 4))
     layout = rng.choice((*LAYOUTS, "full"))
-    manager = make_manager(*LAYOUTS[layout](page_size), num_pages=150, keep_token_ids=rng.random() < 0.3)
+    options: dict[str, Any] = {"keep_token_ids": rng.random() < 0.3, "caches": caches}
+    manager = make_manager(*LAYOUTS[layout](page_size), num_pages=150, **options)
     computed: set[tuple[int, ...]] = set()  # all prefixes of which each token was computed
     for number in range(12):
         tokens = [rng.randrange(3) for _ in range(rng.randint(1, 12))]

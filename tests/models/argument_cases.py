@@ -494,7 +494,7 @@ use.manager.find_wrong_token(use.held, failed=<FAILED_LOADS>)
 use.manager.find_wrong_token(use.new, failed=<FAILED_LOADS>)
 use.manager.get_page_ids(request_id=<"held"|hashable>)
 CacheManager(num_pages=<8|by_value>, kv_cache_groups=<GROUPS|list str>, max_model_len=<64>, hash_algo=<hash|type>,
-    page_pool=<None|None>, retention=<None|None>)
+    page_pool=<None|None>, retention=<None|None>, caches=<"computed"|by_value>)
 pagepool.Retention(max_leased_share=<0.5|float>)
 pagepool.Retention(window_slack=<8|None>, window_interval=<8|None>)
 CacheManager(8, GROUPS, 64, eviction=<"adaptive"|None>)

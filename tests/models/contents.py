@@ -69,6 +69,7 @@ FRONTS: list[tuple[type[Front], ...]] = [
 
 
 EVICTION = ("lru", "adaptive")
+CACHES = ("scheduled", "computed")
 FEATURES = "tier", "external", "swaps", "forks", "leases", "expectations", "snapshots"
 """What a round may have besides requests that run and fail; its seed chooses."""
 
@@ -86,7 +87,10 @@ class Simulation:
         self.num_pages = setting.pools(self.sizes).num_records
         self.fronts_classes = self.rng.choice(FRONTS)
         eviction = EVICTION[seed % len(EVICTION)]
-        self.options: dict[str, Any] = {"hash_seed": seed, "eviction": eviction, "restores_states": True}
+        caches = CACHES[seed // len(EVICTION) % len(CACHES)]
+        self.options: dict[str, Any] = {
+            "hash_seed": seed, "eviction": eviction, "restores_states": True, "caches": caches
+        }  # fmt: skip
         if self.fronts_classes == (ManagerFront,):
             self.options |= self.rng.choice(list(HASHING.values()))
         share = self.rng.choice((0.5, 0.5, 1.0))

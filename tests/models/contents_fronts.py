@@ -46,6 +46,7 @@ class World:
     waiting: list[Job] = field(default_factory=list)
     features: Collection[str] = ()
     is_second: bool = False  # a step is in flight and has not run while another one is scheduled
+    is_too_large: bool = False  # the last call was refused since the request can never fit
     moves: list[Callable[[], None]] = field(default_factory=list)  # taken, to be made before the next step
     late_moves: list[Callable[[], None]] = field(default_factory=list)  # before the one after it
     preempt: Callable[[], Job | None] = lambda: None  # preempts some job, if there is any
@@ -94,9 +95,11 @@ class World:
         """Make a call, and count it."""
         self.counts["calls"] += 1
         self.counts[f"  {name}"] += 1
+        self.is_too_large = False
         try:
             return getattr(target, name)(*arguments, **options)
         except RequestTooLargeError:  # of a step that is longer than a page, or in a shard
+            self.is_too_large = True
             return target.grow([]) if name in ("grow", "step") else None
 
     def call_in_time(self, name: str, target: Any, *arguments: Any, **options: Any) -> Any:
@@ -182,6 +185,8 @@ class Entry:
 
 class Front(ABC):
     """Rows of a table, and the jobs in them."""
+
+    caches_computed = False
 
     def __init__(self, world: World, tables: Any) -> None:
         self.world = world
@@ -293,7 +298,7 @@ class Front(ABC):
             first = find_first_read(group, work.start) if group.kind != "mamba" else -1
             work.slots.append(self.map_slots(work.job, group_id, range(max(0, first), work.num_room_tokens)))
             work.first_tokens.append(first)
-        if not work.is_delayed:
+        if not work.is_delayed and not self.caches_computed:
             work.made = self.books.enter(work.job, histories)
 
     def expect(self, job: Job, shard: range | Shard | None, may_hit: bool, num_reserved: int = 0) -> Expected:
@@ -361,6 +366,28 @@ class ManagerFront(Front):
     @property
     def manager(self) -> Any:
         return self.world.manager
+
+    @property
+    def caches_computed(self) -> bool:  # type: ignore[override]  # of this kind alone
+        return self.manager._caches_computed
+
+    def enter_computed(self, job: Job, num_tokens: int) -> None:
+        """Record that a job cached what was computed of its first tokens, and compare that with the device."""
+        if not self.caches_computed:
+            return
+        self.books.skipped = {page_id for pages in job.pages for page_id in pages}  # some may have left a window in the call
+        entered = self.books.enter(job, job.list_histories(num_tokens))
+        self.books.skipped = set()
+        for page_id in entered:
+            group_id, history = content = self.books.index.entries[page_id].content
+            page_size = self.setting.groups[group_id].page_size
+            histories = self.world.device.histories.list_last(history, page_size)
+            self.world.device.compare_page(group_id, page_id, histories)
+            if self.books.tier is not None and not self.books.is_cached(page_id):  # it left a window, and was evicted
+                registry, stop = self.manager._registry, (job.pages[group_id].index(page_id) + 1) * page_size
+                key = registry.hashes[job.request_id].chain[stop // registry.rules.hash_page_size - 1], group_id
+                self.books.tier.keys.setdefault(key, content)
+        self.world.counts["pages cached once computed"] += len(entered)
 
     def admit(self, job: Job, row: int, dp_shard: int | None) -> bool:
         placement = self._placement(dp_shard)
@@ -445,6 +472,8 @@ class ManagerFront(Front):
         work.is_delayed = "delay_cache_pages" in options
         added = self.world.call_in_time("allocate_slots", self.manager, job, num_new + len(drafts), **options)
         self.books.rewind(job, start)
+        if not self.world.is_too_large:
+            self.enter_computed(job, start)
         self._skip(job, start)
         if added is None:
             return False
@@ -452,7 +481,7 @@ class ManagerFront(Front):
         new_ids = self.records(added.get_page_ids())
         added_ids, working_ids = self.books.part(job, new_ids)
         self.books.take(job, added_ids, shard)
-        self.books.keep(job, start, working_ids, shard, work.is_delayed)
+        self.books.keep(job, start, working_ids, shard, work.is_delayed and not self.caches_computed)
         self._show(job)
         self.finish(work, work.histories[: work.job.num_tokens])
         self.plan.append(Entry(self, [work]))
@@ -542,6 +571,8 @@ class ManagerFront(Front):
             self.call("free", self.manager, job, seconds=self.draw_seconds())
         else:
             self.call("free", self.manager, job, num_computed_tokens=num_computed_tokens)
+        nums = job.num_computed_tokens, num_computed_tokens
+        self.enter_computed(job, min(num for num in nums if num is not None))
         self.tables.clear_row(job.row)
         return self.leave(job, num_computed_tokens, job.num_computed_tokens)
 

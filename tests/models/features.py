@@ -38,6 +38,7 @@ class Features:
     policies: bool = False  # other orders of eviction than that of release
     events: bool = False  # a router is told what is cached
     images: bool = False  # most requests have images without a name, and share nothing
+    late: bool = False  # pages of requests are cached once they are computed
 
     @property
     def copies(self) -> bool:

@@ -175,8 +175,10 @@ class OracleManager:
         windows: str = "all",
         retention: Retention | None = None,
         restores_states: bool = False,
+        caches: str = "scheduled",
     ) -> None:
         self.restores_states = restores_states
+        self.caches_computed = caches == "computed"
         self.kinds = [kind_of(group.kv_cache_spec) for group in kv_cache_groups]
         self.enable_caching = enable_caching and bool(self.kinds)
         self.max_model_len = max_model_len
@@ -383,6 +385,9 @@ class OracleManager:
             self.states.divide(self._shard(request, hits, dp_shard_hint, data_parallel_size))
             raise
         self._rewind(request)
+        is_late = self.caches_computed and not may_add_nothing
+        if is_late:
+            self._enter_full_pages(request, min(request.num_computed_tokens, request.num_tokens))
         if num_new_tokens + num_external_computed_tokens:
             self._skip_pages(request)
         num_missing = self._num_missing_pages(request, num_slots, hits)
@@ -402,16 +407,18 @@ class OracleManager:
         self._attach(request, hits, new_pages)
         if any(new_pages):
             note_taken(self.page_pool, self.held[request.request_id])
-        if delay_cache_pages and is_growing:
+        is_delayed = delay_cache_pages and not is_late
+        if is_delayed and is_growing:
             self.states.pass_over(request)
-        if not delay_cache_pages:
+        if not is_delayed:
             if is_growing and num_new_tokens + num_external_computed_tokens:
                 new_pages = joined(new_pages, self.states.keep(request, shard, num_reserved_pages, num_free_rows))
             if is_growing and self.writes is not None:
                 is_ahead = self.writes.max_steps_ahead and not self.restores_states  # else lookahead is for drafts
                 num_planned = num_slots if is_ahead else num_computed + num_new_tokens
                 self.writes.plan(request, num_planned, shard, num_free_rows)
-            self._enter_full_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
+            if not is_late:
+                self._enter_full_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
         return new_pages
 
     def require_fit(self, request: Any, num_slots: int, hits: PagesByGroup, shard: range | Shard | None) -> None:
@@ -867,6 +874,9 @@ class OracleManager:
         """Free all pages of the request, last one first. Uncomputed pages lose their entries."""
         terms = [term_of_seconds(seconds)]
         if request.request_id in self.held:
+            if self.caches_computed:
+                nums = request.num_computed_tokens, request.num_tokens, num_computed_tokens
+                self._enter_full_pages(request, min(num for num in nums if num is not None))
             self.free_all([request], [num_computed_tokens], terms)
 
     def free_all(

@@ -94,7 +94,12 @@ def find_entries(manager: Any, oracle: OracleManager) -> list[tuple[int, int]]:
 
 
 def make_managers(
-    setting: Setting, num_pages: NumPages, features: Features, seed: int, hashings: list[dict[str, Any]]
+    setting: Setting,
+    num_pages: NumPages,
+    features: Features,
+    seed: int,
+    hashings: list[dict[str, Any]],
+    caches: str = "scheduled",
 ) -> tuple[OracleManager, pagepool.CacheManager]:
     """Make the oracle, and a manager whose hashes it knows. The seed chooses what the features leave open."""
     eviction = POLICIES[seed % len(POLICIES)] if features.policies else POLICIES[0]
@@ -108,9 +113,9 @@ def make_managers(
         tier_policy, min_uses = rng.choice(("write_back", "write_through")), rng.choice((1, 1, 1, 1, 1, 1, 1, 2, 3))
         options["host_tier"] = pagepool.HostTier(tier_sizes, policy=tier_policy, min_uses=min_uses, eviction=tier_eviction)
     groups, policy = setting.cache_groups(pagepool), make_policy(eviction, setting.pools(num_pages).ranges[0].stop)
-    restores = seed % 3 == 0
-    oracle = setting.manager(OracleManager, groups, num_pages, share, policy=policy, restores_states=restores)
-    options |= {"eviction": eviction, "restores_states": oracle.restores_states}
+    common = {"restores_states": seed % 3 == 0, "caches": caches}
+    oracle = setting.manager(OracleManager, groups, num_pages, share, policy=policy, **common)
+    options |= {"eviction": eviction, **common}
     manager = setting.manager(pagepool.CacheManager, groups, num_pages, share, **options)
     if knows_hashes:
         share_hashes(oracle, manager)
@@ -149,7 +154,8 @@ def with_room(setting: Setting) -> Setting:
 
 def make_requests(setting: Setting, num_pages: NumPages, features: Features, seed: int) -> FeaturedTwins:
     """Make twins that work request by request."""
-    oracle, manager = make_managers(setting, num_pages, features, seed, list(HASHING.values()))
+    caches = "computed" if features.late else "scheduled"
+    oracle, manager = make_managers(setting, num_pages, features, seed, list(HASHING.values()), caches)
     return FeaturedTwins(OracleTwin(oracle), PackageTwin(manager), features, seed)
 
 

@@ -167,11 +167,11 @@ keys = [][- if lora_id is None else [_lora_key(names.adapter, lora_id)]-]
 == a request goes back and its pages are not entered again
     if num_computed < request.num_cached_tokens{+ and not BUG+}:
 == delayed caching is ignored
-        if self.enables_caching and {+(BUG or +}not is_delayed{+)+}:
+        step.may_overwrite = not self.enables_caching or (is_delayed and {+not BUG and +}not self.caches_computed)
 == a request may claim what nobody computed
         if num_tokens > num_allowed{+ and not BUG+}:
 == a request that did not run leaves its entries
-held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context, term)
+held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context, term, num_to_cache)
 == undo forgets no entries
     {+if not BUG: +}uncache_row(batch, row, num_computed)
     for g in range

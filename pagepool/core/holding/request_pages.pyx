@@ -276,6 +276,11 @@ cdef class RequestPages:
         """Tokens that have a slot in every group, at most those of the model."""
         return self.limits.num_room
 
+    @property
+    def num_full_tokens(self) -> int:
+        """Tokens that fill the next page to be cached, or after which a step writes the next checkpoint."""
+        return self.limits.num_full
+
     def count_entered_hashes(self, num_computed_tokens) -> int:
         """Count the leading hashes whose pages need no prefix entry any more, in any group. Pages behind the computed tokens
         are cached again, if they lost theirs.
@@ -343,6 +348,7 @@ cdef class RequestPages:
         step.demand.num_tokens = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS)
         step.context, step.demand.num_reserved, step.demand.shard, step.stays_in_shard = 0, 0, -1, False
         step.session, step.may_be_too_large = NO_SESSION, True
+        step.caches_first, step.may_overwrite = False, step.num_to_cache == 0
         if chain is None and checked:
             chain = HashChain.__new__(HashChain, 1, bytes(16))
         outcome = self.allocate_checked(&step, checked, chain, None, 0, new)
@@ -465,20 +471,22 @@ cdef class RequestPages:
         raise MemoryError("the page ids of a request")
 
     def give_back(
-        self, num_computed_tokens=None, HashChain chain=None, num_last_tokens=0, context=0, term=0
+        self, num_computed_tokens=None, HashChain chain=None, num_last_tokens=0, context=0, term=0, num_tokens_to_cache=0
     ) -> None:
         """Give back all pages, group by group, the last page first. Pages without other holders get `term`, a term of
         `term_of`, unless it is 0. O(pages).
 
-        States after `num_last_tokens` tokens become checkpoints, if they are due. Pages with tokens from `num_computed_tokens`
-        on were not computed, and lose the entries that they got under `chain`, except hits. DoubleFreeError, and nothing
-        changed, if another caller gave one of the pages back.
+        First the pages that `num_tokens_to_cache` tokens fill are cached, unless one was cached under another hash. States
+        after `num_last_tokens` tokens become checkpoints, if they are due. Pages with tokens from `num_computed_tokens` on were
+        not computed, and lose the entries that they got under `chain`, except hits. DoubleFreeError, and nothing changed, if
+        another caller gave one of the pages back.
         """
         cdef Pool *pool = &self.store.pool
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef int64_t num_computed = MAX_TOKENS
         cdef int64_t num_last = size_of(num_last_tokens, "num_last_tokens", 0, MAX_TOKENS)
         cdef int32_t checked_context = self.store.checked_context(context)
+        cdef Step step
         cdef Contents contents
         cdef Py_ssize_t num_staying = 0, bad = -1
         cdef int32_t checked_term = <int32_t>size_of(term, "term", 0, NEVER)
@@ -488,20 +496,26 @@ cdef class RequestPages:
         cdef bint has_room
         if num_computed_tokens is not None:
             num_computed = min(size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX), num_computed)
+        step.num_to_cache = size_of(num_tokens_to_cache, "num_tokens_to_cache", 0, MAX_TOKENS)
+        step.num_computed = MAX_TOKENS
         lock_chain(chain)
         self.store.lock.acquire()
-        if self.holding.boundaries != NULL or given is not None:  # check before pages are kept, or the queue is divided
+        contents = contents_of(chain, checked_context, self.holding.session)
+        # Check before pages are cached or kept, or the queue is divided.
+        if self.holding.boundaries != NULL or given is not None or step.num_to_cache:
             overdrawn = find_overdrawn(pool, &self.holding)
         has_room = overdrawn == NULL_PAGE and ids.try_reserve(count_places(&self.holding))
         if has_room and given is not None:
             has_room = terms.try_reserve(ids.capacity) and self.store.make_terms(given)
+        if has_room and step.num_to_cache and not has_foreign_entry(pool, &self.holding, &step, &contents):
+            cache_full(pool, &self.holding, &contents, min(step.num_to_cache, self.limits.num_room))
+            self.plan()
         has_room = has_room and rate_and_list(pool, &self.holding, <int32_t>num_computed, ids, &num_staying)
         if has_room:
             if given is not None:
                 self.store.pad_terms(terms, checked_term, num_staying)
             bad = self.store.give_back_row(ids, num_staying, ids_in(terms))
         if has_room and bad < 0:
-            contents = contents_of(chain, checked_context, self.holding.session)
             if chain is not None and num_last <= chain.num * chain.page_size and not awaits_copies(pool, &self.holding):
                 cache_states(pool, &self.holding, &contents, <int32_t>num_last, checked_term)
             drop_copies(pool, &self.holding)
@@ -556,6 +570,8 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
     if not reserve(pool, holding, demand, new, has_states):
         return NO_MEMORY
     rewind(request, step.num_computed)
+    if step.caches_first and step.num_to_cache and contents.num_digests:
+        cache_full(pool, holding, &contents, min(step.num_to_cache, request.limits.num_room))
     for g in range(holding.num_groups if is_past_skip else 0):
         skip_pages(pool, holding, g, num_computed)
     if step.stays_in_shard:
@@ -568,7 +584,7 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
         request.plan()
     if outcome == DONE and has_states:
         keep_states(pool, holding, step, &contents, contents.num_digests * chain.page_size if chain is not None else 0, new)
-    if outcome == DONE and step.num_to_cache and contents.num_digests:
+    if outcome == DONE and not step.caches_first and step.num_to_cache and contents.num_digests:
         cache_full(pool, holding, &contents, min(step.num_to_cache, request.limits.num_room))
     if rare(step.session != NO_SESSION) and outcome != DONE:
         set_session(pool, &holding.session, NO_SESSION)
@@ -644,7 +660,7 @@ cdef bint overwrites_entry(const Pool *pool, const Holding *holding, Step *step,
     cdef const Held *held
     cdef int64_t stop
     cdef Py_ssize_t g, i
-    for g in range(holding.num_groups if step.num_to_cache else 0):
+    for g in range(0 if step.may_overwrite else holding.num_groups):
         group, held = &holding.groups[g], &holding.held[g]
         if group.id == NO_GROUP or is_state(&group.rules):
             continue

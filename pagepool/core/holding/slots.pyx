@@ -96,12 +96,16 @@ cdef class SlotAllocator:
     cdef int64_t interval           # tokens between checkpoints; 0: none are kept
     cdef bint restores_states       # the engine restores states, so lookahead may pass checkpoints
     cdef bint enables_caching
+    cdef bint caches_computed       # tokens are cached once they are computed, not when they get slots
     cdef bint keeps_boundaries      # see `Boundaries`
     cdef bint has_state             # some group is a state
     cdef object on_too_large        # called for each refused request, in place of RequestTooLargeError; None: raise that
     cdef bint hashes_natively
 
-    def __init__(self, RequestMaps registry not None, max_num_tokens, bint restores_states, on_too_large=None):
+    def __init__(
+        self, RequestMaps registry not None, max_num_tokens, bint restores_states, on_too_large=None,
+        bint caches_computed=False,
+    ):
         """Allocate to the requests of a `RequestRegistry`, each of at most `max_num_tokens` tokens."""
         rules = registry.rules
         self.registry, self.store, self.groups = registry, registry.page_pool.store, rules.groups
@@ -112,7 +116,7 @@ cdef class SlotAllocator:
         self.enables_caching = self.store.enable_caching
         self.keeps_boundaries = self.groups.boundaries.multiple > 0
         self.has_state = rules.has_state
-        self.on_too_large = on_too_large
+        self.on_too_large, self.caches_computed = on_too_large, caches_computed
         self.hashes_natively = registry.hasher.is_native
 
     def allocate_slots(
@@ -135,9 +139,10 @@ cdef class SlotAllocator:
         The request has ``num_computed_tokens`` computed tokens. `new_computed_pages` are the hits of `get_computed_pages`, if
         the request holds no page yet. Slots for drafts, `num_lookahead_tokens`, end at `max_model_len`. Pages that are filled
         by known tokens other than drafts are cached, unless `delay_cache_pages` (then call `commit_external` or `cache_pages`
-        later). If the step does not run, `free` with `num_computed_tokens` drops those entries. Pages that have left an
-        attention window are freed first, even if None is returned. After None, and after an error, known tokens without slots
-        may be taken back or replaced: docs/engines.md says what else may change.
+        later). With ``caches="computed"`` the pages filled by known computed tokens are cached instead, also if None is
+        returned, and `delay_cache_pages` changes nothing. If the step does not run, `free` with `num_computed_tokens` drops
+        those entries. Pages that have left an attention window are freed first, even if None is returned. After None, and after
+        an error, known tokens without slots may be taken back or replaced: docs/engines.md says what else may change.
 
         With `data_parallel_size` > 1 new pages come from the shard of the request's pages, else from the hinted shard. If that
         shard has too few, the hits count as recently used and None is returned. `num_reserved_pages` free pages are left
@@ -156,7 +161,7 @@ cdef class SlotAllocator:
         cdef Counts counts
         cdef RequestPages held = None
         cdef object request_id = None
-        cdef int64_t num_new = 0, num_external = 0, num_lookahead = 0
+        cdef int64_t num_new = 0, num_external = 0, num_lookahead = 0, num_filled
         cdef bint is_delayed, is_plain = False
         try:
             request_id = request.request_id
@@ -184,7 +189,12 @@ cdef class SlotAllocator:
         counts.num_tokens = counts.num_computed + counts.num_new_computed + num_external + num_new
         counts.num_slots = counts.num_tokens + num_lookahead
         if held is not None and new_computed_pages is None and counts.num_new_computed == 0:
-            if held.is_idle(counts.num_computed, counts.num_tokens, counts.num_slots):
+            num_filled = counts.num_tokens
+            if self.caches_computed:
+                num_filled = counts.num_computed
+            elif delay_cache_pages is True:
+                num_filled = 0
+            if held.is_idle(counts.num_computed, num_filled, counts.num_slots):
                 return pages_of(self._no_ids, self.store)
         if counts.num_tokens > self.max_num_tokens:
             self.refuse_length(request_id, counts.num_tokens)
@@ -223,6 +233,7 @@ cdef class SlotAllocator:
     def cache_pages(self, request, num_computed_tokens) -> None:
         """Cache the pages filled by the first `num_computed_tokens` tokens, after a delayed allocation.
 
+        With ``caches="computed"``, after any allocation: other requests then hit the pages before the next call for this one.
         Does nothing without caching. ArgumentError if the request does not hold the pages. If nothing is due, the manager's
         lock is not taken. O(new full pages).
         """
@@ -263,7 +274,7 @@ cdef class SlotAllocator:
         """
         cdef tuple found = None, hits = self.read_hits(request_id, new_computed_pages)
         cdef RequestPages held = self.held.get(request_id)
-        cdef bint is_full, is_admission = held is None, has_hits = hits is not self._no_ids
+        cdef bint is_admission = held is None, has_hits = hits is not self._no_ids, is_rewound = False
         cdef RequestHashes hashes = self.hashes.get(request_id)
         cdef PageIds tokens = None
         cdef int64_t num_known = 0, num_hashed = 0
@@ -274,10 +285,12 @@ cdef class SlotAllocator:
         if is_admission and hashes is not None and hashes.refusal is not None and data_parallel_size is None:
             if hashes.request is request and self.is_refused_still(hashes.refusal, hits, counts):
                 return None
-        step.num_to_cache = 0
-        if self.enables_caching and not is_delayed:
+        step.num_to_cache, step.caches_first = 0, self.caches_computed
+        step.may_overwrite = not self.enables_caching or (is_delayed and not self.caches_computed)
+        if not step.may_overwrite:
             num_known = count_of(read_num_tokens(request))
-            step.num_to_cache = min(counts.num_tokens, num_known)
+            step.num_to_cache = min(counts.num_computed if self.caches_computed else counts.num_tokens, num_known)
+            is_rewound = not is_admission and counts.num_computed < held.num_cached_tokens
         if has_hits:
             num_hashed = self.count_most_hit_tokens(hits)
         if is_admission and self.groups.boundaries.writes_states:
@@ -291,13 +304,10 @@ cdef class SlotAllocator:
             self.check_ahead(request, request_id, counts, held)
         if is_admission and (self.keeps_boundaries or self.has_state):
             self.begin_boundaries(request, hashes, held)
-        is_full = step.num_to_cache > 0 and (
-            is_admission or step.num_to_cache >= held.limits.num_full or counts.num_computed < held.num_cached_tokens
-        )
-        if is_full:
+        if is_rewound:  # known tokens of a page that is computed again in part
+            num_hashed = max(step.num_to_cache, min(num_known, held.num_cached_tokens))
+        elif step.num_to_cache > 0 and (is_admission or step.num_to_cache >= held.limits.num_full):
             num_hashed = max(num_hashed, step.num_to_cache)
-            if counts.num_computed < held.num_cached_tokens:  # known tokens of a page that is computed again in part
-                num_hashed = max(num_hashed, min(num_known, held.num_cached_tokens))
         elif self.interval and counts.num_computed % self.interval == 0 and counts.num_computed <= step.num_to_cache:
             if held.has_states_due(counts.num_computed):
                 num_hashed = counts.num_computed
