@@ -18,9 +18,9 @@ PAGE_SIZE = 16
 Int32Array = npt.NDArray[np.int32]
 
 
-def make_group(specs: ModuleType) -> Any:
+def make_group(specs: ModuleType, page_size: int = PAGE_SIZE) -> Any:
     """Make a full-attention group with the spec classes of a package."""
-    spec = specs.FullAttentionSpec(page_size=PAGE_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+    spec = specs.FullAttentionSpec(page_size=page_size, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
     return specs.CacheGroupSpec(kv_cache_spec=spec)
 
 

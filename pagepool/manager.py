@@ -872,17 +872,19 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_last_tokens = self._count_last_tokens(request, num_computed_tokens)
             hashes = registry.hashes.get(request.request_id)
             held = registry.held.get(request.request_id)
-            num_to_cache = 0 if held is None else self._count_due_tokens(request, num_computed_tokens, held)
-            num_named_tokens = num_hashed_tokens = max(num_last_tokens, num_to_cache)
+            num_to_cache, num_named_tokens = 0, num_last_tokens
+            start = num_last_tokens // self._rules.hash_page_size - 1  # the checkpoint and its parent get names
+            if self._caches_computed and held is not None:
+                num_to_cache = self._count_due_tokens(request, num_computed_tokens, held)
+                num_named_tokens = max(num_last_tokens, num_to_cache)
+                start = held.count_entered_hashes(num_named_tokens) if num_to_cache else start
+            num_hashed_tokens = num_named_tokens
             if num_computed_tokens is not None and held is not None and hashes is not None:
                 # Calls since the request was set back may have cut hashes by which skipped pages lose their entries.
                 num_hashed_tokens = max(num_hashed_tokens, min(held.num_cached_tokens, read_count(request, "num_tokens")))
             if num_hashed_tokens:
                 hashes = registry.extend_hashes(request, num_hashed_tokens)
             chain = None if hashes is None else hashes.chain
-            start = num_last_tokens // self._rules.hash_page_size - 1  # the checkpoint and its parent get names
-            if held is not None and num_to_cache:
-                start = held.count_entered_hashes(num_to_cache)
             with registry.naming(held, hashes, start, num_named_tokens) if num_named_tokens else NO_CONTEXT as context:
                 if held is not None:
                     held.give_back(num_computed_tokens, chain, num_last_tokens, context, term, num_to_cache)
@@ -904,8 +906,6 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def _count_due_tokens(self, request: Request, num_computed_tokens: int | None, held: RequestPages) -> int:
         """Return the computed tokens of a request if they fill pages to be cached as it ends, otherwise 0."""
-        if not self._caches_computed:
-            return 0
         num_tokens = min(read_count(request, "num_computed_tokens"), read_count(request, "num_tokens"), held.num_room_tokens)
         if num_computed_tokens is not None:
             num_tokens = min(num_tokens, num_computed_tokens)

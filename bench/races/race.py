@@ -51,6 +51,7 @@ WINDOWS = Suite(("all",), "ends", "ns", 1e9, "target")
 KEEPING = Suite(("plain", "expected"), "shares", "ns", 1e9, "target")
 TORCH = Suite(("all rows",), "pagepool", "us", 1e6, "target")
 LATE = Suite(("allocate_slots",), "cache_pages", "ns", 1e9, "target")
+PORTS = tuple(Suite(("nano-vllm", "plain"), ours, "ns", 1e9, "target") for ours in ("port, cache_pages", "port, computed"))
 INPUTS = Suite(("memcpy", "lists", "rows"), "inputs", "us", 1e6, "target")
 HASHES = Suite(
     ("vllm sha256", "vllm sha256_cbor", "vllm xxhash", "vllm xxhash_cbor", "sha256", "sha256_cbor"),
@@ -74,6 +75,7 @@ SUITES = (
     WINDOWS,
     KEEPING,
     LATE,
+    *PORTS,
     TORCH,
     INPUTS,
     HASHES,

@@ -16,6 +16,7 @@ report = pytest.importorskip("bench.report", reason="bench/ is not here")
 from bench import __main__ as command  # noqa: E402  where it is here
 from bench import speed  # noqa: E402
 from bench.races import results  # noqa: E402
+from bench.races.late_rivals import Late, Settings  # noqa: E402
 
 LINE = results.Line("drop_in", "decode", "row", "ns", "pagepool", {"pagepool": 2.0, "easydel": 8.0}, {}, {"easydel": 4.0})
 SETUP = {"cpu": "a processor", "cores": 2, "os": "Linux", "python": "3.11.0", "pagepool": "0.1.0", "easydel": "0.3.0"}
@@ -58,6 +59,21 @@ def test_a_remark_of_two_environments_is_there_once() -> None:
     names = [(test, name) for name in ("vllm", "easydel") for test in "ab"]
     remarks = [results.Remark("x", test, f"{test}, {name}", f"{name}, 2026-01-01") for test, name in names]
     assert report.make_tables(results.Results(remarks=remarks), "x") == "a, easydel\n\nb, easydel"
+
+
+@pytest.mark.parametrize(("page_size", "num_pages"), [(4, 400), (4, 40), (16, 60)])
+def test_ports_that_cache_late_decide_alike(page_size: int, num_pages: int) -> None:
+    """Over pages in plain Python and over the manager, in chunks of prompts and with preemptions."""
+    head = list(range(1000, 1040))
+    prompts = [([*head[: 20 * (i % 3)], *range(100 * i, 100 * i + 9 + i)], 20 + i % 7) for i in range(1, 20)]
+    computed = []
+    for name in ("plain", "cache_pages", "computed"):
+        late = Late(name, Settings(page_size, num_pages, max_num_reqs=8, max_num_new_tokens=64), prompts)
+        late.prepare()
+        late.run()
+        assert late.page_ids == [len(tokens) + num_new for tokens, num_new in prompts]
+        computed.append(late.num_computed_tokens)
+    assert computed[0] == computed[1] == computed[2] < 2 * sum(len(tokens) for tokens, _ in prompts)
 
 
 def test_contrast() -> None:
