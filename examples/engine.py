@@ -229,6 +229,7 @@ class Engine:
         for step, _, _ in steps:
             self.scheduler.batch.resolve(step)
         self.in_flight.clear()
+        self.runner.wait()  # a step that was started reads its inputs, which the next step overwrites
 
     def move_pages(self) -> bool:
         """Start the transfers to and from the host, and copy the pages that checkpoints, hits and forks need, before the model

@@ -77,6 +77,10 @@ class ModelRunner:
         self.sampled = next_tokens.sampled
         return next_tokens
 
+    def wait(self) -> None:
+        """Wait until all steps that were started have ended."""
+        jax.block_until_ready(self.cache)
+
     def copy_pages(self, copies: PageCopies) -> None:
         """Copy pages of each cache group within its arrays."""
         keys_and_values = page_copies.copy_pages(self.cache.keys_and_values, copies, group=0, page_axis=1)
