@@ -168,6 +168,18 @@ keys = [][- if lora_id is None else [_lora_key(names.adapter, lora_id)]-]
     if num_computed < request.num_cached_tokens{+ and not BUG+}:
 == delayed caching is ignored
         step.may_overwrite = not self.enables_caching or (is_delayed and {+not BUG and +}not self.caches_computed)
+== a late page is cached before it is computed
+            step.num_to_cache = min({+counts.num_tokens if BUG else +}counts.num_computed if self.caches_computed else
+== a late page is cached after it left its window
+    if step.caches_first and {+not BUG and +}step.num_to_cache and contents.num_digests:
+...
+    if outcome == DONE and {+(BUG or +}not step.caches_first{+)+} and step.num_to_cache and contents.num_digests:
+== a late page waits for the next one
+                num_filled = {+0 if BUG else +}counts.num_computed
+== a late request that ends caches what was not computed
+        num_tokens = min([-read_count(request, "num_computed_tokens"), -]read_count(request, "num_tokens"), held.num_room_tokens)
+== a late request that ends caches nothing
+held.give_back(num_computed_tokens, chain, num_last_tokens, context, term[-, num_to_cache-])
 == a request may claim what nobody computed
         if num_tokens > num_allowed{+ and not BUG+}:
 == a request that did not run leaves its entries

@@ -34,7 +34,14 @@ def make_manager(num_pages: int) -> CacheManager:
     retention = Retention(window_slack=32, window_interval=2048, max_leased_share=0.1)
     assert_type(retention.window_interval, int | None)
     return CacheManager(
-        num_pages, groups, 4096, hash_algo="sha256", hash_seed=b"seed", host_tier=HostTier(100), retention=retention
+        num_pages,
+        groups,
+        4096,
+        hash_algo="sha256",
+        hash_seed=b"seed",
+        host_tier=HostTier(100),
+        retention=retention,
+        caches="computed",
     )
 
 

@@ -22,6 +22,7 @@ def make() -> None:
     CacheManager(100, [CacheGroupSpec(spec)], 64, hash_algo=5)  # type: ignore[arg-type]
     CacheManager(100, [CacheGroupSpec(spec)], 64, True, False, "sha256")  # type: ignore[call-arg]
     CacheManager(100, [CacheGroupSpec(spec)], 64, window_slack=32)  # type: ignore[call-arg]
+    CacheManager(100, [CacheGroupSpec(spec)], 64, caches="late")  # type: ignore[arg-type]
     Retention(64)  # type: ignore[call-arg]
     PagePool(100)  # type: ignore[call-arg]
 
