@@ -32,6 +32,8 @@ ENGINES = {
     "keeping": ("none",),
     "late": ("none",),
     "step": ("none",),
+    "ahead": ("none",),
+    "pools": ("none",),
 }
 """The engines whose allocators are rivals, by the name of the benchmark."""
 

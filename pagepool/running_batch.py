@@ -54,9 +54,11 @@ class RunningBatch(RunningRows):
 
     Live, read-only arrays by row: ``is_admitted``; ``num_tokens``, the known tokens of prompt and answer;
     ``num_computed_tokens``, those with slots, computed before or in this step; ``num_cached_tokens``, those hit on admission
-    and not cut off by `trim`; ``num_external_tokens``, those awaited by a pending row. Full pages are cached at once. Pools and
-    prefix index are the manager's, so batch and manager hit each other's pages. Release all rows before dropping a batch:
-    dropping it frees no pages.
+    and not cut off by `trim`; ``num_external_tokens``, those awaited by a pending row; with `max_steps_ahead`
+    ``num_ahead_tokens``, the tokens behind the known ones that steps in flight write. ``stays``, int64, has the number of each
+    row's request: an admission or fork begins a stay, which moves with the row, and `release` ends it; `swap_out` ends it too,
+    and begins another. Pools and prefix index are the manager's, so batch and manager hit each other's pages. Release all rows
+    before dropping a batch: dropping it frees no pages.
 
     With several pools tables, `get_page_ids`, new pages and copies name ids in the pool of their group, and each row has room
     in the pools of states: a checkpoint is kept only if a free page stays for each free row.
@@ -99,10 +101,15 @@ class RunningBatch(RunningRows):
         row's computed tokens in its working page before the row grows again. Lookahead may then pass checkpoints: see
         docs/hybrids.md.
 
-        With `max_steps_ahead` an engine plans this many steps, or fewer, before it knows the tokens of the one that runs: then
-        each call plans a step, which computes the lookahead tokens too, and lookahead is no place for drafts. For a model with
-        states that are kept this needs ``checkpoints="ends"``. `writes` says where the kernels of such states can write
-        checkpoints: ``"ends"``, behind the last token of a row's step, or ``"anywhere"`` within its tokens.
+        With `max_steps_ahead` an engine plans this many steps, or fewer, before it knows the tokens of the one that runs: by
+        `step_ahead` and `resolve`, or by `grow` and `append`, where lookahead tokens are those of steps in flight (see
+        docs/one_step_ahead.md). Each call then plans a step. For a model with states that are kept this needs
+        ``checkpoints="ends"``, and drafts need `restores_states` as well. `writes` says where the kernels of such states can
+        write checkpoints: ``"ends"``, behind the last token of a row's step, or ``"anywhere"`` within its tokens.
+
+        `caches` says when full pages can be hit: ``"scheduled"``, as soon as their tokens have slots, since steps run in order,
+        or ``"computed"``, once `resolve` has ended the step that computes them. The second is for engines whose pages others
+        read, or whose layers read before all keys are written. Equal prompts in one step are then computed twice.
 
         Raise ArgumentError if the arguments do not fit together, if a pool of states has fewer pages than a row and group each
         and two more, or if the manager caches with a `hash_algo` other than ``"siphash128"``, since a step hashes natively. A

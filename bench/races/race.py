@@ -53,6 +53,8 @@ TORCH = Suite(("all rows",), "pagepool", "us", 1e6, "target")
 LATE = Suite(("allocate_slots",), "cache_pages", "ns", 1e9, "target")
 PORTS = tuple(Suite(("nano-vllm", "plain"), ours, "ns", 1e9, "target") for ours in ("port, cache_pages", "port, computed"))
 INPUTS = Suite(("memcpy", "lists", "rows"), "inputs", "us", 1e6, "target")
+AHEAD = Suite(("append, grow", "grow, resolve", "computed"), "ahead", "us", 1e6, "target")
+POOLS = Suite(("one pool",), "two pools", "us", 1e6, "target")
 HASHES = Suite(
     ("vllm sha256", "vllm sha256_cbor", "vllm xxhash", "vllm xxhash_cbor", "sha256", "sha256_cbor"),
     "siphash128",
@@ -78,6 +80,8 @@ SUITES = (
     *PORTS,
     TORCH,
     INPUTS,
+    AHEAD,
+    POOLS,
     HASHES,
 )
 WALL_TIME = pytest.mark.benchmark(timer=perf_counter)

@@ -313,7 +313,7 @@ cdef str find_flaw_in_flight(const Batch *batch, Py_ssize_t row):
     if not 0 <= flight.num_told <= flight.num_launched:
         return f"row {row}: {flight.num_launched} steps sampled tokens, {flight.num_told} of them known ones"
     if batch.max_steps_ahead and flight.num_ahead != max(0, flight.num_planned - record.num_tokens):
-        return f"row {row}: {flight.num_ahead} tokens are planned behind {record.num_tokens} known ones, of {flight.num_planned}"
+        return f"row {row}: {flight.num_ahead} of {flight.num_planned} planned tokens lie behind {record.num_tokens} known ones"
     if not 0 <= flight.num_planned <= batch.max_num_tokens:
         return f"row {row}: {flight.num_planned} tokens are planned, allowed: at most {batch.max_num_tokens}"
     if batch.caches_computed and flight.num_resolved > record.num_computed:

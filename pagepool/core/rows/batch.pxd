@@ -119,6 +119,7 @@ cdef struct Batch:            # rows that run together
     bint restores_states      # whether the engine restores states after drafts, so that lookahead may pass checkpoints
     bint unifies_pages        # whether rows share pages with equal tokens
     int64_t num_admissions    # admissions, forks and exchanges of all rows
+    int64_t num_calls         # calls that may have changed computed tokens or pages
     Py_ssize_t num_admitted   # admitted rows
 
 cdef struct Amounts:          # a number for each row
@@ -136,16 +137,17 @@ cdef struct Growth:           # one call that grows rows
     Amounts num_ahead         # lookahead tokens: they get room, and are not counted
     const int32_t *token_ids  # a token to append to each row first; NULL: none
     int32_t signs             # negative if one of these tokens is
-    Grown *grown              # [num_rows]
+    Grown *grown              # [num_rows]; unset for rows planned ahead
     int32_t *grown_rows       # [num_rows] a copy of `rows`, in the same memory
     Launch *launches          # [num_rows] in the same memory; NULL: without max_steps_ahead
-    int32_t *ahead            # [num_rows] lookahead of rows planned ahead, in the same memory; NULL: another call
+    int32_t *ahead            # [num_rows] lookahead of due rows planned ahead, in the same memory; NULL: another call
     Amounts num_drafts        # drafts of such rows
     bint is_admission         # whether the call admitted its row
     Py_ssize_t num_grown      # leading rows that have their room
     int64_t num_admissions    # the batch's counts when the call ended
     int64_t num_stays
     int64_t num_cuts
+    int64_t num_calls
     int64_t num_excess        # pages that a row would hold, where that is more than its bank or shard has; else 0
     int32_t short_queue       # queue of that bank or shard
     Shortage shortage         # why the first row that did not fit got no pages
@@ -1164,8 +1166,9 @@ cdef inline bint is_last_step(const Batch *batch, const Growth *growth, Py_ssize
 
 cdef inline bint is_as_grown(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
     """Whether the call was the row's last one, and the row has the tokens of `Grown`, if the call gave it one."""
-    cdef bint has_tokens = batch.records[growth.grown_rows[i]].num_tokens == growth.grown[i].num_tokens
-    return is_last_step(batch, growth, i) and (growth.token_ids == NULL or has_tokens)
+    if not is_last_step(batch, growth, i):
+        return False
+    return growth.token_ids == NULL or batch.records[growth.grown_rows[i]].num_tokens == growth.grown[i].num_tokens
 
 
 cdef inline int32_t planned_by(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
@@ -1281,12 +1284,13 @@ cdef inline void _undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_
     record.num_computed = num_computed
     record.num_tokens -= growth.token_ids != NULL
     if growth.launches != NULL:
-        flight.num_planned, flight.num_launched = planned_before(batch, growth, i), flight.num_launched - (
-            growth.launches[i].ordinal != 0
-        )
-        flight.num_told = min(flight.num_told if growth.token_ids == NULL else growth.launches[i].num_told, flight.num_launched)
-        flight.num_resolved = min(flight.num_resolved, num_computed)
+        flight.num_planned = planned_before(batch, growth, i)
+        flight.num_launched -= growth.launches[i].ordinal != 0
+        if growth.token_ids != NULL:
+            flight.num_told = growth.launches[i].num_told
+        flight.num_told = min(flight.num_told, flight.num_launched)
         count_ahead(flight, record.num_tokens)
+    flight.num_resolved = min(flight.num_resolved, num_computed)
     if batch.writes_states:
         _undo_writes(batch, row)
     if batch.hash_page_size:

@@ -300,50 +300,39 @@ cdef inline void read_span(
 
 
 cdef inline FaultKind read_call(const Source *source, const Growth *growth, Spans *spans, Py_ssize_t *at) noexcept nogil:
-    """Read the tokens given to rows by a call. No later call may have changed the rows."""
+    """Read the tokens given to rows by a call, without those computed by steps that were planned before it. No later call may
+    have changed the rows.
+    """
     cdef const Batch *batch = source.batch
     cdef const RowRecord *records = batch.records
     cdef const int32_t *rows = growth.grown_rows
     cdef const Grown *grown = growth.grown
-    cdef Amounts new = growth.num_new_tokens, ahead = growth.num_ahead
+    cdef Amounts ahead = growth.num_ahead
     cdef Spans out = spans[0]
-    # Each row's own number is read only if the batch's moved on.
-    cdef bint is_any_wrong = batch.num_admissions != growth.num_admissions or batch.num_cuts != growth.num_cuts
     cdef bint has_ahead = ahead.stride or (growth.num_grown and ahead.values[0])
-    cdef int32_t num_computed
+    cdef int32_t num_new = growth.num_new_tokens.values[0] if growth.num_grown else 0
+    cdef int32_t row, start, stop, num_computed
     cdef Py_ssize_t i, n = growth.num_grown
-    if growth.launches != NULL:
-        return read_launches(source, growth, spans, at)
-    for i in range(n):
-        num_computed = grown[i].num_computed
-        out.rows[i], out.starts[i] = rows[i], num_computed - amount(&new, i)
-        out.stops[i] = out.known[i] = num_computed
-    for i in range(n):  # no early exit, so that it is fast
-        is_any_wrong |= (records[rows[i]].num_computed != out.stops[i]) | (not records[rows[i]].is_admitted)
-    for i in range(n if is_any_wrong else 0):
+    memcpy(out.rows, rows, n * sizeof(int32_t))
+    for i in range(n if batch.num_calls != growth.num_calls else 0):
         if not is_last_step(batch, growth, i):
             at[0] = i
             return STALE
-    for i in range(n if has_ahead else 0):
-        out.stops[i] = room_for(batch, out.stops[i], amount(&ahead, i))
-        out.known[i] = min(out.stops[i], records[rows[i]].num_tokens)
-    return find_empty_span(spans, n, at)
-
-
-cdef inline FaultKind read_launches(const Source *source, const Growth *growth, Spans *spans, Py_ssize_t *at) noexcept nogil:
-    """Read the tokens given to rows by a call, without those computed by steps that were planned before it."""
-    cdef const Batch *batch = source.batch
-    cdef int32_t row, start, stop
-    cdef Py_ssize_t i
-    for i in range(growth.num_grown):
-        if not is_last_step(batch, growth, i):
-            at[0] = i
-            return STALE
-        row = growth.grown_rows[i]
+    for i in range(n if growth.launches != NULL else 0):
+        row = rows[i]
         start = max(computed_before(batch, growth, i), planned_before(batch, growth, i))
         stop = planned_by(batch, growth, i) if growth.ahead == NULL else batch.flights[row].num_planned
-        read_span(spans, i, row, start, stop, batch.records[row].num_tokens)
-    return find_empty_span(spans, growth.num_grown, at)
+        read_span(spans, i, row, start, stop, records[row].num_tokens)
+    if growth.launches == NULL:
+        for i in range(n):  # vectorised
+            num_computed = grown[i].num_computed
+            out.starts[i], out.stops[i], out.known[i] = num_computed - num_new, num_computed, num_computed
+        for i in range(n if growth.num_new_tokens.stride else 0):
+            out.starts[i] = computed_before(batch, growth, i)
+        for i in range(n if has_ahead else 0):
+            out.stops[i] = room_for(batch, out.stops[i], amount(&ahead, i))
+            out.known[i] = min(out.stops[i], records[rows[i]].num_tokens)
+    return find_empty_span(spans, n, at)
 
 
 cdef inline FaultKind find_empty_span(const Spans *spans, Py_ssize_t n, Py_ssize_t *at) noexcept nogil:

@@ -410,6 +410,7 @@ cdef class RunningRows:
             raise
         for table in self.lock_order:
             (<TableRows>table).lock.acquire()
+        self.batch.num_calls += 1
         return 0
 
     # Arguments.
@@ -1198,6 +1199,7 @@ cdef StepResult add_call(StepResult step, StepResult call):
 cdef inline void note_time(const Batch *batch, Growth *growth) noexcept:
     """Note the batch's counts as a call ends."""
     growth.num_admissions, growth.num_stays, growth.num_cuts = batch.num_admissions, batch.num_stays, batch.num_cuts
+    growth.num_calls = batch.num_calls
 
 
 cdef StepResult new_admission(RunningRows running, Py_ssize_t row):

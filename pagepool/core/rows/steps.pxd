@@ -44,28 +44,31 @@ cdef inline bint can_plan_ahead(const Batch *batch, int32_t row, int32_t num_dra
 
 cdef inline Py_ssize_t _launch_ahead(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
     """Launch the steps of `n` copied rows, and return the number of rows before the first wrong one."""
+    cdef const int32_t *rows = batch.checked_rows
+    cdef RowRecord *records = batch.records
+    cdef Flight *flights = batch.flights
+    cdef Launch *launches = growth.launches
+    cdef Amounts drafts = growth.num_drafts
     cdef RowRecord *record
     cdef Flight *flight
-    cdef int32_t row, num_planned, num_room_tokens
+    cdef int32_t num_planned, num_room_tokens, max_num_tokens = batch.max_num_tokens
     cdef Py_ssize_t i
     for i in range(n):
-        row = batch.checked_rows[i]
-        record, flight = &batch.records[row], &batch.flights[row]
+        record, flight = &records[rows[i]], &flights[rows[i]]
         num_planned = flight.num_planned
-        if not can_plan_ahead(batch, row, amount(&growth.num_drafts, i)) or num_planned >= batch.max_num_tokens:
+        if not can_plan_ahead(batch, rows[i], amount(&drafts, i)) or num_planned >= max_num_tokens:
             return i
-        num_room_tokens = room_for(batch, num_planned + 1, amount(&growth.num_drafts, i))
+        num_room_tokens = <int32_t>min(num_planned + <int64_t>1 + amount(&drafts, i), <int64_t>max_num_tokens)
         if num_room_tokens >= flight.next_work:
+            growth.ahead[i] = num_room_tokens - record.num_tokens
             if not note_due_row(batch, growth, i, num_room_tokens):
                 return i
-        growth.ahead[i] = num_room_tokens - record.num_tokens
-        growth.grown[i] = Grown(num_tokens=record.num_tokens, num_computed=record.num_computed)
         flight.num_launched += 1
-        growth.launches[i] = Launch(
+        launches[i] = Launch(
             num_planned=num_planned, num_told=flight.num_told, ordinal=flight.num_launched,
             num_drafts=num_room_tokens - num_planned - 1,
         )
-        flight.num_planned, flight.num_ahead = num_room_tokens, growth.ahead[i]
+        flight.num_planned, flight.num_ahead = num_room_tokens, num_room_tokens - record.num_tokens
     return n
 
 
@@ -89,7 +92,7 @@ cdef inline void take_back_launches(Batch *batch, const Growth *growth, Py_ssize
         flight = &batch.flights[batch.checked_rows[i]]
         flight.num_launched -= 1
         flight.num_planned = growth.launches[i].num_planned
-        count_ahead(flight, growth.grown[i].num_tokens)
+        count_ahead(flight, batch.records[batch.checked_rows[i]].num_tokens)
 
 
 cdef inline void launch_rows(Batch *batch, Growth *growth) noexcept nogil:
@@ -183,25 +186,27 @@ cdef inline bint _are_plain(const Batch *batch, const Resolution *resolution) no
     places. If one fails, all are looked at again.
     """
     cdef const Growth *growth = resolution.growth
-    cdef const RowRecord *record
-    cdef bint is_any_wrong = False
-    cdef int32_t row, max_num_tokens = batch.max_num_tokens
+    cdef const RowRecord *records = batch.records
+    cdef const Flight *flights = batch.flights
+    cdef const int64_t *stays = batch.stays
+    cdef int64_t num_stays = growth.num_stays
+    cdef int32_t row, num_known, max_num_tokens = batch.max_num_tokens
     cdef int32_t *places = resolution.places
-    cdef Py_ssize_t i
+    cdef bint is_any_wrong = False
+    cdef Py_ssize_t i, n = growth.num_grown
     if resolution.stays != NULL or growth.num_cuts != batch.num_cuts:
         return False
     if resolution.counts.stride or resolution.counts.values[0] != 1:
         return False
-    for i in range(growth.num_grown):  # no early exit, so that it is fast
-        row = growth.grown_rows[i]
-        places[i] = row
-        is_any_wrong |= (batch.stays[row] == 0) | (batch.stays[row] > growth.num_stays)
-        is_any_wrong |= batch.records[row].num_tokens >= max_num_tokens
-    for i in range(growth.num_grown if growth.launches != NULL else 0):
-        is_any_wrong |= batch.flights[places[i]].num_told + 1 != growth.launches[i].ordinal
-    for i in range(growth.num_grown if growth.launches == NULL else 0):
-        record = &batch.records[places[i]]
-        is_any_wrong |= (record.num_tokens != growth.grown[i].num_tokens) | (record.num_computed != record.num_tokens)
+    memcpy(places, growth.grown_rows, n * sizeof(int32_t))
+    for i in range(n if growth.launches != NULL else 0):  # no early exit, so that it is fast
+        row = places[i]
+        is_any_wrong |= (stays[row] == 0) | (stays[row] > num_stays) | (records[row].num_tokens >= max_num_tokens)
+        is_any_wrong |= flights[row].num_told + 1 != growth.launches[i].ordinal
+    for i in range(n if growth.launches == NULL else 0):
+        row, num_known = places[i], records[places[i]].num_tokens
+        is_any_wrong |= (stays[row] == 0) | (stays[row] > num_stays) | (num_known >= max_num_tokens)
+        is_any_wrong |= (num_known != growth.grown[i].num_tokens) | (num_known != records[row].num_computed)
     return not is_any_wrong
 
 
@@ -248,6 +253,8 @@ cdef inline int32_t _count_resolved(
     """Count the row's leading tokens that are computed by its resolved steps."""
     if num:
         return batch.records[row].num_tokens - 1
+    if growth.ahead != NULL:  # what a later step computes is not resolved
+        return batch.records[row].num_computed if batch.flights[row].num_launched == growth.launches[i].ordinal else 0
     return min(batch.records[row].num_computed, growth.grown[i].num_computed)
 
 
