@@ -88,7 +88,7 @@ class Engine:
         self.cache = torch.zeros(2, LAYERS, HEADS, num_pages * PAGE_SIZE, HEAD_SIZE, device=DEVICE, dtype=DTYPE)
         self.sampled = torch.zeros(num_reqs, dtype=torch.int32, device=DEVICE)
         self.results = torch.zeros(depth, num_reqs, dtype=torch.int32, pin_memory=HAS_GPU)
-        self.graphs = {1 << i: torch.cuda.CUDAGraph() for i in range(num_reqs.bit_length()) if HAS_GPU}  # keyed by padded size
+        self.graphs = {1 << i: torch.cuda.CUDAGraph() for i in range(min(num_reqs, num_tokens).bit_length()) if HAS_GPU}
         for size, graph in self.graphs.items():
             self.compute(size)  # libraries initialise themselves in their first call
             with torch.cuda.graph(graph):
@@ -149,7 +149,7 @@ class Engine:
         batch, step = self.batch, self.batch.new_step()
         num_new = batch.num_tokens - batch.num_computed_tokens
         ahead = [row for row, request in self.running.items() if not num_new[row] and request.num_left > 1]
-        self.grow(ahead, partial(batch.step_ahead, step=step))
+        self.grow(ahead[: self.max_num_tokens], partial(batch.step_ahead, step=step))
         budget = self.max_num_tokens - len(step)
         for row in self.running:
             num_new[row] = min(num_new[row], budget)
