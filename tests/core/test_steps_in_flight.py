@@ -189,6 +189,18 @@ def test_a_row_without_room_stops_a_step_ahead() -> None:
     assert batch.resolve(first, [1, 2, 3]).tolist() == [0, 1, -1]
 
 
+def test_steps_without_rows_are_resolved_and_taken_back() -> None:
+    for max_steps_ahead in (0, 1):
+        batch = make_batch(max_steps_ahead=max_steps_ahead)
+        for arguments in ((), ([],), ([], []), (None, [])):
+            empty = batch.new_step()
+            batch.grow([], step=empty)
+            for step in (empty, batch.step([], []), batch.new_step()):
+                assert batch.resolve(step, *arguments).tolist() == []
+            batch.undo(batch.grow([]))
+            batch.undo(batch.new_step())
+
+
 def test_steps_ahead_enter_nothing_before_their_tokens_are_known() -> None:
     batch = make_batch()
     first = start(batch, 7)

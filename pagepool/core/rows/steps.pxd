@@ -196,7 +196,7 @@ cdef inline bint _are_plain(const Batch *batch, const Resolution *resolution) no
     cdef Py_ssize_t i, n = growth.num_grown
     if resolution.stays != NULL or growth.num_cuts != batch.num_cuts:
         return False
-    if resolution.counts.stride or resolution.counts.values[0] != 1:
+    if growth.num_grown and (resolution.counts.stride or resolution.counts.values[0] != 1):
         return False
     memcpy(places, growth.grown_rows, n * sizeof(int32_t))
     for i in range(n if growth.launches != NULL else 0):  # no early exit, so that it is fast
