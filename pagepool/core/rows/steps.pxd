@@ -207,6 +207,7 @@ cdef inline bint _are_plain(const Batch *batch, const Resolution *resolution) no
         row, num_known = places[i], records[places[i]].num_tokens
         is_any_wrong |= (stays[row] == 0) | (stays[row] > num_stays) | (num_known >= max_num_tokens)
         is_any_wrong |= (num_known != growth.grown[i].num_tokens) | (num_known != records[row].num_computed)
+        is_any_wrong |= num_known != growth.grown[i].num_computed
     return not is_any_wrong
 
 
