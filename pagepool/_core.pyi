@@ -504,6 +504,7 @@ class RunningRows:
         writes_anywhere: bool = ...,
         caches_computed: bool = ...,
     ) -> None: ...
+    def _forget_refusal(self) -> None: ...
     def _is_refused_still(
         self,
         row: int,

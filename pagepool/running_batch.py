@@ -229,55 +229,59 @@ class RunningBatch(RunningRows):
         held, IntegrityError for a free page with a reference. O(tokens), and with features O(features x log features). A row
         keeps its last request's hashes, so a request that is retried or returns in the same row is not hashed again.
         """
-        num_external = num_external_tokens
-        if type(num_external) is not int or num_external:
-            num_external = min(require_int("num_external_tokens", num_external, 0), self.max_num_tokens)
-        look_up, is_preempted = require_flag("look_up", look_up), require_flag("is_preempted", is_preempted)
-        ends_at_checkpoint = require_flag("ends_at_checkpoint", ends_at_checkpoint)
-        resumes = type(resume_at) is not tuple or resume_at
-        counts = self._registry.rules.require_resume_at(resume_at, self.max_num_tokens) if resumes else None
-        places = resume_at if self._registry.rules.writes_states else ()  # the slots may end there
-        options = cache_salt, lora_id, mm_features, dp_shard, look_up, ends_at_checkpoint, num_external, places
-        reserves_prompt = reserve is not None
-        if reserves_prompt and not (type(reserve) is str and reserve == "prompt"):
-            raise ArgumentError(f"reserve: got {shown(reserve)}, allowed: None or 'prompt'")
-        if self._is_refused_still(
-            row,
-            token_ids,
-            num_tokens,
-            max_num_new_tokens,
-            num_reserved_pages,
-            options,
-            num_lookahead_tokens,
-            reserves_prompt,
-        ):
-            return None
-        request = RowRequest(
-            self,
-            row,
-            token_ids,
-            num_tokens,
-            max_num_new_tokens,
-            num_reserved_pages,
-            options,
-            ends_at_checkpoint,
-            num_external,
-            counts,
-            num_lookahead_tokens,
-            reserves_prompt,
-        )
-        shard = None if dp_shard is None else self._find_shard(dp_shard)
-        keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
-        counter = self._counters[is_preempted] if look_up else None
-        session = context = 0
         try:
-            session = 0 if session_id is tenant is None else self._registry.hold_session(session_id, tenant)
-            context = self._registry.hold_context(keys, session_id)
-            return request.admit(keyed, look_up, shard, context, counter, session, step)
-        finally:
-            if context:
-                self._registry.release_context(context)
-            self._registry.release_session(session)
+            num_external = num_external_tokens
+            if type(num_external) is not int or num_external:
+                num_external = min(require_int("num_external_tokens", num_external, 0), self.max_num_tokens)
+            look_up, is_preempted = require_flag("look_up", look_up), require_flag("is_preempted", is_preempted)
+            ends_at_checkpoint = require_flag("ends_at_checkpoint", ends_at_checkpoint)
+            resumes = type(resume_at) is not tuple or resume_at
+            counts = self._registry.rules.require_resume_at(resume_at, self.max_num_tokens) if resumes else None
+            places = resume_at if self._registry.rules.writes_states else ()  # the slots may end there
+            options = cache_salt, lora_id, mm_features, dp_shard, look_up, ends_at_checkpoint, num_external, places
+            reserves_prompt = reserve is not None
+            if reserves_prompt and not (type(reserve) is str and reserve == "prompt"):
+                raise ArgumentError(f"reserve: got {shown(reserve)}, allowed: None or 'prompt'")
+            if self._is_refused_still(
+                row,
+                token_ids,
+                num_tokens,
+                max_num_new_tokens,
+                num_reserved_pages,
+                options,
+                num_lookahead_tokens,
+                reserves_prompt,
+            ):
+                return None
+            request = RowRequest(
+                self,
+                row,
+                token_ids,
+                num_tokens,
+                max_num_new_tokens,
+                num_reserved_pages,
+                options,
+                ends_at_checkpoint,
+                num_external,
+                counts,
+                num_lookahead_tokens,
+                reserves_prompt,
+            )
+            shard = None if dp_shard is None else self._find_shard(dp_shard)
+            keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
+            counter = self._counters[is_preempted] if look_up else None
+            session = context = 0
+            try:
+                session = 0 if session_id is tenant is None else self._registry.hold_session(session_id, tenant)
+                context = self._registry.hold_context(keys, session_id)
+                return request.admit(keyed, look_up, shard, context, counter, session, step)
+            finally:
+                if context:
+                    self._registry.release_context(context)
+                self._registry.release_session(session)
+        except BaseException:
+            self._forget_refusal()
+            raise
 
     def probe(
         self,

@@ -4,7 +4,9 @@ its hashes: a wrong one would hit too much, or too little.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from hybrids import (
     take,
 )
 from refusing import refused
+from settings import scale
 
 from pagepool import (
     CacheGroupSpec,
@@ -489,3 +492,146 @@ def test_a_probe_needs_a_free_row_and_tokens() -> None:
         with refused(lambda: batch_state(batch), error, message):
             batch.probe(row, tokens)
     assert make_batch(make_manager(FULL, enable_caching=False)).probe(0, PROMPT) == 0
+
+
+# --- what is short ----------------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_again_counts_hits_that_are_free_by_now() -> None:
+    batch = make_batch(make_manager(FULL, num_pages=13))
+    batch.admit(0, PROMPT[:8])
+    batch.admit(2, [9] * 28)
+    tokens = [*PROMPT[:8], *[7] * 8]
+    assert batch.admit(1, tokens, num_lookahead_tokens=8) is None
+    assert batch.refusal == Refusal(4, 3, 0, 8, "kv", None, can_wait=True)
+    batch.release([0])
+    for _ in range(2):
+        assert batch.admit(1, tokens, num_lookahead_tokens=8) is None
+        assert batch.refusal == Refusal(6, 5, 0, 8, "kv", None, can_wait=True)
+    assert batch.admit(1, tokens) == 8
+    assert batch.refusal is None
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize(
+    ("specs", "num_needed"), [((FULL, STATE), 5), ((FULL, STATE, STATE), 6), ((WINDOW, STATE, FULL), 8), ((STATE,), 1)]
+)
+def test_checkpoints_that_are_adopted_need_no_page(specs: Sequence[Any], num_needed: int, is_new: bool) -> None:
+    """So that the request is admitted once one page more is free, and not before."""
+    batch = make_batch(make_manager(*specs, num_pages=30))
+    batch.admit(0, PROMPT[:8])
+    batch.release([0])
+    pool, tokens = batch._manager.page_pool, PROMPT[:16]
+    taken = pool.get_new_pages(pool.get_num_free_pages() - num_needed)
+    for num_reserved in (1, 3, 1):
+        assert batch.admit(1, list(tokens) if is_new else tokens, num_reserved_pages=num_reserved) is None
+        assert batch.refusal == Refusal(num_needed, num_needed, num_reserved, 8, "kv", None, can_wait=True)
+    assert batch.admit(1, tokens) == 8
+    assert not batch.take_copies().src.size
+    batch.release([1])
+    pool.free_pages(taken)
+
+
+def test_reserved_pages_of_a_shard_are_those_of_the_pool() -> None:
+    batch = make_batch(make_manager(FULL, num_pages=16), data_parallel_size=2)
+    tokens = [9] * 12
+    for _ in range(2):
+        assert batch.admit(0, tokens, dp_shard=1, num_reserved_pages=13) is None
+        assert batch.refusal == Refusal(3, 15, 13, 0, "kv", None, can_wait=False)
+    batch.admit(1, PROMPT[:24], dp_shard=1)
+    for _ in range(2):
+        assert batch.admit(0, tokens, dp_shard=1, num_reserved_pages=9) is None
+        assert batch.refusal == Refusal(3, 2, 0, 0, "kv", 1, can_wait=True)
+    batch.release([1])
+    assert batch.admit(0, tokens, dp_shard=1, num_reserved_pages=12) == 0
+
+
+def test_a_refusal_is_forgotten_after_an_error() -> None:
+    batch = make_batch(make_manager(FULL, num_pages=9))
+    batch.admit(0, [9] * 20)
+    wrong: list[dict[str, Any]] = [
+        {"resume_at": 3}, {"num_tokens": 0}, {"reserve": "all"}, {"num_external_tokens": -1}, {"dp_shard": 0},
+        {"num_lookahead_tokens": -1}, {"row": 0}, {"row": 9}, {"token_ids": []}, {"look_up": np.zeros(2)},
+    ]  # fmt: skip
+    for options in wrong:
+        assert batch.admit(1, [7] * 20) is None
+        assert batch.refusal == Refusal(5, 3, 0, 0, "kv", None, can_wait=True)
+        with pytest.raises((ArgumentError, ArgumentTypeError, RowIndexError), match=next(iter(options))):
+            batch.admit(**{"row": 1, "token_ids": [7] * 20} | options)
+        assert batch.refusal is None
+
+
+def test_loads_that_never_fit_beside_the_rest() -> None:
+    """The prefix is in the tier; with the tokens behind it the request is larger than the pool, whatever runs."""
+    manager = make_manager(FULL, num_pages=9, host_tier=HostTier(num_pages=40))
+    batch = make_batch(manager)
+    for tokens in (PROMPT[:32], [9] * 32):
+        batch.admit(0, tokens)
+        batch.release([0])
+        run_transfers(batch)
+    batch.admit(0, [7] * 9)
+    with refused(lambda: batch_state(batch), RequestTooLargeError, "row 1 needs 9 pages at once, the pool has 8"):
+        batch.admit(1, PROMPT[:36])
+    assert batch.refusal is None
+    assert batch.admit(1, PROMPT[:32]) is None
+    assert batch.refusal == Refusal(8, 5, 0, 28, "kv", None, can_wait=True)
+    assert batch.admit(1, PROMPT[:40], num_tokens=8) is None  # 32 tokens would hit, and nothing else gets slots
+    assert batch.refusal == Refusal(8, 5, 0, 32, "kv", None, can_wait=True)
+
+
+def test_loads_are_tried_again_once_they_fit() -> None:
+    """Hits that others hold need no page, so a refusal for loads does not count them."""
+    manager = make_manager(FULL, num_pages=13, host_tier=HostTier(num_pages=40))
+    batch = make_batch(manager)
+    for tokens in (PROMPT[:40], [9] * 48):
+        batch.admit(0, tokens)
+        batch.release([0])
+        run_transfers(batch)
+    batch.admit(0, PROMPT[:20])  # loads four pages, of which another row hits
+    run_transfers(batch)
+    batch.admit(2, [7] * 22, look_up=False)
+    tokens = PROMPT[:36]
+    for _ in range(2):
+        assert batch.admit(1, tokens) is None
+        assert batch.refusal == Refusal(5, 1, 0, 32, "kv", None, can_wait=True)
+    batch.release([2])
+    assert batch.admit(1, tokens) == 32
+
+
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (FULL, STATE), (CHUNK, FULL, STATE)])
+@pytest.mark.parametrize("has_tier", [False, True])
+def test_a_refused_request_fits_once_that_many_pages_are_free(specs: Sequence[Any], has_tier: bool) -> None:
+    """And not with one less. Other pages are held by hand, and given back one by one."""
+    counts: Counter[str] = Counter()
+    for seed in range(scale(60)):
+        rng = Random(f"{seed} {len(specs)} {has_tier}")
+        options = {"host_tier": HostTier(num_pages=200)} if has_tier else {}
+        manager = make_manager(*specs, num_pages=rng.randint(40, 60), **options)
+        batch = make_batch(manager, restores_states=True)
+        pool, held = manager.page_pool, []
+        prompts = [[i] * 8 + rng.choices(range(50), k=40) for i in range(4)]
+        for _ in range(60):
+            run_transfers(batch)
+            batch.take_copies()
+            row = rng.randrange(NUM_ROWS)
+            if batch.is_admitted[row]:
+                batch.release([row])
+                continue
+            held += pool.get_new_pages(rng.randint(0, pool.get_num_free_pages()))
+            tokens = rng.choice(prompts)[: rng.randint(1, 48)]
+            options = {"num_lookahead_tokens": rng.choice((0, 0, 5)), "num_reserved_pages": rng.choice((0, 0, 3))}
+            options |= {"reserve": "prompt"} if rng.random() < 0.3 else {"max_num_new_tokens": rng.randint(1, 48)}
+            if batch.admit(row, tokens, **options) is None:
+                refusal = batch.refusal
+                num_missing = refusal.num_needed + refusal.num_reserved - refusal.num_free
+                assert num_missing > 0, (seed, refusal)
+                if num_missing <= len(held):
+                    pool.free_pages([held.pop() for _ in range(num_missing - 1)])
+                    assert batch.admit(row, tokens, **options) is None, (seed, refusal)
+                    pool.free_pages([held.pop()])
+                    assert batch.admit(row, tokens, **options) is not None, (seed, refusal, batch.refusal)
+                    counts["fits"] += 1
+                    counts["loads"] += batch.take_transfers().load_src.size > 0
+            pool.free_pages([held.pop() for _ in range(rng.randint(0, len(held)))])
+    assert counts["fits"] > 20
+    assert bool(counts["loads"]) == has_tier

@@ -380,7 +380,7 @@ def test_a_row_whose_loads_do_not_fit_is_refused_for_its_pages() -> None:
     manager.end_step()
     manager.complete_transfers(manager.take_transfers().number)
     assert batch.admit(1, list(range(18))) is None
-    assert batch.refusal == Refusal(5, 1, 0, 0, "kv", None, True)
+    assert batch.refusal == Refusal(5, 1, 0, 16, "kv", None, True)  # three loads, one page that hits, and one new
     batch.check()
 
 

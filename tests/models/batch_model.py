@@ -15,6 +15,7 @@ import numpy.typing as npt
 from oracle import PREEMPTED, OracleManager, PagesByGroup
 from oracle_expected import SHARED, term_of_seconds
 from oracle_kinds import cdiv
+from oracle_refusals import find_refusal
 from oracle_tier import Taken
 from oracle_writes import OracleWrites
 from pool_ranges import Shard
@@ -51,6 +52,7 @@ class Grown(NamedTuple):
     page_ids: list[int]
     rows: list[int]
     groups: list[int]
+    refusal: pagepool.Refusal | None = None
 
 
 class Growth(NamedTuple):
@@ -91,6 +93,7 @@ class BatchState(NamedTuple):
     num_pages_per_row: list[list[int]]  # by group
     pool: PoolState
     request_page_ids: list[PagesByGroup]  # of requests that share the manager, by queried request
+    refusal: pagepool.Refusal | None  # of the last admission
 
 
 def package_pool_state(pools: pagepool.PagePool | Mapping[str, pagepool.PagePool], with_hashes: bool) -> PoolState:
@@ -191,6 +194,7 @@ class OracleRows(Rows):
         self.shards: list[int | None] = [None] * num_rows
         widths = [cdiv(setting.max_model_len, group.page_size) for group in setting.groups]
         self.tables = [np.zeros((num_rows, width), dtype=np.int32) for width in widths]
+        self.refusal: pagepool.Refusal | None = None
         self._numbers = itertools.count()
         manager.states.divide(manager.pools.shard_of_hint(0, setting.data_parallel_size))
         self.writes = OracleWrites(manager, setting.writes == "anywhere", setting.max_steps_ahead)
@@ -219,12 +223,17 @@ class OracleRows(Rows):
         reserve: str | None = None,
         **attributes: Any,
     ) -> int | None:
+        self.refusal = None
         request = Request(f"row{next(self._numbers)}", list(token_ids), **attributes)
         request.sampling_params = None if look_up else WITH_LOGPROBS
         request.resume_at = resume_at
         request.status = PREEMPTED if is_preempted else request.status
         options = {"num_reserved_pages": num_reserved_pages, **self._placement(dp_shard)}
         hits, num_hits = self.manager.get_computed_pages(request, **options)
+        shard = self.manager.pools.shard_of_hint(dp_shard, self.setting.data_parallel_size)
+        is_short = request.request_id in self.manager.short
+        if is_short:
+            hits, num_hits = self.manager.find_reachable(request, shard)
         num_computed = max(num_hits, len(token_ids) if num_tokens is None else num_tokens)
         if max_num_new_tokens is not None:
             num_computed = min(num_computed, num_hits + max_num_new_tokens)
@@ -240,10 +249,12 @@ class OracleRows(Rows):
         num_slots = min(num_slots + num_lookahead_tokens, self.setting.max_model_len)
         num_planned = num_computed if reserve and num_computed < len(token_ids) else num_slots  # drafts follow the prompt
         self.manager.states.require_behind(request, num_hits, num_computed, num_planned - num_computed)
-        if request.request_id not in self.manager.short:
-            shard = self.manager.pools.shard_of_hint(dp_shard, self.setting.data_parallel_size)
-            self.manager.require_fit(request, num_slots, hits, shard)
-        if self._is_shard_short(hits, num_slots, dp_shard):
+        self.manager.require_fit(request, num_slots, hits, shard)
+        num_missing = self.manager._num_missing_pages(request, num_slots, hits)
+        number = None if shard is None else dp_shard % self.setting.data_parallel_size
+        refusal = find_refusal(self.manager, num_missing, hits, shard, number, num_reserved_pages, num_hits)
+        if is_short or self._is_shard_short(hits, num_slots, dp_shard):
+            self.refusal = refusal
             return None
         options |= {"num_lookahead_tokens": num_planned - num_computed, "num_reserved_slots": num_slots}
         if num_external:
@@ -251,6 +262,7 @@ class OracleRows(Rows):
         num_new = num_computed - num_hits - num_external
         pages = self.manager.allocate_slots(request, num_new, num_hits, hits, **options, may_add_nothing=True)
         if pages is None:
+            self.refusal = refusal
             return None
         request.num_computed_tokens = num_computed - num_external
         self.requests[row], self.num_hits[row], self.shards[row] = request, num_hits, dp_shard
@@ -292,12 +304,22 @@ class OracleRows(Rows):
             for row, num_new, num_ahead, token_ids in zip(rows, news, aheads, appended, strict=True):
                 self.requests[row].all_token_ids += token_ids
                 if not self._grow_row(row, num_new, num_ahead, grown, bool(token_ids)):
+                    grown = grown._replace(refusal=self._explain(row, num_new + num_ahead))
                     self._forget_last_tokens(row, len(token_ids))
                     break
                 num_tokens = self.requests[row].num_tokens if token_ids else None
                 self.growths[-1][-1] = self.growths[-1][-1]._replace(num_tokens=num_tokens)
                 grown = grown._replace(num_grown=grown.num_grown + 1)
         return grown
+
+    def _explain(self, row: int, num_tokens: int) -> pagepool.Refusal | None:
+        """Say what is short for slots for that many tokens more."""
+        request, no_pages = self.requests[row], self.manager._no_pages()
+        num_slots = min(request.num_computed_tokens + num_tokens, self.setting.max_model_len)
+        num_missing = self.manager._num_missing_pages(request, num_slots, no_pages)
+        shard, size = self._shard_of(row), self.setting.data_parallel_size
+        number = None if shard is None else self.shards[row] % size
+        return find_refusal(self.manager, num_missing, no_pages, shard, number, is_growth=True)
 
     def require_fit(self, row: int, num_tokens: int) -> None:
         """Refuse a call for a row that would hold more pages than there are, with slots for that many tokens more."""
@@ -494,6 +516,7 @@ class OracleRows(Rows):
             [[len(ids[group_id]) for ids in page_ids] for group_id in range(len(self.tables))],
             oracle_pool_state(self.manager),
             [self._shown_ids(self.manager.get_page_ids(request_id)) for request_id in request_ids],
+            self.refusal,
         )
 
     def _shown_ids(self, pages: PagesByGroup) -> PagesByGroup:
@@ -746,6 +769,7 @@ class BatchRows(Rows):
             [table.num_pages_per_row.tolist() for table in self.tables],
             package_pool_state(self.manager.pools, with_hashes=False),
             [self.manager.get_page_ids(request_id) for request_id in request_ids],
+            batch.refusal,
         )
 
     def _commit(self) -> None:
@@ -768,7 +792,7 @@ def make_tables(setting: Setting, num_rows: int) -> Any:
 def grown_of(result: pagepool.StepResult) -> Grown:
     arrays = (result.new_page_ids, result.new_page_rows, result.new_page_groups)
     assert all(array.dtype == np.int32 and array.ndim == 1 for array in arrays)
-    return Grown(result.num_grown, *(array.tolist() for array in arrays))
+    return Grown(result.num_grown, *(array.tolist() for array in arrays), result.refusal)
 
 
 def send(table: pagepool.PageTable, on_device: npt.NDArray[np.int32]) -> list[tuple[int, int]]:

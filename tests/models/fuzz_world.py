@@ -288,8 +288,8 @@ class World:
         for table in self.live[_core.TableRows]:
             self.check_one(table.check, {OVERWRITE})
         for batch in self.live[_core.RunningRows]:
-            if batch.num_tokens is not None:
-                store, _ = self.recipes.get(id(batch), (None, None))
+            if batch.num_tokens is not None and id(batch) in self.recipes:  # forgotten ones may come back as attributes
+                store, _ = self.recipes[id(batch)]
                 requests = self.requests_of(store)
                 spoils = SPOILS_BATCHES | {SHARE}
                 self.check_one(lambda args=(store, requests, batch): _core.check_holders(*args), spoils)

@@ -263,6 +263,11 @@ class OracleManager:
             self.short.add(request.request_id)
         return self._find_hits(request, shard)
 
+    def find_reachable(self, request: Any, shard: range | Shard | None) -> tuple[PagesByGroup, int]:
+        """Return the pages of the longest prefix in pool and tier, None for those in the tier alone, and its length."""
+        length = self._hit_length(request, shard, reaches_tier=True)
+        return self._hits_of(request, length, shard), length
+
     def _may_hold(self, entries: list[tuple[int, int]], shard: range | Shard | None) -> bool:
         """Whether each pool, or its shard, has enough pages for a hit in the tier, if it holds nothing else."""
         tier = self.page_pool.tier
@@ -423,13 +428,14 @@ class OracleManager:
 
     def require_fit(self, request: Any, num_slots: int, hits: PagesByGroup, shard: range | Shard | None) -> None:
         """Refuse a request that would hold more pages than a pool, or its shard, has: those to which a coming token attends,
-        hits, and new ones.
+        hits, loaded too, and new ones.
         """
         num_computed, pages = request.num_computed_tokens, [page for ids in self._attached(hits) for page in ids]
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
             num_cached = held.num_cached_pages and max(held.num_cached_pages, num_computed // kind.page_size)
             pages += held.pages[self._first_held_page(kind, num_computed, num_cached) :]
         num_missing = self._num_missing_pages(request, num_slots, hits)
+        num_missing = [num + ids.count(None) for num, ids in zip(num_missing, self._attached(hits), strict=True)]
         places = [(name, ids, self.pools.groups_of(i)) for i, (name, ids) in enumerate(self.pools.items())]
         if shard is not None:
             parts = [self.pools.part_of(shard, i) for i in range(len(self.pools.ranges))]

@@ -153,7 +153,7 @@ class OracleStates:
         for kind, group in itertools.zip_longest(self.manager.kinds, held):
             if isinstance(kind, Mamba) and kind.interval:
                 num_kept = request.num_computed_tokens + num_hit_tokens
-                num_cached = group.num_cached_pages if group else 0  # too many after a set back
+                num_cached = group.num_cached_pages if group else num_kept // step  # too many after a set back
                 num_passed = num_kept // step if num_kept < num_tokens else num_cached
                 if any(self.is_checkpoint(request, num) and num // step > num_passed for num in slots):
                     raise ValueError("slots behind a checkpoint")

@@ -422,6 +422,17 @@ ORDER_BUGS = read_bugs("""
             if BUG: queue[0] = queue_of_bank((i + 1) % pool.num_banks)+}
             break
     return num_excess
+== a refusal counts checkpoints that would be adopted
+            num_needed -= demand.hits[g].num > 0{+ and not BUG+}
+== a shard has the reserved pages of its pool
+        return shortage_in(pool, num_needed, {+num_reserved if BUG else +}0, num_hit_tokens, queue)
+== a refusal again takes hits for held that are free by now
+        if self.watch.stride and {+(+}self.watch.num_held == 0{+ or BUG)+}:
+            return pages_for(&holding.groups[0].rules, num_slots){+ - self.watch.num_held+}
+== loads are left out of a refusal
+        demand.num_taken += loads.num_in[bank]{+ * (not BUG)+}
+== loads that never fit are refused for ever
+        demand.num_new_in[bank] += {+(not BUG) * (+}loads.num_in[bank] - loads.num_states_in[bank]{+)+}
 == checkpoints of a pool take the pages of rows that are not admitted
     return num_rows * num_state_groups{+ * (not BUG)+}
 == a row comes back though a pool is short
@@ -505,6 +516,7 @@ ORDER_TESTS = [
     "test_pools.py",
     "test_lost_hits.py",
     "test_pool_tiers.py",
+    "test_batch_admission.py",
     "test_differential.py",
 ]
 WRITE_BUGS = read_bugs("""

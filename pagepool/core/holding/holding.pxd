@@ -460,13 +460,14 @@ cdef inline Shortage shortage_in(
     )
 
 
-cdef inline Shortage shortage_of(const Pool *pool, const Demand *demand, Py_ssize_t num_hit_tokens) noexcept nogil:
-    """Return the shortage of a priced demand that did not fit."""
-    cdef int32_t queue = queue_in(pool, demand.short_bank, demand.shard)
-    cdef int64_t num_needed = demand.num_taken if pool.num_banks == 1 else demand.num_taken_in[demand.short_bank]
-    if num_needed <= count_free_in(pool, queue) and demand.shard >= 0:  # the pool lacks the reserved pages
-        queue = queue_of_bank(demand.short_bank)
-    return shortage_in(pool, num_needed, demand.num_reserved if demand.short_bank == 0 else 0, num_hit_tokens, queue)
+cdef inline Shortage shortage_beside(
+    const Pool *pool, int64_t num_needed, Py_ssize_t num_reserved, Py_ssize_t num_hit_tokens, int32_t bank, int32_t shard
+) noexcept nogil:
+    """Return the shortage of a bank's shard if it has too few pages, else that of the bank, where pages are reserved."""
+    cdef int32_t queue = queue_in(pool, bank, shard)
+    if shard >= 0 and num_needed > count_free_in(pool, queue):
+        return shortage_in(pool, num_needed, 0, num_hit_tokens, queue)
+    return shortage_in(pool, num_needed, num_reserved if bank == 0 else 0, num_hit_tokens, queue_of_bank(bank))
 
 
 cdef inline int32_t count_attached(const Holding *holding, const Demand *demand, Py_ssize_t g) noexcept nogil:
@@ -548,11 +549,16 @@ cdef inline Py_ssize_t count_state_hits(const Holding *holding, const Hits *hits
 
 
 cdef inline Py_ssize_t _count_adoptable(const Pool *pool, const Holding *holding, const Hits *hits) noexcept nogil:
-    """Count the checkpoints among hits if all of these are free pages; else return 0."""
+    """Count the checkpoints among hits if all of these are free pages; else return 0. The null page stands for one to be
+    loaded.
+    """
     cdef Py_ssize_t g
+    cdef int32_t page_id
     for g in range(holding.num_groups if hits != NULL else 0):
-        if is_state(&holding.groups[g].rules) and hits[g].num and not is_free(pool, hits[g].ids[hits[g].num - 1]):
-            return 0
+        if is_state(&holding.groups[g].rules) and hits[g].num:
+            page_id = hits[g].ids[hits[g].num - 1]
+            if page_id == NULL_PAGE or not is_free(pool, page_id):
+                return 0
     return count_state_hits(holding, hits)
 
 
@@ -619,7 +625,7 @@ cdef inline Fit _fit_in_banks(const Pool *pool, const Holding *holding, Demand *
     demand.num_adopted = _count_adoptable(pool, holding, demand.hits)
     if _compare_banks(pool, holding, demand, &short_bank) == FITS:
         return FITS
-    demand.num_adopted = 0
+    demand.num_adopted, demand.short_bank = 0, short_bank
     return fit
 
 
@@ -639,6 +645,19 @@ cdef inline Fit fit_or_adopt(const Pool *pool, const Holding *holding, Demand *d
     if demand.num_taken and demand.num_taken - demand.num_adopted + demand.num_reserved > pool.num_free:
         return SHORT
     return SHORT_IN_SHARD if num_inside - demand.num_adopted > count_free_in(pool, demand.shard) else FITS
+
+
+cdef inline Shortage shortage_of(
+    const Pool *pool, const Holding *holding, const Demand *demand, Py_ssize_t num_hit_tokens
+) noexcept nogil:
+    """Return the shortage of a priced demand that did not fit. It would adopt its checkpoints."""
+    cdef int32_t bank = demand.short_bank
+    cdef int64_t num_needed = demand.num_taken if pool.num_banks == 1 else demand.num_taken_in[bank]
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups if _count_adoptable(pool, holding, demand.hits) else 0):
+        if holding.groups[g].bank == bank and is_state(&holding.groups[g].rules):
+            num_needed -= demand.hits[g].num > 0
+    return shortage_beside(pool, num_needed, demand.num_reserved, num_hit_tokens, bank, demand.shard)
 
 
 cdef inline int64_t _count_inside(const int32_t *ids, Py_ssize_t start, Py_ssize_t stop, Range inside) noexcept nogil:

@@ -55,6 +55,7 @@ cdef class RefusedRequest:
     cdef readonly Py_ssize_t num_hit_tokens
     cdef Watch watch
     cdef int32_t shard              # the shard that gives pages; -1: any
+    cdef Py_ssize_t num_loads       # hits to be loaded from the tier, null pages in `hits`
     cdef int64_t num_slots          # a row's tokens that asked for slots, up to its length
     cdef PageStore store            # None for a row, like the chain
     cdef HashChain chain
@@ -71,6 +72,7 @@ cdef class RefusedRequest:
     cdef bint begin_request(self, PageStore store, CacheGroups groups, HashChain chain, int64_t num_changes) except -1
     cdef bint finds_hits(self, Pool *pool) noexcept
     cdef bint is_short(self, Pool *pool, int64_t num_pages, Py_ssize_t num_reserved) noexcept
+    cdef int64_t count_needed(self, Pool *pool, const Holding *holding, int64_t num_slots) noexcept
     cdef bint is_request_short(self, int64_t num_pages, Py_ssize_t num_reserved) noexcept
     cdef bint is_of(self, object token_ids, object options, const int32_t *tokens) except -1
 

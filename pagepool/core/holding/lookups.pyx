@@ -353,7 +353,9 @@ cdef class RefusedRequest:
         cdef Py_ssize_t i
         watch.num_changes, watch.num_reused, watch.num_unwatched = num_changes, pool.num_reused, pool.num_unwatched
         watch.num_held = num_held
-        if not self.hits or groups.num > 1 or not hits_leading_pages(group) or num_changes != count_changes(pool):
+        if not self.hits or self.num_loads or groups.num > 1 or not hits_leading_pages(group):
+            return
+        if num_changes != count_changes(pool):
             return
         watch.stride, watch.group, watch.page_size = group.stride, group.id, group.rules.page_size
         watch.ids, watch.digests, watch.num_pages = ids.of_banks[group.bank], digests, self.num_hit_tokens // watch.page_size
@@ -414,6 +416,28 @@ cdef class RefusedRequest:
         if pool.num_banks > 1:
             return False
         return not has_free_pages(pool, num_pages - self.watch.num_held, num_reserved, self.shard)
+
+    cdef int64_t count_needed(self, Pool *pool, const Holding *holding, int64_t num_slots) noexcept:
+        """Count the pages that an empty holding needs for slots, with free hits. `finds_hits` is True before. O(hits); O(1) if
+        no hit was held at the refusal: none is now.
+        """
+        cdef Py_ssize_t g, num = 0, num_states = 0, num_free_states = 0
+        cdef int64_t count = self.num_loads
+        cdef PageIds found
+        if self.watch.stride and self.watch.num_held == 0:
+            return pages_for(&holding.groups[0].rules, num_slots)
+        for g in range(holding.num_groups):
+            if self.hits:
+                found = self.hits[g]
+                num = self.watch.num_pages if self.watch.stride else found.num
+                count += count_free(pool, found.ids, num)
+            if not is_state(&holding.groups[g].rules):
+                count += max(<int64_t>0, pages_for(&holding.groups[g].rules, num_slots) - num)
+                continue
+            count += 1
+            num_states += num > 0
+            num_free_states += num > 0 and count_free(pool, &found.ids[num - 1], 1)
+        return count - num_states if num_states == num_free_states else count  # checkpoints would be adopted
 
     cdef bint is_request_short(self, int64_t num_pages, Py_ssize_t num_reserved) noexcept:
         """Whether a request still has all its hits, and is short of pages."""

@@ -4,14 +4,14 @@ cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from pagepool.core.holding cimport (
     FITS, Demand, Hits, Query, attach, begin_boundaries, copy_states, count_attached, count_external_tokens,
-    count_junction_tokens, count_state_hits, find_any_excess, fit_or_adopt, list_hits, price, query_of, refuse_ahead,
-    shortage_of,
+    count_junction_tokens, count_state_hits, fetch_hits, find_any_excess, find_first_hit_page, fit_or_adopt, list_hits, price,
+    query_of, refuse_ahead, shortage_of,
 )
-from pagepool.core.pool cimport NO_BANK, LostHits, QueryCounter, count_changes, count_refusal, ids_in_shard
+from pagepool.core.pool cimport MAX_BANKS, NO_BANK, LostHits, QueryCounter, count_changes, count_refusal, ids_in_shard
 from pagepool.core.rows.running cimport *
 from pagepool.core.tier cimport find_and_load, find_reachable
 from pagepool.core.values cimport as_shard
@@ -28,6 +28,40 @@ cdef list checked_extra_keys(object extra_keys):
             raise ArgumentTypeError("extra_keys: got None, allowed: bytes")
         checked.append((size_of(page, "page"), data))
     return checked
+
+
+cdef struct Loads:            # loads for which too few pages are free
+    int32_t short_bank        # NO_BANK: there are none
+    int64_t[MAX_BANKS] num_in
+    int64_t[MAX_BANKS] num_states_in
+
+
+cdef Py_ssize_t count_loads(const Query *query, Py_ssize_t num_hashes, tuple hits, Loads *loads) noexcept:
+    """Count the pages that the hits of a look-up lack. O(hits)."""
+    cdef const Group *group
+    cdef Py_ssize_t g, place, num, count = 0
+    cdef PageIds found
+    memset(loads.num_in, 0, sizeof(loads.num_in))
+    memset(loads.num_states_in, 0, sizeof(loads.num_states_in))
+    for g in range(query.num_groups):
+        group, found, num = &query.groups[g], hits[g], 0
+        for place in range(find_first_hit_page(query, group, num_hashes), found.num):
+            num += found.ids[place] == NULL_PAGE
+        loads.num_in[group.bank] += num
+        loads.num_states_in[group.bank] += num if is_state(&group.rules) else 0
+        count += num
+    return count
+
+
+cdef void add_loads(Demand *demand, const Loads *loads) noexcept:
+    """Add the pages of loads to a priced demand. A loaded checkpoint can become the working page, so it needs none for ever."""
+    cdef int32_t bank
+    demand.short_bank = loads.short_bank
+    for bank in range(MAX_BANKS):
+        demand.num_new_in[bank] += loads.num_in[bank] - loads.num_states_in[bank]
+        demand.num_taken_in[bank] += loads.num_in[bank]
+        demand.num_free_hits += loads.num_in[bank]
+        demand.num_taken += loads.num_in[bank]
 
 
 @cython.final
@@ -224,16 +258,17 @@ cdef class RowRequest:
         cdef Hits *array = NULL
         cdef Demand demand
         cdef Shortage shortage
-        cdef int32_t short_bank = NO_BANK
+        cdef Loads loads
         cdef bint has_pages = False, has_room = True, is_right = True
         refusal.hits, refusal.num_tokens, refusal.shard = hits, self.tokens.num_known, self.shard
+        loads.short_bank = NO_BANK
         rows.acquire_locks()
         try:
             batch.rows[self.row].shard = self.shard
             num_changes = count_changes(batch.pool)
             rows.set_shortage(NULL)
             if takes_hits:
-                has_room = self.load_hits(refusal, &array, &short_bank)
+                has_room = self.load_hits(refusal, &array, &loads)
             num_hit_tokens = refusal.num_hit_tokens  # a Python object, made before pages are taken
             self.fix_boundaries(refusal.num_hit_tokens)
             demand.hits, demand.num_reserved, demand.shard = array, self.num_reserved, self.shard
@@ -245,14 +280,15 @@ cdef class RowRequest:
             if has_room and num_passed == INT64_MAX:
                 is_right = price(batch.pool, holding, &demand, NULL, batch.records[self.row].num_hashed)
             if has_room and is_right and num_passed == INT64_MAX:
-                demand.short_bank = max(0, short_bank)
-                has_pages = short_bank == NO_BANK and fit_or_adopt(batch.pool, holding, &demand) == FITS
+                if loads.short_bank != NO_BANK:
+                    add_loads(&demand, &loads)
+                else:
+                    has_pages = fit_or_adopt(batch.pool, holding, &demand) == FITS
                 has_room = demand.num_adopted or reserve_copies(batch.pool, count_state_hits(holding, demand.hits))
-                if not has_pages and short_bank == NO_BANK:
-                    num_excess = find_any_excess(batch.pool, holding, array, demand.num_new_in, 0, &queue)
                 if not has_pages:
+                    num_excess = find_any_excess(batch.pool, holding, array, demand.num_new_in, 0, &queue)
                     self.begin_refusal(refusal, &demand, num_changes)
-                    shortage = shortage_of(batch.pool, &demand, refusal.num_hit_tokens)
+                    shortage = shortage_of(batch.pool, holding, &demand, refusal.num_hit_tokens)
                     rows.set_shortage(&shortage if not num_excess else NULL)
                     if not num_excess:
                         count_refusal(batch.pool, shortage.queue)
@@ -274,9 +310,9 @@ cdef class RowRequest:
             rows.store.refuse_size(f"row {self.row}", num_excess, queue)
         return num_hit_tokens if has_pages else refusal
 
-    cdef bint load_hits(self, RefusedRequest refusal, Hits **array, int32_t *short_bank) noexcept:
+    cdef bint load_hits(self, RefusedRequest refusal, Hits **array, Loads *loads) noexcept:
         """Find the hits and queue their loads from the tier; store them in the refusal. If a bank has too few free pages for
-        the loads, set this bank, and store no hits. False if memory is short. The locks are held.
+        the loads, set it and their number, and store null pages for them. False if memory is short. The locks are held.
         """
         cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
@@ -286,14 +322,16 @@ cdef class RowRequest:
             context=self.context, session=self.session,
         )
         cdef Query query = self.query()
-        cdef Py_ssize_t num_hashes = find_and_load(
-            batch.pool, &query, rows.groups, refusal.hits, &contents, self.shard, self.num_reserved, short_bank
+        cdef Py_ssize_t num_reachable, num_hashes = find_and_load(
+            batch.pool, &query, rows.groups, refusal.hits, &contents, self.shard, self.num_reserved, &loads.short_bank,
+            &num_reachable,
         )
+        if num_hashes >= 0 and loads.short_bank != NO_BANK:
+            num_hashes = fetch_hits(batch.pool, &query, num_reachable, refusal.hits)
+            if num_hashes >= 0:
+                refusal.num_loads = count_loads(&query, num_hashes, refusal.hits, loads)
         if num_hashes < 0:
             return False
-        if short_bank[0] != NO_BANK:
-            refusal.hits = ()
-            return True
         refusal.num_hit_tokens = num_hashes * batch.hash_page_size
         self.junction = count_junction_tokens(&query, num_hashes)
         self.lost = query.lost

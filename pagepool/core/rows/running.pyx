@@ -13,7 +13,7 @@ from pagepool.core.holding cimport (
     FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, awaits_copies, copy_ids, count_places, draw_references,
     drop_copies, find_fork_shortage, find_overdrawn, find_short_bank, find_wrong, fork_group, give_back_behind, has_copies,
     has_window, keeps_checkpoints, list_last_first, pages_for, prepare_fork, queue_for, rate_and_list, rate_pages, record_loads,
-    record_taken, refuse_ahead, require_banks, skip_unread, waits_for_loads,
+    record_taken, refuse_ahead, require_banks, shortage_beside, skip_unread, waits_for_loads,
 )
 from pagepool.core.pool cimport (
     FILLED, FILLING, MAX_BANKS, NO_BANK, Ranking, Tier, Transfer, bank_of_queue, count_free, count_refusal, take,
@@ -379,6 +379,11 @@ cdef class RunningRows:
         with self.lock:
             is_short, shortage = self.is_short, self.shortage
         return refusal_of(self.store, &shortage) if is_short else None
+
+    def _forget_refusal(self) -> None:
+        """Let `refusal` be None, after an error."""
+        with self.lock:
+            self.set_shortage(NULL)
 
     cdef void set_shortage(self, const Shortage *shortage) noexcept:
         """Set why an admission is refused; NULL: it was not. The batch's lock is held."""
@@ -930,9 +935,9 @@ cdef class RunningRows:
                     &self.batch, checked, refusal.num_hit_tokens, num_room, num_step_slots
                 ) == INT64_MAX
         if is_refused:
-            shortage = shortage_in(
-                &self.store.pool, count_new_pages(holding, num_slots) - refusal.watch.num_held, num_reserved,
-                refusal.num_hit_tokens, refusal.shard,
+            shortage = shortage_beside(
+                &self.store.pool, refusal.count_needed(&self.store.pool, holding, num_slots), num_reserved,
+                refusal.num_hit_tokens, 0, refusal.shard,
             )
             self.set_shortage(&shortage)
             count_refusal(&self.store.pool, shortage.queue)

@@ -30,5 +30,5 @@ cdef class FailedLoads:
 cdef Py_ssize_t find_reachable(Pool *pool, Query *query, int32_t shard) noexcept
 cdef Py_ssize_t find_and_load(
     Pool *pool, Query *query, CacheGroups groups, tuple hits, const Contents *contents, int32_t shard, Py_ssize_t num_reserved,
-    int32_t *short_bank,
+    int32_t *short_bank, Py_ssize_t *num_reachable,
 ) noexcept

@@ -552,12 +552,15 @@ def load_prefix(
     cdef Contents contents
     cdef tuple hits = new_ids(groups.num), lost = None
     cdef int32_t short_bank = NO_BANK
+    cdef Py_ssize_t num_reachable
     cdef Query query
     with chain.lock:
         store.lock_divided(num_shards)
         contents = contents_of(chain, checked_context, checked_session)
         query = query_of(groups, chain.digests, chain.num, chain.page_size, num, inside)
-        num_hashes = find_and_load(&store.pool, &query, groups, hits, &contents, shard, num_kept_free, &short_bank)
+        num_hashes = find_and_load(
+            &store.pool, &query, groups, hits, &contents, shard, num_kept_free, &short_bank, &num_reachable
+        )
         store.lock.release()
     if num_hashes < 0:
         raise MemoryError("the pages of a prefix")
@@ -568,19 +571,20 @@ def load_prefix(
 
 cdef Py_ssize_t find_and_load(
     Pool *pool, Query *query, CacheGroups groups, tuple hits, const Contents *contents, int32_t shard, Py_ssize_t num_reserved,
-    int32_t *short_bank,
+    int32_t *short_bank, Py_ssize_t *num_reachable,
 ) noexcept:
     """Do `load_prefix` in a locked pool. Return the number of hashes of the prefix; -1, with nothing changed, if memory is
-    short. Set the bank that has too few free pages for the loads, or NO_BANK.
+    short. Set the bank that has too few free pages for the loads, or NO_BANK, and the number of hashes of the prefix with them.
     """
     cdef Py_ssize_t num_all, num_hashes = find_longest(pool, query)
-    short_bank[0] = NO_BANK
+    short_bank[0], num_reachable[0] = NO_BANK, num_hashes
     if pool.tier != NULL and num_hashes + query.kinds.num_hit_hashes <= query.num_digests:
         query.reaches_tier = True
         num_all = find_longest(pool, query)
         if num_all > num_hashes:
             if fetch_hits(pool, query, num_all, hits) < 0:
                 return -1
+            num_reachable[0] = num_all
             short_bank[0] = load_absent(pool, query, groups, num_all, hits, contents, shard, num_reserved)
             if short_bank[0] == NO_BANK:
                 if pool.num_banks > 1:
