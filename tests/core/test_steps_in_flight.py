@@ -62,7 +62,7 @@ def start(batch: RunningBatch, num_tokens: int = 6, row: int = 0, **options: Any
 @pytest.mark.parametrize("setting", FLIGHT_SETTINGS, ids=lambda setting: setting.name)
 def test_steps_in_flight_read_what_was_computed(setting: Setting, caches: str) -> None:
     counts: Counter[str] = Counter()
-    for seed in range(scale(24, 5)):
+    for seed in range(scale(15, 5)):
         depth, num_drafts = seed % 3, (2 * seed + seed // 3) % 4
         depth *= not any(group.interval and not group.at_ends for group in setting.groups)
         try:
@@ -515,6 +515,32 @@ def test_a_set_whose_step_is_in_flight_is_not_written_again() -> None:
     batch.resolve(first, [1])
     batch.inputs(third, out=inputs)
     assert (inputs.token_ids[:5].tolist(), inputs.sources.tolist()[:1]) == (PROMPT[20:25], [-1])
+
+
+def test_sources_are_places_of_steps_that_were_not_taken_back() -> None:
+    batch = make_batch(max_steps_ahead=3)
+    inputs = StepInputs(batch, num_tokens=64, num_reqs=4, fields=["sources"], depth=6)
+
+    def fill(step: Any) -> list[int]:
+        batch.inputs(step, out=inputs)
+        return inputs.sources[: len(step)].tolist()
+
+    first = batch.new_step()
+    for row in range(3):
+        batch.admit(row, PROMPT[10 * row : 10 * row + 5], step=first)
+    assert fill(first) == [-1, -1, -1]
+    second = batch.step_ahead([2, 0, 1])
+    for _ in range(2):  # it is filled again
+        assert fill(second) == [2, 0, 1]
+    third = batch.step_ahead([0, 2])
+    assert fill(third) == [1, 0]
+    batch.undo(third)
+    batch.undo(second)
+    second = batch.step_ahead([1, 0])
+    assert fill(second) == [1, 0]
+    third = batch.step_ahead([2])
+    with refused(lambda: flight_state(batch), ArgumentError, r"row 2 \(at 0\): its first token is sampled by another step"):
+        fill(third)
 
 
 # --- late caching ------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ class RowTokens(NamedTuple):
     known: Values  # all known tokens of the row
     pages: Pages  # by group
     drafts: Values  # ids of unknown tokens; where they end, -1
+    source: int = -1  # place of the row, in the set filled before, whose step samples the row's first token
 
 
 class Padding(NamedTuple):
@@ -72,8 +73,8 @@ def list_inputs(
         "seq_lens": by_row([t.stop for t in rows], 0),
         "last_tokens": by_row([end - 1 for end in begins[1:]], padding.last),
         "starts": by_row([t.start for t in rows], 0),
+        "sources": by_row([t.source for t in rows], -1),
         "state_pages": [by_row([t.pages[g][0] for t in rows] if size is None else [], 0) for g, size in enumerate(page_sizes)],
         "order": by_row(order, 0),
-        "sources": by_row([-1] * len(rows), -1),
         "distribution": [num_single, num_single, len(rows)],
     }

@@ -499,11 +499,10 @@ cdef class InputArrays:
     cdef int32_t *numbers                     # memory of `read` and `step`, and of page sizes
     cdef int64_t *seen                        # [num_rows] the last call that listed each row
     cdef list steps                           # the step that fills each set; None: named rows
-    cdef StepResult last_step                 # the step filled last
-    cdef int64_t *last_stays                  # [max_num_reqs] the stays of its rows in batch order; NULL: no sources
-    cdef int64_t *stays_before                # [max_num_reqs] those of the step before it
-    cdef Py_ssize_t num_last
-    cdef Py_ssize_t num_before
+    cdef list filled                          # [depth + 1] steps that were filled, in a ring; None: named rows, or none
+    cdef Py_ssize_t last_filled               # the index of the newest
+    cdef int64_t *stays                       # [depth + 1, 1 + max_num_reqs] their numbers of rows, and stays in batch order;
+                                              # NULL: no sources
 
     def __init__(
         self, RunningRows running, tables, page_sizes, token_ids, num_tokens, num_reqs, depth, fields, pad_slot, pad_last,
@@ -575,8 +574,7 @@ cdef class InputArrays:
         free(self.views)
         free(self.numbers)
         free(self.seen)
-        free(self.last_stays)
-        free(self.stays_before)
+        free(self.stays)
         free(self.source.tables)
 
     def __reduce__(self):
@@ -625,9 +623,9 @@ cdef class InputArrays:
         if field.kind == SOURCES:
             if self.batch is None:
                 raise ArgumentError("fields: got 'sources', allowed with a batch only")
-            self.last_stays = <int64_t *>calloc(self.max_num_reqs, sizeof(int64_t))
-            self.stays_before = <int64_t *>calloc(self.max_num_reqs, sizeof(int64_t))
-            if self.last_stays == NULL or self.stays_before == NULL:
+            self.filled = [None] * (self.depth + 1)
+            self.stays = <int64_t *>calloc((self.depth + 1) * (1 + self.max_num_reqs), sizeof(int64_t))
+            if self.stays == NULL:
                 raise MemoryError(name)
         if field.kind == PAGE_IDS:
             field.extents = <int32_t *>calloc(self.depth * self.max_num_reqs, sizeof(int32_t))
@@ -726,7 +724,7 @@ cdef class InputArrays:
             self.current = next_set
             write_fields(self.fields, self.num_fields, self.current, self.max_num_reqs, &self.source, filling)
             go_on(thread)
-            if self.last_stays != NULL:
+            if self.stays != NULL:
                 self.note_stays(result)
         self.unlock()
         if fault.kind != FAULTLESS:
@@ -748,7 +746,7 @@ cdef class InputArrays:
             kind = read_lists(&self.source, rows.ids, starts.ids, stops.ids, n, &self.read, self.seen, self.num_calls, &at)
         if kind == FAULTLESS:
             kind = count_tokens_of(&self.step, &self.read, &at)
-        if kind == FAULTLESS and self.last_stays != NULL:
+        if kind == FAULTLESS and self.stays != NULL:
             kind = self.find_sources(result, &at)
         if kind == FAULTLESS and self.has_narrow_keys and self.step.num_keys > INT32_MAX:
             kind = LONG_KEYS
@@ -794,11 +792,10 @@ cdef class InputArrays:
 
     cdef FaultKind find_sources(self, StepResult result, Py_ssize_t *at) noexcept:
         """Find the places of the rows among those of the step before, where that one samples their first tokens."""
-        cdef const int64_t *stays = self.last_stays
-        cdef Py_ssize_t i, place, n = self.num_last
+        cdef const int64_t *stays = self.find_stays(result)
+        cdef Py_ssize_t i, place, n = stays[0]
         cdef int64_t stay
-        if result is not None and result is self.last_step:  # it is filled again
-            stays, n = self.stays_before, self.num_before
+        stays += 1
         for i in range(self.step.num_rows):
             self.step.sources[i] = -1
             if self.read.known[i] > self.read.starts[i]:
@@ -814,15 +811,29 @@ cdef class InputArrays:
             self.step.sources[i] = <int32_t>place
         return FAULTLESS
 
+    cdef int64_t *find_stays(self, StepResult result) noexcept:
+        """Return the number of rows of the step filled before `result`, and their stays. Steps taken back since do not count."""
+        cdef StepResult step = self.filled[self.last_filled]
+        cdef Py_ssize_t i, at = self.last_filled
+        for i in range(self.depth):
+            if step is None or (step is not result and step.batch is not None):
+                break
+            at = at - 1 if at else self.depth
+            step = self.filled[at]
+        if step is not None and step.batch is None:
+            self.stays[at * (1 + self.max_num_reqs)] = 0  # all were taken back
+        return self.stays + at * (1 + self.max_num_reqs)
+
     cdef void note_stays(self, StepResult result) noexcept:
-        """Note the stays of the filled rows, in batch order."""
-        cdef Py_ssize_t i
-        if result is None or result is not self.last_step:
-            self.last_stays, self.stays_before = self.stays_before, self.last_stays
-            self.num_before = self.num_last
-        self.last_step, self.num_last = result, self.step.num_rows
+        """Note the stays of the filled rows, in batch order, behind those of the step before."""
+        cdef int64_t *stays = self.find_stays(result)
+        cdef Py_ssize_t i, at = (stays - self.stays) // (1 + self.max_num_reqs)
+        at = at + 1 if at < self.depth else 0
+        stays = self.stays + at * (1 + self.max_num_reqs)
+        self.filled[at], self.last_filled = result, at
+        stays[0] = self.step.num_rows
         for i in range(self.step.num_rows):
-            self.last_stays[i] = self.source.batch.stays[self.step.spans.rows[i]]
+            stays[1 + i] = self.source.batch.stays[self.step.spans.rows[i]]
 
     cdef int lock(self) except -1:
         if self.numbers == NULL or self.lock_order is None:
