@@ -217,6 +217,39 @@ def share_states() -> tuple[Work, Call]:
     return lambda rng: run_row(own.row, rng), use
 
 
+def share_steps() -> tuple[Work, Call]:
+    """Rows one step ahead. A child resolves the parent's steps, too."""
+    batch = RunningBatch(make_manager(), PageTable(NUM_THREADS + 2, 1 << 12, 64), max_steps_ahead=1)
+    own = OwnRow(itertools.count(-1))  # the first is for this thread
+    batch.admit(NUM_THREADS + 1, [1, 2, 3], step=(first := batch.new_step()))
+    second = batch.step_ahead([NUM_THREADS + 1], 2)
+
+    def run_row(row: int, rng: Random) -> None:
+        step = batch.new_step()
+        with suppress(PageHashError):  # another thread took a page that was hit
+            batch.admit(row, [rng.randrange(2)] * rng.choice((3, 50, 4000)), num_lookahead_tokens=1, step=step)
+        if batch.is_admitted[row]:
+            following = batch.step_ahead([row])
+            batch.resolve(step, [7, 7], [2])
+            if rng.random() < 0.5:
+                batch.undo(following)
+            batch.release([row])
+            if not following.is_resolved and rng.random() < 0.5:
+                with suppress(ArgumentError):  # it was taken back
+                    batch.resolve(following, [7])
+
+    def use() -> None:
+        batch.check()
+        for _ in range(3):
+            run_row(NUM_THREADS, Random(0))
+        for step in (first, second):
+            if not step.is_resolved:  # as it is in children of a child
+                assert batch.resolve(step, [5]).tolist() == [NUM_THREADS + 1]
+        batch.check()
+
+    return lambda rng: run_row(own.row, rng), use
+
+
 def use_sessions(manager: CacheManager, batch: RunningBatch, row: int, rng: Random) -> None:
     """Run turns of sessions as a request and in a row, with leases, some of which end; say when the sessions come back."""
     request = EngineRequest(f"{threading.get_ident()} {rng.random()}", [rng.randrange(2)] * 50, session_id=rng.choice("abc"))
@@ -316,6 +349,7 @@ SHARED: dict[str, Callable[[], tuple[Work, Call]]] = {
     "manager with sha256": lambda: share_manager("sha256"),
     "batch": share_batch,
     "states": share_states,
+    "steps in flight": share_steps,
     "sessions": share_sessions,
     "refused rows": share_refusals,
     "tables": share_tables,

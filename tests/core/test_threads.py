@@ -588,6 +588,52 @@ def test_states_are_written_while_rows_change(num_threads: int, seed: int) -> No
     release_all(manager, batch)
 
 
+@seeds
+@num_threads
+def test_steps_in_flight_from_several_threads(num_threads: int, seed: int) -> None:
+    """Each step is resolved or taken back once, whoever does it, and no page is lost."""
+    manager = make_manager(200, FULL, WINDOW)
+    tables = MultiGroupPageTable(4, 256, 64, [PAGE_SIZE, PAGE_SIZE])
+    batch = RunningBatch(manager, tables, max_steps_ahead=2, caches=("scheduled", "computed")[seed % 2])
+    steps: list[Any] = [batch.new_step()]
+    num_ended: list[list[int]] = [[] for _ in range(num_threads)]
+
+    def end_step(rng: Random, number: int) -> None:
+        """Resolve a step, or take it back."""
+        step = rng.choice(steps[-8:])
+        if rng.random() < 0.8:
+            batch.resolve(step, [1] * len(step))
+        else:
+            batch.undo(step)
+        num_ended[number].append(id(step))
+
+    def work(rng: Random, number: int) -> None:
+        for _ in range(600 // num_threads):
+            rows = rng.sample(range(4), rng.randint(1, 4))
+            step = steps[-1]
+            actions: list[Callable[[], object]] = [
+                lambda: steps.append(batch.new_step()),
+                lambda: batch.admit(rows[0], [rng.randrange(2)] * rng.randint(1, 200), step=step),  # noqa: B023
+                lambda: batch.step_ahead(rows[:2], rng.choice((0, 2)), step=step),  # noqa: B023
+                lambda: batch.grow(rows[:1], 1, step=step),  # noqa: B023
+                lambda: end_step(rng, number),
+                lambda: end_step(rng, number),
+                lambda: batch.release(rows[:1]),  # noqa: B023
+                lambda: batch.swap_row(rows[0], rows[-1]),  # noqa: B023
+                lambda: (len(step), step.rows, step.is_resolved, step.refusal, repr(step)),  # noqa: B023
+                batch.check,
+            ]
+            with suppress(PagePoolError):
+                rng.choice(actions)()
+
+    run_threads(num_threads, seed, work)
+    ended = [number for each in num_ended for number in each]
+    assert ended
+    assert len(set(ended)) == len(ended)
+    batch.check()
+    release_all(manager, batch)
+
+
 def page_ids_in(batch: RunningBatch) -> list[int]:
     """Return the pages that rows hold, in all groups."""
     return [page_id for row in range(len(batch.num_tokens)) for ids in batch.get_page_ids(row) for page_id in ids]
