@@ -32,7 +32,7 @@ EVERYTHING = Features(
     states=True, forks=True, expectations=True, external=True, tier=True, policies=True, dedupe=True, events=HAS_EVENTS
 )  # fmt: skip
 LATE = Features(states=True, forks=True, late=True)
-LATE_BY_POLICY, LATE_EVERYTHING = replace(BY_POLICY, late=True), replace(EVERYTHING, late=True)
+LATE_BY_POLICY, LATE_TIER, LATE_EVERYTHING = (replace(features, late=True) for features in (BY_POLICY, TIER, EVERYTHING))
 
 pytestmark = pytest.mark.usefixtures("same_nonces")
 
@@ -69,7 +69,7 @@ CASES = [
     Case("requests", LATE_BY_POLICY, ENDS_SETTINGS, 0.1),
     Case("requests", LATE_EVERYTHING, CACHING, 0.1),
     Case("requests", LATE_EVERYTHING, ENDS_SETTINGS, 0.1),
-    Case("requests", LATE_EVERYTHING, CACHING_POOLS, 0.1),
+    Case("requests", LATE_TIER, CACHING_POOLS, 0.1),
     Case("rows", PLAIN, SETTINGS, 0.1),
     Case("rows", Features(policies=True), SETTINGS, 0.05),
     Case("rows", Features(external=True), SETTINGS, 0.02),
