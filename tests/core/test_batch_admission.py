@@ -502,12 +502,12 @@ def test_a_refusal_again_counts_hits_that_are_free_by_now() -> None:
     batch.admit(0, PROMPT[:8])
     batch.admit(2, [9] * 28)
     tokens = [*PROMPT[:8], *[7] * 8]
-    assert batch.admit(1, tokens, num_lookahead_tokens=8) is None
-    assert batch.refusal == Refusal(4, 3, 0, 8, "kv", None, can_wait=True)
+    assert batch.admit(1, tokens, num_lookahead_tokens=16) is None
+    assert batch.refusal == Refusal(6, 3, 0, 8, "kv", None, can_wait=True)
     batch.release([0])
     for _ in range(2):
-        assert batch.admit(1, tokens, num_lookahead_tokens=8) is None
-        assert batch.refusal == Refusal(6, 5, 0, 8, "kv", None, can_wait=True)
+        assert batch.admit(1, tokens, num_lookahead_tokens=16) is None
+        assert batch.refusal == Refusal(8, 5, 0, 8, "kv", None, can_wait=True)
     assert batch.admit(1, tokens) == 8
     assert batch.refusal is None
 
