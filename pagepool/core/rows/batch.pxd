@@ -115,6 +115,7 @@ cdef struct Batch:            # rows that run together
     int64_t num_steps         # steps to which several calls added rows
     int32_t max_steps_ahead   # steps planned before the one that runs is known; if any, flights count them
     bint caches_computed      # whether pages are cached once the steps that computed them are resolved
+    bint keeps_flights        # whether this is so, or `max_steps_ahead` is not 0
     bint resolves             # whether a step was resolved, or planned ahead
     bint restores_states      # whether the engine restores states after drafts, so that lookahead may pass checkpoints
     bint unifies_pages        # whether rows share pages with equal tokens
@@ -233,6 +234,15 @@ cdef inline int32_t count_cacheable(const Batch *batch, Py_ssize_t row, int32_t 
     return min(num_computed, batch.flights[row].num_resolved) if batch.caches_computed else num_computed
 
 
+cdef inline int64_t _plan_flight(Batch *batch, Py_ssize_t row, int64_t event, int64_t num_full) noexcept nogil:
+    """Note the counts at which the row has a page to cache, and at which it has other work. Return the next event."""
+    if batch.writes_states:
+        event = min(event, num_full)
+    batch.flights[row].next_work = <int32_t>event
+    batch.flights[row].next_full = <int32_t>min(num_full, <int64_t>INT32_MAX)
+    return event if batch.caches_computed else min(event, num_full)
+
+
 cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Compute the token count at which this row next needs work: a page to take, cache or skip, or the end of its room. Pages
     are skipped one token later, since they fall out of the window of the next token.
@@ -251,12 +261,9 @@ cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
         event = min(event, _next_comparison(holding) + 1)
     if has_row_due(batch, row) or rare(batch.writes_states and batch.rows[row].num_writes):
         event = 1
-    if rare(batch.max_steps_ahead or batch.caches_computed):
-        if batch.writes_states:
-            event = min(event, limits.num_full)
-        batch.flights[row].next_work = <int32_t>event
-        batch.flights[row].next_full = <int32_t>min(limits.num_full, <int64_t>INT32_MAX)
-    if not batch.caches_computed:
+    if exceptional(batch.keeps_flights):
+        event = _plan_flight(batch, row, event, limits.num_full)
+    else:
         event = min(event, limits.num_full)
     batch.records[row].next_event = <int32_t>event
 
@@ -810,7 +817,6 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
     cdef int32_t row = batch.checked_rows[due.at]
     cdef int32_t num_tokens = batch.records[row].num_computed
     cdef int32_t num_room_tokens, num_ahead, num_before = num_tokens - amount(&growth.num_new_tokens, due.at)
-    cdef int32_t num_cacheable = count_cacheable(batch, row, num_before)
     # A further call for the same step comes before the step has run.
     cdef bint is_next_step = num_tokens > num_before or growth.ahead != NULL
     cdef Holding *holding = holding_of(batch, row)
@@ -820,9 +826,9 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
         settle_writes(batch, row, UNKNOWN)
     if is_next_step:
         if rare(batch.unifies_pages):
-            unify_pages(batch, row, num_cacheable)
+            unify_pages(batch, row, count_cacheable(batch, row, num_before))
         if rare(batch.skips_pages):
-            _skip_row(batch, row, num_cacheable)
+            _skip_row(batch, row, count_cacheable(batch, row, num_before))
     if due.num_new_pages:
         num_room_tokens = room_for(batch, num_tokens, amount(&growth.num_ahead, due.at))
         if not _has_pages_for(batch, row, due.num_new_pages, num_room_tokens, &growth.shortage):

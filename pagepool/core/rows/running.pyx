@@ -113,28 +113,24 @@ cdef class StepResult:
     @property
     def rows(self) -> np.ndarray:
         """The rows of the step, as they were numbered in the calls: int32 ``[len(step)]``, a copy in the order of the calls."""
-        cdef StepResult call
-        return joined([array_of(call.growth.grown_rows, call.growth.num_grown) for call in calls_of(self)])
+        return column_of(self, GROWN_ROWS)
 
     @property
     def new_page_ids(self) -> np.ndarray:
         """Ids of the new pages: int32 ``[num_new_pages]``, a copy. Those of a row stand group by group. Pages of admitted rows
         are not listed.
         """
-        cdef StepResult call
-        return joined([array_of(call.growth.new_ids, call.growth.num_new) for call in calls_of(self)])
+        return column_of(self, NEW_IDS)
 
     @property
     def new_page_rows(self) -> np.ndarray:
         """The row of each new page: int32 ``[num_new_pages]``, a copy. Rows stand in the order of the calls."""
-        cdef StepResult call
-        return joined([array_of(call.growth.new_rows, call.growth.num_new) for call in calls_of(self)])
+        return column_of(self, NEW_ROWS)
 
     @property
     def new_page_groups(self) -> np.ndarray:
         """The cache group of each new page: int32 ``[num_new_pages]``, a copy."""
-        cdef StepResult call
-        return joined([array_of(call.growth.new_groups, call.growth.num_new) for call in calls_of(self)])
+        return column_of(self, NEW_GROUPS)
 
     @property
     def refusal(self) -> Refusal | None:
@@ -144,6 +140,13 @@ cdef class StepResult:
 
     def __repr__(self):
         return f"StepResult(num_grown={self.num_grown}, new_page_ids={self.new_page_ids.tolist()})"
+
+
+cdef enum Column:             # a vector of each call of a step
+    GROWN_ROWS
+    NEW_IDS
+    NEW_ROWS
+    NEW_GROUPS
 
 
 cdef StepResult new_result(RunningRows running):
@@ -168,9 +171,22 @@ cdef Py_ssize_t count_rows(StepResult step) noexcept:
     return n
 
 
-cdef object joined(list arrays):
-    """Return arrays one after another."""
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+cdef object column_of(StepResult step, Column column):
+    """Return a column of the calls of a step, one after another."""
+    cdef object first = part_of(&step.growth, column)
+    cdef StepResult call
+    if step.calls is None:
+        return first
+    return np.concatenate([first, *[part_of(&call.growth, column) for call in step.calls]])
+
+
+cdef object part_of(const Growth *growth, Column column):
+    """Return a column of a call."""
+    if column == GROWN_ROWS:
+        return array_of(growth.grown_rows, growth.num_grown)
+    if column == NEW_IDS:
+        return array_of(growth.new_ids, growth.num_new)
+    return array_of(growth.new_rows if column == NEW_ROWS else growth.new_groups, growth.num_new)
 
 
 cdef StepResult checked_step(RunningRows running, object step, str name):
@@ -339,7 +355,7 @@ cdef class RunningRows:
         self.batch.has_boundaries = checked.boundaries.multiple != 0
         self.batch.writes_states, self.batch.writes_anywhere = checked.boundaries.writes_states, writes_anywhere
         self.batch.max_steps_ahead, self.batch.writes.number = <int32_t>num_steps_ahead, 1
-        self.batch.caches_computed = caches_computed
+        self.batch.caches_computed, self.batch.keeps_flights = caches_computed, caches_computed or num_steps_ahead > 0
         self.stays_now = Stays.__new__(Stays)
         n = (<TableRows>by_group[0]).table.num_rows
         for g in range(checked.num):
