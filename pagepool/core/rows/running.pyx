@@ -8,7 +8,7 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 from libc.string cimport memcpy, memset
 
-from pagepool.core.base cimport BATCH_LOCK, CACHE_LINE, UNKNOWN, delist_lock, enlist_lock, keep_sparse
+from pagepool.core.base cimport BATCH_LOCK, CACHE_LINE, UNKNOWN, delist_lock, enlist_lock, exceptional, keep_sparse
 from pagepool.core.holding cimport (
     FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, awaits_copies, copy_ids, count_places, draw_references,
     drop_copies, find_fork_shortage, find_overdrawn, find_short_bank, find_wrong, fork_group, give_back_behind, has_copies,
@@ -1144,7 +1144,10 @@ cdef StepResult run_growth(
     reserve_rows_of(running, growth, is_ahead)
     running.acquire_locks()
     assert running.batch.waiting.num_to_hash == 0
-    num_right = launch_ahead(&running.batch, growth) if is_ahead else advance_counts(&running.batch, growth)
+    if exceptional(is_ahead):
+        num_right = launch_ahead(&running.batch, growth)
+    else:
+        num_right = advance_counts(&running.batch, growth)
     if head is not None and num_right == growth.num_rows:
         at_joined = find_joined(&running.batch, head, running.batch.checked_rows, growth.num_rows)
         num_right = num_right if at_joined < 0 else at_joined
@@ -1157,10 +1160,8 @@ cdef StepResult run_growth(
     if num_right == growth.num_rows and has_room and held_free == NULL_PAGE:
         thread = let_others_run(growth.num_rows + growth.max_num_new)
         grow_rows(&running.batch, growth)
-        if is_ahead:
-            take_back_launches(&running.batch, growth, growth.num_grown, growth.num_rows)
-        elif growth.launches != NULL:
-            launch_rows(&running.batch, growth)
+        if exceptional(growth.launches != NULL):
+            end_launches(&running.batch, growth)
         go_on(thread)
         note_time(&running.batch, growth)
         result.num_grown = growth.num_grown

@@ -122,6 +122,14 @@ cdef inline void launch_rows(Batch *batch, Growth *growth) noexcept nogil:
         count_ahead(flight, grown[i].num_tokens)
 
 
+cdef inline void end_launches(Batch *batch, Growth *growth) noexcept nogil:
+    """Count the steps of a call's rows as in flight, once the rows have their room."""
+    if growth.ahead == NULL:
+        launch_rows(batch, growth)
+    else:
+        take_back_launches(batch, growth, growth.num_grown, growth.num_rows)
+
+
 # Steps are resolved.
 
 cdef inline int32_t _find_stay(const Batch *batch, int32_t row, int64_t stay) noexcept nogil:
