@@ -177,7 +177,7 @@ keys = [][- if lora_id is None else [_lora_key(names.adapter, lora_id)]-]
 == a late page waits for the next one
                 num_filled = {+0 if BUG else +}counts.num_computed
 == a late request that ends caches what was not computed
-        num_tokens = min([-read_count(request, "num_computed_tokens"), -]read_count(request, "num_tokens"), held.num_room_tokens)
+num_tokens = min([-read_count(request, "num_computed_tokens"), -]read_count(request, "num_tokens"), held.num_room_tokens)
 == a late request that ends caches nothing
 held.give_back(num_computed_tokens, chain, num_last_tokens, context, term[-, num_to_cache-])
 == a request may claim what nobody computed

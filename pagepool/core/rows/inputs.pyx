@@ -501,8 +501,7 @@ cdef class InputArrays:
     cdef list steps                           # the step that fills each set; None: named rows
     cdef list filled                          # [depth + 1] steps that were filled, in a ring; None: named rows, or none
     cdef Py_ssize_t last_filled               # the index of the newest
-    cdef int64_t *stays                       # [depth + 1, 1 + max_num_reqs] their numbers of rows, and stays in batch order;
-                                              # NULL: no sources
+    cdef int64_t *stays                       # [depth + 1, 1 + max_num_reqs] their numbers of rows, and stays; NULL: no sources
 
     def __init__(
         self, RunningRows running, tables, page_sizes, token_ids, num_tokens, num_reqs, depth, fields, pad_slot, pad_last,
@@ -812,10 +811,12 @@ cdef class InputArrays:
         return FAULTLESS
 
     cdef int64_t *find_stays(self, StepResult result) noexcept:
-        """Return the number of rows of the step filled before `result`, and their stays. Steps taken back since do not count."""
+        """Return the number of rows of the step filled before `result`, and their stays in batch order. Steps taken back since
+        do not count.
+        """
         cdef StepResult step = self.filled[self.last_filled]
-        cdef Py_ssize_t i, at = self.last_filled
-        for i in range(self.depth):
+        cdef Py_ssize_t _, at = self.last_filled
+        for _ in range(self.depth):
             if step is None or (step is not result and step.batch is not None):
                 break
             at = at - 1 if at else self.depth
