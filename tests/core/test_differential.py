@@ -94,6 +94,13 @@ CASES = [
     Case("rows", BY_POLICY, [setting for setting in CACHING_WRITES if not setting.has_pools], 0.05),
     Case("rows", EXTERNAL, CACHING_WRITES, 0.1),
     Case("rows", EVERYTHING, CACHING_WRITES, 0.1),
+    Case("flights", PLAIN, SETTINGS, 0.1),
+    Case("flights", STATES, [*ALL, *ENDS_SETTINGS], 0.1),
+    Case("flights", STATES, [*POOL_SETTINGS, *WRITE_SETTINGS], 0.1),
+    Case("flights", BY_POLICY, CACHING, 0.1),
+    Case("flights", TIER, CACHING, 0.05),
+    Case("flights", EVERYTHING, [*CACHING, *CACHING_WRITES, *CACHING_POOLS], 0.1),
+    Case("flights", None, [*CACHING, *ENDS_SETTINGS], 0.1),
 ]
 
 

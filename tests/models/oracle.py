@@ -207,6 +207,7 @@ class OracleManager:
             spacings = [getattr(group.kv_cache_spec, "checkpoint_interval", None) for group in kv_cache_groups]
             self.windows = OracleWindows(self, 0, min(filter(None, spacings)))
         self.writes: OracleWrites | None = None  # of rows
+        self.resolved: dict[str, int] | None = None  # by row: tokens whose steps are resolved, if pages are cached then
         self.held: dict[str, list[HeldPages]] = {}
         self.queries: dict[str, dict[str, int]] = {}
         self.counted: set[str] = set()
@@ -422,7 +423,7 @@ class OracleManager:
                 is_ahead = self.writes.max_steps_ahead and not self.restores_states  # else lookahead is for drafts
                 num_planned = num_slots if is_ahead else num_computed + num_new_tokens
                 self.writes.plan(request, num_planned, shard, num_free_rows)
-            if not is_late:
+            if not is_late and (self.resolved is None or not may_add_nothing):
                 self._enter_full_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
         return new_pages
 
@@ -503,13 +504,14 @@ class OracleManager:
         """Free the pages that no coming token attends to, and with which nobody resumes where the request may end, last one
         first; none while loads may fail, so that it can go back.
         """
+        num_tokens = self.count_cacheable(request)
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
             if waits_for_loads(self.page_pool, held):
                 continue
             num_cached = held.num_cached_pages
             if num_cached and held.load_number:  # what could not be entered while hits were loaded counts
-                num_cached = max(num_cached, request.num_computed_tokens // kind.page_size)
-            first = self._first_held_page(kind, request.num_computed_tokens, num_cached)
+                num_cached = max(num_cached, num_tokens // kind.page_size)
+            first = self._first_held_page(kind, num_tokens, num_cached)
             self._skip_to(request, kind, held, min(first, len(held.pages)))
 
     def _first_held_page(self, kind: Kind, num_computed_tokens: int, num_cached_pages: int) -> int:
@@ -669,6 +671,11 @@ class OracleManager:
             raise ValueError("a request without pages")
         self._rewind(request)
         self._enter_full_pages(request, num_computed_tokens)
+
+    def count_cacheable(self, request: Any) -> int:
+        """Return how many computed tokens may be cached: of rows, where it matters, those whose steps are resolved."""
+        resolved = (self.resolved or {}).get(request.request_id, request.num_computed_tokens)
+        return min(resolved, request.num_computed_tokens)
 
     def _enter_full_pages(self, request: Any, num_computed_tokens: int) -> None:
         if not self.enable_caching:

@@ -106,9 +106,10 @@ class OracleStates:
         """
         new_pages: PagesByGroup = tuple([] for _ in self.manager.kinds)
         for group_id, held in self._states_of(request):
+            is_computed = self.manager.count_cacheable(request) == request.num_computed_tokens
             if self._is_due(request, held):
                 self.divide(shard)
-                if self.manager.windows is not None:
+                if self.manager.windows is not None and is_computed:
                     self.manager.windows.note_checkpoint(request)
             pools, source = self.manager.pools, self.manager.source_of(group_id, shard)
             kinds = [self.manager.kinds[i] for i in pools.groups_of(pools.of_group[group_id])]
@@ -116,7 +117,7 @@ class OracleStates:
             num_reserved = num_for_rows if pools.of_group[group_id] else num_reserved_pages
             is_room = len(self.pool.free_in(pools.range_of(group_id))) > num_reserved and self.pool.free_page_ids(source)
             is_room = is_room and not waits_for_loads(self.pool, held)
-            if self._is_due(request, held) and is_room and self._enter(request, group_id, held):
+            if self._is_due(request, held) and is_room and is_computed and self._enter(request, group_id, held):
                 [page], held.pages = held.pages, self.pool.take(1, source, held.holder)
                 note_taken(self.pool, [held])
                 self.copies.note(page, held.pages[0], group_id)
@@ -135,6 +136,7 @@ class OracleStates:
         """
         was_run = all(copy.dst not in self.manager.pages_of(request) for copy in self.copies.due)
         was_run = was_run and not are_transfers_due(self.pool, self.manager.held.get(request.request_id, ()))
+        was_run = was_run and self.manager.count_cacheable(request) == request.num_computed_tokens
         if was_run and num_computed_tokens in (None, request.num_computed_tokens):
             for group_id, held in self._states_of(request):
                 is_due = self._is_due(request, held) and not waits_for_loads(self.pool, held)
@@ -263,7 +265,7 @@ class OracleStates:
     def dedupe(self, request: Any, shard: range | Shard | None) -> None:
         """Replace computed pages by equal ones that were cached before."""
         for group_id, (kind, held) in enumerate(zip(self.manager.kinds, self.manager.held[request.request_id], strict=True)):
-            for place in range(held.num_deduped_pages, kind.num_full_pages(request.num_computed_tokens)):
+            for place in range(held.num_deduped_pages, kind.num_full_pages(self.manager.count_cacheable(request))):
                 self._replace_twin(held, place, (self.manager.keys_of(request, kind)[place], group_id), shard)
                 held.num_deduped_pages = place + 1
 

@@ -33,6 +33,8 @@ class OracleWrites:
         self.manager = manager
         self.anywhere = anywhere
         self.max_steps_ahead = max_steps_ahead
+        self.has_drafts = False  # whether tokens that are not known are drafts, behind which no state is written
+        self.start = 0  # tokens that are computed before the step
         self.open: list[Write] = []
         self.num_planned: dict[str, int] = {}  # by request: tokens that planned steps compute
 
@@ -47,9 +49,10 @@ class OracleWrites:
     def plan(self, request: Any, num_planned: int, shard: range | Shard | None, num_free_rows: int) -> None:
         """Plan the writes of a step that computes a request's tokens up to `num_planned`."""
         held = self.manager.held[request.request_id]
+        num_planned = min(num_planned, request.num_tokens) if self.has_drafts else num_planned
         for end in self.manager.windows.list_ends(request) if self.state_ids else ():
             num_seen = held[self.state_ids[0]].num_cached_pages * self.manager.hit_step
-            if num_seen < end <= num_planned and (self.anywhere or end == num_planned):
+            if max(num_seen, self.start) < end <= num_planned and (self.anywhere or end == num_planned):
                 self._plan_at(request, end, shard, num_free_rows)
         for i in self.state_ids:
             held[i].num_cached_pages = max(held[i].num_cached_pages, num_planned // self.manager.hit_step)
@@ -104,6 +107,8 @@ class OracleWrites:
 
     def settle(self, request: Any, num_computed_tokens: int, shard: range | Shard | None, term: int = UNKNOWN) -> None:
         """Enter the states of a request that were written by now: a later step of it is planned, or it ends."""
+        resolved = (self.manager.resolved or {}).get(request.request_id, num_computed_tokens)
+        num_computed_tokens = min(num_computed_tokens, resolved)
         for write in list(self.open):
             if write.request is request and write.is_taken and write.num_tokens <= num_computed_tokens:
                 self.open.remove(write)

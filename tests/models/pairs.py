@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -14,6 +14,8 @@ from batch_model import BatchRows, OracleRows
 from batch_workload import NUM_ROWS, BatchWorkload
 from eviction_oracle import make_policy
 from features import Features, Workload, run_workload
+from flight_model import BatchFlight, OracleFlight
+from flight_workload import FlightWorkload
 from oracle import OracleManager
 from oracle_kinds import cdiv
 from oracle_pool import NULL_PAGE
@@ -29,6 +31,7 @@ from pagepool._core import CacheGroups, HashChain, PageRules, copy_records, find
 
 POLICIES = "lru", "adaptive"
 LEASED_SHARES = 0.2, 0.6, 1.0
+CACHES = "scheduled", "computed"
 PERIODS = 1, 2, 7, 30  # calls between events that are told
 NATIVE_HASHING = [options for options in HASHING.values() if "hash_algo" not in options]  # which batches need
 NULL_KEY = bytes(16)
@@ -166,19 +169,37 @@ def make_rows(
     seed: int,
     num_rows: int = NUM_ROWS,
     kinds: tuple[type[OracleRows], type[BatchRows]] = (OracleRows, BatchRows),
+    **options: Any,
 ) -> FeaturedTwins:
     """Make twins that work row by row."""
     managers = make_managers(setting, num_pages, features, seed, NATIVE_HASHING)
-    oracle = kinds[0](managers[0], setting, num_rows, dedupe=features.dedupe)
-    batch = kinds[1](managers[1], setting, num_rows, dedupe=features.dedupe, restores_states=managers[0].restores_states)
+    options["dedupe"] = features.dedupe
+    oracle = kinds[0](managers[0], setting, num_rows, **options)
+    batch = kinds[1](managers[1], setting, num_rows, restores_states=managers[0].restores_states, **options)
     return FeaturedTwins(oracle, batch, features, seed)
+
+
+def make_flights(setting: Setting, num_pages: NumPages, features: Features, seed: int) -> FeaturedTwins:
+    """Make twins that work row by row, and resolve their steps: none, one or two ahead. States at multiples cannot be ahead."""
+    has_multiples = any(group.interval and not group.at_ends for group in setting.groups) and setting.enable_caching
+    setting = replace(setting, max_steps_ahead=0 if has_multiples else seed % 3)
+    return make_rows(
+        setting, num_pages, features, seed, kinds=(OracleFlight, BatchFlight), caches=CACHES[seed // 3 % len(CACHES)]
+    )
+
+
+KINDS: dict[str, tuple[type[Workload], Callable[..., FeaturedTwins]]] = {
+    "requests": (RandomWorkload, make_requests),
+    "rows": (BatchWorkload, make_rows),
+    "flights": (FlightWorkload, make_flights),
+}
 
 
 def run_twins(
     work: str, setting: Setting, features: Features, seed: int, num_calls: int, kind: type[Workload] | None = None
 ) -> Twins:
-    """Run a seed's workload to its end: requests or rows."""
-    usual, make = (BatchWorkload, make_rows) if work == "rows" else (RandomWorkload, make_requests)
+    """Run a seed's workload to its end: requests, rows, or rows with tokens in flight."""
+    usual, make = KINDS[work]
     setting = with_room(setting) if features.tier else setting
     return run_workload(kind or usual, setting, partial(make, features=features, seed=seed), seed, num_calls, features)
 
