@@ -94,6 +94,7 @@ class Engine:
         self.in_flight: deque[Step] = deque()  # the oldest first
         self.numbers = count()
         self.num_copied_pages = 0
+        self.has_loads = False  # whether pages may still be loading
 
     def add(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
         """Queue a request. Raise ValueError, without a change, if it could not run to its end."""
@@ -163,8 +164,8 @@ class Engine:
         If the model fails, the step is undone and the error is raised; later steps compute the same tokens again.
         """
         step, requests = self.scheduler.schedule()
-        for _ in range(self.num_rows):  # wait for transfers in progress, or swap out rows, until some chunk can run
-            if requests or self.in_flight or self.host_tier is None or not self.host_tier.stats().num_in_flight:
+        for _ in range(self.num_rows):  # wait for transfers in progress, or swap rows, until some chunk can run
+            if requests or self.in_flight or self.host_tier is None:
                 break
             self.move_pages()
             self.end_transfers(must_wait=True)
@@ -172,16 +173,17 @@ class Engine:
         if not requests and not self.in_flight:
             num_waiting, num_running = len(self.scheduler.waiting), len(self.scheduler.running)
             raise RuntimeError(f"nothing can run: {num_waiting} requests wait, {num_running} have rows")
-        has_loads = self.start_step(step, requests) if requests else False
-        self.end_transfers(must_wait=has_loads)  # a token counts only if all pages it was computed from are correct
+        if requests:
+            self.start_step(step, requests)
+        self.end_transfers(must_wait=self.has_loads)  # a token counts only if all pages it was computed from are correct
         if len(self.in_flight) <= self.scheduler.max_steps_ahead and requests:
             return []
         streamed = self.end_step()
         self.move_pages()
         return streamed
 
-    def start_step(self, step: StepResult, requests: list[Request]) -> bool:
-        """Start a planned step on the device. Return whether pages are being loaded for it."""
+    def start_step(self, step: StepResult, requests: list[Request]) -> None:
+        """Start a planned step on the device."""
         batch, inputs = self.scheduler.batch, self.inputs
         num_tokens = batch.inputs(step, out=inputs)
         padded_size = next(size for size in self.padded_sizes if size >= num_tokens)
@@ -190,14 +192,13 @@ class Engine:
         for request in requests:
             request.num_in_flight += 1
         try:
-            has_loads = self.move_pages()
+            self.move_pages()
             page_tables, writes = self.table.commit(self.num_rows), batch.take_writes()
             packed = pack(inputs, num_tokens, padded_size, self.num_rows, requests, writes)
             self.in_flight.append((step, chunks, self.runner.run(page_tables, *packed)))
         except BaseException:
             self.take_back([*self.in_flight, (step, chunks, None)])
             raise
-        return has_loads
 
     def end_step(self) -> list[tuple[Request, int]]:
         """Wait for the oldest step, and continue the requests for which it counts."""
@@ -231,19 +232,20 @@ class Engine:
         self.in_flight.clear()
         self.runner.wait()  # a step that was started reads its inputs, which the next step overwrites
 
-    def move_pages(self) -> bool:
+    def move_pages(self) -> None:
         """Start the transfers to and from the host, and copy the pages that checkpoints, hits and forks need, before the model
-        reads or writes them. Return whether pages are being loaded.
+        reads or writes them.
         """
         transfers = self.scheduler.batch.take_transfers()
         self.runner.transfer_pages(transfers)
         copies = self.scheduler.batch.take_copies()
         self.runner.copy_pages(copies)
         self.num_copied_pages += len(copies)
-        return len(transfers.load_src) > 0
+        self.has_loads |= len(transfers.load_src) > 0
 
     def end_transfers(self, must_wait: bool) -> None:
         """Report finished transfers to the manager. Requests whose pages failed to load go back."""
+        self.has_loads &= not must_wait
         for number, saves, loads, _ in self.runner.end_transfers(must_wait):
             failed = self.manager.fail_transfers(number, saves=saves, loads=loads)
             if len(failed):
