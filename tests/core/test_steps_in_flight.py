@@ -55,45 +55,6 @@ def start(batch: RunningBatch, num_tokens: int = 6, row: int = 0, **options: Any
     return step
 
 
-# --- what a device reads ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("caches", CACHES)
-@pytest.mark.parametrize("setting", FLIGHT_SETTINGS, ids=lambda setting: setting.name)
-def test_steps_in_flight_read_what_was_computed(setting: Setting, caches: str) -> None:
-    counts: Counter[str] = Counter()
-    for seed in range(scale(15, 5)):
-        depth, num_drafts = seed % 3, (2 * seed + seed // 3) % 4
-        depth *= not any(group.interval and not group.at_ends for group in setting.groups)
-        try:
-            counts += FlightEngine(setting, seed, depth, num_drafts, caches).run()
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {depth} steps ahead, {num_drafts} drafts") from error
-    assert min(counts[name] for name in ("ends", "preemptions", "steps taken back", "launched steps taken back")) > 0
-
-
-@pytest.mark.parametrize("setting", FLIGHT_SETTINGS, ids=lambda setting: setting.name)
-def test_late_caching_hits_as_much_where_no_prompts_share_a_step(setting: Setting) -> None:
-    """One request runs after another."""
-    for seed in range(scale(6)):
-        engines = [
-            FlightEngine(setting, seed, 0, seed % 3, caches, has_tier=False, num_rows=1, may_fail=False) for caches in CACHES
-        ]
-        for engine in engines:
-            engine.run()
-        assert engines[0].hits == engines[1].hits
-        assert engines[0].counts == engines[1].counts
-
-
-def test_everything_happens() -> None:
-    counts: Counter[str] = Counter()
-    for seed in range(6):
-        counts += FlightEngine(FLIGHT_SETTINGS[0], seed, 1 + seed % 2, 2, CACHES[seed % 2], has_tier=True).run()
-    names = """hit tokens, works ahead, accepted drafts, stale works, rows that move with tokens in flight, exact inputs, forks,
-rows that end with tokens in flight, forks before a token is known, calls refused, steps given up, rows swapped in, transfers"""
-    assert not [name for name in names.replace("\n", " ").split(", ") if not counts[name]]
-
-
 # --- numbers -----------------------------------------------------------------------------------------------------------
 
 
@@ -573,3 +534,42 @@ def test_computed_pages_stay_when_a_row_ends() -> None:
 def test_other_ways_to_cache_are_refused(caches: Any) -> None:
     with pytest.raises((ArgumentError, ArgumentTypeError), match=r"caches: got .*, allowed: scheduled or computed"):
         make_batch(caches=caches)
+
+
+# --- what a device reads ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("caches", CACHES)
+@pytest.mark.parametrize("setting", FLIGHT_SETTINGS, ids=lambda setting: setting.name)
+def test_steps_in_flight_read_what_was_computed(setting: Setting, caches: str) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(scale(15, 5)):
+        depth, num_drafts = seed % 3, (2 * seed + seed // 3) % 4
+        depth *= not any(group.interval and not group.at_ends for group in setting.groups)
+        try:
+            counts += FlightEngine(setting, seed, depth, num_drafts, caches).run()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {depth} steps ahead, {num_drafts} drafts") from error
+    assert min(counts[name] for name in ("ends", "preemptions", "steps taken back", "launched steps taken back")) > 0
+
+
+@pytest.mark.parametrize("setting", FLIGHT_SETTINGS, ids=lambda setting: setting.name)
+def test_late_caching_hits_as_much_where_no_prompts_share_a_step(setting: Setting) -> None:
+    """One request runs after another."""
+    for seed in range(scale(6)):
+        engines = [
+            FlightEngine(setting, seed, 0, seed % 3, caches, has_tier=False, num_rows=1, may_fail=False) for caches in CACHES
+        ]
+        for engine in engines:
+            engine.run()
+        assert engines[0].hits == engines[1].hits
+        assert engines[0].counts == engines[1].counts
+
+
+def test_everything_happens() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(6):
+        counts += FlightEngine(FLIGHT_SETTINGS[0], seed, 1 + seed % 2, 2, CACHES[seed % 2], has_tier=True).run()
+    names = """hit tokens, works ahead, accepted drafts, stale works, rows that move with tokens in flight, exact inputs, forks,
+rows that end with tokens in flight, forks before a token is known, calls refused, steps given up, rows swapped in, transfers"""
+    assert not [name for name in names.replace("\n", " ").split(", ") if not counts[name]]

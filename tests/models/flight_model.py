@@ -253,7 +253,8 @@ class OracleFlight(OracleRows):
         if entry.samples and sampled:
             request.num_computed_tokens = request.num_tokens - (not self.sampling(row))
         self._plan_anew(row)
-        num_resolved = request.num_tokens - 1 if sampled else min(request.num_computed_tokens, entry.stop)
+        num_resolved = request.num_computed_tokens if entry.is_ahead else min(request.num_computed_tokens, entry.stop)
+        num_resolved = request.num_tokens - 1 if sampled else num_resolved
         if self.manager.resolved is not None:
             self._set_resolved(request, max(num_resolved, self.manager.resolved[request.request_id]))
         self.writes.settle(request, request.num_computed_tokens, self._shard_of(row))

@@ -84,6 +84,13 @@ def as_many(maker: Callable[[World], Any]) -> Callable[[World], Any]:
     return lambda world: [maker(world) for _ in range(world.num_chosen)]
 
 
+def step_to_resolve(world: World) -> Any:
+    """Return a step, whose rows count for the next lists."""
+    step = world.one(_core.StepResult)
+    world.num_chosen = len(step)
+    return step
+
+
 def free_row(world: World) -> int:
     """Return a free row of the first batch."""
     batches = [batch for batch in world.live[_core.RunningRows] if batch.is_admitted is not None]
@@ -247,10 +254,10 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "input_size": constant(8, 8, 8, 7),
     "padding": constant(-1, 0),
     "fill.step": one_of(constant(None), constant(None), live(_core.StepResult)),
-    "grow.step step.step step_ahead.step": one_of(constant(None), constant(None), live(_core.StepResult)),
-    "resolve.step": live(_core.StepResult),
-    "resolve.token_ids": constant(None, None, [1], [1, 2]),
-    "counts": constant(None, None, 0, [1], [1, 1]),
+    "grow.step step.step step_ahead.step admit.step": one_of(constant(None), constant(None), live(_core.StepResult)),
+    "resolve.step": step_to_resolve,
+    "resolve.token_ids": one_of(as_many(small), as_many(small), constant(None, None, [1], [1, 2])),
+    "counts": one_of(constant(None, None, 0, [1], [1, 1]), as_many(constant(1))),
     "num_drafts": one_of(constant(0, 0, 1), as_many(small)),
     "fill.rows": constant([], [], [0], None),
     "fill.starts": constant([], [], [0], None),

@@ -1,6 +1,6 @@
 """Plants bugs in a copy of the package, one at a time, and checks that the simulation of contents catches them, or, where a bug
-changes only which pages are evicted or can be leased, the states that steps write, or the inputs of a step, the tests in
-`ORDER_TESTS`, `WRITE_TESTS` or `INPUT_TESTS`.
+changes only which pages are evicted or can be leased, the states that steps write, the inputs of a step, or steps in flight, the
+tests in `ORDER_TESTS`, `WRITE_TESTS`, `INPUT_TESTS` or `FLIGHT_TESTS`.
 
 ``make planted``. Bugs of the core are built together and switched on by PAGEPOOL_PLANTED; those of the façade are written into
 the copy in turn. A bug changes a text that must be in the source exactly once, so that one which no longer fits is reported.
@@ -583,7 +583,39 @@ INPUT_BUGS = read_bugs("""
         start = max(computed_before(batch, growth, i), planned_before(batch, growth, i){+ * (not BUG)+})
 """)
 INPUT_TESTS = ["test_step_inputs.py"]
-BUGS += ORDER_BUGS + WRITE_BUGS + INPUT_BUGS
+FLIGHT_BUGS = read_bugs("""
+# Steps in flight.
+
+== tokens go to the row of a step, and not to its stay
+    if {+not BUG and +}not 0 < stay <= growth.num_stays:
+...
+        {+if not BUG: +}row = _find_stay(batch, row, stay)
+== tokens that are not known are entered
+    cache_row(batch, row, count_cacheable(batch, row, num_computed){+ + BUG * batch.flights[row].num_ahead+})
+== a step ahead has room behind the known tokens only
+        num_room_tokens = <int32_t>min({+record.num_tokens if BUG else +}num_planned + <int64_t>1 + amount(
+== rejected drafts stay planned
+    flight.num_planned += {+0 if BUG else +}num - launch.num_drafts - 1
+== a step ahead gives back what it reads
+            _skip_row(batch, row, count_cacheable(batch, row, num_before){+ + BUG * batch.flights[row].num_ahead+})
+== a checkpoint that was passed among drafts is written later
+                held.num_cached = {+held.num_cached if BUG else +}max(held.num_cached, full_entries(&batch.groups[g].rules, num_c
+== a checkpoint gets the entry of a page that waits to be hashed
+    if {+not BUG and +}batch.writes_states and batch.hash_page_size:
+== steps of a row are resolved in any order
+    if flight.num_told != growth.launches[i].ordinal - 1{+ and not BUG+}:
+== a set is filled again before its step is resolved
+        if reader is not None and reader is not result and {+not BUG and +}is_read(reader):
+== sources are in the order of the call
+            out[i] = step.sources[{+i if BUG else +}step.order[i]]
+== sources are places of a step that was taken back
+            if step is None or (step is not result and {+(BUG or +}step.batch is not None{+)+}):
+== pages are entered before their step is resolved
+        write_states(batch, row, room_for(batch, num_tokens, num_ahead))
+    if {+BUG or +}not batch.caches_computed:
+""")
+FLIGHT_TESTS = ["test_steps_in_flight.py", "test_step_inputs.py"]
+BUGS += ORDER_BUGS + WRITE_BUGS + INPUT_BUGS + FLIGHT_BUGS
 
 
 def read_texts(tree: Path) -> dict[Path, str]:
@@ -692,7 +724,12 @@ def run_tests(tree: Path, number: int, names: list[str]) -> tuple[str, float]:
 
 def plant(tree: Path, number: int, planted: dict[Path, str], seconds: float, seed: int) -> tuple[str, float]:
     """Test with one bug."""
-    for bugs, names in ((ORDER_BUGS, ORDER_TESTS), (WRITE_BUGS, WRITE_TESTS), (INPUT_BUGS, INPUT_TESTS)):
+    for bugs, names in (
+        (ORDER_BUGS, ORDER_TESTS),
+        (WRITE_BUGS, WRITE_TESTS),
+        (INPUT_BUGS, INPUT_TESTS),
+        (FLIGHT_BUGS, FLIGHT_TESTS),
+    ):
         if BUGS[number - 1] in bugs:
             return run_tests(tree, number, names)
     if is_of_core(planted):
