@@ -421,20 +421,28 @@ def test_a_row_with_tokens_ahead_is_not_forked_cut_or_swapped_out(specs: tuple[A
 
 
 def test_drafts_need_restored_states() -> None:
+    """A state behind drafts that are rejected would be a checkpoint."""
+    groups = [CacheGroupSpec(FULL), CacheGroupSpec(AT_ENDS, pool="states")]
     for options in ({}, {"restores_states": True}):
-        manager = CacheManager(
-            {"kv": 60, "states": 12}, [CacheGroupSpec(FULL), CacheGroupSpec(AT_ENDS, pool="states")], MAX_MODEL_LEN
-        )
+        manager = CacheManager({"kv": 60, "states": 12}, groups, MAX_MODEL_LEN)
         tables = MultiGroupPageTable(NUM_ROWS, MAX_MODEL_LEN, MAX_MODEL_LEN, [PAGE_SIZE] * 2)
-        batch = RunningBatch(manager, tables, max_steps_ahead=1, **options)
-        start(batch)
-        if not options:
-            with pytest.raises((StateAheadError, ArgumentError)):
-                batch.step_ahead([0], 1)
-            batch.step_ahead([0])
-            continue
-        batch.step_ahead([0], 1)
-        assert len(batch.take_writes()) == 0
+        batch = RunningBatch(manager, tables, max_steps_ahead=1, writes="anywhere", **options)
+        step = start(batch, 15, resume_at=[16])
+        batch.admit(1, PROMPT[20:33], resume_at=[16], max_num_new_tokens=12, step=step)
+        batch.take_writes()
+        calls = [
+            lambda: batch.step_ahead([0], 1),  # noqa: B023
+            lambda: batch.grow([1], 1, 3, step=batch.new_step()),  # noqa: B023
+            lambda: batch.admit(2, PROMPT[40:55], num_lookahead_tokens=3, step=batch.new_step()),  # noqa: B023
+        ]
+        for call in calls:
+            if not options:
+                with refused(lambda: batch.num_ahead_tokens.tolist(), StateAheadError, "allowed for states that are kept"):  # noqa: B023
+                    call()
+            else:
+                call()
+                assert len(batch.take_writes()) == 0
+        batch.check()
 
 
 def test_copies_come_before_a_step_ahead() -> None:

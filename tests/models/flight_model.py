@@ -110,6 +110,8 @@ class OracleFlight(OracleRows):
 
     def admit_in(self, step: int, row: int, token_ids: list[int], **options: Any) -> int | None:
         """Admit, as a part of a step."""
+        self.refusal = None
+        self.require_no_drafts(options.get("num_lookahead_tokens", 0))
         num_hits = self.admit(row, token_ids, **options)
         if num_hits is not None:
             entry = self._entry_of(row, options.get("num_lookahead_tokens", 0), False)
@@ -142,7 +144,13 @@ class OracleFlight(OracleRows):
 
     def grow_in(self, step: int, rows: list[int], num_new: Amounts, num_ahead: Amounts) -> Grown:
         aheads = [num_ahead] * len(rows) if isinstance(num_ahead, int) else num_ahead
+        self.require_no_drafts(max(aheads, default=0))
         return self._note(step, rows, aheads, self.grow(rows, num_new, num_ahead))
+
+    def require_no_drafts(self, num_drafts: int) -> None:
+        """Refuse drafts that change states which are kept."""
+        if num_drafts and self.writes.max_steps_ahead and self.manager.writes_states and not self.manager.restores_states:
+            raise ValueError("drafts would change states")
 
     def step_in(self, step: int, rows: list[int], token_ids: list[int]) -> Grown:
         return self._note(step, rows, [0] * len(rows), self.step(rows, token_ids))
@@ -193,8 +201,7 @@ class OracleFlight(OracleRows):
             raise ValueError("no step ahead")
         if request.num_tokens + self.count_ahead(row) >= self.setting.max_model_len:
             raise ValueError("no room")
-        if num_drafts and self.manager.writes_states and not self.manager.restores_states:
-            raise ValueError("drafts would change states")
+        self.require_no_drafts(num_drafts)
         self.require_no_copies([row])
         self.require_no_writes([row])
 

@@ -135,6 +135,8 @@ cdef class RowRequest:
         cdef int32_t checked_shard = as_shard(shard, rows.num_shards)
         if counter is not None and counter.store is not rows.store:
             raise ArgumentError("counter: got one of another pool, allowed: one of the batch's")
+        if step is not None and self.tokens.num_ahead:
+            check_drafts(&rows.batch, f"row {self.row}", self.tokens.num_ahead)
         if step is not None:
             self.step, self.call = checked_step(rows, step, "step"), new_admission(rows, self.row)
         self.claim_row()

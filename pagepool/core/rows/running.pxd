@@ -71,6 +71,7 @@ cdef class RunningRows:
 
 
 cdef StepResult checked_step(RunningRows running, object step, str name)
+cdef int check_drafts(const Batch *batch, str name, int64_t num_drafts) except -1
 cdef StepResult add_call(StepResult step, StepResult call)
 cdef StepResult new_admission(RunningRows running, Py_ssize_t row)
 cdef void launch_admission(RunningRows running, StepResult step, StepResult call, int32_t num_hits, int32_t num_slots) noexcept

@@ -470,9 +470,10 @@ cdef class RunningRows:
         may not have run yet. With `step` the rows are added to a step, which is returned.
 
         StateAheadError if lookahead passes the next checkpoint of a state, since the step would overwrite the state (see
-        `RunningBatch`, `restores_states`); RequestTooLargeError for a row that would hold more pages than the pool, or its
-        shard, has; ArgumentError for more tokens than a row knows, for rows not admitted, repeated, or in the step already, and
-        for a step of another batch, or one resolved or taken back; RowIndexError outside the table. Nothing has changed then.
+        `RunningBatch`, `restores_states`), and for drafts in a `step` of a batch with `max_steps_ahead` whose states are kept
+        and not restored; RequestTooLargeError for a row that would hold more pages than the pool, or its shard, has;
+        ArgumentError for more tokens than a row knows, for rows not admitted, repeated, or in the step already, and for a step
+        of another batch, or one resolved or taken back; RowIndexError outside the table. Nothing has changed then.
         O(rows + new pages).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
@@ -1135,6 +1136,9 @@ cdef StepResult run_growth(
     cdef bint is_due, has_room = True
     cdef int32_t held_free = NULL_PAGE
     cdef void *thread
+    for i in range(num_ahead.num if head is not None and rows.num and not is_ahead else 0):
+        if num_ahead.ids[i] > 0:  # lookahead in a step that is resolved has drafts
+            check_drafts(&running.batch, f"row {rows.ids[i]} (at {i})", num_ahead.ids[i])
     result.num_new_tokens, result.num_ahead = num_new_tokens, num_ahead
     growth.rows, growth.num_rows = rows.ids, rows.num
     growth.num_new_tokens, growth.num_ahead = amounts_in(num_new_tokens), amounts_in(num_ahead)
@@ -1873,6 +1877,15 @@ cdef int refuse_in_flight(const Batch *batch, Py_ssize_t row) except -1:
     )
 
 
+cdef int check_drafts(const Batch *batch, str name, int64_t num_drafts) except -1:
+    """Raise if drafts would change states that steps in flight write."""
+    if batch.max_steps_ahead and batch.writes_states and not batch.restores_states:
+        raise StateAheadError(
+            f"{name}: got {num_drafts} drafts, allowed for states that are kept: 0, or with restores_states any"
+        )
+    return 0
+
+
 cdef int refuse_step_ahead(RunningRows running, int32_t row, Py_ssize_t at, int32_t num_drafts) except -1:
     """Raise if the row cannot be planned ahead."""
     cdef Batch *batch = &running.batch
@@ -1887,10 +1900,8 @@ cdef int refuse_step_ahead(RunningRows running, int32_t row, Py_ssize_t at, int3
             f"row {row} (at {at}): {flight.num_launched - flight.num_told} of its steps that sample a token are not resolved, "
             f"allowed: 1 to {batch.max_steps_ahead}, which is max_steps_ahead"
         )
-    if num_drafts and batch.writes_states and not batch.restores_states:
-        raise StateAheadError(
-            f"row {row} (at {at}): got {num_drafts} drafts, allowed for states that are kept: 0, or with restores_states any"
-        )
+    if num_drafts:
+        check_drafts(batch, f"row {row} (at {at})", num_drafts)
     if flight.num_planned >= batch.max_num_tokens:
         running.refuse_row_length(row, <int64_t>flight.num_planned + 1)
     return 0
