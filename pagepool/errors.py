@@ -62,7 +62,10 @@ class CopiesDueError(PagePoolError, RuntimeError):
 
 
 class StateAheadError(PagePoolError, ValueError):
-    """Lookahead passes a due checkpoint: a step in flight would advance the state before it becomes the checkpoint."""
+    """A step in flight would spoil the result of the call: lookahead passes a due checkpoint, whose state the step would move
+    on, drafts move a state that is kept, or a row is forked, cut or swapped out while steps compute tokens behind its known
+    ones.
+    """
 
 
 class RowIndexError(PagePoolError, IndexError):

@@ -189,7 +189,7 @@ class RunningBatch(RunningRows):
         `ends_at_checkpoint` the slots end at the last multiple of ``CacheManager.checkpoint_interval``, if there is one after
         the cached tokens. Return the number of cached tokens, at most one less than all; None, without a change, if too few
         pages are free now. With a host tier, cached pages found only in the tier are queued for loading, even if the request
-        then does not fit. `num_reserved_pages` stay free for running rows.
+        then does not fit, or is refused with an error. `num_reserved_pages` stay free for running rows.
 
         `num_lookahead_tokens` slots, for drafts, follow those tokens, as in `grow`, up to ``max_num_tokens``. With `reserve`
         ``"prompt"`` the row takes the pages of all known tokens now, and slots for drafts behind these, so that no later chunk
@@ -362,17 +362,18 @@ class RunningBatch(RunningRows):
         """Fill the next set of `out`, a `StepInputs` of this batch, with what the model reads in a step, and return the number
         of tokens.
 
-        `step` is the result of `grow` or `step`: its rows, and the tokens that each of them was given, lookahead included.
-        For rows of several calls, and for admitted ones, give `rows`, each once, with `starts` and `stops`: row ``rows[i]``
-        computes its tokens ``starts[i]`` to ``stops[i] - 1``. The arrays are padded to `num_tokens` and `num_reqs` (None:
-        whole); what lies behind stays as it was. Tokens that the row does not know yet have the ids of their row in
-        `draft_token_ids`, int32 ``[rows, drafts]`` in the order of the call, or -1.
+        `step` is a step in flight: its rows, and the tokens that each of them was given, with lookahead behind the known ones.
+        Other rows and tokens are named by `rows`, each once, with `starts` and `stops`: row ``rows[i]`` computes its tokens
+        ``starts[i]`` to ``stops[i] - 1``. The arrays are padded to `num_tokens` and `num_reqs` (None: whole); what lies behind
+        stays as it was. A token that a step in flight samples has the id -1. Drafts behind it, or behind the known tokens, have
+        the ids of their row in `draft_token_ids`, int32 ``[rows, drafts]`` in the order of the step, or -1.
 
-        Raise ArgumentError for inputs or a result of another batch, for a result that was taken back, or whose rows were grown,
-        cut, moved or released since, for rows that are not admitted, pending or repeated, for a row without tokens or with a
-        token without a page, for more tokens or rows than there is room for, and for too few drafts; RowIndexError outside the
-        table; ArgumentTypeError for other types. Nothing has been written then. O(tokens + rows), and with ``page_ids``
-        O(pages), native; it allocates nothing.
+        Raise ArgumentError for inputs or a step of another batch, for a step resolved or taken back, or whose rows were grown,
+        cut, moved or released since, for a set whose step is not resolved, for rows that are not admitted, pending or repeated,
+        for a row without tokens or with a token without a page, for more tokens or rows than there is room for, for too few
+        drafts, and with the field ``sources`` for a row whose token is sampled by another step than the one filled before;
+        RowIndexError outside the table; ArgumentTypeError for other types. Nothing has been written
+        then. O(tokens + rows), and with ``page_ids`` O(pages), native; it allocates nothing.
         """
         if not isinstance(out, InputArrays):
             raise ArgumentTypeError(f"out: got {type(out).__name__}, allowed: StepInputs")

@@ -52,6 +52,7 @@ class StepInputs(InputArrays):
     ===================  ==========  =================================================  ==================
 
     ``slots``, ``page_ids`` and ``state_pages`` are tuples with an array for each group; None for groups of another kind.
+    ``distribution`` needs ``order="decodes"``.
 
     >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch, StepInputs
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)

@@ -113,6 +113,7 @@ class Checked:
         known: list[list[int]],
         drafts: np.ndarray | None,
         sources: list[int] | None = None,
+        are_ahead: list[bool] | None = None,
         **step: Any,
     ) -> list[int]:
         """Call `inputs`, and compare all arrays of all sets. Return the place of each row."""
@@ -125,8 +126,9 @@ class Checked:
             RowTokens(row, start, stop, known[i], self.batch.get_page_ids(row), [] if drafts is None else drafts[i].tolist())
             for i, (row, start, stop) in enumerate(spans)
         ]
-        if sources is not None:
-            rows = [tokens._replace(source=source) for tokens, source in zip(rows, sources, strict=True)]
+        if sources is not None and are_ahead is not None:
+            pairs = zip(sources, are_ahead, strict=True)
+            rows = [tokens._replace(source=source, is_ahead=ahead) for tokens, (source, ahead) in zip(rows, pairs, strict=True)]
         padding = Padding(
             NUM_TOKENS if num_tokens is None else num_tokens, NUM_ROWS if num_reqs is None else num_reqs, *self.pads
         )
@@ -205,7 +207,10 @@ class Requests:
     def fill(self, result: StepResult, rows: list[int], counts: list[int], ahead: list[int]) -> None:
         spans = []
         for row, count, more in zip(rows, counts, ahead, strict=True):
-            spans.append((row, self.computed[row], min(MAX_LEN, self.computed[row] + count + more)))
+            stop = self.computed[row] + count
+            if stop == len(self.known[row]):  # drafts follow all known tokens
+                stop = min(MAX_LEN, stop + more)
+            spans.append((row, self.computed[row], stop))
             self.computed[row] += count
         num_drafts = self.rng.choice([None, max(ahead, default=0), 4])
         drafts = None if num_drafts is None else np.array(self.new_ids(len(rows) * num_drafts), np.int32)
@@ -311,14 +316,17 @@ class Flights(Requests):
             self.checked.compare()
             self.resolve()
         self.of_sets[following] = step
-        spans, sources = [], []
+        spans, sources, are_ahead = [], [], [planned.span is None for planned in rows]
+        num_drafts = max(planned.num_drafts for planned in rows)
+        drafts = np.array(self.new_ids(len(rows) * num_drafts), np.int32).reshape(len(rows), num_drafts)
         for planned in rows:
             known, before = len(self.known[planned.row]), self.in_flight(planned.row)
             before = before[: before.index(planned)] if planned in before else []
             first = known - 1 + sum(1 + each.num_drafts for each in before)
             spans.append((planned.row, *(planned.span or (first, first + 1 + planned.num_drafts))))
             sources.append(before[-1].place if before and planned.span is None else -1)
-        places = self.checked.fill(spans, [self.known[row] for row, *_ in spans], None, sources, step=step)
+        given = drafts if self.rng.random() < 0.5 else None
+        places = self.checked.fill(spans, [self.known[row] for row, *_ in spans], given, sources, are_ahead, step=step)
         self.filled.append(rows)
         for planned, place in zip(rows, places, strict=True):
             planned.place = place

@@ -269,7 +269,8 @@ class OracleRows(Rows):
         self.nums_external[row] = num_external
         self.admissions[row] = next(self._numbers)
         if self.writes.max_steps_ahead and not num_external:
-            self.writes.num_planned[request.request_id] = num_computed = num_planned
+            num_computed = num_planned if num_computed == len(token_ids) else num_computed
+            self.writes.num_planned[request.request_id] = num_computed
         self.writes.plan(request, num_computed, self._shard_of(row), self.requests.count(None))
         self._show(row)
         return num_hits
@@ -351,7 +352,9 @@ class OracleRows(Rows):
         if new_pages is None:
             return False
         if self.writes.max_steps_ahead and not is_step:
-            num_slots = min(request.num_computed_tokens + num_new + num_ahead, self.setting.max_model_len)
+            num_slots = request.num_computed_tokens + num_new
+            if num_slots == request.num_tokens:  # lookahead inside a prompt is room alone
+                num_slots = min(num_slots + num_ahead, self.setting.max_model_len)
             self.writes.num_planned[request.request_id] = max(num_planned, num_slots)
         request.num_computed_tokens += num_new
         num_computed, pages_by_group = request.num_computed_tokens, self._added_pages(held, new_pages)

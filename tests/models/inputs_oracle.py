@@ -18,6 +18,7 @@ class RowTokens(NamedTuple):
     known: Values  # all known tokens of the row
     pages: Pages  # by group
     drafts: Values  # ids of unknown tokens; where they end, -1
+    is_ahead: bool = False  # its first token is sampled by a step before
     source: int = -1  # place of the row, in the set filled before, whose step samples the row's first token
 
 
@@ -34,8 +35,8 @@ def id_at(tokens: RowTokens, position: int) -> int:
     """Return the id of a token: a known one's, a draft's, or -1."""
     if position < len(tokens.known):
         return tokens.known[position]
-    index = position - max(tokens.start, len(tokens.known))
-    return tokens.drafts[index] if index < len(tokens.drafts) else -1
+    index = position - max(tokens.start + tokens.is_ahead, len(tokens.known))
+    return tokens.drafts[index] if 0 <= index < len(tokens.drafts) else -1
 
 
 def list_inputs(

@@ -421,7 +421,9 @@ class OracleManager:
                 new_pages = joined(new_pages, self.states.keep(request, shard, num_reserved_pages, num_free_rows))
             if is_growing and self.writes is not None:
                 is_ahead = self.writes.max_steps_ahead and not self.restores_states  # else lookahead is for drafts
-                num_planned = num_slots if is_ahead else num_computed + num_new_tokens
+                num_planned = num_computed + num_new_tokens
+                if is_ahead and num_planned == request.num_tokens:
+                    num_planned = num_slots
                 self.writes.plan(request, num_planned, shard, num_free_rows)
             if not is_late and (self.resolved is None or not may_add_nothing):
                 self._enter_full_pages(request, min(num_computed + num_new_tokens, request.num_tokens))

@@ -570,7 +570,7 @@ INPUT_BUGS = read_bugs("""
 == the array behind the padding is written
         repeat_value(out + n, step.pad_last, num_rows_left{+ + BUG+})
 == drafts are taken in the order of the arrays
-= step.drafts[{+(i if BUG else +}step.order[i]{+)+} * step.num_drafts + j]
+        drafts = step.drafts + {+(i if BUG else +}step.order[i]{+)+} * step.num_drafts
 == page ids of an earlier step stay
         repeat_value(out + num, 0, {+0 if BUG else +}extents[i] - num)
 == inputs of a row that was released and admitted again

@@ -278,6 +278,11 @@ cdef inline int32_t room_for(const Batch *batch, int32_t num_tokens, int32_t num
     return <int32_t>min(<int64_t>num_tokens + num_ahead, <int64_t>batch.max_num_tokens)
 
 
+cdef inline int32_t plan_for(const Batch *batch, int32_t num_tokens, int32_t num_computed, int32_t num_ahead) noexcept nogil:
+    """Return the number of tokens up to which a step computes a row: lookahead is part of it behind all known tokens only."""
+    return room_for(batch, num_computed, num_ahead) if num_computed == num_tokens else num_computed
+
+
 cdef inline bint is_row(const Batch *batch, int32_t row) noexcept nogil:
     """Whether the number is in the table and its row is admitted."""
     return 0 <= row < batch.num_rows and batch.records[row].is_admitted
@@ -842,7 +847,7 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
         num_ahead = 0
         if batch.max_steps_ahead and not batch.restores_states:
             num_ahead = amount(&growth.num_ahead, due.at)
-        write_states(batch, row, room_for(batch, num_tokens, num_ahead))
+        write_states(batch, row, plan_for(batch, batch.records[row].num_tokens, num_tokens, num_ahead))
     if not batch.caches_computed:
         cache_row(batch, row, num_tokens)
     plan_next_event(batch, row)
@@ -1182,7 +1187,7 @@ cdef inline int32_t planned_by(const Batch *batch, const Growth *growth, Py_ssiz
     cdef const Grown *grown = &growth.grown[i]
     if growth.ahead != NULL:
         return growth.launches[i].num_planned + 1 + growth.launches[i].num_drafts
-    return room_for(batch, grown.num_computed, amount(&growth.num_ahead, i))
+    return plan_for(batch, grown.num_tokens, grown.num_computed, amount(&growth.num_ahead, i))
 
 
 cdef inline int32_t planned_before(const Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:

@@ -68,6 +68,7 @@ cdef struct Spans:            # tokens ``[start, stop)`` of each row
     int32_t *starts
     int32_t *stops
     int32_t *known            # where the row's known tokens end, at most `stop`
+    int32_t *drafts           # where its drafts begin: behind the known tokens, or the one that a step in flight samples
 
 cdef struct Step:             # a step's rows, in the order of its arrays
     Spans spans
@@ -135,7 +136,8 @@ cdef inline void count_up(Value *out, int64_t first, Py_ssize_t n) noexcept nogi
 cdef inline void write_token_ids(Value *out, const Source *source, const Step *step) noexcept nogil:
     """Write the ids of known tokens, and behind them the row's drafts."""
     cdef const int32_t *tokens
-    cdef int32_t start, known, stop
+    cdef const int32_t *drafts
+    cdef int32_t start, known, stop, begin
     cdef Py_ssize_t i, j
     cdef Spans spans = step.spans
     if step.num_single == step.num_rows and step.num_unknown == 0:
@@ -149,8 +151,12 @@ cdef inline void write_token_ids(Value *out, const Source *source, const Step *s
             out[0] = tokens[start]
         elif known > start:
             copy_values(out, tokens + start, known - start)
-        for j in range(stop - max(start, known)):
-            out[max(known, start) - start + j] = step.drafts[step.order[i] * step.num_drafts + j] if step.drafts != NULL else -1
+        begin = max(spans.drafts[i], start) if step.drafts != NULL else stop
+        drafts = step.drafts + step.order[i] * step.num_drafts
+        for j in range(max(start, known), begin):
+            out[j - start] = -1
+        for j in range(stop - begin):
+            out[begin - start + j] = drafts[j]
         out += stop - start
 
 
@@ -297,6 +303,7 @@ cdef inline void read_span(
     Spans *spans, Py_ssize_t i, int32_t row, int32_t start, int32_t stop, int32_t num_known
 ) noexcept nogil:
     spans.rows[i], spans.starts[i], spans.stops[i], spans.known[i] = row, start, stop, min(stop, num_known)
+    spans.drafts[i] = spans.known[i]
 
 
 cdef inline FaultKind read_call(const Source *source, const Growth *growth, Spans *spans, Py_ssize_t *at) noexcept nogil:
@@ -323,15 +330,18 @@ cdef inline FaultKind read_call(const Source *source, const Growth *growth, Span
         start = max(computed_before(batch, growth, i), planned_before(batch, growth, i))
         stop = planned_by(batch, growth, i) if growth.ahead == NULL else batch.flights[row].num_planned
         read_span(spans, i, row, start, stop, records[row].num_tokens)
+        if growth.ahead != NULL:
+            out.drafts[i] = max(out.drafts[i], start + 1)
     if growth.launches == NULL:
         for i in range(n):  # vectorised
             num_computed = grown[i].num_computed
             out.starts[i], out.stops[i], out.known[i] = num_computed - num_new, num_computed, num_computed
+            out.drafts[i] = num_computed
         for i in range(n if growth.num_new_tokens.stride else 0):
             out.starts[i] = computed_before(batch, growth, i)
         for i in range(n if has_ahead else 0):
-            out.stops[i] = room_for(batch, out.stops[i], amount(&ahead, i))
-            out.known[i] = min(out.stops[i], records[rows[i]].num_tokens)
+            out.stops[i] = planned_by(batch, growth, i)
+            out.known[i] = out.drafts[i] = min(out.stops[i], records[rows[i]].num_tokens)
     return find_empty_span(spans, n, at)
 
 
@@ -364,7 +374,7 @@ cdef inline FaultKind read_lists(
             if not is_row(source.batch, spans.rows[i]) or source.batch.records[spans.rows[i]].num_external:
                 return NOT_READY
             num_known = source.batch.records[spans.rows[i]].num_tokens
-            spans.known[i] = min(spans.known[i], num_known)
+            spans.known[i] = spans.drafts[i] = min(spans.known[i], num_known)
         if seen[spans.rows[i]] == call:
             return REPEATED
         seen[spans.rows[i]] = call
@@ -378,6 +388,7 @@ cdef inline FaultKind count_tokens_of(Step *step, const Spans *spans, Py_ssize_t
     cdef const int32_t *starts = spans.starts
     cdef const int32_t *stops = spans.stops
     cdef const int32_t *known = spans.known
+    cdef const int32_t *drafts = spans.drafts
     cdef int64_t num_tokens = 0, num_keys = 0, num_unknown = 0
     cdef int32_t num_single = 0
     cdef Py_ssize_t i
@@ -388,7 +399,7 @@ cdef inline FaultKind count_tokens_of(Step *step, const Spans *spans, Py_ssize_t
         num_unknown += min(stops[i] - starts[i], stops[i] - known[i])
     step.num_tokens, step.num_keys, step.num_single, step.num_unknown = num_tokens, num_keys, num_single, num_unknown
     for i in range(step.num_rows if step.drafts != NULL else 0):
-        if min(stops[i] - starts[i], stops[i] - known[i]) > step.num_drafts:
+        if min(stops[i] - starts[i], stops[i] - drafts[i]) > step.num_drafts:
             at[0] = i
             return FEW_DRAFTS
     return MANY_TOKENS if num_tokens > step.num_padded_tokens else FAULTLESS
@@ -431,6 +442,7 @@ cdef inline void arrange(Step *step, const Spans *spans) noexcept nogil:
         else:
             at, other = other, other + 1
         read_span(&step.spans, at, spans.rows[i], spans.starts[i], spans.stops[i], spans.known[i])
+        step.spans.drafts[at] = spans.drafts[i]
         step.order[at] = <int32_t>i
 
 
@@ -533,7 +545,7 @@ cdef class InputArrays:
                 raise ArgumentError(f"token_ids: got {token_ids.shape[0]} rows, allowed: {n}, in a contiguous array")
         if self.numbers != NULL:  # checked after everything that may run Python code
             raise ArgumentError("the arrays of inputs are given once")
-        self.numbers = <int32_t *>calloc(11 * max_num_reqs + 1 + 2 * checked_sizes.num, sizeof(int32_t))
+        self.numbers = <int32_t *>calloc(13 * max_num_reqs + 1 + 2 * checked_sizes.num, sizeof(int32_t))
         self.seen = <int64_t *>calloc(n, sizeof(int64_t))
         self.source.tables = <Table **>calloc(checked_sizes.num, sizeof(Table *))
         self.fields = <Field *>calloc(max(1, len(described)), sizeof(Field))
@@ -583,13 +595,13 @@ cdef class InputArrays:
         """Point the vectors of the read rows and of the step into `numbers`."""
         cdef Py_ssize_t i, n = self.max_num_reqs
         cdef int32_t *at = self.numbers
-        self.read = Spans(rows=at, starts=at + n, stops=at + 2 * n, known=at + 3 * n)
-        at += 4 * n
+        self.read = Spans(rows=at, starts=at + n, stops=at + 2 * n, known=at + 3 * n, drafts=at + 4 * n)
+        at += 5 * n
         self.step.spans = self.read
         if self.puts_single_first:
-            self.step.spans = Spans(rows=at, starts=at + n, stops=at + 2 * n, known=at + 3 * n)
-        self.step.order, self.step.begins, self.step.sources = at + 4 * n, at + 5 * n, at + 6 * n + 1
-        self.source.page_sizes = at + 7 * n + 1
+            self.step.spans = Spans(rows=at, starts=at + n, stops=at + 2 * n, known=at + 3 * n, drafts=at + 4 * n)
+        self.step.order, self.step.begins, self.step.sources = at + 5 * n, at + 6 * n, at + 7 * n + 1
+        self.source.page_sizes = at + 8 * n + 1
         self.source.shifts = self.source.page_sizes + page_sizes.num
         for i in range(n):
             self.step.order[i] = <int32_t>i
@@ -782,7 +794,7 @@ cdef class InputArrays:
                 break
             spans = Spans(
                 rows=self.read.rows + first, starts=self.read.starts + first, stops=self.read.stops + first,
-                known=self.read.known + first,
+                known=self.read.known + first, drafts=self.read.drafts + first,
             )
             kind = read_call(&self.source, &call.growth, &spans, at)
             at[0] += first

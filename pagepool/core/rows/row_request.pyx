@@ -364,15 +364,19 @@ cdef class RowRequest:
             ids_in_shard(batch.pool, self.shard), num_held, num_changes,
         )
 
-    cdef int32_t plan_row(self, int32_t num_slots) noexcept:
-        """Plan the row up to its slots if it is in no step. Return the number of tokens up to which its states are written:
-        drafts change no state that is kept.
+    cdef int32_t count_planned(self) noexcept:
+        """Count the tokens that the row's first step computes: lookahead is part of it behind all known tokens only."""
+        return self.num_step_slots if self.num_room == self.tokens.num_known else self.num_room
+
+    cdef int32_t plan_row(self) noexcept:
+        """Plan the row's first step if it is no other's. Return the number of tokens up to which its states are written: drafts
+        change no state that is kept.
         """
         cdef Batch *batch = &self.rows.batch
         if self.step is None:
-            batch.flights[self.row].num_planned = num_slots
+            batch.flights[self.row].num_planned = self.count_planned()
             count_ahead(&batch.flights[self.row], batch.records[self.row].num_tokens)
-        return self.num_room if batch.restores_states else num_slots
+        return self.num_room if batch.restores_states else self.count_planned()
 
     cdef void fill_row(self, const Demand *demand, int32_t num_hits) noexcept:
         """Give an empty row the hits and pages of a fitting demand, and cache its full pages, except those that come from
@@ -403,7 +407,7 @@ cdef class RowRequest:
         batch.records[self.row].is_admitted = 1
         batch.num_admitted += 1
         if rare(batch.max_steps_ahead) and not batch.records[self.row].num_external:
-            num_planned = self.plan_row(self.num_step_slots)
+            num_planned = self.plan_row()
         if rare(batch.writes_states):
             write_states(batch, self.row, num_planned)
         batch.flights[self.row].num_resolved = num_hits
@@ -411,5 +415,5 @@ cdef class RowRequest:
         if batch.records[self.row].num_external:
             batch.records[self.row].next_event = 1
         elif self.step is not None:
-            launch_admission(self.rows, self.step, self.call, num_hits, self.num_step_slots)
+            launch_admission(self.rows, self.step, self.call, num_hits, self.count_planned())
         assert num_computed + batch.records[self.row].num_external <= self.tokens.num_known

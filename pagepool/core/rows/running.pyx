@@ -542,7 +542,8 @@ cdef class RunningRows:
         Return where the tokens of each row went: its row, which may have moved, or -1 for a request that was released, swapped
         out or cut since; its tokens are dropped. int32 ``[len(step)]``.
 
-        Steps of a row are resolved in the order of their launch, each once. ArgumentError, and nothing changed, for a wrong
+        Steps of a row that sample tokens are resolved in the order of their launch, each once; they end the chunks of its
+        prompt before them, too. ArgumentError, and nothing changed, for a wrong
         number of tokens, for none where a later step computes them, for negative ones, for rows that got tokens otherwise, or
         were grown since in a batch without `max_steps_ahead`, and for a step of another batch, or one taken back or resolved;
         RowOverflowError for a row that would be too long. O(rows + tokens + pages cached), native.
@@ -644,8 +645,8 @@ cdef class RunningRows:
         too if they have other holders.
 
         ArgumentError, and nothing changed, for more tokens than a row knows; where computed tokens are cut, also if the
-        attention window needs pages again that were given back, and if a state has seen cut tokens, unless all tokens are cut.
-        O(rows + pages behind).
+        attention window needs pages again that were given back, and if a state has seen cut tokens, unless all tokens are cut;
+        StateAheadError while steps in flight compute tokens behind the known ones. O(rows + pages behind).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds lengths = as_amounts(num_tokens, "num_tokens", row_ids.num)
@@ -704,8 +705,8 @@ cdef class RunningRows:
 
         Targets get the row's tokens and its ``num_cached_tokens``. ArgumentError for a row that is not admitted, for admitted
         or repeated targets, and for no targets; RowIndexError outside the table, CopiesDueError while copies into the
-        row's pages are due, OutOfPagesError if too few pages are free. Nothing has changed then. O(pages and tokens of a row)
-        for each target, native.
+        row's pages are due, StateAheadError while steps in flight compute tokens behind the known ones, OutOfPagesError if too
+        few pages are free. Nothing has changed then. O(pages and tokens of a row) for each target, native.
 
         >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -803,7 +804,8 @@ cdef class RunningRows:
         nothing changed, if too few pages of the tier are free, or while loads of hits are in flight that were queued for this
         row, or earlier for any row. ArgumentError without a host tier, and for a row that is not admitted or has no computed
         tokens; CopiesDueError while copies of its pages are due, or transfers that were due when it took pages, even those of a
-        released row; RowIndexError outside the table. O(pages).
+        released row; StateAheadError while steps in flight compute tokens behind the known ones; RowIndexError outside the
+        table. Resolve the row's last step before: the token that it samples is dropped otherwise. O(pages).
         """
         cdef Py_ssize_t source = self.checked_row(row)
         cdef Batch *batch = &self.batch

@@ -109,7 +109,7 @@ cdef inline void launch_rows(Batch *batch, Growth *growth) noexcept nogil:
     for i in range(n):
         flight, num_computed = &flights[rows[i]], grown[i].num_computed
         num_before, num_planned = flight.num_planned, num_computed
-        if amount(&ahead, i):
+        if amount(&ahead, i) and num_computed == grown[i].num_tokens:
             num_planned = <int32_t>min(<int64_t>num_planned + amount(&ahead, i), <int64_t>max_num_tokens)
         launches[i].num_planned, launches[i].num_told = num_before, flight.num_told
         launches[i].num_drafts = num_planned - num_computed
