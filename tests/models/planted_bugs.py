@@ -611,7 +611,7 @@ FLIGHT_BUGS = read_bugs("""
 == sources are places of a step that was taken back
             if step is None or (step is not result and {+(BUG or +}step.batch is not None{+)+}):
 == pages are entered before their step is resolved
-        write_states(batch, row, room_for(batch, num_tokens, num_ahead))
+        write_states(batch, row, plan_for(batch, batch.records[row].num_tokens, num_tokens, num_ahead))
     if {+BUG or +}not batch.caches_computed:
 """)
 FLIGHT_TESTS = ["test_steps_in_flight.py", "test_step_inputs.py"]
