@@ -539,8 +539,8 @@ cdef class RunningRows:
         engine tells the token by `append`. None means one each; without `token_ids`, none. Computed tokens then include the
         accepted drafts, and the sampled token that a later step has in flight. Slots of rejected drafts stay.
 
-        Return where the tokens of each row went: its row, which may have moved, or -1 for a request that was released or swapped
-        out since, or whose computed tokens were cut; its tokens are dropped. int32 ``[len(step)]``.
+        Return where the tokens of each row went: its row, which may have moved, or -1 for a request that was released or
+        swapped out since, or whose computed tokens were cut; its tokens are dropped. int32 ``[len(step)]``.
 
         Steps of a row that sample tokens are resolved in the order of their launch, each once; they end the chunks of its
         prompt before them, too. ArgumentError, and nothing changed, for a wrong
