@@ -339,6 +339,21 @@ def test_a_row_that_no_pool_can_hold_is_too_large() -> None:
         batch.step_ahead([0])
 
 
+def test_a_row_is_in_a_step_once() -> None:
+    batch = make_batch()
+    step = batch.new_step()
+    batch.admit(0, PROMPT[:9], max_num_new_tokens=4, step=step)
+    for call in (
+        lambda: batch.grow([0], 5, step=step),
+        lambda: batch.step([0], [1], step=step),
+        lambda: batch.grow([0], 0, 1, step=step),
+    ):
+        with refused(lambda: (flight_state(batch), step.rows.tolist()), ArgumentError, r"row 0 \(at 0\) is in the step already"):
+            call()
+    batch.resolve(step, [], [0])
+    assert counts_of(batch) == (9, 4, 0)
+
+
 RESOLVED: dict[str, tuple[list[Any], type[Exception]]] = {
     "too few tokens": ([[1], [1, 1]], ArgumentError),
     "too many tokens": ([[1, 2, 3], [1, 1]], ArgumentError),
