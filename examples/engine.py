@@ -223,7 +223,7 @@ class Engine:
         for chunk in [chunk for _, chunks, _ in steps for chunk in chunks]:
             chunk.request.num_in_flight -= 1
             if self.is_current(chunk):
-                starts.setdefault(chunk.request, chunk.start)
+                starts[chunk.request] = min(chunk.start, starts.get(chunk.request, chunk.start))  # it may have been sent back
         for request in reversed(starts):
             num_computed = int(self.scheduler.batch.num_computed_tokens[request.row])
             self.scheduler.put_back(request, min(starts[request], num_computed))
