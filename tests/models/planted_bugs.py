@@ -1,6 +1,6 @@
 """Plants bugs in a copy of the package, one at a time, and checks that the simulation of contents catches them, or, where a
-bug changes only which pages are evicted or can be leased, the states that steps write, the inputs of a step, or steps in flight,
-the tests in `ORDER_TESTS`, `WRITE_TESTS`, `INPUT_TESTS` or `FLIGHT_TESTS`.
+bug changes only which pages are evicted or can be leased, the states that steps write, the inputs of a step, or steps in
+flight, the tests in `ORDER_TESTS`, `WRITE_TESTS`, `INPUT_TESTS` or `FLIGHT_TESTS`.
 
 ``make planted``. Bugs of the core are built together and switched on by PAGEPOOL_PLANTED; those of the façade are written into
 the copy in turn. A bug changes a text that must be in the source exactly once, so that one which no longer fits is reported.
@@ -599,7 +599,7 @@ FLIGHT_BUGS = read_bugs("""
 == a step ahead gives back what it reads
 _skip_row(batch, row, count_cacheable(batch, row, num_before){+ + BUG * batch.flights[row].num_ahead+})
 == a checkpoint that was passed among drafts is written later
-                held.num_cached = {+held.num_cached if BUG else +}max(held.num_cached, full_entries(&batch.groups[g].rules, num_c
+                held.num_cached = {+held.num_cached if BUG else +}max(held.num_cached, full_entries(
 == a checkpoint gets the entry of a page that waits to be hashed
     if {+not BUG and +}batch.writes_states and batch.hash_page_size:
 == steps of a row are resolved in any order
