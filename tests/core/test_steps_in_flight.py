@@ -348,7 +348,9 @@ def test_a_row_is_in_a_step_once() -> None:
         lambda: batch.step([0], [1], step=step),
         lambda: batch.grow([0], 0, 1, step=step),
     ):
-        with refused(lambda: (flight_state(batch), step.rows.tolist()), ArgumentError, r"row 0 \(at 0\) is in the step already"):
+        with refused(
+            lambda: (flight_state(batch), step.rows.tolist()), ArgumentError, r"row 0 \(at 0\) is in the step already"
+        ):
             call()
     batch.resolve(step, [], [0])
     assert counts_of(batch) == (9, 4, 0)
