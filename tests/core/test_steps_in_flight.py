@@ -581,7 +581,7 @@ def test_steps_in_flight_read_what_was_computed(setting: Setting, caches: str) -
 @pytest.mark.parametrize("setting", FLIGHT_SETTINGS, ids=lambda setting: setting.name)
 def test_late_caching_hits_as_much_where_no_prompts_share_a_step(setting: Setting) -> None:
     """One request runs after another."""
-    for seed in range(scale(6)):
+    for seed in range(scale(3)):
         engines = [
             FlightEngine(setting, seed, 0, seed % 3, caches, has_tier=False, num_rows=1, may_fail=False) for caches in CACHES
         ]
