@@ -211,9 +211,9 @@ class Scheduler:
         self.batch.append([request.row for request in requests], [request.token_ids[-1] for request in requests])
 
     def finish(self, requests: Sequence[Request]) -> None:
-        """Release finished requests."""
-        rows = [request.row for request in requests]
-        self.batch.release(rows)
+        """Release finished requests. A step in flight may fail, so the last token that it computes is not to be hit."""
+        rows, num_computed = [request.row for request in requests], self.batch.num_computed_tokens
+        self.batch.release(rows, [int(num_computed[request.row]) - (request.num_in_flight > 0) for request in requests])
         self.free_rows.extend(rows)
         for request in requests:
             self.running.remove(request)
