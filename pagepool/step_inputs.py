@@ -46,7 +46,7 @@ class StepInputs(InputArrays):
     ``starts``           [n]         position of each row's first token                 0
     ``page_ids``         [n, pages]  the row of the page table, by group                0
     ``state_pages``      [n]         working pages, by group                            0
-    ``order``            [n]         index of each row in ``step.rows``, or in the call 0
+    ``order``            [n]         index of each row in ``step.rows``                 0
     ``distribution``     [3]         rows with one token, the same again, and all rows
     ``sources``          [n]         where the step before samples a row's first token  -1
     ===================  ==========  =================================================  ==================
