@@ -320,7 +320,8 @@ cdef inline FaultKind read_call(const Source *source, const Growth *growth, Span
     cdef int32_t num_new = growth.num_new_tokens.values[0] if growth.num_grown else 0
     cdef int32_t row, start, stop, num_computed
     cdef Py_ssize_t i, n = growth.num_grown
-    memcpy(out.rows, rows, n * sizeof(int32_t))
+    if n:
+        memcpy(out.rows, rows, n * sizeof(int32_t))
     for i in range(n if batch.num_calls != growth.num_calls else 0):
         if not is_last_step(batch, growth, i):
             at[0] = i

@@ -1900,7 +1900,7 @@ cdef int refuse_step_ahead(RunningRows running, int32_t row, Py_ssize_t at, int3
     if not 0 < flight.num_launched - flight.num_told <= batch.max_steps_ahead:
         raise ArgumentError(
             f"row {row} (at {at}): {flight.num_launched - flight.num_told} of its steps that sample a token are not resolved, "
-            f"allowed: 1 to {batch.max_steps_ahead}, which is max_steps_ahead"
+            f"allowed: 1 to {batch.max_steps_ahead}, which is max_steps_ahead; resolve some, or append its token and grow it"
         )
     if num_drafts:
         check_drafts(batch, f"row {row} (at {at})", num_drafts)
