@@ -69,7 +69,7 @@ class OracleTogether(Direct, OracleCalls, OracleRows):
         entry = self.pool.entry_of_page.get(page_id)
         return None if entry is None else self.pool.get_cached_page(entry[0], [entry[1]])
 
-    def probe(self, token_ids: list[int]) -> int:
+    def probe_request(self, token_ids: list[int]) -> int:
         """Make a look-up that is not counted."""
         counts, request = self.manager.page_pool.counts.copy(), Request("probe", token_ids)
         num_hit_tokens = self.manager.get_computed_pages(request)[1]
@@ -86,7 +86,7 @@ class PackageTogether(Direct, PackageCalls, BatchRows):
         pages = page_hash and self.pool.get_cached_page(page_hash.page_hash, [page_hash.group_id])
         return pages and [page.page_id for page in pages]
 
-    def probe(self, token_ids: list[int]) -> int:
+    def probe_request(self, token_ids: list[int]) -> int:
         return self.manager.probe(Request("probe", token_ids)).num_hit_tokens
 
 
@@ -221,7 +221,7 @@ class Together(Acting):
 
     @rule(rng=randoms)
     def probe(self, rng: Random) -> None:
-        self.twins.call("probe", rng.choice(self.workload.families)[: rng.randint(1, self.workload.max_tokens - 1)])
+        self.twins.call("probe_request", rng.choice(self.workload.families)[: rng.randint(1, self.workload.max_tokens - 1)])
 
     @rule(name=st.sampled_from(sorted(MISTAKES)))
     def make_mistake(self, name: str) -> None:

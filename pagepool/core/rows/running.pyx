@@ -559,7 +559,7 @@ cdef class RunningRows:
         cdef ResolveFault fault = RESOLVABLE
         refuse_negative(tokens.ids, tokens.num, 0)
         places.reserve(n)
-        self.acquire_locks()
+        lock_for(self, ended, "step")
         for call in calls:
             resolution = resolution_of(call, numbers, places.ids + first, first)
             fault = check_resolution(&self.batch, &resolution, &at)
@@ -598,7 +598,7 @@ cdef class RunningRows:
         cdef Py_ssize_t num_left = 0
         cdef bint is_due
         list_admitted(calls, admitted, hits)
-        self.acquire_locks()
+        lock_for(self, step, "result")
         count_admitted(&self.batch, admitted, -1)
         for call in calls:
             num_left = count_kept(&self.batch, &call.growth)
@@ -1297,6 +1297,15 @@ cdef bint has_due(RunningRows running, int32_t row, bint counts_writes) noexcept
 
 
 # Steps are resolved, and taken back.
+
+cdef int lock_for(RunningRows running, StepResult step, str name) except -1:
+    """Take all locks for the end of a step, unless another thread has ended it meanwhile."""
+    running.acquire_locks()
+    if step.is_resolved or step.batch is None:
+        running.release_locks()
+        checked_step(running, step, name)
+    return 0
+
 
 cdef Resolution resolution_of(StepResult call, PageIds counts, int32_t *places, Py_ssize_t first) noexcept:
     """Return the resolution of a call whose rows begin at index `first` of the step."""
