@@ -135,7 +135,7 @@ cdef class StepResult:
     @property
     def refusal(self) -> Refusal | None:
         """Why the row behind the first `num_grown` got no pages; None if all have their room. O(1)."""
-        cdef StepResult call = calls_of(self)[::-1][0]
+        cdef StepResult call = self if self.calls is None else self.calls[len(self.calls) - 1]
         return refusal_of(self.store, &call.growth.shortage) if call.growth.num_grown < call.growth.num_rows else None
 
     def __repr__(self):
@@ -1068,7 +1068,7 @@ cdef int make_records(RunningRows running, Py_ssize_t n) except -1:
     running.num_external_tokens = records["num_external"]
     running.batch.flights = <Flight *>new_buffer(running, n, sizeof(Flight) // sizeof(int32_t))
     flights = np.frombuffer(running.buffers[len(running.buffers) - 1], np.int32)
-    running.num_ahead_tokens = flights.reshape(n, sizeof(Flight) // sizeof(int32_t))[:, 1]
+    running.num_ahead_tokens = flights.reshape(n, sizeof(Flight) // sizeof(int32_t))[:, 1]  # the second field of `Flight`
     running.batch.stays = <int64_t *>new_buffer(running, n, sizeof(int64_t) // sizeof(int32_t))
     running.stays = np.frombuffer(running.buffers[len(running.buffers) - 1], np.int64)
     running.batch.rows = <Row *>new_buffer(running, n, sizeof(Row) // sizeof(int32_t))
