@@ -593,7 +593,7 @@ cdef class RunningRows:
         """
         cdef StepResult step = checked_step(self, result, "result"), call = step
         cdef list calls = calls_of(step)[::-1]
-        cdef PageIds admitted = PageIds.__new__(PageIds), hits = PageIds.__new__(PageIds)
+        cdef PageIds admitted = PageIds.__new__(PageIds), hits = PageIds.__new__(PageIds), ids = PageIds.__new__(PageIds)
         cdef Release release = Release(outcome=RELEASED, at=0, page_id=NULL_PAGE)
         cdef Py_ssize_t num_left = 0
         cdef bint is_due
@@ -606,7 +606,7 @@ cdef class RunningRows:
                 break
         count_admitted(&self.batch, admitted, 1)
         if num_left == 0 and admitted.num:
-            release = release_rows(self, admitted, hits, NO_TERMS, None)
+            release = release_rows(self, admitted, hits, NO_TERMS, ids, None)
         if num_left == 0 and release.outcome == RELEASED:
             for call in calls:
                 if not call.growth.is_admission:
@@ -677,14 +677,14 @@ cdef class RunningRows:
         number of seconds; DoubleFreeError if somebody else gave one of the pages back. O(pages).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
-        cdef PageIds counts = None, page_terms = None, row_terms = NO_TERMS
+        cdef PageIds ids = PageIds.__new__(PageIds), counts = None, page_terms = None, row_terms = NO_TERMS
         cdef Release release
         if num_computed_tokens is not None:
             counts = as_amounts(num_computed_tokens, "num_computed_tokens", row_ids.num)
         if seconds is not None:
             row_terms, page_terms = as_terms(seconds, row_ids.num), PageIds.__new__(PageIds)
         self.acquire_locks()
-        release = release_rows(self, row_ids, counts, row_terms, page_terms)
+        release = release_rows(self, row_ids, counts, row_terms, ids, page_terms)
         self.release_locks()
         refuse_release(self, row_ids, counts, &release)
 
@@ -1337,11 +1337,12 @@ cdef void count_admitted(Batch *batch, PageIds admitted, int32_t change) noexcep
 
 # Release and exchange of rows.
 
-cdef Release release_rows(RunningRows running, PageIds rows, PageIds counts, PageIds row_terms, PageIds page_terms) noexcept:
+cdef Release release_rows(
+    RunningRows running, PageIds rows, PageIds counts, PageIds row_terms, PageIds ids, PageIds page_terms
+) noexcept:
     """Give back the pages of rows, and make the rows free, or change nothing. `counts` are their computed tokens, if they were
-    given, and `page_terms` has room for terms, if there are any. The locks are held.
+    given; `ids` takes the pages, and `page_terms` their terms, if there are any. The locks are held.
     """
-    cdef PageIds ids = PageIds.__new__(PageIds)
     cdef Amounts computed = Amounts(values=NULL, stride=0)
     cdef Amounts terms = amounts_in(row_terms)
     cdef Py_ssize_t num_right, num_staying = 0, bad
