@@ -418,13 +418,18 @@ def run_transfers(batch: RunningBatch) -> None:
         batch._manager.complete_transfers(number)
 
 
-def test_a_probe_reaches_the_tier() -> None:
-    manager = make_manager(FULL, num_pages=9, host_tier=HostTier(num_pages=40))
-    batch = make_batch(manager)
-    for tokens in (PROMPT[:32], [9] * 32):
+def run_one_by_one(batch: RunningBatch, *prompts: list[int]) -> None:
+    """Cache prompts one after another, which sends pages of the first ones to the tier."""
+    for tokens in prompts:
         batch.admit(0, tokens)
         batch.release([0])
         run_transfers(batch)
+
+
+def test_a_probe_reaches_the_tier() -> None:
+    manager = make_manager(FULL, num_pages=9, host_tier=HostTier(num_pages=40))
+    batch = make_batch(manager)
+    run_one_by_one(batch, PROMPT[:32], [9] * 32)
     assert manager.probe(EngineRequest("probe", PROMPT[:33])).num_hit_tokens == 32
     before = batch_state(batch)
     assert batch.probe(1, PROMPT[:33]) == 32
@@ -440,10 +445,7 @@ def test_a_probe_reaches_the_tier() -> None:
 def test_a_probe_of_more_than_the_pool_can_load() -> None:
     manager = make_manager(FULL, num_pages=9, host_tier=HostTier(num_pages=40))
     batch = make_batch(manager)
-    for tokens in (PROMPT[:32], [9] * 32):
-        batch.admit(0, tokens)
-        batch.release([0])
-        run_transfers(batch)
+    run_one_by_one(batch, PROMPT[:32], [9] * 32)
     small = make_batch(manager, data_parallel_size=3)
     assert [small.probe(0, PROMPT[:33], dp_shard=shard) for shard in (None, 0, 1)] == [32, 0, 0]
 
@@ -565,10 +567,7 @@ def test_loads_that_never_fit_beside_the_rest() -> None:
     """The prefix is in the tier; with the tokens behind it the request is larger than the pool, whatever runs."""
     manager = make_manager(FULL, num_pages=9, host_tier=HostTier(num_pages=40))
     batch = make_batch(manager)
-    for tokens in (PROMPT[:32], [9] * 32):
-        batch.admit(0, tokens)
-        batch.release([0])
-        run_transfers(batch)
+    run_one_by_one(batch, PROMPT[:32], [9] * 32)
     batch.admit(0, [7] * 9)
     with refused(lambda: batch_state(batch), RequestTooLargeError, "row 1 needs 9 pages at once, the pool has 8"):
         batch.admit(1, PROMPT[:36])
@@ -583,10 +582,7 @@ def test_loads_are_tried_again_once_they_fit() -> None:
     """Hits that others hold need no page, so a refusal for loads does not count them."""
     manager = make_manager(FULL, num_pages=13, host_tier=HostTier(num_pages=40))
     batch = make_batch(manager)
-    for tokens in (PROMPT[:40], [9] * 48):
-        batch.admit(0, tokens)
-        batch.release([0])
-        run_transfers(batch)
+    run_one_by_one(batch, PROMPT[:40], [9] * 48)
     batch.admit(0, PROMPT[:20])  # loads four pages, of which another row hits
     run_transfers(batch)
     batch.admit(2, [7] * 22, look_up=False)

@@ -264,7 +264,7 @@ cdef class RowRequest:
         cdef bint has_pages = False, has_room = True, is_right = True
         refusal.hits, refusal.num_tokens, refusal.shard = hits, self.tokens.num_known, self.shard
         loads.short_bank = NO_BANK
-        rows.acquire_locks()
+        lock_for(rows, self.step, "step")
         try:
             batch.rows[self.row].shard = self.shard
             num_changes = count_changes(batch.pool)

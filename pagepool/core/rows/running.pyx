@@ -1148,7 +1148,7 @@ cdef StepResult run_growth(
     if growth.num_rows == 0:
         return result if head is None else add_call(head, result)
     reserve_rows_of(running, growth, is_ahead)
-    running.acquire_locks()
+    lock_for(running, head, "step")
     assert running.batch.waiting.num_to_hash == 0
     if exceptional(is_ahead):
         num_right = launch_ahead(&running.batch, growth)
@@ -1299,9 +1299,11 @@ cdef bint has_due(RunningRows running, int32_t row, bint counts_writes) noexcept
 # Steps are resolved, and taken back.
 
 cdef int lock_for(RunningRows running, StepResult step, str name) except -1:
-    """Take all locks for the end of a step, unless another thread has ended it meanwhile."""
+    """Take all locks for a call that changes a step, or for one without a step (None). Raise if another thread has ended the
+    step meanwhile.
+    """
     running.acquire_locks()
-    if step.is_resolved or step.batch is None:
+    if step is not None and (step.is_resolved or step.batch is None):
         running.release_locks()
         checked_step(running, step, name)
     return 0
