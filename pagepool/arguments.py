@@ -22,6 +22,7 @@ __all__ = [
     "read_count",
     "refuse_incomplete",
     "require_callable",
+    "require_choice",
     "require_flag",
     "require_group_ids",
     "require_int",
@@ -130,6 +131,13 @@ def require_callable(name: str, value: T) -> T:
     """Return `value`. Raise ArgumentTypeError unless it is callable."""
     if not callable(value):
         raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: a callable")
+    return value
+
+
+def require_choice(name: str, value: Any, first: str, second: str) -> str:
+    """Return `value`. Raise ArgumentError unless it is one of two words."""
+    if not isinstance(value, str) or value not in (first, second):
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: {first} or {second}")
     return value
 
 

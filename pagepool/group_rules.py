@@ -5,8 +5,8 @@ from math import gcd, lcm
 from typing import Any, NamedTuple
 
 from pagepool._core import CacheGroups, PageRules
-from pagepool.arguments import require_int, require_token_counts
-from pagepool.errors import ArgumentError, shown
+from pagepool.arguments import require_choice, require_int, require_token_counts
+from pagepool.errors import ArgumentError
 from pagepool.page_pool.snapshot import Configuration
 from pagepool.retention import Retention
 from pagepool.specs import CacheGroupSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
@@ -110,8 +110,7 @@ def _find_boundaries(
     """Return the multiple, the slack and the interval of boundaries for the core; None where all window pages stay, and
     no states are written at boundaries, with `state_interval`.
     """
-    if not isinstance(windows, str) or windows not in ("all", "ends"):
-        raise ArgumentError(f"windows: got {shown(windows)}, allowed: all or ends")
+    require_choice("windows", windows, "all", "ends")
     has_windows = any(map(window_of, specs))
     if has_windows and windows == "all" and state_interval is not None:
         raise ArgumentError('windows: got all, allowed for states with checkpoints="ends", where requests resume: ends')

@@ -56,6 +56,7 @@ from pagepool.arguments import (
     id_of,
     read_count,
     refuse_incomplete,
+    require_choice,
     require_flag,
     require_int,
     require_name,
@@ -117,8 +118,7 @@ class HostTier:
         its computation and each hit. `eviction` is the tier's own policy, with several pools that of its first part. Raise
         ArgumentError for other values.
         """
-        if not isinstance(policy, str) or policy not in ("write_back", "write_through"):
-            raise ArgumentError(f"policy: got {shown(policy)}, allowed: write_back or write_through")
+        require_choice("policy", policy, "write_back", "write_through")
         self.num_pages = (
             {name: require_int(f"num_pages[{name!r}]", size, MIN_PAGES, MAX_SIZE) for name, size in num_pages.items()}
             if isinstance(num_pages, Mapping) and num_pages
@@ -263,8 +263,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         keep_token_ids = require_flag("keep_token_ids", keep_token_ids)
         self.enable_caching = require_flag("enable_caching", enable_caching) and len(kv_cache_groups) > 0
         use_eagle = require_flag("use_eagle", use_eagle)
-        if not isinstance(caches, str) or caches not in ("scheduled", "computed"):
-            raise ArgumentError(f"caches: got {shown(caches)}, allowed: scheduled or computed")
+        require_choice("caches", caches, "scheduled", "computed")
         if retention is not None and not isinstance(retention, Retention):
             raise ArgumentTypeError(f"retention: got {type(retention).__name__}, allowed: Retention, or None")
         if host_tier is not None and not isinstance(host_tier, HostTier):

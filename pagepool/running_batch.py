@@ -32,7 +32,7 @@ from pagepool._core import (
     Transfers,
     check_holders,
 )
-from pagepool.arguments import MAX_SIZE, require_flag, require_int
+from pagepool.arguments import MAX_SIZE, require_choice, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import RequestExtraKeys, encode_extra_keys, list_features
 from pagepool.host_table import HostTable, HostTables
@@ -125,10 +125,8 @@ class RunningBatch(RunningRows):
         require_states(manager.pools, manager.kv_cache_groups, tables[0].page_table_cpu.shape[0])
         if manager.enable_caching and not manager._registry.hasher.is_native:
             raise ArgumentError("manager: got one with another hash_algo, allowed with caching: 'siphash128'")
-        if writes not in ("ends", "anywhere"):
-            raise ArgumentError(f"writes: got {shown(writes)}, allowed: ends or anywhere")
-        if caches not in ("scheduled", "computed"):
-            raise ArgumentError(f"caches: got {shown(caches)}, allowed: scheduled or computed")
+        require_choice("writes", writes, "ends", "anywhere")
+        require_choice("caches", caches, "scheduled", "computed")
         super().__init__(
             manager._store,
             tables,
@@ -372,8 +370,8 @@ class RunningBatch(RunningRows):
         cut, moved or released since, for a set whose step is not resolved, for rows that are not admitted, pending or repeated,
         for a row without tokens or with a token without a page, for more tokens or rows than there is room for, for too few
         drafts, and with the field ``sources`` for a row whose token is sampled by another step than the one filled before;
-        RowIndexError outside the table; ArgumentTypeError for other types. Nothing has been written
-        then. O(tokens + rows), and with ``page_ids`` O(pages), native; it allocates nothing.
+        RowIndexError outside the table; ArgumentTypeError for other types. Nothing has been written then. O(tokens + rows), and
+        with ``page_ids`` O(pages), native; it allocates nothing.
         """
         if not isinstance(out, InputArrays):
             raise ArgumentTypeError(f"out: got {type(out).__name__}, allowed: StepInputs")

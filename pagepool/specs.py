@@ -16,7 +16,7 @@ from typing import Any, Self, cast
 
 import numpy as np
 
-from pagepool.arguments import MAX_SIZE, as_list, require_flag, require_int
+from pagepool.arguments import MAX_SIZE, as_list, require_choice, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 
 __all__ = [
@@ -362,8 +362,7 @@ class MambaSpec(CacheSpec):
         checked = tuple(tuple(require_int("a dimension in shapes", each, 1, MAX_SIZE) for each in shape) for shape in shapes)
         if any(type(each) is not int for shape in shapes for each in shape):
             object.__setattr__(self, "shapes", checked)
-        if self.checkpoints not in ("multiples", "ends"):
-            raise ArgumentError(f"checkpoints: got {shown(self.checkpoints)}, allowed: multiples or ends")
+        require_choice("checkpoints", self.checkpoints, "multiples", "ends")
         state_bytes = num_bytes(self.num_elements, self.dtype)
         if self.page_size_padded is not None:
             padded = require_int("page_size_padded", self.page_size_padded, state_bytes, MAX_SIZE)

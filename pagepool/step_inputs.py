@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import INPUT_FIELDS, InputArrays
-from pagepool.arguments import as_list, require_flag, require_int
+from pagepool.arguments import as_list, require_choice, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.host_table import HostTables
 from pagepool.running_batch import RunningBatch
@@ -110,8 +110,7 @@ class StepInputs(InputArrays):
         """
         if not isinstance(source, RunningBatch | HostTables):
             raise ArgumentTypeError(f"source: got {type(source).__name__}, allowed: RunningBatch or MultiGroupPageTable")
-        if order not in ("given", "decodes"):
-            raise ArgumentError(f"order: got {shown(order)}, allowed: given or decodes")
+        require_choice("order", order, "given", "decodes")
         num_tokens, num_reqs = require_int("num_tokens", num_tokens, 1), require_int("num_reqs", num_reqs, 1)
         depth = require_int("depth", depth, 1, MAX_DEPTH)
         tables, is_state = _groups_of(source)
