@@ -340,6 +340,13 @@ def test_no_row_shares_a_page_that_is_neither_held_nor_free() -> None:
     pool.check()
 
 
+def test_no_checkpoints_depend_on_a_group() -> None:
+    """An empty list of groups has no memory: UndefinedBehaviorSanitizer reported a copy of no bytes from it."""
+    pool = PagePool(8, enable_caching=True)
+    pool.store.drop_dependents(0, [])
+    pool.check()
+
+
 def test_hashes_are_not_cut_before_the_first() -> None:
     chain = HashChain(1, bytes(16))
     hashes = RequestHashes(object(), chain)

@@ -1,6 +1,14 @@
-# Arrays that grow. Always: an array without memory has no capacity, and a failed change leaves the array as it is.
+# Copies, and arrays that grow. Always: an array without memory has no capacity, and a failed change leaves the array as it is.
+
+from libc.string cimport memcpy
 
 from pagepool.core.base.platform cimport *
+
+
+cdef inline void copy_bytes(void *target, const void *source, size_t size) noexcept nogil:
+    """Copy bytes. An array without items may be NULL, which memcpy must not get, so nothing is copied from or to it."""
+    if size:
+        memcpy(target, source, size)
 
 
 cdef inline bint resize(void **memory, size_t size) noexcept nogil:

@@ -11,9 +11,8 @@
 # The caller holds the store's lock. A function that can fail checks its whole list first, or undoes what it did.
 
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
-from libc.string cimport memcpy
 
-from pagepool.core.base cimport GUARDS, fetch
+from pagepool.core.base cimport GUARDS, copy_bytes, fetch
 from pagepool.core.pool.index cimport *
 from pagepool.core.pool.queue cimport *
 from pagepool.core.pool.residency cimport *
@@ -533,8 +532,7 @@ cdef inline void _keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens
         n = 0
     kept = pool.page_tokens + page_id * pool.tokens_width
     kept[0] = <int32_t>n
-    if n:
-        memcpy(kept + 1, tokens, n * sizeof(int32_t))
+    copy_bytes(kept + 1, tokens, n * sizeof(int32_t))
 
 
 # Uncache. A page loses its entry: `uncache` where it gets other content, or a twin has the same; `uncache_everywhere` where the

@@ -8,7 +8,8 @@ from libc.stdint cimport INT32_MAX, INT64_MAX, uint8_t, uint32_t
 from libc.string cimport memcpy
 
 from pagepool.core.base cimport (
-    GIL_DISABLED, MAX_GROUP, MAX_PAGES, STORE_LOCK, delist_lock, enlist_lock, go_on, let_others_run, reserve_items, resize,
+    GIL_DISABLED, MAX_GROUP, MAX_PAGES, STORE_LOCK, copy_bytes, delist_lock, enlist_lock, go_on, let_others_run, reserve_items,
+    resize,
 )
 from pagepool.core.pool.leases cimport *
 from pagepool.core.values cimport (
@@ -369,7 +370,7 @@ cdef class PageStore:
         with self.lock:
             has_room = resize(<void **>&self.pool.dependents.state_groups, max(1, groups.num) * sizeof(int32_t))
             if has_room:
-                memcpy(self.pool.dependents.state_groups, groups.ids, groups.num * sizeof(int32_t))
+                copy_bytes(self.pool.dependents.state_groups, groups.ids, groups.num * sizeof(int32_t))
                 self.pool.dependents.group, self.pool.dependents.num = checked, <int32_t>groups.num
         if not has_room:
             raise MemoryError(f"{groups.num} groups")

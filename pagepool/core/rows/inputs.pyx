@@ -7,9 +7,9 @@ from cpython.buffer cimport (
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
-from libc.string cimport memcpy, memset
+from libc.string cimport memset
 
-from pagepool.core.base cimport MAX_TOKENS
+from pagepool.core.base cimport MAX_TOKENS, copy_bytes
 from pagepool.core.rows.running cimport *
 from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.values cimport explained, int32_of, require_matrix
@@ -115,7 +115,7 @@ cdef struct Fault:
 cdef inline void copy_values(Value *out, const int32_t *values, Py_ssize_t n) noexcept nogil:
     cdef Py_ssize_t i
     if Value is int32_t:
-        memcpy(out, values, n * sizeof(int32_t))
+        copy_bytes(out, values, n * sizeof(int32_t))
     else:
         for i in range(n):
             out[i] = values[i]
@@ -320,8 +320,7 @@ cdef inline FaultKind read_call(const Source *source, const Growth *growth, Span
     cdef int32_t num_new = growth.num_new_tokens.values[0] if growth.num_grown else 0
     cdef int32_t row, start, stop, num_computed
     cdef Py_ssize_t i, n = growth.num_grown
-    if n:
-        memcpy(out.rows, rows, n * sizeof(int32_t))
+    copy_bytes(out.rows, rows, n * sizeof(int32_t))
     for i in range(n if batch.num_calls != growth.num_calls else 0):
         if not is_last_step(batch, growth, i):
             at[0] = i

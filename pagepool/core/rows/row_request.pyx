@@ -4,8 +4,9 @@ cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
-from libc.string cimport memcpy, memset
+from libc.string cimport memset
 
+from pagepool.core.base cimport copy_bytes
 from pagepool.core.holding cimport (
     FITS, Demand, Hits, Query, attach, begin_boundaries, copy_states, count_attached, count_external_tokens,
     count_junction_tokens, count_state_hits, fetch_hits, find_any_excess, find_first_hit_page, fit_or_adopt, list_hits, price,
@@ -219,7 +220,7 @@ cdef class RowRequest:
         assert batch.records[self.row].is_claimed and not batch.records[self.row].is_admitted
         batch.records[self.row].num_hashed = <int32_t>num_kept
         start = num_kept * batch.hash_page_size
-        memcpy(tokens_of(batch, self.row) + start, tokens.ids + start, (tokens.num - start) * sizeof(int32_t))
+        copy_bytes(tokens_of(batch, self.row) + start, tokens.ids + start, (tokens.num - start) * sizeof(int32_t))
         if batch.hash_page_size:
             if extra_keys and not has_same_keys:
                 self.set_extra_keys(extra_keys)

@@ -8,7 +8,7 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 from libc.string cimport memcpy, memset
 
-from pagepool.core.base cimport BATCH_LOCK, CACHE_LINE, UNKNOWN, delist_lock, enlist_lock, exceptional, keep_sparse
+from pagepool.core.base cimport BATCH_LOCK, CACHE_LINE, UNKNOWN, copy_bytes, delist_lock, enlist_lock, exceptional, keep_sparse
 from pagepool.core.holding cimport (
     FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, awaits_copies, copy_ids, count_places, draw_references,
     drop_copies, find_fork_shortage, find_overdrawn, find_short_bank, find_wrong, fork_group, give_back_behind, has_copies,
@@ -1546,8 +1546,8 @@ cdef void fork_row(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nog
     cdef int32_t g
     assert batch.records[source].is_admitted and not batch.records[source].num_external
     assert not record.is_claimed and batch.rows[row].context == 0 and new.session == NO_SESSION and new.held.num_pages == 0
-    memcpy(tokens_of(batch, row), tokens_of(batch, source), batch.records[source].num_tokens * sizeof(int32_t))
-    memcpy(digests_of(batch, row), digests_of(batch, source), batch.records[source].num_hashed * sizeof(Digest))
+    copy_bytes(tokens_of(batch, row), tokens_of(batch, source), batch.records[source].num_tokens * sizeof(int32_t))
+    copy_bytes(digests_of(batch, row), digests_of(batch, source), batch.records[source].num_hashed * sizeof(Digest))
     record[0] = batch.records[source]
     record.stamp = batch.stamp
     batch.num_admitted += 1

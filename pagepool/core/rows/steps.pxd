@@ -4,9 +4,8 @@
 # ended since, or whose computed tokens were cut, gets none: its place is `GONE`.
 
 from libc.stdint cimport int32_t, int64_t
-from libc.string cimport memcpy
 
-from pagepool.core.base cimport rare
+from pagepool.core.base cimport copy_bytes, rare
 from pagepool.core.holding cimport full_entries, is_state, keeps_checkpoints
 from pagepool.core.rows.batch cimport *
 
@@ -206,8 +205,7 @@ cdef inline bint _are_plain(const Batch *batch, const Resolution *resolution) no
         return False
     if growth.num_grown and (resolution.counts.stride or resolution.counts.values[0] != 1):
         return False
-    if n:
-        memcpy(places, growth.grown_rows, n * sizeof(int32_t))
+    copy_bytes(places, growth.grown_rows, n * sizeof(int32_t))
     for i in range(n if growth.launches != NULL else 0):  # no early exit, so that it is fast
         row = places[i]
         is_any_wrong |= (stays[row] == 0) | (stays[row] > num_stays) | (records[row].num_tokens >= max_num_tokens)
@@ -309,8 +307,8 @@ cdef inline const int32_t *resolve_rows(
         record, flight = &records[row], &flights[row]
         if num == 1:  # a copy of known size
             known[row * stride + record.num_tokens] = token_ids[0]
-        elif num:
-            memcpy(known + row * stride + record.num_tokens, token_ids, num * sizeof(int32_t))
+        else:
+            copy_bytes(known + row * stride + record.num_tokens, token_ids, num * sizeof(int32_t))
         token_ids += num
         record.num_tokens += num
         if launches == NULL:

@@ -8,7 +8,9 @@
 # - A row with a dirty segment is dirty in `is_row_dirty`; a segment begins at a multiple of 64, or ends with the row.
 
 from libc.stdint cimport int32_t, int64_t, uint8_t
-from libc.string cimport memcpy, memset
+from libc.string cimport memset
+
+from pagepool.core.base cimport copy_bytes
 
 cdef enum:
     SEGMENT = 64              # columns sent to the device together
@@ -49,8 +51,8 @@ cdef inline void write_ids(
             table.page_ids[row * table.num_columns + start + i] = max(0, ids[i] - offset)
     elif n == 1:
         table.page_ids[row * table.num_columns + start] = ids[0]
-    elif n:  # without ids the pointer is NULL, which memcpy must not get
-        memcpy(table.page_ids + row * table.num_columns + start, ids, n * sizeof(int32_t))
+    else:
+        copy_bytes(table.page_ids + row * table.num_columns + start, ids, n * sizeof(int32_t))
     table.num_pages[row] = <int32_t>(start + n)
     set_dirty(table, row, start, start + n)
 

@@ -5,9 +5,8 @@ from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBuffer_Release, 
 from cpython.long cimport PyLong_CheckExact
 from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport int64_t
-from libc.string cimport memcpy
 
-from pagepool.core.base cimport GIL_DISABLED, MAX_PAGES, find_negative, reserve_items
+from pagepool.core.base cimport GIL_DISABLED, MAX_PAGES, copy_bytes, find_negative, reserve_items
 from pagepool.core.values.arguments cimport *
 
 import numpy as np
@@ -69,8 +68,7 @@ cdef class PageIds:
     cdef void put(self, const int32_t *ids, Py_ssize_t n) noexcept:
         """Append ids. There is room."""
         assert n >= 0 and self.num + n <= self.capacity
-        if n:
-            memcpy(self.ids + self.num, ids, n * sizeof(int32_t))
+        copy_bytes(self.ids + self.num, ids, n * sizeof(int32_t))
         self.num += n
 
     cdef int add(self, const int32_t *ids, Py_ssize_t n) except -1:
