@@ -44,6 +44,8 @@ SECTIONS = (
     Section("Prometheus", "stats.prometheus", False),
     Section("Copies on the device", "page_copies", False),
     Section("Pages in host memory", "host_pages", False),
+    Section("Stores", "stores", False),
+    Section("Bytes of stored pages", "stores.frames", False),
     Section("Traces, plans and fleets", "replay", False),
     Section("EasyDeL", "compat.easydel", False, (*ADAPTER, "VERSION")),
     Section("vLLM", "compat.vllm", False, (*ADAPTER, "VERSIONS", "EVICTION_VARIABLE", "check", "report", "Report")),

@@ -24,7 +24,7 @@ from pagepool.errors import CompatError
 
 __all__ = ["Problem", "inspect_core", "inspect_engines", "inspect_extras", "inspect_jax", "inspect_versions"]
 
-EXTRAS = ("jax", "torch", "events", "metrics", "replay", "plan", "fleet")
+EXTRAS = ("jax", "torch", "events", "metrics", "replay", "plan", "store", "fleet")
 """Extras for users, without those for developers."""
 
 REQUIREMENT = re.compile(r"""(?P<name>[\w.-]+)(?:>=(?P<least>[\d.]+))?[^;]*;.*\bextra == ['"](?P<extra>[\w-]+)['"]""")

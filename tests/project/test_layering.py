@@ -31,10 +31,12 @@ OPTIONAL = ENGINES | {
     "hypothesis",
     "matplotlib",
     "msgspec",
+    "obstore",
     "prometheus_client",
     "ray",
     "rich",
     "torch",
+    "xxhash",
     "zmq",
 }
 # These are imported on first use themselves.
