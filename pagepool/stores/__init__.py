@@ -4,6 +4,7 @@ A `Store` is anything with the six methods of the protocol. `pagepool.stores.fra
 pages.
 """
 
+from pagepool.stores.files import FileStore
 from pagepool.stores.protocol import Done, Store
 
-__all__ = ["Done", "Store"]
+__all__ = ["Done", "FileStore", "Store"]

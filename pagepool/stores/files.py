@@ -1,0 +1,356 @@
+"""`FileStore`: objects in files below a folder, one for each key.
+
+A file is written under a temporary name and renamed, so a reader, or a process after a crash, finds it whole or not at all.
+Several processes may share the folder: a file that another process removed is a miss.
+"""
+
+import contextlib
+import itertools
+import os
+import re
+import secrets
+import threading
+import time
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+
+import numpy as np
+
+from pagepool.arguments import require_flag, require_int
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.stores.jobs import (
+    JobStore,
+    Kind,
+    refuse_size,
+    require_drain_seconds,
+    require_keys,
+    require_namespace,
+    split_key,
+)
+
+__all__ = ["FileStore"]
+
+MAX_THREADS = 256
+TEMPORARY = re.compile(r"\.[0-9a-f]{16}-\d+\.tmp")
+"""Temporary names. They begin with a dot, so they are no keys."""
+
+SECONDS_OF_LEFTOVERS = 3600.0
+"""Age at which a temporary file belongs to no living writer."""
+
+SECONDS_BETWEEN_TOUCHES = 60.0
+PARTS_REMOVED = 100
+"""One part of `max_bytes` in this number is removed at once."""
+
+PARTS_LISTED = 16
+"""Files are listed again once this process has written, or removed, one part of `max_bytes` in this number."""
+
+
+class Files:
+    """Files by key."""
+
+    def __init__(self, root: str, fsync: bool, room: "Room") -> None:
+        """Keep files below `root`, and count them in `room`."""
+        self._root, self._fsync, self._room = root, fsync, room
+        self._writer, self._numbers = secrets.token_hex(8), itertools.count()
+
+    def has(self, key: bytes) -> bool:
+        """Whether the file is there."""
+        try:
+            os.stat(f"{self._root}/{split_key(key)}")
+        except FileNotFoundError:
+            return False
+        return True
+
+    def load(self, key: bytes, row: memoryview) -> bool:
+        """Read the file into a row."""
+        path = f"{self._root}/{split_key(key)}"
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            size = read(descriptor, row)
+        finally:
+            os.close(descriptor)
+        if size != len(row):
+            raise refuse_size(path, size if size < len(row) else f"over {len(row)}", row)
+        return True
+
+    def save(self, key: bytes, row: memoryview) -> None:
+        """Write a row to the file."""
+        path = f"{self._root}/{split_key(key)}"
+        folder = os.path.dirname(path)
+        temporary = f"{folder}/.{self._writer}-{next(self._numbers)}.tmp"
+        try:
+            try:
+                descriptor = create(temporary)
+            except FileNotFoundError:
+                os.makedirs(folder, exist_ok=True)
+                descriptor = create(temporary)
+            try:
+                write(descriptor, row)
+                if self._fsync:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        self._room.add(len(row))
+
+    def touch(self, key: bytes) -> None:
+        """Set the time of the file's last use."""
+        with contextlib.suppress(OSError):
+            os.utime(f"{self._root}/{split_key(key)}")
+
+
+def create(path: str) -> int:
+    """Create a file that only its owner may read, and return its descriptor."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
+
+def read(descriptor: int, row: memoryview) -> int:
+    """Read a file from its start into a row. Return the number of bytes, with one more for a file that is longer."""
+    more = bytearray(1)
+    num_bytes = last = os.readv(descriptor, [row, more])
+    while last and num_bytes < len(row):
+        last = os.readv(descriptor, [row[num_bytes:], more])
+        num_bytes += last
+    return num_bytes
+
+
+def write(descriptor: int, row: memoryview) -> None:
+    """Write a whole row."""
+    num_bytes = os.write(descriptor, row)
+    while num_bytes < len(row):
+        num_bytes += os.write(descriptor, row[num_bytes:])
+
+
+class Room:
+    """The bytes of a folder's files, and the thread that removes the oldest of them.
+
+    The thread lists all files at the start, and again whenever this process has written or removed a sixteenth of `max_bytes`,
+    since other processes may have changed them too. In between it adds up what this process writes.
+    """
+
+    def __init__(self, root: str, max_bytes: int | None) -> None:
+        self._root, self._max_bytes, self._process_id = root, max_bytes, os.getpid()
+        self._lock, self._is_stopped = threading.Lock(), False
+        self._wakes: SimpleQueue[None] = SimpleQueue()  # unlike an event, the garbage collector may put into it at any point
+        self._num_bytes = self._num_written = 0
+        self._limit = max_bytes  # the thread has work beyond this number of bytes
+        self._oldest: deque[tuple[int, int, bytes]] = deque()  # time, size and key of files, for removal
+        self._thread = threading.Thread(target=self._run, name="pagepool-files-room", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def add(self, num_bytes: int) -> None:
+        """Count a written file. A file that it replaced is counted too until the next listing."""
+        if self._max_bytes is None or self._limit is None:
+            return
+        with self._lock:
+            self._num_bytes += num_bytes
+            self._num_written += num_bytes
+            is_due = self._num_bytes > self._limit or self._num_written > self._max_bytes // PARTS_LISTED
+        if is_due:
+            self._wakes.put(None)
+
+    def stop(self) -> None:
+        """Let the thread end. Do nothing in a forked process, which lacks it and must not take its locks."""
+        if os.getpid() == self._process_id:
+            self._is_stopped = True
+            self._wakes.put(None)
+
+    def join(self) -> None:
+        """Wait for the end of the thread."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        self._list_files()
+        while self._max_bytes is not None and not self._is_stopped:
+            self._remove_oldest(self._max_bytes)
+            self._wakes.get()
+            if self._num_written > self._max_bytes // PARTS_LISTED:
+                self._list_files()
+
+    def _list_files(self) -> None:
+        """Count the files, and find the oldest. Remove temporary files whose writer is gone."""
+        with self._lock:
+            self._num_written = 0
+        times, sizes, keys = array("q"), array("q"), []
+        oldest_temporary = time.time() - SECONDS_OF_LEFTOVERS
+        for entry in self._scan():
+            with contextlib.suppress(OSError):  # another process may have removed it
+                if TEMPORARY.fullmatch(entry.name):
+                    if entry.stat(follow_symlinks=False).st_mtime < oldest_temporary:
+                        os.unlink(entry.path)
+                elif self._max_bytes is not None:
+                    key, status = parse_name(entry.name), entry.stat(follow_symlinks=False)
+                    if key is not None:
+                        times.append(status.st_mtime_ns)
+                        sizes.append(status.st_size)
+                        keys.append(key)
+        if self._max_bytes is None:
+            return
+        num_bytes = sum(sizes)
+        with self._lock:
+            self._num_bytes = num_bytes + self._num_written
+        wanted = max(0, num_bytes - self._max_bytes) + self._max_bytes // PARTS_LISTED
+        order = np.argsort(np.asarray(times), kind="stable")
+        stop = int(np.searchsorted(np.cumsum(np.asarray(sizes)[order]), wanted)) + 1
+        self._oldest = deque((times[i], sizes[i], keys[i]) for i in order[:stop].tolist())
+
+    def _scan(self) -> Iterator["os.DirEntry[str]"]:
+        """Yield the files of all folders, until the thread is stopped. A folder that cannot be read has none."""
+        folders = (f"{self._root}/{number:02x}" for number in range(256))
+        for folder in folders:
+            with contextlib.suppress(OSError), os.scandir(folder) as entries:
+                for entry in entries:
+                    if self._is_stopped:
+                        return
+                    if entry.is_file(follow_symlinks=False):
+                        yield entry
+
+    def _remove_oldest(self, max_bytes: int) -> None:
+        """Remove the files unused for longest if there are too many bytes, until a hundredth of the bytes is free."""
+        goal = max_bytes - max_bytes // PARTS_REMOVED if self._num_bytes > max_bytes else max_bytes
+        has_removed = True
+        while self._num_bytes > goal and not self._is_stopped:
+            if not self._oldest:
+                if has_removed:
+                    self._list_files()
+                if not has_removed or not self._oldest or self._num_bytes <= max_bytes:
+                    break
+                has_removed = False
+            removed = self._remove(*self._oldest.popleft())
+            has_removed = has_removed or removed > 0
+            with self._lock:
+                self._num_bytes -= removed
+        with self._lock:
+            # What cannot be removed must not be tried again for every file written.
+            self._limit = max(max_bytes, self._num_bytes + max_bytes // PARTS_REMOVED)
+
+    def _remove(self, last_use: int, size: int, key: bytes) -> int:
+        """Remove a file unless it was used since it was listed. Return the bytes that are gone."""
+        path = f"{self._root}/{split_key(key)}"
+        try:
+            if os.stat(path).st_mtime_ns != last_use:
+                return 0
+            os.unlink(path)
+        except FileNotFoundError:  # removed by another process
+            return size
+        except OSError:
+            return 0
+        return size
+
+
+def parse_name(name: str) -> bytes | None:
+    """Return the key in the name of a file, None for other names."""
+    try:
+        key = bytes.fromhex(name)
+    except ValueError:
+        return None
+    return key if key.hex() == name else None
+
+
+def require_folder(folder: object) -> str:
+    """Return the absolute path of a folder. Raise ArgumentTypeError for other objects than paths, ArgumentError for paths that
+    no folder can have.
+    """
+    path = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
+    if not isinstance(path, str):
+        raise ArgumentTypeError(f"folder: got {type(folder).__name__}, allowed: a path as a string")
+    if not path or "\0" in path:
+        raise ArgumentError(f"folder: got {shown(path)}, allowed: a path that is not empty, without null characters")
+    return os.path.abspath(path)
+
+
+class FileStore(JobStore):
+    """A `Store` in a folder, for this process or for several on one machine: a file for each key.
+
+    >>> import tempfile, time
+    >>> store = FileStore(tempfile.mkdtemp(), "llama-8b/bf16", max_bytes=1 << 30)
+    >>> job = store.save([b"first", b"second"], [memoryview(b"page 1"), memoryview(b"page 2")])
+    >>> while not (answers := store.poll()):
+    ...     time.sleep(0.001)
+    >>> answers
+    [Done(job=1, is_done=b'\\x01\\x01', error=None)]
+    >>> store.close(drain_seconds=1)
+
+    The object of a key is the file ``folder/namespace/first two digits/digits of the key``, which only its owner may read. It
+    is written under another name in the same folder and renamed, so it is whole or not there. After a crash of the process
+    every file that was answered as saved is there. After a power loss, without `fsync`, a recent one may be missing, shorter,
+    or contain other bytes: check each object by `pagepool.stores.frames`.
+
+    The calling thread waits for no file. Threads do one key at a time, look-ups before loads, and loads before saves; they
+    read into rows and write from them without a copy. A full disk, a missing folder or a missing permission is the error of an
+    answer, and leaves no file behind. Exiting without `close` is safe: it loses queued saves, and leaves temporary files, which
+    a store removes at its start once they are an hour old. In a forked process every call but `close` raises; make a store
+    there.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        namespace: str,
+        *,
+        max_bytes: int | None = None,
+        num_threads: int = 4,
+        fsync: bool = False,
+    ) -> None:
+        """`folder` is made by the first save. `namespace` says what the objects mean, and is a path below the folder: parts of
+        letters, digits, "-", "_" and ".", divided by "/".
+
+        `max_bytes` limits the files of the namespace: beyond it, a thread removes the files unused for longest, a hundredth of
+        the bytes at once, beside the other threads. A use is a save or a `touch`, at most one a minute, not a load.
+        Temporary files, and files of other namespaces, do not count. The files are listed at the start, while the store answers
+        already, and again after each sixteenth of `max_bytes` written: 15 us a file, and 100 bytes of memory meanwhile. Each
+        process that shares the folder counts what it writes, and other processes' files when it lists them. So P processes may
+        exceed the limit by P sixteenths; give all of them the same.
+
+        With `fsync` a file reaches the disk before it is renamed, which costs several times the time of a save.
+
+        Raise ArgumentTypeError or ArgumentError for other types and values. The folder is not looked at.
+        """
+        root = os.path.join(require_folder(folder), require_namespace(namespace))
+        if max_bytes is not None:
+            max_bytes = require_int("max_bytes", max_bytes, 1)
+        num_threads = require_int("num_threads", num_threads, 1, MAX_THREADS)
+        self._room = Room(root, max_bytes)
+        self._touched: dict[bytes, float] = {}
+        super().__init__("pagepool-files", Files(root, require_flag("fsync", fsync), self._room), num_threads)
+        weakref.finalize(self, self._room.stop).atexit = False
+        self._room.start()
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Set the time of last use of files, at most once a minute each, in the threads. Raise as `lookup`."""
+        now, touched = time.monotonic(), self._touched
+        while touched and now - touched[next(iter(touched))] >= SECONDS_BETWEEN_TOUCHES:
+            del touched[next(iter(touched))]
+        due = [key for key in require_keys(keys) if key not in touched]
+        self._jobs.start(Kind.TOUCH, due, [])
+        touched.update(dict.fromkeys(due, now))
+
+    def close(self, *, drain_seconds: float) -> None:
+        """Wait up to `drain_seconds` for saves, cancel all other jobs, and end the threads. No job is answered afterwards, and
+        no row is read or written.
+
+        Without a limit it waits for the files that threads are reading or writing by then, since these calls cannot be
+        interrupted and a load would change its row later. So a network folder without an answer delays it. A second call has
+        no effect, and neither has one in a forked process. Raise ArgumentTypeError unless `drain_seconds` is a number,
+        ArgumentError if it is negative.
+        """
+        seconds = require_drain_seconds(drain_seconds)
+        if not self._jobs.is_foreign():
+            self._jobs.drain(seconds)
+            self._room.stop()
+            self._jobs.join()
+            self._room.join()

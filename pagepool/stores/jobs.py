@@ -1,0 +1,303 @@
+"""Jobs of a store, done by its threads one key at a time; and the checks of its arguments."""
+
+import itertools
+import os
+import re
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Protocol
+
+from pagepool.arguments import as_list, require_number
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.stores.protocol import Done
+
+__all__ = ["JobStore", "Objects", "refuse_size", "require_namespace", "split_key"]
+
+MAX_KEY_BYTES = 64
+NAMESPACE = re.compile(r"(?!\.{1,2}(?:/|\Z))[\w.-]+(?:/(?!\.{1,2}(?:/|\Z))[\w.-]+)*", re.ASCII)
+
+
+class Objects(Protocol):
+    """What a store does for one key. Several threads call it at once, and every error becomes an answer."""
+
+    def has(self, key: bytes) -> bool:
+        """Whether the object is there."""
+
+    def load(self, key: bytes, row: memoryview) -> bool:
+        """Read the object into a row. Return False if it is not there; raise an error for another length."""
+
+    def save(self, key: bytes, row: memoryview) -> None:
+        """Write the object, in place of an older one."""
+
+    def touch(self, key: bytes) -> None:
+        """Record a use of the object."""
+
+
+class Kind(IntEnum):
+    """Kinds of jobs, the most urgent first."""
+
+    LOOKUP = 0
+    LOAD = 1
+    SAVE = 2
+    TOUCH = 3
+
+
+class Job:
+    """A job, and its answer so far."""
+
+    __slots__ = ("error", "is_done", "keys", "kind", "next_index", "num_left", "number", "rows")
+
+    def __init__(self, number: int, kind: Kind, keys: list[bytes], rows: list[memoryview]) -> None:
+        self.number, self.kind, self.keys, self.rows = number, kind, keys, rows
+        self.is_done, self.error = bytearray(len(keys)), None
+        self.next_index, self.num_left = 0, len(keys)
+
+    error: Exception | None
+
+    def run(self, objects: Objects, index: int) -> Exception | None:
+        """Do the job for a key, and return the error."""
+        key = self.keys[index]
+        try:
+            if self.kind == Kind.LOOKUP:
+                self.is_done[index] = objects.has(key)
+            elif self.kind == Kind.LOAD:
+                self.is_done[index] = objects.load(key, self.rows[index])
+            elif self.kind == Kind.SAVE:
+                objects.save(key, self.rows[index])
+                self.is_done[index] = True
+            else:
+                objects.touch(key)
+        except Exception as error:
+            error.__traceback__ = error.__context__ = error.__cause__ = None  # their frames hold rows
+            return error
+        return None
+
+
+class JobThreads:
+    """Threads that do jobs: look-ups before loads, loads before saves, each kind in the order of its start."""
+
+    def __init__(self, name: str, objects: Objects, num_threads: int) -> None:
+        self._process_id = os.getpid()
+        self._lock = threading.RLock()  # the garbage collector may call `stop` inside
+        self._has_work, self._has_saved = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._numbers = itertools.count(1)
+        self._queues: list[deque[Job]] = [deque() for _ in Kind]
+        self._answered: list[Done] = []
+        self._num_saves = 0  # keys that are queued or being saved
+        self._is_closed = self._is_stopped = False
+        names = (f"{name}-{i}" for i in range(num_threads))
+        # A daemon does not delay the end of the interpreter.
+        self._threads = [threading.Thread(target=self._run, args=(objects,), name=each, daemon=True) for each in names]
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def is_foreign(self) -> bool:
+        """Whether this is a forked process, which lacks the threads and must not take the lock."""
+        return os.getpid() != self._process_id
+
+    def start(self, kind: Kind, keys: list[bytes], rows: list[memoryview]) -> int:
+        """Queue a job and return its number. Raise ArgumentError if the store is closed."""
+        self._require_open()
+        with self._lock:
+            self._require_open()
+            job = Job(next(self._numbers), kind, keys, rows)
+            if keys:
+                self._queues[kind].append(job)
+                self._num_saves += len(keys) if kind == Kind.SAVE else 0
+                self._has_work.notify(len(keys))
+            else:
+                self._answer(job)
+            return job.number
+
+    def take_answers(self) -> list[Done]:
+        """Return the answers that were not returned before. Raise ArgumentError if the store is closed."""
+        self._require_open()
+        with self._lock:
+            self._require_open()
+            answered, self._answered = self._answered, []
+            return answered
+
+    def drain(self, seconds: float) -> None:
+        """Cancel all jobs but saves, wait for these, then stop."""
+        deadline = time.monotonic() + min(seconds, threading.TIMEOUT_MAX / 2)
+        with self._lock:
+            self._is_closed = True
+            for kind in (Kind.LOOKUP, Kind.LOAD, Kind.TOUCH):
+                self._queues[kind].clear()
+            while self._num_saves and not self._is_stopped and (left := deadline - time.monotonic()) > 0:
+                self._has_saved.wait(left)
+        self.stop()
+
+    def stop(self) -> None:
+        """Cancel all queued jobs and let the threads end. Keys they have begun are still done."""
+        if self.is_foreign():
+            return
+        with self._lock:
+            self._is_closed = self._is_stopped = True
+            for queue in self._queues:
+                queue.clear()
+            self._answered.clear()
+            self._has_work.notify_all()
+
+    def join(self) -> None:
+        """Wait for the end of the threads."""
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _require_open(self) -> None:
+        if self._is_closed or self.is_foreign():
+            raise ArgumentError(
+                "store: got a closed store, or one of another process, allowed: an open one made in this process"
+            )
+
+    def _run(self, objects: Objects) -> None:
+        while self._do_next(objects):
+            pass
+
+    def _do_next(self, objects: Objects) -> bool:
+        """Wait for a key of a job, and do it. Return False at the end. No variable outlives the call, since it holds rows."""
+        with self._lock:
+            while not self._is_stopped and not (queue := next(filter(None, self._queues), None)):
+                self._has_work.wait()
+            if self._is_stopped or queue is None:
+                return False
+            job = queue.popleft()
+            index = job.next_index
+            job.next_index += 1
+            if job.next_index < len(job.keys):
+                queue.appendleft(job)
+        error = job.run(objects, index)
+        with self._lock:
+            job.error = job.error or error
+            job.num_left -= 1
+            if job.num_left == 0 and not self._is_stopped:
+                self._answer(job)
+            if job.kind == Kind.SAVE:
+                self._num_saves -= 1
+                self._has_saved.notify_all()
+        return True
+
+    def _answer(self, job: Job) -> None:
+        if job.kind != Kind.TOUCH:
+            self._answered.append(Done(job.number, bytes(job.is_done), job.error))
+
+
+class JobStore:
+    """The calls of a store whose threads do its jobs."""
+
+    def __init__(self, name: str, objects: Objects, num_threads: int) -> None:
+        """Start threads with this name, which use `objects`."""
+        self._jobs = JobThreads(name, objects, num_threads)
+        weakref.finalize(self, self._jobs.stop).atexit = False
+
+    def lookup(self, keys: Sequence[bytes]) -> int:
+        """Start to find out which objects are there. Return the number of the job.
+
+        Raise ArgumentTypeError for keys that are not bytes, ArgumentError for keys of other lengths than 1 to 64, and if the
+        store is closed or was made before the process forked.
+        """
+        return self._jobs.start(Kind.LOOKUP, require_keys(keys), [])
+
+    def load(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> int:
+        """Start to read objects into rows, one for each key. Return the number of the job.
+
+        A row is a writable, contiguous memoryview of bytes with the length of its object; another length is not done. Until
+        `poll` names the job or `close` returns, the store may write to the rows. What a row holds afterwards is undefined if
+        its key was not done. Loads come before queued saves.
+
+        Raise ArgumentTypeError for rows of other types, ArgumentError for another number of rows than of keys, and errors as
+        `lookup`.
+        """
+        keys = require_keys(keys)
+        return self._jobs.start(Kind.LOAD, keys, require_rows(rows, len(keys), True))
+
+    def save(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> int:
+        """Start to write rows as objects, in place of older ones. Return the number of the job.
+
+        Until `poll` names the job or `close` returns, the rows must stay unchanged. Rows and errors are as for `load`; they may
+        be read-only.
+        """
+        keys = require_keys(keys)
+        return self._jobs.start(Kind.SAVE, keys, require_rows(rows, len(keys), False))
+
+    def poll(self) -> list[Done]:
+        """Return the jobs answered since the last call, in the order of their answers. Raise ArgumentError if the store is
+        closed or was made before the process forked.
+        """
+        return self._jobs.take_answers()
+
+
+def require_keys(keys: Sequence[bytes]) -> list[bytes]:
+    """Return keys as a list. Raise ArgumentTypeError unless they are bytes, ArgumentError unless 1 to 64 of them."""
+    listed = as_list("keys", keys, "a sequence of bytes")
+    for key in listed:
+        if not isinstance(key, bytes):
+            raise ArgumentTypeError(f"keys: got {type(key).__name__}, allowed: bytes")
+        if not 1 <= len(key) <= MAX_KEY_BYTES:
+            raise ArgumentError(f"keys: got a key of {len(key)} bytes, allowed: 1 to {MAX_KEY_BYTES}")
+    return listed
+
+
+def require_rows(rows: Sequence[memoryview], num_keys: int, is_writable: bool) -> list[memoryview]:
+    """Return rows as a list. Raise ArgumentTypeError unless they are contiguous memoryviews of bytes, ArgumentError unless
+    there is one for each key.
+    """
+    listed = as_list("rows", rows, "a sequence of memoryviews")
+    for row in listed:
+        if not isinstance(row, memoryview):
+            raise ArgumentTypeError(f"rows: got {type(row).__name__}, allowed: memoryview")
+        if row.format != "B" or row.ndim != 1 or not row.contiguous:
+            raise ArgumentTypeError(
+                f"rows: got {row.ndim} dimensions of format {row.format!r}, allowed: contiguous bytes in one dimension"
+            )
+        if is_writable and row.readonly:
+            raise ArgumentTypeError("rows: got read-only memory, allowed: writable memory")
+        if not len(row):
+            raise ArgumentError("rows: got an empty row, allowed: at least 1 byte")
+    if len(listed) != num_keys:
+        raise ArgumentError(f"rows: got {len(listed)} for {num_keys} keys, allowed: as many")
+    return listed
+
+
+def require_namespace(namespace: object) -> str:
+    """Return a namespace. Raise ArgumentTypeError unless it is a string, ArgumentError unless its parts, divided by "/", are of
+    letters, digits, "-", "_" and ".", and none is "." or "..".
+
+    >>> require_namespace("llama-8b/bf16")
+    'llama-8b/bf16'
+    """
+    if not isinstance(namespace, str):
+        raise ArgumentTypeError(f"namespace: got {type(namespace).__name__}, allowed: a string")
+    if not NAMESPACE.fullmatch(namespace):
+        allowed = 'parts divided by "/", each of letters, digits, "-", "_" and ".", none of them "." or ".."'
+        raise ArgumentError(f"namespace: got {shown(namespace)}, allowed: {allowed}")
+    return str(namespace)
+
+
+def require_drain_seconds(drain_seconds: float) -> float:
+    """Return the time to wait for saves. Raise ArgumentTypeError unless it is a number, ArgumentError if it is negative."""
+    return float(require_number("drain_seconds", drain_seconds))
+
+
+def split_key(key: bytes) -> str:
+    """Return the name of an object below its namespace.
+
+    >>> split_key(bytes([171, 5]))
+    'ab/ab05'
+    """
+    digits = key.hex()
+    return f"{digits[:2]}/{digits}"
+
+
+def refuse_size(name: str, size: int | str, row: memoryview) -> OSError:
+    """Return the error for an object whose length differs from that of its row."""
+    return OSError(f"{name}: got {size} bytes, allowed: {len(row)}, the length of the row")
