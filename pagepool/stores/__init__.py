@@ -5,6 +5,7 @@ pages.
 """
 
 from pagepool.stores.files import FileStore
+from pagepool.stores.object_storage import ObjectStore
 from pagepool.stores.protocol import Done, Store
 
-__all__ = ["Done", "FileStore", "Store"]
+__all__ = ["Done", "FileStore", "ObjectStore", "Store"]

@@ -15,7 +15,16 @@ from pagepool.arguments import as_list, require_number
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.stores.protocol import Done
 
-__all__ = ["JobStore", "Objects", "refuse_size", "require_namespace", "split_key"]
+__all__ = [
+    "JobStore",
+    "Kind",
+    "Objects",
+    "refuse_size",
+    "require_drain_seconds",
+    "require_keys",
+    "require_namespace",
+    "split_key",
+]
 
 MAX_KEY_BYTES = 64
 NAMESPACE = re.compile(r"(?!\.{1,2}(?:/|\Z))[\w.-]+(?:/(?!\.{1,2}(?:/|\Z))[\w.-]+)*", re.ASCII)
@@ -105,9 +114,9 @@ class JobThreads:
 
     def start(self, kind: Kind, keys: list[bytes], rows: list[memoryview]) -> int:
         """Queue a job and return its number. Raise ArgumentError if the store is closed."""
-        self._require_open()
+        self.require_open()
         with self._lock:
-            self._require_open()
+            self.require_open()
             job = Job(next(self._numbers), kind, keys, rows)
             if keys:
                 self._queues[kind].append(job)
@@ -119,9 +128,9 @@ class JobThreads:
 
     def take_answers(self) -> list[Done]:
         """Return the answers that were not returned before. Raise ArgumentError if the store is closed."""
-        self._require_open()
+        self.require_open()
         with self._lock:
-            self._require_open()
+            self.require_open()
             answered, self._answered = self._answered, []
             return answered
 
@@ -153,7 +162,8 @@ class JobThreads:
             if thread.ident is not None:
                 thread.join()
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Raise ArgumentError if the store is closed, or made before the process forked."""
         if self._is_closed or self.is_foreign():
             raise ArgumentError(
                 "store: got a closed store, or one of another process, allowed: an open one made in this process"

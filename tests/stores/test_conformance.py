@@ -22,6 +22,11 @@ from settings import NUM_OPERATIONS
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.stores import Done, FileStore, Store
 
+try:
+    from object_stores import MAKERS
+except ImportError:
+    MAKERS = {}
+
 SECONDS = 60.0
 
 
@@ -35,6 +40,8 @@ def list_makers() -> Iterator[Any]:
         yield pytest.param(getattr(importlib.import_module(module), name), id=named)
     else:
         yield pytest.param(make_files, id="files")
+        for name, make in MAKERS.items():
+            yield pytest.param(make, id=name)
 
 
 @pytest.fixture(params=list(list_makers()))
