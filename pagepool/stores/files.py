@@ -202,7 +202,7 @@ class Room:
             return
         num_bytes = sum(sizes)
         with self._lock:
-            self._num_bytes = num_bytes + self._num_written
+            self._num_bytes = num_bytes + self._num_written // 2  # written meanwhile, half of them in folders listed before
         wanted = max(0, num_bytes - self._max_bytes) + self._max_bytes // PARTS_LISTED
         order = np.argsort(np.asarray(times), kind="stable")
         stop = int(np.searchsorted(np.cumsum(np.asarray(sizes)[order]), wanted)) + 1
@@ -235,8 +235,9 @@ class Room:
             with self._lock:
                 self._num_bytes -= removed
         with self._lock:
-            # What cannot be removed must not be tried again for every file written.
-            self._limit = max(max_bytes, self._num_bytes + max_bytes // PARTS_REMOVED)
+            # Files that cannot be removed are not tried again for every file written.
+            is_full = self._num_bytes > max_bytes
+            self._limit = self._num_bytes + max_bytes // PARTS_LISTED if is_full else max_bytes
 
     def _remove(self, last_use: int, size: int, key: bytes) -> int:
         """Remove a file unless it was used since it was listed. Return the bytes that are gone."""
@@ -335,7 +336,7 @@ class FileStore(JobStore):
         now, touched = time.monotonic(), self._touched
         while touched and now - touched[next(iter(touched))] >= SECONDS_BETWEEN_TOUCHES:
             del touched[next(iter(touched))]
-        due = [key for key in require_keys(keys) if key not in touched]
+        due = [key for key in dict.fromkeys(require_keys(keys)) if key not in touched]
         self._jobs.start(Kind.TOUCH, due, [])
         touched.update(dict.fromkeys(due, now))
 

@@ -8,14 +8,11 @@ import urllib.request
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 import obstore.store
 
 from pagepool.stores import ObjectStore, Store
-
-OPTIONS: Any = {"allow_http": True, "timeout": "30s"}
 
 
 def make_local(folder: Path) -> Store:
@@ -48,14 +45,19 @@ def make_bucket(name: str) -> obstore.store.S3Store:
     request = urllib.request.Request(f"{start_server()}/{name}", method="PUT")
     request.add_header("Authorization", "AWS4-HMAC-SHA256 Credential=id/20260101/us-east-1/s3/aws4_request")
     with urllib.request.urlopen(request):
-        pass
+        return open_bucket(name)
+
+
+def open_bucket(name: str) -> obstore.store.S3Store:
+    """Return a bucket of the server."""
     return obstore.store.S3Store(
         name,
         endpoint=start_server(),
         access_key_id="id",
         secret_access_key="secret",
         region="us-east-1",
-        client_options=OPTIONS,
+        client_options={"allow_http": True, "timeout": "30s"},
+        retry_config={"max_retries": 0},
     )
 
 

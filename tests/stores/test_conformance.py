@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from settings import NUM_OPERATIONS
+from store_jobs import SECONDS, load, save, wait_for
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.stores import Done, FileStore, Store
@@ -26,8 +27,6 @@ try:
     from object_stores import MAKERS
 except ImportError:
     MAKERS = {}
-
-SECONDS = 60.0
 
 
 def make_files(folder: Path) -> Store:
@@ -61,32 +60,6 @@ def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Calla
 @pytest.fixture
 def store(make_store: Callable[[], Store]) -> Store:
     return make_store()
-
-
-def wait_for(store: Store, *jobs: int) -> list[Done]:
-    """Return the answers of these jobs, which are the only ones in flight."""
-    answers: dict[int, Done] = {}
-    deadline = time.monotonic() + SECONDS
-    while len(answers) < len(jobs):
-        assert time.monotonic() < deadline, f"no answer of {set(jobs) - set(answers)}"
-        for done in store.poll():
-            assert done.job in jobs
-            assert done.job not in answers
-            answers[done.job] = done
-        time.sleep(0.0005)
-    return [answers[job] for job in jobs]
-
-
-def save(store: Store, objects: dict[bytes, bytes]) -> None:
-    (done,) = wait_for(store, store.save(list(objects), [memoryview(row) for row in objects.values()]))
-    assert done.is_done == b"\1" * len(objects)
-    assert done.error is None
-
-
-def load(store: Store, keys: list[bytes], sizes: list[int]) -> tuple[Done, list[bytearray]]:
-    rows = [bytearray(size) for size in sizes]
-    (done,) = wait_for(store, store.load(keys, [memoryview(row) for row in rows]))
-    return done, rows
 
 
 def test_it_is_a_store(store: Store) -> None:

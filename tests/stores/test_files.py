@@ -1,0 +1,747 @@
+"""`FileStore` beyond the protocol: its files, faults of the file system, several processes, limits of size."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import random
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from settings import NUM_OPERATIONS
+from store_jobs import SECONDS, load, save, wait_for, wait_until
+
+from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.stores import Done, FileStore, files
+
+NAMESPACE = "model/v1"
+HOUR = 3600
+
+
+class FaultyOs:
+    """The module `os`, with some functions replaced."""
+
+    def __init__(self, **functions: Callable[..., Any]) -> None:
+        vars(self).update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+
+@pytest.fixture
+def make_store(tmp_path: Path) -> Iterator[Callable[..., FileStore]]:
+    stores: list[FileStore] = []
+
+    def make(folder: Path = tmp_path, **options: Any) -> FileStore:
+        stores.append(FileStore(folder, NAMESPACE, **options))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close(drain_seconds=0)
+
+
+def list_files(folder: Path) -> list[Path]:
+    """Return all files below a folder, also temporary ones."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def count_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def save_one(store: FileStore, key: bytes, row: bytes) -> Done:
+    (done,) = wait_for(store, store.save([key], [memoryview(row)]))
+    return done
+
+
+def path_of(folder: Path, key: bytes) -> Path:
+    return folder / NAMESPACE / key.hex()[:2] / key.hex()
+
+
+def test_a_file_has_the_documented_name_and_is_private(make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+    save(make_store(), {b"\xab\x05": b"1234", b"\xff" * 64: b"5"})
+    assert list_files(tmp_path) == [tmp_path / NAMESPACE / "ab" / "ab05", tmp_path / NAMESPACE / "ff" / ("ff" * 64)]
+    status = path_of(tmp_path, b"\xab\x05").stat()
+    assert status.st_size == 4
+    assert stat.S_IMODE(status.st_mode) == 0o600
+
+
+def test_the_folder_does_not_follow_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = FileStore("objects", "n")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    save(store, {b"k": b"1"})
+    store.close(drain_seconds=1)
+    assert list_files(tmp_path) == [tmp_path / "objects/n/6b/6b"]
+
+
+def test_namespaces_are_apart(tmp_path: Path) -> None:
+    """Also one that looks like a folder of another's keys."""
+    stores = [FileStore(tmp_path, name, max_bytes=1 << 20) for name in ("a", "a/6b", "b.c-d_e/1")]
+    for i, store in enumerate(stores):
+        save(store, {b"key": bytes([i])})
+    for i, store in enumerate(stores):
+        done, rows = load(store, [b"key"], [1])
+        assert (done.is_done, rows) == (b"\1", [bytes([i])])
+        store.close(drain_seconds=0)
+
+
+def test_with_fsync_each_file_is_synced_before_it_is_renamed(
+    make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        calls.append("fsync")
+        os.fsync(descriptor)
+
+    def replace(source: str, target: str) -> None:
+        calls.append("replace")
+        os.replace(source, target)
+
+    monkeypatch.setattr(files, "os", FaultyOs(fsync=fsync, replace=replace))
+    save(make_store(fsync=True, num_threads=1), {b"a": b"1", b"b": b"2"})
+    save(make_store(num_threads=1), {b"c": b"1"})
+    assert calls == ["fsync", "replace", "fsync", "replace", "replace"]
+
+
+class TestFaults:
+    @pytest.mark.parametrize("function", ["open", "write", "close", "replace", "fsync"])
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EIO, errno.EDQUOT])
+    def test_a_failed_save_is_an_answer_and_leaves_nothing(
+        self,
+        make_store: Callable[..., FileStore],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        function: str,
+        number: int,
+    ) -> None:
+        store = make_store(fsync=True)
+        save(store, {b"old": b"old"})
+
+        def fail(*arguments: Any) -> Any:
+            if function == "close":
+                os.close(*arguments)
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(files, "os", FaultyOs(**{function: fail}))
+            for key in (b"old", b"new"):
+                done = save_one(store, key, b"new bytes")
+                assert done.is_done == b"\0"
+                assert isinstance(done.error, OSError)
+                assert done.error.errno == number
+        assert list_files(tmp_path) == [path_of(tmp_path, b"old")]
+        done, rows = load(store, [b"old", b"new"], [3, 9])
+        assert (done.is_done, rows[0]) == (b"\1\0", b"old")
+        assert save_one(store, b"new", b"new bytes").is_done == b"\1"
+
+    def test_a_part_of_a_save_is_an_answer(self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch) -> None:
+        def write(descriptor: int, row: memoryview) -> int:
+            if len(row) > 5:
+                raise OSError(errno.ENOSPC, "full")
+            return os.write(descriptor, row)
+
+        monkeypatch.setattr(files, "os", FaultyOs(write=write))
+        store = make_store()
+        (done,) = wait_for(store, store.save([b"a", b"b", b"c"], [memoryview(row) for row in (b"1", b"123456", b"2")]))
+        assert done.is_done == b"\1\0\1"
+        assert str(done.error) == f"[Errno {errno.ENOSPC}] full"
+
+    @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+    def test_failed_loads_and_lookups_are_answers(
+        self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        store = make_store()
+        save(store, {b"key": b"1234"})
+
+        def fail(*_: Any) -> Any:
+            raise OSError(number, "failed")
+
+        monkeypatch.setattr(files, "os", FaultyOs(stat=fail, readv=fail))
+        (done,) = wait_for(store, store.lookup([b"key"]))
+        assert done.is_done == b"\0"
+        assert isinstance(done.error, OSError)
+        done, _ = load(store, [b"key"], [4])
+        assert done.is_done == b"\0"
+        assert isinstance(done.error, OSError)
+
+    def test_errors_hold_no_rows(self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch) -> None:
+        """A log may keep an error, and the engine has to be able to release its memory."""
+
+        def fail(*_: Any) -> Any:
+            raise OSError(errno.EIO, "failed")
+
+        store = make_store()
+        save(store, {b"key": b"1234"})
+        monkeypatch.setattr(files, "os", FaultyOs(readv=fail, write=fail))
+        row = np.zeros(4, np.uint8)
+        is_alive = weakref.ref(row)
+        jobs = [store.load([b"key"], [memoryview(row)]), store.save([b"key"], [memoryview(row)])]
+        answers = wait_for(store, *jobs)
+        del row
+        wait_until(lambda: is_alive() is None)
+        assert [done.is_done for done in answers] == [b"\0", b"\0"]
+
+    def test_a_file_in_place_of_a_folder_is_an_error_of_each_job(
+        self, make_store: Callable[..., FileStore], tmp_path: Path
+    ) -> None:
+        (tmp_path / "file").write_text("not a folder")
+        store = make_store(tmp_path / "file", max_bytes=1 << 20)
+        assert isinstance(save_one(store, b"key", b"1").error, OSError)
+        (done,) = wait_for(store, store.lookup([b"key"]))
+        assert (done.is_done, type(done.error)) == (b"\0", NotADirectoryError)
+        assert list_files(tmp_path) == [tmp_path / "file"]
+
+    def test_a_missing_folder_is_a_miss_and_is_made_by_a_save(
+        self, make_store: Callable[..., FileStore], tmp_path: Path
+    ) -> None:
+        store = make_store(tmp_path / "missing" / "deep", max_bytes=1 << 20)
+        done, _ = load(store, [b"key"], [1])
+        assert done == Done(done.job, b"\0", None)
+        assert list(tmp_path.iterdir()) == []
+        save(store, {b"key": b"1"})
+        subprocess.run(["rm", "-r", str(tmp_path / "missing")], check=True)
+        (done,) = wait_for(store, store.lookup([b"key"]))
+        assert done == Done(done.job, b"\0", None)
+        save(store, {b"key": b"2"})
+        done, rows = load(store, [b"key"], [1])
+        assert (done.is_done, rows) == (b"\1", [b"2"])
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+    def test_a_read_only_folder_can_be_read(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+        store = make_store()
+        save(store, {b"key": b"1"})
+        folder = path_of(tmp_path, b"key").parent
+        folder.chmod(0o500)
+        try:
+            assert isinstance(save_one(store, b"key", b"2").error, PermissionError)
+            done, rows = load(store, [b"key"], [1])
+            assert (done.is_done, rows) == (b"\1", [b"1"])
+        finally:
+            folder.chmod(0o700)
+
+    @pytest.mark.parametrize("size", [0, 1, 3, 5, 1000])
+    def test_a_file_of_another_length_is_not_done_until_it_is_saved_again(
+        self, make_store: Callable[..., FileStore], tmp_path: Path, size: int
+    ) -> None:
+        store = make_store()
+        save(store, {b"key": b"1234"})
+        path_of(tmp_path, b"key").write_bytes(bytes(size))
+        done, _ = load(store, [b"key"], [4])
+        assert done.is_done == b"\0"
+        assert re.fullmatch(r".*/6b6579: got .*\d+ bytes, allowed: 4, the length of the row", str(done.error))
+        save(store, {b"key": b"1234"})
+        done, rows = load(store, [b"key"], [4])
+        assert (done.is_done, rows) == (b"\1", [b"1234"])
+
+    def test_a_full_disk(self, tmp_path: Path) -> None:
+        """The limit of a process for the size of files stands for it: a write is short, the next one fails."""
+        code = f"""if True:
+            import resource, sys, time
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+            from pagepool.stores import FileStore
+            store = FileStore({str(tmp_path)!r}, {NAMESPACE!r})
+            store.save([b"a", b"b", b"c"], [memoryview(bytes(size)) for size in (100_000, 100_001, 5_000_000)])
+            while not (answers := store.poll()):
+                time.sleep(0.001)
+            print(answers[0].is_done, type(answers[0].error).__name__, answers[0].error.errno)
+            store.close(drain_seconds=1)
+        """
+        output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert output == f"b'\\x01\\x00\\x00' OSError {errno.EFBIG}\n"
+        assert list_files(tmp_path) == [path_of(tmp_path, b"a")]
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_random_faults(
+        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+    ) -> None:
+        """Calls fail, are short, and files vanish. A done load brings the last saved bytes, and nothing is left over."""
+        rng, lock, probability = random.Random(seed), threading.Lock(), 0.05
+
+        def has_fault() -> bool:
+            with lock:
+                return rng.random() < probability
+
+        def make_faulty(name: str) -> Callable[..., Any]:
+            def call(*arguments: Any, **options: Any) -> Any:
+                if name == "close":
+                    os.close(*arguments)
+                if has_fault():
+                    raise OSError(rng.choice([errno.ENOSPC, errno.EIO, errno.EACCES, errno.EINTR]), name)
+                return None if name == "close" else getattr(os, name)(*arguments, **options)
+
+            return call
+
+        def write(descriptor: int, row: memoryview) -> int:
+            return os.write(descriptor, row[: max(1, len(row) // 3)] if has_fault() else row)
+
+        def readv(descriptor: int, buffers: list[Any]) -> int:
+            return os.readv(descriptor, [buffers[0][: max(1, len(buffers[0]) // 3)]] if has_fault() else buffers)
+
+        names = ("open", "close", "replace", "stat", "utime", "makedirs", "fsync", "scandir")
+        faulty = FaultyOs(write=write, readv=readv, **{name: make_faulty(name) for name in names})
+        monkeypatch.setattr(files, "os", faulty)
+        store = make_store(fsync=True, max_bytes=1 << 30)
+        keys = [bytes([i]) for i in range(20)]
+        stored: dict[bytes, bytes] = {}
+        for _ in range(max(50, NUM_OPERATIONS // 100)):
+            chosen = rng.sample(keys, rng.randint(1, 8))
+            kind = rng.choice(["save", "load", "lookup", "vanish", "touch"])
+            if kind == "save":
+                rows = [rng.randbytes(5000) for _ in chosen]
+                (done,) = wait_for(store, store.save(chosen, [memoryview(row) for row in rows]))
+                stored |= {key: row for key, row, is_done in zip(chosen, rows, done.is_done, strict=True) if is_done}
+                assert (done.error is None) == all(done.is_done), seed
+            elif kind == "load":
+                done, loaded = load(store, chosen, [5000] * len(chosen))
+                for key, row, is_done in zip(chosen, loaded, done.is_done, strict=True):
+                    assert not is_done or row == stored.get(key), seed
+                    assert is_done or done.error or key not in stored, seed
+            elif kind == "lookup":
+                (done,) = wait_for(store, store.lookup(chosen))
+                for key, is_done in zip(chosen, done.is_done, strict=True):
+                    assert not is_done or key in stored, seed
+                    assert is_done or done.error or key not in stored, seed
+            elif kind == "vanish":
+                stored.pop(chosen[0], None)
+                path_of(tmp_path, chosen[0]).unlink(missing_ok=True)
+            else:
+                store.touch(chosen)
+        monkeypatch.undo()
+        done, loaded = load(store, keys, [5000] * len(keys))
+        assert {key: row for key, row, is_done in zip(keys, loaded, done.is_done, strict=True) if is_done} == stored, seed
+        assert list_files(tmp_path) == sorted(path_of(tmp_path, key) for key in stored), seed
+
+
+class TestThreads:
+    def test_no_call_waits_for_a_file(self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch) -> None:
+        """All threads hang in the file system; calls return, and nothing is answered until it goes on."""
+        may_go_on = threading.Event()
+        store = make_store(num_threads=2)
+        save(store, {b"key": b"1234"})
+
+        def hang(path: str, *arguments: Any) -> int:
+            may_go_on.wait(SECONDS)
+            return os.open(path, *arguments)
+
+        monkeypatch.setattr(files, "os", FaultyOs(open=hang))
+        row = bytearray(4)
+        jobs = [store.load([b"key"] * 100, [memoryview(row)] * 100), store.save([b"other"], [memoryview(b"5678")])]
+        jobs.append(store.lookup([b"key"]))
+        store.touch([b"key"])
+        assert store.poll() == []
+        may_go_on.set()
+        assert [set(done.is_done) for done in wait_for(store, *jobs)] == [{1}, {1}, {1}]
+
+    def test_lookups_come_first_and_saves_last(
+        self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        may_go_on, has_begun = threading.Event(), threading.Event()
+        store = make_store(num_threads=1)
+
+        def replace(source: str, target: str) -> None:
+            has_begun.set()
+            may_go_on.wait(SECONDS)
+            os.replace(source, target)
+
+        monkeypatch.setattr(files, "os", FaultyOs(replace=replace))
+        jobs = {store.save([b"a", b"b"], [memoryview(b"1")] * 2): "save"}
+        assert has_begun.wait(SECONDS)
+        jobs[store.save([b"c"], [memoryview(b"1")])] = "save"
+        jobs[store.load([b"a"], [memoryview(bytearray(1))])] = "load"
+        jobs[store.lookup([b"a"])] = "lookup"
+        may_go_on.set()
+        answered: list[Done] = []
+        wait_until(lambda: collect(store, answered) == 4)
+        assert [jobs[done.job] for done in answered] == ["lookup", "load", "save", "save"]
+
+    def test_close_waits_for_a_load_that_is_under_way(
+        self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        may_go_on, has_begun = threading.Event(), threading.Event()
+        store = make_store()
+        save(store, {b"key": b"1234"})
+
+        def readv(descriptor: int, buffers: list[Any]) -> int:
+            has_begun.set()
+            may_go_on.wait(SECONDS)
+            return os.readv(descriptor, buffers)
+
+        monkeypatch.setattr(files, "os", FaultyOs(readv=readv))
+        row = bytearray(4)
+        store.load([b"key"], [memoryview(row)])
+        assert has_begun.wait(SECONDS)
+        closing = threading.Thread(target=store.close, kwargs={"drain_seconds": 0})
+        closing.start()
+        closing.join(0.05)
+        assert closing.is_alive()
+        may_go_on.set()
+        closing.join(SECONDS)
+        assert not closing.is_alive()
+        assert row == b"1234"
+
+    def test_close_cancels_saves_that_are_late(
+        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def write(descriptor: int, row: memoryview) -> int:
+            time.sleep(0.02)
+            return os.write(descriptor, row)
+
+        monkeypatch.setattr(files, "os", FaultyOs(write=write))
+        store = make_store()
+        store.save([i.to_bytes(2, "big") for i in range(5000)], [memoryview(b"1")] * 5000)
+        store.close(drain_seconds=0.1)
+        saved = list_files(tmp_path)
+        assert 0 < len(saved) < 5000
+        assert all(path.read_bytes() == b"1" for path in saved)
+
+    def test_a_store_that_is_dropped_ends_its_threads(self, tmp_path: Path) -> None:
+        def count_threads() -> int:
+            return sum(thread.name.startswith("pagepool-files") for thread in threading.enumerate())
+
+        before = count_threads()
+        store = FileStore(tmp_path, "n", max_bytes=1 << 20, num_threads=3)
+        save(store, {b"key": b"1"})
+        assert count_threads() == before + 4
+        del store
+        gc.collect()
+        wait_until(lambda: count_threads() == before)
+
+    @pytest.mark.parametrize("is_busy", [False, True])
+    def test_the_interpreter_ends_without_close(self, tmp_path: Path, is_busy: bool) -> None:
+        code = f"""if True:
+            from pagepool.stores import FileStore
+            store = FileStore({str(tmp_path)!r}, "n", max_bytes=1 << 20)
+            rows = [memoryview(bytes(1000))] * 2000
+            store.save([i.to_bytes(2, "big") for i in range(2000)], rows) if {is_busy} else None
+            print("end")
+        """
+        command = [sys.executable, "-W", "error", "-c", code]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "end\n", "")
+
+    @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+    def test_a_forked_process_needs_a_store_of_its_own(self, tmp_path: Path) -> None:
+        code = f"""if True:
+            import os, sys, time
+            from pagepool.stores import FileStore
+            store = FileStore({str(tmp_path)!r}, "n", max_bytes=1 << 20)
+            job = store.save([i.to_bytes(2, "big") for i in range(200)], [memoryview(bytes(1000))] * 200)
+            def wait_for(store, job):
+                while not (answers := store.poll()):
+                    time.sleep(0.001)
+                return answers[0].is_done == b"\\1" * 200
+            if (child := os.fork()) == 0:
+                refused = 0
+                calls = [store.poll, lambda: store.lookup([b"k"]), lambda: store.touch([b"k"]),
+                         lambda: store.save([b"k"], [memoryview(b"1")])]
+                for call in calls:
+                    try:
+                        call()
+                    except ValueError:
+                        refused += 1
+                store.close(drain_seconds=100)
+                other = FileStore({str(tmp_path)!r}, "n")
+                del store
+                is_saved = wait_for(other, other.save([bytes([1, i]) for i in range(200)], [memoryview(bytes(9))] * 200))
+                os._exit(refused + 10 * is_saved)
+            is_saved = wait_for(store, job)
+            print(is_saved, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """
+        command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code]
+        output = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+        assert output == "True 14\n"
+
+
+def collect(store: FileStore, answers: list[Done]) -> int:
+    """Add the next answers, and return the number of all."""
+    answers.extend(store.poll())
+    return len(answers)
+
+
+WRITER = """if True:
+    import hashlib, itertools, sys, time
+    from pagepool.stores import FileStore
+    folder, namespace, name = sys.argv[1:4]
+    store = FileStore(folder, namespace)
+    row = bytes(range(256)) * 400
+    batches, in_flight = itertools.count(), {}
+    while True:
+        while len(in_flight) < 4:
+            keys = [hashlib.sha256(f"{name} {next(batches)}".encode()).digest() for _ in range(8)]
+            rows = [memoryview(key + row) for key in keys]
+            in_flight[store.save(keys, rows)] = keys
+        for done in store.poll():
+            keys = in_flight.pop(done.job)
+            print(*(key.hex() for key, is_done in zip(keys, done.is_done) if is_done), flush=True)
+"""
+
+
+class TestProcesses:
+    def test_files_named_as_saved_survive_a_kill(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+        saved: list[bytes] = []
+        for i in range(3):
+            command = [sys.executable, "-c", WRITER, str(tmp_path), NAMESPACE, str(i)]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+                for line in process.stdout or ():
+                    saved += [bytes.fromhex(key) for key in line.split() if line.endswith("\n")]
+                    if len(saved) >= (i + 1) * 60:
+                        break
+                process.send_signal(signal.SIGKILL)
+                output = process.stdout.read() if process.stdout else ""
+            saved += [bytes.fromhex(key) for line in output.splitlines(True) for key in line.split() if line.endswith("\n")]
+        row = bytes(range(256)) * 400
+        store = make_store()
+        done, rows = load(store, saved, [32 + len(row)] * len(saved))
+        assert done == Done(done.job, b"\1" * len(saved), None)
+        assert all(loaded == key + row for key, loaded in zip(saved, rows, strict=True))
+        left_over = [path for path in list_files(tmp_path) if path.name.startswith(".")]
+        whole = [path for path in list_files(tmp_path) if not path.name.startswith(".")]
+        assert all(path.stat().st_size == 32 + len(row) for path in whole)  # also those that were not named
+
+        store.close(drain_seconds=0)
+        folder = path_of(tmp_path, saved[0]).parent
+        old, young, foreign = (folder / name for name in (f".{'0' * 16}-1.tmp", f".{'0' * 16}-2.tmp", ".tmp"))
+        for path in (old, young, foreign):
+            path.write_text("left over")
+        for path in (*left_over, old, foreign):
+            os.utime(path, (time.time() - HOUR - 10,) * 2)
+        make_store()
+        wait_until(lambda: not old.exists() and not any(path.exists() for path in left_over))
+        assert young.exists()
+        assert foreign.exists()
+        assert all(path.exists() for path in whole)
+
+    def test_processes_share_a_folder_of_limited_size(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+        """They load one another's files while these are removed: a miss is no error, and bytes are never wrong."""
+        max_bytes, size = 4_000_000, 20_000
+        code = f"""if True:
+            import hashlib, random, sys, time
+            from pagepool.stores import FileStore
+            seed = int(sys.argv[1])
+            rng, store = random.Random(seed), FileStore({str(tmp_path)!r}, {NAMESPACE!r}, max_bytes={max_bytes})
+            key_of = lambda number: hashlib.sha256(b"%d" % number).digest()
+            row_of = lambda key: (key * {size // 32 + 1})[:{size}]
+            def wait_for(job):
+                while True:
+                    for done in store.poll():
+                        assert done.job == job
+                        assert done.error is None, done.error
+                        return done.is_done
+                    time.sleep(0.0005)
+            hits = 0
+            for _ in range(120):
+                keys = [key_of(rng.randrange(2000)) for _ in range(8)]
+                assert set(wait_for(store.save(keys, [memoryview(row_of(key)) for key in keys]))) == {{1}}
+                keys = [key_of(rng.randrange(2000)) for _ in range(16)]
+                store.touch(keys[:2])
+                rows = [bytearray({size}) for _ in keys]
+                is_done = wait_for(store.load(keys, [memoryview(row) for row in rows]))
+                assert all(row == row_of(key) for row, key, is_one in zip(rows, keys, is_done) if is_one)
+                hits += sum(is_done)
+            print(hits)
+            store.close(drain_seconds=10)
+        """
+        processes = [
+            subprocess.Popen([sys.executable, "-c", code, str(seed)], stdout=subprocess.PIPE, text=True) for seed in range(2)
+        ]
+        outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0]
+        assert all(int(output) > 50 for output in outputs)
+        assert count_bytes(tmp_path) < 2 * max_bytes  # 1,920 files of 38 MB were written
+        make_store(max_bytes=max_bytes)
+        wait_until(lambda: count_bytes(tmp_path) <= max_bytes)
+        assert not any(path.name.startswith(".") for path in list_files(tmp_path))
+
+
+class TestRoom:
+    def test_files_unused_for_longest_are_removed(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+        keys = [bytes([i]) for i in range(100)]
+        store = make_store()
+        save(store, {key: bytes(1000) for key in keys})
+        for i, key in enumerate(keys):
+            os.utime(path_of(tmp_path, key), (0, i))
+        store.touch([keys[0], keys[7]])
+        wait_until(lambda: path_of(tmp_path, keys[7]).stat().st_mtime > 100)
+        limited = make_store(max_bytes=50_000)
+        wait_until(lambda: count_bytes(tmp_path) <= 49_500)
+        assert [path.name for path in list_files(tmp_path)] == [key.hex() for key in (keys[0], keys[7], *keys[-47:])]
+        save(limited, {b"\xf0": bytes(1000)})
+        assert len(list_files(tmp_path)) == 50
+        save(limited, {b"\xf1": bytes(1000)})
+        wait_until(lambda: count_bytes(tmp_path) <= 49_500)
+        names = {path.name for path in list_files(tmp_path)}
+        assert {"f0", "f1", keys[0].hex(), keys[7].hex()} <= names
+        assert keys[-47].hex() not in names
+
+    def test_a_file_used_after_the_listing_stays(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+        """Another process may use it, too: its time is read again before it is removed."""
+        keys = [bytes([i]) for i in range(40)]
+        save(make_store(), {key: bytes(1000) for key in keys})
+        for i, key in enumerate(keys):
+            os.utime(path_of(tmp_path, key), (0, i))
+        limited = make_store(max_bytes=40_000)
+        wait_until(lambda: len(limited._room._oldest) > 0)
+        os.utime(path_of(tmp_path, keys[0]))
+        save(limited, {b"\xf0": bytes(1000)})
+        wait_until(lambda: not path_of(tmp_path, keys[1]).exists())
+        assert path_of(tmp_path, keys[0]).exists()
+
+    def test_a_store_answers_while_files_are_listed(
+        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save(make_store(), {bytes([i]): bytes(1000) for i in range(50)})
+        may_go_on = threading.Event()
+
+        def scandir(path: str) -> Any:
+            may_go_on.wait(SECONDS)
+            return os.scandir(path)
+
+        monkeypatch.setattr(files, "os", FaultyOs(scandir=scandir))
+        store = make_store(max_bytes=20_000)
+        save(store, {b"\xf0": b"1234"})
+        done, _ = load(store, [b"\xf0", b"\1"], [4, 1000])
+        assert done.is_done == b"\1\1"
+        assert len(list_files(tmp_path)) == 51
+        may_go_on.set()
+        wait_until(lambda: count_bytes(tmp_path) <= 20_000)
+
+    def test_files_that_cannot_be_removed_are_not_listed_for_every_save(
+        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save(make_store(), {bytes([i]): bytes(1000) for i in range(100)})
+        num_listed = 0
+
+        def scandir(path: str) -> Any:
+            nonlocal num_listed
+            num_listed += 1
+            return os.scandir(path)
+
+        def unlink(path: str) -> None:
+            raise PermissionError(errno.EACCES, path)
+
+        monkeypatch.setattr(files, "os", FaultyOs(scandir=scandir, unlink=unlink))
+        store = make_store(max_bytes=64_000)
+        for i in range(100):
+            save(store, {bytes([i]): bytes(1000)})
+        time.sleep(0.05)
+        assert num_listed <= 256 * 2 * (1 + 100 // 4)  # 4,000 bytes are a sixteenth
+        monkeypatch.undo()
+        for i in range(10):
+            save(store, {bytes([i]): bytes(1000)})
+        wait_until(lambda: count_bytes(tmp_path) <= 64_000)
+
+    def test_a_key_is_touched_once_a_minute(
+        self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        touched: list[str] = []
+        now = 1000.0
+        monkeypatch.setattr(files, "os", FaultyOs(utime=lambda path: touched.append(path[-2:])))
+        monkeypatch.setattr(files, "time", FaultyTime(lambda: now))
+        store = make_store(num_threads=1)
+        store.touch([b"\1", b"\2"])
+        store.touch([b"\1", b"\2", b"\3", b"\3"])
+        now += 59
+        store.touch([b"\1", b"\4"])
+        now += 2
+        store.touch([b"\1", b"\3", b"\4"])
+        save(store, {b"key": b"1"})
+        wait_until(lambda: len(touched) >= 6)
+        assert touched == ["01", "02", "03", "04", "01", "03"]
+        assert len(store._touched) == 3
+
+    def test_foreign_files_are_left_alone(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+        folder = path_of(tmp_path, b"\1").parent
+        folder.mkdir(parents=True)
+        (folder / "README").write_bytes(bytes(1000))
+        (folder / "ABCD").write_bytes(bytes(1000))
+        (folder / "01ff").mkdir()
+        (folder / "0123").symlink_to(folder / "README")
+        store = make_store(max_bytes=500)
+        save(store, {b"\1": bytes(1000)})
+        wait_until(lambda: not path_of(tmp_path, b"\1").exists())
+        assert sorted(path.name for path in folder.iterdir()) == ["0123", "01ff", "ABCD", "README"]
+
+
+class FaultyTime:
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self.monotonic = monotonic
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+class TestArguments:
+    @pytest.mark.parametrize("folder", [None, 5, b"folder", ["folder"]])
+    def test_other_folders_are_refused(self, folder: Any) -> None:
+        with pytest.raises(ArgumentTypeError, match=r"^folder: got \w+, allowed: a path as a string"):
+            FileStore(folder, "n")
+
+    @pytest.mark.parametrize("folder", ["", "a\0b"])
+    def test_impossible_folders_are_refused(self, folder: str) -> None:
+        with pytest.raises(ArgumentError, match=r"^folder: got"):
+            FileStore(folder, "n")
+
+    @pytest.mark.parametrize("namespace", ["", "/", "a/", "/a", "a//b", ".", "..", "a/../b", "a/.", "ä", "a b", "a\n", "a\\b"])
+    def test_other_namespaces_are_refused(self, tmp_path: Path, namespace: str) -> None:
+        with pytest.raises(ArgumentError, match=r"^namespace: got"):
+            FileStore(tmp_path, namespace)
+        with pytest.raises(ArgumentTypeError, match=r"^namespace: got"):
+            FileStore(tmp_path, namespace.encode())  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("namespace", ["a", "...", "a..b/.c/-", "A_1/b"])
+    def test_namespaces_may_have_dots(self, tmp_path: Path, namespace: str) -> None:
+        store = FileStore(tmp_path, namespace)
+        save(store, {b"k": b"1"})
+        store.close(drain_seconds=0)
+        assert (tmp_path / namespace / "6b/6b").exists()
+
+    @pytest.mark.parametrize(
+        ("options", "error"),
+        [
+            ({"max_bytes": 0}, ArgumentError),
+            ({"max_bytes": 1.5}, ArgumentTypeError),
+            ({"num_threads": 0}, ArgumentError),
+            ({"num_threads": 257}, ArgumentError),
+            ({"num_threads": None}, ArgumentTypeError),
+            ({"fsync": np.zeros(2)}, ArgumentTypeError),
+        ],
+    )
+    def test_other_options_are_refused(self, tmp_path: Path, options: dict[str, Any], error: type[Exception]) -> None:
+        before = threading.active_count()
+        with pytest.raises(error, match=f"^{next(iter(options))}"):
+            FileStore(tmp_path, "n", **options)
+        assert threading.active_count() == before
+
+    def test_without_threads_none_is_left(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The system refuses a thread after some."""
+        before, start = threading.active_count(), threading.Thread.start
+
+        def refuse(thread: threading.Thread) -> None:
+            if thread.name.endswith(("-2", "room")):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        for num_threads in (4, 1):
+            with contextlib.suppress(RuntimeError):
+                FileStore(tmp_path, "n", num_threads=num_threads)
+                pytest.fail("a store without its threads")
+        gc.collect()
+        wait_until(lambda: threading.active_count() == before)
