@@ -35,7 +35,7 @@ help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo engine test test-all debug sanitize threads tsan fuzz soak planted coverage mutation lint bench
-.PHONY: bench-vllm bench-windows bench-states bench-router bench-keeping bench-results bench-plot test-easydel test-ray test-s3 test-torch test-vllm torch-gpu
+.PHONY: bench-vllm bench-windows bench-states bench-router bench-keeping bench-results bench-plot test-easydel test-ray test-stores test-torch test-vllm torch-gpu
 .PHONY: easydel-environment torch-environment vllm-environment clean wheel test-wheel test-lowest canary-vllm
 
 demo: $(VENV)/extra-replay  ## replay the built-in generator's chats
@@ -247,12 +247,12 @@ test-ray-%:
 	PIP_CONSTRAINT=$(RAY_VENV)-$*/ray.txt $(MAKE) $(RAY_VENV)-$*/with-test VENV=$(RAY_VENV)-$* TEST_EXTRAS=jax,serve
 	$(RUN) $(RAY_VENV)-$*/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/router/test_ray_serve.py
 
-S3_VENV ?= $(HOME)/.cache/pagepool/venv-s3
+STORES_VENV ?= $(HOME)/.cache/pagepool/venv-stores
 
-test-s3:  ## the tests of stores, also against an S3 server that they start, in an environment of its own
-	$(MAKE) $(S3_VENV)/with-test VENV=$(S3_VENV) TEST_EXTRAS=store
-	$(S3_VENV)/bin/pip install --quiet --group s3
-	$(RUN) $(S3_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/stores
+test-stores:  ## the tests of stores, also against an S3 server that they start, in an environment of its own
+	$(MAKE) $(STORES_VENV)/with-test VENV=$(STORES_VENV) TEST_EXTRAS=store
+	$(STORES_VENV)/bin/pip install --quiet --group s3
+	$(RUN) $(STORES_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/stores
 
 # The tests of the table and of the example, and their page of the documents.
 TORCH_TESTS = $(RUN) $(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS) --doctest-modules --doctest-glob='*.md' \
