@@ -24,6 +24,7 @@ ENGINES = {
     "page_copies": ("none",),
     "host_tier": ("none",),
     "host_pages": ("none",),
+    "stores": ("none",),
     "forks": ("easydel",),
     "events": ("none",),
     "eviction": ("none",),

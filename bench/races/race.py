@@ -41,6 +41,7 @@ BATCHED = Suite(("easydel", "vllm", "oracle", "manager"), "batched", "ns", 1e9, 
 EVICTION = Suite(("lru",), "adaptive", "ns", 1e9, "target")
 COPIES = Suite(("by page", "plain"), "pagepool", "us", 1e6, "target")
 HOST = Suite(("device_put",), "pagepool", "us", 1e6, "target")
+STORES = Suite(("plain loop",), "FileStore", "us", 1e6, "target")
 FORKS = Suite(("easydel", "oracle", "manager", "admit"), "fork", "us", 1e6, "target")
 STATES = Suite(("no interval",), "checkpoints", "ns", 1e9, "target")
 TIER = Suite(("no tier", "unused"), "tier", "ns", 1e9, "target")
@@ -68,6 +69,7 @@ SUITES = (
     EVICTION,
     COPIES,
     HOST,
+    STORES,
     FORKS,
     STATES,
     TIER,
