@@ -417,9 +417,9 @@ $(VENV)/needs-%: pyproject.toml | $(VENV)/new
 	$(@D)/bin/pip install --quiet --constraint $@.txt "$$(echo $(VENV)/dist/*.whl)[$(TEST_EXTRAS)]" --group test
 	touch $@
 
-# The same with the group `api`, and the extras for types of events and metrics.
+# The same with the group `api`, and the extras for types of events, metrics and stores.
 $(VENV)/api-tools: $(VENV)/installed
-	$(@D)/bin/pip install --quiet --group api "$$(echo $(@D)/dist/*.whl)[events,metrics]"
+	$(@D)/bin/pip install --quiet --group api "$$(echo $(@D)/dist/*.whl)[events,metrics,store]"
 	touch $@
 
 # A copy of the source tree, installed in place with the dependency group of this name, for tools that read or change the

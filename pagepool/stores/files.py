@@ -313,9 +313,9 @@ class FileStore(JobStore):
         `max_bytes` limits the files of the namespace: beyond it, a thread removes the files unused for longest, a hundredth of
         the bytes at once, beside the other threads. A use is a save or a `touch`, at most one a minute, not a load.
         Temporary files, and files of other namespaces, do not count. The files are listed at the start, while the store answers
-        already, and again after each sixteenth of `max_bytes` written: about 8 us a file, and 250 bytes of memory meanwhile. Each
-        process that shares the folder counts what it writes, and other processes' files when it lists them. So P processes may
-        exceed the limit by P sixteenths; give all of them the same.
+        already, and again after each sixteenth of `max_bytes` written: about 8 us a file, and 250 bytes of memory meanwhile.
+        Each process that shares the folder counts what it writes, and other processes' files when it lists them. So P processes
+        may exceed the limit by P sixteenths; give all of them the same.
 
         With `fsync` a file reaches the disk before it is renamed, which costs several times the time of a save.
 
