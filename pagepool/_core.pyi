@@ -590,6 +590,13 @@ class RowRequest:
     ) -> int | None: ...
     def probe(self, extra_keys: Sequence[tuple[int, bytes]] = ..., shard: int | None = ...) -> int: ...
 
+def copy_rows(
+    source: npt.NDArray[np.uint8],
+    source_ids: _Ids,
+    target: npt.NDArray[np.uint8],
+    target_ids: _Ids,
+    num_threads: int = ...,
+) -> None: ...
 def pack_dirty_lines(
     tables: tuple[TableRows, ...],
     num_reqs: int,

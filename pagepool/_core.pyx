@@ -16,6 +16,7 @@ from pagepool.core.base cimport GIL_DISABLED, GUARDS
 
 from pagepool.core.values.chain import HashChain, siphash128
 from pagepool.core.tier.copies import PageCopies, take_copies
+from pagepool.core.host.row_copies import copy_rows
 from pagepool.core.holding.groups import CacheGroups, PageRules
 from pagepool.core.checks.holders import check_holders
 from pagepool.core.checks.layouts import locate_numbers

@@ -1,16 +1,20 @@
 """Host memory behind an engine's arrays of pages: `HostPages` makes the transfers listed by `take_transfers`.
 
-Each saved page becomes one array per dtype, with the page of all layers, gathered on the device and copied out by the runtime.
-No program computes in host memory: XLA on GPUs aborts the process on a scatter into it (openxla/xla issues 34565 and 47362),
-and nothing is donated, so a failed copy spoils only its own page. A load depends on the arrays made by its save, so it never
-reads a page too early. An array on the host is never written again; a later save of the page replaces it.
+The pages of a cache group are rows of one array of bytes. A save gathers up to 64 pages on the device into one array per dtype,
+which the runtime copies to the host; a thread waits for it, and copies its pages into rows. A load copies rows into other
+memory, which crosses in one piece, and scatters it on the device; a page not in its row yet is scattered from what was
+gathered, so no load waits for a save. No program computes in host memory: XLA on GPUs aborts the process on a scatter into it
+(openxla/xla issues 34565 and 47362).
 
-Programs move up to 16 pages each, in powers of two. jax is imported by the first `HostPages`.
+jax may alias memory that it gets, and does on CPUs. So it never gets rows, and what it got is not written before its program
+has ended. A failed copy spoils only its own pages. jax is imported by the first `HostPages`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -18,9 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pagepool._core import copy_rows
 from pagepool.arguments import MAX_SIZE, require_int
 from pagepool.device import call_with_payload, get_shard_map, import_jax
-from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, shown
+from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, PageIdError, shown
+from pagepool.host_rows import Rows, Staging, align, as_bytes, describe_pages, make_memory, place_rows, touch
 from pagepool.page_copies import (
     Axes,
     check_arrays,
@@ -29,6 +35,7 @@ from pagepool.page_copies import (
     find_crossing,
     find_places,
     get_page_axes,
+    get_part_size,
     list_programs,
     pad,
     read_fields,
@@ -41,8 +48,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FinishedTransfers", "HostPages"]
 
-MAX_PAGES_PER_CALL = 16
-"""Largest number of pages of one call of a program."""
+MAX_PAGES_PER_CALL, MAX_BYTES_PER_CALL = 64, 16 << 20
+"""Largest number of pages of one call of a program, and of bytes on each device, unless one page has more."""
 
 NOWHERE = np.iinfo(np.int32).max
 """A page outside every array: writes to it are dropped."""
@@ -97,7 +104,11 @@ class HostPages:
     ...     failed = manager.fail_transfers(finished.number, saves=finished.failed_saves, loads=finished.failed_loads)
 
     `run` starts copies and returns; `poll` reports finished ones. Arrays keep their shardings. One thread at a time may use it.
-    Each page costs the calling thread about 30 us each way, whatever its size, and about 100 us beside an H100.
+
+    `rows` has an array of bytes ``[num_pages, bytes of a row]`` for each group, `layout` a text that describes these rows: the
+    texts of two processes are equal exactly if their rows have the same meaning. ``rows[group][page_id]`` is a page of the host
+    from the time that `poll` reports its save until the next save to it is started, and `mark_saved` tells of rows that others
+    wrote. A row has the parts of all devices in turn, in each the arrays of one dtype after another, at multiples of 64 bytes.
     """
 
     def __init__(
@@ -108,18 +119,26 @@ class HostPages:
         groups: Sequence[int] | None = None,
         page_axis: int | Sequence[int] = 0,
         memory_kind: str | None = "pinned_host",
+        memory: Any = None,
+        num_copy_threads: int = 2,
     ) -> None:
         """`arrays` is any pytree of jax arrays, on one device or with a `NamedSharding`. Their `page_axis` has a place for each
         page id of the pool. With `groups`, `arrays` is a list or tuple with a pytree for each of these groups; then `num_pages`
-        and `page_axis` may be sequences too. Pages are kept in `memory_kind`, ``"pinned_host"`` or ``"unpinned_host"``, of the
-        same devices. For None, or if the devices lack that kind, they are kept in arrays of the first CPU device, and the
-        attribute `memory_kind` is None. In two cases `run` may block until the device has computed a saved page: if the page is
-        copied to another backend's CPU device, and on a CPU with jax before 0.9.
+        and `page_axis` may be sequences too. Pages cross to and from `memory_kind`, ``"pinned_host"`` or ``"unpinned_host"``,
+        of the same devices. For None, or if the devices lack that kind, they cross to the first CPU device, and the attribute
+        `memory_kind` is None. In two cases `run` may block until the device has computed a saved page: if it crosses to another
+        backend's CPU device, and on a CPU with jax before 0.9.
 
-        Host memory is allocated page by page. On GPUs XLA limits pinned memory: XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB. Devices that
-        divide the page axis, or hold the same part of an array, each keep their own copy of a page.
+        The rows are in `memory`, a writable buffer; with `groups` it is a list or tuple of one for each group. By default they
+        are in new memory, with huge pages where the system has them, which `warmup` allocates. Pages on their way are in other
+        memory until their rows are written: on GPUs pinned memory, which XLA limits (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB). Devices
+        that divide the page axis, or hold the same part of an array, each keep their own copy of a page.
 
-        Raise ArgumentTypeError for other types and shardings; ArgumentError for other values, and arrays that span processes.
+        Rows are copied by up to `num_copy_threads` threads: for loads the caller's is one of them, for saves a thread of this
+        object. It ends after its copies by `close`, with the object, or when the interpreter exits.
+
+        Raise ArgumentTypeError for other types and shardings; ArgumentError for other values, arrays that span processes, and
+        too small buffers; OSError if there is not enough memory.
         """
         self.num_pages = num_pages
         jax = import_jax()
@@ -136,14 +155,22 @@ class HostPages:
         if len(nums) != len(trees):
             raise ArgumentError(f"num_pages: got {len(nums)} numbers, allowed for {len(trees)} groups: {len(trees)}")
         nums = [require_int("num_pages", num, 2, MAX_SIZE) for num in nums]
+        buffers = [memory] if groups is None else [None] * len(trees) if memory is None else memory
+        if not isinstance(buffers, list | tuple) or len(buffers) != len(trees):
+            raise ArgumentTypeError(f"memory: got {type(memory).__name__}, allowed: a buffer for each of {len(trees)} groups")
+        self._num_threads = require_int("num_copy_threads", num_copy_threads, 1)
         sizes = [len(jax.tree_util.tree_leaves(tree)) for tree in trees]
         self._stops = np.cumsum(sizes).tolist()
         self.memory_kind = find_memory_kind(leaves, memory_kind)
         self._groups = [
-            GroupPages(leaves[stop - size : stop], group, num, axis, self.memory_kind)
-            for stop, size, group, num, axis in zip(self._stops, sizes, chosen, nums, axes, strict=True)
+            GroupPages(own, group, num, axis, self.memory_kind, buffer)
+            for own, group, num, axis, buffer in zip(self._divide(leaves), chosen, nums, axes, buffers, strict=True)
         ]
-        self._pending: dict[int, tuple[list[PageCopy], list[PageCopy]]] = {}
+        self.rows = [group.rows.reshape(len(group.rows), -1) for group in self._groups]
+        self.layout = "; ".join([group.describe(own) for group, own in zip(self._groups, self._divide(leaves), strict=True)])
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="pagepool-host-pages")
+        self._process = os.getpid()
+        self._pending: dict[int, tuple[Copies, Copies]] = {}
 
     def run(self, arrays: Arrays, transfers: Transfers) -> Arrays:
         """Start transfers, and return the arrays for the next step. All saves are read before any load is written.
@@ -152,15 +179,18 @@ class HostPages:
         The arrays must have the pytree, shapes, dtypes and shardings given at first. If something is loaded, the arrays are
         donated: they are updated in place, and the ones passed become invalid. The results are committed to their devices.
 
-        The call does not wait for the device, which keeps a copy of the pages until the transfers are done. A page that was
+        The call does not wait for the device, which keeps a copy of the pages until the transfers are done; for loads it copies
+        rows, with up to `num_copy_threads` threads. Saves cost the calling thread some us a page, loads the copies and as much
+        (docs/benchmarks.md). Up to 64 pages, or 16 MiB a device, cross in one piece, padded to a power of two. A page that was
         never saved, or whose save failed, is not loaded; `poll` reports this, and errors of jax in a copy. Only an error after
         arrays were donated is raised here; a device error in a load also spoils the arrays, as in any step. Devices
         communicate, by an all-reduce, only if they divide the page axis and a page is loaded into another part.
 
         Before anything is done, raise ArgumentTypeError for arguments of other types or dtypes; PageIdError for pages beyond
         the arrays or the host, and for null pages; ArgumentError for a page written twice, a group without arrays, a number
-        still in flight, unequal lengths, and arrays that are deleted or not as at first.
+        still in flight, unequal lengths, and arrays that are deleted or not as at first; IntegrityError in a forked process.
         """
+        self._require_own_process()
         saves = read_fields(transfers, "transfers", ("save_src", "save_dst", "save_group"), "Transfers")
         loads = read_fields(transfers, "transfers", ("load_src", "load_dst", "load_group"), "Transfers")
         if saves.shape[1] + loads.shape[1] == 0:
@@ -170,34 +200,66 @@ class HostPages:
             raise ArgumentError(f"number: got {number}, allowed: one that is not in flight")
         grouped = self._split(arrays)
         save_places, load_places = self._check(saves, "save"), self._check(loads, "load")
-        pending: tuple[list[Any], list[Any]] = [None] * saves.shape[1], [None] * loads.shape[1]
+        pending: tuple[Copies, Copies] = [], []
+        submit = partial(self._copier.submit, num_threads=self._num_threads)
         for group, leaves, places in zip(self._groups, grouped, save_places, strict=True):
-            put(pending[0], places, group.save(leaves, saves[:2, places]))
+            pending[0].extend((places[own], copy) for own, copy in group.save(leaves, saves[:2, places], submit))
         for group, leaves, places in zip(self._groups, grouped, load_places, strict=True):
-            put(pending[1], places, group.load(leaves, loads[:2, places]))
+            pending[1].extend((places[own], copy) for own, copy in group.load(leaves, loads[:2, places], self._num_threads))
         self._pending[number] = pending
         return self._join(grouped)  # type: ignore[no-any-return]
 
     def poll(self) -> list[FinishedTransfers]:
-        """Return finished transfers, each once, in the order of their start, without blocking. O(pages in flight)."""
-        ready = [n for n, both in self._pending.items() if all(copy.is_ready() for copies in both for copy in copies)]
+        """Return finished transfers, each once, in the order of their start, without blocking. A save is finished when its
+        row is written. O(programs in flight).
+        """
+        self._require_own_process()
+        ready = [n for n, both in self._pending.items() if all(copy.is_ready() for copies in both for _, copy in copies)]
         return [self._finish(number) for number in ready]
 
     def wait(self) -> list[FinishedTransfers]:
         """Wait for all transfers, and return those not returned before."""
+        self._require_own_process()
         return [self._finish(number) for number in list(self._pending)]
 
     def warmup(self, arrays: Arrays, max_num_pages: int = MAX_PAGES_PER_CALL) -> Arrays:
-        """Compile the programs for transfers of up to `max_num_pages` pages each way. Return the arrays, unchanged.
+        """Compile the programs for transfers of up to `max_num_pages` pages each way. Return the arrays, unchanged. The
+        system also allocates the rows, unless they are in memory of the caller or in use: some 45 ms a GiB and core.
 
-        There are at most 5 programs each way for each dtype, and twice as many for loads if devices divide the page axis. The
+        There are at most 7 programs each way for each dtype, and twice as many for loads if devices divide the page axis. The
         arrays are donated; errors are those of `run`.
         """
+        self._require_own_process()
         max_num_pages = require_int("max_num_pages", max_num_pages, 1)
         grouped = self._split(arrays)
         for group, leaves in zip(self._groups, grouped, strict=True):
-            group.warmup(leaves, min(max_num_pages, MAX_PAGES_PER_CALL))
+            group.warmup(leaves, max_num_pages)
         return self._join(grouped)  # type: ignore[no-any-return]
+
+    def mark_saved(self, page_ids: Sequence[int], *, group: int | None = None) -> None:
+        """Tell that others have written rows of a group: from now on they are loaded like saved pages. O(pages).
+
+        The rows must have the `layout`, and no transfer of these pages may be under way. Raise PageIdError for pages beyond the
+        host, and null pages; ArgumentError for a group without arrays, and for one whose page axis devices divide, since there
+        the row does not tell which device's part is valid.
+        """
+        found = [own for own in self._groups if own.group == group]
+        if not found or not found[0].packs or found[0].is_divided:
+            raise ArgumentError(f"group: got {group}, allowed: a group with arrays whose page axis is not divided")
+        ids = np.array([require_int("page_ids", page_id, -MAX_SIZE) for page_id in page_ids], dtype=np.int64)
+        wrong = ids[(ids < 1) | (ids >= found[0].num_host_pages)]
+        if wrong.size:
+            raise PageIdError(f"page_ids: got page {wrong[0]}, allowed: 1 to {found[0].num_host_pages - 1}")
+        for page_id in ids.tolist():
+            found[0].savings[page_id] = WRITTEN
+
+    def close(self) -> None:
+        """Wait until no row is written any more, and end the thread. Later saves fail; `poll` and `wait` still report."""
+        self._copier.shutdown()
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._process:
+            raise IntegrityError("HostPages: got a call in a forked process, allowed: calls in the process that made it")
 
     def _split(self, arrays: Any) -> list[list[Any]]:
         """Return the checked arrays of each group."""
@@ -205,10 +267,13 @@ class HostPages:
         if tree != self._tree:
             raise ArgumentError(f"arrays: got the pytree {tree}, allowed: as at first, {self._tree}")
         check_different(leaves)
-        grouped = [leaves[start:stop] for start, stop in zip([0, *self._stops], self._stops, strict=False)]
+        grouped = self._divide(leaves)
         for group, own in zip(self._groups, grouped, strict=True):
             group.check(own)
         return grouped
+
+    def _divide(self, leaves: list[Any]) -> list[list[Any]]:
+        return [leaves[start:stop] for start, stop in zip([0, *self._stops], self._stops, strict=False)]
 
     def _join(self, grouped: Sequence[Sequence[Any]]) -> Any:
         return self._tree.unflatten([leaf for leaves in grouped for leaf in leaves])
@@ -226,9 +291,9 @@ class HostPages:
         return places
 
     def _finish(self, number: int) -> FinishedTransfers:
-        saves, loads = [[copy.wait() for copy in copies] for copies in self._pending.pop(number)]
-        failed_saves, failed_loads = ([i for i, error in enumerate(errors) if error] for errors in (saves, loads))
-        error = next((error for error in (*saves, *loads) if error), None)
+        waited = [[(places, copy.wait()) for places, copy in copies] for copies in self._pending.pop(number)]
+        failed_saves, failed_loads = (sorted(int(i) for places, error in ended if error for i in places) for ended in waited)
+        error = next((error for ended in waited for _, error in ended if error), None)
         return FinishedTransfers(number, failed_saves, failed_loads, error)
 
 
@@ -249,39 +314,103 @@ def find_memory_kind(leaves: Sequence[Any], memory_kind: str | None) -> str | No
         return None
 
 
-class PageCopy:
-    """A copy of a page, possibly under way: an array for each pack of its group, or the error that prevented it. `origin` is
-    the device page it was read from.
+class Copy:
+    """A call of a program with its transfer, under way or ended, or the error that prevented it. `fences`, arrays or `Written`,
+    are ready when it has ended. The arrays of pages cannot be asked: the next step donates them.
     """
 
-    def __init__(self, origin: int = 0, arrays: Sequence[Any] = (), error: Exception | None = None) -> None:
-        self.origin, self.arrays, self.error = origin, arrays, error
+    def __init__(self, fences: Sequence[Any] = (), error: Exception | None = None) -> None:
+        self.fences, self.error = fences, error
 
     def is_ready(self) -> bool:
         """Whether `wait` would return immediately."""
-        return all(array.is_ready() for array in self.arrays)
+        return all(fence.is_ready() for fence in self.fences)
 
     def wait(self) -> Exception | None:
-        """Wait for the copy, and return its error."""
+        """Wait for the end, and return its error."""
         try:
-            for array in self.arrays:
-                array.block_until_ready()
+            for fence in self.fences:
+                fence.block_until_ready()
         except Exception as error:
-            self.arrays, self.error = (), error
+            self.error = error
         return self.error
 
 
+class Written(NamedTuple):
+    """The end of a call of `Saving.write_rows`, which is asked like an array."""
+
+    future: Future[None]
+
+    def is_ready(self) -> bool:
+        return self.future.done()
+
+    def block_until_ready(self) -> None:
+        self.future.result()
+
+
+class Saving:
+    """The last save of some pages. `pages`: an array for each pack, on the devices, until the rows are written. Another thread
+    sets `error`, and then `pages`: whoever finds None there finds the page in its row, or the error.
+    """
+
+    __slots__ = ("error", "pages")
+
+    def __init__(self, pages: Sequence[Any] | None = None, error: Exception | None = None) -> None:
+        self.pages, self.error = pages, error
+
+    def write_rows(self, packs: Sequence[Pack], arrays: Sequence[Any], rows: Rows, dst: Int32Array, num_threads: int) -> None:
+        """Wait for the pages, which are on their way to arrays of the host, and copy them into rows."""
+        try:
+            with import_jax().transfer_guard_device_to_host("allow"):
+                for pack, pages in zip(packs, arrays, strict=True):
+                    pack.write_rows(pages, rows, dst, num_threads)
+        except Exception as error:
+            self.error = error
+            raise
+        finally:
+            self.pages = None
+
+
+WRITTEN = Saving()
+"""The save of a page whose row others wrote."""
+
+Copies = list[tuple[npt.NDArray[np.intp], Copy]]
+"""Copies with the indices of their transfers."""
+
+
 class GroupPages:
-    """The host pages of a cache group's arrays; group None stands for all groups."""
+    """The host pages of a cache group's arrays; group None stands for all groups. For each page of the host `savings` has its
+    last save or None, `places` its place there, and `origins` the device page that it was read from.
+    """
 
     def __init__(
-        self, leaves: Sequence[Any], group: int | None, num_host_pages: int, page_axis: int, memory_kind: str | None
+        self,
+        leaves: Sequence[Any],
+        group: int | None,
+        num_host_pages: int,
+        page_axis: int,
+        memory_kind: str | None,
+        memory: Any,
     ) -> None:
         self.group, self.page_axis, self.num_host_pages = group, page_axis, num_host_pages
         self.num_pages = check_arrays(leaves, page_axis) if leaves or group is None else 0
+        self.is_divided = any(get_part_size(leaf, page_axis) < leaf.shape[page_axis] for leaf in leaves)
         self.layout = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves]
         self.packs = make_packs(leaves, page_axis, memory_kind)
-        self.pages: dict[int, PageCopy] = {}
+        num_bytes = align(self.packs[-1].stop) if self.packs else 0
+        shape = num_host_pages, len(self.packs[0].list_devices()) if self.packs else 1, num_bytes
+        self.is_own_memory = memory is None
+        self.rows = place_rows(make_memory(prod(shape)) if memory is None else memory, shape)
+        self.max_num_pages = min(MAX_PAGES_PER_CALL, 1 << max(MAX_BYTES_PER_CALL // max(num_bytes, 1), 1).bit_length() - 1)
+        self.staging = Staging(self.max_num_pages * prod(shape[1:]))
+        self.savings: list[Saving | None] = [None] * num_host_pages
+        self.places, self.origins = np.zeros((2, num_host_pages), np.int32)
+
+    def describe(self, leaves: Sequence[Any]) -> str:
+        """Return the text of `HostPages.layout` for this group: devices, bytes, and arrays in the order of a row."""
+        packs = [describe_pages([leaves[i] for i in pack.places], self.page_axis, pack.list_devices()) for pack in self.packs]
+        name = "all groups" if self.group is None else f"group {self.group}"
+        return ", ".join([f"{name}: {self.rows.shape[1]} x {self.rows.shape[2]} bytes", *packs])
 
     def check(self, leaves: Sequence[Any]) -> None:
         """Check that the arrays are as at first, and can be donated."""
@@ -293,65 +422,90 @@ class GroupPages:
                 got = f"{leaf.dtype} {leaf.shape} {leaf.sharding}"
                 raise ArgumentError(f"arrays: got {got}, allowed: as at first, {dtype} {shape} {sharding}")
 
-    def save(self, leaves: Sequence[Any], pairs: Int32Array) -> list[PageCopy]:
-        """Start saves, from device pages to host pages."""
-        copies: list[PageCopy] = []
-        for src, dst in divide(pairs):
-            for page_id in dst.tolist():
-                self.pages.pop(page_id, None)  # free its memory before allocating more
+    def save(self, leaves: Sequence[Any], pairs: Int32Array, submit: Callable[..., Future[None]]) -> Copies:
+        """Start saves, from device pages to host pages. `submit` calls a function in the thread that waits."""
+        copies: Copies = []
+        for own in self._divide(np.arange(pairs.shape[1])):
+            src, dst = pairs[:, own]
             try:
-                arrays = zip(*[pack.save(leaves, src) for pack in self.packs], strict=True)
-                saved = [PageCopy(*copy) for copy in zip(src.tolist(), arrays, strict=True)]
+                saved = [pack.save(leaves, src) for pack in self.packs]
+                saving = Saving([pages for pages, _ in saved])
+                arrays = [array for _, array in saved]
+                copy = Copy([Written(submit(saving.write_rows, self.packs, arrays, self.rows, dst))])
             except Exception as error:
-                saved = [PageCopy(error=error) for _ in src]
-            self.pages.update(zip(dst.tolist(), saved, strict=True))
-            copies += saved
+                saving, copy = Saving(error=error), Copy(error=error)
+            self.places[dst], self.origins[dst] = np.arange(len(dst)), src
+            for page_id in dst.tolist():
+                self.savings[page_id] = saving
+            copies.append((own, copy))
         return copies
 
-    def load(self, leaves: list[Any], pairs: Int32Array) -> list[PageCopy]:
+    def load(self, leaves: list[Any], pairs: Int32Array, num_threads: int) -> Copies:
         """Start loads, from host pages to device pages, and replace the arrays in `leaves`."""
-        copies = [
-            self.pages.get(page_id)
-            or PageCopy(error=PageIdError(f"page {page_id} of the host: allowed: pages that were saved"))
-            for page_id in pairs[0].tolist()
-        ]
-        places = np.array([place for place, copy in enumerate(copies) if copy.error is None], dtype=np.intp)
-        for (dst,), (chosen,) in zip(divide(pairs[1:, places]), divide(places[None]), strict=True):
-            put(copies, chosen, self._load([copies[place] for place in chosen], dst, leaves))
+        copies: Copies = []
+        in_rows: list[int] = []
+        under_way: dict[Saving, tuple[Sequence[Any], list[int]]] = {}
+        for i, page_id in enumerate(pairs[0].tolist()):
+            saving = self.savings[page_id]
+            pages = saving.pages if saving else None  # read once, since the thread drops them
+            if saving and pages is not None:
+                under_way.setdefault(saving, (pages, []))[1].append(i)
+            elif saving and saving.error is None:
+                in_rows.append(i)
+            else:
+                error = PageIdError(f"page {page_id} of the host: allowed: pages that were saved")
+                copies.append((np.array([i]), Copy(error=saving.error if saving else error)))
+        for pages, own in under_way.values():
+            left = np.array(own)
+            while left.size:  # a page may be loaded into several
+                places, first = np.unique(self.places[pairs[0, left]], return_index=True)
+                chosen = left[first]
+                copies.append((chosen, self._load(leaves, pairs[:, chosen], places, partial(list, pages))))
+                left = np.delete(left, first)
+        for chosen in self._divide(np.array(in_rows, dtype=np.intp)):
+            memory = self.staging.take()
+            stage = partial(self._stage, pairs[0, chosen], memory, num_threads)
+            copy = self._load(leaves, pairs[:, chosen], np.arange(len(chosen)), stage)
+            self.staging.keep(memory, copy)
+            copies.append((chosen, copy))
         return copies
 
-    def _load(self, saved: Sequence[PageCopy], dst: Int32Array, leaves: list[Any]) -> list[PageCopy]:
-        pairs = np.stack([np.array([copy.origin for copy in saved], dtype=np.int32), dst])
-        loaded = []
+    def _stage(self, src: Int32Array, memory: Rows, num_threads: int) -> list[Any]:
+        return [pack.stage(self.rows, src, memory, num_threads) for pack in self.packs]
+
+    def _load(self, leaves: list[Any], pairs: Int32Array, places: Any, get_pages: Callable[[], Sequence[Any]]) -> Copy:
+        """Load the pages that are at `places` in the arrays from `get_pages`."""
         try:
-            crosses = find_crossing(leaves, pairs, self.page_axis)
-            for i, pack in enumerate(self.packs):
-                loaded.append(pack.load(leaves, [copy.arrays[i] for copy in saved], pairs, crosses))
+            pages = get_pages()
+            moves = np.full((2, pages[0].shape[1]), NOWHERE, dtype=np.int32)
+            moves[:, places] = self.origins[pairs[0]], pairs[1]
+            crosses = find_crossing(leaves, moves[:, places], self.page_axis)
+            return Copy([pack.load(leaves, own, moves, crosses) for pack, own in zip(self.packs, pages, strict=True)])
         except Exception as error:
             if any(leaf.is_deleted() for leaf in leaves):
                 raise
-            return [PageCopy(error=error) for _ in saved]
-        return [PageCopy(arrays=arrays) for arrays in zip(*loaded, strict=True)]
+            return Copy(error=error)
+
+    def _divide(self, places: npt.NDArray[np.intp]) -> Iterator[npt.NDArray[np.intp]]:
+        """Divide transfers into pieces, one for each call of a program."""
+        for start in range(0, len(places), self.max_num_pages):
+            yield places[start : start + self.max_num_pages]
 
     def warmup(self, leaves: list[Any], max_num_pages: int) -> None:
         """Run all programs for up to `max_num_pages` pages: they read null pages and drop their writes."""
-        programs = list_programs(leaves, self.page_axis, max_num_pages)
+        if self.is_own_memory and not any(self.savings):
+            touch(self.rows)
+        programs = list_programs(leaves, self.page_axis, min(max_num_pages, self.max_num_pages))
         for pack in self.packs:
             pack.commit(leaves)
             for num_pages, crosses in programs:
-                pairs = np.repeat(np.array([[0], [NOWHERE]], dtype=np.int32), num_pages, axis=1)
-                pack.load(leaves, pack.save(leaves, pairs[0]), pairs, crosses)
-
-
-def divide(values: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Divide the last axis into pieces, one for each call of a program."""
-    for start in range(0, values.shape[-1], MAX_PAGES_PER_CALL):
-        yield values[..., start : start + MAX_PAGES_PER_CALL]
+                pages, _ = pack.save(leaves, np.zeros(num_pages, np.int32))
+                pack.load(leaves, pages, np.full((2, num_pages), NOWHERE, dtype=np.int32), crosses)
 
 
 class Pack(NamedTuple):
-    """Arrays of one dtype on the same mesh, or on one device. A page of all of them is moved as one array with one axis,
-    divided among the devices.
+    """Arrays of one dtype on the same mesh, or on one device. Their pages are moved in arrays ``[device, page, item]``, whose
+    first axis is divided among the devices. In a device's part of a row they have the bytes from `start` to `stop`.
     """
 
     places: tuple[int, ...]
@@ -359,50 +513,82 @@ class Pack(NamedTuple):
     page_axis: int
     device: jax.sharding.Sharding
     host: jax.sharding.Sharding
+    dtype: npt.DTypeLike
+    num_items: int
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """The end of the pack."""
+        return self.start + self.num_items * np.dtype(self.dtype).itemsize
+
+    def list_devices(self) -> list[jax.Device]:
+        """Return the devices in the order of their parts of a row."""
+        mesh = getattr(self.device, "mesh", None)
+        return list(self.device.device_set if mesh is None else mesh.devices.flat)
 
     def commit(self, leaves: list[Any]) -> None:
         """Commit arrays on one device to it, as loads do, since uncommitted arrays would need other programs."""
         if len(self.device.device_set) == 1:
             put(leaves, self.places, import_jax().device_put([leaves[place] for place in self.places], list(self.shardings)))
 
-    def save(self, leaves: Sequence[Any], page_ids: Int32Array) -> list[Any]:
-        """Read pages, and start to copy them to the host."""
+    def save(self, leaves: Sequence[Any], page_ids: Int32Array) -> tuple[Any, Any]:
+        """Read pages, and start to copy them to the host. Return the array on the devices and the one on the host."""
         read = get_reader(self.shardings, self.page_axis)
         pages = call_with_payload(read, [leaves[place] for place in self.places], pad(page_ids, 0))
-        return import_jax().device_put(pages[: len(page_ids)], self.host)  # type: ignore[no-any-return]
+        return pages, import_jax().device_put(pages, self.host)
 
-    def load(self, leaves: list[Any], pages: Sequence[Any], pairs: Int32Array, crosses: bool) -> list[Any]:
-        """Start to copy pages to the device and write them into the arrays; the results replace those in `leaves`. `pairs` are
-        the pages they were saved from, and the pages to write.
+    def write_rows(self, arrived: Any, rows: Rows, dst: Int32Array, num_threads: int) -> None:
+        """Wait for an array on the host, and copy its pages into rows."""
+        arrived.block_until_ready()
+        for shard in arrived.addressable_shards:
+            first = shard.index[0].start or 0
+            for i, pages in enumerate(np.asarray(shard.data)):
+                copy_rows(as_bytes(pages), np.arange(len(dst)), self._columns(rows, first + i), dst, num_threads)
+
+    def stage(self, rows: Rows, src: Int32Array, memory: Rows, num_threads: int) -> Any:
+        """Copy rows into the pack's part of memory, and start to copy this to the devices."""
+        shape = rows.shape[1], 1 << (len(src) - 1).bit_length()
+        staged = memory[prod(shape) * self.start : prod(shape) * self.stop]
+        for i, pages in enumerate(staged.reshape(*shape, self.stop - self.start)):
+            copy_rows(self._columns(rows, i), src, pages, np.arange(len(src)), num_threads)
+        return import_jax().device_put(staged.view(self.dtype).reshape(*shape, self.num_items), self.device)
+
+    def load(self, leaves: list[Any], pages: Any, pairs: Int32Array, crosses: bool) -> Any:
+        """Write pages into the arrays; the results replace those in `leaves`. `pairs` are the pages they were saved from, and
+        the pages to write. Return the fence.
         """
-        loaded: list[Any] = import_jax().device_put(pages, self.device)
         write = get_writer(self.shardings, self.page_axis, crosses)
-        payload = pad(pairs, NOWHERE)
-        padded = loaded + loaded[:1] * (payload.shape[1] - len(loaded))
-        written = call_with_payload(write, [leaves[place] for place in self.places], padded, payload)
+        written, fence = call_with_payload(write, [leaves[place] for place in self.places], pages, pairs)
         put(leaves, self.places, written)
-        return loaded
+        return fence
+
+    def _columns(self, rows: Rows, device: int) -> Rows:
+        return rows[:, device, self.start : self.stop]
 
 
 def make_packs(leaves: Sequence[Any], page_axis: int, memory_kind: str | None) -> list[Pack]:
-    """Divide arrays by dtype and mesh. Host pages are in memory of this kind, or for None on the first CPU device."""
+    """Divide arrays by dtype and mesh. Pages arrive in memory of this kind, or for None on the first CPU device."""
     jax = import_jax()
     places: dict[tuple[Any, Any], list[int]] = {}
     for place, leaf in enumerate(leaves):
         places.setdefault((leaf.dtype, get_page_sharding(leaf.sharding)), []).append(place)
-    packs = []
-    for (_, device), own in places.items():
+    packs: list[Pack] = []
+    for (dtype, device), own in places.items():
         shardings = tuple([leaves[place].sharding for place in own])
         if memory_kind is None:
             host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         else:
             host = device.with_memory_kind(memory_kind)
-        packs.append(Pack(tuple(own), shardings, page_axis, device, host))
+        parts = [leaves[place].sharding.shard_shape(leaves[place].shape) for place in own]
+        num_items = sum(prod(part[:page_axis] + part[page_axis + 1 :]) for part in parts)
+        start = align(packs[-1].stop) if packs else 0
+        packs.append(Pack(tuple(own), shardings, page_axis, device, host, dtype, num_items, start))
     return packs
 
 
 def get_page_sharding(sharding: jax.sharding.Sharding) -> Any:
-    """Return the sharding of a moved page of an array: each device has its own part, or a dummy page if it has none."""
+    """Return the sharding of moved pages of an array: each device has its own parts, or dummy pages if it has none."""
     kinds = import_jax().sharding
     if not sharding.is_fully_addressable:
         raise ArgumentError("arrays: got an array that spans processes, allowed: arrays of this process")
@@ -421,7 +607,8 @@ def get_reader(shardings: Shardings, page_axis: int) -> Callable[..., Any]:
     """Return the program that reads pages of a pack's arrays. jax compiles it once per number of pages."""
     jax = import_jax()
     read = partial(read_pages, page_axis=page_axis, axes=[get_page_axes(sharding, page_axis) for sharding in shardings])
-    return jax.jit(map_parts(read, shardings, is_writer=False))  # type: ignore[no-any-return]
+    mapped = map_parts(read, shardings, is_writer=False)
+    return jax.jit(mapped, out_shardings=get_page_sharding(shardings[0]))  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=64)
@@ -431,7 +618,8 @@ def get_writer(shardings: Shardings, page_axis: int, crosses: bool) -> Callable[
     axes = [get_page_axes(sharding, page_axis) for sharding in shardings]
     write = partial(write_pages, page_axis=page_axis, axes=axes, crosses=crosses)
     mapped = map_parts(write, shardings, is_writer=True)
-    return jax.jit(mapped, donate_argnums=0, out_shardings=list(shardings))  # type: ignore[no-any-return]
+    out_shardings = list(shardings), get_page_sharding(shardings[0])
+    return jax.jit(mapped, donate_argnums=0, out_shardings=out_shardings)  # type: ignore[no-any-return]
 
 
 def map_parts(function: Callable[..., Any], shardings: Shardings, is_writer: bool) -> Callable[..., Any]:
@@ -442,29 +630,29 @@ def map_parts(function: Callable[..., Any], shardings: Shardings, is_writer: boo
         return function
     arrays = [getattr(sharding, "spec", None) for sharding in shardings]
     pages, ids = get_page_sharding(first).spec, jax.sharding.PartitionSpec()
-    in_specs, out_specs = ((arrays, pages, ids), arrays) if is_writer else ((arrays, ids), pages)
+    in_specs, out_specs = ((arrays, pages, ids), (arrays, pages)) if is_writer else ((arrays, ids), pages)
     shard_map = get_shard_map(is_checked=False)  # jax cannot know that a page's copies on several devices are equal
     return shard_map(function, mesh=first.mesh, in_specs=in_specs, out_specs=out_specs)  # type: ignore[no-any-return]
 
 
-def read_pages(parts: Sequence[Any], page_ids: Any, page_axis: int, axes: Sequence[Axes]) -> list[Any]:
-    """Return each page of all parts as one array (traced)."""
+def read_pages(parts: Sequence[Any], page_ids: Any, page_axis: int, axes: Sequence[Axes]) -> Any:
+    """Return the pages of all parts as one array ``[1, page, item]`` (traced)."""
     jax = import_jax()
     pages = [read_in_part(part, page_ids, page_axis, own) for part, own in zip(parts, axes, strict=True)]
     flat = [jax.numpy.moveaxis(page, page_axis, 0).reshape(page_ids.shape[0], -1) for page in pages]
-    return list(jax.numpy.concatenate(flat, axis=1))
+    return jax.numpy.concatenate(flat, axis=1)[None]
 
 
 def write_pages(
-    parts: Sequence[Any], pages: Sequence[Any], pairs: Any, page_axis: int, axes: Sequence[Axes], crosses: bool
-) -> list[Any]:
-    """Write the pages returned by `read_pages` (traced)."""
+    parts: Sequence[Any], pages: Any, pairs: Any, page_axis: int, axes: Sequence[Axes], crosses: bool
+) -> tuple[list[Any], Any]:
+    """Write the pages returned by `read_pages`. Return the parts, and one element as the fence (traced)."""
     jnp = import_jax().numpy
-    flat, start, written = jnp.stack(pages), 0, []
+    start, written = 0, []
     for part, own in zip(parts, axes, strict=True):
         shape = (*part.shape[:page_axis], *part.shape[page_axis + 1 :])
         stop = start + prod(shape)
-        page = jnp.moveaxis(flat[:, start:stop].reshape(len(pages), *shape), 0, page_axis)
+        page = jnp.moveaxis(pages[0, :, start:stop].reshape(pages.shape[1], *shape), 0, page_axis)
         written.append(write_in_part(part, page, pairs, page_axis, own, crosses))
         start = stop
-    return written
+    return written, pages[:, :1, :1]

@@ -152,7 +152,7 @@ def test_poll_returns_what_is_done() -> None:
     host_pages = HostPages(array, 8)
     first, second = make_transfers([(1, 1)]), make_transfers([(2, 2)])
     host_pages.run(array, first)
-    jax.block_until_ready([copy.arrays for copy in host_pages._groups[0].pages.values()])
+    host_pages._copier.submit(int).result()  # which comes after the save
     pending = after_slow_work(array)
     host_pages.run(pending, second)
     assert host_pages.poll() == [done(first)]
@@ -168,11 +168,13 @@ def test_poll_returns_what_is_done() -> None:
 
 @on_new_jax
 @pytest.mark.parametrize("memory_kind", ["pinned_host", "unpinned_host"])
-def test_pages_are_in_the_memory_that_was_asked_for(memory_kind: str) -> None:
+def test_pages_cross_to_the_memory_that_was_asked_for(memory_kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, save = [], Pack.save
+    monkeypatch.setattr(Pack, "save", lambda *args: saved.append(save(*args)) or saved[-1])
     host_pages = HostPages(array := jnp.arange(8), 8, memory_kind=memory_kind)
     host_pages.run(array, make_transfers([(1, 2)]))
     assert host_pages.memory_kind == memory_kind
-    assert [page.sharding.memory_kind for page in host_pages._groups[0].pages[2].arrays] == [memory_kind]
+    assert [on_host.sharding.memory_kind for _, on_host in saved] == [memory_kind]
 
 
 def test_devices_without_the_memory_use_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,17 +247,33 @@ class Broken:
         raise RuntimeError("the device failed")
 
 
-def test_an_error_of_the_device_fails_its_pages_only() -> None:
+def test_an_error_on_the_way_to_the_host_fails_the_pages_that_crossed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     array = jnp.arange(6)
     host_pages = HostPages(array, 6)
-    transfers = make_transfers([(1, 1), (2, 2), (3, 3)])
-    array = host_pages.run(array, transfers)
-    host_pages._groups[0].pages[2].arrays = [Broken()]
-    assert [finished[:3] for finished in host_pages.wait()] == [(transfers.number, [1], [])]
+    array = host_pages.run(array, make_transfers([(1, 1), (2, 2), (3, 3)]))
+    assert host_pages.wait()[0].error is None
+    save = Pack.save
+    monkeypatch.setattr(Pack, "save", lambda *args: (save(*args)[0], Broken()))
+    array = host_pages.run(array, transfers := make_transfers([(4, 2)]))
+    assert [finished[:3] for finished in host_pages.wait()] == [(transfers.number, [0], [])]
     array = host_pages.run(array, make_transfers([], [(1, 4), (2, 5)]))
     ((_, _, failed_loads, error),) = host_pages.wait()
     assert (failed_loads, str(error)) == ([1], "the device failed")
     assert array.tolist() == [0, 1, 2, 3, 1, 5]
+
+
+def test_an_error_of_a_load_is_found_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that it read is not used again."""
+    array = jnp.arange(6)
+    host_pages, load = HostPages(array, 6), Pack.load
+    array = host_pages.run(array, make_transfers([(1, 1)]))
+    host_pages.wait()
+    monkeypatch.setattr(Pack, "load", lambda *args: load(*args) and Broken())
+    array = host_pages.run(array, transfers := make_transfers([], [(1, 4)]))
+    assert [finished[:3] for finished in host_pages.wait()] == [(transfers.number, [], [0])]
+    staging = host_pages._groups[0].staging
+    ((used, _),) = staging._used
+    assert not np.shares_memory(staging.take(), used)
 
 
 def test_an_error_after_donation_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,6 +373,26 @@ def test_wrong_arrays(call: Callable[..., Any], make: Callable[[], Any], error: 
         ),
         ({"a": jnp.arange(8)}, {"groups": [0]}, ArgumentTypeError, "arrays: got dict, allowed with groups: a list or tuple"),
         ([jnp.arange(8)], {"groups": [-1]}, ArgumentError, "group must be at least 0, got -1"),
+        (jnp.arange(8), {"num_copy_threads": 0}, ArgumentError, "num_copy_threads must be at least 1, got 0"),
+        (jnp.arange(8), {"memory": 7}, ArgumentTypeError, "memory: got int, allowed: a contiguous buffer"),
+        (
+            jnp.arange(8),
+            {"memory": bytes(640)},
+            ArgumentError,
+            "memory: got 640 read-only bytes, allowed: at least 640 writable ones",
+        ),
+        (
+            jnp.arange(8),
+            {"memory": bytearray(639)},
+            ArgumentError,
+            "memory: got 639 writable bytes, allowed: at least 640 writable ones",
+        ),
+        (
+            [jnp.arange(8)],
+            {"groups": [0], "memory": bytearray(640)},
+            ArgumentTypeError,
+            "memory: got bytearray, allowed: a buffer for each of 1 groups",
+        ),
         (
             [jnp.arange(8)],
             {"groups": [0, 1]},

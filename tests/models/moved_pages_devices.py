@@ -109,12 +109,11 @@ def check_programs(page_axis: int, sharding: NamedSharding) -> None:
     leaves, (pack,) = moved.arrays, moved.host_pages._groups[0].packs
     read = get_reader((sharding,), page_axis).lower(leaves, np.zeros(4, np.int32)).compile().as_text()
     assert not [name for name in COLLECTIVES if name in read]
-    pages = pack.save(leaves, np.arange(1, 5, dtype=np.int32))
-    assert all(page.sharding == pack.host for page in pages)
-    staged = jax.device_put(pages, pack.device)
+    pages, arrived = pack.save(leaves, np.arange(1, 5, dtype=np.int32))
+    assert (pages.sharding, arrived.sharding) == (pack.device, pack.host)
     is_divided = count_parts(sharding, page_axis) > 1
     for crosses in (False, True):
-        writer = get_writer((sharding,), page_axis, crosses).lower(leaves, staged, np.zeros((2, 4), np.int32))
+        writer = get_writer((sharding,), page_axis, crosses).lower(leaves, pages, np.zeros((2, 4), np.int32))
         copying = compile_program(leaves, page_axis, crosses)
         for text in (writer.compile().as_text(), copying):
             assert [name for name in COLLECTIVES if name in text] == (["all-reduce"] if crosses and is_divided else [])

@@ -1,0 +1,123 @@
+"""Rows of host memory for pages, memory for jax, and the text that describes a row."""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import groupby
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pagepool.errors import ArgumentError, ArgumentTypeError
+
+if TYPE_CHECKING:
+    import jax
+
+__all__ = ["ALIGNMENT", "Rows", "Staging", "align", "as_bytes", "describe_pages", "make_memory", "place_rows", "touch"]
+
+ALIGNMENT = 64
+"""Bytes: each dtype of a row, and memory for jax, begin at a multiple. On CPUs jax aliases such memory and copies any other."""
+
+SMALL_PAGE, BYTES_TO_TOUCH = 4096, 64 << 20
+"""Bytes of the smallest page of the system, and of what one call of `touch` in a thread touches."""
+
+MAX_STAGING = 4
+"""Pieces of memory that are kept for later loads."""
+
+Rows = npt.NDArray[np.uint8]
+
+
+def align(num_bytes: int) -> int:
+    """Return the next multiple of `ALIGNMENT`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def as_bytes(pages: npt.NDArray[Any]) -> Rows:
+    """Return the same memory as bytes."""
+    return np.ascontiguousarray(pages).view(np.uint8)
+
+
+def make_memory(num_bytes: int) -> mmap.mmap:
+    """Return new memory, which the system allocates when it is first written, if it can in huge pages."""
+    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # the kernel has none
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def place_rows(memory: Any, shape: tuple[int, ...]) -> Rows:
+    """Return an array of bytes in a buffer."""
+    try:
+        view = memoryview(memory).cast("B")
+    except TypeError:
+        raise ArgumentTypeError(f"memory: got {type(memory).__name__}, allowed: a contiguous buffer") from None
+    if view.readonly or len(view) < prod(shape):
+        kind = "read-only" if view.readonly else "writable"
+        raise ArgumentError(f"memory: got {len(view)} {kind} bytes, allowed: at least {prod(shape)} writable ones")
+    return np.frombuffer(view, np.uint8, prod(shape)).reshape(shape)
+
+
+def touch(rows: Rows) -> None:
+    """Let the system allocate memory in which nothing is written yet, by threads for all cores."""
+    parts = np.array_split(rows.reshape(-1)[::SMALL_PAGE], 1 + rows.nbytes // BYTES_TO_TOUCH)
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda part: part.fill(0), parts))
+
+
+class Use(Protocol):
+    """What was done with memory."""
+
+    def is_ready(self) -> bool: ...
+    def wait(self) -> Exception | None: ...
+
+
+class Staging:
+    """Memory handed to jax, which may alias it and read it late. It is given again only when its use has ended; after an error
+    it is left to jax. `num_bytes`: of each piece.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        """Allocate nothing yet."""
+        self._num_bytes, self._used = num_bytes, deque[tuple[Rows, Use]]()
+
+    def take(self) -> Rows:
+        """Return memory that nobody else writes or reads, at a multiple of `ALIGNMENT`."""
+        while self._used and self._used[0][1].is_ready():
+            memory, use = self._used.popleft()
+            if use.wait() is None:
+                return memory
+        memory = np.empty(self._num_bytes + ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % ALIGNMENT
+        return memory[start : start + self._num_bytes]
+
+    def keep(self, memory: Rows, use: Use) -> None:
+        """Keep memory until its use has ended; if there is much, forget the oldest, which jax frees."""
+        self._used.append((memory, use))
+        if len(self._used) > MAX_STAGING:
+            self._used.popleft()
+
+
+def describe_pages(leaves: Iterable[jax.Array], page_axis: int, devices: Sequence[jax.Device]) -> str:
+    """Return number, dtype and shape of pages of arrays, and the part of each device where it is not the whole page."""
+    texts = [describe_page(leaf, page_axis, devices) for leaf in leaves]
+    return ", ".join(f"{len(list(equal))} x {text}" for text, equal in groupby(texts))
+
+
+def describe_page(leaf: jax.Array, page_axis: int, devices: Sequence[jax.Device]) -> str:
+    indices = leaf.sharding.devices_indices_map(leaf.shape)
+    parts = []
+    for device in devices:
+        part = [s.indices(size)[:2] for s, size in zip(indices[device], leaf.shape, strict=True)]
+        first, last = part.pop(page_axis)
+        pages = "" if last - first == leaf.shape[page_axis] else f" of pages {first}:{last}"
+        parts.append(",".join(f"{start}:{stop}" for start, stop in part) + pages)
+    page = leaf.shape[:page_axis] + leaf.shape[page_axis + 1 :]
+    whole = ",".join(f"0:{size}" for size in page)
+    return f"{leaf.dtype}[{','.join(map(str, page))}]" + (f"({' | '.join(parts)})" if {*parts} != {whole} else "")

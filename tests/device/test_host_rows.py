@@ -1,0 +1,337 @@
+"""The rows of host pages: what is in them, loads of pages on their way there, memory that jax may alias, and the thread."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import threading
+import time
+import weakref
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+from devices import after_slow_work, count_compilations  # noqa: E402
+from moved_pages import TransferredPages, draw_array, make_transfers  # noqa: E402
+from settings import NUM_OPERATIONS  # noqa: E402
+from sources import run_python  # noqa: E402
+
+from pagepool.errors import ArgumentError, IntegrityError, PageIdError  # noqa: E402
+from pagepool.host_pages import HostPages, Pack  # noqa: E402
+
+NUM_PAGES = 40
+DTYPES = ["float32", "bfloat16", "int8", "bool", "complex64"]
+NUM_ROUNDS = min(NUM_OPERATIONS // 500, 100)
+
+
+def make_pages(*dtypes: str, num_pages: int = NUM_PAGES, seed: int = 1, **options: Any) -> TransferredPages:
+    rng = np.random.default_rng(seed)
+    return TransferredPages([draw_array(rng, (num_pages, 3, 5), dtype) for dtype in dtypes], **options)
+
+
+class HeldCopies:
+    """Copies into rows wait until they are released, or a random time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, random: Random | None = None) -> None:
+        self.released, self.write_rows = threading.Event(), Pack.write_rows
+        self.random = random
+        monkeypatch.setattr(Pack, "write_rows", lambda *args: self.run(*args))
+
+    def run(self, *args: Any) -> None:
+        if self.random is None:
+            assert self.released.wait(60)
+        else:
+            time.sleep(self.random.choice((0, 0.001, 0.01)))
+        self.write_rows(*args)
+
+
+# Rows.
+
+
+def test_a_row_has_all_arrays_of_a_page_by_dtype() -> None:
+    pages = make_pages("int8", "float32", "int8")
+    pages.transfer(make_transfers([(5, 1), (7, 3)]))
+    pages.check()
+    (rows,) = pages.host_pages.rows
+    assert (rows.shape, rows.dtype, rows.flags.c_contiguous) == ((100, 128), np.uint8, True)
+    for page, row in ((5, rows[1]), (7, rows[3])):
+        first, second, third = (host[page].tobytes() for host in pages.hosts)
+        assert row.tobytes() == (first + third).ljust(64, b"\0") + second.ljust(64, b"\0")
+    assert not rows[[0, 2]].any()
+
+
+def test_the_text_of_the_layout() -> None:
+    keys, scales = jnp.zeros((8, 4, 2)), jnp.zeros((8, 3), jnp.bfloat16)
+    assert HostPages([keys, scales, keys + 1], 5).layout == "all groups: 1 x 128 bytes, 2 x float32[4,2], 1 x bfloat16[3]"
+    other = HostPages([jnp.zeros((4, 16, 2)), jnp.zeros((3, 16), jnp.bfloat16), jnp.zeros((4, 16, 2))], 9, page_axis=1)
+    assert other.layout == HostPages([keys, scales, keys + 1], 5).layout
+    grouped = HostPages([[keys], [], [scales]], 5, groups=[2, 0, 1])
+    assert (
+        grouped.layout
+        == "group 2: 1 x 64 bytes, 1 x float32[4,2]; group 0: 1 x 0 bytes; group 1: 1 x 64 bytes, 1 x bfloat16[3]"
+    )
+    assert [rows.shape for rows in grouped.rows] == [(5, 64), (5, 0), (5, 64)]
+
+
+@pytest.mark.parametrize("make", [bytearray, lambda size: mmap.mmap(-1, size), lambda size: np.zeros(size, np.uint8)])
+def test_rows_are_in_the_memory_that_was_given(make: Any) -> None:
+    memory = [make(10 * 64 + 4), make(7 * 64)]
+    caches = [[jnp.arange(8)], [jnp.arange(8.0)]]
+    host_pages = HostPages(caches, (10, 7), groups=[0, 1], memory=memory)
+    caches = host_pages.run(host_pages.warmup(caches, 1), make_transfers([(3, 9), (4, 6)], save_groups=[0, 1]))
+    host_pages.wait()
+    assert int(np.frombuffer(memory[0], np.int32)[9 * 16]) == 3
+    assert float(np.frombuffer(memory[1], np.float32)[6 * 16]) == 4.0
+
+
+def test_rows_that_others_wrote_are_loaded() -> None:
+    array = jnp.arange(8)
+    host_pages = HostPages(array, 8)
+    host_pages.rows[0][2:4].view(np.int32)[:, 0] = [70, 80]
+    array = host_pages.run(array, make_transfers([], [(2, 1)]))
+    assert [finished.failed_loads for finished in host_pages.wait()] == [[0]]
+    host_pages.mark_saved([2, 3])
+    array = host_pages.run(array, make_transfers([(4, 3)], [(2, 1), (3, 2), (2, 5)]))
+    assert host_pages.wait()[0].error is None
+    assert array.tolist() == [0, 70, 4, 3, 4, 70, 6, 7]
+    for page_ids, group, error, message in (
+        ([1, 8], None, PageIdError, "page_ids: got page 8, allowed: 1 to 7"),
+        ([0], None, PageIdError, "page_ids: got page 0, allowed: 1 to 7"),
+        ([1], 0, ArgumentError, "group: got 0, allowed: a group with arrays whose page axis is not divided"),
+    ):
+        with pytest.raises(error, match=f"^{message}$"):
+            host_pages.mark_saved(page_ids, group=group)
+
+
+# Pages that cross together.
+
+
+@pytest.mark.parametrize(("num_kib", "num_calls"), [(1, 3), (1024, 9)])
+def test_up_to_64_pages_or_16_mib_cross_together(num_kib: int, num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, save = [], Pack.save
+    monkeypatch.setattr(Pack, "save", lambda *args: sizes.append(len(args[2])) or save(*args))
+    array = jnp.zeros((140, num_kib * 256)).at[:, 7].set(jnp.arange(140))
+    host_pages = HostPages(array, 140)
+    ids = np.arange(1, 140)
+    array = host_pages.run(array, make_transfers(np.stack([ids, ids], axis=1)))
+    assert (len(sizes), sum(sizes)) == (num_calls, 139)
+    array = host_pages.run(array, make_transfers([], np.stack([ids, ids[::-1]], axis=1)))
+    host_pages.wait()
+    assert array[1:, 7].tolist() == ids[::-1].tolist()
+    array = host_pages.run(array, make_transfers([], np.stack([ids, ids], axis=1)))
+    assert array[1:, 7].tolist() == ids.tolist()
+
+
+def test_loads_from_rows_and_from_saves_under_way_use_the_same_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = make_pages("bfloat16", "int32")
+    pages.warmup(64)
+    with count_compilations() as compilations:
+        pages.transfer(make_transfers([(i, i) for i in range(1, 8)]))
+        pages.host_pages.wait()
+        held = HeldCopies(monkeypatch)
+        pages.transfer(make_transfers([(i, i + 3) for i in range(1, 8)], [(i, 2 * i) for i in range(1, 11)]))
+        held.released.set()
+        pages.host_pages.wait()
+    assert not compilations
+    pages.check()
+
+
+# Loads that do not wait for saves.
+
+
+def test_pages_on_their_way_are_loaded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also into two places, and after the page was saved again."""
+    held, pages = HeldCopies(monkeypatch), make_pages(*DTYPES)
+    pages.transfer(make_transfers([(1, 1), (2, 2), (3, 3)]))
+    pages.transfer(make_transfers([(4, 2)], [(1, 10), (2, 11), (2, 12), (3, 13), (1, 14)]))
+    jax.block_until_ready(pages.arrays)
+    assert pages.host_pages.poll() == []
+    assert not pages.host_pages.rows[0].any()
+    held.released.set()
+    pages.check()
+    pages.transfer(make_transfers([], [(1, 5), (2, 6), (3, 7)]))
+    pages.check()
+
+
+@pytest.mark.parametrize("memory_kind", ["pinned_host", None])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_transfers_with_a_slow_thread(seed: int, memory_kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(seed)
+    HeldCopies(monkeypatch, Random(seed))
+    pages = make_pages(*DTYPES, seed=seed, memory_kind=memory_kind, num_host_pages=20)
+    for i in range(NUM_ROUNDS):
+        pages.move(rng, int(rng.integers(1, 18)))
+        if i % 5 == 0:
+            pages.check()
+    pages.check()
+
+
+def test_copies_that_fail_at_random_spoil_their_own_pages_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, random, write_rows = np.random.default_rng(4), Random(4), Pack.write_rows
+
+    def write_at_times(self: Pack, *args: Any) -> None:
+        if random.random() < 0.3:
+            raise MemoryError("at random")
+        write_rows(self, *args)
+
+    monkeypatch.setattr(Pack, "write_rows", write_at_times)
+    pages = make_pages("float32", "int8")
+    good: dict[int, Any] = {}
+    num_failed = 0
+    for _ in range(NUM_ROUNDS):
+        saves = np.stack([rng.integers(1, NUM_PAGES, 3), 1 + rng.permutation(9)[:3]], axis=1)
+        contents = [host[saves[:, 0]].copy() for host in pages.hosts]
+        pages.arrays = pages.host_pages.run(pages.arrays, make_transfers(saves))
+        ((_, failed, _, error),) = pages.host_pages.wait()
+        assert (failed, str(error)) in (([], "None"), ([0, 1, 2], "at random"))
+        good |= {int(dst): None if failed else [c[i] for c in contents] for i, (_, dst) in enumerate(saves)}
+        loads = np.stack([1 + rng.permutation(9)[:4], 1 + rng.permutation(NUM_PAGES - 1)[:4]], axis=1)
+        pages.arrays = pages.host_pages.run(pages.arrays, make_transfers([], loads))
+        ((_, _, failed, _),) = pages.host_pages.wait()
+        assert failed == [i for i, (src, _) in enumerate(loads) if good.get(int(src)) is None]
+        num_failed += len(failed)
+        for src, dst in loads:
+            for host, page in zip(pages.hosts, good.get(int(src)) or (), strict=False):
+                host[dst] = page
+        pages.check()
+    assert num_failed
+
+
+# Memory that jax may alias.
+
+
+def test_what_jax_got_may_be_overwritten_once_loads_have_ended() -> None:
+    rng = np.random.default_rng(5)
+    pages = make_pages(*DTYPES)
+    staging = pages.host_pages._groups[0].staging
+    for i in range(NUM_ROUNDS):
+        pages.move(rng, 10)
+        pages.host_pages.wait()
+        for memory, _ in staging._used:
+            memory[:] = i
+        for rows in pages.host_pages.rows:
+            np.testing.assert_array_equal(rows, rows.copy())
+        pages.check()
+    assert len(staging._used) == 1
+
+
+def test_memory_is_not_used_again_before_its_load_has_ended() -> None:
+    pages = make_pages("int32")
+    pages.transfer(make_transfers([(i, i) for i in range(1, 7)]))
+    pages.check()
+    staging = pages.host_pages._groups[0].staging
+    pages.arrays = [after_slow_work(array) for array in pages.arrays]
+    for i in range(1, 7):
+        pages.transfer(make_transfers([], [(i, 7 + i)]))
+    if not jax.tree.leaves(pages.arrays)[0].is_ready():  # or this machine is slow
+        starts = [memory.ctypes.data for memory, _ in staging._used]
+        assert len(set(starts)) == len(starts) == 4
+    pages.check()
+    kept = [memory.ctypes.data for memory, _ in staging._used]
+    assert staging.take().ctypes.data == kept[0]
+
+
+def test_rows_are_never_handed_to_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    put, given = jax.device_put, []
+    monkeypatch.setattr(jax, "device_put", lambda value, *args: given.append(value) or put(value, *args))
+    pages = make_pages("float32", "int8")
+    pages.transfer(make_transfers([(1, 1), (2, 2)]))
+    pages.host_pages.wait()
+    pages.transfer(make_transfers([], [(1, 3)]))
+    arrays = [value for value in given if isinstance(value, np.ndarray)]
+    assert len(arrays) == 2
+    assert not any(np.shares_memory(array, pages.host_pages.rows[0]) for array in arrays)
+    pages.check()
+
+
+# The thread.
+
+
+def list_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("pagepool-host-pages")]
+
+
+def test_the_thread_ends_with_its_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
+    before, held = list_threads(), HeldCopies(monkeypatch)
+    array = jnp.arange(8)
+    host_pages = HostPages(array, 8)
+    rows, freed = host_pages.rows[0], weakref.ref(host_pages)
+    host_pages.run(array, make_transfers([(3, 1)]))
+    (thread,) = set(list_threads()) - {*before}
+    del host_pages
+    gc.collect()
+    assert freed() is None
+    held.released.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert rows[1].view(np.int32)[0] == 3
+
+
+def test_close_ends_the_thread_after_its_copies() -> None:
+    before = list_threads()
+    host_pages = HostPages(array := jnp.arange(8), 8)
+    array = host_pages.run(array, transfers := make_transfers([(3, 1)]))
+    host_pages.close()
+    host_pages.close()
+    assert host_pages.rows[0][1].view(np.int32)[0] == 3
+    assert set(list_threads()) <= {*before}
+    assert host_pages.poll() == [(transfers.number, [], [], None)]
+    array = host_pages.run(array, make_transfers([(4, 2)], [(1, 5), (2, 6)]))
+    assert [finished[1:3] for finished in host_pages.wait()] == [([0], [1])]
+    assert array.tolist() == [0, 1, 2, 3, 4, 3, 6, 7]
+
+
+EXITING = """
+import mmap, sys, time
+from types import SimpleNamespace
+import jax.numpy as jnp, numpy as np
+from pagepool.host_pages import HostPages, Pack
+
+write_rows = Pack.write_rows
+Pack.write_rows = lambda *args: (time.sleep(0.1), write_rows(*args))
+file = open(sys.argv[1], "r+b")
+array, ids = jnp.arange(300), np.arange(1, 300, dtype=np.int32)
+host_pages = HostPages(array, 300, memory=mmap.mmap(file.fileno(), 0))
+none, zeros = ids[:0], np.zeros_like(ids)
+saves = {"save_src": ids, "save_dst": ids, "save_group": zeros, "load_src": none, "load_dst": none, "load_group": none}
+host_pages.run(array, SimpleNamespace(number=1, **saves))
+print(len(host_pages.poll()))
+"""
+
+
+def test_the_interpreter_exits_after_copies_under_way(tmp_path: Path) -> None:
+    program, memory = tmp_path / "exiting.py", tmp_path / "memory"
+    program.write_text(EXITING)
+    memory.write_bytes(bytes(300 * 64))
+    process = run_python(program, memory, JAX_PLATFORMS="cpu")
+    assert (process.returncode, process.stdout, process.stderr) == (0, "0\n", "")
+    assert np.frombuffer(memory.read_bytes(), np.int32)[::16].tolist() == list(range(300))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_calls_in_a_forked_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HeldCopies(monkeypatch)
+    host_pages = HostPages(array := jnp.arange(8), 8)
+    host_pages.run(array, transfers := make_transfers([(3, 1)]))
+    calls = [host_pages.poll, host_pages.wait, lambda: host_pages.run(array, make_transfers([(4, 2)]))]
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for call in calls:
+            try:
+                call()
+            except IntegrityError:
+                refused += 1
+        os._exit(refused)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == len(calls)
+    held.released.set()
+    assert host_pages.wait() == [(transfers.number, [], [], None)]
