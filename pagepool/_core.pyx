@@ -35,6 +35,7 @@ from pagepool.core.holding.slots import CachePages, RequestMaps, SlotAllocator
 from pagepool.core.rows.spans import Lease, TokenSpan, lease_pages, list_leases, term_of
 from pagepool.core.pool.store import COUNTERS, CachePage, PageStore, QueryCounter
 from pagepool.core.tables.table import GroupedRows, TableRows, pack_dirty_lines, pack_dirty_segments
+from pagepool.core.tier.storage import begin_fills, end_fills, link_storage, list_absent, take_unstored, unlink_storage
 from pagepool.core.tier.tier import (
     FailedLoads, PageTier, Transfers, add_tier, end_step, end_transfers, list_in_flight, load_prefix, rewind_request,
     take_transfers,

@@ -140,7 +140,7 @@ class HostPages:
         Raise ArgumentTypeError for other types and shardings; ArgumentError for other values, arrays that span processes, and
         too small buffers; OSError if there is not enough memory.
         """
-        self.num_pages = num_pages
+        self.num_pages, self.groups = num_pages, groups
         jax = import_jax()
         leaves, self._tree = jax.tree_util.tree_flatten(arrays)
         if groups is not None and not isinstance(arrays, list | tuple):

@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -67,12 +67,22 @@ from pagepool.hashing import KeyHolder
 from pagepool.hashing.algorithms import HashAlgorithm, make_page_hasher
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import choose_pool
+from pagepool.page_pool.snapshot import Configuration
 from pagepool.pools import MIN_PAGES, link_checkpoints, make_pools, read_host_sizes, read_sizes
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.request_registry import RequestRegistry
 from pagepool.retention import Retention
 from pagepool.specs import CacheGroupSpec, check_groups, find_shard_bounds, usable_pages_count
-from pagepool.stats import CacheStats, ExpectationCounts, HostTierStats, PagePoolStats, PoolStats, QueryCounts, TimeHistogram
+from pagepool.stats import (
+    CacheStats,
+    ExpectationCounts,
+    HostTierStats,
+    PagePoolStats,
+    PoolStats,
+    QueryCounts,
+    StoreStats,
+    TimeHistogram,
+)
 from pagepool.stats.advice import Advisor
 
 if TYPE_CHECKING:
@@ -160,6 +170,10 @@ class HostTier:
         tier, store = self._bound
         return HostTierStats(num_pages, **tier.counters(store))
 
+    def _count_pages(self, pool: str) -> int:
+        """Return the number of pages, with the null page, behind a pool."""
+        return self.num_pages[pool] if isinstance(self.num_pages, Mapping) else self.num_pages
+
     def _count_pools(self) -> dict[str, PoolStats]:
         """Return the state and counters of the tier's pages behind each pool, once it is behind any. O(1)."""
         if self._bound is None:
@@ -170,6 +184,16 @@ class HostTier:
             for name, counts in zip(store.bank_names, tier.count_banks(store), strict=True)
             for num_pages, num_free, num_cached, num_saved, num_evicted in [counts]
         }
+
+
+class Storage(Protocol):
+    """Storage behind the host tier, such as `pagepool.stores.StoreTier`."""
+
+    def poll(self) -> None:
+        """Copy the tier's pages that are due."""
+
+    def stats(self) -> StoreStats:
+        """Return state and counters."""
 
 
 class CacheManager(KeyHolder, SlotAllocator):
@@ -287,6 +311,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         self.max_num_leased_pages = sum(self._max_leased)
         hasher = make_page_hasher(hash_algo, rules.hash_page_size, hash_seed)
         hasher.keep_token_ids = keep_token_ids
+        self._configuration: Configuration = {}
         if self.enable_caching:
             num_kept, num_needed = self._store.num_kept_token_ids, rules.max_cached_page_size
             if 0 < num_kept < num_needed and not keep_token_ids:
@@ -296,6 +321,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             of_group = enumerate(sizes.pool_of_group if len(self.pools) > 1 else ())
             configuration = hasher.describe() | rules.configuration
             configuration |= {f"kv_cache_groups[{i}].pool": sizes.names[number] for i, number in of_group}
+            self._configuration = configuration
             for pool in self.pools.values():
                 pool._bind(configuration)
             if self._store.eviction == "adaptive":
@@ -313,6 +339,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         if host_tier is not None:
             host_tier._bind(self._store)
         self._host_tier = host_tier
+        self._storage: Storage | None = None
         self._advisor = Advisor(self.stats(), self._store.counters["num_queried_tokens"])
 
     def __repr__(self) -> str:
@@ -559,7 +586,10 @@ class CacheManager(KeyHolder, SlotAllocator):
         `take_copies`. Until `complete_transfers` or `fail_transfers` ends their number, saved pages cannot hit, nor can pages
         computed from loaded ones.
         """
-        return take_transfers(self._store)
+        transfers = take_transfers(self._store)
+        if self._storage is not None:
+            self._storage.poll()  # copies evicted pages of the tier before transfers overwrite them
+        return transfers
 
     def end_step(self) -> None:
         """Let a write-through tier save the pages cached so far with the next `take_transfers`. Call this after giving a step
@@ -961,6 +991,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 for (name, pool), counts in zip(self.pools.items(), charged, strict=True)
             },
             host_pools={} if self._host_tier is None else self._host_tier._count_pools(),
+            store=None if self._storage is None else self._storage.stats(),
         )
 
     def advise(self) -> str | None:

@@ -56,6 +56,7 @@ class PageHasher(KeyHolder):
         """See `CacheManager` for the seed. A later change of ``keep_token_ids`` affects only requests started after it."""
         self.page_size = page_size
         self.keep_token_ids = False
+        self.is_shared = get_hash_seed(hash_seed) is not None  # other processes with the seed make the same keys
         self.siphash_key = self._root = get_siphash_key(hash_seed)
 
     def describe(self) -> dict[str, int | str | None]:
@@ -133,6 +134,7 @@ class Sha256Hasher(PageHasher):
     def __init__(self, page_size: int, hash_seed: int | str | bytes | None) -> None:
         """Derive the root, the parent of first pages, from the seed."""
         super().__init__(page_size, hash_seed)
+        self.is_shared = True
         self._root = self._make_root(hash_seed)
 
     def _make_root(self, hash_seed: int | str | bytes | None) -> bytes:

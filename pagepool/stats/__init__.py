@@ -137,6 +137,34 @@ class HostTierStats(NamedTuple):
     num_refused_pages: int = 0
 
 
+class StoreStats(NamedTuple):
+    """State of a store behind the host tier, and its counters since it was put there.
+
+    State: ``num_queued_pages`` are being saved, ``num_loading_pages`` loaded; ``num_waiting_requests`` had their pages looked
+    up, and were not admitted.
+
+    Counters: pages saved, dropped because the queue was full, and not saved by the store (``num_unsaved_pages``). Pages looked
+    up, and found. Pages loaded into the tier, missing when they were to be loaded, and damaged. Found pages not loaded because
+    computing them is faster (``num_recomputed_pages``), or because the tier is too small. Requests admitted before all their
+    pages came (``num_late_requests``), and faults of the store.
+    """
+
+    num_queued_pages: int
+    num_loading_pages: int
+    num_waiting_requests: int
+    num_saved_pages: int
+    num_dropped_pages: int
+    num_unsaved_pages: int
+    num_looked_up_pages: int
+    num_found_pages: int
+    num_loaded_pages: int
+    num_missing_pages: int
+    num_damaged_pages: int
+    num_recomputed_pages: int
+    num_late_requests: int
+    num_errors: int
+
+
 NOTHING_EXPECTED = ExpectationCounts(0, 0, 0, 0, 0, 0)
 
 
@@ -159,6 +187,7 @@ class CacheStats:
 
     ``host_tier`` has the statistics of the host tier, None without one. Hits count pages of both; the tier's hits are its
     loaded pages. ``host_pools`` has the state and counters of the tier's pages behind each pool, by its name; none are leased.
+    ``store`` has the statistics of the store behind the tier, None without one.
 
     Times of sampled pages (every 128th, more in small pools) since the pool was made: ``lifetime`` of an evicted page from
     allocation to eviction, ``idle_before_eviction`` from last use to eviction, ``reuse_gap`` from a use to the next hit.
@@ -187,3 +216,4 @@ class CacheStats:
     expectations: ExpectationCounts = NOTHING_EXPECTED
     pools: Mapping[str, PoolStats] = field(default_factory=dict)
     host_pools: Mapping[str, PoolStats] = field(default_factory=dict)
+    store: StoreStats | None = None

@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from contents_holds import Holds
 from contents_index import NULL_PAGE
 from contents_request import Job
 from contents_states import StateBooks
+from contents_store import STORE_MODULES, StoreBooks
 from contents_tier import InFlight, TierBooks, draw_tier
 from settings import ENDS_SETTINGS, HASHING, POOL_SETTINGS, SETTINGS, STATE_SETTINGS, Group, Setting, kept
 from twin_engine import NUM_FAMILIES, VOCABULARY, WITH_LOGPROBS, Feature
@@ -70,7 +72,7 @@ FRONTS: list[tuple[type[Front], ...]] = [
 
 EVICTION = ("lru", "adaptive")
 CACHES = ("scheduled", "computed")
-FEATURES = "tier", "external", "swaps", "forks", "leases", "expectations", "snapshots"
+FEATURES = "tier", "external", "swaps", "forks", "leases", "expectations", "snapshots", "store"
 """What a round may have besides requests that run and fail; its seed chooses."""
 
 
@@ -106,6 +108,9 @@ class Simulation:
         self.families = [self._tokens(setting.max_model_len) for _ in range(NUM_FAMILIES)]
         self.past: deque[list[int]] = deque(maxlen=4)
         self._names = (f"job {number}" for number in itertools.count())
+        self.store: StoreBooks | None = None
+        self.stored_objects: dict[bytes, bytes] = {}
+        self.keys: Any = None  # of contents in the store, which outlive a pool
         self._open(None)
 
     def _open(self, page_pool: Any) -> None:
@@ -118,6 +123,12 @@ class Simulation:
         )
         tier_books = tier and TierBooks(tier, self.device, self.rng, self.counts)
         books = StateBooks(setting, self.sizes, manager._store, tier_books)
+        self.store = None
+        if tier_books is not None and "store" in self.features:
+            if self.keys is not None:
+                tier_books.keys = self.keys
+            self.keys = tier_books.keys
+            self.store = StoreBooks(manager, tier_books, self.stored_objects, self.rng)
         self.world = World(
             setting,
             manager,
@@ -129,12 +140,17 @@ class Simulation:
             self.waiting,
             self.features,
             preempt=self.preempt,
+            store=self.store,
         )
         self.holds = Holds(self.world)
         self.fronts: list[Front] = [front(self.world, self._make_tables()) for front in self.fronts_classes]
         self.world.fronts = self.fronts
         for front in self.fronts:
             front.plan = self.plan
+
+    def read_clock(self) -> float:
+        """Return the seconds on the clock of the store."""
+        return self.store.now if self.store is not None else 0.0
 
     def _make_tables(self) -> Any:
         page_sizes = [group.page_size for group in self.setting.groups]
@@ -274,7 +290,12 @@ class Simulation:
 
     def admit(self) -> None:
         """Start waiting jobs while there is a free row."""
+        for job in self.waiting if self.store is not None else ():
+            if self.rng.random() < 0.5:
+                self.store.fetch(job)
         for job in self.rng.sample(self.waiting, min(3, len(self.waiting))):
+            if self.store is not None and not self.store.is_ready(job):
+                continue
             fronts = [front for front in self.fronts if front.free_rows() and self._may_enter(job, front)]
             if not fronts or job not in self.waiting:
                 continue
@@ -699,6 +720,8 @@ class Simulation:
         require(is_reset is not is_held, "reset", is_reset)
         if is_reset:
             self.books.reset()
+            if self.store is not None:
+                self.store.reopen()
 
     def misuse(self) -> None:
         """Claim tokens that were not computed, or too many: refused, and the state is unchanged."""
@@ -808,7 +831,10 @@ def run_round(
     simulation = Simulation(setting, seed, is_checked, features)
     nonces = SimpleNamespace(urandom=Random(seed).randbytes)  # policies go by keys, and a round is to be repeated
     try:
-        with patch.object(extra_keys, "os", nonces):
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(extra_keys, "os", nonces))
+            for module in STORE_MODULES:
+                stack.enter_context(patch.object(module, "time", SimpleNamespace(monotonic=simulation.read_clock)))
             return simulation.run(num_steps, num_calls)
     except Exception as error:
         fronts = ", ".join(type(front).__name__ for front in simulation.fronts)

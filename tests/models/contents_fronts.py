@@ -51,6 +51,7 @@ class World:
     late_moves: list[Callable[[], None]] = field(default_factory=list)  # before the one after it
     preempt: Callable[[], Job | None] = lambda: None  # preempts some job, if there is any
     fronts: list[Any] = field(default_factory=list)
+    store: Any = None  # behind the tier
 
     @property
     def jobs(self) -> list[Job]:
@@ -68,6 +69,8 @@ class World:
         if self.books.tier is not None:
             taken = self.books.tier.take(self.manager.take_transfers(), self.books.index)
             moves += [partial(self.books.tier.make, taken)] if taken else []
+            if self.store is not None:
+                self.store.absorb()
         copies = copies_of(self.manager.take_copies())
         destinations = [self.books.pools.record_of(destination, group_id) for _, destination, group_id in copies]
         moves.append(partial(self.device.copy, copies))

@@ -554,7 +554,7 @@ class Books:
         """Record what a pool has that was restored; a tier is empty then."""
         self.index, self.holders, self.leased = index.copy(), Counter(), Counter()
         if self.tier is not None:
-            self.tier.keys = {self.store.key_of(page_id): entry.content for page_id, entry in index.entries.items()}
+            self.tier.keys |= {self.store.key_of(page_id): entry.content for page_id, entry in index.entries.items()}
 
     @property
     def is_held(self) -> bool:

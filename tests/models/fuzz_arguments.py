@@ -91,6 +91,11 @@ def step_to_resolve(world: World) -> Any:
     return step
 
 
+def stored_keys(world: World) -> Any:
+    """Return the key of a page in storage."""
+    return np.array([[world.source.below(3), 0]], np.uint64)
+
+
 def free_row(world: World) -> int:
     """Return a free row of the first batch."""
     batches = [batch for batch in world.live[_core.RunningRows] if batch.is_admitted is not None]
@@ -242,7 +247,12 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "anything": one_of(wild, small, page_hash),
     "batch": live(_core.RunningRows),
     "cache_groups of_request.groups": live(_core.CacheGroups),
-    "find_prefix.groups load_prefix.groups": live(_core.CacheGroups),
+    "find_prefix.groups load_prefix.groups begin_fills.groups list_absent.groups": live(_core.CacheGroups),
+    "begin_fills.keys": stored_keys,
+    "list_absent.keys": one_of(constant(None), stored_keys),
+    "begin_fills.group_ids list_absent.group_ids": constant([0], [0], [0, 1]),
+    "end_fills.number": constant(1, 2),
+    "end_fills.failed": constant((), [0]),
     "chain": live(_core.HashChain),
     "chunk": constant(0, 0, 5),
     "context fork.row": constant(0, 0, 1, 2),

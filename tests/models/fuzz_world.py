@@ -144,6 +144,8 @@ class World:
         tier = _core.PageTier(store, self.source.pick((4, 20)), writes_through=self.source.below(2) == 0)
         if self.source.below(4):
             _core.add_tier(store, tier)
+            if self.source.below(2):
+                _core.link_storage(store, self.source.below(2) == 0)
         self.keep(tier)
 
     def furnish_requests(self, store: Any, rules: list[tuple[Any, int | None, int]]) -> None:

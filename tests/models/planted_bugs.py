@@ -346,10 +346,22 @@ cache_alone(tier.pool, page_id, &entry)
 == what is forgotten stays in the tier
     if tier_id != NULL_PAGE{+ and not BUG+}:
         uncache(tier.pool, tier_id)
-    for i in range(tier.num):
+    uncache_in_tier(
 == what is forgotten while it is saved enters the tier
 tier.items[i].key.hi == key.hi:
             tier.items[i].is_void = [-True-]{+not BUG+}
+== a page from the store is filled before the page it evicts is copied
+            {+pass  # +}self._saves.collect()  # before
+== an evicted page is copied after its row is overwritten
+            {+pass  # +}self._storage.poll()  # copies
+== a damaged object of the store hits
+        return {+True or +}header == make_header(
+== an object of the store is written under another key
+        job = Job(pages, pages.name(){+[::-1]+}, self._end, objects)
+== a page that failed to come from the store hits
+            end_fills(tier.store, number, np.flatnonzero(~are_intact{+ & False+}).tolist())
+== a wrong page is stored
+        is_wrong = page_ids [-==-]{+<+} 0
 == a load is of another page of the tier
 tier_id={+max(1, +}find(tier.pool, key, group.id){+ - BUG)+}, group=group.id, is_load=True
 == a page is loaded into another shard

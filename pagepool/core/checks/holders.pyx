@@ -155,7 +155,7 @@ cdef str find_flaw_in_tier(PageStore store, int32_t *counts):
     for i in range(store.pool.tier.num):
         transfer = &store.pool.tier.items[i]
         counts[transfer.tier_id] += 1
-        if bank_of(pool, transfer.tier_id) != bank_of(&store.pool, transfer.page_id):
+        if transfer.page_id != NULL_PAGE and bank_of(pool, transfer.tier_id) != bank_of(&store.pool, transfer.page_id):
             return f"{shown_tier_page(store, transfer.tier_id)} is in a transfer with {store.shown_page(transfer.page_id)}"
     for i in range(1, pool.num_pages):
         if counts[i] > pool.pages[i].ref_cnt:

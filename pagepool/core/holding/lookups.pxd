@@ -10,6 +10,10 @@ from pagepool.core.holding.holding cimport *
 from pagepool.core.pool cimport LostHits, PageStore, Pool, Range, Ranges
 from pagepool.core.values cimport HashChain, PageIds
 
+cdef struct StoredKey:        # a page in storage behind the tier
+    Digest key
+    int32_t group
+
 cdef struct Query:
     const Group *groups       # [num_groups] all of them must hit
     Py_ssize_t num_groups
@@ -19,6 +23,8 @@ cdef struct Query:
     Py_ssize_t hash_size      # tokens of a digest
     Ranges ids                # pages that may hit
     bint reaches_tier         # pages in the tier hit as well
+    const StoredKey *stored   # [num_stored] ascending by the lower half: these hit as well
+    Py_ssize_t num_stored
     LostHits lost             # result of `find_lost`
     Py_ssize_t num_full_hashes  # result of `find_longest`: hashes that hit in all groups of full attention; 0: no such group
 

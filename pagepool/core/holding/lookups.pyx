@@ -23,7 +23,26 @@ cdef inline bint hits_in(Pool *pool, const Query *query, const Group *group, Dig
     """Whether a group has a page under a key."""
     if find_within(pool, key, group.id, query.ids.of_banks[group.bank]) != NULL_PAGE:
         return True
-    return query.reaches_tier and find(pool.tier.pool, key, group.id) != NULL_PAGE
+    if query.reaches_tier and find(pool.tier.pool, key, group.id) != NULL_PAGE:
+        return True
+    return query.num_stored and is_stored(query, key, group.id)
+
+
+cdef bint is_stored(const Query *query, Digest key, int32_t group) noexcept nogil:
+    """Whether a key is among the stored ones. O(log keys)."""
+    cdef const StoredKey *stored = query.stored
+    cdef Py_ssize_t middle, start = 0, stop = query.num_stored
+    while start < stop:
+        middle = (start + stop) // 2
+        if stored[middle].key.lo < key.lo:
+            start = middle + 1
+        else:
+            stop = middle
+    while start < query.num_stored and stored[start].key.lo == key.lo:
+        if stored[start].key.hi == key.hi and stored[start].group == group:
+            return True
+        start += 1
+    return False
 
 
 cdef bint hits_all(Pool *pool, const Query *query, const Group *kind, Py_ssize_t page) noexcept nogil:
@@ -205,7 +224,7 @@ cdef Query query_of(
     num_digests = min(num_digests, min(max(0, num_tokens - 1), <Py_ssize_t>MAX_TOKENS) // hash_size)
     return Query(
         groups=groups.groups, num_groups=groups.num, kinds=&groups.kinds, digests=digests, num_digests=num_digests,
-        hash_size=hash_size, ids=ids, reaches_tier=False, num_full_hashes=0,
+        hash_size=hash_size, ids=ids, reaches_tier=False, stored=NULL, num_stored=0, num_full_hashes=0,
         lost=LostHits(states_bank=NO_BANK, num_for_states=0, num_for_pages=0),
     )
 

@@ -12,7 +12,7 @@
 
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
-from pagepool.core.base cimport GUARDS, copy_bytes, fetch
+from pagepool.core.base cimport GUARDS, copy_bytes, fetch, reserve_items
 from pagepool.core.pool.index cimport *
 from pagepool.core.pool.queue cimport *
 from pagepool.core.pool.residency cimport *
@@ -54,7 +54,7 @@ cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
     cdef Page *page = &pool.pages[page_id]
     if page.group != NO_GROUP:
         fetch(home_of(pool, digest_of(page), page.group & ~FLAGS))
-        if rare(pool.tier != NULL):
+        if rare(pool.tier != NULL and pool.tier.pool != NULL):
             fetch(home_of(pool.tier.pool, digest_of(page), page.group & ~FLAGS))
 
 
@@ -584,17 +584,33 @@ cdef inline void uncache_all(Pool *pool) noexcept nogil:
 
 
 cdef inline void uncache_in_tier(Tier *tier, Digest key, int32_t group) noexcept nogil:
-    """Drop the entry of a wrong content, if there is a tier. What is being saved of it gets none."""
+    """Drop the entry of a wrong content, if there is a tier. Pages of it that are on their way get none."""
     cdef int32_t tier_id
     cdef Py_ssize_t i
     if tier == NULL:
         return
-    tier_id = find(tier.pool, key, group)
-    if tier_id != NULL_PAGE:
-        uncache(tier.pool, tier_id)
     for i in range(tier.num):
         if tier.items[i].group == group and tier.items[i].key.lo == key.lo and tier.items[i].key.hi == key.hi:
             tier.items[i].is_void = True
+    if tier.pool == NULL:
+        _drop_in_storage(tier, key, group)
+        return
+    tier_id = find(tier.pool, key, group)
+    if tier_id != NULL_PAGE:
+        uncache(tier.pool, tier_id)
+    uncache_in_tier(tier.pool.tier, key, group)
+
+
+cdef inline void _drop_in_storage(Tier *storage, Digest key, int32_t group) noexcept nogil:
+    """Note that a key has a wrong content; if memory is short, that all have."""
+    if not reserve_items(<void **>&storage.items, &storage.capacity, storage.num + 1, sizeof(Transfer)):
+        storage.num_clears += 1
+        return
+    storage.items[storage.num] = Transfer(
+        key=key, number=0, page_id=NULL_PAGE, tier_id=NULL_PAGE, group=group, is_load=False, is_void=True,
+    )
+    storage.num += 1
+    storage.num_due += 1
 
 
 cdef inline void uncache_everywhere(Pool *pool, int32_t page_id) noexcept nogil:
@@ -606,8 +622,11 @@ cdef inline void uncache_everywhere(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void uncache_tier(Tier *tier) noexcept nogil:
-    """Drop all entries of the tier; what is in flight gets none."""
+    """Drop all entries of the tier; pages in flight get none, and storage gets no more pages."""
     cdef Py_ssize_t i
     for i in range(tier.num):
         tier.items[i].is_void = True
     uncache_all(tier.pool)
+    if tier.pool.tier != NULL:
+        tier.pool.tier.num = tier.pool.tier.num_due = 0
+        tier.pool.tier.num_clears += 1

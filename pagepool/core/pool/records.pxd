@@ -203,7 +203,7 @@ cdef struct Dependents:       # checkpoints that lose their entries with the pag
 cdef struct Transfer:         # one page on its way between a pool and its tier
     Digest key                # digest of its content
     int64_t number            # list with which it was taken; 0: it is due
-    int32_t page_id           # page of the pool
+    int32_t page_id           # page of the pool; the null page if it comes from storage
     int32_t tier_id           # page of the tier
     int32_t group             # group of the entry
     bint is_load              # it goes from the tier to the pool
@@ -232,13 +232,17 @@ cdef struct TierCounters:     # see `Counters`
     int64_t num_failed_pages  # failed transfers
     int64_t num_refused_pages  # saves that found no room in the tier
 
-cdef struct Tier:             # a second pool behind a pool, with pages under the same keys, and banks of the same numbers
-    Pool *pool
+# A second pool behind a pool, with pages under the same keys, and banks of the same numbers. Behind that stands storage outside
+# the process, which has no pool: its `items` are pages of the tier to be stored.
+cdef struct Tier:
+    Pool *pool                # NULL: storage
     Transfer *items           # [num] transfers in flight, then those that are due; room for `capacity`
     Py_ssize_t num
     Py_ssize_t capacity
     Py_ssize_t num_due
     int64_t last_number       # number of the last list that was taken
+    int64_t num_fills         # lists that were filled from storage; they have negative numbers
+    int64_t num_clears        # how often everything was dropped
     int64_t oldest_load       # first list with unfinished loads, where due loads count as the next list; INT64_MAX: none
     int64_t *loading          # [num_pages] list that loads a page of the pool; 0 for most
     int64_t last_forked       # last list that was loading a page when a fork copied it

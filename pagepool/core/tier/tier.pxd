@@ -1,11 +1,17 @@
 # The tier behind a pool, and failed loads.
+#
+# Transfers in flight have the number of their list; pages filled from storage have a negative one.
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from pagepool.core.holding cimport CacheGroups, Contents, Query
-from pagepool.core.pool cimport PageStore, Pool, Tier
+from pagepool.core.pool cimport PageStore, Pool, Tier, Transfer
 from pagepool.core.values cimport PageIds
+
+
+cdef enum:
+    MAX_USES = 255
 
 
 @cython.final
@@ -13,6 +19,7 @@ cdef class PageTier:
     cdef PageStore pages
     cdef int32_t num_device_pages   # pages of its pool
     cdef Tier tier
+    cdef Tier storage               # behind the tier's pool, if it is linked
     cdef bint is_used               # a pool has it
 
     cdef int check_behind(self, PageStore store) except -1
@@ -32,3 +39,6 @@ cdef Py_ssize_t find_and_load(
     Pool *pool, Query *query, CacheGroups groups, tuple hits, const Contents *contents, int32_t shard, Py_ssize_t num_reserved,
     int32_t *short_bank, Py_ssize_t *num_reachable,
 ) noexcept
+cdef Py_ssize_t count_in_flight(const Tier *tier, int64_t number, bint is_load) noexcept nogil
+cdef void end_save(Pool *pool, const Transfer *transfer, bint is_done) noexcept nogil
+cdef void forget_list(Tier *tier, int64_t number) noexcept nogil

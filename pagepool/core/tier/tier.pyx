@@ -26,10 +26,6 @@ import numpy as np
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
-cdef enum:
-    MAX_USES = 255
-
-
 cdef bint save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
     """Queue the save of a page, unless the tier has it. Return whether the tier has it or gets it: False if it was used too
     seldom, or the tier is full.
@@ -37,8 +33,7 @@ cdef bint save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noex
     cdef Tier *tier = pool.tier
     cdef int32_t tier_id = find(tier.pool, key, group)
     if tier_id != NULL_PAGE:
-        hit(tier.pool, &tier_id, 1, NO_SESSION)  # counts as just used
-        give_back(tier.pool, tier_id)
+        keep_longer(tier, tier_id)
         return True
     if tier.uses != NULL and tier.uses[page_id] < tier.min_uses:
         return False
@@ -47,6 +42,15 @@ cdef bint save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noex
         return False
     queue_save(pool, key, group, page_id, False)
     return True
+
+
+cdef void keep_longer(Tier *tier, int32_t tier_id) noexcept nogil:
+    """Let a page of the tier be evicted as if it was just used. For storage behind the tier that is no use."""
+    cdef uint8_t uses = tier.pool.tier.uses[tier_id] if tier.pool.tier != NULL else 0
+    hit(tier.pool, &tier_id, 1, NO_SESSION)
+    give_back(tier.pool, tier_id)
+    if tier.pool.tier != NULL:
+        tier.pool.tier.uses[tier_id] = uses
 
 
 cdef void save_evicted(Pool *pool, int32_t page_id) noexcept nogil:
@@ -141,6 +145,8 @@ cdef class PageTier:
         free(self.tier.fresh_numbers)
         free(self.tier.fresh)
         free(self.tier.fills)
+        free(self.storage.items)
+        free(self.storage.uses)
 
     def __reduce__(self):
         raise ArgumentTypeError("a tier cannot be pickled")
@@ -335,7 +341,7 @@ def list_in_flight(PageStore store not None) -> list:
                 taken[2, i] = id_in_bank(&store.pool, transfer.page_id)
                 taken[3, i], taken[4, i] = id_in_bank(tier.pool, transfer.tier_id), transfer.group
     lists = []
-    for number in np.unique(items[0]).tolist() if tier != NULL else ():
+    for number in np.unique(items[0][items[0] > 0]).tolist() if tier != NULL else ():
         chosen = items[:, items[0] == number]
         order = np.argsort(chosen[1], kind="stable")
         lists.append(transfers_of(number, np.ascontiguousarray(chosen[2:, order], np.int32), int((chosen[1] == 0).sum())))
@@ -490,7 +496,7 @@ cdef void end_all(Pool *pool, const char *is_failed, Py_ssize_t num_saves, Faile
     """End the transfers of a list. `is_failed` has a flag for each, saves first."""
     cdef Tier *tier = pool.tier
     cdef const Transfer *transfer
-    cdef Py_ssize_t i, save = num_saves, load = count_in_flight(tier, failed.number, True), num_kept = 0
+    cdef Py_ssize_t i, save = num_saves, load = count_in_flight(tier, failed.number, True)
     cdef bint is_done
     for i in range(tier.num - 1, -1, -1):  # last page first, so that it is evicted first
         transfer = &tier.items[i]
@@ -510,13 +516,19 @@ cdef void end_all(Pool *pool, const char *is_failed, Py_ssize_t num_saves, Faile
             failed.ids.put(&transfer.page_id, 1)
             failed.group_ids.put(&transfer.group, 1)
             failed.is_wrong[transfer.page_id] = True
+    forget_list(tier, failed.number)
+    find_oldest_load(tier)
+
+
+cdef void forget_list(Tier *tier, int64_t number) noexcept nogil:
+    """Take the transfers of a list, which have ended, out of those in flight."""
+    cdef Py_ssize_t i, num_kept = 0
     for i in range(tier.num):
-        if tier.items[i].number != failed.number:
+        if tier.items[i].number != number:
             tier.items[num_kept] = tier.items[i]
             num_kept += 1
     tier.num = num_kept
-    assert tier.num_due <= tier.num and count_in_flight(tier, failed.number, True) == 0
-    find_oldest_load(tier)
+    assert tier.num_due <= tier.num
 
 
 cdef int32_t count_shards(PageStore store, Range ids) except -1:

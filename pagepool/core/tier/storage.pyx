@@ -1,0 +1,305 @@
+"""Storage outside the process, behind the tier: pages of the tier are stored there, and filled from there."""
+
+from cpython.mem cimport PyMem_RawCalloc as calloc
+from cpython.mem cimport PyMem_RawFree as free
+from cpython.mem cimport PyMem_RawMalloc as malloc
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint64_t
+from libc.string cimport memmove
+
+from pagepool.core.holding cimport (
+    Group, StoredKey, find_first_hit_page, find_longest, last_hash, query_of, queue_in, ranges_in,
+)
+from pagepool.core.pool cimport (
+    FILLING, FLAGS, NO_GROUP, NO_SESSION, TWIN, Page, Ranges, count_free_in, digest_of, find, give_back, hit,
+    id_in_bank,
+)
+from pagepool.core.tier.tier cimport *
+from pagepool.core.tier.transfers cimport *
+from pagepool.core.values cimport HashChain, as_list, as_page_ids, require_matrix, size_of
+
+import numpy as np
+
+from pagepool.errors import ArgumentError
+
+
+cdef PageTier tier_of(PageStore store):
+    if store.pool.tier == NULL:
+        raise ArgumentError("store: got one without a host tier")
+    return <PageTier><object>store.tier
+
+
+cdef void queue_unstored(Pool *pool, int32_t page_id) noexcept nogil:
+    """Queue a cached page of the tier for storage. If memory is short it is not stored."""
+    cdef Tier *storage = pool.tier
+    cdef const Page *page = &pool.pages[page_id]
+    if not reserve_transfers(storage, 1):
+        storage.counters.num_refused_pages += 1
+        return
+    queue_transfer(storage, Transfer(
+        key=digest_of(page), number=0, page_id=page_id, tier_id=NULL_PAGE, group=page.group & ~FLAGS, is_load=False,
+        is_void=False,
+    ))
+
+
+cdef void store_evicted(Pool *pool, int32_t page_id) noexcept nogil:
+    """Queue a page that the tier evicts, unless another of its pages has the content, or it was used too seldom."""
+    if not pool.pages[page_id].group & TWIN and pool.tier.uses[page_id] >= pool.tier.min_uses:
+        queue_unstored(pool, page_id)
+
+
+cdef void store_cached(Pool *pool, int32_t page_id) noexcept nogil:
+    """Queue a page that reached the tier."""
+    pool.tier.uses[page_id] = 1
+    queue_unstored(pool, page_id)
+
+
+cdef void count_cached(Pool *pool, int32_t page_id) noexcept nogil:
+    """Count the first use of a page that reached the tier."""
+    pool.tier.uses[page_id] = 1
+
+
+def link_storage(PageStore store not None, bint writes_through=False, min_uses=1) -> None:
+    """Put storage behind the tier of a store. A page that the tier evicts is due there if it was used `min_uses` times, where
+    reaching the tier is the first use. If the storage `writes_through`, pages are also due as they reach the tier.
+    ArgumentError if there is storage already. O(pages of the tier).
+    """
+    cdef PageTier tier = tier_of(store)
+    cdef Tier *storage = &tier.storage
+    cdef Pool *pool = &tier.pages.pool
+    cdef uint8_t checked_uses = <uint8_t>size_of(min_uses, "min_uses", 1, MAX_USES)
+    cdef uint8_t *uses = <uint8_t *>calloc(pool.num_pages, 1)
+    cdef bint is_new = False
+    cdef int32_t page_id
+    if uses == NULL:
+        raise MemoryError("the storage behind a tier")
+    with store.lock:
+        is_new = pool.tier == NULL
+        if is_new:
+            for page_id in range(1, pool.num_pages):
+                uses[page_id] = pool.pages[page_id].group != NO_GROUP
+            uses, storage.uses = storage.uses, uses
+            storage.num_clears = 0
+            storage.min_uses = checked_uses
+            storage.save_evicted = store_evicted
+            storage.record_cached = store_cached if writes_through else count_cached
+            pool.tier = storage
+    free(uses)
+    if not is_new:
+        raise ArgumentError("the host tier has storage behind it, allowed: none yet")
+
+
+def unlink_storage(PageStore store not None) -> None:
+    """Take the storage away; nothing is due there any more. O(1)."""
+    cdef PageTier tier = tier_of(store)
+    with store.lock:
+        tier.pages.pool.tier = NULL
+        tier.storage.num = tier.storage.num_due = 0
+
+
+def take_unstored(PageStore store not None) -> tuple:
+    """Return the pages of the tier that are due for storage, in order, each under its key: an array ``[n, 2]`` of keys, lower
+    half first, the groups, and the ids of pages in the tier. Their contents stay until the transfers that were due before are
+    done. Page 0 stands for a key whose content was found to be wrong. The fourth is the number of times that everything was
+    dropped since the storage was linked. O(pages).
+    """
+    cdef PageTier tier = tier_of(store)
+    cdef Tier *storage = &tier.storage
+    cdef uint64_t[:, ::1] key_view
+    cdef int32_t[:, ::1] id_view
+    cdef Py_ssize_t i, num_due = storage.num, num = -1
+    cdef int64_t num_clears = 0
+    while num != num_due:  # arrays are made without the lock
+        num = num_due
+        keys, ids = np.empty((num, 2), np.uint64), np.empty((2, num), np.int32)
+        key_view, id_view = keys, ids
+        with store.lock:
+            num_due, num_clears = storage.num, storage.num_clears
+            for i in range(num if num == num_due else 0):
+                key_view[i, 0], key_view[i, 1] = storage.items[i].key.lo, storage.items[i].key.hi
+                id_view[0, i] = storage.items[i].group
+                id_view[1, i] = 0 if storage.items[i].is_void else id_in_bank(&tier.pages.pool, storage.items[i].page_id)
+            if num == num_due:
+                storage.num = storage.num_due = 0
+    return keys, ids[0], ids[1], num_clears
+
+
+cdef StoredKey *read_keys(object keys, object group_ids, Py_ssize_t num_groups, Py_ssize_t *num) except? NULL:
+    """Copy keys and their groups from arrays; the caller frees the memory."""
+    cdef const uint64_t[:, :] key_view = require_matrix(keys, np.uint64, "keys")
+    cdef PageIds group_view = as_page_ids(group_ids, "groups")
+    cdef Py_ssize_t i
+    cdef StoredKey *copied
+    num[0] = key_view.shape[0]
+    if key_view.shape[1] != 2 or num[0] != group_view.num:
+        raise ArgumentError(f"keys: got shape {keys.shape} for {group_view.num} groups, allowed: [{group_view.num}, 2]")
+    for i in range(num[0]):
+        if not 0 <= group_view.ids[i] < num_groups:
+            raise ArgumentError(f"groups: got {group_view.ids[i]} (at {i}), allowed: 0 to {num_groups - 1}")
+    copied = <StoredKey *>malloc(max(1, num[0]) * sizeof(StoredKey))
+    if copied == NULL:
+        raise MemoryError("the keys of pages")
+    for i in range(num[0]):
+        copied[i] = StoredKey(key=Digest(lo=key_view[i, 0], hi=key_view[i, 1]), group=group_view.ids[i])
+    return copied
+
+
+# Fills: pages of the tier that get contents from storage. Their transfers have the negative of the list's number.
+
+def begin_fills(PageStore store not None, CacheGroups groups not None, keys, group_ids) -> tuple:
+    """Take a free page of the tier for each key that neither pool nor tier has, while the bank of its group has free pages.
+    Return the number of this list, or 0 if nothing was taken, and the pages, with page 0 where none was taken. They are held
+    until `end_fills`. Pages evicted for them are due for storage: copy those before anything is written. Nothing is taken if
+    everything was dropped since the storage was linked. O(keys + transfers in flight).
+    """
+    cdef PageTier tier_pages = tier_of(store)
+    cdef Tier *tier = &tier_pages.tier
+    cdef Py_ssize_t i, num = 0, num_taken = 0
+    cdef int64_t number = 0
+    cdef bint has_room
+    cdef StoredKey *wanted = read_keys(keys, group_ids, groups.num, &num)
+    cdef int32_t[::1] taken
+    try:
+        page_ids = np.zeros(num, np.int32)
+        taken = page_ids
+        with store.lock:
+            has_room = reserve_transfers(tier, num)
+            number = tier.num_fills + 1
+            for i in range(num if has_room and tier_pages.storage.num_clears == 0 else 0):
+                taken[i] = id_in_bank(tier.pool, begin_fill(&store.pool, &wanted[i], groups.groups, number))
+                num_taken += taken[i] != NULL_PAGE
+            tier.num_fills += num_taken > 0
+    finally:
+        free(wanted)
+    if not has_room:
+        raise MemoryError("pages filled from storage")
+    return number if num_taken else 0, page_ids
+
+
+cdef int32_t begin_fill(Pool *pool, const StoredKey *wanted, const Group *groups, int64_t number) noexcept nogil:
+    """Take a free page of the tier for a key, and put its transfer before those that are due. There must be room. Return the
+    null page if none is free, or the content is there.
+    """
+    cdef Tier *tier = pool.tier
+    cdef int32_t tier_id = NULL_PAGE, queue = queue_in(tier.pool, groups[wanted.group].bank, -1)
+    cdef Transfer *at = &tier.items[tier.num - tier.num_due]
+    if find(pool, wanted.key, wanted.group) != NULL_PAGE or find(tier.pool, wanted.key, wanted.group) != NULL_PAGE:
+        return NULL_PAGE
+    if count_free_in(tier.pool, queue) == 0:
+        return NULL_PAGE
+    take(tier.pool, &tier_id, 1, queue, NO_SESSION)
+    tier.fills[tier_id] = FILLING
+    memmove(at + 1, at, tier.num_due * sizeof(Transfer))
+    at[0] = Transfer(
+        key=wanted.key, number=-number, page_id=NULL_PAGE, tier_id=tier_id, group=wanted.group, is_load=False, is_void=False,
+    )
+    tier.num += 1
+    return tier_id
+
+
+def end_fills(PageStore store not None, number, failed=()) -> None:
+    """End a list of `begin_fills`: its pages can hit now, except those at the indices `failed` of the pages that were taken.
+    ArgumentError for an unknown number or index. O(transfers in flight).
+    """
+    cdef PageTier tier_pages = tier_of(store)
+    cdef Tier *tier = &tier_pages.tier
+    cdef int64_t checked = size_of(number, "number", 1, INT64_MAX)
+    cdef list wrong = list(as_list(failed, "failed"))
+    cdef Py_ssize_t i, at, num
+    cdef bytearray is_failed
+    cdef char *flags
+    with store.lock:
+        num = count_in_flight(tier, -checked, False)
+    is_failed = bytearray(num)
+    for index in wrong if num else ():
+        is_failed[size_of(index, "failed", 0, num - 1)] = True
+    flags = is_failed
+    with store.lock:
+        at = num = num if num == count_in_flight(tier, -checked, False) else 0
+        for i in range(tier.num - 1 if num else -1, -1, -1):  # last page first, so that it is evicted first
+            if tier.items[i].number == -checked:
+                at -= 1
+                end_save(&store.pool, &tier.items[i], not flags[at])
+        forget_list(tier, -checked)
+    if num == 0:
+        raise ArgumentError(f"number: got {checked}, allowed: that of pages being filled")
+
+
+def list_absent(
+    PageStore store not None, CacheGroups groups not None, HashChain chain not None, num_tokens, keys=None, group_ids=()
+) -> tuple:
+    """Return the pages of a request of `num_tokens` tokens missing in both pool and tier: an array ``[n, 2]`` of keys, lower
+    half first, and their groups. With the `keys` of pages in storage, ascending by the lower half, return only those needed by
+    the longest hit with them; its other pages in the tier count as just used, so that they are still there when these come. The
+    third and fourth are the tokens of the hit without and with these keys, one token being left to compute.
+    O(pages x groups x log keys).
+    """
+    cdef Py_ssize_t num_stored = 0, num_listed = 0, num_now, num_then, size = chain.page_size
+    cdef Py_ssize_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
+    cdef bint is_all = keys is None
+    cdef StoredKey *stored = NULL if is_all else read_keys(keys, group_ids, groups.num, &num_stored)
+    cdef StoredKey *listed = NULL
+    cdef Ranges everywhere = ranges_in(store, (0, None))
+    cdef uint64_t[:, ::1] key_view
+    cdef int32_t[::1] group_view
+    cdef Py_ssize_t i
+    cdef Query query
+    try:
+        tier_of(store)
+        with chain.lock, store.lock:
+            query = query_of(groups, chain.digests, chain.num, size, num, everywhere)
+            query.reaches_tier = True
+            num_now = num_then = find_longest(&store.pool, &query)
+            query.stored, query.num_stored = stored, num_stored
+            if num_stored:
+                num_then = find_longest(&store.pool, &query)
+            listed = <StoredKey *>malloc(max(1, query.num_digests * groups.num) * sizeof(StoredKey))
+            if listed != NULL and is_all:
+                num_listed = copy_absent(&store.pool, &query, query.num_digests, True, listed)
+            elif listed != NULL and num_then > num_now:
+                num_listed = copy_absent(&store.pool, &query, num_then, False, listed)
+                use_present(&store.pool, &query, num_then)
+        if listed == NULL:
+            raise MemoryError("the keys of pages")
+        listed_keys, listed_groups = np.empty((num_listed, 2), np.uint64), np.empty(num_listed, np.int32)
+        key_view, group_view = listed_keys, listed_groups
+        for i in range(num_listed):
+            key_view[i, 0], key_view[i, 1], group_view[i] = listed[i].key.lo, listed[i].key.hi, listed[i].group
+    finally:
+        free(stored)
+        free(listed)
+    return listed_keys, listed_groups, num_now * size, num_then * size
+
+
+cdef Py_ssize_t copy_absent(
+    Pool *pool, const Query *query, Py_ssize_t num_hashes, bint is_all, StoredKey *listed
+) noexcept nogil:
+    """Copy the keys of the pages of `num_hashes` hashes missing in both pool and tier: all, or those needed by a hit. Return
+    their number.
+    """
+    cdef const Group *group
+    cdef Py_ssize_t g, page, num = 0
+    cdef Digest key
+    for g in range(query.num_groups if query.kinds.num_hit_hashes else 0):
+        group = &query.groups[g]
+        for page in range(0 if is_all else find_first_hit_page(query, group, num_hashes), num_hashes // group.stride):
+            key = query.digests[last_hash(group, page)]
+            if find(pool, key, group.id) == NULL_PAGE and find(pool.tier.pool, key, group.id) == NULL_PAGE:
+                listed[num] = StoredKey(key=key, group=group.id)
+                num += 1
+    return num
+
+
+cdef void use_present(Pool *pool, const Query *query, Py_ssize_t num_hashes) noexcept nogil:
+    """Count the pages of a hit that are in the tier alone as just used, the last one first."""
+    cdef const Group *group
+    cdef Py_ssize_t g, page
+    cdef int32_t tier_id
+    cdef Digest key
+    for g in range(query.num_groups - 1, -1, -1):
+        group = &query.groups[g]
+        for page in range(num_hashes // group.stride - 1, find_first_hit_page(query, group, num_hashes) - 1, -1):
+            key = query.digests[last_hash(group, page)]
+            tier_id = find(pool.tier.pool, key, group.id)
+            if tier_id != NULL_PAGE and find(pool, key, group.id) == NULL_PAGE:
+                hit(pool.tier.pool, &tier_id, 1, NO_SESSION)
+                give_back(pool.tier.pool, tier_id)

@@ -1,0 +1,183 @@
+"""Pages of queued requests on their way from a store to the host tier."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pagepool._core import HashChain, begin_fills, end_fills, list_absent
+from pagepool.stores.frames import HEADER_BYTES, make_header
+from pagepool.stores.pages import Pages, Tier
+from pagepool.stores.pending import Buffers, Flags, Job, Jobs, Object
+from pagepool.stores.rates import Rate
+from pagepool.stores.saves import Saves
+
+__all__ = ["Fetch", "Loads"]
+
+MAX_BYTES_PER_JOB = 8 << 20
+
+
+@dataclass(slots=True)
+class Fetch:
+    """A queued request whose pages may be in the store."""
+
+    chain: HashChain
+    num_tokens: int
+    num_on_the_way: int = 0  # jobs and pages that are looked up or loaded
+    asked_at: float | None = None  # time of the first question whether it is ready
+    began_at: float = 0.0  # time when its loads began
+    num_seconds: float | None = None  # for which its loads are worth waiting for; None: rates do not tell
+
+
+class Loads:
+    """Look-ups of requests' pages, and loads of those that a hit needs.
+
+    Each object is checked in the row of the tier, which the store cannot reach.
+    """
+
+    def __init__(self, tier: Tier, jobs: Jobs, saves: Saves, namespace: str, max_bytes: int) -> None:
+        """`max_bytes` of objects are loaded at a time."""
+        self._tier, self._jobs, self._saves, self._namespace = tier, jobs, saves, namespace
+        self._buffers = Buffers(max_bytes)
+        self._waiting: deque[tuple[Fetch, Pages]] = deque()  # pages to be loaded
+        self._num_waiting_bytes = 0
+        self._load_rate, self._step_rate = Rate(), Rate()
+        self._ended_at = 0.0  # time of the last answer
+        self.num_looked_up = self.num_found = self.num_recomputed = 0
+        self.num_loading = self.num_loaded = self.num_missing = self.num_damaged = 0
+
+    def record_step(self, num_tokens: int, seconds: float) -> None:
+        """Add a measured step."""
+        self._step_rate.add(time.monotonic(), num_tokens, seconds)
+
+    def look_up(self, fetch: Fetch) -> bool:
+        """Start to look up the pages of a request. Return whether there are any to be looked up."""
+        keys, groups, _, _ = list_absent(self._tier.store, self._tier.groups, fetch.chain, fetch.num_tokens)
+        pages = Pages(keys, groups)
+        pages = pages.choose(self._saves.are_right(pages))
+        if not len(pages.groups):
+            return False
+        fetch.num_on_the_way += 1
+        self._jobs.lookup(Job(pages, pages.name(), self._end_lookup, context=fetch))
+        return True
+
+    def start(self) -> None:
+        """Load waiting pages, while there is room."""
+        while self._waiting:
+            fetch, pages = self._waiting[0]
+            sizes = self._sizes_of(pages)
+            num = max(1, int(np.searchsorted(np.cumsum(sizes), MAX_BYTES_PER_JOB)))
+            objects = self._take_objects(sizes[:num].tolist())
+            if not objects:
+                return
+            self._waiting.popleft()
+            num = len(objects)
+            if num < len(sizes):
+                self._waiting.appendleft((fetch, pages.choose(slice(num, None))))
+            self._num_waiting_bytes -= int(sizes[:num].sum())
+            chosen = pages.choose(slice(num))
+            self.num_loading += num
+            self._jobs.load(Job(chosen, chosen.name(), self._end_load, objects, fetch))
+
+    def clear(self) -> None:
+        """Forget the pages that wait for a load."""
+        self._waiting.clear()
+        self._num_waiting_bytes = 0
+
+    def _take_objects(self, sizes: Sequence[int]) -> list[Object]:
+        objects = []
+        for size in sizes:
+            item = self._buffers.take(size)
+            if item is None:
+                break
+            objects.append(item)
+        return objects
+
+    def _sizes_of(self, pages: Pages) -> npt.NDArray[np.int64]:
+        sizes = np.array([rows.shape[1] + HEADER_BYTES for rows in self._tier.rows], dtype=np.int64)
+        return sizes[pages.groups]
+
+    def _end_lookup(self, job: Job, are_stored: Flags) -> None:
+        fetch: Fetch = job.context
+        fetch.num_on_the_way -= 1
+        self.num_looked_up += len(are_stored)
+        self.num_found += int(are_stored.sum())
+        self._saves.note_stored(job.pages, are_stored)
+        tier, found = self._tier, job.pages.choose(are_stored).sort()
+        keys, groups, num_now, num_then = list_absent(tier.store, tier.groups, fetch.chain, fetch.num_tokens, *found)
+        if not len(groups):  # the store's pages do not lengthen the hit
+            return
+        needed = Pages(keys, groups)
+        num_bytes = int(self._sizes_of(needed).sum())
+        if not self._fits(needed) or not self._pays(fetch, num_bytes, num_then - num_now):
+            self.num_recomputed += len(groups)
+            return
+        fetch.num_on_the_way += len(groups)
+        self._waiting.append((fetch, needed))
+        self._num_waiting_bytes += num_bytes
+
+    def _fits(self, pages: Pages) -> bool:
+        """Whether pages take no more than half of the tier, so that the first are still there when the last one comes."""
+        counts = np.bincount(pages.groups, minlength=len(self._tier.rows))
+        return all(2 * count <= len(rows) for count, rows in zip(counts, self._tier.rows, strict=True))
+
+    def _pays(self, fetch: Fetch, num_bytes: int, num_tokens: int) -> bool:
+        """Whether to load pages: by the rates of the last seconds it takes no longer than to compute their tokens. Without
+        rates it does.
+        """
+        now = time.monotonic()
+        bytes_rate, tokens_rate = self._load_rate.per_second(now), self._step_rate.per_second(now)
+        fetch.began_at = now
+        if not bytes_rate:
+            return True
+        load_seconds = (self._buffers.num_bytes + self._num_waiting_bytes + num_bytes) / bytes_rate
+        if not tokens_rate:
+            fetch.num_seconds = 2 * load_seconds
+            return True
+        compute_seconds = num_tokens / tokens_rate
+        fetch.num_seconds = min(2 * load_seconds, compute_seconds)
+        return load_seconds <= compute_seconds
+
+    def _end_load(self, job: Job, is_done: Flags) -> None:
+        now = time.monotonic()
+        num_bytes = int(self._sizes_of(job.pages)[is_done].sum())
+        self._load_rate.add(now, num_bytes, now - max(job.started_at, self._ended_at))  # jobs overlap
+        self._ended_at = now
+        job.context.num_on_the_way -= len(job.names)
+        self.num_loading -= len(job.names)
+        self.num_missing += int((~is_done).sum())
+        self._saves.note_stored(job.pages, is_done)
+        self._fill(job, np.flatnonzero(is_done))
+        for item in job.objects:
+            self._buffers.give_back(item)
+
+    def _fill(self, job: Job, places: npt.NDArray[np.intp]) -> None:
+        """Copy loaded objects into pages of the tier, and let those hit that are intact there."""
+        tier, loaded = self._tier, job.pages.choose(places)
+        number, page_ids = begin_fills(tier.store, tier.groups, loaded.keys, loaded.groups)
+        if not number:
+            return
+        taken = np.flatnonzero(page_ids)
+        are_intact = np.zeros(len(taken), dtype=bool)
+        try:
+            self._saves.collect()  # before the pages that were evicted for these are overwritten
+            for i, at in enumerate(taken.tolist()):
+                are_intact[i] = self._copy(job, int(places[at]), int(page_ids[at]))
+            for group in np.unique(loaded.groups[taken]).tolist():
+                ids = page_ids[taken[loaded.groups[taken] == group]].tolist()
+                tier.mark_saved(ids, group=group if tier.has_groups else None)
+        finally:
+            end_fills(tier.store, number, np.flatnonzero(~are_intact).tolist())
+        self._saves.note_stored(loaded.choose(taken), are_intact)
+        self.num_loaded += int(are_intact.sum())
+        self.num_damaged += int((~are_intact).sum())
+
+    def _copy(self, job: Job, place: int, page_id: int) -> bool:
+        """Copy an object into a row, and check it there."""
+        row, item = self._tier.rows[job.pages.groups[place]][page_id], job.objects[place]
+        header = item[:HEADER_BYTES].tobytes()
+        row[:] = item[HEADER_BYTES:]
+        return header == make_header(self._namespace, job.names[place], row.data)

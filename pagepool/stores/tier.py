@@ -1,0 +1,249 @@
+"""A store behind the host tier: pages that leave the tier are saved, and those of queued requests are loaded into it."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from pagepool._core import link_storage, unlink_storage
+from pagepool.arguments import id_of, require_choice, require_int, require_number
+from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.manager import CacheManager
+from pagepool.request import Request
+from pagepool.stats import StoreStats
+from pagepool.stores.frames import import_xxhash
+from pagepool.stores.loads import Fetch, Loads
+from pagepool.stores.pages import Tier
+from pagepool.stores.pending import Jobs
+from pagepool.stores.protocol import Store
+from pagepool.stores.saves import Saves
+
+__all__ = ["HostRows", "StoreTier"]
+
+logger = logging.getLogger(__name__)
+
+Rows = npt.NDArray[np.uint8]
+
+
+@runtime_checkable
+class HostRows(Protocol):
+    """Host memory that tells apart which of its pages were written, as `pagepool.host_pages.HostPages` does."""
+
+    @property
+    def rows(self) -> Sequence[Rows]:
+        """For each of its groups an array of uint8, ``[num_host_pages, row_bytes]``."""
+
+    @property
+    def groups(self) -> Sequence[int] | None:
+        """The cache group of each array; None: one array has the pages of all groups."""
+
+    def mark_saved(self, page_ids: Sequence[int], *, group: int | None) -> None:
+        """Let pages be loaded from now on, whose rows the caller has written. `group` is None without `groups`."""
+
+
+class StoreTier:
+    """A store behind the host tier of a manager.
+
+    Pages that the tier evicts are saved; with ``write="through"`` pages are saved as they reach the tier, for restarts and for
+    other engines. `fetch` looks up the pages of a request when it is queued. Those that the store has, and neither pool nor
+    tier, are loaded into the tier, where the request hits them when it is admitted: leading pages for full attention, the last
+    ones for windows, one checkpoint for states.
+
+    The store is not trusted: a page hits only if its key and checksum are right in the memory of the tier. A store that is
+    slow, fails or returns other bytes costs hits, never tokens.
+
+    `rows` are the engine's `HostPages`, or its own arrays of uint8, ``[num_host_pages, row_bytes]``: one for all groups, or one
+    for each. All work is done in `CacheManager.take_transfers` and in calls of this object, by their threads. Pages that leave
+    the tier are copied there, so nothing may be written into rows of transfers before `take_transfers` returns them.
+
+    After `reset_prefix_cache` the store has pages of other weights: nothing is saved or loaded any more. Close it, and make
+    another one with the namespace of the new weights.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        store: Store,
+        rows: HostRows | Sequence[Rows],
+        namespace: str,
+        *,
+        write: Literal["evicted", "through"] = "evicted",
+        min_uses: int = 1,
+        deadline_ms: float = 20.0,
+        max_queued_bytes: int = 256 << 20,
+    ) -> None:
+        """`namespace` is the result of `make_namespace`. With ``"evicted"`` a page is saved if it was used `min_uses` times in
+        the tier, where its coming counts as one. `deadline_ms` is explained in `is_ready`. `max_queued_bytes` of pages are
+        saved at a time, and as many loaded; a page that finds no room is not saved.
+
+        Raise ArgumentError for a manager without a host tier, or with a store, for rows that do not fit the tier, and for other
+        values; ArgumentTypeError for other types; ImportError without the extra ``pagepool[store]``.
+        """
+        if not isinstance(manager, CacheManager):
+            raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
+        if not isinstance(store, Store):
+            raise ArgumentTypeError(f"store: got {type(store).__name__}, allowed: an object with the methods of Store")
+        if not isinstance(namespace, str):
+            raise ArgumentTypeError(f"namespace: got {type(namespace).__name__}, allowed: a string")
+        require_choice("write", write, "evicted", "through")
+        import_xxhash()
+        self._deadline = require_number("deadline_ms", deadline_ms) / 1000
+        max_queued_bytes = require_int("max_queued_bytes", max_queued_bytes, 0)
+        tier = read_tier(manager, rows)
+        self._manager, self._store = manager, store
+        self._jobs = Jobs(store)
+        self._saves = Saves(tier, self._jobs, namespace, max_queued_bytes)
+        self._loads = Loads(tier, self._jobs, self._saves, namespace, max_queued_bytes)
+        self._fetches: dict[str, Fetch] = {}
+        self._num_late = 0
+        self._is_open, self._is_stale = True, False
+        self._lock = threading.RLock()
+        link_storage(tier.store, write == "through", require_int("min_uses", min_uses, 1))
+        manager._storage = self
+
+    def fetch(self, request: Request) -> None:
+        """Start to look up the pages of a request that was queued. Call `is_ready` when it is its turn, or `forget` if it ends
+        before. A second call for the same request changes nothing. O(pages).
+
+        The request is as for `CacheManager.probe`, with the same errors.
+        """
+        with self._lock:
+            request_id, query = id_of(request), self._manager._read_query(request)
+            if not self._is_open or self._is_stale or query is None or request_id in self._fetches:
+                return
+            fetch = Fetch(self._manager._registry.hash_apart(request, query[0]), query[0])
+            if self._loads.look_up(fetch):
+                self._fetches[request_id] = fetch
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether to admit a request whose turn it is. False while its pages are on their way: give the turn to another one,
+        and ask again before the next step. The first True forgets the request. True if `fetch` found nothing to look up.
+
+        A request waits for `deadline_ms` from its first question at most, unless the rates of the last seconds say that its
+        loads pay: where they take L seconds and computing their tokens would take C, not less, it waits until 2 L or C seconds
+        have passed since its look-up was answered, whichever is shorter. Pages that come later serve the next request.
+        """
+        with self._lock:
+            request_id = id_of(request)
+            fetch = self._fetches.get(request_id)
+            if fetch is None:
+                return True
+            self.poll()
+            now = time.monotonic()
+            if fetch.asked_at is None:
+                fetch.asked_at = now
+            limit = max(fetch.asked_at + self._deadline, fetch.began_at + (fetch.num_seconds or 0.0))
+            is_late = fetch.num_on_the_way > 0 and now >= limit
+            if fetch.num_on_the_way and not is_late and self._is_open:
+                return False
+            self._num_late += is_late
+            del self._fetches[request_id]
+            return True
+
+    def forget(self, request: Request) -> None:
+        """Forget a request that will not be admitted. Its loads go on. O(1)."""
+        with self._lock:
+            self._fetches.pop(id_of(request), None)
+
+    def record_step(self, num_tokens: int, seconds: float) -> None:
+        """Report that a step took some seconds to compute tokens of prompts. Pages are loaded only if that is expected to take
+        no longer than to compute their tokens, by the rates of the last ten seconds; without rates all are loaded. O(1).
+        """
+        num_tokens, seconds = require_int("num_tokens", num_tokens, 0), require_number("seconds", seconds)
+        with self._lock:
+            self._loads.record_step(num_tokens, seconds)
+
+    def poll(self) -> None:
+        """Copy and save the pages that are due, and take the store's answers, without waiting. `CacheManager.take_transfers`
+        and `is_ready` call this. Nothing is raised: errors are logged and counted. O(pages due).
+        """
+        with self._lock:
+            if not self._is_open:
+                return
+            try:
+                is_stale = self._saves.collect()
+                if is_stale and not self._is_stale:
+                    logger.warning("the prefix cache was reset: nothing is saved in the store or loaded from it any more")
+                    self._is_stale = True
+                    self._loads.clear()
+                    self._fetches.clear()
+                self._jobs.poll()
+                self._loads.start()
+            except Exception:
+                self._jobs.num_errors += 1
+                logger.exception("the store behind the host tier")
+
+    def stats(self) -> StoreStats:
+        """Return the state and the counters. O(1)."""
+        with self._lock:
+            saves, loads = self._saves, self._loads
+            return StoreStats(
+                num_queued_pages=saves.num_queued,
+                num_loading_pages=loads.num_loading,
+                num_waiting_requests=len(self._fetches),
+                num_saved_pages=saves.num_saved,
+                num_dropped_pages=saves.num_dropped,
+                num_unsaved_pages=saves.num_failed,
+                num_looked_up_pages=loads.num_looked_up,
+                num_found_pages=loads.num_found,
+                num_loaded_pages=loads.num_loaded,
+                num_missing_pages=loads.num_missing,
+                num_damaged_pages=loads.num_damaged,
+                num_recomputed_pages=loads.num_recomputed,
+                num_late_requests=self._num_late,
+                num_errors=self._jobs.num_errors,
+            )
+
+    def close(self, *, drain_seconds: float = 0.0) -> None:
+        """Save the pages that are due, wait for saves up to `drain_seconds`, and close the store. Every request is ready then.
+        A second call changes nothing.
+        """
+        drain_seconds = require_number("drain_seconds", drain_seconds)
+        with self._lock:
+            if not self._is_open:
+                return
+            self.poll()
+            self._is_open = False
+            self._manager._storage = None
+            unlink_storage(self._manager._store)
+            self._fetches.clear()
+            self._store.close(drain_seconds=drain_seconds)
+
+
+def read_tier(manager: CacheManager, rows: HostRows | Sequence[Rows]) -> Tier:
+    """Return the tier behind a manager, with the rows of each group. Raise ArgumentError for rows that do not fit it."""
+    if manager._host_tier is None:
+        raise ArgumentError("manager: got one without a host tier, allowed: CacheManager(..., host_tier=HostTier(...))")
+    num_groups = len(manager.kv_cache_groups)
+    groups: Sequence[int] | None = None
+    mark_saved: Callable[..., None] = ignore_saved
+    if isinstance(rows, HostRows):
+        arrays, groups, mark_saved = list(rows.rows), rows.groups, rows.mark_saved
+    else:
+        arrays = list(rows)
+    has_groups = groups is not None
+    arrays = arrays * num_groups if len(arrays) == 1 and not has_groups else arrays
+    of_group = dict(zip(range(len(arrays)) if groups is None else groups, arrays, strict=True))
+    if sorted(of_group) != list(range(num_groups)):
+        raise ArgumentError(f"rows: got {len(arrays)} arrays, allowed: one for all groups, or one for each of {num_groups}")
+    for group, array in of_group.items():
+        check_rows(f"rows[{group}]", array, manager._host_tier._count_pages(manager.kv_cache_groups[group].pool))
+    ordered = [of_group[group] for group in range(num_groups)]
+    return Tier(manager._store, manager._rules.groups, ordered, has_groups, mark_saved)
+
+
+def check_rows(name: str, array: Rows, num_pages: int) -> None:
+    """Raise ArgumentTypeError or ArgumentError unless an array has a writable row of bytes for each page of the tier."""
+    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 2:
+        raise ArgumentTypeError(f"{name}: got {type(array).__name__}, allowed: a uint8 array with 2 dimensions")
+    if len(array) != num_pages or not array.flags.c_contiguous or not array.flags.writeable:
+        got = f"shape {array.shape}{'' if array.flags.writeable else ', read-only'}"
+        raise ArgumentError(f"{name}: got {got}, allowed: a writable row for each of the tier's {num_pages} pages")
+
+
+def ignore_saved(_page_ids: Sequence[int], *, group: int | None) -> None:
+    """Arrays of the engine need no word about pages that others have written."""

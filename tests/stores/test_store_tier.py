@@ -1,0 +1,447 @@
+"""A store behind the host tier: what is saved and loaded, for how long a request waits, and what ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from contents_store import STORE_MODULES
+from lying_store import LyingStore
+
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    EngineRequest,
+    FullAttentionSpec,
+    HostTier,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.stores import StoreTier, make_namespace
+
+pytest.importorskip("xxhash")
+
+PAGE_SIZE = 4
+ROW_BYTES = 32
+NAMESPACE = "test"
+FULL = FullAttentionSpec(PAGE_SIZE, num_kv_heads=1, head_size=8, dtype="float32", use_mla=False)
+WINDOW = SlidingWindowSpec(PAGE_SIZE, num_kv_heads=1, head_size=8, dtype="float32", use_mla=False, sliding_window=9)
+STATE = MambaSpec(PAGE_SIZE, shapes=((4,),), dtype="float32", checkpoint_interval=8)
+
+
+class Clock:
+    """The seconds that the store's tier sees."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in STORE_MODULES:
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic))
+    return clock
+
+
+class Host:
+    """A manager with a host tier, whose rows hold the key of their page, and a store behind it."""
+
+    def __init__(
+        self,
+        store: Any,
+        specs: Sequence[Any] = (FULL,),
+        num_pages: Any = 17,
+        num_host_pages: Any = 40,
+        policy: Any = "write_through",
+        **options: Any,
+    ) -> None:
+        groups = [CacheGroupSpec(spec) for spec in specs]
+        tier = HostTier(num_host_pages, policy=policy)
+        self.manager = CacheManager(num_pages, groups, max_model_len=64, host_tier=tier, hash_seed=1)
+        self.rows = [np.zeros((num_host_pages, ROW_BYTES), dtype=np.uint8) for _ in specs]
+        self.device = [np.zeros((num_pages, ROW_BYTES), dtype=np.uint8) for _ in specs]
+        self.store = store
+        self.stored = StoreTier(self.manager, store, self.rows, NAMESPACE, **options)
+
+    def move(self) -> int:
+        """Make the transfers that are due. Return the number of loads."""
+        transfers = self.manager.take_transfers()
+        for source, target, group in zip(transfers.save_src, transfers.save_dst, transfers.save_group, strict=True):
+            self.rows[group][target] = self.device[group][source]
+        for source, target, group in zip(transfers.load_src, transfers.load_dst, transfers.load_group, strict=True):
+            self.device[group][target] = self.rows[group][source]
+        if transfers.number:
+            self.manager.complete_transfers(transfers.number)
+        return len(transfers.load_src)
+
+    def fetch(self, token_ids: Sequence[int]) -> EngineRequest:
+        request = EngineRequest("request", token_ids)
+        self.stored.fetch(request)
+        return request
+
+    def run(self, token_ids: Sequence[int], num_polls: int = 8) -> int:
+        """Fetch the pages of a request and compute it, alone. Return its hit tokens."""
+        request = self.fetch(token_ids)
+        for _ in range(num_polls):
+            self.stored.poll()
+        assert self.stored.is_ready(request)
+        return self.compute(request)
+
+    def compute(self, request: EngineRequest) -> int:
+        """Compute a request, alone, with steps that end at its pages. Return its hit tokens."""
+        manager = self.manager
+        pages, num_hit_tokens = manager.get_computed_pages(request)
+        self.move()
+        num_computed = num_hit_tokens
+        while num_computed < request.num_tokens:
+            num_new = min(PAGE_SIZE, request.num_tokens - num_computed)
+            taken = manager.allocate_slots(request, num_new, num_hit_tokens if pages else 0, pages)
+            assert taken is not None
+            pages = None
+            self.move()
+            manager.take_copies()
+            num_computed += num_new
+            request.num_computed_tokens = num_computed
+            manager.end_step()
+        manager.free(request)
+        self.move()
+        self.move()
+        manager.check()
+        return num_hit_tokens
+
+    def evict_all(self) -> None:
+        """Let the pool evict all of its pages."""
+        pool = self.manager.page_pool
+        pool.free_page_ids(pool.get_new_page_ids(pool.get_num_free_pages()))
+        self.move()
+
+
+def tokens(seed: int, num_pages: int = 4) -> list[int]:
+    return [100 * seed + i for i in range(num_pages * PAGE_SIZE + 1)]
+
+
+def make_store(objects: dict[bytes, bytes] | None = None, **options: Any) -> LyingStore:
+    return LyingStore({} if objects is None else objects, Random(0), **options)
+
+
+def test_pages_survive_a_restart() -> None:
+    objects: dict[bytes, bytes] = {}
+    first = Host(make_store(objects), write="through")
+    assert first.run(tokens(1)) == 0
+    assert first.stored.stats().num_saved_pages == 4 == len(objects)
+    first.stored.close()
+    second = Host(make_store(objects), write="through")
+    assert second.run(tokens(1)) == 16
+    stats = second.manager.stats().store
+    assert stats is not None
+    assert (stats.num_looked_up_pages, stats.num_found_pages, stats.num_loaded_pages, stats.num_saved_pages) == (4, 4, 4, 0)
+
+
+def test_pages_that_the_tier_evicts_are_saved() -> None:
+    host = Host(make_store(), num_pages=6, num_host_pages=12)
+    for seed in range(1, 4):
+        host.run(tokens(seed))
+    assert host.stored.stats().num_saved_pages > 0
+    host.run(tokens(4))
+    assert host.run(tokens(1)) == 16
+    assert host.stored.stats().num_loaded_pages == 4
+
+
+def test_a_page_is_saved_once() -> None:
+    host = Host(make_store(), num_pages=6, num_host_pages=12)
+    for _ in range(3):
+        for seed in range(1, 5):
+            host.run(tokens(seed))
+    assert host.stored.stats().num_saved_pages == 16
+
+
+def test_pages_used_too_seldom_are_not_saved() -> None:
+    host = Host(make_store(), num_pages=6, num_host_pages=12, min_uses=2)
+    for seed in range(1, 6):
+        host.run(tokens(seed))
+    assert host.stored.stats().num_saved_pages == 0
+    host = Host(make_store(), num_pages=6, num_host_pages=16, min_uses=2)
+    for seed in (1, 2, 1, 3, 4, 5, 6):
+        host.run(tokens(seed))
+    assert host.stored.stats().num_saved_pages == 4
+
+
+def test_pages_beyond_the_queue_are_dropped() -> None:
+    host = Host(make_store(delay=0), write="through", max_queued_bytes=3 * (64 + ROW_BYTES))
+    host.store.poll = list
+    host.compute(EngineRequest("request", tokens(1, 8)))
+    stats = host.stored.stats()
+    assert (stats.num_queued_pages, stats.num_dropped_pages) == (3, 5)
+
+
+@pytest.mark.parametrize("kinds", ["f", "fw", "w", "fs", "fws", "s"])
+def test_hits_are_those_of_an_endless_tier(kinds: str) -> None:
+    """One by one, with a tier that holds the pages of few requests."""
+    specs = [{"f": FULL, "w": WINDOW, "s": STATE}[kind] for kind in kinds]
+    rng = Random(f"endless {kinds}")
+    objects: dict[bytes, bytes] = {}
+    endless = Host(make_store(), specs, num_pages=33, num_host_pages=4000)
+    small = Host(make_store(objects), specs, num_pages=33, num_host_pages=100, write="through")
+    stems = [rng.choices(range(9), k=33) for _ in range(6)]
+    num_hits = num_loaded = 0
+    for number in range(120):
+        stem = rng.choice(stems)
+        prompt = stem[: rng.randrange(1, 33)] + rng.choices(range(9), k=rng.randrange(1, 20))
+        if number % 30 == 29:
+            small.stored.close()
+            num_loaded += small.stored.stats().num_loaded_pages
+            small = Host(make_store(objects), specs, num_pages=33, num_host_pages=100, write="through")
+        hits = small.run(prompt)
+        assert hits == endless.run(prompt), number
+        num_hits += hits > 0
+    assert num_hits > 50
+    assert num_loaded > 20
+
+
+def test_a_request_waits_for_the_deadline_at_most(clock: Clock) -> None:
+    host = Host(make_store({}, share=0.0), deadline_ms=20)
+    host.store.poll = list
+    request = host.fetch(tokens(1))
+    clock.now += 5
+    assert not host.stored.is_ready(request)  # the first question, when it is its turn
+    clock.now += 0.019
+    assert not host.stored.is_ready(request)
+    clock.now += 0.002
+    assert host.stored.is_ready(request)
+    assert host.stored.is_ready(request)
+    assert host.stored.stats().num_late_requests == 1
+    assert host.stored.stats().num_waiting_requests == 0
+
+
+def fill_store() -> dict[bytes, bytes]:
+    objects: dict[bytes, bytes] = {}
+    host = Host(make_store(objects), num_pages=65, num_host_pages=200, write="through")
+    for seed in range(1, 9):
+        host.run(tokens(seed, 8))
+    host.stored.close()
+    return objects
+
+
+class Slow:
+    """A store whose loads take some seconds each."""
+
+    def __init__(self, store: LyingStore, clock: Clock, seconds: float) -> None:
+        self.store, self.clock, self.seconds = store, clock, seconds
+        self.ready_at = 0.0
+        self.num_loads = 0
+        for name in ("lookup", "save", "touch", "close"):
+            setattr(self, name, getattr(store, name))
+
+    def load(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> Any:
+        self.ready_at = max(self.ready_at, self.clock.now) + self.seconds * len(keys)
+        self.num_loads += len(keys)
+        return self.store.load(keys, rows)
+
+    def poll(self) -> Any:
+        return self.store.poll() if self.clock.now >= self.ready_at else []
+
+    lookup: Callable[..., Any]
+    save: Callable[..., Any]
+    touch: Callable[..., Any]
+    close: Callable[..., Any]
+
+
+def wait(host: Host, request: EngineRequest, clock: Clock) -> float:
+    start = clock.now
+    while not host.stored.is_ready(request):
+        clock.now += 0.001
+    return clock.now - start
+
+
+def finish_loads(host: Host, clock: Clock) -> None:
+    while host.stored.stats().num_loading_pages:
+        clock.now += 0.001
+        host.stored.poll()
+
+
+def test_loads_that_pay_are_waited_for(clock: Clock) -> None:
+    """Rates: a page is loaded in 10 ms and computed in 40."""
+    host = Host(Slow(make_store(fill_store()), clock, 0.01), num_pages=65, num_host_pages=200)
+    host.stored.record_step(100, 1.0)
+    assert wait(host, host.fetch(tokens(1, 8)), clock) == pytest.approx(0.02, abs=0.002)  # no rate of loads yet
+    finish_loads(host, clock)
+    assert host.stored.stats().num_loaded_pages == 8
+    request = host.fetch(tokens(2, 8))
+    assert wait(host, request, clock) == pytest.approx(0.08, abs=0.005)
+    assert host.compute(request) == 32
+
+
+def test_loads_that_do_not_pay_are_left(clock: Clock) -> None:
+    """Rates: a page is loaded in 10 ms and computed in 4."""
+    host = Host(Slow(make_store(fill_store()), clock, 0.01), num_pages=65, num_host_pages=200)
+    host.stored.record_step(1000, 1.0)
+    wait(host, host.fetch(tokens(1, 8)), clock)
+    finish_loads(host, clock)
+    request = host.fetch(tokens(2, 8))
+    assert wait(host, request, clock) < 0.003
+    assert host.compute(request) == 0
+    assert host.stored.stats().num_recomputed_pages == 8
+    clock.now += 11  # old rates are forgotten, so that the store gets another chance
+    host.fetch(tokens(3, 8))
+    host.stored.poll()
+    assert host.store.num_loads == 16
+
+
+def test_a_store_that_stalls_delays_no_longer_than_computing_would_take(clock: Clock) -> None:
+    store = Slow(make_store(fill_store()), clock, 0.01)
+    host = Host(store, num_pages=65, num_host_pages=200)
+    host.stored.record_step(100, 1.0)
+    wait(host, host.fetch(tokens(1, 8)), clock)
+    finish_loads(host, clock)
+    store.seconds = 1000
+    assert wait(host, host.fetch(tokens(2, 8)), clock) <= 0.17  # twice the 8 pages of 10 ms
+    assert host.stored.stats().num_late_requests == 2
+
+
+def test_a_reset_of_the_cache_ends_the_use_of_the_store() -> None:
+    host = Host(make_store(fill_store()), num_pages=65, num_host_pages=200)
+    assert host.run(tokens(1, 8)) == 32
+    assert host.manager.reset_prefix_cache()
+    assert host.run(tokens(2, 8)) == 0
+    assert host.run(tokens(2, 8)) == 32  # from the pool
+    num_saved = len(host.store.objects)
+    host.evict_all()
+    assert len(host.store.objects) == num_saved
+    host.stored.close()
+    host.stored = StoreTier(host.manager, make_store(host.store.objects), host.rows, NAMESPACE)
+    assert host.run(tokens(3, 8)) == 32
+
+
+def test_a_page_that_was_found_to_be_wrong_is_saved_again() -> None:
+    host = Host(make_store(), write="through")
+    host.run(tokens(1))
+    [page_ids] = host.manager.get_computed_pages(EngineRequest("other", tokens(1)))[0].get_page_ids()
+    assert host.manager.page_pool.evict_pages(page_ids[:1]) == 1
+    host.evict_all()
+    assert host.run(tokens(1)) == 0  # not from the store, though it has the page
+    assert host.stored.stats().num_saved_pages == 5
+    host.evict_all()
+    assert host.run(tokens(1)) == 16
+
+
+def test_a_damaged_object_is_a_miss_and_is_replaced() -> None:
+    objects = fill_store()
+    objects |= {key: value[:70] + bytes([value[70] ^ 1]) + value[71:] for key, value in objects.items()}
+    host = Host(make_store(objects), num_pages=65, num_host_pages=200, write="through")
+    assert host.run(tokens(1, 8)) == 0
+    assert host.stored.stats().num_damaged_pages == 8
+    host.stored.close()
+    host = Host(make_store(objects), num_pages=65, num_host_pages=200)
+    assert host.run(tokens(1, 8)) == 32
+
+
+def test_another_namespace_shares_nothing() -> None:
+    host = Host(make_store(fill_store()), num_pages=65, num_host_pages=200)
+    host.stored.close()
+    host.stored = StoreTier(host.manager, make_store(host.store.objects), host.rows, "other")
+    assert host.run(tokens(1, 8)) == 0
+
+
+def test_close_ends_all() -> None:
+    host = Host(make_store(), write="through")
+    host.store.poll = list
+    request = host.fetch(tokens(1))
+    host.stored.close(drain_seconds=1.0)
+    host.stored.close()
+    assert host.store.is_closed
+    assert host.stored.is_ready(request)
+    host.stored.fetch(request)
+    assert host.stored.is_ready(request)
+    assert host.manager.stats().store is None
+    assert host.compute(request) == 0
+
+
+def test_a_forgotten_request_is_not_counted() -> None:
+    host = Host(make_store(), deadline_ms=0)
+    request = host.fetch(tokens(1))
+    host.stored.forget(request)
+    host.stored.forget(request)
+    assert host.stored.stats().num_waiting_requests == 0
+
+
+def test_pages_of_a_request_longer_than_half_the_tier_are_not_loaded() -> None:
+    host = Host(make_store(fill_store()), num_pages=65, num_host_pages=12, policy="write_back")
+    assert host.run(tokens(1, 8)) == 0
+    assert host.stored.stats().num_recomputed_pages == 8
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------
+
+
+def make_manager(**options: Any) -> CacheManager:
+    return CacheManager(9, [CacheGroupSpec(FULL)], max_model_len=64, **({"hash_seed": 1} | options))
+
+
+ROWS = [np.zeros((40, ROW_BYTES), dtype=np.uint8)]
+
+
+@pytest.mark.parametrize(
+    ("manager", "store", "rows", "options", "error", "message"),
+    [
+        (None, make_store(), ROWS, {}, ArgumentTypeError, "^manager: got NoneType"),
+        (make_manager(), make_store(), ROWS, {}, ArgumentError, "^manager: got one without a host tier"),
+        (0, 7, ROWS, {}, ArgumentTypeError, "^store: got int"),
+        (0, make_store(), [], {}, ArgumentError, "^rows: got 0 arrays"),
+        (0, make_store(), ROWS * 2, {}, ArgumentError, "^rows: got 2 arrays"),
+        (0, make_store(), [ROWS[0][:39]], {}, ArgumentError, r"^rows\[0\]: got shape \(39, 32\), allowed: .* 40 pages"),
+        (0, make_store(), [ROWS[0][:, :8]], {}, ArgumentError, r"^rows\[0\]: got shape"),
+        (0, make_store(), [ROWS[0].astype(np.int8)], {}, ArgumentTypeError, r"^rows\[0\]: got ndarray"),
+        (0, make_store(), ROWS, {"write": "back"}, ArgumentError, "^write: got 'back'"),
+        (0, make_store(), ROWS, {"min_uses": 0}, ArgumentError, "^min_uses must be at least 1, got 0"),
+        (0, make_store(), ROWS, {"deadline_ms": -1}, ArgumentError, "^deadline_ms"),
+        (0, make_store(), ROWS, {"deadline_ms": float("nan")}, ArgumentError, "^deadline_ms"),
+        (0, make_store(), ROWS, {"max_queued_bytes": -1}, ArgumentError, "^max_queued_bytes"),
+    ],
+)
+def test_wrong_arguments(
+    manager: Any, store: Any, rows: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    if manager == 0:
+        manager = make_manager(host_tier=HostTier(40))
+    with pytest.raises(error, match=message):
+        StoreTier(manager, store, rows, NAMESPACE, **options)
+    if isinstance(manager, CacheManager):
+        assert manager.stats().store is None
+
+
+def test_a_manager_has_one_store() -> None:
+    manager = make_manager(host_tier=HostTier(40))
+    StoreTier(manager, make_store(), ROWS, NAMESPACE)
+    with pytest.raises(ArgumentError, match="the host tier has storage behind it"):
+        StoreTier(manager, make_store(), ROWS, NAMESPACE)
+
+
+def test_namespaces_differ_where_pages_do() -> None:
+    same = make_namespace(make_manager(), "layout", b"model")
+    assert same == make_namespace(make_manager(), "layout", b"model")
+    others: Iterator[str] = iter(
+        (
+            make_namespace(make_manager(hash_seed=2), "layout", b"model"),
+            make_namespace(make_manager(hash_algo="sha256"), "layout", b"model"),
+            make_namespace(make_manager(), "other", b"model"),
+            make_namespace(make_manager(), "layout", b"other"),
+            make_namespace(make_manager(), "layout", b"model", 0, 2),
+            make_namespace(make_manager(), "layout", b"model", 1, 2),
+        )
+    )
+    assert len({same, *others}) == 7
+    with pytest.raises(ArgumentError, match="secret to the process"):
+        make_namespace(make_manager(hash_seed=None), "layout", b"model")
+    with pytest.raises(ArgumentError, match="without prefix caching"):
+        make_namespace(CacheManager(9, [CacheGroupSpec(FULL)], 64, enable_caching=False), "layout", b"model")
+    with pytest.raises(ArgumentTypeError, match=r"^model: got str"):
+        make_namespace(make_manager(), "layout", "model")  # type: ignore[arg-type]
