@@ -232,8 +232,9 @@ def read_tier(manager: CacheManager, rows: HostRows | Sequence[Rows]) -> Tier:
         raise ArgumentError(f"rows: got {len(arrays)} arrays, allowed: one for all groups, or one for each of {num_groups}")
     for group, array in of_group.items():
         check_rows(f"rows[{group}]", array, manager._host_tier._count_pages(manager.kv_cache_groups[group].pool))
-    for named in groups or [None]:
-        mark_saved([], group=named)  # raises where rows cannot be written by others
+    names: list[int | None] = [None] if groups is None else [*groups]
+    for name in names:
+        mark_saved([], group=name)  # raises where rows cannot be written by others
     ordered = [of_group[group] for group in range(num_groups)]
     return Tier(manager._store, manager._rules.groups, ordered, has_groups, mark_saved)
 

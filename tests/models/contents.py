@@ -18,6 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from importlib.util import find_spec
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +61,8 @@ MORE_SETTINGS = [
 ALL_SETTINGS = [*SETTINGS, *STATE_SETTINGS, *MORE_SETTINGS, *ENDS_SETTINGS, *POOL_SETTINGS]
 CONTENTS_SETTINGS = [setting for start in range(7) for setting in ALL_SETTINGS[start::7]]
 """In an order in which the kinds alternate, so that a short run has all of them."""
+
+HAS_XXHASH = find_spec("xxhash") is not None  # the checksum of stored pages
 
 FRONTS: list[tuple[type[Front], ...]] = [
     (ManagerFront,),
@@ -124,7 +127,7 @@ class Simulation:
         tier_books = tier and TierBooks(tier, self.device, self.rng, self.counts)
         books = StateBooks(setting, self.sizes, manager._store, tier_books)
         self.store = None
-        if tier_books is not None and "store" in self.features:
+        if tier_books is not None and "store" in self.features and HAS_XXHASH:
             if self.keys is not None:
                 tier_books.keys = self.keys
             self.keys = tier_books.keys
