@@ -1,0 +1,195 @@
+"""Storage behind the host tier, in the core: pages due there, pages filled from there, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, HostTier
+from pagepool._core import begin_fills, end_fills, link_storage, list_absent, take_unstored, unlink_storage
+from pagepool.errors import ArgumentError, ArgumentTypeError
+
+PAGE_SIZE = 4
+SPEC = FullAttentionSpec(PAGE_SIZE, num_kv_heads=1, head_size=8, dtype="float32", use_mla=False)
+TOKENS = list(range(100, 117))
+
+
+def make_manager(num_host_pages: int | None = 8, num_groups: int = 1) -> CacheManager:
+    tier = None if num_host_pages is None else HostTier(num_host_pages)
+    return CacheManager(6, [CacheGroupSpec(SPEC)] * num_groups, 64, host_tier=tier, hash_seed=1)
+
+
+def save_all(manager: CacheManager, token_ids: list[int]) -> None:
+    """Compute a request, and let all of its pages go to the tier."""
+    request = EngineRequest("request", token_ids)
+    assert manager.allocate_slots(request, len(token_ids)) is not None
+    manager.free(request)
+    pool = manager.page_pool
+    pool.free_page_ids(pool.get_new_page_ids(pool.get_num_free_pages()))
+    manager.complete_transfers(manager.take_transfers().number)
+
+
+def list_keys(manager: CacheManager, token_ids: list[int], *stored: Any) -> tuple[Any, Any, int, int]:
+    request = EngineRequest("other", token_ids)
+    chain = manager._registry.hash_apart(request, len(token_ids))
+    return list_absent(manager._store, manager._rules.groups, chain, len(token_ids), *stored)
+
+
+def fill(manager: CacheManager, token_ids: list[int], failed: Any = ()) -> list[int]:
+    """Fill the pages of a request in the tier. Return them."""
+    keys, groups, _, _ = list_keys(manager, token_ids)
+    number, page_ids = begin_fills(manager._store, manager._rules.groups, keys, groups)
+    manager.check()
+    end_fills(manager._store, number, failed)
+    manager.check()
+    return page_ids.tolist()  # type: ignore[no-any-return]
+
+
+def count_hits(manager: CacheManager, token_ids: list[int]) -> int:
+    return manager.probe(EngineRequest("probe", token_ids)).num_hit_tokens
+
+
+def test_pages_evicted_from_the_tier_are_due() -> None:
+    manager = make_manager()
+    link_storage(manager._store)
+    save_all(manager, TOKENS)
+    assert len(take_unstored(manager._store)[0]) == 0
+    save_all(manager, list(range(200, 217)))
+    keys, groups, page_ids, num_clears = take_unstored(manager._store)
+    assert (keys.shape, groups.tolist(), num_clears) == ((1, 2), [0], 0)
+    assert page_ids.tolist() == [4]  # the last page of the prompt first
+    assert len(take_unstored(manager._store)[0]) == 0
+    expected = list_keys(manager, TOKENS)
+    assert expected[0].tolist() == keys.tolist()
+
+
+def test_pages_that_reach_the_tier_are_due_if_it_writes_through() -> None:
+    manager = make_manager()
+    link_storage(manager._store, True)
+    save_all(manager, TOKENS)
+    assert sorted(take_unstored(manager._store)[2].tolist()) == [1, 2, 3, 4]
+
+
+def test_filled_pages_hit() -> None:
+    manager = make_manager()
+    assert fill(manager, TOKENS) == [1, 2, 3, 4]
+    assert count_hits(manager, TOKENS) == 16
+    assert manager.list_transfers_in_flight() == []
+    assert manager.stats().host_tier.num_saved_pages == 0  # type: ignore[union-attr]
+
+
+def test_failed_fills_do_not_hit() -> None:
+    manager = make_manager()
+    fill(manager, TOKENS, [1, 3])
+    assert count_hits(manager, TOKENS) == 4
+    assert fill(manager, TOKENS) != []
+    assert count_hits(manager, TOKENS) == 16
+
+
+def test_pages_that_are_there_are_not_filled() -> None:
+    manager = make_manager()
+    request = EngineRequest("request", TOKENS)
+    keys, groups, _, _ = list_keys(manager, TOKENS)
+    fill(manager, TOKENS[:9])
+    number, page_ids = begin_fills(manager._store, manager._rules.groups, keys, groups)
+    assert page_ids.tolist() == [0, 0, 3, 4]
+    end_fills(manager._store, number)
+    assert begin_fills(manager._store, manager._rules.groups, keys, groups)[0] == 0
+    assert manager.get_computed_pages(request)[1] == 16
+
+
+def test_a_full_tier_is_filled_as_far_as_pages_are_free() -> None:
+    manager = make_manager(num_host_pages=4)
+    assert fill(manager, TOKENS) == [1, 2, 3, 0]
+    assert count_hits(manager, TOKENS) == 12
+
+
+def test_fills_between_transfers_that_are_due_and_in_flight() -> None:
+    """Transfers keep their numbers, and those that are due stay behind the others."""
+    manager = make_manager(num_host_pages=12)
+    save_all(manager, TOKENS)
+    keys, groups, _, _ = list_keys(manager, list(range(200, 217)))
+    request = EngineRequest("request", TOKENS)
+    assert manager.get_computed_pages(request)[1] == 16  # loads are due
+    number, page_ids = begin_fills(manager._store, manager._rules.groups, keys, groups)
+    assert np.count_nonzero(page_ids) == 4
+    transfers = manager.take_transfers()
+    assert len(transfers.load_src) == 4
+    assert [taken.number for taken in manager.list_transfers_in_flight()] == [transfers.number]
+    end_fills(manager._store, number)
+    manager.complete_transfers(transfers.number)
+    manager.check()
+    assert count_hits(manager, list(range(200, 217))) == 16
+
+
+def test_a_reset_voids_fills() -> None:
+    manager = make_manager()
+    link_storage(manager._store, True)
+    keys, groups, _, _ = list_keys(manager, TOKENS)
+    number, _ = begin_fills(manager._store, manager._rules.groups, keys, groups)
+    assert manager.reset_prefix_cache()
+    end_fills(manager._store, number)
+    assert count_hits(manager, TOKENS) == 0
+    assert take_unstored(manager._store)[3] == 1
+    assert begin_fills(manager._store, manager._rules.groups, keys, groups)[0] == 0
+    unlink_storage(manager._store)
+    link_storage(manager._store)
+    assert take_unstored(manager._store)[3] == 0
+
+
+def test_wrong_contents_are_reported() -> None:
+    manager = make_manager()
+    link_storage(manager._store, True)
+    save_all(manager, TOKENS)
+    pages, _ = manager.get_computed_pages(EngineRequest("request", TOKENS))
+    assert manager.page_pool.evict_pages(pages.get_page_ids()[0][:1]) == 1
+    keys, _, page_ids, _ = take_unstored(manager._store)
+    assert page_ids.tolist()[-1] == 0
+    assert page_ids.tolist().count(0) == 2  # the page that was due, and the word that the store's is wrong
+    assert keys[page_ids == 0].tolist() == [keys[-1].tolist()] * 2
+
+
+def test_only_the_pages_of_the_longest_hit_are_asked_for() -> None:
+    manager = make_manager(num_host_pages=40)
+    fill(manager, TOKENS[:5])
+    keys, groups, num_now, num_then = list_keys(manager, TOKENS)
+    assert (len(keys), num_now, num_then) == (3, 4, 4)
+    order = np.argsort(keys[[0, 2], 0])
+    needed = list_keys(manager, TOKENS, keys[[0, 2]][order], groups[[0, 2]][order])
+    assert (needed[0].tolist(), needed[2], needed[3]) == ([keys[0].tolist()], 4, 8)
+    needed = list_keys(manager, TOKENS, keys[2:], groups[2:])
+    assert (len(needed[0]), needed[3]) == (0, 4)
+
+
+def test_misuse() -> None:
+    bare, manager = make_manager(None), make_manager()
+    store, groups = manager._store, manager._rules.groups
+    keys, numbers = np.zeros((1, 2), np.uint64), [0]
+    for call in (link_storage, unlink_storage, take_unstored):
+        with pytest.raises(ArgumentError, match="^store: got one without a host tier"):
+            call(bare._store)
+    with pytest.raises(ArgumentError, match="min_uses"):
+        link_storage(store, False, 256)
+    link_storage(store)
+    with pytest.raises(ArgumentError, match="has storage behind it"):
+        link_storage(store)
+    with pytest.raises(ArgumentError, match=r"^groups: got 1 \(at 0\), allowed: 0 to 0"):
+        begin_fills(store, groups, keys, [1])
+    with pytest.raises(ArgumentError, match=r"^keys: got shape \(1, 2\) for 2 groups"):
+        begin_fills(store, groups, keys, [0, 0])
+    with pytest.raises(ArgumentError, match="^keys: got shape"):
+        begin_fills(store, groups, np.zeros((1, 3), np.uint64), numbers)
+    with pytest.raises(ArgumentTypeError, match="^keys: got ndarray"):
+        begin_fills(store, groups, keys.astype(np.int64), numbers)
+    number, _ = begin_fills(store, groups, keys, numbers)
+    with pytest.raises(ArgumentError, match="failed"):
+        end_fills(store, number, [1])
+    with pytest.raises(ArgumentError, match="^number: got 9, allowed: that of pages being filled"):
+        end_fills(store, 9)
+    with pytest.raises(ArgumentError, match="number"):
+        manager.complete_transfers(-number)
+    end_fills(store, number)
+    with pytest.raises(ArgumentError, match="^number: got 1"):
+        end_fills(store, number)
