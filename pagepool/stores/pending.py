@@ -116,18 +116,23 @@ class Buffers:
         """Begin without memory."""
         self._max_bytes = max_bytes
         self._spare: dict[int, list[Object]] = {}
+        self._num_spare_bytes = 0
         self.num_bytes = 0
 
     def take(self, size: int) -> Object | None:
         """Return an object of `size` bytes of any content, or None if there is no room."""
         if self.num_bytes + size > self._max_bytes:
             return None
-        spare = self._spare.get(size)
-        taken = spare.pop() if spare else np.empty(size, dtype=np.uint8)
         self.num_bytes += size
-        return taken
+        spare = self._spare.get(size)
+        if not spare:
+            return np.empty(size, dtype=np.uint8)
+        self._num_spare_bytes -= size
+        return spare.pop()
 
     def give_back(self, item: Object) -> None:
-        """Take an object back. Its memory, touched already, serves the next one."""
+        """Take an object back. Its memory, touched already, serves the next one of its size."""
         self.num_bytes -= len(item)
-        self._spare.setdefault(len(item), []).append(item)
+        if self._num_spare_bytes + len(item) <= self._max_bytes:
+            self._num_spare_bytes += len(item)
+            self._spare.setdefault(len(item), []).append(item)

@@ -168,7 +168,7 @@ def test_misuse() -> None:
     store, groups = manager._store, manager._rules.groups
     keys, numbers = np.zeros((1, 2), np.uint64), [0]
     for call in (link_storage, unlink_storage, take_unstored):
-        with pytest.raises(ArgumentError, match="^store: got one without a host tier"):
+        with pytest.raises(ArgumentError, match=r"^store: got one without a host tier"):
             call(bare._store)
     with pytest.raises(ArgumentError, match="min_uses"):
         link_storage(store, False, 256)
@@ -179,17 +179,17 @@ def test_misuse() -> None:
         begin_fills(store, groups, keys, [1])
     with pytest.raises(ArgumentError, match=r"^keys: got shape \(1, 2\) for 2 groups"):
         begin_fills(store, groups, keys, [0, 0])
-    with pytest.raises(ArgumentError, match="^keys: got shape"):
+    with pytest.raises(ArgumentError, match=r"^keys: got shape"):
         begin_fills(store, groups, np.zeros((1, 3), np.uint64), numbers)
-    with pytest.raises(ArgumentTypeError, match="^keys: got ndarray"):
+    with pytest.raises(ArgumentTypeError, match=r"^keys: got ndarray"):
         begin_fills(store, groups, keys.astype(np.int64), numbers)
     number, _ = begin_fills(store, groups, keys, numbers)
     with pytest.raises(ArgumentError, match="failed"):
         end_fills(store, number, [1])
-    with pytest.raises(ArgumentError, match="^number: got 9, allowed: that of pages being filled"):
+    with pytest.raises(ArgumentError, match=r"^number: got 9, allowed: that of pages being filled"):
         end_fills(store, 9)
     with pytest.raises(ArgumentError, match="number"):
         manager.complete_transfers(-number)
     end_fills(store, number)
-    with pytest.raises(ArgumentError, match="^number: got 1"):
+    with pytest.raises(ArgumentError, match=r"^number: got 1"):
         end_fills(store, number)
