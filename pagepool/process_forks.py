@@ -19,7 +19,7 @@ from pagepool.errors import IntegrityError
 
 __all__ = ["hold_locks", "make_lock", "release_locks", "replace_lost_locks"]
 
-COMMITS, MANAGERS, EVENTS, NAMES = range(4)
+COMMITS, STORES, MANAGERS, EVENTS, NAMES = range(5)
 """Kinds of locks, in the order a thread takes them."""
 
 MAX_WAIT_SECONDS = 5.0

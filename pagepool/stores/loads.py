@@ -18,6 +18,8 @@ from pagepool.stores.saves import Saves
 __all__ = ["Fetch", "Loads"]
 
 MAX_BYTES_PER_JOB = 8 << 20
+MAX_LOOKUPS = 1024
+"""Look-ups that a store leaves unanswered before it gets no more."""
 
 
 @dataclass(slots=True)
@@ -45,6 +47,7 @@ class Loads:
         self._waiting: deque[tuple[Fetch, Pages]] = deque()  # pages to be loaded
         self._num_waiting_bytes = 0
         self._load_rate, self._step_rate = Rate(), Rate()
+        self._num_lookups = 0
         self._ended_at = 0.0  # time of the last answer
         self.num_looked_up = self.num_found = self.num_recomputed = 0
         self.num_loading = self.num_loaded = self.num_missing = self.num_damaged = 0
@@ -58,9 +61,10 @@ class Loads:
         keys, groups, _, _ = list_absent(self._tier.store, self._tier.groups, fetch.chain, fetch.num_tokens)
         pages = Pages(keys, groups)
         pages = pages.choose(self._saves.are_right(pages))
-        if not len(pages.groups):
+        if not len(pages.groups) or self._num_lookups >= MAX_LOOKUPS:
             return False
         fetch.num_on_the_way += 1
+        self._num_lookups += 1
         self._jobs.lookup(Job(pages, pages.name(), self._end_lookup, context=fetch))
         return True
 
@@ -103,6 +107,7 @@ class Loads:
     def _end_lookup(self, job: Job, are_stored: Flags) -> None:
         fetch: Fetch = job.context
         fetch.num_on_the_way -= 1
+        self._num_lookups -= 1
         self.num_looked_up += len(are_stored)
         self.num_found += int(are_stored.sum())
         self._saves.note_stored(job.pages, are_stored)
@@ -131,8 +136,10 @@ class Loads:
         now = time.monotonic()
         bytes_rate, tokens_rate = self._load_rate.per_second(now), self._step_rate.per_second(now)
         fetch.began_at = now
-        if not bytes_rate:
+        if bytes_rate is None:
             return True
+        if bytes_rate == 0.0:  # all loads failed
+            return False
         load_seconds = (self._buffers.num_bytes + self._num_waiting_bytes + num_bytes) / bytes_rate
         if not tokens_rate:
             fetch.num_seconds = 2 * load_seconds

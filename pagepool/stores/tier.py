@@ -1,7 +1,6 @@
 """A store behind the host tier: pages that leave the tier are saved, and those of queued requests are loaded into it."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, runtime_checkable
@@ -13,6 +12,7 @@ from pagepool._core import link_storage, unlink_storage
 from pagepool.arguments import id_of, require_choice, require_int, require_number
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.manager import CacheManager
+from pagepool.process_forks import STORES, make_lock
 from pagepool.request import Request
 from pagepool.stats import StoreStats
 from pagepool.stores.frames import import_xxhash
@@ -101,7 +101,7 @@ class StoreTier:
         self._fetches: dict[str, Fetch] = {}
         self._num_late = 0
         self._is_open, self._is_stale = True, False
-        self._lock = threading.RLock()
+        self._lock = make_lock(self, "_lock", STORES)
         link_storage(tier.store, write == "through", require_int("min_uses", min_uses, 1))
         manager._storage = self
 

@@ -307,6 +307,23 @@ def test_a_store_that_stalls_delays_no_longer_than_computing_would_take(clock: C
     assert host.stored.stats().num_late_requests == 2
 
 
+def test_a_store_that_loses_all_is_left_alone_for_a_while(clock: Clock) -> None:
+    objects = dict.fromkeys(fill_store(), b"short")
+    host = Host(Slow(make_store(objects), clock, 0.001), num_pages=65, num_host_pages=200)
+    wait(host, host.fetch(tokens(1, 8)), clock)
+    assert host.stored.stats().num_missing_pages == 8
+    assert wait(host, host.fetch(tokens(2, 8)), clock) < 0.003
+    assert host.stored.stats().num_recomputed_pages == 8
+
+
+def test_a_store_that_never_answers_gets_no_more_questions(clock: Clock) -> None:
+    host = Host(make_store(), deadline_ms=0)
+    host.store.poll = list
+    for number in range(2000):
+        host.stored.fetch(EngineRequest(str(number), tokens(number)))
+    assert host.stored.stats().num_waiting_requests == 1024
+
+
 def test_a_reset_of_the_cache_ends_the_use_of_the_store() -> None:
     host = Host(make_store(fill_store()), num_pages=65, num_host_pages=200)
     assert host.run(tokens(1, 8)) == 32
