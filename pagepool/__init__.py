@@ -41,7 +41,7 @@ from pagepool.specs import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from pagepool.stats import CacheStats, HostTierStats, PagePoolStats, PoolStats, QueryCounts, TimeHistogram
+from pagepool.stats import CacheStats, HostTierStats, PagePoolStats, PoolStats, QueryCounts, StoreStats, TimeHistogram
 from pagepool.step_inputs import StepInputs
 
 __all__ = [
@@ -84,6 +84,7 @@ __all__ = [
     "StateWrites",
     "StepInputs",
     "StepResult",
+    "StoreStats",
     "TimeHistogram",
     "Transfers",
     "__version__",

@@ -109,6 +109,9 @@ GAUGES = {
     "host_free_pages": ("host_tier.num_free_pages", "Pages of the host tier that nothing holds, cached ones included."),
     "host_cached_pages": ("host_tier.num_cached_pages", "Pages of the host tier that can be loaded."),
     "host_pages_in_flight": ("host_tier.num_in_flight", "Saves and loads that are due or under way."),
+    "store_queued_pages": ("store.num_queued_pages", "Pages being saved in the store. With a store behind the tier only."),
+    "store_loading_pages": ("store.num_loading_pages", "Pages being loaded from the store."),
+    "store_waiting_requests": ("store.num_waiting_requests", "Requests whose pages were looked up, and that wait."),
 }
 """Names without ``pagepool_``, fields of `CacheStats`, and help texts. The tables below have the same form."""
 
@@ -132,6 +135,17 @@ COUNTERS = {
     "host_failed_pages": ("host_tier.num_failed_pages", "Pages whose save or load failed."),
     "host_evicted_pages": ("host_tier.num_evicted_pages", "Cached pages of the host tier taken for others."),
     "host_refused_pages": ("host_tier.num_refused_pages", "Pages not saved, because no page of the host tier was free."),
+    "store_saved_pages": ("store.num_saved_pages", "Pages saved in the store."),
+    "store_dropped_pages": ("store.num_dropped_pages", "Pages not saved, because the queue of the store was full."),
+    "store_unsaved_pages": ("store.num_unsaved_pages", "Pages that the store failed to save."),
+    "store_looked_up_pages": ("store.num_looked_up_pages", "Pages looked up in the store."),
+    "store_found_pages": ("store.num_found_pages", "Pages that the store said it has."),
+    "store_loaded_pages": ("store.num_loaded_pages", "Pages loaded from the store into the host tier."),
+    "store_missing_pages": ("store.num_missing_pages", "Pages that were found, but could not be loaded."),
+    "store_damaged_pages": ("store.num_damaged_pages", "Loaded pages with a wrong header or checksum."),
+    "store_recomputed_pages": ("store.num_recomputed_pages", "Found pages not loaded, because computing them is faster."),
+    "store_late_requests": ("store.num_late_requests", "Requests admitted before all of their pages came from the store."),
+    "store_errors": ("store.num_errors", "Faults of the store: errors, and answers that no store may give."),
 }
 POOL_GAUGES = {
     "pool_pages": ("pools.num_pages", "Pages of one pool, without the null page."),

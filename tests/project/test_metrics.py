@@ -10,10 +10,13 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
 
+import numpy as np
 import pytest
+from lying_store import LyingStore
 from sources import ROOT
 
 from pagepool import (
@@ -25,6 +28,7 @@ from pagepool import (
     HostTierStats,
     MambaSpec,
     PoolStats,
+    StoreStats,
 )
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
@@ -32,6 +36,7 @@ prometheus_client = pytest.importorskip("prometheus_client")
 parser = pytest.importorskip("prometheus_client.parser")
 
 from pagepool.stats.prometheus import CacheCollector  # noqa: E402
+from pagepool.stores import StoreTier  # noqa: E402
 
 DOCS = ROOT / "docs"
 ALERTS, VLLM_NAMES = DOCS / "prometheus-alerts.yml", DOCS / "prometheus-vllm-names.yml"
@@ -51,15 +56,20 @@ ACCEPT = {
 }
 """The Accept headers of these server versions, which ask for each format and escaping that a client knows."""
 
+STATES_OF_A_STORE = {f"pagepool_store_{name}" for name in ("queued_pages", "loading_pages", "waiting_requests")}
+
 SERVER_LABELS = {"instance", "job", "alertname"}
 """Labels that a server adds."""
 
 
 @pytest.fixture(scope="module")
 def manager() -> CacheManager:
+    pytest.importorskip("xxhash")
     groups = [CacheGroupSpec(FullAttentionSpec(4, 1, 8, "float16", False))]
     manager = CacheManager(9, groups, 64, eviction="adaptive", host_tier=HostTier(17, policy="write_through"))
     manager.set_shares({"tenant": 0.1})
+    rows = [np.zeros((17, 128), np.uint8)]
+    stored = StoreTier(manager, LyingStore({}, Random(0)), rows, "test", write="through")
     for name, token_ids in {"a": [1, 2, 3, 4, 5], "b": [1, 2, 3, 4, 6], "c": list(range(28))}.items():
         request = EngineRequest(name, token_ids)
         hits, num_hit_tokens = manager.get_computed_pages(request)
@@ -70,6 +80,9 @@ def manager() -> CacheManager:
     manager.end_step()
     saves = manager.take_transfers()
     manager.fail_transfers(saves.number, saves=[1])
+    stored.fetch(EngineRequest("d", list(range(100, 120))))
+    for _ in range(2):
+        stored.poll()
     return manager
 
 
@@ -159,6 +172,12 @@ def test_a_scrape_has_the_stats(manager: CacheManager, address: str) -> None:
     assert values["pagepool_host_pages_in_flight"] == values["pagepool_host_loaded_pages_total"] == 0
     assert values["pagepool_host_refused_pages_total"] == 0
     assert values["pagepool_host_evicted_pages_total"] == 0
+    assert stats.store == StoreStats(
+        **dict.fromkeys(StoreStats._fields, 0) | {"num_waiting_requests": 1, "num_saved_pages": 7, "num_looked_up_pages": 4}
+    )
+    for field, value in stats.store._asdict().items():
+        name = "pagepool_store_" + field.removeprefix("num_")
+        assert values[name if name in STATES_OF_A_STORE else f"{name}_total"] == value
     assert values["pagepool_kv_block_reuse_gap_seconds_count"] == stats.reuse_gap.num_times == 1
     assert values["pagepool_kv_block_reuse_gap_seconds_sum"] == pytest.approx(stats.reuse_gap.sum_seconds)
     assert values["pagepool_kv_block_lifetime_seconds_bucket+Inf"] == stats.num_evicted_pages
@@ -167,6 +186,7 @@ def test_a_scrape_has_the_stats(manager: CacheManager, address: str) -> None:
 def test_what_only_some_managers_have_is_theirs_alone(manager: CacheManager) -> None:
     plain = CacheManager(9, manager.kv_cache_groups, 64, eviction="lru")
     assert plain.stats().host_tier is None
+    assert plain.stats().store is None
     collector = CacheCollector(plain, {"engine": "0"})
     collector.add(manager, {"engine": "1"})
     samples = [sample for family in collector.collect() for sample in family.samples]
@@ -176,7 +196,9 @@ def test_what_only_some_managers_have_is_theirs_alone(manager: CacheManager) -> 
     special = {name for name in engines if name.startswith("pagepool_host_")}
     num_of_pools = len(fields(PoolStats)) - 5  # no page of a tier is leased or charged, and it loses and refuses nothing
     assert len(special) == len(HostTierStats._fields) + num_of_pools
-    special |= {
+    of_store = {name for name in engines if name.startswith("pagepool_store_")}
+    assert len(of_store) == len(StoreStats._fields)
+    special |= of_store | {
         "pagepool_hit_pages_total",
         "pagepool_lru_hit_pages_total",
         "pagepool_tenant_pages",
@@ -299,6 +321,8 @@ def make_buckets(name: str, **counts_per_step: int) -> dict[str, str]:
 PREEMPTED, NEW = "pagepool_preempted_prefix_cache_requests_total", "pagepool_prefix_cache_requests_total"
 QUERIES, HITS = "pagepool_prefix_cache_queries_total", "pagepool_prefix_cache_hits_total"
 HELD, LEASED, ALLOCATED = "pagepool_held_pages", "pagepool_leased_pages", "pagepool_allocated_pages_total"
+FAULTS, DAMAGED = "pagepool_store_errors_total", "pagepool_store_damaged_pages_total"
+DROPPED, STORED = "pagepool_store_dropped_pages_total", "pagepool_store_saved_pages_total"
 EVICTED_AT_8 = make_buckets("idle_before_evict", _4=0, _8=100)
 CASES = [
     Case("PagepoolPoolTooSmall", True, {"pagepool_kv_cache_usage_perc": "0.97+0x1620"}),
@@ -317,6 +341,12 @@ CASES = [
     Case("PagepoolPagesLost", False, {HELD: "3+0x1620", LEASED: "2+0x1620", ALLOCATED: "100+1x1620"}),
     Case("PagepoolPagesLost", False, {HELD: "0+0x1620", LEASED: "0+0x1620", ALLOCATED: "100+0x1620"}),
     Case("PagepoolPagesLost", False, {HELD: "2+0x1620", LEASED: "2+0x1620", ALLOCATED: "100+0x1620"}),
+    Case("PagepoolStoreFails", True, {FAULTS: "0+1x1620", DAMAGED: "0+0x1620"}),
+    Case("PagepoolStoreFails", True, {FAULTS: "0+0x1620", DAMAGED: "0+1x1620"}),
+    Case("PagepoolStoreFails", False, {FAULTS: "0+1x10 10+0x1620", DAMAGED: "0+0x1620"}),
+    Case("PagepoolStoreTooSlow", True, {DROPPED: "0+20x1620", STORED: "0+100x1620"}),
+    Case("PagepoolStoreTooSlow", False, {DROPPED: "0+5x1620", STORED: "0+100x1620"}),
+    Case("PagepoolStoreTooSlow", False, {DROPPED: "0+0x1620", STORED: "0+0x1620"}),
 ]
 
 
