@@ -35,7 +35,7 @@ help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo engine test test-all debug sanitize threads tsan fuzz soak planted coverage mutation lint bench
-.PHONY: bench-vllm bench-windows bench-states bench-router bench-keeping bench-results bench-plot test-easydel test-ray test-stores test-torch test-vllm torch-gpu
+.PHONY: bench-vllm bench-windows bench-states bench-router bench-keeping bench-host bench-results bench-plot test-easydel test-ray test-stores test-torch test-vllm torch-gpu
 .PHONY: easydel-environment torch-environment vllm-environment clean wheel test-wheel test-lowest canary-vllm
 
 demo: $(VENV)/extra-replay  ## replay the built-in generator's chats
@@ -203,6 +203,9 @@ bench-router:  ## the index of routers beside Dynamo's, in an environment of its
 
 bench-keeping: $(DEV_VENV)/installed  ## hits of agents that report their expected returns: BENCH_ARGS="1/2 close expected"
 	$(DEV_VENV)/bin/python -m bench.studies.keeping $(BENCH_ARGS)
+
+bench-host: $(DEV_VENV)/installed  ## transfers of host pages and what limits them, on the device that jax finds: ten minutes at most
+	$(DEV_VENV)/bin/python -m bench.studies.host_link
 
 # Each engine has its own environment. If EasyDeL's cannot be made, its benchmarks run without it; if vLLM's cannot, they are
 # skipped.

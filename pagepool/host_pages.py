@@ -130,9 +130,9 @@ class HostPages:
         backend's CPU device, and on a CPU with jax before 0.9.
 
         The rows are in `memory`, a writable buffer; with `groups` it is a list or tuple of one for each group. By default they
-        are in new memory, with huge pages where the system has them, which `warmup` allocates. Pages on their way are in other
-        memory until their rows are written: on GPUs pinned memory, which XLA limits (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB).
-        Devices that divide the page axis, or hold the same part of an array, each keep their own copy of a page.
+        are in new memory, in huge pages where the system has them, which `warmup` allocates. Pages on their way are in other
+        memory until their rows are written: on GPUs in pinned memory, limited by XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB. Devices
+        that divide the page axis, or hold the same part of an array, each keep their own copy of a page.
 
         Rows are copied by up to `num_copy_threads` threads: for loads the caller's is one of them, for saves a thread of this
         object. It ends after its copies by `close`, with the object, or when the interpreter exits.

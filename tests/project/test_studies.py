@@ -202,3 +202,20 @@ def test_figures(tmp_path: Path) -> None:
     assert chosen.has_line("gpt-oss, chat") > chosen.has_line("Gemma, chat") < by_line.has_line("Gemma, chat")
     assert [(line.share.denominator, column) for line, column, _ in keeping.list_cells(Chosen(["LRU", "1/3"]))] == [(3, "LRU")]
     assert all(line.rate for line, column, _ in keeping.list_cells(Chosen([])) if column == "one-shots never")
+
+
+def test_the_study_of_the_host_link_at_a_small_size(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("jax")
+    from bench.studies import host_link
+
+    monkeypatch.setattr(host_link, "PAGES_KIB", (256,))
+    monkeypatch.setattr(host_link, "NUMS_OF_PAGES", (8, 64))
+    monkeypatch.setattr(host_link, "NUMS_OF_THREADS", (2,))
+    monkeypatch.setattr(host_link, "NUM_ROUNDS", 0)
+    host_link.main()
+    printed = capsys.readouterr().out
+    print(printed)
+    for line in ("| loads of 64 pages of 256 KiB | ", "np.asarray of pinned_host is a view.", "a step behind 64 saves: "):
+        assert line in printed

@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t, uint8_t
 from libc.string cimport memmove
 
-from pagepool.core.base cimport CACHE_LINE, go_on, let_others_run
+from pagepool.core.base cimport CACHE_LINE, go_on, let_others_run, raw_calloc, raw_free
 from pagepool.core.values cimport PageIds, as_own_ids, require_matrix, size_of
 
 import numpy as np
@@ -14,15 +14,27 @@ cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_t:
         pass
     int pthread_create(pthread_t *thread, const void *attributes, void *(*run)(void *) noexcept nogil, void *argument)
-    int pthread_join(pthread_t thread, void **result)
+    int pthread_detach(pthread_t thread)
+
+cdef extern from *:
+    """
+    #include <sched.h>
+    /* Add to a number that threads share, and return the sum. */
+    static inline Py_ssize_t pagepool_add(Py_ssize_t *number, Py_ssize_t more) {
+        return __atomic_add_fetch(number, more, __ATOMIC_ACQ_REL);
+    }
+    """
+    Py_ssize_t add "pagepool_add" (Py_ssize_t *number, Py_ssize_t more) noexcept nogil
+    int sched_yield() noexcept nogil
 
 cdef enum:
     MAX_THREADS = 64
+    PIECES_OF_A_THREAD = 4
     BYTES_OF_A_THREAD = 1 << 20   # a thread takes some 50 us to start, a MiB as long to copy
     BYTES_OF_A_PAGE = 1 << 6      # of a page in `let_others_run`: the GIL is released for 64 KiB
 
 
-cdef struct Part:             # columns of all rows, for one thread
+cdef struct Copying:          # rows, whose columns are copied in pieces by the threads that come first
     const uint8_t *source
     uint8_t *target
     Py_ssize_t source_stride  # bytes from one row to the next
@@ -30,44 +42,71 @@ cdef struct Part:             # columns of all rows, for one thread
     const int32_t *source_ids
     const int32_t *target_ids
     Py_ssize_t num_rows
-    Py_ssize_t size           # bytes of each row
+    Py_ssize_t width          # bytes of a row
+    Py_ssize_t num_pieces
+    Py_ssize_t num_begun      # pieces; more than there are once all are taken
+    Py_ssize_t num_copied     # pieces
+    Py_ssize_t num_threads    # that may still look at this; the last one frees it
 
 
-cdef void *copy_part(void *argument) noexcept nogil:
-    """Copy the columns of a part. A row may be copied onto itself."""
-    cdef const Part *part = <const Part *>argument
-    cdef Py_ssize_t i
-    for i in range(part.num_rows):
+cdef inline Py_ssize_t start_of(const Copying *copying, Py_ssize_t piece) noexcept nogil:
+    """Return the first column of a piece."""
+    if piece == copying.num_pieces:
+        return copying.width
+    return copying.width * piece // copying.num_pieces // CACHE_LINE * CACHE_LINE
+
+
+cdef void copy_piece(const Copying *copying, Py_ssize_t piece) noexcept nogil:
+    """Copy some columns of all rows. A row may be copied onto itself."""
+    cdef Py_ssize_t i, start = start_of(copying, piece), size = start_of(copying, piece + 1) - start
+    assert 0 <= piece < copying.num_pieces and size > 0
+    for i in range(copying.num_rows):
         memmove(
-            part.target + part.target_ids[i] * part.target_stride,
-            part.source + part.source_ids[i] * part.source_stride,
-            part.size,
+            copying.target + copying.target_ids[i] * copying.target_stride + start,
+            copying.source + copying.source_ids[i] * copying.source_stride + start,
+            size,
         )
+
+
+cdef void copy_pieces(Copying *copying) noexcept nogil:
+    """Copy pieces that no other thread has begun. The rows are not touched where all are begun: the call may have returned."""
+    cdef Py_ssize_t piece = add(&copying.num_begun, 1) - 1
+    while piece < copying.num_pieces:
+        copy_piece(copying, piece)
+        add(&copying.num_copied, 1)
+        piece = add(&copying.num_begun, 1) - 1
+
+
+cdef void leave(Copying *copying) noexcept nogil:
+    if add(&copying.num_threads, -1) == 0:
+        raw_free(copying)
+
+
+cdef void *help_copying(void *argument) noexcept nogil:
+    copy_pieces(<Copying *>argument)
+    leave(<Copying *>argument)
     return NULL
 
 
-cdef void copy_parts(Part whole, Py_ssize_t num_parts) noexcept nogil:
-    """Divide the columns among threads, this one among them. A part whose thread cannot be started is copied here."""
-    cdef Part[MAX_THREADS] parts
-    cdef pthread_t[MAX_THREADS] threads
-    cdef bint[MAX_THREADS] has_thread
-    cdef Py_ssize_t i, start = 0, stop
-    assert 0 < num_parts <= MAX_THREADS
-    for i in range(num_parts):
-        stop = whole.size if i == num_parts - 1 else whole.size * (i + 1) // num_parts // CACHE_LINE * CACHE_LINE
-        parts[i] = whole
-        parts[i].source += start
-        parts[i].target += start
-        parts[i].size = stop - start
-        start = stop
-    for i in range(num_parts):
-        has_thread[i] = i > 0 and pthread_create(&threads[i], NULL, copy_part, &parts[i]) == 0
-    for i in range(num_parts):
-        if not has_thread[i]:
-            copy_part(&parts[i])
-    for i in range(num_parts):
-        if has_thread[i]:
-            pthread_join(threads[i], NULL)
+cdef bint copy_by_threads(const Copying *rows, Py_ssize_t num_threads) noexcept nogil:
+    """Copy by this thread and new ones, which need not start before all is copied; return False if memory is short."""
+    cdef Copying *copying = <Copying *>raw_calloc(1, sizeof(Copying))
+    cdef pthread_t thread
+    assert num_threads > 0 and rows.num_pieces > 0
+    if copying == NULL:
+        return False
+    copying[0] = rows[0]
+    copying.num_threads = num_threads
+    for _ in range(1, num_threads):
+        if pthread_create(&thread, NULL, help_copying, copying) == 0:
+            pthread_detach(thread)
+        else:
+            leave(copying)
+    copy_pieces(copying)
+    while add(&copying.num_copied, 0) < rows.num_pieces:
+        sched_yield()
+    leave(copying)
+    return True
 
 
 cdef PageIds rows_of(object row_ids, Py_ssize_t num_rows, str name):
@@ -93,8 +132,8 @@ def copy_rows(source, source_ids, target, target_ids, num_threads=1) -> None:
 
     Both are uint8 arrays with two axes, of rows equally long, whose bytes are contiguous; there may be gaps between rows. They
     may share memory if no byte is both read and written, except by a copy of a row onto itself. The ids are arrays or lists of
-    ints. 64 KiB and more are copied without the GIL, by up to `num_threads` threads, the caller's among them; each copies
-    some columns of all rows, at least 1 MiB. All have ended when the call returns.
+    ints. 64 KiB and more are copied without the GIL, by up to `num_threads` threads, the caller's among them, and at most one
+    for each MiB. The call returns when all is copied, without waiting for threads that start late.
 
     Before anything is copied, raise ArgumentTypeError for other types, and ArgumentError for ids outside the arrays, unequal
     lengths, a read-only target, and less than one thread.
@@ -102,8 +141,8 @@ def copy_rows(source, source_ids, target, target_ids, num_threads=1) -> None:
     cdef const uint8_t[:, :] sources = require_rows(source, "source")
     cdef PageIds rows_of_source = rows_of(source_ids, sources.shape[0], "source_ids"), rows_of_target
     cdef uint8_t[:, :] targets
-    cdef Part whole
-    cdef Py_ssize_t num_parts = size_of(num_threads, "num_threads", 1), width = sources.shape[1], num_bytes
+    cdef Copying rows
+    cdef Py_ssize_t num = size_of(num_threads, "num_threads", 1), width = sources.shape[1], num_bytes
     cdef void *thread
     target = require_rows(target, "target")
     if not target.flags.writeable:
@@ -116,12 +155,15 @@ def copy_rows(source, source_ids, target, target_ids, num_threads=1) -> None:
     num_bytes = rows_of_source.num * width
     if num_bytes == 0:
         return
-    whole = Part(
+    rows = Copying(
         source=&sources[0, 0], target=&targets[0, 0], source_stride=sources.strides[0], target_stride=targets.strides[0],
-        source_ids=rows_of_source.ids, target_ids=rows_of_target.ids, num_rows=rows_of_source.num, size=width,
+        source_ids=rows_of_source.ids, target_ids=rows_of_target.ids, num_rows=rows_of_source.num, width=width,
+        num_pieces=1, num_begun=0, num_copied=0, num_threads=0,
     )
     thread = let_others_run(num_bytes // BYTES_OF_A_PAGE)
-    if thread == NULL:  # few bytes, or a build that keeps the GIL
-        num_parts = 1
-    copy_parts(whole, max(1, min(num_parts, num_bytes // BYTES_OF_A_THREAD, width // CACHE_LINE, MAX_THREADS)))
+    num = 1 if thread == NULL else max(1, min(num, num_bytes // BYTES_OF_A_THREAD, MAX_THREADS))
+    if num > 1:
+        rows.num_pieces = max(1, min(num * PIECES_OF_A_THREAD, width // CACHE_LINE))
+    if num == 1 or not copy_by_threads(&rows, num):
+        copy_pieces(&rows)
     go_on(thread)
