@@ -240,12 +240,12 @@ class HostPages:
         """Tell that others have written rows of a group: from now on they are loaded like saved pages. O(pages).
 
         The rows must have the `layout`, and no transfer of these pages may be under way. Raise PageIdError for pages beyond the
-        host, and null pages; ArgumentError for a group without arrays, and for one whose page axis devices divide, since there
-        the row does not tell which device's part is valid.
+        host, and null pages; ArgumentError for another group, and for one whose page axis devices divide, since there the row
+        does not tell which device's part is valid.
         """
         found = [own for own in self._groups if own.group == group]
-        if not found or not found[0].packs or found[0].is_divided:
-            raise ArgumentError(f"group: got {group}, allowed: a group with arrays whose page axis is not divided")
+        if not found or found[0].is_divided:
+            raise ArgumentError(f"group: got {group}, allowed: a group of this object, whose page axis is not divided")
         ids = np.array([require_int("page_ids", page_id, -MAX_SIZE) for page_id in page_ids], dtype=np.int64)
         wrong = ids[(ids < 1) | (ids >= found[0].num_host_pages)]
         if wrong.size:

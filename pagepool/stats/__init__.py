@@ -4,7 +4,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["CacheStats", "ExpectationCounts", "HostTierStats", "PagePoolStats", "PoolStats", "QueryCounts", "StoreStats", "TimeHistogram"]
+__all__ = [
+    "CacheStats",
+    "ExpectationCounts",
+    "HostTierStats",
+    "PagePoolStats",
+    "PoolStats",
+    "QueryCounts",
+    "StoreStats",
+    "TimeHistogram",
+]
 
 
 class TimeHistogram(NamedTuple):

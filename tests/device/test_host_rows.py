@@ -104,7 +104,7 @@ def test_rows_that_others_wrote_are_loaded() -> None:
     for page_ids, group, error, message in (
         ([1, 8], None, PageIdError, "page_ids: got page 8, allowed: 1 to 7"),
         ([0], None, PageIdError, "page_ids: got page 0, allowed: 1 to 7"),
-        ([1], 0, ArgumentError, "group: got 0, allowed: a group with arrays whose page axis is not divided"),
+        ([1], 0, ArgumentError, "group: got 0, allowed: a group of this object, whose page axis is not divided"),
     ):
         with pytest.raises(error, match=f"^{message}$"):
             host_pages.mark_saved(page_ids, group=group)
