@@ -227,7 +227,7 @@ class Room:
             if not self._oldest:
                 if has_removed:
                     self._list_files()
-                if not has_removed or not self._oldest or self._num_bytes <= max_bytes:
+                if not self._oldest or self._num_bytes <= max_bytes:
                     break
                 has_removed = False
             removed = self._remove(*self._oldest.popleft())

@@ -55,9 +55,8 @@ def is_intact(stored: Any, namespace: str, key: bytes) -> bool:
     ImportError without the extra ``pagepool[store]``.
     """
     view = view_bytes("stored", stored)
-    if len(view) < HEADER_BYTES or view[: len(MAGIC)] != MAGIC:
-        return False
-    return view[:HEADER_BYTES] == make_header(namespace, key, view[HEADER_BYTES:])
+    header = view[:HEADER_BYTES]
+    return header[: len(MAGIC)] == MAGIC and header == make_header(namespace, key, view[HEADER_BYTES:])
 
 
 def make_header(namespace: str, key: bytes, row: memoryview) -> bytes:

@@ -189,7 +189,7 @@ class JobThreads:
         with self._lock:
             job.error = job.error or error
             job.num_left -= 1
-            if job.num_left == 0 and not self._is_stopped:
+            if job.num_left == 0:
                 self._answer(job)
             if job.kind == Kind.SAVE:
                 self._num_saves -= 1

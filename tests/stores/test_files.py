@@ -163,6 +163,21 @@ class TestFaults:
         assert done.is_done == b"\1\0\1"
         assert str(done.error) == f"[Errno {errno.ENOSPC}] full"
 
+    def test_short_reads_and_writes_go_on(self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch) -> None:
+        def write(descriptor: int, row: memoryview) -> int:
+            return os.write(descriptor, row[:7])
+
+        def readv(descriptor: int, buffers: list[Any]) -> int:
+            return os.readv(descriptor, [buffers[0][:11]])
+
+        monkeypatch.setattr(files, "os", FaultyOs(write=write, readv=readv))
+        store, row = make_store(), bytes(range(200))
+        save(store, {b"key": row})
+        done, rows = load(store, [b"key"], [200])
+        assert (done.is_done, rows) == (b"\1", [row])
+        done, _ = load(store, [b"key"], [201])
+        assert done.is_done == b"\0"
+
     @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
     def test_failed_loads_and_lookups_are_answers(
         self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch, number: int
@@ -396,6 +411,41 @@ class TestThreads:
         assert not closing.is_alive()
         assert row == b"1234"
 
+    def test_close_returns_once_saves_are_written(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+        store = make_store()
+        store.save([bytes([i]) for i in range(200)], [memoryview(bytes(5000))] * 200)
+        closing = threading.Thread(target=store.close, kwargs={"drain_seconds": float("inf")}, daemon=True)
+        closing.start()
+        closing.join(SECONDS)
+        assert not closing.is_alive()
+        assert len(list_files(tmp_path)) == 200
+
+    def test_close_cancels_loads_that_have_not_begun(
+        self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        may_go_on, has_begun = threading.Event(), threading.Event()
+        store = make_store(num_threads=1)
+        save(store, {b"key": b"1234"})
+
+        def replace(source: str, target: str) -> None:
+            has_begun.set()
+            may_go_on.wait(SECONDS)
+            os.replace(source, target)
+
+        monkeypatch.setattr(files, "os", FaultyOs(replace=replace))
+        row = bytearray(4)
+        store.save([b"a", b"b"], [memoryview(b"1")] * 2)
+        assert has_begun.wait(SECONDS)
+        store.load([b"key"], [memoryview(row)])
+        closing = threading.Thread(target=store.close, kwargs={"drain_seconds": SECONDS})
+        closing.start()
+        wait_until(lambda: store._jobs._is_closed)
+        may_go_on.set()
+        closing.join(SECONDS)
+        assert row == bytes(4)
+        (done,) = wait_for(later := make_store(), later.lookup([b"a", b"b"]))
+        assert done.is_done == b"\1\1"
+
     def test_close_cancels_saves_that_are_late(
         self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -599,9 +649,19 @@ class TestRoom:
         limited = make_store(max_bytes=40_000)
         wait_until(lambda: len(limited._room._oldest) > 0)
         os.utime(path_of(tmp_path, keys[0]))
-        save(limited, {b"\xf0": bytes(1000)})
-        wait_until(lambda: not path_of(tmp_path, keys[1]).exists())
+        path_of(tmp_path, keys[1]).unlink()
+        save(limited, {b"\xf0": bytes(1000), b"\xf1": bytes(1000)})
+        wait_until(lambda: not path_of(tmp_path, keys[2]).exists())
         assert path_of(tmp_path, keys[0]).exists()
+
+    def test_files_of_other_processes_are_found(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+        limited, other = make_store(max_bytes=100_000), make_store()
+        save(limited, {b"\1": bytes(1000)})
+        save(other, {bytes([2, i]): bytes(1000) for i in range(150)})
+        for i in range(7):
+            save(limited, {bytes([3, i]): bytes(1000)})
+        wait_until(lambda: count_bytes(tmp_path) <= 100_000)
+        assert not path_of(tmp_path, b"\1").exists()
 
     def test_a_store_answers_while_files_are_listed(
         self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -673,8 +733,10 @@ class TestRoom:
         (folder / "ABCD").write_bytes(bytes(1000))
         (folder / "01ff").mkdir()
         (folder / "0123").symlink_to(folder / "README")
-        store = make_store(max_bytes=500)
-        save(store, {b"\1": bytes(1000)})
+        save(make_store(max_bytes=1500), {b"\1": bytes(1000)})
+        time.sleep(0.02)
+        assert path_of(tmp_path, b"\1").exists()
+        save(make_store(max_bytes=500), {b"\1": bytes(1000)})
         wait_until(lambda: not path_of(tmp_path, b"\1").exists())
         assert sorted(path.name for path in folder.iterdir()) == ["0123", "01ff", "ABCD", "README"]
 
