@@ -103,6 +103,36 @@ def check_transfers(page_axis: int, sharding: NamedSharding, dtypes: list[str], 
     pages.check()
 
 
+def check_rows(page_axis: int, sharding: NamedSharding, dtypes: list[str]) -> None:
+    """Each device's part of a row has its parts of the page, unless the page is another device's."""
+    pages = TransferredPages(draw(page_axis, *dtypes), sharding, page_axis)
+    page_id, num_parts = NUM_PAGES - 3, count_parts(sharding, page_axis)
+    pages.transfer(make_transfers([(page_id, 7)]))
+    pages.check()
+    (group,) = pages.host_pages._groups
+    rows, num_found = group.rows[7], 0
+    assert rows.shape[0] == jax.device_count()
+    for pack in group.packs:
+        for row, device in zip(rows, pack.list_devices(), strict=True):
+            (part,) = [part for (i,) in [pack.places] for part in pages.arrays[i].addressable_shards if part.device == device]
+            first = part.index[page_axis].start or 0
+            if first <= page_id < first + NUM_PAGES // num_parts:
+                page = np.take(np.asarray(part.data), page_id - first, axis=page_axis)
+                assert row[pack.start : pack.stop].tobytes() == page.tobytes()
+                num_found += 1
+    assert num_found == len(group.packs) * jax.device_count() // num_parts
+    layout = pages.host_pages.layout
+    assert layout.startswith(
+        f"all groups: {jax.device_count()} x {rows.shape[1]} bytes, 1 x {dtypes[0]}[3,8]" if page_axis == 0 else ""
+    )
+    assert (" of pages " in layout) == (num_parts > 1)
+    if num_parts > 1:
+        with pytest.raises(ArgumentError, match=r"^group: got None, allowed: .* not divided$"):
+            pages.host_pages.mark_saved([7])
+    else:
+        pages.host_pages.mark_saved([7])
+
+
 def check_programs(page_axis: int, sharding: NamedSharding) -> None:
     """Only moves between parts communicate, by all-reduce of the pages; arrays are updated in place."""
     moved = TransferredPages(draw(page_axis, "float32"), sharding, page_axis)
@@ -167,6 +197,7 @@ def check_pages() -> None:
     for i, (page_axis, sharding, dtypes) in enumerate(list_cases()):
         check_copies(page_axis, sharding, dtypes)
         check_transfers(page_axis, sharding, dtypes, None if i == 1 else "pinned_host")
+        check_rows(page_axis, sharding, dtypes)
         check_programs(page_axis, sharding)
         for kind in (CopiedPages, TransferredPages):
             check_compilations(kind, page_axis, sharding)
