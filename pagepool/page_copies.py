@@ -247,6 +247,9 @@ def exchange(pages: Any, is_here: Any, page_axis: int, axes: Axes) -> Any:
     """
     jax = import_jax()
     dtype = pages.dtype
+    if jax.numpy.issubdtype(dtype, np.complexfloating):
+        parts = [exchange(part, is_here, page_axis, axes) for part in (pages.real, pages.imag)]
+        return jax.lax.complex(*parts)
     is_float = jax.numpy.issubdtype(dtype, np.floating)
     bits = jax.lax.bitcast_convert_type(pages, f"uint{jax.numpy.finfo(dtype).bits}") if is_float else pages
     is_here = is_here.reshape(-1, *[1] * (pages.ndim - page_axis - 1))

@@ -32,7 +32,7 @@ SHAPES = [(NUM_PAGES, 3, 8), (8, NUM_PAGES, 3)]
 """Of arrays with page axis 0 and 1. The heads are the last axis, or the first."""
 DIVISIONS = [(None, None), (None, "a"), ("a", None), ("a", "b"), (("a", "b"), None), (("b", "a"), None)]
 """The axes of the mesh that divide the pages, and the heads."""
-DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "int8", "bool"]
+DTYPES = ["float32", "bfloat16", "complex64", "float8_e4m3fn", "int8", "bool"]
 
 
 def make_meshes() -> list[Mesh]:
