@@ -47,6 +47,7 @@ SECTIONS = (
     Section("Stores", "stores", False),
     Section("Bytes of stored pages", "stores.frames", False),
     Section("Traces, plans and fleets", "replay", False),
+    Section("Hints of requests", "hints", False),
     Section("EasyDeL", "compat.easydel", False, (*ADAPTER, "VERSION")),
     Section("vLLM", "compat.vllm", False, (*ADAPTER, "VERSIONS", "EVICTION_VARIABLE", "check", "report", "Report")),
 )

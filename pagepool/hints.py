@@ -1,0 +1,210 @@
+"""What a request says about its session and the blocks it leaves: the fields, arguments and actions that vLLM's requests carry.
+
+`read` serves any engine whose requests have vLLM's fields. It needs neither vLLM nor the compiled core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+__all__ = ["ACTIONS", "CLOSE", "MAX_ACTIONS", "MAX_PIN_SECONDS", "MAX_SECONDS", "SECONDS", "Hints", "read"]
+
+SECONDS = "pagepool_seconds"
+"""Name of an extra argument: seconds until the request's session comes back; below 0: never."""
+
+CLOSE = "pagepool_close"
+"""Name of an extra argument: 1 if the session ends with the request."""
+
+MAX_SECONDS = 86_400.0
+"""Longest expected time in seconds; longer ones count as this one."""
+
+MAX_PIN_SECONDS = 3_600.0
+"""Longest time of a pin in seconds; longer ones count as this one."""
+
+MAX_ACTIONS = 16
+"""Number of actions read from an envelope; the others are ignored."""
+
+MAJOR_VERSION = "1"
+MAX_NAME_LEN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What a request says. Times are in seconds, `math.inf` for never."""
+
+    session: str | None = None
+    """Id of its session."""
+    seconds: float | None = None
+    """Time until the blocks that it gives back are wanted again, 0 to `MAX_SECONDS` or `math.inf`; None if it is unknown."""
+    closes: bool = False
+    """Whether its session ends with it."""
+    retains: tuple[tuple[str, float], ...] = ()
+    """Other sessions by id, each with the time until it comes back."""
+    demotes: tuple[str, ...] = ()
+    """Ids of other sessions that do not come back."""
+    pins: tuple[tuple[int, float], ...] = ()
+    """Numbers of its first tokens whose blocks are to be held, each with the time, up to `MAX_PIN_SECONDS`."""
+    ignored: tuple[str, ...] = ()
+    """Names of what was not understood: arguments, types of actions with their versions, or ``payload of`` a type."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The hints of a request while they are read."""
+
+    session: str | None
+    seconds: float | None = None
+    closes: bool = False
+    retains: list[tuple[str, float]] = field(default_factory=list)
+    demotes: list[str] = field(default_factory=list)
+    pins: list[tuple[int, float]] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+
+    def is_own(self, session: str | None) -> bool:
+        """Whether an action is about the request's own session, as it is without an id."""
+        return session is None or session == self.session
+
+    def retain(self, payload: Mapping[str, Any]) -> None:
+        seconds, session = _seconds_in(payload["seconds"]), _session_in(payload)
+        if self.is_own(session) or session is None:
+            self.seconds = seconds
+        else:
+            self.retains.append((session, seconds))
+
+    def end(self, payload: Mapping[str, Any]) -> None:
+        session = _session_in(payload)
+        if self.is_own(session) or session is None:
+            self.closes = True
+        else:
+            self.demotes.append(session)
+
+    def demote(self, payload: Mapping[str, Any]) -> None:
+        session = _session_in(payload)
+        if self.is_own(session) or session is None:
+            self.seconds = inf
+        else:
+            self.demotes.append(session)
+
+    def pin(self, payload: Mapping[str, Any]) -> None:
+        num_tokens, seconds = payload["tokens"], _seconds_in(payload["seconds"])
+        if type(num_tokens) is not int or num_tokens < 1 or seconds == inf:
+            raise ValueError
+        self.pins.append((num_tokens, min(seconds, MAX_PIN_SECONDS)))
+
+
+ACTIONS: dict[str, Callable[[Any, Mapping[str, Any]], None]] = {
+    "kv.retain": _Draft.retain,
+    "session.end": _Draft.end,
+    "kv.demote": _Draft.demote,
+    "kv.pin": _Draft.pin,
+}
+"""The types of actions that are understood, in version 1.x. No project has fixed these names: a gateway's own may be added."""
+
+
+def read(request: Any, *, reads_times: bool = True) -> Hints:
+    """Read the hints of a request: its `session_id`, `SECONDS` and `CLOSE` in ``sampling_params.extra_args``, and the actions
+    of its envelope `kv_hints`, which override the arguments. Fields may be missing, and nothing in them raises an error: what
+    is not understood is `Hints.ignored`. Without `reads_times` only the session is read. O(actions), at most `MAX_ACTIONS`.
+
+    >>> from types import SimpleNamespace
+    >>> request = SimpleNamespace(session_id="s1", sampling_params=SimpleNamespace(extra_args={"pagepool_seconds": 3}))
+    >>> hints = read(request)
+    >>> hints.session, hints.seconds, hints.closes
+    ('s1', 3.0, False)
+    """
+    session = getattr(request, "session_id", None)
+    is_session = type(session) is str and session != ""
+    draft = _Draft(session if is_session else None)
+    if not is_session and session is not None and session != "":
+        draft.ignored.append("session_id")
+    if reads_times:
+        _read_arguments(draft, getattr(getattr(request, "sampling_params", None), "extra_args", None))
+        envelope = getattr(request, "kv_hints", None)
+        if envelope is not None:
+            _read_envelope(draft, envelope)
+    if not (draft.retains or draft.demotes or draft.pins or draft.ignored):
+        return Hints(draft.session, draft.seconds, draft.closes)
+    return Hints(
+        draft.session,
+        draft.seconds,
+        draft.closes,
+        tuple(draft.retains),
+        tuple(draft.demotes),
+        tuple(draft.pins),
+        tuple(draft.ignored),
+    )
+
+
+def _read_arguments(draft: _Draft, arguments: Any) -> None:
+    if not isinstance(arguments, dict):
+        return
+    if SECONDS in arguments:
+        try:
+            draft.seconds = _seconds_in(arguments[SECONDS])
+        except ValueError:
+            draft.ignored.append(SECONDS)
+    if CLOSE in arguments:
+        if type(arguments[CLOSE]) in (bool, int, float) and arguments[CLOSE] in (0, 1):
+            draft.closes = bool(arguments[CLOSE])
+        else:
+            draft.ignored.append(CLOSE)
+
+
+def _read_envelope(draft: _Draft, envelope: Any) -> None:
+    version, actions = _field_of(envelope, "protocol_version"), _field_of(envelope, "actions")
+    if not _is_known(version):
+        draft.ignored.append(f"kv_hints {_shown(version)}")
+    elif not isinstance(actions, list | tuple):
+        draft.ignored.append("kv_hints")
+    else:
+        for action in actions[:MAX_ACTIONS]:
+            _read_action(draft, action)
+        draft.ignored += ["actions above 16"] * (len(actions) > MAX_ACTIONS)
+
+
+def _read_action(draft: _Draft, action: Any) -> None:
+    name, version, payload = (_field_of(action, field) for field in ("action_type", "action_version", "payload"))
+    reader = ACTIONS.get(name) if type(name) is str else None
+    if reader is None or not _is_known(version):
+        draft.ignored.append(f"{_shown(name)} {_shown(version)}")
+        return
+    try:
+        reader(draft, payload)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        draft.ignored.append(f"payload of {name}")
+
+
+def _field_of(value: Any, name: str) -> Any:
+    """Return a field of an envelope or an action, which are vLLM's structs, or dicts."""
+    return value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+
+
+def _is_known(version: Any) -> bool:
+    return type(version) is str and version.partition(".")[0] == MAJOR_VERSION
+
+
+def _seconds_in(value: Any) -> float:
+    """Return a time in seconds, `math.inf` for one below 0. Raise ValueError for what is not a number."""
+    if type(value) not in (int, float) or value != value:
+        raise ValueError
+    return inf if value < 0 else float(min(value, MAX_SECONDS))
+
+
+def _session_in(payload: Mapping[str, Any]) -> str | None:
+    """Return the session that a payload names, if it names one. Raise ValueError for what is not an id."""
+    session = payload.get("session_id")
+    if session is None:
+        return None
+    if type(session) is not str or not session:
+        raise ValueError
+    return session
+
+
+def _shown(value: Any) -> str:
+    """Return the printable beginning of a text, or the type of something else."""
+    if type(value) is not str:
+        return f"({type(value).__name__})"
+    return "".join(char if char.isprintable() else "?" for char in value[:MAX_NAME_LEN])
