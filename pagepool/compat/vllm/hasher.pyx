@@ -7,7 +7,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from pagepool.compat.vllm.sha256 cimport has_sha_instructions, sha256, store_word
+from pagepool.core.base cimport has_sha_instructions, sha256, store_word
 from pagepool.core.values cimport size_of
 
 from importlib import import_module

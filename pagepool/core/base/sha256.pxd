@@ -67,7 +67,7 @@ cdef extern from *:
     }
     #endif
     """
-    const uint32_t *CONSTANTS "pagepool_sha256_constants"
+    const uint32_t *_CONSTANTS "pagepool_sha256_constants"
     bint has_sha_instructions "pagepool_has_sha_instructions" () noexcept nogil
     void compress_fast "pagepool_sha256_compress" (uint32_t *state, const uint8_t *data, Py_ssize_t num_blocks) noexcept nogil
 
@@ -105,7 +105,7 @@ cdef inline void _do_rounds(uint32_t *state, uint32_t *words) noexcept nogil:
     cdef uint32_t first, second
     cdef int i
     for i in range(64):
-        first = h + words[i] + CONSTANTS[i] + (g ^ (e & (f ^ g))) + (_rotr(e, 6) ^ _rotr(e, 11) ^ _rotr(e, 25))
+        first = h + words[i] + _CONSTANTS[i] + (g ^ (e & (f ^ g))) + (_rotr(e, 6) ^ _rotr(e, 11) ^ _rotr(e, 25))
         second = (_rotr(a, 2) ^ _rotr(a, 13) ^ _rotr(a, 22)) + ((a & b) | (c & (a | b)))
         h, g, f, e, d, c, b, a = g, f, e, d + first, c, b, a, first + second
         if i < 48:
