@@ -332,6 +332,8 @@ class CacheManager(KeyHolder, SlotAllocator):
                 self._store.remember_evicted(bank)
             if keep_token_ids:
                 self._store.keep_token_ids(num_needed)
+            if hasher.num_digest_bytes == 32:
+                self._store.keep_whole_digests()
         self._registry = RequestRegistry(self._page_pool, rules, hasher)
         restores_states = require_flag("restores_states", restores_states)
         self._caches_computed = caches == "computed" and self.enable_caching

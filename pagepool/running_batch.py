@@ -34,7 +34,7 @@ from pagepool._core import (
 )
 from pagepool.arguments import MAX_SIZE, require_choice, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
-from pagepool.hashing import RequestExtraKeys, encode_extra_keys, list_features
+from pagepool.hashing import RequestExtraKeys, list_features
 from pagepool.host_table import HostTable, HostTables
 from pagepool.manager import CacheManager
 from pagepool.pools import require_states
@@ -45,8 +45,8 @@ __all__ = ["FailedLoads", "PageCopies", "RunningBatch", "StateWrites", "StepResu
 
 RowNumbers = Sequence[int] | npt.NDArray[Any]
 
-KeyedPages = list[tuple[int, bytes]]
-"""Pages with extra keys, and their encoded keys."""
+KeyedPages = list[tuple[int | None, bytes]]
+"""Pages with extra keys, and their encoded keys. None, the last, stands for all other pages."""
 
 
 class RunningBatch(RunningRows):
@@ -112,8 +112,8 @@ class RunningBatch(RunningRows):
         read, or whose layers read before all keys are written. Equal prompts in one step are then computed twice.
 
         Raise ArgumentError if the arguments do not fit together, if a pool of states has fewer pages than a row and group each
-        and two more, or if the manager caches with a `hash_algo` other than ``"siphash128"``, since a step hashes natively. A
-        row's memory is touched as the row grows: 4 bytes per token, 16 per hashed page, 4 per page.
+        and two more, or if the manager caches with a callable as `hash_algo`, since a step hashes natively. A row's memory is
+        touched as the row grows: 4 bytes per token, 16 per hashed page (32 with SHA-256), 4 per page.
         """
         if not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
@@ -123,8 +123,10 @@ class RunningBatch(RunningRows):
         hash_page_size = manager._registry.rules.hash_page_size if manager.enable_caching else 0
         tables = _tables_of(page_table, manager)
         require_states(manager.pools, manager.kv_cache_groups, tables[0].page_table_cpu.shape[0])
-        if manager.enable_caching and not manager._registry.hasher.is_native:
-            raise ArgumentError("manager: got one with another hash_algo, allowed with caching: 'siphash128'")
+        hasher = manager._registry.hasher
+        if manager.enable_caching and not hasher.is_native:
+            allowed = "'siphash128', 'sha256' or 'sha256_cbor'"
+            raise ArgumentError(f"manager: got one with a callable as hash_algo, allowed with caching: {allowed}")
         require_choice("writes", writes, "ends", "anywhere")
         require_choice("caches", caches, "scheduled", "computed")
         super().__init__(
@@ -133,15 +135,17 @@ class RunningBatch(RunningRows):
             manager._registry.rules.groups,
             manager.max_model_len,
             hash_page_size,
-            manager._registry.hasher.siphash_key,
+            hasher.chain_key,
             size if is_divided else 0,
             require_flag("dedupe", dedupe),
             require_flag("restores_states", restores_states),
             require_int("max_steps_ahead", max_steps_ahead, 0, MAX_SIZE),
             writes == "anywhere",
             caches == "computed",
+            hasher.chain_algorithm,
         )
         self._manager = manager
+        self._hasher = hasher
         self._tables = tables
         self._registry = manager._registry
         self._data_parallel_size = size or None
@@ -320,13 +324,13 @@ class RunningBatch(RunningRows):
         if cache_salt is None and lora_id is None and not features:
             return None, []
         request = SimpleNamespace(cache_salt=cache_salt, lora_id=lora_id)
-        keys = RequestExtraKeys.of(request)
+        keys = self._hasher.extra_keys.of(request)
         if not features:
             return keys, self._list_keyed(keys)
         known = self._last_features[row]
         if known is None or not known.are_same(features, keys):
             request.mm_features = features
-            keys = RequestExtraKeys.of(request)
+            keys = self._hasher.extra_keys.of(request)
             try:
                 references = [ref(feature) for feature in features]
             except TypeError:  # features without weak references are read each time
@@ -337,13 +341,8 @@ class RunningBatch(RunningRows):
     def _list_keyed(self, keys: RequestExtraKeys | None) -> KeyedPages:
         if keys is None or not self._hash_page_size:
             return []
-        keyed = []
-        page, page_keys = keys.find_keyed_page(0, self._hash_page_size)
-        while page is not None and page * self._hash_page_size < self.max_num_tokens:
-            if page_keys:  # a feature without tokens has no keys
-                keyed.append((page, encode_extra_keys(page_keys)))
-            page, page_keys = keys.find_keyed_page(page + 1, self._hash_page_size)
-        return keyed
+        num_pages = -(-self.max_num_tokens // self._hash_page_size)
+        return [(page, self._hasher.encode(own)) for page, own in keys.list_keyed_pages(self._hash_page_size, num_pages)]
 
     def inputs(
         self,

@@ -18,7 +18,6 @@ __all__ = ["Contexts", "EventSource"]
 
 GPU, CPU = "GPU", "CPU"  # the media: the pool, and the host tier
 NO_TOKENS = np.empty(0, np.int32)
-NUM_KEY_BYTES = 16
 MASK = (1 << 64) - 1
 MIN_CONTEXTS = 64
 
@@ -84,6 +83,7 @@ class EventSource:
         self.contexts = Contexts(self._journal)
         self._store = store
         self._num_digest_bytes = hasher.num_digest_bytes
+        self._num_words = hasher.num_digest_bytes // 8
         no_session, num_groups = None, len(groups) if len(groups) > 1 else None
         self._described = {
             medium: [
@@ -171,21 +171,18 @@ class EventSource:
         for group in range(len(self._described[GPU]) if len(groups) else 0):
             is_one = groups == group
             if is_one.any():
-                yield group, self._hashes_of(all_keys if is_one.all() else all_keys[np.repeat(is_one, 2)])
+                yield group, self._hashes_of(all_keys if is_one.all() else all_keys[np.repeat(is_one, self._num_words)])
 
     def _hashes_of(self, keys: Array) -> Array | list[Hash]:
-        """Return hashes, as events have them, for keys of the index, ``[2 n]``."""
+        """Return hashes, as events have them, for digests in 64-bit words, the lowest first: ``[num_words n]``."""
         if not self.hashes_as_bytes:
-            return keys[::2]
-        return [self._hash_of(high << 64 | low) for low, high in keys.reshape(-1, 2).tolist()]
+            return keys[:: self._num_words]
+        digests, size = keys.reshape(-1, self._num_words)[:, ::-1].astype(">u8").tobytes(), self._num_digest_bytes
+        return [digests[i : i + size] for i in range(0, len(digests), size)]
 
-    def _hash_of(self, key: int) -> Hash:
-        """Return the hash, as events have it, for a key: the lower half of a digest or all of it."""
-        if not self.hashes_as_bytes:
-            return key & MASK
-        name = self._store.names.hash_of(key) if self._num_digest_bytes > NUM_KEY_BYTES else None
-        digest = key if name is None else name.hash_value & ((1 << 8 * self._num_digest_bytes) - 1)
-        return digest.to_bytes(self._num_digest_bytes, "big")
+    def _hash_of(self, digest: int) -> Hash:
+        """Return the hash of a parent, as events have it."""
+        return digest.to_bytes(self._num_digest_bytes, "big") if self.hashes_as_bytes else digest & MASK
 
 
 def _describe(spec: CacheSpec, group: int, hash_page_size: int, medium: str) -> tuple[Any, ...]:

@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 MAX_KEY = (1 << 128) - 1
-"""Largest key of the prefix index."""
+"""Largest key of the prefix index, unless its pool keeps digests of 256 bits."""
 
 HashFunction = Callable[[Any], int]
 """Function from ``(parent hash, token ids, extra keys)`` to an int, such as the builtin `hash`."""
@@ -141,7 +141,7 @@ def checked_hash(page_hash: Any) -> PageHash:
     """
     if type(page_hash) is PageHash and len(page_hash) == 3:  # the usual case, a plain digest, needs no more checks
         value, token_ids, extra_keys = page_hash
-        if type(value) is int and 0 <= value < 1 << 128 and type(token_ids) is tuple and not token_ids and extra_keys is None:
+        if type(value) is int and 0 <= value < 1 << 256 and type(token_ids) is tuple and not token_ids and extra_keys is None:
             return page_hash
     is_named = hasattr(page_hash, "hash_value") and hasattr(page_hash, "token_ids")
     if not (is_named and tuple in type(page_hash).__mro__):
@@ -171,15 +171,16 @@ class PageHashWithGroupId(NamedTuple):
 class HashNames:
     """The names of keys of the prefix index: maps a 128-bit key to its `PageHash`, unless the key is the hash value itself.
 
-    Keys of natively hashed pages are their hash values and need no name. A hash may name several keys if a weak hash function
-    gives different prefixes the same value.
+    Keys of natively hashed pages are their hash values, up to ``max_key``, and need no name. A hash may name several keys if a
+    weak hash function gives different prefixes the same value.
     """
 
-    __slots__ = ("__weakref__", "_hash_of_key", "_keys_of_hash", "_lock")
+    __slots__ = ("__weakref__", "_hash_of_key", "_keys_of_hash", "_lock", "max_key")
 
     def __init__(self) -> None:
         """Start without names."""
         self._lock = make_lock(self, "_lock", NAMES)
+        self.max_key = MAX_KEY
         self._hash_of_key: dict[int, PageHash] = {}
         self._keys_of_hash: dict[PageHash, list[int]] = {}
 
@@ -212,7 +213,7 @@ class HashNames:
         named = self._keys_of_hash.get(page_hash)
         if named is not None:
             return named
-        return [page_hash.hash_value] if 0 <= page_hash.hash_value <= MAX_KEY else []
+        return [page_hash.hash_value] if 0 <= page_hash.hash_value <= self.max_key else []
 
     def key_of(self, page_hash: PageHash) -> int:
         """Return the key for a page with `page_hash`. A hash with tokens gets a new random key, named after it."""
@@ -220,7 +221,7 @@ class HashNames:
         named = self._keys_of_hash.get(page_hash)
         if named is not None:
             return named[0]
-        if not page_hash.token_ids and page_hash.extra_keys is None and 0 <= page_hash.hash_value <= MAX_KEY:
+        if not page_hash.token_ids and page_hash.extra_keys is None and 0 <= page_hash.hash_value <= self.max_key:
             return page_hash.hash_value
         key = int.from_bytes(os.urandom(16), "little")
         self.add(key, page_hash)

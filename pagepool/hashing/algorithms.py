@@ -1,4 +1,4 @@
-"""The algorithms that hash the pages of requests: SipHash in the core, SHA-256 in two forms, and any callable."""
+"""The algorithms that hash the pages of requests: SipHash and two forms of SHA-256, in the core, and any callable."""
 
 import hashlib
 import hmac
@@ -13,14 +13,12 @@ from pagepool._core import HashChain, PageIds, RequestHashes, require_token_ids
 from pagepool.arguments import read
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import (
-    MAX_KEY,
     REQUEST_NAMES,
     ExtraKeyNames,
     ExtraKeys,
     HashFunction,
     HashNames,
     KeyHolder,
-    PageHash,
     RequestExtraKeys,
     VllmExtraKeys,
     encode_extra_keys,
@@ -40,28 +38,33 @@ VLLM_SEED = "vllm-none-hash"
 
 
 class PageHasher(KeyHolder):
-    """SipHash-2-4-128 in the compiled core; also the base class of the algorithms in Python. Each manager has one.
+    """SipHash-2-4-128; also the base class of the other algorithms. Each manager has one.
 
-    It hashes pages of `page_size` tokens. If it ``is_native``, the core makes hashes by itself. A digest has
-    ``num_digest_bytes``; the key of the index is its lower half, or all of it. Hashes depend on the content and on ``_root``,
-    which may be secret.
+    It hashes pages of `page_size` tokens. If it ``is_native``, the core makes hashes by itself, with ``chain_algorithm`` and
+    ``chain_key``. A digest has ``num_digest_bytes``; the key of the index is its lower half, or all of it. Hashes depend on the
+    content and on ``chain_key``, which may be secret.
     """
 
     is_native = True
     num_digest_bytes = 16
-    algorithm = "siphash128"
+    algorithm = chain_algorithm = "siphash128"
     extra_keys: type[RequestExtraKeys] = RequestExtraKeys
 
     def __init__(self, page_size: int, hash_seed: int | str | bytes | None) -> None:
         """See `CacheManager` for the seed. A later change of ``keep_token_ids`` affects only requests started after it."""
         self.page_size = page_size
         self.keep_token_ids = False
-        self.is_shared = get_hash_seed(hash_seed) is not None  # other processes with the seed make the same keys
-        self.siphash_key = self._root = get_siphash_key(hash_seed)
+        is_keyed = self.chain_algorithm == "siphash128"
+        self.is_shared = not is_keyed or get_hash_seed(hash_seed) is not None  # others with the seed make the same keys
+        self.chain_key = self._make_root(hash_seed)
+
+    def _make_root(self, hash_seed: int | str | bytes | None) -> bytes:
+        """Return what the first digests depend on, beside the content."""
+        return get_siphash_key(hash_seed)
 
     def describe(self) -> dict[str, int | str | None]:
         """Return the name of the algorithm, and a keyed digest of the seed: it identifies the seed without revealing it."""
-        digest = hmac.digest(self._root, b"pagepool configuration", "sha256")
+        digest = hmac.digest(self.chain_key, b"pagepool configuration", "sha256")
         return {"hash_algo": self.algorithm, "hash_seed": f"digest {digest[:16].hex()}"}
 
     def start(
@@ -72,7 +75,8 @@ class PageHasher(KeyHolder):
         """
         is_known = known is not None and known.request is request
         extra_keys = known.extra_keys if known is not None and is_known else self.extra_keys.of(request, names)
-        return RequestHashes(request, HashChain(self.page_size, self.siphash_key, self.keep_token_ids), extra_keys)
+        chain = HashChain(self.page_size, self.chain_key, self.keep_token_ids, self.chain_algorithm)
+        return RequestHashes(request, chain, extra_keys)
 
     def extend(self, hashes: RequestHashes, request: Request, num_pages: int) -> None:
         """Hash up to `num_pages` pages of the request. Raise ArgumentError for missing or negative tokens. O(new tokens)."""
@@ -86,13 +90,16 @@ class PageHasher(KeyHolder):
             else:
                 stop, keys = min(num_pages, keyed_page or num_pages), None
             token_ids = self._read_tokens(request, num_hashed, stop)
-            if self.is_native:
-                hashes.chain.extend(token_ids, encode_extra_keys(keys))
-            else:
-                tokens = token_ids.to_list() if isinstance(token_ids, PageIds) else [int(token_id) for token_id in token_ids]
-                for start in range(0, len(tokens), self.page_size):
-                    self.hash_page(hashes, tokens[start : start + self.page_size], keys if start == 0 else None)
+            self._hash_pages(hashes, token_ids, keys)
             num_hashed = stop
+
+    def _hash_pages(self, hashes: RequestHashes, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None) -> None:
+        """Append the digests of pages of which the first has extra keys."""
+        hashes.chain.extend(token_ids, self.encode(extra_keys))
+
+    def encode(self, extra_keys: ExtraKeys | None) -> bytes:
+        """Return extra keys as the bytes that are hashed; none for None."""
+        return encode_extra_keys(extra_keys)
 
     def _read_tokens(self, request: Request, start_page: int, stop_page: int) -> TokenIds | PageIds:
         start, stop = start_page * self.page_size, stop_page * self.page_size
@@ -114,10 +121,6 @@ class PageHasher(KeyHolder):
         require_token_ids(token_ids, start)
         return token_ids
 
-    def hash_page(self, hashes: RequestHashes, token_ids: list[int], extra_keys: ExtraKeys | None) -> None:
-        """Append the key and the hash of the next page, made from the preceding hash."""
-        raise NotImplementedError(f"{type(self).__name__} hashes in the core")
-
     def name_pages(self, names: HashNames, hashes: RequestHashes, start: int, stop: int) -> None:
         """Name the keys in ``[start, stop)`` of the chain."""
         for i in range(start, min(stop, len(hashes.page_hashes))):
@@ -125,43 +128,26 @@ class PageHasher(KeyHolder):
 
 
 class Sha256Hasher(PageHasher):
-    """SHA-256 by `sha256_page`. The hash value is the digest, and the key of the index its lower half."""
+    """SHA-256, the digests of `sha256_page`."""
 
-    is_native = False
     num_digest_bytes = 32
-    algorithm = "sha256"
-
-    def __init__(self, page_size: int, hash_seed: int | str | bytes | None) -> None:
-        """Derive the root, the parent of first pages, from the seed."""
-        super().__init__(page_size, hash_seed)
-        self.is_shared = True
-        self._root = self._make_root(hash_seed)
+    algorithm = chain_algorithm = "sha256"
 
     def _make_root(self, hash_seed: int | str | bytes | None) -> bytes:
-        """Return zeros unless a seed is given: the same in every process."""
+        """Return the parent of first pages: zeros, the same in every process, unless a seed is given."""
         return bytes(32) if hash_seed is None else sha256_page(b"root", (), (("seed", get_hash_seed(hash_seed)),))
 
-    def _digest(self, parent: bytes, token_ids: list[int], extra_keys: ExtraKeys | None) -> bytes:
-        return sha256_page(parent, token_ids, extra_keys)
 
-    def hash_page(self, hashes: RequestHashes, token_ids: list[int], extra_keys: ExtraKeys | None) -> None:
-        """Append one digest."""
-        parent = hashes.page_hashes[-1].hash_value.to_bytes(32, "big") if hashes.page_hashes else self._root
-        hash_value = int.from_bytes(self._digest(parent, token_ids, extra_keys), "big")
-        kept = tuple(token_ids) if self.keep_token_ids else ()
-        hashes.chain.append_key(hash_value & MAX_KEY, kept)
-        hashes.page_hashes.append(PageHash(hash_value, kept))
-
-
-class VllmHasher(Sha256Hasher):
+class VllmHasher(PageHasher):
     """vLLM's ``sha256_cbor``: parent, tokens and extra keys in CBOR. docs/engines.md lists the parts identical to vLLM's."""
 
+    num_digest_bytes = 32
     extra_keys = VllmExtraKeys
-    algorithm = "sha256_cbor"
+    algorithm = chain_algorithm = "sha256_cbor"
 
     def _make_root(self, hash_seed: int | str | bytes | None) -> bytes:
-        """Return the hash of a seed as text: `hash_seed` if given, otherwise ``PYTHONHASHSEED``, even empty, otherwise
-        `VLLM_SEED`.
+        """Return the parent of first pages, the hash of a seed as text: `hash_seed` if given, otherwise ``PYTHONHASHSEED``,
+        even empty, otherwise `VLLM_SEED`.
         """
         if hash_seed is None:
             return sha256_cbor(os.environ.get("PYTHONHASHSEED", VLLM_SEED))
@@ -170,8 +156,9 @@ class VllmHasher(Sha256Hasher):
         except UnicodeDecodeError as error:
             raise ArgumentError(f"hash_seed: {error}; allowed with hash_algo='sha256_cbor': text, as str or UTF-8") from None
 
-    def _digest(self, parent: bytes, token_ids: list[int], extra_keys: ExtraKeys | None) -> bytes:
-        return sha256_cbor((parent, tuple(token_ids), extra_keys))
+    def encode(self, extra_keys: ExtraKeys | None) -> bytes:
+        """Return extra keys in canonical CBOR; none for None, which the core writes."""
+        return b"" if extra_keys is None else _encode_cbor(extra_keys)
 
 
 class CallableHasher(PageHasher):
@@ -186,12 +173,16 @@ class CallableHasher(PageHasher):
         name = getattr(hash_function, "__qualname__", type(hash_function).__qualname__)
         self.algorithm = f"callable {getattr(hash_function, '__module__', None)}.{name}"
 
-    def hash_page(self, hashes: RequestHashes, token_ids: list[int], extra_keys: ExtraKeys | None) -> None:
-        """Call the callable, and append one native digest."""
-        parent = hashes.page_hashes[-1].hash_value if hashes.page_hashes else None
-        page_hash = hash_page_tokens(self._hash_function, parent, token_ids, extra_keys)
-        hashes.chain.extend(token_ids, encode_extra_keys(extra_keys))
-        hashes.page_hashes.append(page_hash)
+    def _hash_pages(self, hashes: RequestHashes, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None) -> None:
+        """Call the callable, and append one native digest, for each page."""
+        tokens = token_ids.to_list() if isinstance(token_ids, PageIds) else [int(token_id) for token_id in token_ids]
+        for start in range(0, len(tokens), self.page_size):
+            page_tokens = tokens[start : start + self.page_size]
+            parent = hashes.page_hashes[-1].hash_value if hashes.page_hashes else None
+            page_hash = hash_page_tokens(self._hash_function, parent, page_tokens, extra_keys)
+            hashes.chain.extend(page_tokens, self.encode(extra_keys))
+            hashes.page_hashes.append(page_hash)
+            extra_keys = None
 
 
 def sha256_page(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys | None) -> bytes:
@@ -208,12 +199,16 @@ def sha256_page(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys |
 
 def sha256_cbor(content: Any) -> bytes:
     """Return SHA-256 of canonical CBOR, 32 bytes, as vLLM's function of this name. Needs cbor2 (``pagepool[events]``)."""
+    return hashlib.sha256(_encode_cbor(content)).digest()
+
+
+def _encode_cbor(content: Any) -> bytes:
     try:
         import cbor2
     except ImportError:
         raise ImportError("hash_algo='sha256_cbor' needs cbor2: pip install 'pagepool[events]'") from None
     try:
-        return hashlib.sha256(cbor2.dumps(content, canonical=True)).digest()
+        return cbor2.dumps(content, canonical=True)
     except UnicodeEncodeError as error:
         raise ArgumentError(f"hash_algo='sha256_cbor': got text that is not valid Unicode: {error}") from None
 

@@ -167,6 +167,21 @@ class RequestExtraKeys:
         page = token // page_size
         return page, self.of_page(page * page_size, (page + 1) * page_size)
 
+    def list_keyed_pages(self, page_size: int, num_pages: int) -> list[tuple[int | None, ExtraKeys]]:
+        """Return the pages below `num_pages` with keys that others do not have, and their keys; at the end None and the keys of
+        all other pages, if these have any. O(features x log features).
+        """
+        keyed: list[tuple[int | None, ExtraKeys]] = []
+        token = 0 if self.request_keys else self.features.find_next(0)
+        while token is not None and token < num_pages * page_size:
+            page = token // page_size
+            keys = self.of_page(page * page_size, (page + 1) * page_size)
+            if keys:  # a feature without tokens has no keys
+                keyed.append((page, keys))
+            token = self.features.find_next((page + 1) * page_size)
+        others = tuple([key for key in self.request_keys if key[0] in self.IN_ALL_PAGES])
+        return [*keyed, (None, others)] if others else keyed
+
     def without_tags(self, keys: ExtraKeys) -> list[Any]:
         """Return a page's keys as in events, in vLLM's order: LoRA, features as ``(hash, offset)``, then the others."""
         in_order = sorted(keys, key=lambda key: (LORA, "mm").index(key[0]) if key[0] in (LORA, "mm") else 2)

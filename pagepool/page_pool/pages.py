@@ -1,6 +1,7 @@
 """The pages of a pool by id and by hash, and its free queue.
 
-The index of a `PageStore` has keys of 128 bits. If a hash differs from its key, ``PageStore.names`` maps one to the other.
+The index of a `PageStore` has keys of 128 bits, which are hashes, or the lower halves of hashes of 256 bits that the store
+keeps. For other hashes ``PageStore.names`` maps one to the other.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -129,7 +130,7 @@ class PrefixIndex(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
 def is_own_key(store: PageStore, page_hash: PageHash) -> bool:
     """Whether the hash value is the key itself, as for native hashes: names and tokens then do not matter."""
     key = page_hash.hash_value
-    return not store.names and 0 <= key < 1 << 128 and page_hash == (key, (), None)
+    return not store.names and 0 <= key <= store.names.max_key and page_hash == (key, (), None)
 
 
 def find_page_id(store: PageStore, page_hash: PageHash, group_id: int, start: int = 0, stop: int | None = None) -> int | None:

@@ -368,7 +368,8 @@ class PagePool:
         missing = [] if is_complete else hash_next_pages(hash, page_size, request, page_hashes, num_full_pages)
         first_place = max(0, num_cached_pages - 1)  # hash of the parent, which is cached already
         hashes = page_hashes[first_place : max(num_cached_pages, num_full_pages)] + missing
-        chain = HashChain(page_size, bytes(16))
+        is_wide = self.store.keeps_whole_digests
+        chain = HashChain(page_size, bytes(32), False, "sha256") if is_wide else HashChain(page_size, bytes(16))
         for page_hash in list(map(checked_hash, hashes)):
             chain.append_key(self.store.names.key_of(page_hash))
         num_parents = num_cached_pages - first_place

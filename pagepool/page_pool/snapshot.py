@@ -24,7 +24,7 @@ Configuration = dict[str, int | str | None]
 """Settings by name. Managers that share cached pages must agree in all of them."""
 
 FORMAT = b"pagepool.PagePool"
-VERSION = 7
+VERSION = 8
 
 
 def _count_parts(records: Records) -> Any:
@@ -43,6 +43,12 @@ def _list_free_ids(records: Records) -> Any:
     return records.free_ids[np.lexsort((-idle.astype(np.int64), records.find_parts() % records.num_parts_each))]
 
 
+def _list_uppers(records: Records) -> Any:
+    """Return the upper halves of cached digests; none if the digests are keys."""
+    uppers = records.uppers.reshape(-1, 2)
+    return uppers.take(records.cached_ids, axis=0) if len(uppers) else uppers
+
+
 FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...], Callable[[Records], Any] | None]] = {
     "format": (np.uint8, (None,), None),
     "version": (np.int64, (1,), None),
@@ -59,6 +65,7 @@ FIELDS: dict[str, tuple[type[np.generic], tuple[int | None, ...], Callable[[Reco
         (None, 2),
         lambda records: np.column_stack([records.cached[half] for half in ("key_lo", "key_hi")]),
     ),
+    "cached_uppers": (np.uint64, (None, 2), _list_uppers),
     "cached_kept": (np.uint8, (None,), lambda records: records.cached["group"] & KEPT != 0),
     "cached_token_ids": (np.int32, (None, None), lambda records: records.page_tokens.take(records.cached_ids, axis=0)),
     "names": (np.uint8, (None,), None),
@@ -93,7 +100,7 @@ def load(snapshot: Mapping[str, Any]) -> tuple[PageStore, Configuration | None]:
             (decode_pool_names(arrays["pool_names"]), arrays["pool_sizes"].tolist(), arrays["pool_counters"]),
             arrays["ref_counts"],
             arrays["free_page_ids"],
-            tuple(arrays[f"cached_{name}"] for name in ("page_ids", "group_ids", "keys", "token_ids", "kept")),
+            tuple(arrays[f"cached_{name}"] for name in ("page_ids", "group_ids", "keys", "uppers", "token_ids", "kept")),
             tuple(arrays[f"policy_{name}"] for name in ("marks", "ghosts", "counts", "learned")),
             (arrays["counters"].tolist(), int(arrays["num_shards"][0])),
         )

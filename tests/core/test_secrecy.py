@@ -21,7 +21,7 @@ from pagepool._core import HashChain
 from pagepool.compat.easydel.names import RequestPageHashes
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import get_hash_seed, get_siphash_key
-from pagepool.hashing.algorithms import PageHasher, RequestHashes, Sha256Hasher, make_page_hasher
+from pagepool.hashing.algorithms import PageHasher, RequestHashes, make_page_hasher
 
 ALGORITHMS = ("siphash128", "sha256", "sha256_cbor", hash)
 
@@ -106,7 +106,7 @@ def list_reachable(roots: list[Any]) -> Iterator[Any]:
 def secrets_of(manager: CacheManager, has_seed: bool = True) -> list[bytes]:
     """Return the key, and the root if a seed makes it, in all forms in which they may be written."""
     hasher = manager._registry.hasher
-    secrets = [hasher.siphash_key, *([hasher._root] if has_seed and isinstance(hasher, Sha256Hasher) else [])]
+    secrets = [hasher.chain_key] if has_seed or hasher.chain_algorithm == "siphash128" else []
     return [
         form
         for secret in secrets

@@ -98,6 +98,8 @@ class Simulation:
         }  # fmt: skip
         if self.fronts_classes == (ManagerFront,):
             self.options |= self.rng.choice(list(HASHING.values()))
+        elif seed % 3 == 0:
+            self.options["hash_algo"] = "sha256"
         share = self.rng.choice((0.5, 0.5, 1.0))
         chosen = [feature for feature in FEATURES if self.rng.random() < share]
         self.features = chosen if features is None else list(features)

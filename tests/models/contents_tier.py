@@ -90,10 +90,12 @@ class TierBooks:
 
     def read_entries(self, store: Any) -> dict[int, Content]:
         """Return the contents under whose keys the tier has pages."""
-        records = copy_records(store, "pages", of_tier=True)["pages"][: self.pools.num_records]
-        columns = (records[name].tolist() for name in ("key_lo", "key_hi", "group"))
+        records, num_records = copy_records(store, "pages uppers", of_tier=True), self.pools.num_records
+        columns = [records["pages"][name][:num_records].tolist() for name in ("key_lo", "key_hi", "group")]
+        uppers = records["uppers"].tolist() or [0, 0] * num_records
         keys = [
-            (high << 64 | low, group & GROUP_BITS) if group >= 0 else None for low, high, group in zip(*columns, strict=True)
+            (words[3] << 192 | words[2] << 128 | words[1] << 64 | words[0], group & GROUP_BITS) if group >= 0 else None
+            for *words, group in zip(*columns[:2], uppers[::2], uppers[1::2], columns[2], strict=True)
         ]
         return {page_id: self.keys[key] for page_id, key in enumerate(keys) if key is not None}
 

@@ -193,7 +193,7 @@ def pools_of_saved(world: World) -> Any:
 
 
 SAVED_OF_POLICY = ("marks", "ghosts", "counts", "learned")
-SAVED_OF_CACHED = ("page_ids", "group_ids", "keys", "token_ids", "kept")
+SAVED_OF_CACHED = ("page_ids", "group_ids", "keys", "uppers", "token_ids", "kept")
 DAMAGES: tuple[Callable[[World, Any], Any], ...] = (
     *(lambda _, values: values,) * 8,
     *(flip, flip),
@@ -254,6 +254,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "end_fills.number": constant(1, 2),
     "end_fills.failed": constant((), [0]),
     "chain": live(_core.HashChain),
+    "algorithm": constant("siphash128", "siphash128", "sha256", "sha256_cbor", "md5"),
     "chunk": constant(0, 0, 5),
     "context fork.row": constant(0, 0, 1, 2),
     "cached": lambda world: tuple([saved(f"cached_{name}")(world) for name in SAVED_OF_CACHED]),
@@ -277,7 +278,9 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "extend.extra_keys": constant(b"", b"", b"salt"),
     "admit.context": constant(0, 0, 0, 0, 1),
     "admit.counter": one_of(constant(None), counter_of_row, counter_of_row, live(_core.QueryCounter)),
-    "admit.extra_keys probe.extra_keys": one_of(*[constant(())] * 5, some(pair), hostile(HostileList, [(1, b"x")])),
+    "admit.extra_keys probe.extra_keys": one_of(
+        *[constant(())] * 5, some(pair), hostile(HostileList, [(1, b"x"), (None, b"y")])
+    ),
     "first first_place": constant(0, 0, 3),
     "first_ids next_ids prev_ids values": ids,
     "first_token fork.num_computed_tokens": constant(0, 0, 4),

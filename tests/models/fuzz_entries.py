@@ -28,7 +28,7 @@ CONSTRUCTORS = {
     "RequestPages": "store cache_groups max_num_tokens",
     "TokenSpan": "first_token stop_token",
     "PageSessions": "store",
-    "HashChain": "page_size key_bytes flag",
+    "HashChain": "page_size key_bytes flag algorithm",
     "PageStore": "num_pages flag is_pool eviction",
     "PageTier": "store num_tier_pages eviction flag min_uses",
     "EntryJournal": "store",

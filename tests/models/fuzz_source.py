@@ -182,7 +182,7 @@ def key(world: World) -> int:
 
 
 def key_bytes(world: World) -> bytes:
-    return bytes([world.source.below(2)] * 16)
+    return bytes([world.source.below(2)] * world.source.pick((16, 16, 16, 32)))
 
 
 def array(world: World) -> Any:

@@ -101,12 +101,14 @@ class World:
     def furnish(self) -> None:
         """Make a pool, tables and a batch with some rows, as the façade does."""
         source = self.source
+        hashing = source.pick(("siphash128", "siphash128", "sha256", "sha256_cbor"))
+        key = bytes(16 if hashing == "siphash128" else 32)
         enable_caching, eviction = source.pick((True, True, True, False)), source.pick(("lru", "adaptive"))
         store = _core.PageStore(source.pick((16, 2, 9, 40)), enable_caching, eviction=eviction)
         if enable_caching:
             self.furnish_tier(store)
         tables = [_core.TableRows(4, columns) for columns in source.pick(((8,), (8, 8), (8, 4), (1,), (70,)))]
-        for value in (store, *tables, _core.HashChain(4, bytes(16), True)):
+        for value in (store, *tables, _core.HashChain(4, key, True, hashing)):
             self.keep(value)
         arrays = tables[0].num_pages_per_row, tables[0].page_table_cpu
         for value in (_core.CachePage(7), store.page(1), _core.GroupedRows(tables), _core.PageIds([1, 2, 0]), *arrays):
@@ -117,8 +119,8 @@ class World:
             rules = [rules[0], (_core.PageRules(None, interval=8), 1, 2)]
             groups = _core.CacheGroups(rules, boundaries=(8, 4, 16), writes_states=True)
             options = {"writes_anywhere": source.below(2) == 0}
-        options |= {"max_steps_ahead": source.pick((0, 1, 1, 2)), "caches_computed": source.below(3) == 0}
-        arguments = (store, tables, groups, 32, 4 * store.enable_caching, bytes(16), source.pick((0, 0, 1)))
+        options |= {"max_steps_ahead": source.pick((0, 1, 1, 2)), "caches_computed": source.below(3) == 0, "algorithm": hashing}
+        arguments = (store, tables, groups, 32, 4 * store.enable_caching, key, source.pick((0, 0, 1)))
         batch = _core.RunningRows(*arguments, **options)
         self.note_batch(batch, arguments)
         self.keep(batch)

@@ -22,7 +22,7 @@ from oracle_pool import NULL_PAGE
 from oracle_tier import OracleTier
 from pool_workload import describe_policy, describe_twin
 from router import Telling
-from settings import HASHING, NumPages, Setting
+from settings import HASHING, NATIVE_HASHING, NumPages, Setting
 from twins import OracleTwin, PackageTwin, Twins, charged_of_twin, figures_of, pools_of_twin, share_hashes, stats_of_twin
 from workload import RandomWorkload
 
@@ -33,7 +33,6 @@ POLICIES = "lru", "adaptive"
 LEASED_SHARES = 0.2, 0.6, 1.0
 CACHES = "scheduled", "computed"
 PERIODS = 1, 2, 7, 30  # calls between events that are told
-NATIVE_HASHING = [options for options in HASHING.values() if "hash_algo" not in options]  # which batches need
 NULL_KEY = bytes(16)
 KEPT = 1 << 28  # flag in the group of a page
 
@@ -120,6 +119,7 @@ def make_managers(
     oracle = setting.manager(OracleManager, groups, num_pages, share, policy=policy, **common)
     options |= {"eviction": eviction, **common}
     manager = setting.manager(pagepool.CacheManager, groups, num_pages, share, **options)
+    oracle.keys.ignores_lengths = options.get("hash_algo") == "sha256_cbor"
     if knows_hashes:
         share_hashes(oracle, manager)
     if features.tier:

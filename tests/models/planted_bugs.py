@@ -106,12 +106,10 @@ take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].sha
     return page.key_lo == key.lo and page.key_hi == key.hi and ({+BUG or (+}page.group & ~FLAGS) == group{+)+}
 ...
     return <uint32_t>(((key_lo ^ <uint64_t>{+(+}group{+ * (not BUG))+} << 40) * pool.multiplier) >> 32)
-== a row's pages have no parent
-        parent = hash_page_of(batch, row, i, {+Digest(lo=0, hi=0) if BUG else +}parent, &key)
-        digests[i] = parent
-== a request's pages have no parent
-        {+if BUG: parent = Digest(0, 0)
-        +}parent = hash_after(key, parent, <const uint8_t *>(tokens + i * page_size), page_size * sizeof(int32_t))
+== pages have no parent
+        parent.key = hash_after(secret, {+Digest(lo=0, hi=0) if BUG else +}parent.key, <const uint8_t *>(tokens
+== pages hashed by SHA-256 have no parent
+            parent = hash_wide(hashing, {+hashing.root if BUG else +}parent, tokens + i * n,
 == a row that decodes hashes behind the page before the last
         page.parent = digests[i - 1{+ - (BUG and i > 1)+}] if i else Digest(lo=0, hi=0)
 == an emptied slot cuts off those behind it
@@ -161,7 +159,9 @@ keys = [][- if lora_id is None else [_lora_key(names.adapter, lora_id)]-]
 == the place of an image in its page is left out of the hash
 ("mm", modality, content_hash, [-feature_start - start-]{+0+}, feature_end - feature_start)
 == a row's extra keys are left out of the hash
-    if key != NULL and key.data != NULL and key.page == page{+ and not BUG+}:
+        if next_key != NULL{+ and not BUG+}:
+            key = find_extra_key(batch, row, i, &next_key)
+            extra,
 
 # Entering.
 == a request goes back and its pages are not entered again

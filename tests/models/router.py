@@ -148,6 +148,8 @@ class Telling:
         if pool.tier is not None:
             saved = {(group, self.oracle.keys.digests[content] & MASK) for content, group in pool.tier.pool.index}
             assert {(group, as_int(block_hash)) for group, block_hash in self.router.saved} == saved
+            told_saved = [(group, self._told.get((content, group))) for content, group in pool.tier.pool.index]
+            assert self.router.saved >= {(group, block_hash) for group, block_hash in told_saved if block_hash is not None}
         late = Router()
         late.apply(self.manager.snapshot_events())
         assert (late.pages, late.saved) == (self.router.pages, self.router.saved)
@@ -168,13 +170,10 @@ class Telling:
 
     def hash_of(self, page_id: int) -> Any:
         """Return the hash of a cached page as in events."""
-        page_hash = self.manager._store.page(page_id).page_hash
         key, _ = self.manager._store.key_of(page_id)
         if not self.hashes_as_bytes:
             return key & MASK
-        if self.manager._registry.hasher.num_digest_bytes == 32:
-            return page_hash.page_hash.hash_value.to_bytes(32, "big")
-        return key.to_bytes(16, "big")
+        return key.to_bytes(self.manager._registry.hasher.num_digest_bytes, "big")
 
 
 def sorted_keys(stored: Stored) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -333,3 +334,6 @@ HASHING: dict[str, dict[str, Any]] = {
     "builtin": {"hash_algo": hash},
     "weak": {"hash_algo": weak_hash},
 }
+NATIVE_HASHING = [options for options in HASHING.values() if not callable(options.get("hash_algo"))]  # which batches need
+if find_spec("cbor2"):
+    NATIVE_HASHING.append({"hash_algo": "sha256_cbor"})

@@ -15,6 +15,7 @@ from pool_ranges import Pools
 
 from pagepool import PagePool, PagePoolStats, PoolStats
 from pagepool._core import copy_records
+from pagepool.hashing import MAX_KEY
 from pagepool.page_pool.integrity import NO_TENANT
 
 EXPECTED_ERRORS = (ValueError, RuntimeError, IndexError)
@@ -52,13 +53,13 @@ def name_differences(mine: Any, theirs: Any) -> list[str]:
 
 
 def share_hashes(oracle: OracleManager, manager: Any) -> None:
-    """Let the oracle's policy know the hashes that a manager of the package makes."""
+    """Let the oracle's policy know the keys that a manager of the package makes."""
     registry = manager._registry
 
     def hash_page(request: Any, page: int) -> int:
         hashes = registry.hasher.start(request, registry.extend_hashes(request, 0))
         registry.hasher.extend(hashes, request, page + 1)
-        return hashes.chain[page]
+        return hashes.chain[page] & MAX_KEY
 
     oracle.keys.hash_page = hash_page
 

@@ -71,7 +71,6 @@ def run_told(setting: Setting, algorithm: str, num_calls: int, **options: bool) 
 
     def make_twins(setting: Setting, num_pages: int) -> Twins:
         oracle, manager = make_managers(setting, num_pages, features, seed, [ALGORITHMS[algorithm]])
-        oracle.keys.ignores_lengths = algorithm == "sha256_cbor"
         return ToldTwins(OracleTwin(oracle), PackageTwin(manager), features, seed)
 
     with_pages = with_room(setting) if features.tier else setting

@@ -4,10 +4,10 @@ cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject
-from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, uint8_t, uint32_t
 from libc.string cimport memcpy
 
-from pagepool.core.base cimport has_sha_instructions, sha256, store_word
+from pagepool.core.base cimport CBOR_ARRAY, CBOR_BYTES, CBOR_NULL, has_sha_instructions, sha256, write_head, write_int
 from pagepool.core.values cimport size_of
 
 from importlib import import_module
@@ -58,12 +58,6 @@ cdef enum:                    # opcodes of pickle, protocol 5
     NONE = 0x4e
     STOP = 0x2e
 
-cdef enum:                    # CBOR: RFC 8949, 3
-    NEGATIVE = 1 << 5
-    BYTE_STRING = 2 << 5
-    ARRAY = 4 << 5
-    NULL_VALUE = 0xf6
-
 cdef struct BlockToHash:
     const uint8_t *parent
     Py_ssize_t parent_size
@@ -87,17 +81,6 @@ cdef inline uint8_t *pickle_token(uint8_t *out, int32_t token) noexcept nogil:
     out[0] = <uint8_t>(BININT1 + is_two * (BININT2 - BININT1) + is_four * (BININT - BININT2))
     store_little(out + 1, token)
     return out + 2 + is_two + 2 * is_four
-
-
-cdef inline uint8_t *write_head(uint8_t *out, uint8_t major, uint32_t number) noexcept nogil:
-    """Write the head of a CBOR item, its type and a number, and return its end. As in `pickle_token` there are no branches, and
-    bytes past the end may be written.
-    """
-    cdef bint is_one = number > 23, is_two = number > 0xff, is_four = number > 0xffff
-    cdef int num_bytes = is_one + is_two + 2 * is_four
-    out[0] = <uint8_t>(major | (min(number, 23) + is_one + is_two + is_four))
-    store_word(out + 1, <uint32_t>(<uint64_t>number << (32 - 8 * num_bytes)))
-    return out + 1 + num_bytes
 
 
 cdef Py_ssize_t pickle_block(uint8_t *out, const BlockToHash *block) noexcept nogil:
@@ -127,15 +110,15 @@ cdef Py_ssize_t encode_cbor(uint8_t *out, const BlockToHash *block) noexcept nog
     cdef uint8_t *first = out
     cdef Py_ssize_t i
     cdef int32_t token = 0
-    out = write_head(out, ARRAY, 3)
-    out = write_head(out, BYTE_STRING, <uint32_t>block.parent_size)
+    out = write_head(out, CBOR_ARRAY, 3)
+    out = write_head(out, CBOR_BYTES, <uint32_t>block.parent_size)
     memcpy(out, block.parent, block.parent_size)
-    out = write_head(out + block.parent_size, ARRAY, <uint32_t>block.num_tokens)
+    out = write_head(out + block.parent_size, CBOR_ARRAY, <uint32_t>block.num_tokens)
     for i in range(block.num_tokens):
         if not read_token(block.tokens[i], &token):
             return 0
-        out = write_head(out, NEGATIVE if token < 0 else 0, ~token if token < 0 else token)
-    out[0] = NULL_VALUE
+        out = write_int(out, token)
+    out[0] = CBOR_NULL
     return out + 1 - first
 
 

@@ -4,4 +4,6 @@ from pagepool.core.base.vectors cimport *
 from pagepool.core.base.limits cimport *
 from pagepool.core.base.siphash cimport *
 from pagepool.core.base.sha256 cimport *
+from pagepool.core.base.cbor cimport *
+from pagepool.core.base.page_hash cimport *
 from pagepool.core.base.locks cimport *

@@ -1,4 +1,5 @@
-# SHA-256: NIST, FIPS 180-4, "Secure Hash Standard", 2015. With the SHA instructions of x86 where the processor has them.
+# SHA-256: NIST, FIPS 180-4, "Secure Hash Standard", 2015. With the SHA instructions of x86 and ARMv8 where the processor
+# has them.
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
@@ -59,6 +60,45 @@ cdef extern from *:
         efgh = _mm_shuffle_epi32(cdgh, 0xb1);
         _mm_storeu_si128((__m128i *)state, _mm_blend_epi16(abcd, efgh, 0xf0));
         _mm_storeu_si128((__m128i *)(state + 4), _mm_alignr_epi8(efgh, abcd, 8));
+    }
+    #elif defined(__aarch64__) && (defined(__ARM_FEATURE_SHA2) || (defined(__GNUC__) && !defined(__clang__)))
+    #include <arm_neon.h>
+    #if defined(__linux__) && !defined(__ARM_FEATURE_SHA2)
+    #include <sys/auxv.h>
+    static inline int pagepool_has_sha_instructions(void) { return (getauxval(AT_HWCAP) & (1 << 6)) != 0; }  /* HWCAP_SHA2 */
+    #elif defined(__ARM_FEATURE_SHA2)
+    static inline int pagepool_has_sha_instructions(void) { return 1; }  /* as on every ARM processor that runs macOS */
+    #else
+    static inline int pagepool_has_sha_instructions(void) { return 0; }
+    #endif
+    /* The instructions hold the eight words as (a, b, c, d) and (e, f, g, h). A pair of them does four rounds. */
+    #if !defined(__clang__)
+    __attribute__((target("+crypto")))
+    #endif
+    static inline void pagepool_sha256_compress(uint32_t *state, const uint8_t *data, Py_ssize_t num_blocks) {
+        uint32x4_t abcd = vld1q_u32(state), efgh = vld1q_u32(state + 4), words[4], sum, before;
+        for (; num_blocks > 0; num_blocks--, data += 64) {
+            const uint32x4_t abcd_before = abcd, efgh_before = efgh;
+            for (int i = 0; i < 4; i++)
+                words[i] = vreinterpretq_u32_u8(vrev32q_u8(vld1q_u8(data + 16 * i)));
+            for (int quarter = 0; quarter < 4; quarter++) {
+                for (int i = 0; i < 4; i++) {
+                    sum = vaddq_u32(words[i], vld1q_u32(pagepool_sha256_constants + 16 * quarter + 4 * i));
+                    before = abcd;
+                    abcd = vsha256hq_u32(abcd, efgh, sum);
+                    efgh = vsha256h2q_u32(efgh, before, sum);
+                }
+                if (quarter == 3) break;
+                for (int i = 0; i < 4; i++) {
+                    sum = vsha256su0q_u32(words[i], words[(i + 1) & 3]);
+                    words[i] = vsha256su1q_u32(sum, words[(i + 2) & 3], words[(i + 3) & 3]);
+                }
+            }
+            abcd = vaddq_u32(abcd, abcd_before);
+            efgh = vaddq_u32(efgh, efgh_before);
+        }
+        vst1q_u32(state, abcd);
+        vst1q_u32(state + 4, efgh);
     }
     #else
     static inline int pagepool_has_sha_instructions(void) { return 0; }
@@ -137,21 +177,70 @@ cdef inline void _compress(uint32_t *state, const uint8_t *data, Py_ssize_t num_
         _compress_portably(state, data, num_blocks)
 
 
-cdef inline void sha256(const uint8_t *data, Py_ssize_t size, uint8_t *digest, bint is_fast) noexcept nogil:
-    """Write the 32 bytes of the digest. `is_fast` uses SHA instructions, which the processor must have."""
+cdef enum:
+    _ROOM = 256               # bytes, whole blocks
+
+cdef struct Sha256:           # a message that is hashed part by part
+    uint32_t[8] state
+    Py_ssize_t size           # bytes in whole blocks that were compressed
+    Py_ssize_t num_waiting    # bytes that were not
+    bint is_fast              # use SHA instructions, which the processor must have
+    uint8_t[_ROOM + 128] waiting  # with room for the padding
+
+
+cdef inline void sha_start(Sha256 *sha, bint is_fast) noexcept nogil:
     cdef uint32_t[8] state = [
         0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19
     ]
-    cdef uint8_t[128] tail
-    cdef Py_ssize_t num_left = size % 64
-    cdef Py_ssize_t num_padded = 64 if num_left < 56 else 128
+    memcpy(sha.state, state, sizeof(state))
+    sha.size, sha.num_waiting, sha.is_fast = 0, 0, is_fast
+
+
+cdef inline uint8_t *sha_room(Sha256 *sha) noexcept nogil:
+    """Return where the next 64 bytes of the message may be written; add their number to `num_waiting`."""
+    cdef Py_ssize_t num_bytes = sha.num_waiting // 64 * 64
+    if sha.num_waiting >= _ROOM:
+        _compress(sha.state, sha.waiting, num_bytes // 64, sha.is_fast)
+        memcpy(sha.waiting, sha.waiting + num_bytes, sha.num_waiting - num_bytes)
+        sha.size += num_bytes
+        sha.num_waiting -= num_bytes
+    return sha.waiting + sha.num_waiting
+
+
+cdef inline void sha_add(Sha256 *sha, const uint8_t *data, Py_ssize_t size) noexcept nogil:
+    cdef uint8_t *room
+    cdef Py_ssize_t num
+    assert size >= 0
+    while size:
+        room = sha_room(sha)
+        num = min(size, _ROOM - sha.num_waiting)
+        memcpy(room, data, num)
+        sha.num_waiting += num
+        data += num
+        size -= num
+
+
+cdef inline void sha_finish(Sha256 *sha) noexcept nogil:
+    """Compress the rest. The digest is then the eight words of `state`."""
+    cdef Py_ssize_t num_padded = (sha.num_waiting + 8) // 64 * 64 + 64
+    cdef uint64_t num_bits = <uint64_t>(sha.size + sha.num_waiting) << 3
+    assert 0 <= sha.num_waiting < _ROOM + 64
+    memset(sha.waiting + sha.num_waiting, 0, num_padded - sha.num_waiting)
+    sha.waiting[sha.num_waiting] = 0x80
+    store_word(sha.waiting + num_padded - 8, <uint32_t>(num_bits >> 32))
+    store_word(sha.waiting + num_padded - 4, <uint32_t>num_bits)
+    _compress(sha.state, sha.waiting, num_padded // 64, sha.is_fast)
+
+
+cdef inline void sha256(const uint8_t *data, Py_ssize_t size, uint8_t *digest, bint is_fast) noexcept nogil:
+    """Write the 32 bytes of the digest. `is_fast` uses SHA instructions, which the processor must have."""
+    cdef Sha256 sha
     cdef int i
-    _compress(state, data, size // 64, is_fast)
-    memcpy(tail, data + size - num_left, num_left)
-    memset(tail + num_left, 0, num_padded - num_left)
-    tail[num_left] = 0x80
-    store_word(tail + num_padded - 8, <uint32_t>(<uint64_t>size >> 29))
-    store_word(tail + num_padded - 4, <uint32_t>(<uint64_t>size << 3))
-    _compress(state, tail, num_padded // 64, is_fast)
+    sha_start(&sha, is_fast)
+    sha.size = size // 64 * 64
+    _compress(sha.state, data, size // 64, is_fast)
+    sha.num_waiting = size - sha.size
+    memcpy(sha.waiting, data + sha.size, sha.num_waiting)
+    sha_finish(&sha)
     for i in range(8):
-        store_word(digest + 4 * i, state[i])
+        store_word(digest + 4 * i, sha.state[i])

@@ -1,6 +1,6 @@
 # SipHash-2-4 with 128-bit output: Aumasson and Bernstein, "SipHash: a fast short-input PRF", 2012, and its reference code.
 
-from libc.stdint cimport int32_t, uint64_t, uint8_t
+from libc.stdint cimport uint64_t, uint8_t
 from libc.string cimport memcpy
 
 cdef struct Digest:
@@ -118,14 +118,3 @@ cdef inline void hash_two_after(
 ) noexcept nogil:
     """Hash a link of each of two chains at once."""
     _hash_lanes(key, parents, data, size, digests, 2)
-
-
-cdef inline void hash_pages(
-    Digest key, Digest parent, const int32_t *tokens, Py_ssize_t page_size, Digest *out, Py_ssize_t num_pages
-) noexcept nogil:
-    """Hash consecutive pages, each with the digest of the page before."""
-    cdef Py_ssize_t i
-    assert page_size > 0 and num_pages >= 0
-    for i in range(num_pages):
-        parent = hash_after(key, parent, <const uint8_t *>(tokens + i * page_size), page_size * sizeof(int32_t))
-        out[i] = parent

@@ -3,7 +3,7 @@
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcmp
 
-from pagepool.core.base cimport Digest
+from pagepool.core.base cimport SIPHASH, Digest, WideDigest, digest_at, hash_pages
 from pagepool.core.holding cimport (
     CacheGroups, Group, Held, Holding, RequestPages, find_needed, full_pages, is_state, pages_for,
 )
@@ -11,8 +11,8 @@ from pagepool.core.pool cimport (
     FLAGS, MAX_BANKS, NO_GROUP, NULL_PAGE, LeasedSpan, PageStore, Pool, Transfer, bank_of, count_by_bank, id_in_bank, is_leased,
 )
 from pagepool.core.rows cimport (
-    Batch, ExtraKey, Flight, RowRecord, RunningRows, StateWrite, SwappedGroup, WriteList, digests_of, hash_page_of, held_by,
-    holding_of, plan_next_event,
+    OTHER_PAGES, Batch, ExtraKey, Flight, RowRecord, RunningRows, StateWrite, SwappedGroup, WriteList, digests_of,
+    find_extra_key, held_by, holding_of, plan_next_event, tokens_of,
 )
 from pagepool.core.tables cimport Table
 from pagepool.core.values cimport as_list
@@ -324,14 +324,27 @@ cdef str find_flaw_in_flight(const Batch *batch, Py_ssize_t row):
 cdef bint has_right_digests(RunningRows rows, Py_ssize_t row) noexcept:
     """Whether the row's digests match its tokens and extra keys. O(tokens)."""
     cdef Batch *batch = &rows.batch
-    cdef const ExtraKey *key = batch.rows[row].extra_keys
-    cdef Digest parent = Digest(lo=0, hi=0)
+    cdef const ExtraKey *next_key = batch.rows[row].extra_keys
+    cdef ExtraKey none = ExtraKey(data=NULL, size=0, page=OTHER_PAGES)
+    cdef const ExtraKey *key = &none
+    cdef WideDigest found, parent = batch.hashing.root
+    cdef Digest[2] digests
+    cdef Digest[2] uppers
+    cdef bint is_wide = batch.hashing.kind != SIPHASH
     cdef int32_t i, num_hashed = batch.records[row].num_hashed
     if not 0 <= num_hashed <= batch.records[row].num_tokens // batch.hash_page_size:
         return False
     for i in range(num_hashed):
-        parent = hash_page_of(batch, row, i, parent, &key)
-        if memcmp(&parent, &digests_of(batch, row)[i], sizeof(Digest)) != 0:
+        if next_key != NULL:
+            key = find_extra_key(batch, row, i, &next_key)
+        digests[0], uppers[0] = parent.key, parent.upper
+        hash_pages(
+            &batch.hashing, tokens_of(batch, row) + (i - (i > 0)) * batch.hash_page_size, batch.hash_page_size,
+            digests, uppers if is_wide else NULL, i > 0, 1 + (i > 0), key.data, key.size,
+        )
+        parent = digest_at(digests, uppers if is_wide else NULL, i > 0)
+        found = digest_at(digests_of(batch, row), batch.rows[row].uppers, i)
+        if memcmp(&parent, &found, sizeof(WideDigest)) != 0:
             return False
     return True
 

@@ -797,6 +797,7 @@ cdef enum:
 
 cdef struct Contents:         # hashes and tokens of a request or row, for the entries of its pages
     const Digest *digests
+    const Digest *uppers      # upper halves of the digests; NULL: they have 16 bytes
     Py_ssize_t num_digests
     const int32_t *token_ids
     Py_ssize_t num_token_ids
@@ -889,10 +890,12 @@ cdef inline void cache_full_pages(
         entry.key, entry.group, entry.place = &contents.digests[last_hash(group, place)], group.id, place
         entry.session, entry.token_ids = contents.session, contents.token_ids + <Py_ssize_t>place * size
         entry.num_tokens = size if (place + <int64_t>1) * size <= contents.num_token_ids else 0
+        entry.upper = contents.uppers + last_hash(group, place) if contents.uppers != NULL else NULL
         fetch(&waiting.pool.pages[page.page_id])
         if is_journaled(waiting.pool):
             entry.context = contents.context
             entry.parent = contents.digests + place * group.stride - 1 if place else NULL
+            entry.parent_upper = contents.uppers + place * group.stride - 1 if place and contents.uppers != NULL else NULL
             fetch(&waiting.pool.journal.notes[page.page_id])
             fetch(waiting.pool.page_tokens + page.page_id * waiting.pool.tokens_width)
 
@@ -909,9 +912,12 @@ cdef inline void cache_page(
     cdef const Digest *parent = contents.digests + first - 1 if first else NULL
     cdef Entry entry = Entry(
         key=&contents.digests[last], group=group.id, place=<int32_t>last if is_state(&group.rules) else place,
-        context=contents.context, parent=parent, token_ids=contents.token_ids + first * size,
+        context=contents.context, parent=parent, upper=NULL, parent_upper=NULL, token_ids=contents.token_ids + first * size,
         num_tokens=<int32_t>num_tokens, session=contents.session,
     )
+    if contents.uppers != NULL:
+        entry.upper = contents.uppers + last
+        entry.parent_upper = contents.uppers + first - 1 if first else NULL
     if first * size + num_tokens > contents.num_token_ids:
         entry.num_tokens = 0
     cache_alone(pool, page_id, &entry)

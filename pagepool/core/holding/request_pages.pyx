@@ -46,14 +46,17 @@ cdef int require_banks(PageStore store, CacheGroups groups) except -1:
 cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noexcept:
     """Return the hashes and tokens of a request's locked chain, or none without one, with its context and session."""
     if chain is None:
-        return Contents(digests=NULL, num_digests=0, token_ids=NULL, num_token_ids=0, context=context, session=session)
+        return Contents(
+            digests=NULL, uppers=NULL, num_digests=0, token_ids=NULL, num_token_ids=0, context=context, session=session,
+        )
     if chain.token_ids is None:
         return Contents(
-            digests=chain.digests, num_digests=chain.num, token_ids=NULL, num_token_ids=0, context=context, session=session,
+            digests=chain.digests, uppers=chain.uppers, num_digests=chain.num, token_ids=NULL, num_token_ids=0,
+            context=context, session=session,
         )
     return Contents(
-        digests=chain.digests, num_digests=chain.num, token_ids=chain.token_ids.ids, num_token_ids=chain.token_ids.num,
-        context=context, session=session,
+        digests=chain.digests, uppers=chain.uppers, num_digests=chain.num, token_ids=chain.token_ids.ids,
+        num_token_ids=chain.token_ids.num, context=context, session=session,
     )
 
 

@@ -71,6 +71,8 @@ cdef inline void record_drop(Pool *pool, int32_t page_id) noexcept nogil:
             _link_new(journal, pool.twins[page_id].next)
     elif not page.group & TWIN:
         journal.removed[journal.num_removed] = Removal(key=digest_of(page), group=page.group & ~FLAGS)
+        if rare(pool.uppers != NULL):
+            uppers_of_removed(pool)[journal.num_removed] = pool.uppers[page_id]
         journal.num_removed += 1
         assert journal.num_removed <= pool.num_pages
 

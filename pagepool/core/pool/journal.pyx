@@ -8,10 +8,10 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcmp, memcpy, memset
 
-from pagepool.core.base cimport go_on, let_others_run, resize
+from pagepool.core.base cimport WideDigest, go_on, let_others_run, resize
 from pagepool.core.pool.index cimport *
 from pagepool.core.pool.store cimport *
-from pagepool.core.values cimport int_of_digest
+from pagepool.core.values cimport int_of_wide
 
 import numpy as np
 
@@ -19,12 +19,14 @@ from pagepool.errors import ArgumentError, ArgumentTypeError
 
 cdef struct Run:              # consecutive cached pages of a request
     Origin origin             # the first page's
+    Digest parent_upper       # upper half of the parent's digest
     int32_t group
     int32_t num_pages
     int32_t num_tokens        # kept for each page
 
 cdef struct Copied:           # entries with runs of their pages, or with groups alone
-    Digest *keys              # [num]
+    Digest *keys              # [num], or [num, 2] with the upper half behind each key
+    bint is_wide              # whether these are there
     Run *runs                 # [num_runs]; NULL: groups instead
     int32_t *token_ids        # [num_tokens]
     int32_t *groups           # [num]
@@ -44,27 +46,39 @@ cdef bint continues(const Run *run, const Run *first, const Digest *last_key) no
     )
 
 
-cdef void copy_key(Digest key, int32_t group, Copied *copies) noexcept nogil:
+cdef inline void put_key(Digest key, Digest upper, Copied *copies) noexcept nogil:
     """Append a key. There must be room."""
-    assert copies.runs == NULL and group >= 0
-    copies.keys[copies.num], copies.groups[copies.num] = key, group & ~FLAGS
+    if copies.is_wide:
+        copies.keys[2 * copies.num], copies.keys[2 * copies.num + 1] = key, upper
+    else:
+        copies.keys[copies.num] = key
     copies.num += 1
+
+
+cdef void copy_key(Digest key, Digest upper, int32_t group, Copied *copies) noexcept nogil:
+    """Append a key with its group. There must be room."""
+    assert copies.runs == NULL and group >= 0
+    copies.groups[copies.num] = group & ~FLAGS
+    put_key(key, upper, copies)
 
 
 cdef void copy_page(const Pool *pool, int32_t page_id, Copied *copies) noexcept nogil:
     """Append a cached page to the last run, or begin a new one. There must be room."""
     cdef const int32_t *kept = pool.page_tokens + page_id * pool.tokens_width
     cdef int32_t num_tokens = kept[0] if pool.tokens_width else 0
+    cdef Py_ssize_t last = (copies.num - 1) * (1 + copies.is_wide)
     cdef Run run = Run(
-        origin=pool.journal.notes[page_id].origin, group=pool.pages[page_id].group & ~FLAGS, num_pages=0, num_tokens=num_tokens,
+        origin=pool.journal.notes[page_id].origin, parent_upper=Digest(lo=0, hi=0), group=pool.pages[page_id].group & ~FLAGS,
+        num_pages=0, num_tokens=num_tokens,
     )
+    if pool.uppers != NULL:
+        run.parent_upper = uppers_of_parents(pool)[page_id]
     assert pool.pages[page_id].group != NO_GROUP and 0 <= num_tokens <= max(<Py_ssize_t>0, pool.tokens_width - 1)
-    if not copies.num_runs or not continues(&copies.runs[copies.num_runs - 1], &run, &copies.keys[copies.num - 1]):
+    if not copies.num_runs or not continues(&copies.runs[copies.num_runs - 1], &run, &copies.keys[last]):
         copies.runs[copies.num_runs] = run
         copies.num_runs += 1
     copies.runs[copies.num_runs - 1].num_pages += 1
-    copies.keys[copies.num] = digest_of(&pool.pages[page_id])
-    copies.num += 1
+    put_key(digest_of(&pool.pages[page_id]), upper_of(pool, page_id), copies)
     if num_tokens:
         memcpy(copies.token_ids + copies.num_tokens, kept + 1, num_tokens * sizeof(int32_t))
         copies.num_tokens += num_tokens
@@ -74,7 +88,7 @@ cdef void copy_entry(const Pool *pool, int32_t page_id, Copied *copies) noexcept
     if copies.runs != NULL:
         copy_page(pool, page_id, copies)
     else:
-        copy_key(digest_of(&pool.pages[page_id]), pool.pages[page_id].group, copies)
+        copy_key(digest_of(&pool.pages[page_id]), upper_of(pool, page_id), pool.pages[page_id].group, copies)
 
 
 cdef void copy_new(const Pool *pool, Copied *copies) noexcept nogil:
@@ -87,11 +101,15 @@ cdef void copy_new(const Pool *pool, Copied *copies) noexcept nogil:
     assert copies.num == pool.journal.num_new
 
 
-cdef void copy_removed(const Journal *journal, Copied *copies) noexcept nogil:
+cdef void copy_removed(const Pool *pool, Copied *copies) noexcept nogil:
+    cdef const Journal *journal = &pool.journal
+    cdef Digest upper = Digest(lo=0, hi=0)
     cdef Py_ssize_t i
     assert journal.num_removed >= 0 and not (journal.is_cleared and journal.num_removed)
     for i in range(journal.num_removed):
-        copy_key(journal.removed[i].key, journal.removed[i].group, copies)
+        if pool.uppers != NULL:
+            upper = uppers_of_removed(pool)[i]
+        copy_key(journal.removed[i].key, upper, journal.removed[i].group, copies)
 
 
 cdef int32_t find_parent(Pool *pool, int32_t page_id) noexcept nogil:
@@ -123,12 +141,13 @@ cdef void copy_all_keys(Pool *pool, Copied *copies) noexcept nogil:
     cdef int32_t page_id
     for page_id in range(1, pool.num_pages):
         if is_first(pool, page_id):
-            copy_key(digest_of(&pool.pages[page_id]), pool.pages[page_id].group, copies)
+            copy_key(digest_of(&pool.pages[page_id]), upper_of(pool, page_id), pool.pages[page_id].group, copies)
 
 
 cdef void copy_kept_keys(Pool *pool, Copied *copies) noexcept nogil:
     """Copy the keys that `EntryJournal.list_kept_keys` returns."""
     cdef const Tier *tier = pool.tier
+    cdef Digest upper = Digest(lo=0, hi=0)
     cdef const Origin *origin
     cdef int32_t page_id
     cdef Py_ssize_t i
@@ -136,13 +155,13 @@ cdef void copy_kept_keys(Pool *pool, Copied *copies) noexcept nogil:
     for page_id in range(1, pool.num_pages if is_journaled(pool) else 1):
         origin = &pool.journal.notes[page_id].origin
         if is_first(pool, page_id) and origin.place:
-            copy_key(origin.parent, pool.pages[page_id].group, copies)
-    copy_removed(&pool.journal, copies)
+            copy_key(origin.parent, upper, pool.pages[page_id].group, copies)
+    copy_removed(pool, copies)
     if tier != NULL:
         copy_all_keys(tier.pool, copies)
-        copy_removed(&tier.pool.journal, copies)
+        copy_removed(tier.pool, copies)
         for i in range(tier.num):
-            copy_key(tier.items[i].key, tier.items[i].group, copies)
+            copy_key(tier.items[i].key, upper, tier.items[i].group, copies)
 
 
 cdef void end_journal(Journal *journal) noexcept nogil:
@@ -178,24 +197,26 @@ cdef class EntryCopies:
     def __getbuffer__(self, Py_buffer *view, int flags):
         PyBuffer_FillInfo(view, self, self.memory, self.size, 1, flags)
 
-    cdef bint make_room(self, Py_ssize_t num, Py_ssize_t tokens_width) noexcept:
+    cdef bint make_room(self, Py_ssize_t num, Py_ssize_t tokens_width, bint is_wide) noexcept:
         """Allocate room for `num` entries; False if memory is short."""
-        self.size = num * <Py_ssize_t>(
-            sizeof(Digest) + (sizeof(Run) + tokens_width * sizeof(int32_t) if self.has_runs else sizeof(int32_t))
+        cdef Py_ssize_t num_halves = num * (1 + is_wide)
+        self.copied.is_wide = is_wide
+        self.size = num_halves * <Py_ssize_t>sizeof(Digest) + num * <Py_ssize_t>(
+            sizeof(Run) + tokens_width * sizeof(int32_t) if self.has_runs else sizeof(int32_t)
         )
         self.memory = <char *>malloc(self.size)
         self.copied.keys = <Digest *>self.memory
         if self.has_runs:
-            self.copied.runs = <Run *>(self.copied.keys + num)
+            self.copied.runs = <Run *>(self.copied.keys + num_halves)
             self.copied.token_ids = <int32_t *>(self.copied.runs + num)
         else:
-            self.copied.groups = <int32_t *>(self.copied.keys + num)
+            self.copied.groups = <int32_t *>(self.copied.keys + num_halves)
         return self.memory != NULL
 
     cdef bint copy_all(self, Pool *pool) noexcept:
         """Copy all entries; False if memory is short."""
         cdef Links *links = <Links *>calloc(pool.num_pages if self.has_runs else 1, sizeof(Links))
-        cdef bint has_room = links != NULL and self.make_room(pool.num_keys, pool.tokens_width)
+        cdef bint has_room = links != NULL and self.make_room(pool.num_keys, pool.tokens_width, pool.uppers != NULL)
         if has_room:
             with nogil:
                 if self.has_runs:
@@ -213,11 +234,11 @@ cdef class EntryCopies:
         """Return the copies in the form of `EntryJournal.list_entries`, for the pool or the tier."""
         cdef Run run
         cdef list runs = []
-        keys = self.array(NO_KEYS, self.copied.keys, 2 * self.copied.num)
+        keys = self.array(NO_KEYS, self.copied.keys, 2 * self.copied.num * (1 + self.copied.is_wide))
         if not self.has_runs:
             return keys, self.array(NO_NUMBERS, self.copied.groups, self.copied.num)
         for run in self.copied.runs[:self.copied.num_runs]:
-            key = int_of_digest(run.origin.parent)
+            key = int_of_wide(WideDigest(key=run.origin.parent, upper=run.parent_upper))
             runs.append((key, run.origin.place, run.origin.context, run.group, run.num_pages, run.num_tokens))
         return keys, runs, self.array(NO_NUMBERS, self.copied.token_ids, self.copied.num_tokens)
 
@@ -237,16 +258,16 @@ cdef class TakenChanges:
 
     cdef bint prepare(self, Pool *pool) noexcept:
         """Copy the entries, and allocate room for the changes; False if memory is short."""
-        if not self.removed.make_room(pool.journal.num_removed, 0):
+        if not self.removed.make_room(pool.journal.num_removed, 0, pool.uppers != NULL):
             return False
-        if not self.new.make_room(pool.journal.num_new, pool.tokens_width):
+        if not self.new.make_room(pool.journal.num_new, pool.tokens_width, pool.uppers != NULL):
             return False
         return self.entries is None or self.entries.copy_all(pool)
 
     cdef void take(self, Pool *pool) noexcept:
         """Copy the changes, and empty the journal."""
         cdef void *thread = let_others_run(pool.journal.num_new)
-        copy_removed(&pool.journal, &self.removed.copied)
+        copy_removed(pool, &self.removed.copied)
         copy_new(pool, &self.new.copied)
         end_journal(&pool.journal)
         go_on(thread)
@@ -419,7 +440,7 @@ cdef class EntryJournal:
         cdef bint is_told, has_room
         with self.store.lock:
             is_told = self.pool.journal.is_told
-            has_room = is_told or kept.make_room(self.count_kept_keys(), 0)
+            has_room = is_told or kept.make_room(self.count_kept_keys(), 0, False)
             if has_room and not is_told:
                 with nogil:
                     copy_kept_keys(self.pool, &kept.copied)
@@ -456,9 +477,10 @@ cdef class EntryJournal:
     def list_entries(self) -> tuple:
         """Return the entries of the index and of the tier. Names and contexts are kept until `end_report`. O(num_pages).
 
-        Entries of the index are ``(keys, runs, token_ids)``: the lower and upper half of each key, uint64 ``[2 n]``; the runs
-        of consecutive pages, ``(key of the parent, place of the first page, context, group, pages, tokens kept for each)``; and
-        these tokens, int32. Entries of the tier are keys, and groups, int32 ``[n]``.
+        Entries of the index are ``(keys, runs, token_ids)``: the lower and upper half of each key, uint64 ``[2 n]``, or four
+        quarters of each digest, the lowest first, ``[4 n]``, in a store that keeps whole digests; the runs of consecutive
+        pages, ``(key of the parent, place of the first page, context, group, pages, tokens kept for each)``; and these tokens,
+        int32. Entries of the tier are keys, and groups, int32 ``[n]``.
         """
         cdef EntryCopies entries = new_copies(True), tier_entries = new_copies(False)
         cdef Pool *tier

@@ -87,6 +87,7 @@ cdef void list_pages(const Pool *pool, Items *items) noexcept nogil:
     add_array(items, b"slots", SLOT, pool.slots, num_slots_of(pool))
     add_array(items, b"twins", LINKS, pool.twins, pool.num_pages)
     add_array(items, b"page_tokens", INT32, pool.page_tokens, pool.num_pages * pool.tokens_width)
+    add_array(items, b"uppers", UINT64, pool.uppers, 2 * <Py_ssize_t>pool.num_pages)
     add_number(items, b"tokens_width", INT64, &pool.tokens_width)
     add_number(items, b"multiplier", UINT64, &pool.multiplier)
     add_number(items, b"home_shift", UINT32, &pool.home_shift)

@@ -431,6 +431,8 @@ cdef struct Entry:            # of a page that is cached
     int32_t place             # index of the page in its request or row; only a journal needs this and the next two
     int32_t context           # see `Origin`
     const Digest *parent      # key of the page before it; NULL: there is none
+    const Digest *upper       # upper half of the digest; NULL: 0, or the key is the whole digest
+    const Digest *parent_upper
     const int32_t *token_ids  # [num_tokens]
     int32_t num_tokens        # 0: the tokens are not known
     int32_t session           # of the row or request that cached the page, or NO_SESSION
@@ -450,8 +452,8 @@ cdef inline bint cache(
 
 
 cdef inline bint _has_listeners(const Pool *pool) noexcept nogil:
-    """Whether banks, a tier, the queue's parts, the journal or kept tokens have to hear of each cached page."""
-    cdef bint has_arrays = (pool.journal.notes != NULL) | (pool.page_tokens != NULL)
+    """Whether banks, a tier, the queue's parts, the journal, kept tokens or upper halves have to hear of each cached page."""
+    cdef bint has_arrays = (pool.journal.notes != NULL) | (pool.page_tokens != NULL) | (pool.uppers != NULL)
     return (pool.num_banks > 1) | (pool.tier != NULL) | (pool.num_parts != 0) | has_arrays
 
 
@@ -459,6 +461,10 @@ cdef inline void _on_cache(
     Pool *pool, int32_t page_id, const Entry *entry, Ranking *ranking, const int32_t *ids, int32_t place
 ) noexcept nogil:
     """Tell the features of the pool that a page was just cached."""
+    if pool.uppers != NULL:
+        pool.uppers[page_id] = entry.upper[0] if entry.upper != NULL else Digest(lo=0, hi=0)
+        if is_journaled(pool):
+            uppers_of_parents(pool)[page_id] = entry.parent_upper[0] if entry.parent_upper != NULL else Digest(lo=0, hi=0)
     if pool.num_banks > 1:
         pool.banks[bank_of(pool, page_id)].num_entries += 1
     if pool.tier != NULL:
@@ -479,7 +485,8 @@ cdef inline void _on_cache(
 cdef inline Entry bare_entry(const Digest *key, int32_t group) noexcept nogil:
     """Return an entry that has only a key."""
     return Entry(
-        key=key, group=group, place=0, context=0, parent=NULL, token_ids=NULL, num_tokens=0, session=NO_SESSION,
+        key=key, group=group, place=0, context=0, parent=NULL, upper=NULL, parent_upper=NULL, token_ids=NULL, num_tokens=0,
+        session=NO_SESSION,
     )
 
 

@@ -306,6 +306,7 @@ cdef struct Pool:
     int64_t num_reused        # free pages that left the queue without eviction
     int64_t num_unwatched     # pages that lost their WATCHED flag
     Journal journal
+    Digest *uppers            # upper halves of digests; NULL: the keys are whole digests
     Residency *residency
     uint8_t is_restored       # loaded from a snapshot, and no reference taken since then
     Expectations expected
@@ -315,6 +316,21 @@ cdef struct Pool:
     Dependents dependents
     Copies copies
     Tier *tier                # NULL: none
+
+
+# Digests of 32 bytes: their lower halves are the keys, and the pool keeps the upper halves beside them. `Pool.uppers` has three
+# arrays of `num_pages`: those of cached pages, of their parents, and of removed entries. Only a journal needs the last two.
+
+cdef inline Digest *uppers_of_parents(const Pool *pool) noexcept nogil:
+    return pool.uppers + pool.num_pages
+
+
+cdef inline Digest *uppers_of_removed(const Pool *pool) noexcept nogil:
+    return pool.uppers + 2 * <Py_ssize_t>pool.num_pages
+
+
+cdef inline Digest upper_of(const Pool *pool, int32_t page_id) noexcept nogil:
+    return pool.uppers[page_id] if pool.uppers != NULL else Digest(lo=0, hi=0)
 
 
 cdef inline void link_after(Links *links, int32_t last, int32_t page_id) noexcept nogil:

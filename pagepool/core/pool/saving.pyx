@@ -100,25 +100,30 @@ cdef Py_ssize_t find_wrong_count(const Policy *policy) noexcept nogil:
 
 def load_store(kind, pools, ref_counts, free_page_ids, cached, policy, totals) -> PageStore:
     """Make a store from the arrays of a snapshot. `kind` is whether prefixes are cached, and the eviction policy; `pools` has
-    names, numbers of pages and counters, by bank; `cached` has the ids, group ids, keys and token ids of
-    cached pages, and whether they stay behind windows; `policy` has marks, ghosts, counts and learned values, empty without a
-    policy; `totals` has the counters and the number of shards. SnapshotError if they contradict one another. O(num_pages).
+    names, numbers of pages and counters, by bank; `cached` has the ids, group ids, keys, upper halves of digests or none, and
+    token ids of cached pages, and whether they stay behind windows; `policy` has marks, ghosts, counts and learned values,
+    empty without a policy; `totals` has the counters and the number of shards. SnapshotError if they contradict one another.
+    O(num_pages).
     """
     cdef PageIds counts = as_own_ids(ref_counts, "ref_counts")
     enable_caching, eviction = kind
-    cached_page_ids, cached_group_ids, cached_keys, cached_token_ids, cached_kept = cached
+    cached_page_ids, cached_group_ids, cached_keys, cached_uppers, cached_token_ids, cached_kept = cached
     counters, num_shards = totals
     cdef PageStore store = make_store_of_pools(counts.num, enable_caching, eviction, pools)
     tokens = require_matrix(cached_token_ids, np.int32, "cached_token_ids")
     keys = np.ascontiguousarray(require_matrix(cached_keys, np.uint64, "cached_keys"))
+    uppers = np.ascontiguousarray(require_matrix(cached_uppers, np.uint64, "cached_uppers"))
     cdef Py_ssize_t width = tokens.shape[1]
     if width:
         store.keep_token_ids(size_of(width - 1, "page_size", 1))
+    if len(uppers):
+        store.keep_whole_digests()
     load_entries(
         &store.pool,
         as_own_ids(cached_page_ids, "cached_page_ids"),
         as_own_ids(cached_group_ids, "cached_group_ids"),
         as_own_ids(keys.view(np.int32).reshape(-1), "cached_keys"),
+        as_own_ids(uppers.view(np.int32).reshape(-1), "cached_uppers"),
         as_own_ids(tokens.reshape(-1), "cached_token_ids"),
         as_own_ids(cached_kept, "cached_kept"),
     )
@@ -239,7 +244,9 @@ cdef int require_once(Pool *pool, str name, PageIds ids, Py_ssize_t i, bint is_e
     raise SnapshotError(f"{name}: got {page_id} (at {i}), allowed: 1 to {pool.num_pages - 1}, each once")
 
 
-cdef int load_entries(Pool *pool, PageIds ids, PageIds groups, PageIds keys, PageIds tokens, PageIds kept) except -1:
+cdef int load_entries(
+    Pool *pool, PageIds ids, PageIds groups, PageIds keys, PageIds uppers, PageIds tokens, PageIds kept
+) except -1:
     """Cache pages in order, in a pool without cached pages."""
     cdef Py_ssize_t i, width = pool.tokens_width
     cdef Entry entry
@@ -248,6 +255,8 @@ cdef int load_entries(Pool *pool, PageIds ids, PageIds groups, PageIds keys, Pag
     if not (groups.num == kept.num == ids.num and keys.num == 4 * ids.num and tokens.num == ids.num * width):
         nums = f"{ids.num} ids, {groups.num} groups, {keys.num // 4} keys, {kept.num} flags"
         raise SnapshotError(f"cached pages: got {nums}, allowed: as many")
+    if uppers.num not in (0, keys.num):
+        raise SnapshotError(f"cached_uppers: got {uppers.num // 4}, allowed: none, or {ids.num}")
     if ids.num and pool.slots == NULL:
         raise SnapshotError(f"cached_page_ids: got {ids.num}, allowed without prefix caching: none")
     for i in range(ids.num):
@@ -258,6 +267,7 @@ cdef int load_entries(Pool *pool, PageIds ids, PageIds groups, PageIds keys, Pag
         if num_tokens and not 0 < num_tokens < width:
             raise SnapshotError(f"cached_token_ids: page {ids.ids[i]} has {num_tokens}, allowed: 0 to {width - 1}")
         entry = bare_entry(<const Digest *>(keys.ids + 4 * i), group)
+        entry.upper = <const Digest *>(uppers.ids + 4 * i) if uppers.num else NULL
         entry.token_ids, entry.num_tokens = tokens.ids + i * width + 1, num_tokens
         cache(pool, ids.ids[i], &entry, NULL, NULL, 0)
         if kept.ids[i]:

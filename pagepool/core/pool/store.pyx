@@ -5,15 +5,15 @@ from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.ref cimport Py_XDECREF
 from libc.stdint cimport INT32_MAX, INT64_MAX, uint8_t, uint32_t
-from libc.string cimport memcpy
+from libc.string cimport memcmp, memcpy
 
 from pagepool.core.base cimport (
-    GIL_DISABLED, MAX_GROUP, MAX_PAGES, STORE_LOCK, copy_bytes, delist_lock, enlist_lock, go_on, let_others_run, reserve_items,
-    resize,
+    GIL_DISABLED, MAX_GROUP, MAX_PAGES, STORE_LOCK, WideDigest, copy_bytes, delist_lock, enlist_lock, go_on, let_others_run,
+    reserve_items, resize,
 )
 from pagepool.core.pool.leases cimport *
 from pagepool.core.values cimport (
-    as_list, as_shard, digest_of_int, float_of, group_of, index_of, int_of_digest, lists_of, page_id_of, size_of,
+    as_list, as_shard, float_of, group_of, index_of, int_of_wide, lists_of, page_id_of, size_of, wide_of_int,
 )
 
 import os
@@ -243,6 +243,9 @@ cdef Entry entry_of(HashChain chain, Py_ssize_t at, int32_t group, Origin first)
     cdef Entry entry = bare_entry(&chain.digests[at], group)
     entry.place, entry.context = first.place + <int32_t>at, first.context
     entry.parent = chain.digests + at - 1 if at else NULL
+    if chain.uppers != NULL:
+        entry.upper = chain.uppers + at
+        entry.parent_upper = chain.uppers + at - 1 if at else NULL
     if has_tokens:
         entry.token_ids, entry.num_tokens = chain.token_ids.ids + at * size, <int32_t>size
     return entry
@@ -271,7 +274,7 @@ cdef class PageStore:
 
     Methods take and return page ids. Making a store is O(num_pages). Memory for each page: 32 bytes of record, and with caching
     8 of twin links and 16 to 32 of index slots; 24 more after the first data-parallel hint (8 without caching); 6 more after
-    the first expectation, or once shares are set.
+    the first expectation, or once shares are set; 16 more for digests of 32 bytes, 48 with events.
     """
 
     def __cinit__(
@@ -308,6 +311,7 @@ cdef class PageStore:
         free(self.pool.twins)
         free(self.pool.shard_links)
         free(self.pool.page_tokens)
+        free(self.pool.uppers)
         free(self.pool.journal.notes)
         free(self.pool.journal.contexts)
         free(self.pool.residency)
@@ -986,14 +990,20 @@ cdef class PageStore:
     # The prefix index.
 
     def find(self, key, group, start=0, stop=None):
-        """Return the page cached first under a 128-bit int key and a group, among ids in ``[start, stop)``, or None."""
-        cdef Digest digest = digest_of_int(key)
+        """Return the page cached first under an int key and a group, among ids in ``[start, stop)``, or None. A key has 128
+        bits; in a store that keeps whole digests it is one of these, or its lower half.
+        """
+        cdef WideDigest digest = wide_of_int(key, self.pool.uppers != NULL)
+        cdef Digest upper
         cdef Range ids = self.range_of(start, stop)
         cdef int32_t page_id = NULL_PAGE
         cdef int32_t checked_group = group_of(group)
         if self.enable_caching:
             with self.lock:
-                page_id = find_within(&self.pool, digest, checked_group, ids)
+                page_id = find_within(&self.pool, digest.key, checked_group, ids)
+                upper = upper_of(&self.pool, page_id)
+                if digest.upper.lo | digest.upper.hi and memcmp(&digest.upper, &upper, sizeof(Digest)) != 0:
+                    page_id = NULL_PAGE
                 assert page_id == NULL_PAGE or ids.start <= page_id < ids.stop
                 assert page_id == NULL_PAGE or self.pool.pages[page_id].group & ~FLAGS == checked_group
         return None if page_id == NULL_PAGE else page_id
@@ -1031,7 +1041,7 @@ cdef class PageStore:
     def enter(self, page_id, key, group) -> None:
         """Cache a page under a key and a group. PageHashError if it is cached already."""
         cdef int32_t checked = self.checked_id(page_id)
-        cdef Digest digest = digest_of_int(key)
+        cdef WideDigest digest = wide_of_int(key, self.pool.uppers != NULL)
         cdef int32_t checked_group = group_of(group)
         cdef Entry entry
         cdef bint is_cached
@@ -1042,7 +1052,8 @@ cdef class PageStore:
         with self.lock:
             is_cached = self.pool.pages[checked].group != NO_GROUP
             if not is_cached:
-                entry = bare_entry(&digest, checked_group)
+                entry = bare_entry(&digest.key, checked_group)
+                entry.upper = &digest.upper
                 cache(&self.pool, checked, &entry, NULL, NULL, 0)
             assert 0 < self.pool.num_keys <= self.pool.num_entries < self.pool.num_pages
         if is_cached:
@@ -1115,11 +1126,15 @@ cdef class PageStore:
         return num_held
 
     def key_of(self, page_id):
-        """Return ``(128-bit int key, group)`` of a cached page, or None."""
-        cdef Page page = self.record(self.checked_id(page_id))
+        """Return ``(int key, group)`` of a cached page, or None. The key is the whole digest in a store that keeps these."""
+        cdef int32_t checked = self.checked_id(page_id)
+        cdef Page page
+        cdef Digest upper
+        with self.lock:
+            page, upper = self.pool.pages[checked], upper_of(&self.pool, checked)
         if page.group == NO_GROUP:
             return None
-        return int_of_digest(digest_of(&page)), page.group & ~FLAGS
+        return int_of_wide(WideDigest(key=digest_of(&page), upper=upper)), page.group & ~FLAGS
 
     def page_hash_of(self, page_id):
         """Return the PageHashWithGroupId of a cached page, or None."""
@@ -1130,7 +1145,27 @@ cdef class PageStore:
         page_hash = self.names.hash_of(found[0]) or PageHash(found[0], token_ids_of(self, checked))
         return PageHashWithGroupId(page_hash, found[1])
 
-    # Token ids of cached pages.
+    # Digests and token ids of cached pages.
+
+    def keep_whole_digests(self) -> None:
+        """Keep the upper halves of digests of 32 bytes beside the keys, of pages cached from now on. No effect if they are kept
+        already.
+        """
+        cdef Digest *uppers
+        self.check_fixed()
+        uppers = <Digest *>calloc(3 * <Py_ssize_t>self.pool.num_pages, sizeof(Digest))
+        if uppers == NULL:
+            raise MemoryError(f"digests of {self.pool.num_pages} pages")
+        self.names.max_key = (1 << 256) - 1
+        with self.lock:
+            if self.pool.uppers == NULL:
+                self.pool.uppers, uppers = uppers, NULL
+        free(uppers)
+
+    @property
+    def keeps_whole_digests(self) -> bool:
+        """Whether `keep_whole_digests` was called."""
+        return self.pool.uppers != NULL
 
     def keep_token_ids(self, width) -> None:
         """Keep up to `width` tokens of each page cached from now on, at 4 bytes a token. Tokens kept so far stay; a width that

@@ -20,7 +20,9 @@
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcmp, memcpy, memset
 
-from pagepool.core.base cimport GUARDS, UNKNOWN, Digest, exceptional, hash_after, rare, raw_free, signs_of
+from pagepool.core.base cimport (
+    GUARDS, SIPHASH, UNKNOWN, Digest, Hashing, exceptional, hash_pages, rare, raw_free, signs_of,
+)
 from pagepool.core.holding cimport (
     NUM_WAITING, Contents, Group, Held, Holding, Limits, PageToHash, Shortage, Waiting, are_checkpoints_due, cache_full_pages,
     cache_page, cache_states, cache_waiting, can_restart, count_new_in_banks, count_new_pages, empty, find_any_excess,
@@ -40,9 +42,13 @@ from pagepool.core.tables cimport Table, blank, clear_from, set_dirty, write_ids
 
 
 cdef struct ExtraKey:         # bytes hashed with a page's tokens
-    const uint8_t *data       # NULL ends a row's keys
-    Py_ssize_t size
-    Py_ssize_t page
+    const uint8_t *data
+    Py_ssize_t size           # 0: none
+    Py_ssize_t page           # a row has those of all other pages first, with OTHER_PAGES, and LAST_PAGE ends its keys
+
+cdef enum:
+    OTHER_PAGES = -1
+    LAST_PAGE = 0x7fffffff
 
 cdef struct RowRecord:        # 32 bytes, two to a cache line
     int32_t num_tokens        # known tokens
@@ -72,7 +78,7 @@ cdef struct Swapped:          # a row's pages in the tier; the row has a referen
 cdef struct Row:              # two cache lines; growth reads the first
     Holding holding
     Digest *digests           # [num_hashed]
-    ExtraKey *extra_keys      # NULL: none
+    ExtraKey *extra_keys      # in the order of pages; NULL: none
     int32_t context           # 0: none
     int32_t shard             # source of new pages; -1: any
     Swapped *swapped          # NULL: not swapped out
@@ -80,8 +86,9 @@ cdef struct Row:              # two cache lines; growth reads the first
     int64_t write_list        # number of the last list with a write of its states; 0: none
     int64_t last_cut          # number of the last cut of its computed tokens
     int64_t step              # number of the last step to which calls added the row
+    Digest *uppers            # [num_hashed] upper halves of the digests; NULL: they have 16 bytes
     int32_t num_writes        # writes of its states that are due or were taken
-    int32_t[5] unused
+    int32_t[3] unused
 
 cdef struct Batch:            # rows that run together
     Pool *pool
@@ -91,7 +98,7 @@ cdef struct Batch:            # rows that run together
     Py_ssize_t num_rows
     int32_t max_num_tokens    # limit for each row
     int32_t hash_page_size    # tokens; 0: no prefix caching
-    Digest extra_key          # key of the hash of extra keys
+    Hashing hashing
     RowRecord *records        # [num_rows] counts that each step reads
     Row *rows                 # [num_rows]
     uint32_t stamp            # number of this call
@@ -194,8 +201,9 @@ cdef inline Digest *digests_of(const Batch *batch, Py_ssize_t row) noexcept nogi
 cdef inline Contents _contents_of(const Batch *batch, Py_ssize_t row, Py_ssize_t num_tokens) noexcept nogil:
     cdef int32_t context = batch.rows[row].context if is_journaled(batch.pool) else 0
     return Contents(
-        digests=digests_of(batch, row), num_digests=batch.records[row].num_hashed, token_ids=tokens_of(batch, row),
-        num_token_ids=num_tokens, context=context, session=batch.rows[row].holding.session,
+        digests=digests_of(batch, row), uppers=batch.rows[row].uppers, num_digests=batch.records[row].num_hashed,
+        token_ids=tokens_of(batch, row), num_token_ids=num_tokens, context=context,
+        session=batch.rows[row].holding.session,
     )
 
 
@@ -425,23 +433,15 @@ cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second
 
 # Rows are hashed, and their pages cached.
 
-cdef inline Digest hash_page_of(
-    const Batch *batch, Py_ssize_t row, Py_ssize_t page, Digest parent, const ExtraKey **next_key
+cdef inline const ExtraKey *find_extra_key(
+    const Batch *batch, Py_ssize_t row, Py_ssize_t page, const ExtraKey **next_key
 ) noexcept nogil:
-    """Hash a row's page behind `parent`, and advance `next_key` to the first extra key at or behind the page."""
+    """Return the extra keys of a page in a row that has any, and advance `next_key` to the first at or behind the page."""
     cdef const ExtraKey *key = next_key[0]
-    assert 0 <= page and (page + 1) * batch.hash_page_size <= batch.max_num_tokens
-    while key != NULL and key.data != NULL and key.page < page:
+    while key.page < page:
         key += 1
     next_key[0] = key
-    if key != NULL and key.data != NULL and key.page == page:
-        parent = hash_after(batch.extra_key, parent, key.data, key.size)
-    return hash_after(
-        batch.waiting.key,
-        parent,
-        <const uint8_t *>(tokens_of(batch, row) + page * batch.hash_page_size),
-        batch.hash_page_size * sizeof(int32_t),
-    )
+    return key if key.page == page else batch.rows[row].extra_keys
 
 
 cdef inline int32_t hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
@@ -449,19 +449,24 @@ cdef inline int32_t hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
     check is cheap while the tokens are read.
     """
     cdef const int32_t *tokens = tokens_of(batch, row)
-    cdef int32_t signs = 0
-    cdef Digest *digests = digests_of(batch, row)
-    cdef const ExtraKey *key = batch.rows[row].extra_keys
-    cdef Py_ssize_t i = batch.records[row].num_hashed
-    cdef Digest parent = digests[i - 1] if i else Digest(lo=0, hi=0)
-    assert batch.hash_page_size > 0 and 0 <= num_tokens <= batch.max_num_tokens
-    while (i + 1) * batch.hash_page_size <= num_tokens:
-        signs |= signs_of(tokens + i * batch.hash_page_size, batch.hash_page_size)
-        parent = hash_page_of(batch, row, i, parent, &key)
-        digests[i] = parent
-        i += 1
-    batch.records[row].num_hashed = <int32_t>i
-    return signs
+    cdef const ExtraKey *next_key = batch.rows[row].extra_keys
+    cdef const ExtraKey *key
+    cdef const uint8_t *extra = NULL
+    cdef Py_ssize_t i, following, num_bytes = 0, size = batch.hash_page_size
+    cdef Py_ssize_t start = batch.records[row].num_hashed, stop = max(start, num_tokens // size)
+    assert size > 0 and 0 <= num_tokens <= batch.max_num_tokens
+    i = start
+    while i < stop:
+        following = stop
+        if next_key != NULL:
+            key = find_extra_key(batch, row, i, &next_key)
+            extra, num_bytes, following = key.data, key.size, i + 1
+        hash_pages(
+            &batch.hashing, tokens, size, digests_of(batch, row), batch.rows[row].uppers, i, following, extra, num_bytes,
+        )
+        i = following
+    batch.records[row].num_hashed = <int32_t>stop
+    return signs_of(tokens + start * size, (stop - start) * size)
 
 
 cdef inline Py_ssize_t count_hashed_before(
@@ -478,13 +483,13 @@ cdef inline Py_ssize_t count_hashed_before(
 
 
 cdef inline void _hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Do what `hash_row` does, but let a single page wait for one of another row: two are hashed at once."""
+    """Do what `hash_row` does, but with SipHash let a single page wait for one of another row: two are hashed at once."""
     cdef Py_ssize_t i = batch.records[row].num_hashed
     cdef Digest *digests = digests_of(batch, row)
     cdef PageToHash *page = &batch.waiting.to_hash[batch.waiting.num_to_hash]
     cdef bint is_alone = batch.rows[row].extra_keys != NULL or batch.waiting.num_to_hash == NUM_WAITING
     assert 0 <= batch.waiting.num_to_hash <= NUM_WAITING
-    if rare(is_alone) or num_tokens // batch.hash_page_size != i + 1:
+    if rare(is_alone or batch.hashing.kind != SIPHASH) or num_tokens // batch.hash_page_size != i + 1:
         hash_row(batch, row, num_tokens)
     else:
         page.parent = digests[i - 1] if i else Digest(lo=0, hi=0)

@@ -21,13 +21,15 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, PageHashError
 
 
 cdef list checked_extra_keys(object extra_keys):
-    """Return checked ``(page, bytes)`` pairs."""
+    """Return checked ``(page, bytes)`` pairs. The page None, which stands for all others, is the last."""
     cdef bytes data
     cdef list checked = []
     for page, data in as_list(extra_keys, "extra_keys"):
         if data is None:
             raise ArgumentTypeError("extra_keys: got None, allowed: bytes")
-        checked.append((size_of(page, "page"), data))
+        if checked and checked[len(checked) - 1][0] is None:
+            raise ArgumentError("extra_keys: got keys behind those of all other pages, allowed: none")
+        checked.append((None if page is None else size_of(page, "page", 0, MAX_TOKENS), data))
     return checked
 
 
@@ -123,8 +125,9 @@ cdef class RowRequest:
     ) -> int | None:
         """Admit the request and return the number of hit tokens; None, and nothing taken, if too few pages are free.
 
-        `extra_keys` are ``(page, bytes)`` of the hash pages that have any, in order. With `takes_hits` the longest cached
-        prefix is hit, and loaded where only the tier has it. `context` comes from `EntryJournal.add_context`, `session` from
+        `extra_keys` are ``(page, bytes)`` of the hash pages that have any, in order; those of the page None, the last, are of
+        all pages that have no others. With `takes_hits` the longest cached prefix is hit, and loaded where only the tier has
+        it. `context` comes from `EntryJournal.add_context`, `session` from
         `PageSessions.hold`. `counter` counts an admitted request. A row that does not wait for tokens is added to `step`.
         """
         cdef RunningRows rows = self.rows
@@ -235,14 +238,20 @@ cdef class RowRequest:
 
     cdef int set_extra_keys(self, list extra_keys) except -1:
         cdef bytes data
-        cdef Py_ssize_t i, page
-        cdef ExtraKey *keys = <ExtraKey *>calloc(len(extra_keys) + 1, sizeof(ExtraKey))
+        cdef Py_ssize_t num = 1
+        cdef ExtraKey *keys = <ExtraKey *>calloc(len(extra_keys) + 2, sizeof(ExtraKey))
         if keys == NULL:
             raise MemoryError(f"{len(extra_keys)} extra keys")
         self.rows.batch.rows[self.row].extra_keys = keys
         self.rows.extra_key_bytes[self.row] = extra_keys
-        for i, (page, data) in enumerate(extra_keys):
-            keys[i] = ExtraKey(data=<const uint8_t *><const char *>data, size=len(data), page=page)
+        keys.page = OTHER_PAGES
+        for page, data in extra_keys:
+            if page is None:
+                keys.data, keys.size = <const uint8_t *><const char *>data, len(data)
+            else:
+                keys[num] = ExtraKey(data=<const uint8_t *><const char *>data, size=len(data), page=page)
+                num += 1
+        keys[num].page = LAST_PAGE
         return 0
 
     cdef object try_start(self, bint takes_hits):
@@ -320,9 +329,9 @@ cdef class RowRequest:
         cdef RunningRows rows = self.rows
         cdef Batch *batch = &rows.batch
         cdef Contents contents = Contents(
-            digests=digests_of(batch, self.row), num_digests=batch.records[self.row].num_hashed,
-            token_ids=tokens_of(batch, self.row), num_token_ids=self.tokens.num_known,
-            context=self.context, session=self.session,
+            digests=digests_of(batch, self.row), uppers=batch.rows[self.row].uppers,
+            num_digests=batch.records[self.row].num_hashed, token_ids=tokens_of(batch, self.row),
+            num_token_ids=self.tokens.num_known, context=self.context, session=self.session,
         )
         cdef Query query = self.query()
         cdef Py_ssize_t num_reachable, num_hashes = find_and_load(

@@ -49,7 +49,6 @@ cdef class RunningRows:
     cdef bint is_short              # the last admission was refused
     cdef list refusals              # for each row, the RefusedRequest of its last request, or None
     cdef Stays stays_now            # what results of calls refer to until rows are exchanged
-    cdef bytes key
     cdef int32_t num_shards         # shards of the pool that rows are bound to; 0: none
     cdef readonly object stays
     cdef readonly object num_ahead_tokens

@@ -21,7 +21,7 @@ from pagepool.core.pool cimport (
 from pagepool.core.rows.steps cimport *
 from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport FailedLoads, find_oldest_load, queue_save, queue_transfer, reserve_transfers
-from pagepool.core.values cimport array_of, digest_of_bytes, extra_key_of, ids_in, require_instance
+from pagepool.core.values cimport array_of, hashing_of, ids_in, require_instance
 
 from numbers import Real
 
@@ -325,13 +325,15 @@ cdef class RunningRows:
     def __init__(
         self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards,
         bint unifies_pages=False, bint restores_states=False, max_steps_ahead=0, bint writes_anywhere=False,
-        bint caches_computed=False,
+        bint caches_computed=False, str algorithm not None="siphash128",
     ):
         """`tables` are `TableRows`, one for each of the `groups`; these are `CacheGroups`, or an argument for them. With
         `unifies_pages` rows share pages with equal tokens; with `restores_states` lookahead may pass checkpoints. With
         `max_steps_ahead` lookahead tokens are computed by the step. States are written at the end of a step, or anywhere. With
-        `caches_computed` pages are cached once the steps that computed them are resolved.
+        `caches_computed` pages are cached once the steps that computed them are resolved. `key` and `algorithm` are those of a
+        `HashChain`.
         """
+        cdef Hashing hashing = hashing_of(algorithm, key)
         cdef tuple by_group = checked_tables(tables)
         cdef CacheGroups checked = groups if type(groups) is CacheGroups else CacheGroups(groups)
         cdef Py_ssize_t n, g, num_pool_shards = size_of(num_shards, "data_parallel_size", 0)
@@ -345,7 +347,10 @@ cdef class RunningRows:
         if num_hash_tokens and not store.enable_caching:
             raise ArgumentError(f"hash_page_size: got {num_hash_tokens}, allowed without prefix caching: 0")
         require_banks(store, checked)
-        self.store, self.key, self.buffers, self.groups = store, key, (), checked
+        if hashing.kind != SIPHASH and num_hash_tokens:
+            store.keep_whole_digests()
+        self.store, self.buffers, self.groups = store, (), checked
+        self.batch.hashing = hashing
         self.tables, self.lock_order = by_group, in_lock_order(by_group)
         self.num_shards = <int32_t>num_pool_shards
         self.batch.groups, self.batch.num_groups = checked.groups, checked.num
@@ -1082,17 +1087,20 @@ cdef int make_records(RunningRows running, Py_ssize_t n) except -1:
 cdef int make_contents(RunningRows running, Py_ssize_t n) except -1:
     cdef Py_ssize_t row, stride, num_hashes = 0
     cdef Digest *digests
+    cdef Digest *uppers = NULL
     running.batch.tokens_stride = odd_lines(running.batch.max_num_tokens, sizeof(int32_t))
     running.batch.token_ids = new_buffer(running, n, running.batch.tokens_stride)
-    running.batch.waiting.key = digest_of_bytes(running.key)
+    running.batch.waiting.key = running.batch.hashing.key
     running.batch.waiting.num_page_bytes = running.batch.hash_page_size * sizeof(int32_t)
-    running.batch.extra_key = extra_key_of(running.key)
     if running.batch.hash_page_size:
         num_hashes = running.batch.max_num_tokens // running.batch.hash_page_size
     stride = odd_lines(num_hashes, sizeof(Digest))
     digests = <Digest *>new_buffer(running, n, stride * (sizeof(Digest) // sizeof(int32_t)))
+    if running.batch.hashing.kind != SIPHASH:
+        uppers = <Digest *>new_buffer(running, n, stride * (sizeof(Digest) // sizeof(int32_t)))
     for row in range(n):
         running.batch.rows[row].digests = digests + row * stride
+        running.batch.rows[row].uppers = uppers + row * stride if uppers != NULL else NULL
     running.extra_key_bytes = [None] * n
     running.refusals = [None] * n
     return 0
@@ -1522,7 +1530,7 @@ cdef bint copy_extra_keys(RunningRows running, Py_ssize_t source, PageIds target
     cdef Batch *batch = &running.batch
     cdef ExtraKey *keys = batch.rows[source].extra_keys
     cdef Py_ssize_t i, row, num_keys = 1
-    while keys != NULL and keys[num_keys - 1].data != NULL:
+    while keys != NULL and keys[num_keys - 1].page != LAST_PAGE:
         num_keys += 1
     for i in range(targets.num):
         row = targets.ids[i]
@@ -1548,6 +1556,8 @@ cdef void fork_row(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nog
     assert not record.is_claimed and batch.rows[row].context == 0 and new.session == NO_SESSION and new.held.num_pages == 0
     copy_bytes(tokens_of(batch, row), tokens_of(batch, source), batch.records[source].num_tokens * sizeof(int32_t))
     copy_bytes(digests_of(batch, row), digests_of(batch, source), batch.records[source].num_hashed * sizeof(Digest))
+    if batch.hashing.kind != SIPHASH:
+        copy_bytes(batch.rows[row].uppers, batch.rows[source].uppers, batch.records[source].num_hashed * sizeof(Digest))
     record[0] = batch.records[source]
     record.stamp = batch.stamp
     batch.num_admitted += 1

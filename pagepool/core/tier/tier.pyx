@@ -127,6 +127,8 @@ cdef class PageTier:
         self.pages = PageStore(num_pages, True, True, eviction, sizes, store.bank_names)
         if store.has_blank_first:
             self.pages.put_blank_first()
+        if store.pool.uppers != NULL:
+            self.pages.keep_whole_digests()
         tier.min_uses = <uint8_t>size_of(min_uses, "min_uses", 1, MAX_USES)
         tier.oldest_load = INT64_MAX
         tier.pool, tier.save_evicted, tier.record_cached = &self.pages.pool, save_evicted, record_cached
@@ -475,6 +477,7 @@ cdef void end_save(Pool *pool, const Transfer *transfer, bint is_done) noexcept 
     tier.fills[page_id] = FILLED if is_done else UNFILLED
     if is_done and not transfer.is_void and find(tier.pool, transfer.key, transfer.group) == NULL_PAGE:
         entry = bare_entry(&transfer.key, transfer.group)
+        entry.upper = tier.pool.uppers + page_id if tier.pool.uppers != NULL else NULL
         cache_alone(tier.pool, page_id, &entry)
     give_back(tier.pool, page_id)
 

@@ -3,9 +3,9 @@
 
 from libc.stdint cimport INT64_MAX, int32_t
 
-from pagepool.core.base cimport Digest, reserve_items
+from pagepool.core.base cimport Digest, rare, reserve_items
 from pagepool.core.pool cimport (
-    FILLING, NO_SESSION, NULL_PAGE, Pool, Tier, Transfer, end_of_queue, fetch_entry, queue_of, record_behind, take,
+    FILLING, NO_SESSION, NULL_PAGE, Pool, Tier, Transfer, end_of_queue, fetch_entry, queue_of, record_behind, take, upper_of,
 )
 
 
@@ -28,6 +28,8 @@ cdef inline int32_t queue_save(Pool *pool, Digest key, int32_t group, int32_t pa
     take(tier.pool, &tier_id, 1, queue, NO_SESSION)
     fetch_entry(tier.pool, record_behind(tier.pool, end_of_queue(tier.pool, queue), queue))  # the next page to be taken
     tier.fills[tier_id] = FILLING
+    if rare(tier.pool.uppers != NULL):
+        tier.pool.uppers[tier_id] = upper_of(pool, page_id)
     queue_transfer(tier, Transfer(
         key=key, number=0, page_id=page_id, tier_id=tier_id, group=group, is_load=False, is_void=is_void,
     ))

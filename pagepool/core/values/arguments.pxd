@@ -3,7 +3,7 @@
 from cpython.long cimport PyLong_CheckExact
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t
 
-from pagepool.core.base cimport Digest
+from pagepool.core.base cimport Digest, WideDigest
 
 
 cdef extern from "Python.h":
@@ -12,6 +12,7 @@ cdef extern from "Python.h":
 
 cdef Digest digest_of_bytes(bytes data) except *
 cdef Digest digest_of_int(object value) except *
+cdef WideDigest wide_of_int(object value, bint is_wide) except *
 cdef object index_of(object value, str name)
 cdef object float_of(object value, str name)
 cdef int32_t term_of_seconds(object seconds) except -1
@@ -30,6 +31,11 @@ cdef int32_t as_shard(object shard, int32_t num_shards) except? -1
 
 cdef inline object int_of_digest(Digest digest):
     return <object>digest.hi << 64 | <object>digest.lo
+
+
+cdef inline object int_of_wide(WideDigest digest):
+    key = int_of_digest(digest.key)
+    return int_of_digest(digest.upper) << 128 | key if digest.upper.lo | digest.upper.hi else key
 
 
 cdef inline int32_t int32_of(object value) except? -1:

@@ -18,6 +18,9 @@ cdef extern from "Python.h":
     unsigned long long PyLong_AsUnsignedLongLongMask(object value) except? -1
 
 
+cdef object MAX_KEY = (1 << 128) - 1
+
+
 cdef Digest digest_of_bytes(bytes data) except *:
     cdef Digest digest
     if len(data) != 16:
@@ -36,6 +39,17 @@ cdef Digest digest_of_int(object value) except *:
     except OverflowError:
         raise ArgumentError(f"key: got {shown(value)}, allowed: 0 to 2**128 - 1") from None
     return Digest(lo=PyLong_AsUnsignedLongLongMask(value), hi=high)
+
+
+cdef WideDigest wide_of_int(object value, bint is_wide) except *:
+    """Return `value` as a digest of 32 bytes if it `is_wide`, otherwise as a key."""
+    cdef Digest upper = Digest(lo=0, hi=0)
+    if is_wide:
+        value = index_of(value, "key")
+        if value < 0 or value >> 256:
+            raise ArgumentError(f"key: got {shown(value)}, allowed: 0 to 2**256 - 1")
+        upper, value = digest_of_int(value >> 128), value & MAX_KEY
+    return WideDigest(key=digest_of_int(value), upper=upper)
 
 
 cdef object ndarray = np.ndarray

@@ -1,23 +1,25 @@
 # Hash chains of requests: the digests of a request's full pages, and the tokens of these pages if they are kept.
 #
-# Always: at most `capacity` digests, and kept tokens for at most `num` pages. Each call appends whole pages.
+# Always: at most `capacity` digests, and kept tokens for at most `num` pages. Each call appends whole pages. Of digests of 32
+# bytes, `digests` has the lower halves and `uppers` the others.
 
 cimport cython
 
-from pagepool.core.base cimport Digest, LockNode
+from pagepool.core.base cimport Digest, Hashing, LockNode, WideDigest
 from pagepool.core.values.ids cimport *
 
 
-cdef Digest extra_key_of(bytes key) except *
+cdef Hashing hashing_of(str algorithm, bytes key) except *
 
 
 @cython.final
 cdef class HashChain:
-    cdef Digest key
-    cdef Digest extra_key
+    cdef Hashing hashing
     cdef Digest *digests
+    cdef Digest *uppers       # NULL: digests have 16 bytes
     cdef Py_ssize_t num
     cdef Py_ssize_t capacity
+    cdef Py_ssize_t upper_capacity
     cdef readonly Py_ssize_t page_size
     cdef PageIds token_ids    # None: tokens are not kept
     cdef cython.pymutex lock

@@ -3,14 +3,15 @@
 cimport cython
 from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport uint8_t
+from libc.string cimport memset
 
 from pagepool.core.base cimport (
-    CHAIN_LOCK, SipState, delist_lock, enlist_lock, go_on, hash_after, hash_pages, let_others_run, reserve_items, sip_bytes,
-    sip_finish, sip_start,
+    CHAIN_LOCK, SHA256, SHA256_CBOR, SIPHASH, SipState, delist_lock, digest_at, enlist_lock, go_on, has_sha_instructions,
+    hash_pages, let_others_run, reserve_items, set_digest, sip_bytes, sip_finish, sip_start,
 )
 from pagepool.core.values.arguments cimport *
 
-from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 
 
 def siphash128(bytes key not None, bytes data not None) -> bytes:
@@ -28,28 +29,45 @@ def siphash128(bytes key not None, bytes data not None) -> bytes:
     return (<char *>&digest)[:16]
 
 
-cdef Digest extra_key_of(bytes key) except *:
-    """Return the key for extra keys; no tokens can imitate them."""
-    return digest_of_bytes(siphash128(key, b"extra keys"))
+cdef Hashing hashing_of(str algorithm, bytes key) except *:
+    """Return an algorithm, with a secret key of 16 bytes for SipHash, or the parent of first pages, 32 bytes, for SHA-256. No
+    tokens can imitate extra keys.
+    """
+    cdef Hashing hashing
+    memset(&hashing, 0, sizeof(hashing))
+    if algorithm == "siphash128":
+        hashing.kind, hashing.key = SIPHASH, digest_of_bytes(key)
+        hashing.extra_key = digest_of_bytes(siphash128(key, b"extra keys"))
+    elif algorithm in ("sha256", "sha256_cbor"):
+        hashing.kind = SHA256 if algorithm == "sha256" else SHA256_CBOR
+        if len(key) != 32:
+            raise ArgumentError(f"key: got {len(key)} bytes, allowed: 32")
+        hashing.is_fast = has_sha_instructions()
+        hashing.root = wide_of_int(int.from_bytes(key, "big"), True)
+    else:
+        raise ArgumentError(f"algorithm: got {shown(algorithm)}, allowed: 'siphash128', 'sha256' or 'sha256_cbor'")
+    return hashing
 
 
 @cython.final
 cdef class HashChain:
-    """The digests of a request's full pages, each made from the one before: SipHash-2-4-128 under a secret key.
+    """The digests of a request's full pages, each made from the one before: SipHash-2-4-128 under a secret key, or SHA-256.
 
-    `page_size` is in tokens. With `keep_token_ids` the tokens stay beside the digests. 16 bytes a page.
+    `page_size` is in tokens. `algorithm` is ``"siphash128"``, with a `key` of 16 bytes, or ``"sha256"`` or ``"sha256_cbor"``,
+    whose `key` of 32 bytes is the parent of first pages. With `keep_token_ids` the tokens stay beside the digests. 16 bytes a
+    page, 32 with SHA-256.
     """
 
-    def __cinit__(self, page_size, bytes key not None, bint keep_token_ids=False):
+    def __cinit__(self, page_size, bytes key not None, bint keep_token_ids=False, str algorithm not None="siphash128"):
         enlist_lock(&self.lock_node, &self.lock, CHAIN_LOCK)
         self.page_size = size_of(page_size, "page_size", 1)
-        self.key = digest_of_bytes(key)
-        self.extra_key = extra_key_of(key)
+        self.hashing = hashing_of(algorithm, key)
         self.token_ids = PageIds() if keep_token_ids else None
 
     def __dealloc__(self):
         delist_lock(&self.lock_node)
         free(self.digests)
+        free(self.uppers)
 
     def __reduce__(self):
         raise ArgumentTypeError("a HashChain holds a secret key and cannot be pickled")
@@ -62,16 +80,16 @@ cdef class HashChain:
         return num
 
     def __getitem__(self, Py_ssize_t i) -> int:
-        """Return the digest of page `i` as an int of 128 bits."""
-        cdef Digest digest
+        """Return the digest of page `i` as an int of 128 bits, or 256 with SHA-256."""
+        cdef WideDigest digest
         cdef Py_ssize_t num
         with self.lock:
             num = self.num
             if 0 <= i < num:
-                digest = self.digests[i]
+                digest = digest_at(self.digests, self.uppers, i)
         if not 0 <= i < num:
             raise IndexError(f"page: got {i}, allowed: 0 to {num - 1}")
-        return int_of_digest(digest)
+        return int_of_wide(digest)
 
     def extend(self, object tokens, bytes extra_keys=b"") -> None:
         """Hash the next pages, a list or an int array with a multiple of `page_size` token ids. The first of these pages also
@@ -85,7 +103,7 @@ cdef class HashChain:
         if num_pages == 0:
             return
         with self.lock:
-            has_room = self.extend_locked(ids, extra_keys)
+            has_room = self.extend_locked(ids, extra_keys or b"")
         if not has_room:
             raise MemoryError(f"{num_pages} digests more")
 
@@ -108,17 +126,18 @@ cdef class HashChain:
     cdef bint extend_locked(self, PageIds tokens, bytes extra_keys) noexcept:
         """Hash pages as `extend` does, with the lock held; return False, with nothing changed, if memory is short."""
         cdef Py_ssize_t num_pages = tokens.num // self.page_size
-        cdef Digest parent = self.digests[self.num - 1] if self.num else Digest(lo=0, hi=0)
+        cdef Py_ssize_t start = self.num
+        cdef const int32_t *ids = tokens.ids - start * self.page_size
+        cdef const uint8_t *extra = <const uint8_t *><const char *>extra_keys
+        cdef Py_ssize_t size = len(extra_keys)
         cdef void *thread
         assert tokens.num % self.page_size == 0
         if not reserve_digests(self, num_pages, tokens.num):
             return False
         if self.token_ids is not None:
             self.token_ids.put(tokens.ids, num_pages * self.page_size)
-        if extra_keys:
-            parent = hash_after(self.extra_key, parent, extra_keys, len(extra_keys))
         thread = let_others_run(num_pages)
-        hash_pages(self.key, parent, tokens.ids, self.page_size, self.digests + self.num, num_pages)
+        hash_pages(&self.hashing, ids, self.page_size, self.digests, self.uppers, start, start + num_pages, extra, size)
         go_on(thread)
         self.num += num_pages
         assert self.num <= self.capacity
@@ -126,8 +145,10 @@ cdef class HashChain:
         return True
 
     def append_key(self, object key, tokens=()) -> None:
-        """Append a page by a 128-bit key made elsewhere. `tokens` are none, or all of the page, and may be kept."""
-        cdef Digest digest = digest_of_int(key)
+        """Append a page by a key made elsewhere, 128 bits, or 256 with SHA-256. `tokens` are none, or all of the page, and may
+        be kept.
+        """
+        cdef WideDigest digest = wide_of_int(key, self.hashing.kind != SIPHASH)
         cdef PageIds copied = as_own_ids(tokens, "token ids")
         cdef bint has_room
         if copied.num not in (0, self.page_size):
@@ -135,7 +156,7 @@ cdef class HashChain:
         with self.lock:
             has_room = reserve_digests(self, 1, copied.num)
             if has_room:
-                self.digests[self.num] = digest
+                set_digest(self.digests, self.uppers, self.num, digest)
                 self.num += 1
                 if self.token_ids is not None:
                     self.token_ids.put(copied.ids, copied.num)
@@ -156,6 +177,10 @@ cdef class HashChain:
 
 cdef bint reserve_digests(HashChain chain, Py_ssize_t num_pages, Py_ssize_t num_tokens) noexcept:
     """Make room for digests and tokens; return False if memory is short."""
-    if not reserve_items(<void **>&chain.digests, &chain.capacity, chain.num + num_pages, sizeof(Digest)):
+    cdef Py_ssize_t num = chain.num + num_pages
+    if not reserve_items(<void **>&chain.digests, &chain.capacity, num, sizeof(Digest)):
         return False
+    if chain.hashing.kind != SIPHASH:
+        if not reserve_items(<void **>&chain.uppers, &chain.upper_capacity, num, sizeof(Digest)):
+            return False
     return chain.token_ids is None or chain.token_ids.try_reserve(num_tokens)
