@@ -164,7 +164,7 @@ class Loads:
     def _fill(self, job: Job, places: npt.NDArray[np.intp]) -> None:
         """Copy loaded objects into pages of the tier, and let those hit that are intact there."""
         tier, loaded = self._tier, job.pages.choose(places)
-        number, page_ids = begin_fills(tier.store, tier.groups, loaded.keys, loaded.groups)
+        number, page_ids = begin_fills(tier.store, tier.groups, loaded.keys, loaded.groups, job.context.chain)
         if not number:
             return
         taken = np.flatnonzero(page_ids)

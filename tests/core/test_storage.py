@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -193,3 +194,23 @@ def test_misuse() -> None:
     end_fills(store, number)
     with pytest.raises(ArgumentError, match=r"^number: got 1"):
         end_fills(store, number)
+
+
+def test_events_of_filled_pages_have_whole_digests() -> None:
+    pytest.importorskip("msgspec", reason="events are an extra")
+    manager = CacheManager(6, [CacheGroupSpec(SPEC)], 64, host_tier=HostTier(8), hash_algo="sha256")
+    manager.enable_events(hashes_as_bytes=True)
+    link_storage(manager._store)
+    save_all(manager, list(range(200, 217)))  # whose digests the pages of the tier had before
+    manager.take_events()
+    chain = manager._registry.hash_apart(EngineRequest("other", TOKENS), len(TOKENS))
+    groups = manager._rules.groups
+    keys, group_ids, _, _ = list_absent(manager._store, groups, chain, len(TOKENS))
+    number, _ = begin_fills(manager._store, groups, keys, group_ids, chain)
+    end_fills(manager._store, number)
+    told = [digest for event in manager.take_events() if hasattr(event, "token_ids") for digest in event.block_hashes]
+    parent, expected = bytes(32), []
+    for start in range(0, 16, PAGE_SIZE):
+        parent = hashlib.sha256(parent + np.array(TOKENS[start : start + PAGE_SIZE], "<i4").tobytes()).digest()
+        expected.append(parent)
+    assert sorted(told) == sorted(expected)

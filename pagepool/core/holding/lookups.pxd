@@ -12,6 +12,7 @@ from pagepool.core.values cimport HashChain, PageIds
 
 cdef struct StoredKey:        # a page in storage behind the tier
     Digest key
+    Digest upper              # upper half of the digest, if it is known and has 32 bytes; else 0
     int32_t group
 
 cdef struct Query:

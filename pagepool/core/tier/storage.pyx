@@ -4,7 +4,7 @@ from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint64_t
-from libc.string cimport memmove
+from libc.string cimport memcmp, memmove
 
 from pagepool.core.holding cimport (
     Group, StoredKey, find_first_hit_page, find_longest, last_hash, query_of, queue_in, ranges_in,
@@ -139,17 +139,35 @@ cdef StoredKey *read_keys(object keys, object group_ids, Py_ssize_t num_groups, 
     if copied == NULL:
         raise MemoryError("the keys of pages")
     for i in range(num[0]):
-        copied[i] = StoredKey(key=Digest(lo=key_view[i, 0], hi=key_view[i, 1]), group=group_view.ids[i])
+        copied[i] = StoredKey(
+            key=Digest(lo=key_view[i, 0], hi=key_view[i, 1]), upper=Digest(lo=0, hi=0), group=group_view.ids[i],
+        )
     return copied
 
 
 # Fills: pages of the tier that get contents from storage. Their transfers have the negative of the list's number.
 
-def begin_fills(PageStore store not None, CacheGroups groups not None, keys, group_ids) -> tuple:
+cdef void find_uppers(HashChain chain, StoredKey *keys, Py_ssize_t num) noexcept:
+    """Set the upper halves of keys that are in a chain of SHA-256. O(keys + pages) for keys in the order of the chain."""
+    cdef Py_ssize_t i, _, at = 0
+    with chain.lock:
+        for i in range(num if chain.uppers != NULL else 0):
+            for _ in range(chain.num):
+                at = 0 if at == chain.num else at
+                if memcmp(&chain.digests[at], &keys[i].key, sizeof(Digest)) == 0:
+                    keys[i].upper = chain.uppers[at]
+                    break
+                at += 1
+
+
+def begin_fills(
+    PageStore store not None, CacheGroups groups not None, keys, group_ids, HashChain chain=None
+) -> tuple:
     """Take a free page of the tier for each key that neither pool nor tier has, while the bank of its group has free pages.
     Return the number of this list, or 0 if nothing was taken, and the pages, with page 0 where none was taken. They are held
     until `end_fills`. Pages evicted for them are due for storage: copy those before anything is written. Nothing is taken if
-    everything was dropped since the storage was linked. O(keys + transfers in flight).
+    everything was dropped since the storage was linked. `chain` has the whole digests of the keys, for events: None if they are
+    the keys. O(keys + pages + transfers in flight).
     """
     cdef PageTier tier_pages = tier_of(store)
     cdef Tier *tier = &tier_pages.tier
@@ -159,6 +177,8 @@ def begin_fills(PageStore store not None, CacheGroups groups not None, keys, gro
     cdef StoredKey *wanted = read_keys(keys, group_ids, groups.num, &num)
     cdef int32_t[::1] taken
     try:
+        if chain is not None:
+            find_uppers(chain, wanted, num)
         page_ids = np.zeros(num, np.int32)
         taken = page_ids
         with store.lock:
@@ -188,6 +208,8 @@ cdef int32_t begin_fill(Pool *pool, const StoredKey *wanted, const Group *groups
         return NULL_PAGE
     take(tier.pool, &tier_id, 1, queue, NO_SESSION)
     tier.fills[tier_id] = FILLING
+    if rare(tier.pool.uppers != NULL):
+        tier.pool.uppers[tier_id] = wanted.upper
     memmove(at + 1, at, tier.num_due * sizeof(Transfer))
     at[0] = Transfer(
         key=wanted.key, number=-number, page_id=NULL_PAGE, tier_id=tier_id, group=wanted.group, is_load=False, is_void=False,
@@ -284,7 +306,7 @@ cdef Py_ssize_t copy_absent(
         for page in range(0 if is_all else find_first_hit_page(query, group, num_hashes), num_hashes // group.stride):
             key = query.digests[last_hash(group, page)]
             if find(pool, key, group.id) == NULL_PAGE and find(pool.tier.pool, key, group.id) == NULL_PAGE:
-                listed[num] = StoredKey(key=key, group=group.id)
+                listed[num] = StoredKey(key=key, upper=Digest(lo=0, hi=0), group=group.id)
                 num += 1
     return num
 
