@@ -45,7 +45,13 @@ PARTS_REMOVED = 100
 """One part of `max_bytes` in this number is removed at once."""
 
 PARTS_LISTED = 16
-"""Files are listed again once this process has written, or removed, one part of `max_bytes` in this number."""
+"""Files are listed again once this process has written one part of `max_bytes` in this number."""
+
+PARTS_OVER = 8
+"""The files may exceed `max_bytes` by one part in this number while the oldest are being removed."""
+
+SECONDS_OF_REST = 1.0
+"""Time until files are listed again if none could be removed."""
 
 
 class Files:
@@ -79,8 +85,10 @@ class Files:
             raise refuse_size(path, size if size < len(row) else f"over {len(row)}", row)
         return True
 
-    def save(self, key: bytes, row: memoryview) -> None:
-        """Write a row to the file."""
+    def save(self, key: bytes, row: memoryview) -> bool:
+        """Write a row to the file. Return False if there is no room yet."""
+        if not self._room.take(len(row)):
+            return False
         path = f"{self._root}/{split_key(key)}"
         folder = os.path.dirname(path)
         temporary = f"{folder}/.{self._writer}-{next(self._numbers)}.tmp"
@@ -98,10 +106,12 @@ class Files:
                 os.close(descriptor)
             os.replace(temporary, path)
         except BaseException:
+            self._room.finish(len(row), False)
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-        self._room.add(len(row))
+        self._room.finish(len(row), True)
+        return True
 
     def touch(self, key: bytes) -> None:
         """Set the time of the file's last use."""
@@ -134,16 +144,16 @@ def write(descriptor: int, row: memoryview) -> None:
 class Room:
     """The bytes of a folder's files, and the thread that removes the oldest of them.
 
-    The thread lists all files at the start, and again whenever this process has written or removed a sixteenth of `max_bytes`,
-    since other processes may have changed them too. In between it adds up what this process writes.
+    The thread lists all files at the start, and again whenever this process has written a sixteenth of `max_bytes`, since other
+    processes write and remove files too. In between it adds up what this process writes.
     """
 
     def __init__(self, root: str, max_bytes: int | None) -> None:
         self._root, self._max_bytes, self._process_id = root, max_bytes, os.getpid()
         self._lock, self._is_stopped = threading.Lock(), False
         self._wakes: SimpleQueue[None] = SimpleQueue()  # unlike an event, the garbage collector may put into it at any point
-        self._num_bytes = self._num_written = 0
-        self._limit = max_bytes  # the thread has work beyond this number of bytes
+        self._num_bytes = self._num_written = self._num_begun = 0
+        self._rests_until = 0.0
         self._oldest: deque[tuple[int, int, bytes]] = deque()  # time, size and key of files, for removal
         self._thread = threading.Thread(target=self._run, name="pagepool-files-room", daemon=True)
 
@@ -151,16 +161,31 @@ class Room:
         """Start the thread."""
         self._thread.start()
 
-    def add(self, num_bytes: int) -> None:
-        """Count a written file. A file that it replaced is counted too until the next listing."""
-        if self._max_bytes is None or self._limit is None:
-            return
+    def take(self, num_bytes: int) -> bool:
+        """Count a file that is about to be written, or return False if there is no room until others are removed. A file that
+        it replaces is counted too until the next listing. Raise OSError if there can never be room.
+        """
+        if self._max_bytes is None:
+            return True
+        if num_bytes > self._max_bytes:
+            raise OSError(f"{self._root}: got {num_bytes} bytes to save, allowed: {self._max_bytes}, which is max_bytes")
         with self._lock:
-            self._num_bytes += num_bytes
-            self._num_written += num_bytes
-            is_due = self._num_bytes > self._limit or self._num_written > self._max_bytes // PARTS_LISTED
-        if is_due:
+            has_room = self._num_bytes + num_bytes <= self._max_bytes + self._max_bytes // PARTS_OVER
+            if has_room:
+                self._num_bytes += num_bytes
+                self._num_written += num_bytes
+                self._num_begun += num_bytes
+            is_due = self._num_bytes > self._max_bytes or self._num_written > self._max_bytes // PARTS_LISTED
+        if (is_due or not has_room) and self._wakes.empty():
             self._wakes.put(None)
+        return has_room
+
+    def finish(self, num_bytes: int, is_written: bool) -> None:
+        """Count a file that was written, or failed to be."""
+        if self._max_bytes is not None:
+            with self._lock:
+                self._num_begun -= num_bytes
+                self._num_bytes -= 0 if is_written else num_bytes
 
     def stop(self) -> None:
         """Let the thread end. Do nothing in a forked process, which lacks it and must not take its locks."""
@@ -184,7 +209,7 @@ class Room:
     def _list_files(self) -> None:
         """Count the files, and find the oldest. Remove temporary files whose writer is gone."""
         with self._lock:
-            self._num_written = 0
+            self._num_written = self._num_begun
         times, sizes, keys = array("q"), array("q"), []
         oldest_temporary = time.time() - SECONDS_OF_LEFTOVERS
         for entry in self._scan():
@@ -202,8 +227,8 @@ class Room:
             return
         num_bytes = sum(sizes)
         with self._lock:
-            self._num_bytes = num_bytes + self._num_written // 2  # written meanwhile, half of them in folders listed before
-        wanted = max(0, num_bytes - self._max_bytes) + self._max_bytes // PARTS_LISTED
+            self._num_bytes = num_bytes + self._num_written  # some of what was written meanwhile is counted twice
+        wanted = max(0, num_bytes - self._max_bytes) + self._max_bytes // PARTS_OVER
         order = np.argsort(np.asarray(times), kind="stable")
         stop = int(np.searchsorted(np.cumsum(np.asarray(sizes)[order]), wanted)) + 1
         self._oldest = deque((times[i], sizes[i], keys[i]) for i in order[:stop].tolist())
@@ -225,8 +250,12 @@ class Room:
         has_removed = True
         while self._num_bytes > goal and not self._is_stopped:
             if not self._oldest:
-                if has_removed:
-                    self._list_files()
+                if time.monotonic() < self._rests_until:
+                    break
+                if not has_removed:
+                    self._rests_until = time.monotonic() + SECONDS_OF_REST
+                    break
+                self._list_files()
                 if not self._oldest or self._num_bytes <= max_bytes:
                     break
                 has_removed = False
@@ -234,10 +263,6 @@ class Room:
             has_removed = has_removed or removed > 0
             with self._lock:
                 self._num_bytes -= removed
-        with self._lock:
-            # Files that cannot be removed are not tried again for every file written.
-            is_full = self._num_bytes > max_bytes
-            self._limit = self._num_bytes + max_bytes // PARTS_LISTED if is_full else max_bytes
 
     def _remove(self, last_use: int, size: int, key: bytes) -> int:
         """Remove a file unless it was used since it was listed. Return the bytes that are gone."""
@@ -311,11 +336,12 @@ class FileStore(JobStore):
         letters, digits, "-", "_" and ".", divided by "/".
 
         `max_bytes` limits the files of the namespace: beyond it, a thread removes the files unused for longest, a hundredth of
-        the bytes at once, beside the other threads. A use is a save or a `touch`, at most one a minute, not a load.
+        the bytes at once, beside the other threads. A use is a save or a `touch`, at most one a minute, not a load. If files
+        exceed the limit by an eighth, since they are written faster than removed, saves are not done, without an error.
         Temporary files, and files of other namespaces, do not count. The files are listed at the start, while the store answers
         already, and again after each sixteenth of `max_bytes` written: about 8 us a file, and 250 bytes of memory meanwhile.
-        Each process that shares the folder counts what it writes, and other processes' files when it lists them. So P processes
-        may exceed the limit by P sixteenths; give all of them the same.
+        Each process that shares the folder counts what it writes, and other processes' files when it lists them. So several
+        processes may exceed the limit by more, usually by a sixteenth each; give all of them the same.
 
         With `fsync` a file reaches the disk before it is renamed, which costs several times the time of a save.
 

@@ -39,8 +39,8 @@ class Objects(Protocol):
     def load(self, key: bytes, row: memoryview) -> bool:
         """Read the object into a row. Return False if it is not there; raise an error for another length."""
 
-    def save(self, key: bytes, row: memoryview) -> None:
-        """Write the object, in place of an older one."""
+    def save(self, key: bytes, row: memoryview) -> bool:
+        """Write the object, in place of an older one. Return False if there is no room for it."""
 
     def touch(self, key: bytes) -> None:
         """Record a use of the object."""
@@ -76,8 +76,7 @@ class Job:
             elif self.kind == Kind.LOAD:
                 self.is_done[index] = objects.load(key, self.rows[index])
             elif self.kind == Kind.SAVE:
-                objects.save(key, self.rows[index])
-                self.is_done[index] = True
+                self.is_done[index] = objects.save(key, self.rows[index])
             else:
                 objects.touch(key)
         except Exception as error:

@@ -61,13 +61,14 @@ class Bucket:
                 np.copyto(np.frombuffer(row, np.uint8), data)
         return True
 
-    def save(self, key: bytes, row: memoryview) -> None:
+    def save(self, key: bytes, row: memoryview) -> bool:
         """Write a copy of a row, since obstore may read, or even keep, what it is given after the call."""
         with self._lock:
             if self._is_closed:
-                return
+                return False
             data = np.frombuffer(row, np.uint8).copy()
         self._obstore.put(self._store, f"{self._namespace}/{split_key(key)}", data, use_multipart=False)
+        return True
 
     def touch(self, key: bytes) -> None:
         """Do nothing."""

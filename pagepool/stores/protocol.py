@@ -29,7 +29,8 @@ class Store(Protocol):
 
     `lookup`, `load` and `save` start a job and return its number, which no other job of the store has. `poll` answers each
     job at most once, in any order: a slow store answers late, and a broken one never. Faults of the store, such as a full
-    disk or a missing bucket, are answers with an `error`; they are never raised.
+    disk or a missing bucket, are answers with an `error`; they are never raised. A save without an error may be undone too, if
+    the store has no room for it.
 
     A key has 1 to 64 bytes. An object is replaced as a whole, so a load never mixes two of them. Objects may vanish at any
     time, and several processes may use the same objects. A store may find out after a successful look-up that it cannot load
