@@ -1,7 +1,8 @@
 """The link between a device and host memory, and what `HostPages` gets of it: ``make bench-host``, some minutes on a GPU.
 
 Prints tables: what jax does with memory of the host; transfers of 1, 8 and 64 pages each way with 1, 2 and 4 copy threads,
-beside a transfer for each page and one of all bytes; a step behind transfers. Ends with the figures to reach.
+beside a transfer for each page and one of all bytes; the same in smaller pieces; a step behind transfers. Ends with the
+figures to reach.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import numpy as np
@@ -20,6 +22,7 @@ import numpy as np
 from bench.races.bench_host_pages import time_steps
 from bench.races.host_rivals import Moving, MovingByPage, Putting, Transferring
 from bench.tables import as_table
+from pagepool import host_pages
 from pagepool._core import copy_rows
 
 MIB = 1 << 20
@@ -27,6 +30,7 @@ SIZE = 16 * MIB
 PAGES_KIB = (64, 256, 1024)
 NUMS_OF_PAGES = (1, 8, 64)
 NUMS_OF_THREADS = (1, 2, 4)
+PAGES_PER_CALL = (8, 16, 32, 64)
 NUM_ROUNDS = 30
 SECONDS_PER_CASE = 2.0
 TARGETS = ((64, 0.6), (8, 0.4))
@@ -126,6 +130,20 @@ def as_line(name: str, times: Mapping[str, tuple[float, float]], num_pages: int,
     return [name, *shown]
 
 
+def tabulate_pieces() -> str:
+    """Return times of 64 pages that cross in pieces, whose copies by the host and the device may overlap."""
+    lines = []
+    for way in ("save", "load"):
+        cells = []
+        for num in PAGES_PER_CALL:
+            with patch.object(host_pages, "MAX_PAGES_PER_CALL", num):
+                moving = Transferring(64, way, 256)
+            call, total = time_calls(moving.start, lambda _, moving=moving: moving.finish())
+            cells.append(f"{call / 64:,.1f} / {total / SIZE * MIB:,.1f}")
+        lines.append([f"{way}s of 64 pages of 256 KiB", *cells])
+    return as_table(["in pieces of pages", *map(str, PAGES_PER_CALL)], lines)
+
+
 def judge(times: Mapping[tuple[int, str, int], Mapping[str, tuple[float, float]]], delay_ms: float) -> list[str]:
     """Return whether the figures that should be reached are."""
     lines = []
@@ -153,6 +171,7 @@ def main() -> None:
                 case = times[num_pages, way, page_kib] = time_transfers(num_pages, way, page_kib)
                 line = as_line(f"{way}s of {num_pages} pages of {page_kib} KiB", case, num_pages, page_kib)
                 print(f"| {' | '.join(line)} |", flush=True)
+    print("\n" + tabulate_pieces(), flush=True)
     lines, delay = [], 0.0
     for way in ("save", "load"):
         for name, make in make_contenders(64, way, 256).items():

@@ -204,6 +204,7 @@ def test_figures(tmp_path: Path) -> None:
     assert all(line.rate for line, column, _ in keeping.list_cells(Chosen([])) if column == "one-shots never")
 
 
+@pytest.mark.slow
 def test_the_study_of_the_host_link_at_a_small_size(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,6 +214,7 @@ def test_the_study_of_the_host_link_at_a_small_size(
     monkeypatch.setattr(host_link, "PAGES_KIB", (256,))
     monkeypatch.setattr(host_link, "NUMS_OF_PAGES", (8, 64))
     monkeypatch.setattr(host_link, "NUMS_OF_THREADS", (2,))
+    monkeypatch.setattr(host_link, "PAGES_PER_CALL", (64,))
     monkeypatch.setattr(host_link, "NUM_ROUNDS", 0)
     host_link.main()
     printed = capsys.readouterr().out
