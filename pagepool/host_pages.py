@@ -336,18 +336,6 @@ class Copy:
         return self.error
 
 
-class Written(NamedTuple):
-    """The end of a call of `Saving.write_rows`, which is asked like an array."""
-
-    future: Future[None]
-
-    def is_ready(self) -> bool:
-        return self.future.done()
-
-    def block_until_ready(self) -> None:
-        self.future.result()
-
-
 class Saving:
     """The last save of some pages. `pages`: an array for each pack, on the devices, until the rows are written. Another thread
     sets `error`, and then `pages`: whoever finds None there finds the page in its row, or the error.
@@ -365,10 +353,24 @@ class Saving:
                 for pack, pages in zip(packs, arrays, strict=True):
                     pack.write_rows(pages, rows, dst, num_threads)
         except Exception as error:
-            self.error = error
-            raise
+            self.error = error.with_traceback(None)  # whose frames would keep the pages
         finally:
             self.pages = None
+
+
+class Written(NamedTuple):
+    """The end of a call of `Saving.write_rows`, which is asked like an array."""
+
+    saving: Saving
+    end: Future[None]
+
+    def is_ready(self) -> bool:
+        return self.end.done()
+
+    def block_until_ready(self) -> None:
+        self.end.result()
+        if self.saving.error:
+            raise self.saving.error
 
 
 WRITTEN = Saving()
@@ -431,7 +433,8 @@ class GroupPages:
                 saved = [pack.save(leaves, src) for pack in self.packs]
                 saving = Saving([pages for pages, _ in saved])
                 arrays = [array for _, array in saved]
-                copy = Copy([Written(submit(saving.write_rows, self.packs, arrays, self.rows, dst))])
+                end = submit(saving.write_rows, self.packs, arrays, self.rows, dst)
+                copy = Copy([Written(saving, end)])
             except Exception as error:
                 saving, copy = Saving(error=error), Copy(error=error)
             self.places[dst], self.origins[dst] = np.arange(len(dst)), src
