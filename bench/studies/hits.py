@@ -16,7 +16,7 @@ HITS = Path(__file__).parents[1] / "hits.json"
 COLUMNS = (
     *("LRU, all", "LRU, ends", "adaptive, all", "adaptive, ends", "vLLM"),
     *("alone", "alone in its share", "LRU", "adaptive", "close", "expected", "wrong by 4.5", "half vanish", "no truth"),
-    *("half tell", "one-shots never", "shares", "two pools", "scheduler", "an array for each layer"),
+    *("half tell", "one-shots never", "shares", "two pools", "scheduler", "an array for each layer", "never", "always", "rule"),
 )
 """The columns of all tables, in order."""
 

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from pagepool._core import HashChain, begin_fills, end_fills, list_absent
 from pagepool.stores.frames import HEADER_BYTES, make_header
 from pagepool.stores.pages import Pages, Tier
 from pagepool.stores.pending import Buffers, Flags, Job, Jobs, Object
-from pagepool.stores.rates import Rate
+from pagepool.stores.rates import AnswerRate, Rate
 from pagepool.stores.saves import Saves
 
 __all__ = ["Fetch", "Loads"]
@@ -22,16 +23,20 @@ MAX_LOOKUPS = 1024
 """Look-ups that a store leaves unanswered before it gets no more."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Fetch:
     """A queued request whose pages may be in the store."""
 
     chain: HashChain
     num_tokens: int
+    queued_at: float
     num_on_the_way: int = 0  # jobs and pages that are looked up or loaded
-    asked_at: float | None = None  # time of the first question whether it is ready
-    began_at: float = 0.0  # time when its loads began
-    num_seconds: float | None = None  # for which its loads are worth waiting for; None: rates do not tell
+    asked_at: float = inf  # time of the first question whether it is ready
+    num_bytes: int = 0  # of the pages that are looked up or loaded
+    num_page_tokens: int = 0  # in them
+    began_at: float | None = None  # time when its look-up was answered
+    load_seconds: float | None = None  # that its loads take from then on; None: rates do not tell
+    is_over: bool = False  # its pages are computed
 
 
 class Loads:
@@ -46,27 +51,60 @@ class Loads:
         self._buffers = Buffers(max_bytes)
         self._waiting: deque[tuple[Fetch, Pages]] = deque()  # pages to be loaded
         self._num_waiting_bytes = 0
-        self._load_rate, self._step_rate = Rate(), Rate()
+        self._load_rate, self._step_rate = AnswerRate(), Rate()
+        self._queue_seconds = Rate()  # seconds until a request is asked for, by requests
         self._num_lookups = 0
-        self._ended_at = 0.0  # time of the last answer
         self.num_looked_up = self.num_found = self.num_recomputed = 0
         self.num_loading = self.num_loaded = self.num_missing = self.num_damaged = 0
 
     def record_step(self, num_tokens: int, seconds: float) -> None:
-        """Add a measured step."""
-        self._step_rate.add(time.monotonic(), num_tokens, seconds)
+        """Add a measured step, unless it computed nothing of a prompt."""
+        if num_tokens:
+            self._step_rate.add(time.monotonic(), num_tokens, seconds)
 
     def look_up(self, fetch: Fetch) -> bool:
         """Start to look up the pages of a request. Return whether there are any to be looked up."""
-        keys, groups, _, _ = list_absent(self._tier.store, self._tier.groups, fetch.chain, fetch.num_tokens)
+        keys, groups, num_now, _ = list_absent(self._tier.store, self._tier.groups, fetch.chain, fetch.num_tokens)
         pages = Pages(keys, groups)
         pages = pages.choose(self._saves.are_right(pages))
         if not len(pages.groups) or self._num_lookups >= MAX_LOOKUPS:
             return False
+        fetch.num_bytes, fetch.num_page_tokens = int(self._sizes_of(pages).sum()), fetch.num_tokens - num_now
         fetch.num_on_the_way += 1
         self._num_lookups += 1
         self._jobs.lookup(Job(pages, pages.name(), self._end_lookup, context=fetch))
         return True
+
+    def begin_turn(self, fetch: Fetch, now: float) -> None:
+        """Note that it is a request's turn, unless it was so before."""
+        if fetch.asked_at == inf:
+            fetch.asked_at = now
+            self._queue_seconds.add(now, now - fetch.queued_at, 1.0)
+
+    def find_patience(self, fetch: Fetch, now: float, deadline: float) -> float:
+        """Return the time until which a request whose turn it is waits for its pages, `deadline` seconds without rates."""
+        compute_seconds, load_seconds, began_at = self._find_compute_seconds(now, fetch), fetch.load_seconds, fetch.began_at
+        if began_at is None:  # the store may have all of its pages
+            load_seconds, began_at = self._find_load_seconds(now, fetch.num_bytes), now
+        if load_seconds is None:
+            return fetch.asked_at + deadline
+        if began_at + load_seconds > fetch.asked_at + compute_seconds:
+            return fetch.asked_at
+        if fetch.began_at is not None:
+            deadline = max(deadline, began_at + 2 * load_seconds - fetch.asked_at)
+        return fetch.asked_at + min(deadline, compute_seconds)
+
+    def end_poll(self) -> None:
+        """Measure the loads that were answered."""
+        self._load_rate.end_question(time.monotonic())
+
+    def leave(self, fetch: Fetch) -> None:
+        """Begin no more loads for a request that computes its pages."""
+        fetch.is_over = True
+        left = [each for each in self._waiting if each[0] is not fetch] if fetch.num_on_the_way else self._waiting
+        if len(left) < len(self._waiting):
+            self._waiting = deque(left)
+            self._num_waiting_bytes = sum(int(self._sizes_of(pages).sum()) for _, pages in left)
 
     def start(self) -> None:
         """Load waiting pages, while there is room."""
@@ -84,6 +122,7 @@ class Loads:
             self._num_waiting_bytes -= int(sizes[:num].sum())
             chosen = pages.choose(slice(num))
             self.num_loading += num
+            self._load_rate.start(time.monotonic())
             self._jobs.load(Job(chosen, chosen.name(), self._end_load, objects, fetch))
 
     def clear(self) -> None:
@@ -113,46 +152,48 @@ class Loads:
         self._saves.note_stored(job.pages, are_stored)
         tier, found = self._tier, job.pages.choose(are_stored).sort()
         keys, groups, num_now, num_then = list_absent(tier.store, tier.groups, fetch.chain, fetch.num_tokens, *found)
-        if not len(groups):  # the store's pages do not lengthen the hit
+        if fetch.is_over or not len(groups):  # nobody waits, or the store's pages do not lengthen the hit
             return
         needed = Pages(keys, groups)
-        num_bytes = int(self._sizes_of(needed).sum())
-        if not self._fits(needed) or not self._pays(fetch, num_bytes, num_then - num_now):
+        fetch.num_bytes, fetch.num_page_tokens = int(self._sizes_of(needed).sum()), num_then - num_now
+        if not self._fits(needed) or not self._pays(fetch):
             self.num_recomputed += len(groups)
             return
         fetch.num_on_the_way += len(groups)
         self._waiting.append((fetch, needed))
-        self._num_waiting_bytes += num_bytes
+        self._num_waiting_bytes += fetch.num_bytes
 
     def _fits(self, pages: Pages) -> bool:
         """Whether pages take no more than half of the tier, so that the first are still there when the last one comes."""
         counts = np.bincount(pages.groups, minlength=len(self._tier.rows))
         return all(2 * count <= len(rows) for count, rows in zip(counts, self._tier.rows, strict=True))
 
-    def _pays(self, fetch: Fetch, num_bytes: int, num_tokens: int) -> bool:
-        """Whether to load pages: by the rates of the last seconds it takes no longer than to compute their tokens. Without
-        rates it does.
+    def _pays(self, fetch: Fetch) -> bool:
+        """Whether to load pages: by the rates of the last seconds it takes no longer than until it is the request's turn and
+        their tokens are computed. Without rates it does.
         """
         now = time.monotonic()
-        bytes_rate, tokens_rate = self._load_rate.per_second(now), self._step_rate.per_second(now)
-        fetch.began_at = now
+        fetch.began_at, fetch.load_seconds = now, self._find_load_seconds(now, fetch.num_bytes)
+        if fetch.load_seconds is None or self._load_rate.is_old(now):
+            return True
+        queue_seconds = 0.0 if self._queue_seconds.is_old(now) else self._queue_seconds.per_second(now) or 0.0
+        return fetch.load_seconds < inf and fetch.load_seconds <= queue_seconds + self._find_compute_seconds(now, fetch)
+
+    def _find_compute_seconds(self, now: float, fetch: Fetch) -> float:
+        """Return how long it takes to compute the tokens of a request's pages, endless without a rate."""
+        tokens_rate = self._step_rate.per_second(now)
+        return fetch.num_page_tokens / tokens_rate if tokens_rate else inf
+
+    def _find_load_seconds(self, now: float, num_bytes: int) -> float | None:
+        """Return how long pages take behind all others, or None without a rate."""
+        bytes_rate = self._load_rate.per_second(now)
         if bytes_rate is None:
-            return True
-        if bytes_rate == 0.0:  # all loads failed
-            return False
-        load_seconds = (self._buffers.num_bytes + self._num_waiting_bytes + num_bytes) / bytes_rate
-        if not tokens_rate:
-            fetch.num_seconds = 2 * load_seconds
-            return True
-        compute_seconds = num_tokens / tokens_rate
-        fetch.num_seconds = min(2 * load_seconds, compute_seconds)
-        return load_seconds <= compute_seconds
+            return None
+        num_bytes += self._buffers.num_bytes + self._num_waiting_bytes
+        return num_bytes / bytes_rate if bytes_rate else inf  # all loads failed
 
     def _end_load(self, job: Job, is_done: Flags) -> None:
-        now = time.monotonic()
-        num_bytes = int(self._sizes_of(job.pages)[is_done].sum())
-        self._load_rate.add(now, num_bytes, now - max(job.started_at, self._ended_at))  # jobs overlap
-        self._ended_at = now
+        self._load_rate.end(int(self._sizes_of(job.pages)[is_done].sum()), job.started_at)
         job.context.num_on_the_way -= len(job.names)
         self.num_loading -= len(job.names)
         self.num_missing += int((~is_done).sum())

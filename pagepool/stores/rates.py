@@ -1,8 +1,9 @@
 """Mean rates over the last seconds."""
 
 from collections import deque
+from math import inf
 
-__all__ = ["Rate"]
+__all__ = ["AnswerRate", "Rate"]
 
 WINDOW_SECONDS = 10.0
 
@@ -21,14 +22,66 @@ class Rate:
         self._amount, self._seconds = self._amount + amount, self._seconds + seconds
         self._forget(now)
 
-    def per_second(self, now: float) -> float | None:
-        """Return the rate, or None if nothing was measured in the last seconds."""
+    def is_old(self, now: float) -> bool:
+        """Whether nothing was measured in the last seconds."""
+        return not self._measured or self._measured[-1][0] < now - WINDOW_SECONDS
+
+    def per_second(self, now: float, idle_seconds: float = 0.0) -> float | None:
+        """Return the rate, or None if nothing was ever measured; an old one is that of the last measurement. `idle_seconds`,
+        which brought nothing, count too.
+        """
         self._forget(now)
-        return self._amount / self._seconds if self._measured and self._seconds > 0 else None
+        seconds = self._seconds + idle_seconds
+        return self._amount / seconds if self._measured and seconds > 0 else None
 
     def _forget(self, now: float) -> None:
-        while self._measured and self._measured[0][0] < now - WINDOW_SECONDS:
+        """Forget old measurements, except the last one."""
+        while len(self._measured) > 1 and self._measured[0][0] < now - WINDOW_SECONDS:
             _, amount, seconds = self._measured.popleft()
             self._amount, self._seconds = self._amount - amount, self._seconds - seconds
-        if not self._measured:  # no error of rounding outlives the measurements
-            self._amount = self._seconds = 0.0
+        if len(self._measured) == 1:  # no error of rounding outlives the other measurements
+            _, self._amount, self._seconds = self._measured[0]
+
+
+class AnswerRate:
+    """Bytes a second of jobs that overlap, whose answers are seen when somebody asks for them.
+
+    A job that is answered at the first question after its start tells nothing, since it may have taken any part of that time.
+    Other jobs ended between two questions, so half of the time between them counts.
+    """
+
+    def __init__(self) -> None:
+        """Begin without an answer."""
+        self._rate = Rate()
+        self._asked_at = self._ended_at = 0.0
+        self._waits_since: float | None = None  # first start after the last answer
+        self._num_bytes, self._started_at = 0, inf  # of the answers to this question
+
+    def start(self, now: float) -> None:
+        """Start a job."""
+        if self._waits_since is None:
+            self._waits_since = now
+
+    def end(self, num_bytes: int, started_at: float) -> None:
+        """End a job that is answered now."""
+        self._waits_since = None
+        self._num_bytes += num_bytes
+        self._started_at = min(self._started_at, started_at)
+
+    def end_question(self, now: float) -> None:
+        """End a question, with or without answers. Jobs that failed count always, with no bytes."""
+        if self._started_at < inf:
+            ended_at = (max(self._started_at, self._asked_at) + now) / 2
+            if self._started_at < self._asked_at or not self._num_bytes:
+                self._rate.add(now, self._num_bytes, ended_at - max(self._started_at, self._ended_at))
+            self._ended_at = ended_at
+            self._num_bytes, self._started_at = 0, inf
+        self._asked_at = now
+
+    def is_old(self, now: float) -> bool:
+        """Whether nothing was measured in the last seconds."""
+        return self._rate.is_old(now)
+
+    def per_second(self, now: float) -> float | None:
+        """Return the rate, or None if nothing was ever measured. It falls while no answer comes."""
+        return self._rate.per_second(now, 0.0 if self._waits_since is None else now - self._waits_since)

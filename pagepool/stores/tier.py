@@ -115,7 +115,8 @@ class StoreTier:
             request_id, query = id_of(request), self._manager._read_query(request)
             if not self._is_open or self._is_stale or query is None or request_id in self._fetches:
                 return
-            fetch = Fetch(self._manager._registry.hash_apart(request, query[0]), query[0])
+            chain = self._manager._registry.hash_apart(request, query[0])
+            fetch = Fetch(chain, query[0], time.monotonic())
             if self._loads.look_up(fetch):
                 self._fetches[request_id] = fetch
 
@@ -123,9 +124,10 @@ class StoreTier:
         """Whether to admit a request whose turn it is. False while its pages are on their way: give the turn to another one,
         and ask again before the next step. The first True forgets the request. True if `fetch` found nothing to look up.
 
-        A request waits for `deadline_ms` from its first question at most, unless the rates of the last seconds say that its
-        loads pay: where they take L seconds and computing their tokens would take C, not less, it waits until 2 L or C seconds
-        have passed since its look-up was answered, whichever is shorter. Pages that come later serve the next request.
+        A request waits for `deadline_ms` from its first question at most, unless the rates of loads and steps say that its
+        loads pay. Where they are expected to end L seconds after its look-up was answered, and before its pages could be
+        computed, which takes C seconds from the first question on, it waits for C seconds, but not after 2 L have passed. Where
+        computing is faster it does not wait. Pages that are on their way then serve the next request; other loads do not begin.
         """
         with self._lock:
             request_id = id_of(request)
@@ -134,13 +136,12 @@ class StoreTier:
                 return True
             self.poll()
             now = time.monotonic()
-            if fetch.asked_at is None:
-                fetch.asked_at = now
-            limit = max(fetch.asked_at + self._deadline, fetch.began_at + (fetch.num_seconds or 0.0))
-            is_late = fetch.num_on_the_way > 0 and now >= limit
+            self._loads.begin_turn(fetch, now)
+            is_late = fetch.num_on_the_way > 0 and now >= self._loads.find_patience(fetch, now, self._deadline)
             if fetch.num_on_the_way and not is_late and self._is_open:
                 return False
-            self._num_late += is_late
+            self._num_late += is_late and (fetch.began_at is not None or now != fetch.asked_at)
+            self._loads.leave(fetch)
             del self._fetches[request_id]
             return True
 
@@ -150,8 +151,9 @@ class StoreTier:
             self._fetches.pop(id_of(request), None)
 
     def record_step(self, num_tokens: int, seconds: float) -> None:
-        """Report that a step took some seconds to compute tokens of prompts. Pages are loaded only if that is expected to take
-        no longer than to compute their tokens, by the rates of the last ten seconds; without rates all are loaded. O(1).
+        """Report that a step took some seconds to compute tokens of prompts. Pages are loaded only if that is expected to end
+        before their tokens could be computed: by the rates of the last ten seconds, and the time for which requests waited for
+        their turn. Without rates, and after ten seconds without a load, all are loaded. O(1).
         """
         num_tokens, seconds = require_int("num_tokens", num_tokens, 0), require_number("seconds", seconds)
         with self._lock:
@@ -172,6 +174,7 @@ class StoreTier:
                     self._loads.clear()
                     self._fetches.clear()
                 self._jobs.poll()
+                self._loads.end_poll()
                 self._loads.start()
             except Exception:
                 self._jobs.num_errors += 1

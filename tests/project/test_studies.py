@@ -17,7 +17,7 @@ from pagepool.replay.models.pools import ModelPools
 
 sys.path.append(str(ROOT))  # last: the installed package stays the one that is imported
 windows = pytest.importorskip("bench.studies.windows", reason="bench/ is not here")
-from bench.studies import agents, chats, hits, keeping, states, tenants, windows_cases  # noqa: E402  where it is here
+from bench.studies import agents, chats, hits, keeping, loading, states, tenants, windows_cases  # noqa: E402  where it is here
 from bench.studies.command import Chosen  # noqa: E402
 from bench.studies.layouts import Layout  # noqa: E402
 from bench.studies.timed import TimedBatch, Timeline  # noqa: E402
@@ -182,6 +182,18 @@ def test_states_without_a_trace(capsys: pytest.CaptureFixture[str], monkeypatch:
     names = [line.name for line in states.list_lines([tmp_path / "other.jsonl"])]
     assert names[0] == "other, chat, Qwen3.5-27B, 80 GiB, 32% states"
     assert names[-1] == "other, raw, Qwen3-Next, 200 GiB, 28% states"
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "rate", "use"),
+    [(0.2e9, 5_000, 0.3), (2e9, 5_000, 0.9), (2e9, 50_000, 0.3), (2e9, 50_000, 0.9), (20e9, 50_000, 0.9)],
+)
+def test_loading(bandwidth: float, rate: int, use: float) -> None:
+    """The rule is no worse than the better of never and always loading, except for a millisecond to measure the store."""
+    pytest.importorskip("xxhash")
+    trace = loading.generate(300)
+    never, always, rule = (np.mean(loading.measure(trace, column, bandwidth, rate, use)) for column in loading.COLUMNS)
+    assert rule < 1.05 * min(never, always) + 0.001
 
 
 def test_figures(tmp_path: Path) -> None:

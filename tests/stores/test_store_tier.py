@@ -324,6 +324,91 @@ def test_a_store_that_never_answers_gets_no_more_questions(clock: Clock) -> None
     assert host.stored.stats().num_waiting_requests == 1024
 
 
+def make_slow_host(clock: Clock, seconds: float, tokens_per_second: int) -> Host:
+    """A host that knows its rates: a page of 4 tokens is loaded in some seconds, and computed at the rate of steps."""
+    host = Host(Slow(make_store(fill_store()), clock, seconds), num_pages=65, num_host_pages=200)
+    host.stored.record_step(tokens_per_second, 1.0)
+    wait(host, host.fetch(tokens(1, 8)), clock)
+    finish_loads(host, clock)
+    return host
+
+
+def test_loads_that_end_while_a_request_is_queued_pay(clock: Clock) -> None:
+    """Rates: a page is loaded in 10 ms and computed in 4. Requests wait for a second until it is their turn."""
+    host = make_slow_host(clock, 0.01, 1000)
+    for seed in (2, 3):
+        request = host.fetch(tokens(seed, 8))
+        for _ in range(1000):
+            clock.now += 0.001
+            host.stored.poll()
+        assert wait(host, request, clock) == 0.0
+        assert host.compute(request) == (32 if seed == 3 else 0)
+    assert host.stored.stats().num_recomputed_pages == 8
+    assert host.stored.stats().num_late_requests == 1
+
+
+def test_a_request_whose_turn_comes_early_does_not_wait_for_loads_that_no_longer_pay(clock: Clock) -> None:
+    host = make_slow_host(clock, 0.01, 1000)
+    request = host.fetch(tokens(2, 8))
+    clock.now += 1.0
+    assert host.stored.is_ready(request)  # requests wait for a second
+    request = host.fetch(tokens(3, 8))
+    host.stored.poll()
+    assert host.stored.stats().num_loading_pages == 8
+    assert wait(host, request, clock) == 0.0
+    assert host.compute(request) == 0
+    assert host.stored.stats().num_late_requests == 2
+
+
+def test_a_look_up_that_cannot_pay_is_not_waited_for(clock: Clock) -> None:
+    host = make_slow_host(clock, 0.01, 1000)
+    host.store.poll = list  # no answer
+    assert wait(host, host.fetch(tokens(2, 8)), clock) == 0.0
+    assert host.stored.stats().num_late_requests == 1  # without rates
+
+
+def test_an_engine_that_asks_seldom_does_not_make_a_store_slow(clock: Clock) -> None:
+    """A page is loaded in 10 ms and computed in 40, and the store is asked each 400 ms."""
+    host = Host(Slow(make_store(fill_store()), clock, 0.01), num_pages=65, num_host_pages=200)
+    host.stored.record_step(100, 1.0)
+    for seed in range(1, 5):
+        host.fetch(tokens(seed, 8))
+        host.stored.forget(EngineRequest("request", tokens(seed, 8)))
+        for _ in range(2):
+            host.stored.poll()
+            clock.now += 0.4
+    request = host.fetch(tokens(5, 8))
+    wait(host, request, clock)
+    finish_loads(host, clock)
+    request = host.fetch(tokens(6, 8))
+    assert wait(host, request, clock) == pytest.approx(0.08, abs=0.01)
+    assert host.compute(request) == 32
+    assert host.stored.stats().num_recomputed_pages == 0
+
+
+@pytest.mark.parametrize("seconds", [0.02, 1.0, 1000.0])
+def test_a_store_too_slow_to_pay_delays_no_request_beyond_the_deadline(clock: Clock, seconds: float) -> None:
+    """A page is computed in 4 ms. Requests come each two seconds, and for a minute none."""
+    host = Host(Slow(make_store(fill_store()), clock, seconds), num_pages=65, num_host_pages=200)
+    host.stored.record_step(1000, 1.0)
+    for number in range(40):
+        request = host.fetch(tokens(1 + number % 8, 8))
+        assert wait(host, request, clock) < 0.0215
+        for _ in range(60 if number == 20 else 2):
+            clock.now += 1.0
+            host.stored.poll()
+            host.stored.record_step(1000, 1.0)
+
+
+def test_a_store_that_dies_delays_only_for_as_long_as_it_takes_to_notice(clock: Clock) -> None:
+    """A page is loaded in 1 ms and computed in 40."""
+    host = make_slow_host(clock, 0.001, 100)
+    host.store.poll = list
+    waits = [wait(host, host.fetch(tokens(2 + number % 7, 8)), clock) for number in range(100)]
+    assert max(waits) < 0.33
+    assert all(seconds < 0.0215 for seconds in waits)  # it answers no look-up either
+
+
 def test_a_reset_of_the_cache_ends_the_use_of_the_store() -> None:
     host = Host(make_store(fill_store()), num_pages=65, num_host_pages=200)
     assert host.run(tokens(1, 8)) == 32
