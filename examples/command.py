@@ -2,7 +2,6 @@
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -13,7 +12,6 @@ from engine import Engine
 from model import load_weights, make_weights
 from report import Answer, find_symbol, print_answers, print_figures
 from request import SamplingParams
-from sharing import SharingEngine
 from stopwatch import Stopwatch, format_profile
 from text import ALPHABET, FOLLOW_UP, PROMPTS, decode, encode
 
@@ -52,7 +50,7 @@ def make_parser() -> ArgumentParser:
     add("--page-size", 8, "tokens in a page")
     add("--checkpoint-interval", 32, "tokens between the states that a hybrid keeps inside prompts")
     add("--steps-ahead", 0, "steps that are planned before the tokens of the one that runs are known")
-    parser.add_argument("--page-files", type=Path, metavar="FOLDER", help="keep pages in files too, for other engines")
+    parser.add_argument("--store", type=Path, metavar="FOLDER", help="keep pages in files, for later runs and other engines")
     add("--max-num-reqs", 6, "maximum number of requests running at once")
     add("--max-num-batched-tokens", 64, "maximum number of tokens computed in a step")
     add("--max-model-len", 256, "maximum number of tokens in a prompt and its answer")
@@ -73,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for _ in range(args.turns - 1):
             answers = add_prompts(engine, args, [decode(find_best(answer)) + FOLLOW_UP for answer in answers])
             step_seconds += run(engine, answers, watches)
+        engine.close()
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if args.profile:
@@ -97,8 +96,7 @@ def make_engine(args: Namespace) -> Engine:
     weights = make_weights(args.seed, is_hybrid=args.hybrid) if args.weights is None else load_weights(args.weights)
     if len(weights["embedding"]) != len(ALPHABET):
         raise ValueError(f"weights: got a vocabulary of {len(weights['embedding'])}, allowed: {len(ALPHABET)}, 1 per character")
-    make: Any = Engine if args.page_files is None else partial(SharingEngine, folder=args.page_files)
-    engine: Engine = make(
+    return Engine(
         weights,
         num_pages=args.num_pages,
         num_state_pages=args.num_state_pages,
@@ -113,8 +111,8 @@ def make_engine(args: Namespace) -> Engine:
         host_bandwidth=args.host_bandwidth,
         prefill_rate=args.prefill_rate,
         max_steps_ahead=args.steps_ahead,
+        store=args.store,
     )
-    return engine
 
 
 def add_prompts(engine: Engine, args: Namespace, prompts: Sequence[str]) -> list[Answer]:

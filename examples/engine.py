@@ -4,12 +4,14 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
 from attention import attend_by_gather
 from beams import Beam, BeamSearch
-from model import Attention, Weights
+from model import Attention, Weights, digest_weights
 from request import Chunk, Request, SamplingParams
 from runner import ModelRunner, pack
 from sampling import NextTokens
@@ -25,6 +27,8 @@ from pagepool import (
     StepInputs,
     StepResult,
 )
+from pagepool.host_pages import HostPages
+from pagepool.stores import FileStore, StoreTier, make_namespace
 
 Step = tuple[StepResult, list[Chunk], Any]
 """A step in flight: its chunks, and its `NextTokens` on the device."""
@@ -51,13 +55,16 @@ class Engine:
         prefill_rate: float = 1e4,
         hash_seed: str | None = None,
         max_steps_ahead: int = 0,
+        store: Path | None = None,
     ) -> None:
         """The cache has `num_pages` pages of `page_size` tokens; at most `max_num_reqs` requests run at once. A hybrid keeps
         its states where requests resume, and in prompts at multiples of `checkpoint_interval` tokens, in a pool of
         `num_state_pages` pages; 0 means four for each request. Evicted pages move to `num_host_pages` pages of host memory,
         states to a number in proportion, and so do preempted requests if `SwapCosts` finds that cheaper; 0 turns this off.
         Up to `max_steps_ahead` steps are planned and started before the tokens of the one that runs are known. Routers must
-        hash prompts with the same `hash_seed`. Raise ValueError for values that cannot work.
+        hash prompts with the same `hash_seed`. Computed pages are also kept in files below the folder `store`, for later
+        engines and others with the same weights; then the host has twice the pages of the pool, or more. Raise ValueError for
+        values that cannot work.
         """
         for name, value in (("max_num_reqs", max_num_reqs), ("max_num_batched_tokens", max_num_batched_tokens)):
             if value < 1:
@@ -65,10 +72,13 @@ class Engine:
         is_hybrid = "linear_query" in weights
         num_state_pages = (num_state_pages or 4 * max_num_reqs) if is_hybrid else num_pages
         sizes, host_sizes = [num_pages, num_state_pages], []
+        if store is not None:
+            num_host_pages = max(num_host_pages, 2 * num_pages)
         if num_host_pages:
             host_sizes = [num_host_pages, max(2, num_host_pages * num_state_pages // max(1, num_pages))]
         pools = ("kv", "states") if is_hybrid else ("kv",)
-        self.host_tier = HostTier(dict(zip(pools, host_sizes, strict=False))) if host_sizes else None
+        policy = "write_back" if store is None else "write_through"
+        self.host_tier = HostTier(dict(zip(pools, host_sizes, strict=False)), policy=policy) if host_sizes else None
         self.runner = ModelRunner(weights, *sizes, page_size, attend, num_devices, host_sizes)
         groups = make_groups(self.runner, page_size, checkpoint_interval)
         self.manager = CacheManager(
@@ -76,9 +86,11 @@ class Engine:
             groups,
             max_model_len,
             host_tier=self.host_tier,
+            hash_algo="siphash128" if store is None or hash_seed else "sha256",  # in a store, keys of all engines are the same
             hash_seed=hash_seed,
             max_num_batched_tokens=max_num_batched_tokens,
         )
+        self.store = None if store is None else make_store_tier(self.manager, self.runner.host_pages, weights, store)
         # The last row is never admitted, so all its pages are page 0, the null page. Padding is written there.
         self.num_rows = max_num_reqs + 1
         page_sizes = [page_size] * len(groups)
@@ -86,7 +98,8 @@ class Engine:
             self.num_rows, max_model_len, max_num_batched_tokens, page_sizes, self.runner.replicated
         )
         costs = SwapCosts(self.runner.count_page_bytes(), host_bandwidth, prefill_rate) if num_host_pages else None
-        self.scheduler = Scheduler(self.manager, self.table, max_num_reqs, max_num_batched_tokens, costs, max_steps_ahead)
+        limits = max_num_reqs, max_num_batched_tokens
+        self.scheduler = Scheduler(self.manager, self.table, *limits, costs, max_steps_ahead, self.store)
         self.padded_sizes = list_padded_sizes(max_num_batched_tokens)
         sizes = {"num_tokens": self.padded_sizes[-1], "num_reqs": max_num_reqs, "depth": max_steps_ahead + 1}
         fields = ["token_ids", "rows", "positions", "last_tokens", "starts", "seq_lens"]
@@ -95,6 +108,7 @@ class Engine:
         self.numbers = count()
         self.num_copied_pages = 0
         self.has_loads = False  # whether pages may still be loading
+        self.busy_since = 0.0  # when the device began the oldest step in flight
 
     def add(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
         """Queue a request. Raise ValueError, without a change, if it could not run to its end."""
@@ -109,7 +123,7 @@ class Engine:
         params, number = params or SamplingParams(), next(self.numbers)
         first, *others = (Request(prompt, replace(params, seed=params.seed + i), number) for i in range(num_samples))
         self.require_capacity(first, 1)
-        self.scheduler.waiting.append(first)
+        self.scheduler.add(first)
         if len(first.token_ids) > 1:
             first.samples = others
         else:
@@ -120,8 +134,14 @@ class Engine:
         """Queue a beam search. Its `beams` are the answers once the engine is idle. Errors as in `add`."""
         search = BeamSearch(prompt, params or SamplingParams(), next(self.numbers), num_beams)
         self.require_capacity(search.beams[0], num_beams)
-        self.scheduler.waiting += search.beams
+        self.scheduler.add(search.beams[0])
         return search
+
+    def abort(self, request: Request) -> None:
+        """End a request before its answer is complete, with samples that have not forked."""
+        chunks = [chunk for _, chunks, _ in self.in_flight for chunk in chunks if chunk.request is request]
+        starts = [chunk.start for chunk in chunks if self.is_current(chunk)]  # a step in flight may fail
+        self.scheduler.abort(request, min(starts, default=None))
 
     def require_capacity(self, request: Request, num_rows: int) -> None:
         """Raise ValueError if a request that ends with this number of rows could not run even alone."""
@@ -159,7 +179,7 @@ class Engine:
 
     def step(self) -> list[tuple[Request, int]]:
         """Start a step, if anything can run, and end the oldest one if no more may be in flight. Return each request that got a
-        final token, with the token. Raise RuntimeError if nothing can run.
+        final token, with the token. Raise RuntimeError if nothing can run, but for requests that wait for the store.
 
         If the model fails, the step is undone and the error is raised; later steps compute the same tokens again.
         """
@@ -171,6 +191,9 @@ class Engine:
             self.end_transfers(must_wait=True)
             step, requests = self.scheduler.schedule()
         if not requests and not self.in_flight:
+            if self.scheduler.is_fetching:
+                sleep(0.001)
+                return []
             num_waiting, num_running = len(self.scheduler.waiting), len(self.scheduler.running)
             raise RuntimeError(f"nothing can run: {num_waiting} requests wait, {num_running} have rows")
         if requests:
@@ -180,6 +203,8 @@ class Engine:
             return []
         streamed = self.end_step()
         self.move_pages()
+        if self.is_idle and self.store is not None:
+            self.save_pages(self.store)
         return streamed
 
     def start_step(self, step: StepResult, requests: list[Request]) -> None:
@@ -195,7 +220,10 @@ class Engine:
             self.move_pages()
             page_tables, writes = self.table.commit(self.num_rows), batch.take_writes()
             packed = pack(inputs, num_tokens, padded_size, self.num_rows, requests, writes)
+            if not self.in_flight:
+                self.busy_since = perf_counter()
             self.in_flight.append((step, chunks, self.runner.run(page_tables, *packed)))
+            self.manager.end_step()
         except BaseException:
             self.take_back([*self.in_flight, (step, chunks, None)])
             raise
@@ -209,9 +237,17 @@ class Engine:
             self.take_back(self.in_flight)
             raise
         self.in_flight.popleft()
+        self.record_step(chunks)
         for chunk in chunks:
             chunk.request.num_in_flight -= 1
         return self.update(step, chunks, next_tokens)
+
+    def record_step(self, chunks: Sequence[Chunk]) -> None:
+        """Let the store's tier know how long a step took to compute tokens of prompts, for its choice to load or to compute."""
+        start, self.busy_since = self.busy_since, perf_counter()
+        num_tokens = sum(chunk.stop - chunk.start for chunk in chunks if chunk.stop - chunk.start > 1)
+        if self.store is not None and num_tokens:
+            self.store.record_step(num_tokens, self.busy_since - start)
 
     def is_current(self, chunk: Chunk) -> bool:
         """Whether the request of a chunk has neither ended nor lost its row since the step was planned."""
@@ -251,6 +287,18 @@ class Engine:
             if len(failed):
                 self.scheduler.rewind(failed)
 
+    def save_pages(self, store: StoreTier) -> None:
+        """Let the pages of the last steps reach the host and the store. While steps follow, these do it."""
+        self.manager.end_step()
+        self.move_pages()
+        self.end_transfers(must_wait=True)
+        store.poll()
+
+    def close(self, drain_seconds: float = 10.0) -> None:
+        """End the use of the store, if there is one, after the saves under way, which may take up to `drain_seconds`."""
+        if self.store is not None:
+            self.store.close(drain_seconds=drain_seconds)
+
     def update(self, step: StepResult, chunks: Sequence[Chunk], next_tokens: NextTokens) -> list[tuple[Request, int]]:
         """Resolve a step. Each request whose due tokens are all computed gets its next token, or forks its samples."""
         is_due = [chunk.stop == chunk.request.num_due_tokens for chunk in chunks]
@@ -261,6 +309,7 @@ class Engine:
         sampling = [request for request in complete if request.is_sampled]
         for request in complete:
             if request.samples:
+                self.scheduler.append([request])  # the prompt's last token, which each sample computes itself
                 self.scheduler.fork(request, request.samples)
                 request.samples = []
             elif isinstance(request, Beam):
@@ -295,6 +344,12 @@ def make_groups(runner: ModelRunner, page_size: int, checkpoint_interval: int) -
         states = MambaSpec(page_size, shapes, "float32", checkpoint_interval=checkpoint_interval, checkpoints="ends")
         groups.append(CacheGroupSpec(states, pool="states"))
     return groups
+
+
+def make_store_tier(manager: CacheManager, host_pages: HostPages, weights: Weights, folder: Path) -> StoreTier:
+    """Put files in a folder behind the host tier. Engines with equal weights and layouts share them."""
+    namespace = make_namespace(manager, host_pages.layout, digest_weights(weights))
+    return StoreTier(manager, FileStore(folder, namespace), host_pages, namespace, write="through")
 
 
 def list_padded_sizes(max_num_tokens: int) -> list[int]:

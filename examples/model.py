@@ -4,6 +4,7 @@ layer has gated linear attention before its attention.
 A step is one flat list of tokens of any requests. Each token has a row of the page table and a position in it.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,6 +93,15 @@ def load_weights(path: Path) -> Weights:
         raise ValueError(f"weights: {path} was not saved by numpy.savez") from error
     get_sizes(weights)
     return weights
+
+
+def digest_weights(weights: Weights) -> bytes:
+    """Return a digest of names, shapes and values. An engine with real checkpoints would keep theirs beside them."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(weights.items()):
+        array = np.ascontiguousarray(weight)
+        digest.update(f"{name} {array.dtype} {array.shape} ".encode() + array.tobytes())
+    return digest.digest()
 
 
 def get_axes(weights: Weights) -> dict[str, str]:

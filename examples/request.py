@@ -47,6 +47,11 @@ class Request:
         self.num_in_flight = 0  # steps that compute its tokens, and whose results are not known
 
     @property
+    def request_id(self) -> str:
+        """The name by which the store's tier knows the request. Samples and beams of a prompt share it, as its pages."""
+        return str(self.number)
+
+    @property
     def output(self) -> list[int]:
         """The tokens generated so far."""
         return self.token_ids[self.num_prompt_tokens :]

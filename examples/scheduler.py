@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from request import Request
 
-from pagepool import CacheManager, FailedLoads, MultiGroupPageTable, RunningBatch, StepResult
+from pagepool import CacheManager, EngineRequest, FailedLoads, MultiGroupPageTable, RunningBatch, StepResult
 from pagepool.errors import OutOfPagesError
+from pagepool.stores import StoreTier
 
 __all__ = ["Scheduler", "SwapCosts"]
 
@@ -47,9 +48,11 @@ class Scheduler:
         max_num_batched_tokens: int,
         costs: SwapCosts | None = None,
         max_steps_ahead: int = 0,
+        store: StoreTier | None = None,
     ) -> None:
         """Use the first `max_num_reqs` rows of the table for requests. Without `costs` no request is swapped to the host. Up to
-        `max_steps_ahead` steps are planned before the tokens of the one that runs are known.
+        `max_steps_ahead` steps are planned before the tokens of the one that runs are known. A request waits for its pages in
+        the `store`, if there is one, while others go first.
         """
         self.batch = RunningBatch(manager, table, writes="anywhere", max_steps_ahead=max_steps_ahead)
         self.max_steps_ahead = max_steps_ahead
@@ -58,7 +61,30 @@ class Scheduler:
         self.running: list[Request] = []
         self.free_rows = deque(range(max_num_reqs))
         self.costs = costs
+        self.store = store
+        self.is_fetching = False  # whether the last step was planned without a request whose pages are on their way
         self.num_preemptions = self.num_swaps = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request, and look up its pages in the store."""
+        self.waiting.append(request)
+        if self.store is not None:
+            self.store.fetch(EngineRequest(request.request_id, request.token_ids))
+
+    def abort(self, request: Request, num_computed_tokens: int | None) -> None:
+        """Drop a request. If it has a row, tokens beyond this number may be wrong."""
+        if self.store is not None:
+            self.store.forget(request)
+        if request in self.running or request.is_swapped:
+            self.batch.release([request.row], num_computed_tokens)
+            self.free_rows.append(request.row)
+        (self.running if request in self.running else self.waiting).remove(request)
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether no page of a request is on its way from the store."""
+        is_ready = self.store is None or self.store.is_ready(request)
+        self.is_fetching |= not is_ready
+        return is_ready
 
     def schedule(self) -> tuple[StepResult, list[Request]]:
         """Plan a step: running requests first, then waiting ones with the rest of the budget, unless pages were short. Return
@@ -66,12 +92,14 @@ class Scheduler:
 
         If nothing can run because beams wait for beams that wait for pages, newer requests give way.
         """
-        num_preemptions = self.num_preemptions
+        num_preemptions, self.is_fetching = self.num_preemptions, False
         step, planned = self.batch.new_step(), []
         budget = self.grow_running(step, planned)
         if not planned or self.num_preemptions == num_preemptions:
             self.admit_waiting(step, planned, budget)
-        while not planned and self.waiting and self.running and self.running[-1].number > self.waiting[0].number:
+        while not planned and self.running and (oldest := next(filter(self.is_ready, self.waiting), None)):
+            if self.running[-1].number <= oldest.number:
+                break
             self.preempt(self.running[-1])
             self.admit_waiting(step, planned, self.max_num_batched_tokens)
         return step, planned
@@ -82,8 +110,6 @@ class Scheduler:
         """
         batch, budget = self.batch, self.max_num_batched_tokens
         num_due = batch.num_tokens - batch.num_computed_tokens
-        for request in self.running:
-            num_due[request.row] -= bool(request.samples)
         ahead = [request for request in self.running if not num_due[request.row] and self.is_ahead(request)]
         self.grow(ahead[:budget], planned, lambda rows: batch.step_ahead(rows, step=step))
         budget -= len(planned)
@@ -162,18 +188,22 @@ class Scheduler:
         insort(self.waiting, request, key=by_arrival)
 
     def admit_waiting(self, step: StepResult, planned: list[Request], budget: int) -> None:
-        """Start waiting requests in order, after their cached prefixes, until budget, rows or pages are used up."""
-        while self.waiting and budget > 0:
-            request = self.waiting[0]
+        """Start waiting requests in order, after their cached prefixes, until budget, rows or pages are used up. Requests whose
+        pages are on their way are left out.
+        """
+        for request in list(self.waiting):
+            if not budget:
+                break
             if request.is_swapped and self.swap_in(request):
                 continue
             row = None if request.is_swapped else self.find_row()
             if row is None:
                 break
+            if not self.is_ready(request):
+                continue
             num_cached = self.batch.admit(
                 row,
-                request.token_ids,
-                num_tokens=request.num_due_tokens,
+                request.token_ids[:-1] if request.samples else request.token_ids,
                 max_num_new_tokens=budget,
                 is_preempted=request.num_cached_tokens is not None,
                 step=step,
@@ -183,7 +213,8 @@ class Scheduler:
             request.row, request.num_cached_tokens = row, num_cached
             planned.append(request)
             budget -= int(self.batch.num_computed_tokens[row]) - num_cached
-            insort(self.running, self.waiting.pop(0), key=by_arrival)
+            self.waiting.remove(request)
+            insort(self.running, request, key=by_arrival)
             self.free_rows.popleft()
 
     def fork(self, request: Request, children: Sequence[Request]) -> None:

@@ -1,9 +1,10 @@
 """Two engines on Ray Serve, chats over HTTP, and the hit rate behind three request routers.
 
-In a clone ``pip install --editable '.[jax,serve]'`` installs the dependencies.
+In a clone ``pip install --editable '.[jax,serve,store]'`` installs the dependencies.
 
 ``python examples/serving.py`` starts a local Ray. ``--routers`` selects from ``ray`` (Ray's default), ``ray-prefix`` (its own
-prefix router, which needs boto3) and ``pagepool``. ``--kill`` lets an engine die after half of the turns.
+prefix router, which needs boto3) and ``pagepool``. ``--kill`` lets an engine die after half of the turns. With ``--store`` the
+engines share their pages through files of a folder, and hit what earlier runs left there.
 """
 
 import asyncio
@@ -42,14 +43,15 @@ def tokenize(prompt: Prompt) -> list[int]:
 class Replica:
     """The example engine, and the publisher of its events."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Path | None) -> None:
         """Make the same weights in each replica."""
         from engine import Engine
         from model import make_weights
 
         from pagepool.events.publisher import EventPublisher
 
-        self.engine = Engine(make_weights(0), num_pages=256, page_size=PAGE_SIZE, max_model_len=1024, hash_seed=HASH_SEED)
+        sizes = {"num_pages": 256, "page_size": PAGE_SIZE, "max_model_len": 1024}
+        self.engine = Engine(make_weights(0), **sizes, hash_seed=HASH_SEED, store=store)
         self.engine.manager.enable_events()
         self.publisher = EventPublisher(self.engine.manager, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
         self.lock = asyncio.Lock()
@@ -157,14 +159,14 @@ def start(port: int) -> None:
                 raise
 
 
-def run(name: str, port: int, num_chats: int, num_turns: int, must_kill: bool) -> dict[str, int]:
+def run(name: str, port: int, num_chats: int, num_turns: int, must_kill: bool, store: Path | None) -> dict[str, int]:
     """Deploy two engines behind a router, and hold chats."""
     from ray import serve
 
     options = {"num_replicas": 2, "request_router_config": make_router_config(name), "max_ongoing_requests": 8}
     engines = serve.deployment(Replica, name="engines").options(**options, ray_actor_options={"num_cpus": 0})
     ingress = serve.deployment(Ingress, name="ingress").options(ray_actor_options={"num_cpus": 0})
-    serve.run(ingress.bind(engines.bind()), name=name, route_prefix=f"/{name}")
+    serve.run(ingress.bind(engines.bind(store)), name=name, route_prefix=f"/{name}")
     url = f"http://127.0.0.1:{port}/{name}"
     send(url, "warm up")
     handle = serve.get_deployment_handle("engines", name)
@@ -181,6 +183,7 @@ def main() -> None:
     parser.add_argument("--chats", type=int, default=10)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--kill", action="store_true")
+    parser.add_argument("--store", type=Path, metavar="FOLDER")
     args = parser.parse_args()
     folder = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))  # Ray's processes use it
@@ -193,7 +196,7 @@ def main() -> None:
     try:
         start(port)
         for name in args.routers:
-            counts = run(name, port, args.chats, args.turns, args.kill)
+            counts = run(name, port, args.chats, args.turns, args.kill, args.store and args.store.absolute())
             rate = counts["cached"] / max(1, counts["tokens"])
             print(
                 f"{name}: {counts['requests']} requests, {counts['lost']} lost, {counts['cached']} of {counts['tokens']} prompt"

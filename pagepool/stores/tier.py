@@ -225,7 +225,9 @@ def read_tier(manager: CacheManager, rows: HostRows | Sequence[Rows]) -> Tier:
     groups: Sequence[int] | None = None
     mark_saved: Callable[..., None] = ignore_saved
     if isinstance(rows, HostRows):
-        arrays, groups, mark_saved = list(rows.rows), rows.groups, rows.mark_saved
+        arrays, mark_saved = [array for array in rows.rows if np.size(array)], rows.mark_saved
+        if rows.groups is not None:  # a group without arrays is none of the model's
+            groups = [group for group, array in zip(rows.groups, rows.rows, strict=True) if np.size(array)]
     else:
         arrays = list(rows)
     has_groups = groups is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -29,14 +28,13 @@ from engine_workload import (  # noqa: E402
     check_outputs,
     check_rest,
     exact_float32,  # noqa: F401
+    fail_at_random,
     let_steps_fail,
     make_asks,
     make_engine,
     run_all,
     run_command,
 )
-
-from pagepool.host_pages import Pack  # noqa: E402
 
 scheduler = pytest.importorskip("scheduler")
 
@@ -55,26 +53,6 @@ def check_host(engine: Engine, choice: dict[str, float]) -> None:
     assert stats.num_loaded_pages > 25
     assert stats.num_in_flight == 0 or engine.runner.host_pages.wait()
     assert (engine.scheduler.num_swaps > 0) == (choice is ALWAYS)
-
-
-def fail_at_random(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Let a tenth of the calls that save pages fail, and a fifth of those that load some. Returns how many of each did."""
-    rng, num_failed = Random(SEED), Counter[str]()
-
-    def make_failing(name: str) -> Callable[..., Any]:
-        call, share = getattr(Pack, name), 0.1 if name == "save" else 0.2
-
-        def run_at_times(*args: Any) -> Any:
-            if rng.random() < share:
-                num_failed[name] += 1
-                raise MemoryError("at random")
-            return call(*args)
-
-        return run_at_times
-
-    for name in ("save", "load"):
-        monkeypatch.setattr(Pack, name, make_failing(name))
-    return num_failed
 
 
 class LosingBatch(BatchInBetween):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,6 +30,8 @@ import runner  # noqa: E402
 from engine import Engine  # noqa: E402
 from model import Attention, Weights, make_weights  # noqa: E402
 from request import Request, SamplingParams  # noqa: E402
+
+from pagepool.host_pages import Pack  # noqa: E402
 
 SEED = 5
 VOCAB = 96
@@ -272,6 +274,26 @@ def let_steps_fail(engine: Any, rng: Random, share: float) -> list[str]:
 
     engine.runner.run, engine.step = run_at_times, step_again
     return failures
+
+
+def fail_at_random(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Let a tenth of the calls that save pages fail, and a fifth of those that load some. Returns how many of each did."""
+    rng, num_failed = Random(SEED), Counter[str]()
+
+    def make_failing(name: str) -> Callable[..., Any]:
+        call, share = getattr(Pack, name), 0.1 if name == "save" else 0.2
+
+        def run_at_times(*args: Any) -> Any:
+            if rng.random() < share:
+                num_failed[name] += 1
+                raise MemoryError("at random")
+            return call(*args)
+
+        return run_at_times
+
+    for name in ("save", "load"):
+        monkeypatch.setattr(Pack, name, make_failing(name))
+    return num_failed
 
 
 def check_beams(search: Any, ask: Ask, weights: Weights) -> None:
