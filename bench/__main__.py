@@ -19,6 +19,7 @@ ENGINES = {
     "running_batch": ("easydel", "vllm"),
     "refusals": ("easydel", "vllm"),
     "hashes": ("vllm",),
+    "digests": ("none",),
     "page_table": ("easydel",),
     "torch_table": ("easydel",),  # its environment has torch
     "page_copies": ("none",),

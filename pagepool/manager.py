@@ -210,7 +210,8 @@ class CacheManager(KeyHolder, SlotAllocator):
     support raises ArgumentError with its name: see docs/hybrids.md.
 
     Without groups prefix caching is off. `hash_algo` is ``"siphash128"`` (keyed with a secret of the process), ``"sha256"``
-    (the same in every process), ``"sha256_cbor"`` (vLLM's: see docs/engines.md), or a callable such as the builtin `hash`.
+    (the same in every process), ``"sha256_cbor"`` (vLLM's: see docs/engines.md), or a callable such as the builtin `hash`. All
+    but callables are native. SHA-256 keeps 16 bytes more for each page of the pool.
     `hash_seed`, which must not be empty, or ``PYTHONHASHSEED`` makes a keyed algorithm deterministic. `keep_token_ids` keeps
     the tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is an existing pool, such as one from
     `PagePool.restore`; its cached pages can hit. It is refused if they were cached with another seed, algorithm or other
@@ -838,9 +839,9 @@ class CacheManager(KeyHolder, SlotAllocator):
 
         Hashes are unsigned ints, the lowest 64 bits of the digest, or the bytes of the whole digest. Other processes make the
         same hashes only with the same `hash_seed`, or with ``"sha256"`` or ``"sha256_cbor"`` as `hash_algo`. Events cost 56
-        bytes per page, also of the host tier, 4 per token, and time for each cached page. Raise ImportError without the extra
-        ``pagepool[events]``; ArgumentError without prefix caching, with pages held or cached already, or if enabled with the
-        other `hashes_as_bytes`.
+        bytes per page (88 with these two), also of the host tier, 4 per token, and time for each cached page. Raise ImportError
+        without the extra ``pagepool[events]``; ArgumentError without prefix caching, with pages held or cached already, or if
+        enabled with the other `hashes_as_bytes`.
         """
         hashes_as_bytes = require_flag("hashes_as_bytes", hashes_as_bytes)
         try:
