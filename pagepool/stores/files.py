@@ -48,7 +48,7 @@ PARTS_LISTED = 16
 """Files are listed again once this process has written one part of `max_bytes` in this number."""
 
 PARTS_OVER = 8
-"""The files may exceed `max_bytes` by one part in this number while the oldest are being removed."""
+"""Files are written beyond `max_bytes`, by one part in this number, while the oldest are being removed."""
 
 SECONDS_OF_REST = 1.0
 """Time until files are listed again if none could be removed."""
@@ -170,13 +170,13 @@ class Room:
         if num_bytes > self._max_bytes:
             raise OSError(f"{self._root}: got {num_bytes} bytes to save, allowed: {self._max_bytes}, which is max_bytes")
         with self._lock:
-            has_room = self._num_bytes + num_bytes <= self._max_bytes + self._max_bytes // PARTS_OVER
+            has_room = self._num_bytes <= self._max_bytes + self._max_bytes // PARTS_OVER
             if has_room:
                 self._num_bytes += num_bytes
                 self._num_written += num_bytes
                 self._num_begun += num_bytes
             is_due = self._num_bytes > self._max_bytes or self._num_written > self._max_bytes // PARTS_LISTED
-        if (is_due or not has_room) and self._wakes.empty():
+        if is_due and self._wakes.empty():
             self._wakes.put(None)
         return has_room
 
