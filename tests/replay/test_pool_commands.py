@@ -22,9 +22,10 @@ from command_line import figures_of, invoke, write_config, write_trace
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans import command
 from pagepool.replay.plans.command import choose_simulations
-from pagepool.replay.plans.plan import HostRun, HostSpeed, Plan
+from pagepool.replay.plans.host_report import list_host_columns
+from pagepool.replay.plans.plan import HostRun, HostSpeed, Plan, PlannedStore
 from pagepool.replay.plans.policies import PolicySimulator
-from pagepool.replay.plans.report import describe, describe_picture, list_columns, list_policy_columns
+from pagepool.replay.plans.report import describe, describe_picture, list_columns, list_notes, list_policy_columns
 from pagepool.replay.shared.options import EVICTION_POLICIES
 from pagepool.replay.simulation.figures import HostFigures
 from pagepool.replay.simulation.host import HostMemory
@@ -177,7 +178,48 @@ class TestWordsOfTiers:
         assert "the tier costs 5.00 s a request behind 100 pages: 5.00 s of prefill" in describe(slow)[4]
 
 
+class TestWordsOfStores:
+    @pytest.mark.parametrize(
+        ("bandwidth", "end"),
+        [
+            (None, ""),
+            (1 << 30, " One of 1.0 GiB/s loads 16,384 tokens/s, 1.6 times as many: its loads pay."),
+            (1 << 28, " One of 256.0 MiB/s loads 4,096 tokens/s, 0.41 times as many: its loads pay only where they end while "),
+        ],
+    )
+    def test_whether_its_loads_pay(self, bandwidth: int | None, end: str) -> None:
+        plan = replace(plan_of(), page_bytes=1 << 20, store=PlannedStore(None, bandwidth, 10_000))
+        *_, sentence = describe(plan)
+        end += "requests wait for their turn." * end.endswith("while ")
+        assert sentence == f"A token takes 64.0 KiB: at 10,000 tokens/s a store pays from 625.0 MiB/s on.{end}"
+        assert plan.as_dict()["store"]["pays"] == (None if bandwidth is None else bandwidth == 1 << 30)
+
+    def test_what_it_adds(self) -> None:
+        plan = plan_with_host((100, 330, 80, 950), page_bytes=1 << 20, store=PlannedStore(5000))
+        [run] = plan.host_runs
+        assert len(describe(plan)) == 4
+        plan = replace(plan, host_runs=(replace(run, store_hit_tokens=430),))
+        *_, sentence = describe(plan)
+        assert sentence == (
+            "Behind 100 pages and 1,000 host pages, a store of 5,000 pages (4.9 GiB) adds at most 10.0 points: 43.0% instead "
+            "of 33.0% of prompt tokens, 20 more a request."
+        )
+        plan = replace(plan, store=PlannedStore(5000, 1 << 20, 10))
+        assert describe(plan)[-2] == f"{sentence} To load them takes 1.25 s, to compute them 2.00 s."
+        assert dict(list_host_columns(plan)[1])["tokens more with store"] == ["100"]
+        assert list_notes(plan)[-1].startswith("Tokens more with store: ")
+
+
 class TestPlan:
+    def test_a_store_adds_the_hits_of_a_larger_pool(self, trace: Path) -> None:
+        """None in a pool that skips a request."""
+        write_trace(trace, [*make_loop(), TraceRecord(999, 2000, 4, (7, 8, 9, 10))])
+        options = ["--replays", 0, "--eviction", "lru", "--host-pages", 101, "--store-pages", 500]
+        small, *pools = figures_of("plan", trace, "--num-pages", "100,200,600", *options)["pools"]
+        larger = figures_of("plan", trace, "--num-pages", "800,1200", "--replays", 0, "--eviction", "lru")["pools"]
+        assert small["host"]["store_hit_tokens"] is None
+        assert [pool["host"]["store_hit_tokens"] for pool in pools] == [pool["lru_hit_tokens"] for pool in larger]
+
     def test_figures_are_those_of_a_replay(self, trace: Path) -> None:
         options = ["--num-pages", "600,1000", "--replays", 0]
         pools = figures_of("plan", trace, *options, "--eviction", "adaptive")["pools"]

@@ -21,7 +21,16 @@ from pagepool.replay.models.options import (
 )
 from pagepool.replay.models.pages import ModelPages, list_intervals
 from pagepool.replay.plans.checkpoints import CheckpointSimulator, count_states
-from pagepool.replay.plans.plan import CheckpointFigures, HostRun, HostSpeed, Plan, Planner, PoolFigures, WindowFigures
+from pagepool.replay.plans.plan import (
+    CheckpointFigures,
+    HostRun,
+    HostSpeed,
+    Plan,
+    PlannedStore,
+    Planner,
+    PoolFigures,
+    WindowFigures,
+)
 from pagepool.replay.plans.policies import PolicySimulator
 from pagepool.replay.plans.report import print_plan
 from pagepool.replay.plans.split_command import (
@@ -118,16 +127,29 @@ def find_model(
 def find_speed(
     bandwidth: int | None, prefill_rate: int | None, host: HostMemory | None, page_bytes: int | None
 ) -> HostSpeed | None:
-    """Return the requested speeds, if any."""
-    if bandwidth is None and prefill_rate is None:
+    """Return the requested speeds of the tier, if any."""
+    if bandwidth is None:
         return None
-    if bandwidth is None or prefill_rate is None:
-        raise click.UsageError("--host-bandwidth and --prefill-rate need each other")
+    if prefill_rate is None:
+        raise click.UsageError("--host-bandwidth needs --prefill-rate")
     if host is None:
         raise click.UsageError("--host-bandwidth needs --host-pages")
     if page_bytes is None:
         raise click.UsageError("--host-bandwidth needs --bytes-per-token or --model-config")
     return HostSpeed(bandwidth, prefill_rate)
+
+
+def find_store(
+    num_pages: int | None, bandwidth: int | None, prefill_rate: int | None, host: HostMemory | None, page_bytes: int | None
+) -> PlannedStore | None:
+    """Return the requested store, if any."""
+    if num_pages is not None and host is None:
+        raise click.UsageError("--store-pages needs --host-pages")
+    if bandwidth is not None and prefill_rate is None:
+        raise click.UsageError("--store-bandwidth needs --prefill-rate")
+    if bandwidth is not None and page_bytes is None:
+        raise click.UsageError("--store-bandwidth needs --bytes-per-token or --model-config")
+    return None if num_pages is bandwidth is None else PlannedStore(num_pages, bandwidth, prefill_rate)
 
 
 def find_intervals(model: ModelPages, asked: Sizes | None) -> list[int]:
@@ -299,7 +321,10 @@ def simulate_pools(
             else:
                 hit_tokens, moved = simulator.run_with_host(pool.num_pages, host, update)
                 moved = replace(moved, page_bytes=plan.page_bytes)
-                host_runs.append(HostRun(planner.compare(pool, policy, hit_tokens), moved))
+                host_run = HostRun(planner.compare(pool, policy, hit_tokens), moved)
+                if plan.store and plan.store.num_pages:
+                    host_run = planner.find_store_hits(host_run, host.num_pages - 1 + plan.store.num_pages)
+                host_runs.append(host_run)
     return replace(plan, policies=tuple(figures), host_runs=tuple(host_runs))
 
 
@@ -384,6 +409,16 @@ def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
     type=Size("bytes", BYTE_UNITS),
     help="Bytes per second between host and device, such as 25GB; with --prefill-rate a sentence says what the tier saves.",
 )
+@click.option(
+    "--store-pages",
+    type=Size("pages"),
+    help="Pages of a store behind the tier: a sentence says how many hits it adds at most.",
+)
+@click.option(
+    "--store-bandwidth",
+    type=Size("bytes", BYTE_UNITS),
+    help="Bytes per second loaded from a store, such as 2GB; with --prefill-rate a sentence says whether its loads pay.",
+)
 @click.option("--prefill-rate", type=Size("tokens"), help="Prompt tokens that the model computes per second.")
 @max_batched_tokens_option
 @max_num_seqs_option
@@ -413,6 +448,8 @@ def plan(
     host_policy: Policy | None,
     host_min_uses: int | None,
     host_bandwidth: int | None,
+    store_pages: int | None,
+    store_bandwidth: int | None,
     prefill_rate: int | None,
     max_batched_tokens: int,
     max_num_seqs: int,
@@ -454,6 +491,7 @@ def plan(
     with pages of windows kept where requests can resume, and if all stayed cached.
 
     With --host-pages the plan also simulates each size with a tier in host memory behind it: hits, and pages that move.
+    With --store-pages or --store-bandwidth it says when a store behind that tier pays.
     """
     others = {
         "--num-pages": num_pages,
@@ -462,6 +500,8 @@ def plan(
         "--eviction": eviction,
         "--host-pages": host_pages,
         "--host-bandwidth": host_bandwidth,
+        "--store-pages": store_pages,
+        "--store-bandwidth": store_bandwidth,
         "--prefill-rate": prefill_rate,
         "--plot": plot_path,
         "--html": html_path,
@@ -484,10 +524,14 @@ def plan(
     chosen_intervals = find_intervals(model, intervals)
     asked = find_sizes(num_pages, memory, model.page_bytes)
     host = choose_host(host_pages, host_policy, host_min_uses)
-    if host and (model.num_state_groups or model.windows):
+    option = "--host-pages" if host else "--store-bandwidth"
+    if (host or store_bandwidth is not None) and (model.num_state_groups or model.windows):
         what = "states" if model.num_state_groups else "windows"
-        raise click.UsageError(f"--host-pages: a model with {what} is planned without a tier, pagepool replay runs it with one")
+        raise click.UsageError(f"{option}: a model with {what} is planned without a tier, pagepool replay runs it with one")
     speed = find_speed(host_bandwidth, prefill_rate, host, model.page_bytes)
+    store = find_store(store_pages, store_bandwidth, prefill_rate, host, model.page_bytes)
+    if prefill_rate is not None and speed is None and (store is None or store.bandwidth is None):
+        raise click.UsageError("--prefill-rate needs --host-bandwidth or --store-bandwidth")
     if plot_path or html_path:
         require_plots()
     with open_result(json_path) as json_file, open_result(plot_path) as plot_file, open_result(html_path) as html_file:
@@ -499,7 +543,7 @@ def plan(
                 planner = Planner(loaded.records, model.hit_size, update)
                 num_states = count_states(requests, min(chosen_intervals, default=1), max_batched_tokens)
                 made = planner.make_plan(choose_sizes(asked, planner, model, num_states), model=model)
-                made = replace(made, host=host, speed=speed, notes=tuple(loaded.notes), arrays=arrays or SHARED)
+                made = replace(made, host=host, speed=speed, store=store, notes=tuple(loaded.notes), arrays=arrays or SHARED)
             if asked is not None and len(asked.numbers) == 1:
                 made = replace(made, asked_num_pages=asked.numbers[0])
             if chosen_intervals:

@@ -1,6 +1,7 @@
 """Texts and tables of the host tier of a plan."""
 
 from pagepool.replay.plans.plan import HostRun, Plan
+from pagepool.replay.plans.store_report import list_store_columns, list_store_notes
 from pagepool.replay.shared.sizes import format_bytes
 
 __all__ = ["describe_speed", "list_host_columns", "list_host_notes", "list_host_rates", "name_host"]
@@ -36,7 +37,11 @@ def describe_speed(plan: Plan, run: HostRun) -> list[str]:
 
 def list_host_notes(plan: Plan) -> list[str]:
     """Return the notes on the columns."""
-    return [*([HOST_NOTE] if plan.host_runs else []), *([SPEED_NOTE] if plan.host_runs and plan.speed else [])]
+    return [
+        *([HOST_NOTE] if plan.host_runs else []),
+        *([SPEED_NOTE] if plan.host_runs and plan.speed else []),
+        *list_store_notes(plan),
+    ]
 
 
 def list_host_rates(plan: Plan) -> list[tuple[str, list[str]]]:
@@ -62,7 +67,7 @@ def list_host_columns(plan: Plan) -> tuple[str, list[tuple[str, list[str]]]]:
     if plan.speed is not None:
         seconds = [round(run.find_seconds(plan.speed), 2) for run in runs]
         columns.append(("seconds saved a request", [f"{each + 0:.2f}" for each in seconds]))  # turns -0.0 into 0.0
-    return f"With {plan.host}, by size of the pool", columns
+    return f"With {plan.host}, by size of the pool", [*columns, *list_store_columns(plan)]
 
 
 def _format_gib(num_bytes: int | None) -> str:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from pagepool.arguments import require_int
@@ -22,6 +22,7 @@ __all__ = [
     "HostSpeed",
     "Knee",
     "Plan",
+    "PlannedStore",
     "Planner",
     "PolicyFigures",
     "PoolFigures",
@@ -94,19 +95,56 @@ class HostSpeed(NamedTuple):
     prefill_rate: int
 
 
+class PlannedStore(NamedTuple):
+    """A store of `num_pages` behind the host tier, which loads `bandwidth` bytes a second, beside prefill of `prefill_rate`
+    tokens a second. None is unknown.
+    """
+
+    num_pages: int | None = None
+    bandwidth: int | None = None
+    prefill_rate: int | None = None
+
+    def find_least_bandwidth(self, token_bytes: float) -> float | None:
+        """Return the bytes a second of a store that loads tokens as fast as prefill computes them."""
+        return None if self.prefill_rate is None else self.prefill_rate * token_bytes
+
+    def pays(self, token_bytes: float) -> bool | None:
+        """Whether loading a token takes no longer than computing it."""
+        least = self.find_least_bandwidth(token_bytes)
+        return None if least is None or self.bandwidth is None else self.bandwidth >= least
+
+    def as_dict(self, token_bytes: float | None) -> dict[str, Any]:
+        """Return the store by name, for JSON, and whether it pays."""
+        least, pays = (None, None) if token_bytes is None else (self.find_least_bandwidth(token_bytes), self.pays(token_bytes))
+        return {**self._asdict(), "least_bandwidth": least, "pays": pays}
+
+
 @dataclass(frozen=True, slots=True)
 class HostRun:
     """Hits of a pool with LRU and a host tier, simulated with requests one after another, and the traffic between pool and
-    tier.
+    tier. `store_hit_tokens` is the most that they hit with a store behind them; None without one, or if the pool skips
+    requests.
     """
 
     hits: PolicyFigures
     moved: HostFigures
+    store_hit_tokens: int | None = None
 
     @property
     def num_more_tokens(self) -> int:
         """Additional hit tokens compared with the pool alone."""
         return self.hits.hit_tokens - self.hits.pool.lru_hit_tokens
+
+    @property
+    def num_store_tokens(self) -> int | None:
+        """Most hit tokens that a store adds; None if they are unknown."""
+        return None if self.store_hit_tokens is None else self.store_hit_tokens - self.hits.hit_tokens
+
+    @property
+    def store_hit_rate(self) -> float:
+        """Share of all prompt tokens that hit at most with a store; 0 if it is unknown."""
+        pool = self.hits.pool
+        return find_hit_rate(self.store_hit_tokens or 0, pool.prompt_tokens, pool.skipped_prompt_tokens)
 
     def find_transfer_seconds(self, speed: HostSpeed) -> float:
         """Return the seconds per request of all loads and saves, one after another; 0 if their bytes are unknown."""
@@ -121,7 +159,8 @@ class HostRun:
     def as_dict(self, speed: HostSpeed | None) -> dict[str, Any]:
         """Return the figures by name, for JSON."""
         seconds = None if speed is None else self.find_seconds(speed)
-        return {**self.hits.as_dict(), **self.moved.as_dict(), "seconds_saved_a_request": seconds}
+        more = {"seconds_saved_a_request": seconds, "store_hit_tokens": self.store_hit_tokens}
+        return {**self.hits.as_dict(), **self.moved.as_dict(), **more}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +209,8 @@ class Plan:
     A pool that never evicts hits `most_hit_tokens`; a pool of `min_num_pages` holds the largest request. `replays` has the
     figures of simulated schedulers by pool size, `policies` those of other eviction policies. `asked_num_pages` is the
     requested size, None for none or several. `host_runs` has the figures of all pools with the tier `host`; `speed` is the
-    speed of its transfers and of prefill. `notes` list unknown properties of the trace. `arrays` says whether the arrays of all
-    groups lie over each other, ``"shared"``, or are ``"separate"``.
+    speed of its transfers and of prefill. `store` is the store behind the tier. `notes` list unknown properties of the trace.
+    `arrays` says whether the arrays of all groups lie over each other, ``"shared"``, or are ``"separate"``.
 
     For a model with states, `checkpoints` has the hits by policy, interval and pool size. All other hits, except in `replays`,
     are those of its attention alone, in pools of the same memory. Without attention these are 0, and `most_hit_tokens` counts
@@ -197,6 +236,7 @@ class Plan:
     host: HostMemory | None = None
     host_runs: tuple[HostRun, ...] = ()
     speed: HostSpeed | None = None
+    store: PlannedStore | None = None
     notes: tuple[str, ...] = ()
     arrays: str = "shared"
 
@@ -204,6 +244,11 @@ class Plan:
     def knee(self) -> Knee | None:
         """Knee at 95 %; None without hits."""
         return next((knee for knee in self.knees if knee.share == MAIN_SHARE), None)
+
+    @property
+    def token_bytes(self) -> float | None:
+        """Bytes of a token; None if they are unknown."""
+        return None if self.page_bytes is None else self.page_bytes / self.page_size
 
     @property
     def most_hit_rate(self) -> float:
@@ -268,6 +313,7 @@ class Plan:
         plan |= {
             name: None if value is None else value._asdict() for name, value in (("host", self.host), ("speed", self.speed))
         }
+        plan["store"] = None if self.store is None else self.store.as_dict(self.token_bytes)
         runs, host_runs = self.runs_by_policy, {run.hits.pool.num_pages: run.as_dict(self.speed) for run in self.host_runs}
         for fields, pool in zip(plan["pools"], self.pools, strict=True):
             replay = self.replays.get(pool.num_pages)
@@ -379,6 +425,16 @@ class Planner:
         num_hit_pages = hit_tokens // self._curves.page_size
         lru_num_pages = None if pool.skipped else self._curves.find_size(self._curves.lru, num_hit_pages)
         return PolicyFigures(eviction, pool, hit_tokens, lru_num_pages)
+
+    def find_store_hits(self, run: HostRun, num_pages: int) -> HostRun:
+        """Add the most that pool and tier hit with a store of `num_pages` behind them: the hits of an LRU pool of all their
+        pages, each of which is then in one place only.
+        """
+        pool = run.hits.pool
+        if pool.skipped:
+            return run
+        most = self._curves.lru.count_hits(pool.num_pages - 1 + num_pages) * self._curves.page_size
+        return replace(run, store_hit_tokens=max(most, run.hits.hit_tokens))
 
     def make_plan(self, sizes: Iterable[int], page_bytes: int | None = None, model: ModelPages | None = None) -> Plan:
         """Make the figures of pools of these sizes, in pages including the null page: for one group of attention with pages of

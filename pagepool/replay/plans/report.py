@@ -20,6 +20,7 @@ from pagepool.replay.plans.state_report import (
     list_state_notes,
     state_headline,
 )
+from pagepool.replay.plans.store_report import describe_rates, describe_store
 from pagepool.replay.plans.window_report import (
     describe_window_hits,
     list_window_columns,
@@ -118,6 +119,7 @@ def _describe_results(plan: Plan) -> list[str]:
         largest,
         *_describe_policies(plan),
         *_describe_host(plan),
+        *describe_rates(plan),
     ]
 
 
@@ -166,7 +168,8 @@ def _describe_host(plan: Plan) -> list[str]:
     if not hits:
         return []
     [chosen] = [run for run in plan.host_runs if run.hits is _choose_run(hits, plan.asked_num_pages)]
-    return [f"{name_host(plan)} {_describe_runs(plan, hits)}", *describe_speed(plan, chosen)]
+    gains = [*describe_speed(plan, chosen), *describe_store(plan, chosen)]
+    return [f"{name_host(plan)} {_describe_runs(plan, hits)}", *gains]
 
 
 def _describe_runs(plan: Plan, runs: list[PolicyFigures]) -> str:
