@@ -6,7 +6,7 @@ memory, which crosses in one piece, and scatters it on the device; a page not in
 gathered, so no load waits for a save. No program computes in host memory: XLA on GPUs aborts the process on a scatter into it
 (openxla/xla issues 34565 and 47362).
 
-jax may alias memory that it gets, and does on CPUs. So it never gets rows, and what it got is not written before its program
+jax may alias memory that it gets, and read it late. So it never gets rows, and what it got is not written before its program
 has ended. A failed copy spoils only its own pages. jax is imported by the first `HostPages`.
 """
 
@@ -280,6 +280,8 @@ class HostPages:
 
     def _check(self, moves: Int32Array, way: str) -> list[npt.NDArray[np.intp]]:
         """Check saves or loads. Return the indices of each group's transfers."""
+        if moves.shape[1] == 0:
+            return [np.zeros(0, np.intp)] * len(self._groups)
         places = [find_places(moves[2], group.group) for group in self._groups]
         wrong = np.delete(moves[2], np.concatenate(places))
         if wrong.size:
