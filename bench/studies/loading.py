@@ -2,7 +2,7 @@
 
 Requests come at their times to a modelled engine, which computes one prompt after another, in steps of 2,048 tokens. Behind its
 pool are a host tier and the real `StoreTier`, with a modelled store: an answer comes after 2 ms, and all loads share its
-bandwidth. A token takes 128 KiB. Time is that of the model. The figures are the mean seconds from the arrival of a request
+bandwidth. A token takes 128 KiB. Time is that of the model. The figures are the mean milliseconds from the arrival of a request
 until its prompt is computed. A column is what is loaded from the store:
 
 ``never``
@@ -56,6 +56,7 @@ TICK_SECONDS = 0.001
 NUM_ASKED = 16
 """Requests at the head of the queue that are asked whether they are ready."""
 
+TITLE = "mean ms until the first token"
 COLUMNS = ("never", "always", "rule")
 BANDWIDTHS = (0.2e9, 2e9, 20e9)
 RATES = (5_000, 50_000)
@@ -292,11 +293,11 @@ def main(arguments: Sequence[str]) -> None:
         for column in filter(chosen.has_column, COLUMNS):
             start = perf_counter()
             seconds = measure(line.make_trace(), column, line.bandwidth, line.rate, line.use)
-            mean = float(np.mean(seconds))
-            table.setdefault(str(line), {})[column] = round(mean, 3)
-            print(f"{line}, {column}: {mean:.3f} ({perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
+            mean = 1000 * float(np.mean(seconds))
+            table.setdefault(str(line), {})[column] = round(mean, 1)
+            print(f"{line}, {column}: {mean:.1f} ({perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
     whole: Table = merge(options.results, "loading", table) if options.results else table
-    print(show("mean seconds until the first token", whole))
+    print(show(TITLE, whole))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ class Fetch:
     asked_at: float = inf  # time of the first question whether it is ready
     num_bytes: int = 0  # of the pages that are looked up or loaded
     num_page_tokens: int = 0  # in them
+    num_queued_tokens: int = 0  # to be computed when it is its turn
     began_at: float | None = None  # time when its look-up was answered
     load_seconds: float | None = None  # that its loads take from then on; None: rates do not tell
     is_over: bool = False  # its pages are computed
@@ -53,6 +54,7 @@ class Loads:
         self._num_waiting_bytes = 0
         self._load_rate, self._step_rate = AnswerRate(), Rate()
         self._queue_seconds = Rate()  # seconds until a request is asked for, by requests
+        self._num_queued_tokens = 0
         self._num_lookups = 0
         self.num_looked_up = self.num_found = self.num_recomputed = 0
         self.num_loading = self.num_loaded = self.num_missing = self.num_damaged = 0
@@ -70,6 +72,7 @@ class Loads:
         if not len(pages.groups) or self._num_lookups >= MAX_LOOKUPS:
             return False
         fetch.num_bytes, fetch.num_page_tokens = int(self._sizes_of(pages).sum()), fetch.num_tokens - num_now
+        self._queue(fetch, fetch.num_page_tokens)
         fetch.num_on_the_way += 1
         self._num_lookups += 1
         self._jobs.lookup(Job(pages, pages.name(), self._end_lookup, context=fetch))
@@ -83,7 +86,8 @@ class Loads:
 
     def find_patience(self, fetch: Fetch, now: float, deadline: float) -> float:
         """Return the time until which a request whose turn it is waits for its pages, `deadline` seconds without rates."""
-        compute_seconds, load_seconds, began_at = self._find_compute_seconds(now, fetch), fetch.load_seconds, fetch.began_at
+        compute_seconds = self._find_compute_seconds(now, fetch.num_page_tokens)
+        load_seconds, began_at = fetch.load_seconds, fetch.began_at
         if began_at is None:  # the store may have all of its pages
             load_seconds, began_at = self._find_load_seconds(now, fetch.num_bytes), now
         if load_seconds is None:
@@ -98,8 +102,13 @@ class Loads:
         """Measure the loads that were answered."""
         self._load_rate.end_question(time.monotonic())
 
+    def forget(self, fetch: Fetch) -> None:
+        """Note that a request is no longer queued."""
+        self._queue(fetch, 0)
+
     def leave(self, fetch: Fetch) -> None:
         """Begin no more loads for a request that computes its pages."""
+        self.forget(fetch)
         fetch.is_over = True
         left = [each for each in self._waiting if each[0] is not fetch] if fetch.num_on_the_way else self._waiting
         if len(left) < len(self._waiting):
@@ -159,6 +168,8 @@ class Loads:
         if not self._fits(needed) or not self._pays(fetch):
             self.num_recomputed += len(groups)
             return
+        if fetch.num_queued_tokens:
+            self._queue(fetch, fetch.num_tokens - num_then)
         fetch.num_on_the_way += len(groups)
         self._waiting.append((fetch, needed))
         self._num_waiting_bytes += fetch.num_bytes
@@ -176,13 +187,22 @@ class Loads:
         fetch.began_at, fetch.load_seconds = now, self._find_load_seconds(now, fetch.num_bytes)
         if fetch.load_seconds is None or self._load_rate.is_old(now):
             return True
-        queue_seconds = 0.0 if self._queue_seconds.is_old(now) else self._queue_seconds.per_second(now) or 0.0
-        return fetch.load_seconds < inf and fetch.load_seconds <= queue_seconds + self._find_compute_seconds(now, fetch)
+        compute_seconds = self._find_compute_seconds(now, fetch.num_page_tokens)
+        return fetch.load_seconds < inf and fetch.load_seconds <= self._find_queue_seconds(now, fetch) + compute_seconds
 
-    def _find_compute_seconds(self, now: float, fetch: Fetch) -> float:
-        """Return how long it takes to compute the tokens of a request's pages, endless without a rate."""
+    def _queue(self, fetch: Fetch, num_tokens: int) -> None:
+        self._num_queued_tokens += num_tokens - fetch.num_queued_tokens
+        fetch.num_queued_tokens = num_tokens
+
+    def _find_queue_seconds(self, now: float, fetch: Fetch) -> float:
+        """Return how long it takes until it is a request's turn: as long as others waited, or as those before it compute."""
+        mean = 0.0 if self._queue_seconds.is_old(now) else self._queue_seconds.per_second(now) or 0.0
+        return max(mean, self._find_compute_seconds(now, self._num_queued_tokens - fetch.num_queued_tokens))
+
+    def _find_compute_seconds(self, now: float, num_tokens: int) -> float:
+        """Return how long it takes to compute tokens, endless without a rate."""
         tokens_rate = self._step_rate.per_second(now)
-        return fetch.num_page_tokens / tokens_rate if tokens_rate else inf
+        return num_tokens / tokens_rate if tokens_rate else inf
 
     def _find_load_seconds(self, now: float, num_bytes: int) -> float | None:
         """Return how long pages take behind all others, or None without a rate."""

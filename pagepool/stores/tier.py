@@ -148,7 +148,9 @@ class StoreTier:
     def forget(self, request: Request) -> None:
         """Forget a request that will not be admitted. Its loads go on. O(1)."""
         with self._lock:
-            self._fetches.pop(id_of(request), None)
+            fetch = self._fetches.pop(id_of(request), None)
+            if fetch is not None:
+                self._loads.forget(fetch)
 
     def record_step(self, num_tokens: int, seconds: float) -> None:
         """Report that a step took some seconds to compute tokens of prompts. Pages are loaded only if that is expected to end

@@ -347,6 +347,27 @@ def test_loads_that_end_while_a_request_is_queued_pay(clock: Clock) -> None:
     assert host.stored.stats().num_late_requests == 1
 
 
+def test_prompts_that_are_queued_before_a_request_leave_time_for_its_loads(clock: Clock) -> None:
+    """Rates: a page is loaded in 10 ms and computed in 4. Forgotten requests are not computed."""
+    host = make_slow_host(clock, 0.01, 1000)
+    others = [EngineRequest(f"other {i}", tokens(20 + i, 8)) for i in range(4)]
+    for _ in range(2):
+        for other in others:
+            host.stored.fetch(other)
+        host.stored.poll()
+        for other in others:
+            host.stored.forget(other)
+    host.fetch(tokens(2, 8))
+    host.stored.poll()
+    assert host.stored.stats().num_recomputed_pages == 8
+    for other in others:
+        host.stored.fetch(other)
+    host.stored.forget(EngineRequest("request", []))
+    host.fetch(tokens(3, 8))
+    host.stored.poll()
+    assert host.stored.stats().num_loading_pages == 8
+
+
 def test_a_request_whose_turn_comes_early_does_not_wait_for_loads_that_no_longer_pay(clock: Clock) -> None:
     host = make_slow_host(clock, 0.01, 1000)
     request = host.fetch(tokens(2, 8))
