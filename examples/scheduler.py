@@ -66,10 +66,10 @@ class Scheduler:
         self.num_preemptions = self.num_swaps = 0
 
     def add(self, request: Request) -> None:
-        """Queue a request, and look up its pages in the store."""
-        self.waiting.append(request)
+        """Look up the pages of a request in the store, and queue it. A step may run in another thread."""
         if self.store is not None:
             self.store.fetch(EngineRequest(request.request_id, request.token_ids))
+        self.waiting.append(request)
 
     def abort(self, request: Request, num_computed_tokens: int | None) -> None:
         """Drop a request. If it has a row, tokens beyond this number may be wrong."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import signal
 import time
@@ -153,6 +154,40 @@ def test_two_engines_with_one_folder(weights: Weights, tmp_path: Path) -> None:
     assert [request.output for request in added] == [answer_densely(*ask, weights) for ask in asks for _ in engines]
     for engine in engines:
         engine.close()
+
+
+def test_a_request_is_looked_up_before_a_step_of_another_thread_can_admit_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, num_waiting = make_stored(tmp_path), []
+    monkeypatch.setattr(engine.store, "fetch", lambda request: num_waiting.append(len(engine.scheduler.waiting)))
+    engine.add(*ASKS[0])
+    engine.add_beams(*ASKS[1], 2)
+    assert num_waiting == [0, 1]
+
+
+@pytest.mark.slow
+def test_replicas_of_a_service_share_a_folder(tmp_path: Path) -> None:
+    """Requests arrive while another thread steps."""
+    pytest.importorskip("zmq")
+    serving = pytest.importorskip("serving")
+    rng = Random(SEED)
+    prompts = [serving.Prompt("".join(rng.choices(serving.ALPHABET, k=rng.randint(100, 300)))) for _ in range(10)]
+    replies = []
+    for is_first in (True, False):
+        replica = serving.Replica(tmp_path)
+
+        async def generate_all(replica: Any = replica) -> list[Any]:
+            return await asyncio.gather(*(replica.generate(prompt) for prompt in prompts))
+
+        replies.append(asyncio.run(generate_all()))
+        stats = replica.engine.store.stats()
+        assert (stats.num_waiting_requests, stats.num_late_requests, stats.num_loaded_pages > 0) == (0, 0, not is_first)
+        replica.publisher.close()
+        replica.engine.close()
+    assert [reply["answer"] for reply in replies[0]] == [reply["answer"] for reply in replies[1]]
+    num_most = sum((reply["tokens"] - 1) // serving.PAGE_SIZE * serving.PAGE_SIZE for reply in replies[1])
+    assert sum(reply["cached"] for reply in replies[1]) >= 0.95 * num_most
 
 
 @pytest.mark.slow
