@@ -165,6 +165,11 @@ def make_hits(name: str, _: Results) -> str:
     return hits.show("prompt tokens hit, %", hits.read()[name])
 
 
+def make_times(_: Results) -> str:
+    """Return the table of times until the first token, from the same file."""
+    return hits.show(hits.TO_FIRST_TOKEN, hits.read()["loading"])
+
+
 PARTS: Mapping[str, Callable[[Results], str]] = {
     "headlines": make_headlines,
     "setups": make_setups,
@@ -174,6 +179,7 @@ PARTS: Mapping[str, Callable[[Results], str]] = {
     "states_hits": partial(make_hits, "states"),
     "keeping_hits": partial(make_hits, "keeping"),
     "tenants_hits": partial(make_hits, "tenants"),
+    "loading_times": make_times,
 }
 
 

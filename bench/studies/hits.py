@@ -20,6 +20,9 @@ COLUMNS = (
 )
 """The columns of all tables, in order."""
 
+TO_FIRST_TOKEN = "mean ms until the first token"
+"""What `loading` measures, of requests."""
+
 Table = Mapping[str, Mapping[str, float]]
 """The figure of a line and column."""
 

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from bench.studies.command import Chosen, make_parser
-from bench.studies.hits import Table, merge, show
+from bench.studies.hits import TO_FIRST_TOKEN, Table, merge, show
 from bench.studies.windows import TRACE
 from bench.workload import SEED, make_group
 from pagepool import CacheManager, EngineRequest, HostTier, specs
@@ -56,7 +56,6 @@ TICK_SECONDS = 0.001
 NUM_ASKED = 16
 """Requests at the head of the queue that are asked whether they are ready."""
 
-TITLE = "mean ms until the first token"
 COLUMNS = ("never", "always", "rule")
 BANDWIDTHS = (0.2e9, 2e9, 20e9)
 RATES = (5_000, 50_000)
@@ -297,7 +296,7 @@ def main(arguments: Sequence[str]) -> None:
             table.setdefault(str(line), {})[column] = round(mean, 1)
             print(f"{line}, {column}: {mean:.1f} ({perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
     whole: Table = merge(options.results, "loading", table) if options.results else table
-    print(show(TITLE, whole))
+    print(show(TO_FIRST_TOKEN, whole))
 
 
 if __name__ == "__main__":
