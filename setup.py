@@ -178,6 +178,7 @@ HOT = {
     f"pagepool.{name}"
     for name in (
         "compat.vllm.hasher",
+        "core.base.page_hash",
         "core.values.chain",
         "core.values.ids",
         "core.holding.lookups",

@@ -4,11 +4,8 @@
 # halves are these keys. Its message is the parent's digest, the tokens as little-endian int32, and the extra keys; in CBOR it
 # is the array of these three, null for no extra keys, as in vLLM's `sha256_cbor`.
 
-from libc.stdint cimport int32_t, uint8_t, uint64_t
+from libc.stdint cimport int32_t, uint8_t
 
-from pagepool.core.base.cbor cimport *
-from pagepool.core.base.platform cimport *
-from pagepool.core.base.sha256 cimport *
 from pagepool.core.base.siphash cimport *
 
 cdef enum HashKind:
@@ -28,59 +25,6 @@ cdef struct Hashing:
     WideDigest root           # parent of first pages
 
 
-cdef inline void _store_digest(uint8_t *out, WideDigest digest) noexcept nogil:
-    cdef uint64_t[4] words = [digest.upper.hi, digest.upper.lo, digest.key.hi, digest.key.lo]
-    cdef int i
-    for i in range(4):
-        store_word(out + 8 * i, <uint32_t>(words[i] >> 32))
-        store_word(out + 8 * i + 4, <uint32_t>words[i])
-
-
-cdef inline WideDigest _digest_in(const uint32_t *state) noexcept nogil:
-    return WideDigest(
-        key=Digest(lo=<uint64_t>state[6] << 32 | state[7], hi=<uint64_t>state[4] << 32 | state[5]),
-        upper=Digest(lo=<uint64_t>state[2] << 32 | state[3], hi=<uint64_t>state[0] << 32 | state[1]),
-    )
-
-
-cdef inline void _add_tokens(Sha256 *sha, const int32_t *tokens, Py_ssize_t n) noexcept nogil:
-    """Add tokens in CBOR."""
-    cdef uint8_t *room
-    cdef Py_ssize_t i
-    for i in range(n):
-        room = sha_room(sha)
-        sha.num_waiting += write_int(room, tokens[i]) - room
-
-
-cdef inline WideDigest hash_wide(
-    const Hashing *hashing, WideDigest parent, const int32_t *tokens, Py_ssize_t n, const uint8_t *extra, Py_ssize_t size
-) noexcept nogil:
-    """Hash a page by SHA-256, with `size` bytes of extra keys."""
-    cdef Sha256 sha
-    cdef uint8_t *room
-    cdef bint is_cbor = hashing.kind == SHA256_CBOR
-    assert hashing.kind != SIPHASH and n > 0 and size >= 0
-    sha_start(&sha, hashing.is_fast)
-    room = sha.waiting
-    if is_cbor:
-        room = write_head(write_head(room, CBOR_ARRAY, 3), CBOR_BYTES, 32)
-    _store_digest(room, parent)
-    room += 32
-    if is_cbor:
-        room = write_head(room, CBOR_ARRAY, <uint32_t>n)
-    sha.num_waiting = room - sha.waiting
-    if is_cbor:
-        _add_tokens(&sha, tokens, n)
-    else:
-        sha_add(&sha, <const uint8_t *>tokens, n * sizeof(int32_t))
-    if is_cbor and size == 0:
-        sha_room(&sha)[0] = CBOR_NULL
-        sha.num_waiting += 1
-    sha_add(&sha, extra, size)
-    sha_finish(&sha)
-    return _digest_in(sha.state)
-
-
 cdef inline WideDigest digest_at(const Digest *digests, const Digest *uppers, Py_ssize_t i) noexcept nogil:
     """Return a digest, with its upper half unless `uppers` is NULL."""
     return WideDigest(key=digests[i], upper=uppers[i] if uppers != NULL else Digest(lo=0, hi=0))
@@ -93,24 +37,8 @@ cdef inline void set_digest(Digest *digests, Digest *uppers, Py_ssize_t i, WideD
         uppers[i] = digest.upper
 
 
-cdef inline void hash_pages(
+# In a module of its own, since code of this size changes what compilers inline in the loops of rows.
+cdef void hash_pages(
     const Hashing *hashing, const int32_t *tokens, Py_ssize_t n, Digest *digests, Digest *uppers, Py_ssize_t start,
     Py_ssize_t stop, const uint8_t *extra, Py_ssize_t size,
-) noexcept nogil:
-    """Hash pages `start` to `stop` of a request, each behind the one before. `tokens` are those of all its pages, `n` each. The
-    first of the hashed pages has `size` bytes of extra keys.
-    """
-    cdef WideDigest parent = digest_at(digests, uppers, start - 1) if start else hashing.root
-    cdef Digest secret = hashing.key
-    cdef Py_ssize_t i
-    assert 0 <= start <= stop and n > 0 and (uppers != NULL) == (hashing.kind != SIPHASH)
-    if exceptional(hashing.kind != SIPHASH):
-        for i in range(start, stop):
-            parent = hash_wide(hashing, parent, tokens + i * n, n, extra, size if i == start else 0)
-            set_digest(digests, uppers, i, parent)
-        return
-    if size:
-        parent.key = hash_after(hashing.extra_key, parent.key, extra, size)
-    for i in range(start, stop):
-        parent.key = hash_after(secret, parent.key, <const uint8_t *>(tokens + i * n), n * sizeof(int32_t))
-        digests[i] = parent.key
+) noexcept nogil

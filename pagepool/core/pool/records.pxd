@@ -286,7 +286,7 @@ cdef struct Pool:
     Links *shard_twins        # in the same memory: rings of the twins within each shard; NULL without shards or caching
     Links *shard_firsts       # in the same memory: ring of each shard's first twins; NOT_FIRST for the others
     int32_t *page_tokens      # [num_pages, tokens_width] number and ids of the tokens of cached pages; NULL: not kept
-    Py_ssize_t tokens_width
+    Digest *uppers            # upper halves of digests; NULL: the keys are whole digests
     uint64_t multiplier       # odd and secret: nobody can choose keys that collide
     uint32_t mask             # number of slots - 1
     uint32_t home_shift       # shifts a tag to the slot where a look-up begins
@@ -306,7 +306,7 @@ cdef struct Pool:
     int64_t num_reused        # free pages that left the queue without eviction
     int64_t num_unwatched     # pages that lost their WATCHED flag
     Journal journal
-    Digest *uppers            # upper halves of digests; NULL: the keys are whole digests
+    Py_ssize_t tokens_width   # of `page_tokens`
     Residency *residency
     uint8_t is_restored       # loaded from a snapshot, and no reference taken since then
     Expectations expected

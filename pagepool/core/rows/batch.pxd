@@ -98,7 +98,6 @@ cdef struct Batch:            # rows that run together
     Py_ssize_t num_rows
     int32_t max_num_tokens    # limit for each row
     int32_t hash_page_size    # tokens; 0: no prefix caching
-    Hashing hashing
     RowRecord *records        # [num_rows] counts that each step reads
     Row *rows                 # [num_rows]
     uint32_t stamp            # number of this call
@@ -129,6 +128,7 @@ cdef struct Batch:            # rows that run together
     int64_t num_admissions    # admissions, forks and exchanges of all rows
     int64_t num_calls         # calls that may have changed computed tokens or pages
     Py_ssize_t num_admitted   # admitted rows
+    Hashing hashing
 
 cdef struct Amounts:          # a number for each row
     const int32_t *values
