@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from contents_device import MAX_GROUPS, require
+from contents_device import MAX_GROUPS, Content, require
 from contents_tier import TierBooks
 from lying_store import LyingStore
 
@@ -17,6 +17,9 @@ from pagepool.stores.tier import StoreTier
 
 STORE_MODULES = loads, pending, saves, tier
 """They read the clock."""
+
+LOWER_HALF = (1 << 128) - 1
+"""Of a digest, in the keys of a store."""
 
 SHARES = 0.0, 0.0, 0.01, 0.1
 
@@ -29,15 +32,16 @@ class CheckingStore(LyingStore):
 
     def save(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> Any:
         try:
+            contents = {(digest & LOWER_HALF, group): content for (digest, group), content in self.books.keys.items()}
             for key, row in zip(keys, rows, strict=True):
-                self.check(key, row)
+                number, group = int.from_bytes(key[:16], "little"), int.from_bytes(key[16:], "big")
+                self.check(contents[number, group], row, group)
         except Exception as error:
             self.wrong = error
         return super().save(keys, rows)
 
-    def check(self, key: bytes, row: memoryview) -> None:
-        number, group = int.from_bytes(key[:16], "little"), int.from_bytes(key[16:], "big")
-        slots = self.books.list_slots(self.books.keys[number, group])
+    def check(self, content: Content, row: memoryview, group: int) -> None:
+        slots = self.books.list_slots(content)
         cells = np.frombuffer(row[HEADER_BYTES:], dtype=np.int64)[: len(slots)]
         require((cells == np.array(slots) * MAX_GROUPS + group).all(), "a page that is saved", cells, slots)
 
