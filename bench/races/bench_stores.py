@@ -275,6 +275,6 @@ def test_a_prompt_that_is_fetched(remark: Callable[[str], None]) -> None:
     found = time_fetches(store, range(NUM_REPEATS), num_pages)
     missed = time_fetches(store, range(100, 100 + NUM_REPEATS), num_pages)
     remark(
-        f"A prompt of {num_pages:,} pages that a store has takes {found}, which copies and checks all loaded pages, of 1 KiB. "
-        f"One that it does not have takes {missed}."
+        f"A prompt of {num_pages:,} pages in a store takes {found}, which copies and checks all loaded pages, of 1 KiB. "
+        f"A prompt without pages there takes {missed}."
     )

@@ -55,7 +55,7 @@ class AnswerRate:
         self._rate = Rate()
         self._asked_at = self._ended_at = 0.0
         self._waits_since: float | None = None  # first start after the last answer
-        self._num_bytes, self._started_at = 0, inf  # of the answers to this question
+        self._num_bytes, self._started_at = 0, inf  # sum and minimum over the answers to this question
 
     def start(self, now: float) -> None:
         """Start a job."""

@@ -428,7 +428,7 @@ class Planner:
 
     def find_store_hits(self, run: HostRun, num_pages: int) -> HostRun:
         """Add the most that pool and tier hit with a store of `num_pages` behind them: the hits of an LRU pool of all their
-        pages, each of which is then in one place only.
+        pages, as if each page were in one place only.
         """
         pool = run.hits.pool
         if pool.skipped:
