@@ -35,7 +35,7 @@ help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo engine test test-all debug sanitize threads tsan fuzz soak planted coverage mutation lint bench
-.PHONY: bench-vllm bench-windows bench-states bench-router bench-keeping bench-host bench-results bench-plot test-easydel test-ray test-stores test-torch test-vllm torch-gpu
+.PHONY: bench-vllm bench-windows bench-states bench-router bench-keeping bench-hints bench-host bench-results bench-plot test-easydel test-ray test-stores test-torch test-vllm torch-gpu
 .PHONY: easydel-environment torch-environment vllm-environment clean wheel test-wheel test-lowest canary-vllm
 
 demo: $(VENV)/extra-replay  ## replay the built-in generator's chats
@@ -204,6 +204,9 @@ bench-router:  ## the index of routers beside Dynamo's, in an environment of its
 bench-keeping: $(DEV_VENV)/installed  ## hits of agents that report their expected returns: BENCH_ARGS="1/2 close expected"
 	$(DEV_VENV)/bin/python -m bench.studies.keeping $(BENCH_ARGS)
 
+bench-hints: vllm-environment  ## hits of agents whose requests under vLLM report their expected returns: BENCH_ARGS="close seconds --seeds 1"
+	$(call IN,$(VLLM_VENV)) bench.studies.vllm_keeping $(BENCH_ARGS)
+
 bench-host: $(DEV_VENV)/installed  ## transfers of host pages and what limits them, on the device that jax finds: ten minutes at most
 	$(DEV_VENV)/bin/python -m bench.studies.host_link
 
@@ -279,9 +282,10 @@ torch-environment:  ## the environment of test-torch and torch-gpu
 # version.
 VLLM_OWN_TESTS ?= tests/models/vllm_own_tests.py
 
-test-vllm bench-vllm bench-windows bench-results: export VLLM_TARGET_DEVICE = cpu
+test-vllm bench-vllm bench-hints bench-windows bench-results: export VLLM_TARGET_DEVICE = cpu
 test-vllm: vllm-environment  ## the tests with vllm, which is large, in an environment of its own: VLLM_VERSION=0.32.0
-	$(RUN) $(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(addprefix $(CURDIR)/,$(wildcard tests/*/test_vllm_*.py))
+	mkdir -p $(VLLM_VENV)/path && ln -sfn $(CURDIR)/bench $(VLLM_VENV)/path
+	$(RUN) PYTHONPATH=$(VLLM_VENV)/path $(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(addprefix $(CURDIR)/,$(wildcard tests/*/test_vllm_*.py))
 	$(if $(VLLM_TESTS),$(RUN) $(VLLM_VENV)/bin/python $(CURDIR)/$(VLLM_OWN_TESTS) $(VLLM_TESTS))
 
 # An empty CANARY_VERSION is the newest vLLM on the index. The differential test runs even if the first part fails.

@@ -23,6 +23,7 @@ class Section(NamedTuple):
 
 
 ADAPTER = ("VARIABLE", "install", "uninstall", "is_installed", "installed", "install_if_asked", "install_on_import")
+VLLM = ("EVICTION_VARIABLE", "HINTS_VARIABLE", "check", "read_hints", "report", "Report")
 SECTIONS = (
     Section("Manager", "manager"),
     Section("Running batch", "running_batch"),
@@ -49,7 +50,7 @@ SECTIONS = (
     Section("Traces, plans and fleets", "replay", False),
     Section("Hints of requests", "hints", False),
     Section("EasyDeL", "compat.easydel", False, (*ADAPTER, "VERSION")),
-    Section("vLLM", "compat.vllm", False, (*ADAPTER, "VERSIONS", "EVICTION_VARIABLE", "check", "report", "Report")),
+    Section("vLLM", "compat.vllm", False, (*ADAPTER, "VERSIONS", *VLLM)),
 )
 """All public names, in the order of the site's page."""
 

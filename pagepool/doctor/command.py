@@ -125,4 +125,5 @@ def _describe_engine(engine: dict[str, Any]) -> str:
     result = {None: "", True: takes, False: "; refuses pagepool"}[engine["is_replaced"]]
     models = engine["without_prefix_caching"]
     exception = f"; prefix caching is off for {models}" if models and engine["is_on"] else ""
-    return _row(engine["name"], f"{engine['version']}, {support}; {switch}{result}{exception}")
+    hints = f"; hints of requests are heard: {engine['hints']}" if engine["hints"] and engine["is_on"] else ""
+    return _row(engine["name"], f"{engine['version']}, {support}; {switch}{result}{exception}{hints}")

@@ -215,8 +215,18 @@ def _inspect_engine(
         "variable": variable,
         "is_on": is_on,
         "is_replaced": is_replaced,
+        "hints": _inspect_hints(problems) if name == "vllm" else None,
         "without_prefix_caching": "models with recurrent layers" if name == "easydel" and not keeps_hits else None,
     }
+
+
+def _inspect_hints(problems: list[Problem]) -> str | None:
+    """Return which hints of vLLM's requests are heard: "sessions", "all" or None."""
+    try:
+        return vllm.read_hints() or None
+    except CompatError as error:
+        problems.append(Problem(str(error), f"set {vllm.HINTS_VARIABLE} to one of these"))
+        return None
 
 
 def _inspect_recurrent_hits(problems: list[Problem], is_on: bool) -> bool:

@@ -41,6 +41,7 @@ from pagepool.compat.vllm.engine import (
     COORDINATOR,
     DIGESTS,
     GROUPS,
+    HINTS,
     INHERITED,
     MANAGER,
     OURS,
@@ -50,12 +51,15 @@ from pagepool.compat.vllm.engine import (
     UTILS,
     Replacement,
 )
+from pagepool.compat.vllm.policy import wanted_parts
 from pagepool.compat.vllm.sources import digests_of
 from pagepool.errors import CompatError
 
 REQUEST = "vllm.v1.request"
 BLOCK, _, MAP, HASHER, *METHODS = REPLACEMENTS
-DEPENDENT = {"blocks": {"pool", "hits", "slots"}, "pool": {"hits", "slots"}, "hits": set(), "slots": set(), "hasher": set()}
+DEPENDENT = {"blocks": {"pool", "hits", "slots"}, "pool": {"hits", "slots"}} | {
+    name: set[str]() for name in ("hits", "slots", "hasher", "hints")
+}
 """The parts that need another one."""
 LISTED = ", ".join(vllm.VERSIONS)
 ALLOCATE_SLOTS = f"{MANAGER}.KVCacheManager.allocate_slots"
@@ -73,6 +77,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv(vllm.VARIABLE, raising=False)
     monkeypatch.delenv(vllm.EVICTION_VARIABLE, raising=False)
+    monkeypatch.delenv(vllm.HINTS_VARIABLE, raising=False)
     monkeypatch.setattr(checks, "DIGESTS", fake_digests())
     monkeypatch.setattr(checks, "CHANGES", {"0.33.0": {}})
     for name, module in make_replacements().items():
@@ -131,7 +136,7 @@ def check_refused(message: str, **options: bool) -> None:
 
 def check_left(part: str, reason: str) -> None:
     """Check that a part is left to vLLM for a reason, with those that need it, and is refused where all parts are wanted."""
-    obstacles = find_obstacles(import_homes())
+    obstacles = find_obstacles(import_homes(), wanted_parts())
     assert re.fullmatch(reason, obstacles[part]), obstacles
     left = {part, *DEPENDENT[part]}
     assert {name for name, obstacle in obstacles.items() if obstacle} >= left
@@ -201,6 +206,30 @@ def test_an_eviction_policy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     check_refused("EVICTION: got 'fifo', allowed: adaptive; lru or nothing")
 
 
+def test_hints(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of the time at which pagepool was installed. Without the part that hears them nothing listens."""
+    free, methods = f"{MANAGER}.KVCacheManager.free", engine_module(MANAGER).KVCacheManager
+    original = vars(methods)["free"]
+    monkeypatch.setenv(vllm.HINTS_VARIABLE, " Sessions")
+    with vllm.installed():
+        monkeypatch.delenv(vllm.HINTS_VARIABLE)
+        assert vllm.is_installed()
+        assert (vllm.report().hints, dict(vllm.report().parts)["hints"]) == ("sessions", "used")
+        assert dict(vllm.report().replaced)[free] == f"{OURS}.turns.free"
+        assert dict(vllm.report().replaced)[f"{UTILS}.FreeKVCacheBlockQueue"] == f"{OURS}.session_queue.ListeningQueue"
+    assert vars(methods)["free"] is original
+    with vllm.installed():
+        assert (vllm.report().hints, vars(methods)["free"]) == ("none", original)
+    monkeypatch.setenv(vllm.HINTS_VARIABLE, "all")
+    methods.free = patch = lambda self, request: None
+    with vllm.installed():
+        assert (vllm.report().hints, vars(methods)["free"]) == ("none", patch)
+        assert "somebody else replaced it" in dict(vllm.report().parts)["hints"]
+        assert dict(vllm.report().parts)["slots"] == "used"
+    monkeypatch.setenv(vllm.HINTS_VARIABLE, "1")
+    check_refused("HINTS: got '1', allowed: sessions, all; 0, false, no, off or nothing")
+
+
 def test_a_pool_that_was_made_meanwhile_lives_on(folder: Path) -> None:
     """After a reset its map is ours again. Pagepool may be installed again."""
     with vllm.installed():
@@ -251,8 +280,10 @@ def test_a_version(folder: Path, version: str, is_known: bool) -> None:
         for i, place in enumerate(recorded)
     ],
 )
-def test_another_source(folder: Path, part: str, home: str, name: str) -> None:
+def test_another_source(folder: Path, monkeypatch: pytest.MonkeyPatch, part: str, home: str, name: str) -> None:
     """A definition of each kind, or one where it was inherited."""
+    if part == HINTS.name:
+        monkeypatch.setenv(vllm.HINTS_VARIABLE, "all")
     owner, _, method = name.rpartition(".")
     if owner and DIGESTS[part][f"{home}:{name}"] == INHERITED:
         edit(folder, home, f"class {owner}:\n", f"class {owner}:\n    def {method}(self): return 1\n")
@@ -286,7 +317,7 @@ def test_a_version_is_fitted_as_a_whole(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_each_replacement_is_recorded_in_its_part() -> None:
-    for part in PARTS:
+    for part in (*PARTS, HINTS):
         assert all(f"{item.home}:{item.name}" in DIGESTS[part.name] for item in part.replacements)
 
 
@@ -297,7 +328,7 @@ def test_a_definition_that_is_gone(folder: Path, home: str) -> None:
     owner, _, method = name.rpartition(".")
     module = engine_module(home)
     delattr(getattr(module, owner) if owner else module, method)
-    obstacles = "; ".join(find_obstacles(import_homes()).values())
+    obstacles = "; ".join(find_obstacles(import_homes(), (*PARTS, HINTS)).values())
     assert f"{home}.{name}: got None, expected vLLM's own: somebody else replaced it" in obstacles
 
 

@@ -15,7 +15,7 @@ import fake_easydel
 from sources import ROOT
 
 from pagepool.compat.vllm import VARIABLE
-from pagepool.compat.vllm.engine import COORDINATOR, DIGESTS, GROUPS, INHERITED, MANAGER, OURS, POOL, REPLACEMENTS, UTILS
+from pagepool.compat.vllm.engine import COORDINATOR, DIGESTS, GROUPS, HINTS, INHERITED, MANAGER, OURS, POOL, REPLACEMENTS, UTILS
 from pagepool.compat.vllm.policy import choices_for
 from pagepool.compat.vllm.sources import digests_of
 
@@ -111,7 +111,7 @@ def replacement_source(name: str) -> str:
 
 def replacement_sources() -> dict[str, str]:
     """Return the sources of modules with the names of the compiled ones, and with what they define."""
-    items = [choice for item in REPLACEMENTS for choice in choices_for(item)]
+    items = [choice for item in (*REPLACEMENTS, *HINTS.replacements) for choice in choices_for(item)]
     return {
         f"{OURS}.{module}": "".join(replacement_source(item.ours) for item in items if item.module == module)
         for module in sorted({item.module for item in items})

@@ -241,6 +241,19 @@ class TestEngines:
             "vLLM 0.34.0 keeps parts of its own: slots: KVCacheManager: another source"
         ]
 
+    @pytest.mark.parametrize(("value", "text"), [("off", ""), ("all", "; hints of requests are heard: all"), ("yes", "")])
+    def test_hints(
+        self, monkeypatch: pytest.MonkeyPatch, installed: Versions, problems: list[Problem], value: str, text: str
+    ) -> None:
+        installed(vllm="0.33.0")
+        monkeypatch.setenv("PAGEPOOL_VLLM", "1")
+        monkeypatch.setenv("PAGEPOOL_VLLM_HINTS", value)
+        monkeypatch.setattr(environment, "entry_points", lambda group: [SimpleNamespace(name="pagepool")])
+        monkeypatch.setattr(environment, "_run_python", lambda code: ("", None))
+        line = command._describe_engine(inspect_engines(problems)["vllm"])
+        assert line.endswith(f"PAGEPOOL_VLLM is on; pagepool takes its allocator's place{text}")
+        assert len(problems) == (value == "yes")
+
     def test_a_plug_in_that_vllm_does_not_load(
         self, monkeypatch: pytest.MonkeyPatch, installed: Versions, problems: list[Problem]
     ) -> None:

@@ -25,12 +25,26 @@ from pagepool.compat.import_hook import AfterImport
 from pagepool.compat.patching import check_unused, find_objects, installing, swap
 from pagepool.compat.switch import OFF, ON, read_switch
 from pagepool.compat.vllm.checks import find_obstacles, function_of, import_homes, version_of
-from pagepool.compat.vllm.engine import MANAGER, PARTS, POOL, REPLACEMENTS, VERSIONS, Replacement
-from pagepool.compat.vllm.policy import ADAPTIVE, ADAPTIVE_QUEUE, EVICTION_VARIABLE, choices_for, replacements
+from pagepool.compat.vllm.engine import HINTS, MANAGER, PARTS, POOL, REPLACEMENTS, VERSIONS, Part, Replacement
+from pagepool.compat.vllm.listener import Listener, get_listener, set_listener
+from pagepool.compat.vllm.policy import (
+    ADAPTIVE,
+    ADAPTIVE_QUEUES,
+    ALL,
+    EVICTION_VARIABLE,
+    HINTS_VARIABLE,
+    LISTENING_QUEUES,
+    SESSIONS,
+    choices_for,
+    read_hints,
+    replacements,
+    wanted_parts,
+)
 from pagepool.errors import CompatError
 
 __all__ = [
     "EVICTION_VARIABLE",
+    "HINTS_VARIABLE",
     "KNOWN",
     "OFF",
     "ON",
@@ -44,6 +58,7 @@ __all__ = [
     "install_on_import",
     "installed",
     "is_installed",
+    "read_hints",
     "report",
     "uninstall",
 ]
@@ -52,6 +67,9 @@ logger = logging.getLogger("vllm.pagepool")  # vLLM formats and shows only messa
 
 VARIABLE = "PAGEPOOL_VLLM"
 """Environment variable of the plug-in: `ON` and `KNOWN` install pagepool or log why not; `STRICT` raises the reason."""
+
+NO_HINTS = "none"
+"""`Report.hints` of pools that do not listen."""
 
 KNOWN = "known"
 STRICT = "strict"
@@ -72,7 +90,8 @@ def install(*, known: bool = False, strict: bool = False) -> None:
     A part is left to vLLM if something in it differs from the tested versions, or another package has replaced or subclassed
     some of it. Raise CompatError, without a change, if all parts are left to vLLM; with `strict`, if one is; with `known`, for
     a version not in `VERSIONS`; if vLLM is missing; if a scheduler was built; if `EVICTION_VARIABLE` names no policy, or one
-    that needs a missing part. Import vLLM if necessary; after that, most of the time is the search for schedulers.
+    that needs a missing part; if the value of `HINTS_VARIABLE` is unknown. Import vLLM if necessary; after that, most of the
+    time is the search for schedulers.
     """
     with _lock:
         if is_installed():
@@ -80,13 +99,16 @@ def install(*, known: bool = False, strict: bool = False) -> None:
             return
         homes = import_homes()
         _check_same(homes)
-        obstacles = find_obstacles(homes)
+        parts = wanted_parts()
+        obstacles = find_obstacles(homes, parts)
         _check_wanted(obstacles, known, strict)
-        items = replacements([part for part in PARTS if not obstacles[part.name]])
+        items = replacements([part for part in parts if not obstacles[part.name]])
         check_unused(tuple(found for found in map(_found, items) if isinstance(found, type)), "vLLM")
         compiled = {item: _import(item) for item in items}
         _homes.update(homes)
+        _obstacles.clear()
         _obstacles.update(obstacles)
+        set_listener(Listener(reads_times=read_hints() == ALL))
         try:
             _set(compiled)
             call_in_children(install_on_import)
@@ -157,32 +179,47 @@ class Report:
     is_installed: bool
     eviction: str
     """Eviction policy of new pools, or "vLLM's"."""
+    hints: str
+    """Hints of requests that new pools hear: "sessions", "all" or "none"."""
     parts: tuple[tuple[str, str], ...]
     """For each part "used", or the reason it is not."""
     replaced: tuple[tuple[str, str], ...]
     """Full names of replaced vLLM definitions, and of their replacements."""
+    heard: tuple[tuple[str, int], ...]
+    """What requests said, and how often: sessions, seconds, closes, retains, demotes, refused pins, errors."""
+    ignored: tuple[tuple[str, int], ...]
+    """Names of hints that were not understood, and how often; at most 64, and "others"."""
 
     def __str__(self) -> str:
-        """Return a line with version and state, and one for each part and each replacement."""
-        rows = [*self.parts, *self.replaced]
+        """Return a line with version and state, and one for each part, each replacement and each count."""
+        counts = [*((f"heard: {name}", str(count)) for name, count in self.heard)]
+        counts += [(f"ignored: {name}", str(count)) for name, count in self.ignored]
+        rows = [*self.parts, *self.replaced, *counts]
         width = max(len(first) for first, _ in rows)
         head = f"vLLM {self.version}, pagepool {'' if self.is_installed else 'not '}installed, eviction: {self.eviction}"
+        head += f", hints: {self.hints}" if self.hints != NO_HINTS else ""
         return "\n".join([head, *(f"{first:{width}}  {second}" for first, second in rows)])
 
 
 def report() -> Report:
     """Report on the replacements in this process, without importing anything."""
-    replaced = [*filter(None, map(_chosen, REPLACEMENTS))]
+    replaced = [*filter(None, map(_chosen, (*REPLACEMENTS, *HINTS.replacements)))]
+    names, listener = {item.ours for item in replaced}, get_listener()
     return Report(
         str(getattr(sys.modules.get("vllm"), "__version__", "not imported")),
         is_installed(),
-        ADAPTIVE if ADAPTIVE_QUEUE in {item.ours for item in replaced} else "vLLM's",
-        tuple(
-            (part.name, "used" if all(map(_chosen, part.replacements)) else _obstacles.get(part.name) or "not installed")
-            for part in PARTS
-        ),
+        ADAPTIVE if names.intersection(ADAPTIVE_QUEUES) else "vLLM's",
+        (ALL if listener.reads_times else SESSIONS) if names.intersection(LISTENING_QUEUES) else NO_HINTS,
+        tuple((part.name, _state_of(part)) for part in (*PARTS, HINTS) if part is not HINTS or HINTS.name in _obstacles),
         tuple((item.place, item.source) for item in replaced),
+        tuple(listener.counts.items()),
+        tuple(listener.ignored.items()),
     )
+
+
+def _state_of(part: Part) -> str:
+    """Return "used", or the reason why a part is not."""
+    return "used" if all(map(_chosen, part.replacements)) else _obstacles.get(part.name) or "not installed"
 
 
 def check(manager: Any) -> None:

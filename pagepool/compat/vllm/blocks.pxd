@@ -14,6 +14,7 @@ cdef class Block:
 
 cdef class FreeQueue:
     cdef public Py_ssize_t num_free_blocks
+    cdef readonly bint listens      # the functions of `slots.pyx` tell it whose blocks they take, hit and cache
 
     cdef int check_number(self, Py_ssize_t n, str name) except -1
     cdef list take_blocks(self, Py_ssize_t n)
@@ -25,6 +26,9 @@ cdef class FreeQueue:
     cdef int begin_span(self) except -1
     cdef int end_span(self, list blocks, Py_ssize_t start, Py_ssize_t stop) except -1
     cpdef int note_request(self) except -1
+    cdef int begin_turn(self, object request) except -1
+    cdef int go_on(self, object request_id) except -1
+    cdef int end_call(self) except -1
 
 
 cdef class BlockQueue(FreeQueue):

@@ -13,7 +13,8 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, I
 cdef class FreeQueue:
     """A queue of free blocks for the pool's functions: vLLM's methods in one place, and hooks for eviction policies.
 
-    The last four methods inform a queue whose policy depends on cached and hit blocks.
+    `note_hash` to `note_request` inform a queue whose policy depends on cached and hit blocks, the last three one that
+    `listens` to requests.
     """
 
     def popleft(self) -> Block:
@@ -74,6 +75,18 @@ cdef class FreeQueue:
 
     cpdef int note_request(self) except -1:
         """Note that a request begins to take blocks."""
+        return 0
+
+    cdef int begin_turn(self, object request) except -1:
+        """Begin the calls for a request without blocks, which `end_call` ends."""
+        return 0
+
+    cdef int go_on(self, object request_id) except -1:
+        """Begin the calls for a request with blocks, which `end_call` ends."""
+        return 0
+
+    cdef int end_call(self) except -1:
+        """End the calls for a request."""
         return 0
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any
@@ -43,11 +43,11 @@ def import_homes() -> dict[str, ModuleType]:
     return homes
 
 
-def find_obstacles(homes: Homes) -> dict[str, str]:
-    """Return for each part, by name, why it must be left to vLLM; "" for a usable one."""
+def find_obstacles(homes: Homes, parts: Iterable[Part] = PARTS) -> dict[str, str]:
+    """Return for each of the parts, by name, why it must be left to vLLM; "" for a usable one."""
     digests = _digests_in(homes)
     obstacles: dict[str, str] = {}
-    for part in PARTS:
+    for part in parts:
         is_lost = part.needs and obstacles[part.needs]
         obstacles[part.name] = f"needs {part.needs}" if is_lost else "; ".join(_find_obstacles(part, homes, digests))
     return obstacles

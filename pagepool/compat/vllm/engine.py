@@ -7,7 +7,19 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["BOUND", "CHANGES", "DIGESTS", "INHERITED", "OURS", "PARTS", "REPLACEMENTS", "VERSIONS", "Part", "Replacement"]
+__all__ = [
+    "BOUND",
+    "CHANGES",
+    "DIGESTS",
+    "HINTS",
+    "INHERITED",
+    "OURS",
+    "PARTS",
+    "REPLACEMENTS",
+    "VERSIONS",
+    "Part",
+    "Replacement",
+]
 
 VERSIONS = ("0.31.*", "0.32.*", "0.33.*")
 """Known versions of vLLM, each tested in its first release."""
@@ -112,6 +124,16 @@ PARTS = (
     ),
 )
 """The parts, each after the one it needs."""
+
+HINTS = Part(
+    "hints",
+    (
+        Replacement(MANAGER, "KVCacheManager.free", "turns", "free"),
+        Replacement(MANAGER, "KVCacheManager.pop_blocks_for_free", "turns", "pop_blocks_for_free"),
+    ),
+    needs="slots",
+)
+"""A further part, if requests' hints are to be heard."""
 
 REPLACEMENTS = tuple(item for part in PARTS for item in part.replacements)
 

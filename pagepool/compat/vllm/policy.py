@@ -1,12 +1,25 @@
-"""The choice of an eviction policy for vLLM's pools."""
+"""The choice of an eviction policy for vLLM's pools, and whether they listen to requests."""
 
 from collections.abc import Sequence
 
-from pagepool.compat.switch import read_word
-from pagepool.compat.vllm.engine import Part, Replacement
+from pagepool.compat.switch import OFF, read_word
+from pagepool.compat.vllm.engine import HINTS, PARTS, Part, Replacement
 from pagepool.errors import CompatError
 
-__all__ = ["ADAPTIVE", "ADAPTIVE_QUEUE", "EVICTION_VARIABLE", "choices_for", "is_adaptive", "replacements"]
+__all__ = [
+    "ADAPTIVE",
+    "ADAPTIVE_QUEUES",
+    "ALL",
+    "EVICTION_VARIABLE",
+    "HINTS_VARIABLE",
+    "LISTENING_QUEUES",
+    "SESSIONS",
+    "choices_for",
+    "is_adaptive",
+    "read_hints",
+    "replacements",
+    "wanted_parts",
+]
 
 EVICTION_VARIABLE = "PAGEPOOL_VLLM_EVICTION"
 """Environment variable naming the policy."""
@@ -14,8 +27,25 @@ EVICTION_VARIABLE = "PAGEPOOL_VLLM_EVICTION"
 ADAPTIVE = "adaptive"
 """Value for pagepool's adaptive eviction, in any case, with or without whitespace around it."""
 
-ADAPTIVE_QUEUE = "AdaptiveQueue"
-"""Class in `policy_queue.pyx` in place of vLLM's free queue, with adaptive eviction."""
+HINTS_VARIABLE = "PAGEPOOL_VLLM_HINTS"
+"""Environment variable that lets pools listen to requests: `SESSIONS` or `ALL`."""
+
+SESSIONS = "sessions"
+"""Value for ids of sessions alone."""
+
+ALL = "all"
+"""Value for all hints, also times, ends and envelopes."""
+
+QUEUES = {
+    (False, False): ("blocks", "Queue"),
+    (True, False): ("policy_queue", "AdaptiveQueue"),
+    (False, True): ("session_queue", "ListeningQueue"),
+    (True, True): ("session_queue", "AdaptiveListeningQueue"),
+}
+"""Module and name of the classes in place of vLLM's free queue, by whether eviction is adaptive, and whether they listen."""
+
+ADAPTIVE_QUEUES = tuple(name for (is_adaptive, _), (_, name) in QUEUES.items() if is_adaptive)
+LISTENING_QUEUES = tuple(name for (_, listens), (_, name) in QUEUES.items() if listens)
 
 ADAPTIVE_NEEDS = ("blocks", "pool", "slots")
 """Parts that inform the queue of an adaptive policy about caching, hits and new requests."""
@@ -26,16 +56,37 @@ def is_adaptive() -> bool:
     return read_word(EVICTION_VARIABLE, (ADAPTIVE,), ("lru",)) == ADAPTIVE
 
 
+def read_hints() -> str:
+    """Return the value of `HINTS_VARIABLE`, "" if it is off. Raise CompatError for an unknown value."""
+    word = read_word(HINTS_VARIABLE, (SESSIONS, ALL), OFF[:-1])
+    return "" if word in OFF else word
+
+
+def wanted_parts() -> tuple[Part, ...]:
+    """Return the parts to be used, with `HINTS` if `HINTS_VARIABLE` is on."""
+    return (*PARTS, HINTS) if read_hints() else PARTS
+
+
 def choices_for(item: Replacement) -> list[Replacement]:
-    """Return the possible replacements of a definition of vLLM: two for the free queue, the second with adaptive eviction."""
-    return [item, item._replace(module="policy_queue", ours=ADAPTIVE_QUEUE)] if item.ours == "Queue" else [item]
+    """Return the possible replacements of a definition of vLLM: those of `QUEUES` for the free queue."""
+    if item.ours != "Queue":
+        return [item]
+    return [item._replace(module=module, ours=name) for module, name in QUEUES.values()]
+
+
+def choice_for(item: Replacement, listens: bool) -> Replacement:
+    """Return the replacement of a definition of vLLM, with the policy of `EVICTION_VARIABLE`."""
+    if item.ours != "Queue":
+        return item
+    module, name = QUEUES[is_adaptive(), listens]
+    return item._replace(module=module, ours=name)
 
 
 def replacements(parts: Sequence[Part]) -> list[Replacement]:
-    """Return the replacements of parts, with the queue chosen by `EVICTION_VARIABLE`. Raise CompatError if it needs missing
-    parts.
+    """Return the replacements of parts, with the queue chosen by `EVICTION_VARIABLE`, which listens if `HINTS` is among them.
+    Raise CompatError if the policy needs missing parts.
     """
     missing = [name for name in ADAPTIVE_NEEDS if name not in {part.name for part in parts}]
     if is_adaptive() and missing:
         raise CompatError(f"{EVICTION_VARIABLE}: got {ADAPTIVE}, which needs what is left to vLLM: {', '.join(missing)}")
-    return [choices_for(item)[-is_adaptive()] for part in parts for item in part.replacements]
+    return [choice_for(item, HINTS in parts) for part in parts for item in part.replacements]

@@ -12,9 +12,11 @@ cdef class PolicyQueue(FreeQueue):
     cdef Ranking *rankings              # [num_blocks] ranking of a request, kept with its last cached block
     cdef PageIds ids                    # scratch array, kept between calls
     cdef bint caches_late               # new hashes are cached at the end of the span
+    cdef int32_t session                # number of the session for which blocks are taken, hit and cached, or NOBODY
 
     cdef int32_t id_of(self, Block block) noexcept
     cdef bint has(self, Block block) noexcept
+    cdef int32_t number_of_taker(self) noexcept
     cdef void forget_ranking(self, int32_t page_id) noexcept
     cdef void report_hit(self, int32_t page_id) noexcept
     cdef int refuse_block(self, list blocks, Py_ssize_t bad) except -1

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM's free queue whose blocks pagepool's adaptive eviction chooses.
+"""A stand-in for vLLM's free queue whose blocks one of pagepool's eviction policies chooses.
 
 Beside the queue is a store with one page for each block: free while the block is queued, held once otherwise, and cached under
 the block's hash. So the policy sees hits, misses and evictions as in a `PagePool`. This module does not need vLLM.
@@ -7,15 +7,15 @@ the block's hash. So the policy sees hits, misses and evictions as in a `PagePoo
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
-from libc.stdint cimport int32_t, uint32_t, uint8_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcpy
 
 from pagepool.compat.vllm.blocks cimport Block, FreeQueue, as_block, check_unheld
 from pagepool.core.base cimport MAX_GROUP, Digest
 from pagepool.core.pool cimport (
-    BLANK, FLAGS, NO_GROUP, NO_SESSION, NULL_PAGE, Entry, PageStore, Pool, Ranking, bare_entry, cache, count_demand,
-    count_in_part, count_release, count_request, digest_of, find, has_key, hit, is_free, link_page, page_behind, push,
-    record_hit, start_of_part, take, uncache,
+    FLAGS, NO_GROUP, NO_SESSION, NOBODY, NULL_PAGE, Entry, PageStore, Pool, Ranking, bare_entry, cache, count_demand,
+    count_release, count_request, digest_of, find, has_key, hit, is_free, now_of, page_behind, push, push_at, push_first,
+    record_hit, take, uncache, use_in_session, use_page,
 )
 from pagepool.core.values cimport PageIds
 
@@ -48,22 +48,19 @@ cdef int32_t group_of_key(bytes key) noexcept:
     return <int32_t>(group % <uint32_t>OWN_GROUP)
 
 
-cdef inline void put_first(Pool *pool, int32_t page_id) noexcept:
-    """Put a page without an entry before all others."""
-    pool.policy.marks[page_id] = BLANK
-    link_page(pool, page_id, pool.pages[start_of_part(pool, BLANK, -1)].next_free)
-    count_in_part(pool, page_id, 1)
-
-
 cdef inline void report_use(Pool *pool, int32_t page_id) noexcept:
     """Count a use of the queued page with the same content, which was computed again because a window was missing."""
-    cdef int32_t first = find(pool, digest_of(&pool.pages[page_id]), pool.pages[page_id].group & ~FLAGS)
+    cdef int32_t first
+    if pool.policy == NULL:
+        return
+    first = find(pool, digest_of(&pool.pages[page_id]), pool.pages[page_id].group & ~FLAGS)
     if is_free(pool, first):
         count_demand(pool.policy, pool.policy.marks[first])
 
 
 cdef class PolicyQueue(FreeQueue):
-    """Free blocks in the policy's order. Uncached blocks come first, in the order of a stack.
+    """Free blocks in the policy's order. Uncached blocks come first, in the order of a stack. With "lru" the order is that of
+    vLLM's own queue, until a block is expected back.
 
     It has the methods of vLLM's queue, but no links: its blocks have no neighbours. Lists of its blocks have uncached ones
     first, then the policy's parts, each in the order of queueing. O(1) a block. Errors name the block and change nothing:
@@ -71,13 +68,14 @@ cdef class PolicyQueue(FreeQueue):
     empty. A block takes the memory of a page in a pool with the policy, and 16 bytes.
     """
 
-    def __cinit__(self, blocks):
+    def __cinit__(self, blocks, eviction="adaptive", listener=None):
         cdef Py_ssize_t i
         self.blocks = list(blocks)
         for i, value in enumerate(self.blocks):
             if as_block(value).block_id != i:
                 raise ArgumentError(f"blocks: got block {value.block_id} at position {i}, allowed: ids from 0 on")
-        self.store = PageStore(len(self.blocks), True, eviction="adaptive")
+        self.store = PageStore(len(self.blocks), True, eviction=eviction)
+        self.session = NOBODY
         self.ids = PageIds()
         self.rankings = <Ranking *>malloc(len(self.blocks) * sizeof(Ranking))
         if self.rankings == NULL:
@@ -93,7 +91,7 @@ cdef class PolicyQueue(FreeQueue):
     @property
     def num_requests(self) -> int:
         """Number of requests that began to take blocks, as reported to the policy."""
-        return self.store.pool.policy.num_requests
+        return 0 if self.store.pool.policy == NULL else self.store.pool.policy.num_requests
 
     cdef int32_t id_of(self, Block block) noexcept:
         """Return the page of a block; the null page for the null block and for blocks of other pools."""
@@ -118,6 +116,10 @@ cdef class PolicyQueue(FreeQueue):
     cdef void forget_ranking(self, int32_t page_id) noexcept:
         self.rankings[page_id] = Ranking(num_ranked=UNKNOWN, num_unseen=0)
 
+    cdef int32_t number_of_taker(self) noexcept:
+        """Return the number of the session that takes or caches blocks, NO_SESSION outside of requests."""
+        return max(self.session, <int32_t>NO_SESSION)
+
     # Taking.
 
     cpdef int note_request(self) except -1:
@@ -139,7 +141,7 @@ cdef class PolicyQueue(FreeQueue):
             self.null_block = None
             num -= 1
         with self.store.lock:
-            take(&self.store.pool, self.ids.ids, num, -1, NO_SESSION)
+            take(&self.store.pool, self.ids.ids, num, -1, self.number_of_taker())
         for i in range(num):
             self.forget_ranking(self.ids.ids[i])
             taken.append(self.blocks[self.ids.ids[i]])
@@ -176,14 +178,18 @@ cdef class PolicyQueue(FreeQueue):
         return 0
 
     cdef void report_hit(self, int32_t page_id) noexcept:
-        """Report a hit to the policy. A queued page leaves the queue."""
+        """Report a hit to the policy, and to the sessions. A queued page leaves the queue."""
         cdef Pool *pool = &self.store.pool
         if is_free(pool, page_id):
-            hit(pool, &page_id, 1, NO_SESSION)
+            hit(pool, &page_id, 1, self.session)
             self.num_free_blocks -= 1
         elif pool.pages[page_id].group != NO_GROUP:
-            pool.policy.num_shared_hits += 1
-            record_hit(pool.policy, page_id, False)
+            if pool.policy != NULL:
+                pool.policy.num_shared_hits += 1
+                record_hit(pool.policy, page_id, False)
+            use_page(pool, page_id)
+            if self.session != NOBODY:
+                use_in_session(pool, &page_id, 1, self.session)
         self.forget_ranking(page_id)
 
     # Putting back.
@@ -236,21 +242,25 @@ cdef class PolicyQueue(FreeQueue):
         cdef Digest key
         cdef Py_ssize_t i
         cdef int32_t page_id
+        cdef int64_t now = now_of(pool) if pool.expected.terms != NULL else 0
         assert 0 <= num_first <= num <= self.ids.capacity
-        if num > num_first:
+        if num > num_first and pool.policy != NULL:
             count_release(pool.policy, num - num_first, pool.num_free)
         for i in range(num_first - 1, -1, -1):
             page_id = self.ids.ids[i]
             if pool.pages[page_id].group != NO_GROUP:
                 uncache(pool, page_id)
-            put_first(pool, page_id)
+            push_first(pool, page_id)
         for i in range(num_first, num):
             page_id = self.ids.ids[i]
             if pool.pages[page_id].group == NO_GROUP:
                 key = Digest(lo=page_id, hi=0)
                 entry = bare_entry(&key, OWN_GROUP)
                 cache(pool, page_id, &entry, NULL, NULL, 0)
-            push(pool, page_id)
+            if pool.expected.terms != NULL:
+                push_at(pool, page_id, now)
+            else:
+                push(pool, page_id)
 
     # Caching.
 
@@ -279,6 +289,7 @@ cdef class PolicyQueue(FreeQueue):
         if key is None:
             return False
         entry = bare_entry(&digest, group)
+        entry.session = self.number_of_taker()
         return not cache(pool, page_id, &entry, ranking, ids, place)
 
     cdef int begin_span(self) except -1:

@@ -53,18 +53,40 @@ def allocate_slots(self, request, num_new_tokens, *args, **options):
     tokens.num_slots = min(tokens.num_scheduled + num_ahead, plan.max_model_len)
     if plan.needs_processed:
         leave_windows(plan, request, max(0, tokens.num_computed - <int64_t>request.num_in_flight_tokens))
+    if plan.queue.listens:
+        return take_slots_in_turn(self, plan, request, &tokens)
     return take_slots(self, plan, request, &tokens)
 
 
 cdef object allocate_as_vllm(object self, object request, object num_new_tokens, tuple args, dict options):
     """Allocate by vLLM's own method, as all new requests do, and report new requests to the queue."""
+    cdef FreeQueue queue
     managers = self.coordinator.single_type_managers
     is_new = not (managers and managers[0].req_to_blocks.get(request.request_id))
-    blocks = vllm_allocate_slots(self, request, num_new_tokens, *args, **options)
-    queue = self.block_pool.free_block_queue
-    if is_new and blocks is not None and isinstance(queue, FreeQueue):
-        (<FreeQueue>queue).note_request()
+    found = self.block_pool.free_block_queue
+    if not isinstance(found, FreeQueue):
+        return vllm_allocate_slots(self, request, num_new_tokens, *args, **options)
+    queue = <FreeQueue>found
+    if is_new:
+        queue.begin_turn(request)
+    else:
+        queue.go_on(request.request_id)
+    try:
+        blocks = vllm_allocate_slots(self, request, num_new_tokens, *args, **options)
+    finally:
+        queue.end_call()
+    if is_new and blocks is not None:
+        queue.note_request()
     return blocks
+
+
+cdef object take_slots_in_turn(object self, Plan plan, object request, const StepTokens *tokens):
+    """`take_slots` from a queue that listens."""
+    plan.queue.go_on(request.request_id)
+    try:
+        return take_slots(self, plan, request, tokens)
+    finally:
+        plan.queue.end_call()
 
 
 cdef bint has_partial_hit(Plan plan, object request_id) except -1:
@@ -204,10 +226,23 @@ cdef int64_t count_hashed(object blocks) except -1:
 def cache_blocks(self, request, num_computed_tokens):
     """Cache the blocks that a request's first `num_computed_tokens` fill. O(groups + blocks cached)."""
     cdef Plan plan = plan_of(self)
+    queue = self.block_pool.free_block_queue if plan is None else plan.queue
+    if isinstance(queue, FreeQueue) and (<FreeQueue>queue).listens:
+        (<FreeQueue>queue).go_on(request.request_id)
+        try:
+            cache_filled(self, plan, request, num_computed_tokens)
+        finally:
+            (<FreeQueue>queue).end_call()
+    else:
+        cache_filled(self, plan, request, num_computed_tokens)
+
+
+cdef int cache_filled(object self, Plan plan, object request, object num_computed_tokens) except -1:
     if plan is None:
         vllm_cache_blocks(self, request, num_computed_tokens)
     elif self.enable_caching:
         cache_full(plan, request, request.request_id, num_computed_tokens)
+    return 0
 
 
 cdef int cache_full(Plan plan, object request, object request_id, int64_t num_tokens) except -1:

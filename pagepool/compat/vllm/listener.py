@@ -1,0 +1,111 @@
+"""What vLLM's requests say, bounded and counted: sessions under keys of this process, times, ends, and what is ignored."""
+
+import logging
+import os
+from collections import Counter
+from math import inf
+from typing import Any, NamedTuple
+
+from pagepool._core import siphash128
+from pagepool.hints import Hints, read
+
+__all__ = ["MAX_NAMES", "Heard", "Listener", "get_listener", "set_listener"]
+
+logger = logging.getLogger("vllm.pagepool")
+
+MAX_NAMES = 64
+"""Number of names of ignored hints that are counted one by one."""
+
+OTHERS = "others"
+"""Name under which further ignored hints are counted."""
+
+
+class Heard(NamedTuple):
+    """What a request said, with keys in place of ids."""
+
+    session: str | None
+    seconds: float | None
+    closes: bool
+    others: tuple[tuple[str, float], ...]
+    """Keys of other sessions, each with the seconds until it comes back."""
+
+
+class Listener:
+    """Reads the hints of requests, and counts them. Never raises an error."""
+
+    def __init__(self, *, reads_times: bool) -> None:
+        """Make a listener under a new secret. Without `reads_times` it reads ids of sessions alone."""
+        self.reads_times = reads_times
+        self.counts: Counter[str] = Counter()
+        """What was said, and how often."""
+        self.ignored: Counter[str] = Counter()
+        """What was ignored, and how often: up to `MAX_NAMES` names, and `OTHERS`."""
+        self._secret = os.urandom(16)
+        self._num_one_shots = 0
+
+    def hear(self, request: Any) -> Heard | None:
+        """Read what a request says; None if that is nothing. What it says of other sessions is read before its first turn
+        alone, and counted once. O(actions).
+        """
+        hints = read(request, reads_times=self.reads_times)
+        if hints == _NOTHING:
+            return None
+        is_first = getattr(request, "num_preemptions", 0) == 0
+        if is_first:
+            self._count(hints)
+        salt = getattr(request, "cache_salt", None)
+        session, seconds, closes = None, hints.seconds, hints.closes
+        if hints.session is not None:
+            session = self.key_of(salt, hints.session)
+        elif closes or seconds == inf:  # a session of its own, so that it cannot end what others use
+            self._num_one_shots += 1
+            session, seconds, closes = f"one-shot {self._num_one_shots}", None, True
+        told = [*hints.retains, *((name, inf) for name in hints.demotes)] if is_first else []
+        return Heard(session, seconds, closes, tuple((self.key_of(salt, name), time) for name, time in told))
+
+    def key_of(self, salt: Any, session: str) -> str:
+        """Return the key of a session: 64 bits under this listener's secret. Sessions of different salts never meet."""
+        prefix = f"{len(salt)}:{salt}" if type(salt) is str else "-"
+        return siphash128(self._secret, (prefix + session).encode(errors="surrogatepass"))[:8].hex()
+
+    def count_error(self, error: Exception) -> None:
+        """Count an error that a request would have raised."""
+        self.counts["errors"] += 1
+        self._warn(f"{type(error).__name__}: {error}", self.counts["errors"])
+
+    def _count(self, hints: Hints) -> None:
+        counted = {
+            "sessions": hints.session is not None,
+            "seconds": hints.seconds is not None,
+            "closes": hints.closes,
+            "retains": len(hints.retains),
+            "demotes": len(hints.demotes),
+            "refused pins": len(hints.pins),
+        }
+        for name, number in counted.items():
+            if number:
+                self.counts[name] += number
+        for name in hints.ignored:
+            is_counted = name in self.ignored or len(self.ignored) < MAX_NAMES
+            self.ignored[name if is_counted else OTHERS] += 1
+            self._warn(f"{name} is not understood", self.ignored.total())
+
+    def _warn(self, what: str, number: int) -> None:
+        """Log the first of a kind; the rest is only counted."""
+        if number == 1:
+            logger.warning("a request's hint was ignored, and further ones will be counted: %s", what)
+
+
+_NOTHING = Hints()
+_current = Listener(reads_times=True)
+
+
+def get_listener() -> Listener:
+    """Return the listener of new pools."""
+    return _current
+
+
+def set_listener(listener: Listener) -> None:
+    """Let new pools have another listener."""
+    global _current
+    _current = listener

@@ -1,0 +1,150 @@
+"""A stand-in for vLLM's free queue that listens: blocks belong to sessions, and go by when they are expected back.
+
+What requests say is read by `pagepool.hints`, and bounded and counted by a `Listener`. This module does not need vLLM.
+"""
+
+from libc.stdint cimport int32_t, int64_t
+
+from pagepool.compat.vllm.blocks cimport Block, as_block
+from pagepool.compat.vllm.policy_queue cimport PolicyQueue
+from pagepool.core.base cimport UNKNOWN
+from pagepool.core.pool cimport NO_SESSION, NOBODY, NULL_PAGE, Pool, expect_page, now_of
+from pagepool.core.values cimport PageIds, term_of_seconds
+
+from math import inf
+
+from pagepool._core import PageSessions
+from pagepool.compat.patching import Unpatched
+from pagepool.compat.vllm.blocks import Queue
+from pagepool.compat.vllm.listener import get_listener
+
+cdef object PREEMPTED_SECONDS = 1.0  # a preempted request is the first to be resumed
+
+
+cdef class Turn:
+    """What a request said that matters for its blocks."""
+
+
+cdef class SessionQueue(PolicyQueue):
+    """Free blocks in the order of `PolicyQueue` until one is expected back; from then on as in a `PagePool` with expectations:
+    uncached ones first, then those that are not expected, then those whose return is furthest off.
+
+    A request's call costs one look-up more; a release costs an expectation for each block if the request says when it comes
+    back. A block takes 6 bytes more from the first expectation, 12 from the first session. Nothing that a request says raises
+    an error.
+    """
+
+    def __init__(self, blocks, eviction="adaptive", listener=None):
+        self.sessions = PageSessions(self.store)
+        self.listener = get_listener() if listener is None else listener
+        self.turns = {}
+        self.listens = True
+
+    # Calls for a request.
+
+    cdef int begin_turn(self, object request) except -1:
+        cdef Turn turn
+        self.session = NO_SESSION
+        try:
+            turn = self.turns.get(request.request_id)
+            if turn is None:
+                turn = self.hear(request)
+            if turn is not None:
+                self.session = turn.number
+        except Exception as error:
+            self.listener.count_error(error)
+        return 0
+
+    cdef Turn hear(self, object request):
+        """Read what a request says, and remember it until `end_turn`, if that is anything."""
+        cdef Turn turn
+        heard = self.listener.hear(request)
+        if heard is None:
+            return None
+        for session, seconds in heard.others:
+            self.sessions.expect(session, seconds)
+        turn = Turn()
+        turn.name = heard.session if heard.closes else None
+        turn.term = term_of_seconds(heard.seconds)
+        turn.number = self.sessions.hold(heard.session)
+        self.turns[request.request_id] = turn
+        return turn
+
+    cdef int go_on(self, object request_id) except -1:
+        cdef Turn turn = self.turns.get(request_id)
+        self.session = NO_SESSION if turn is None else turn.number
+        return 0
+
+    cdef int end_call(self) except -1:
+        self.session = NOBODY
+        return 0
+
+    # The end of a turn.
+
+    cdef int end_turn(self, object request_id, list groups, Outcome outcome) except -1:
+        """Note that a request gives back the blocks in `groups`, or will do so once vLLM permits. The time of an expectation
+        begins then.
+        """
+        cdef Turn turn = self.turns.pop(request_id, None)
+        cdef int32_t term = UNKNOWN
+        try:
+            if turn is not None:
+                self.sessions.release(turn.number)
+            if outcome == Outcome.PREEMPTED:
+                term = term_of_seconds(PREEMPTED_SECONDS)
+            elif outcome == Outcome.FINISHED and turn is not None:
+                term = turn.term
+                if turn.name is not None:
+                    self.sessions.expect(turn.name, inf)
+            if term != UNKNOWN:
+                self.mark(groups, term)
+        except Exception as error:
+            self.listener.count_error(error)
+        return 0
+
+    cdef int mark(self, list groups, int32_t term) except -1:
+        """Expect the blocks back whose only reference is about to go."""
+        cdef Pool *pool = &self.store.pool
+        cdef PageIds terms = PageIds([term])
+        cdef Block block
+        cdef int32_t page_id
+        cdef int64_t now
+        cdef bint has_room
+        with self.store.lock:
+            has_room = self.store.make_terms(terms)
+            now = now_of(pool)
+            for blocks in groups if has_room else ():
+                for value in blocks:
+                    block = as_block(value)
+                    page_id = self.id_of(block)
+                    if page_id != NULL_PAGE and block.ref_cnt == 1:
+                        expect_page(pool, page_id, term, now)
+        if not has_room:
+            raise MemoryError(f"expectations of {len(self.blocks)} blocks")
+        return 0
+
+    # Inspection.
+
+    @property
+    def num_turns(self) -> int:
+        """Number of requests that said something and have not given back their blocks."""
+        return len(self.turns)
+
+
+class ListeningQueue(SessionQueue, metaclass=Unpatched):
+    """The stand-in for vLLM's class that listens, if the pool caches."""
+    __slots__ = ()
+    eviction = "lru"
+
+    def __new__(cls, blocks):
+        listed = list(blocks)
+        pool = as_block(listed[0]).pool if listed else None
+        if pool is None or not pool.enable_caching:
+            return Queue(listed)
+        return super().__new__(cls, listed, cls.eviction)
+
+
+class AdaptiveListeningQueue(ListeningQueue):
+    """The same with adaptive eviction."""
+    __slots__ = ()
+    eviction = "adaptive"

@@ -1,0 +1,333 @@
+"""vLLM's manager with hints: whose blocks go first, what requests cannot do, and nothing if hints are off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from random_hints import make_fields
+from settings import NUM_OPERATIONS
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+from vllm.v1.request import Request, RequestStatus
+from vllm_engine import BLOCK_SIZE, make_hasher, make_manager
+
+from pagepool.compat import vllm as compat
+from pagepool.compat.vllm.blocks import Queue
+from pagepool.compat.vllm.listener import MAX_NAMES, get_listener
+from pagepool.compat.vllm.session_queue import AdaptiveListeningQueue, ListeningQueue
+
+NUM_BLOCKS = 1 + 24
+CALLS_PER_SEED = 200
+KvTypes = tuple[str, dict[str, Any]]
+OUTCOMES = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_ABORTED, RequestStatus.RUNNING)
+
+
+@pytest.fixture(autouse=True)
+def hearing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Install pagepool with all hints, or with those that the test is marked with."""
+    monkeypatch.setenv(compat.HINTS_VARIABLE, getattr(request, "param", "all"))
+    with compat.installed():
+        yield
+
+
+def hints(value: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("hearing", [value], indirect=True)
+
+
+class Engine:
+    """A manager of one group, and requests of whole blocks that run one after another."""
+
+    def __init__(self, num_blocks: int = NUM_BLOCKS, **options: Any) -> None:
+        self.manager = make_manager(num_blocks, 4096, **options)
+        self.queue: Any = self.manager.block_pool.free_block_queue
+        self.hasher = make_hasher()
+        self._names = (f"r{i}" for i in count())
+        self.time = 1.0
+        self.wait(0)
+
+    def wait(self, seconds: float) -> None:
+        self.time += seconds
+        if hasattr(self.queue, "store"):
+            self.queue.store.set_time(self.time)
+
+    def start(self, token: int, num_blocks: int = 4, *, prefix: int = 0, envelope: Any = None, **options: Any) -> Any:
+        """Start a request of equal tokens, behind a prefix of blocks with token 0, whose blocks are computed at once."""
+        tokens = [0] * (prefix * BLOCK_SIZE) + [token] * ((num_blocks - prefix) * BLOCK_SIZE)
+        arguments = {name: options.pop(name) for name in ("pagepool_seconds", "pagepool_close") if name in options}
+        sampling = SamplingParams(max_tokens=9, extra_args=arguments or None)
+        request = Request(next(self._names), tokens, sampling, None, block_hasher=self.hasher, kv_hints=envelope, **options)
+        found, num_hits, *_ = self.manager.get_computed_blocks(request)
+        assert self.manager.allocate_slots(request, len(tokens) - num_hits, num_hits, found) is not None
+        request.num_computed_tokens, request.status = len(tokens), RequestStatus.RUNNING
+        return request
+
+    def end(self, request: Any, status: Any = RequestStatus.FINISHED_STOPPED) -> None:
+        request.status = status
+        self.manager.free(request)
+        compat.check(self.manager)
+
+    def run(self, token: int, num_blocks: int = 4, **options: Any) -> None:
+        self.end(self.start(token, num_blocks, **options))
+
+    def count_hits(self, token: int, num_blocks: int = 4, **options: Any) -> int:
+        """Count the blocks of a prompt that are cached."""
+        tokens = [0] * (options.get("prefix", 0) * BLOCK_SIZE)
+        tokens += [token] * (num_blocks * BLOCK_SIZE - len(tokens)) + [99]
+        request = Request("look-up", tokens, SamplingParams(max_tokens=9), None, block_hasher=self.hasher)
+        return self.manager.get_computed_blocks(request)[1] // BLOCK_SIZE
+
+    def fill(self, num_blocks: int) -> None:
+        """Take blocks for a request that says nothing, and has nothing in common with others."""
+        self.run(1000 + int(self.time * 16), num_blocks)
+
+    def count_expected(self) -> int:
+        """Count the free blocks that are expected back."""
+        return sum(self.queue.store.expectations[0][1:])
+
+
+def envelope_of(*actions: KvTypes) -> KvHintsEnvelope:
+    listed = [KvHintAction(f"a{i}", name, "1.0", payload) for i, (name, payload) in enumerate(actions)]
+    return KvHintsEnvelope("1.0", "m", listed)
+
+
+# Off.
+
+
+@hints("off")
+def test_off_nothing_of_it_is_there() -> None:
+    assert KVCacheManager.free.__module__ == KVCacheManager.pop_blocks_for_free.__module__ == KVCacheManager.__module__
+    engine = Engine()
+    assert type(engine.queue) is Queue
+    engine.run(1, session_id="s1", pagepool_close=1)
+    assert compat.report().hints == "none"
+    assert "hints" not in dict(compat.report().parts)
+
+
+def test_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (compat.report().hints, dict(compat.report().parts)["hints"]) == ("all", "used")
+    assert str(compat.report()).startswith(
+        f"vLLM {compat.report().version}, pagepool installed, eviction: vLLM's, hints: all\n"
+    )
+    assert type(Engine().queue) is ListeningQueue
+    assert type(Engine(enable_caching=False).queue) is Queue
+    compat.uninstall()
+    assert KVCacheManager.free.__module__ == KVCacheManager.__module__
+    monkeypatch.setenv(compat.EVICTION_VARIABLE, "adaptive")
+    with compat.installed():
+        assert type(Engine().queue) is AdaptiveListeningQueue
+        assert (compat.report().eviction, compat.report().hints) == ("adaptive", "all")
+
+
+# What is said.
+
+
+def test_the_blocks_of_an_ended_session_go_first() -> None:
+    engine = Engine()
+    engine.run(1, 12, session_id="s1")
+    engine.run(2, 12, session_id="s2", pagepool_close=1)
+    engine.fill(10)
+    assert (engine.count_hits(1, 12), engine.count_hits(2, 12)) == (12, 2)
+    assert (engine.queue.num_turns, engine.queue.store.num_sessions) == (0, 1)
+
+
+def test_what_returns_last_goes_first() -> None:
+    engine = Engine()
+    engine.run(1, 8, session_id="s1", pagepool_seconds=5)
+    engine.run(2, 8, session_id="s2", pagepool_seconds=600)
+    engine.run(3, 8, session_id="s3", pagepool_seconds=60)
+    engine.fill(12)
+    assert [engine.count_hits(token, 8) for token in (1, 2, 3)] == [8, 0, 4]
+
+
+def test_a_one_shot_goes_first_and_takes_no_shared_prompt_along() -> None:
+    engine = Engine()
+    engine.run(1, 8, prefix=4)
+    engine.run(2, 8, prefix=4, pagepool_seconds=-1)
+    engine.run(3, 4)
+    assert engine.count_expected() == 4
+    engine.wait(1)
+    engine.fill(12)
+    assert [engine.count_hits(1, 8, prefix=4), engine.count_hits(2, 8, prefix=4), engine.count_hits(3)] == [8, 4, 4]
+
+
+def test_a_session_ends_no_blocks_of_others() -> None:
+    engine = Engine()
+    engine.run(1, 8, prefix=4, session_id="s1")
+    engine.run(2, 8, prefix=4, session_id="s2", pagepool_close=1)
+    assert engine.count_expected() == 4
+    engine.run(1, 8, prefix=4, session_id="s1", cache_salt="other", pagepool_close=1)
+    assert engine.count_expected() == 12
+
+
+def test_a_salt_separates_sessions() -> None:
+    engine = Engine()
+    engine.run(1, 8, session_id="s1", cache_salt="a")
+    engine.run(2, 4, session_id="s1", cache_salt="b", pagepool_close=1)
+    assert engine.count_expected() == 4
+    engine.run(3, 4, envelope=envelope_of(("session.end", {"session_id": "s1"})), cache_salt="a")
+    assert engine.count_expected() == 12
+
+
+def test_a_hit_ends_an_expectation() -> None:
+    engine = Engine()
+    engine.run(1, session_id="s1", pagepool_seconds=300)
+    assert engine.count_expected() == 4
+    running = [engine.start(1, 5, session_id="s1") for _ in range(2)]
+    assert engine.count_expected() == 0
+    for request in running:
+        engine.end(request)
+    assert engine.count_expected() == 0
+
+
+def test_an_aborted_request_says_nothing_and_a_preempted_one_comes_back() -> None:
+    engine = Engine()
+    engine.end(engine.start(1, session_id="s1", pagepool_close=1, pagepool_seconds=60), RequestStatus.FINISHED_ABORTED)
+    assert engine.count_expected() == 0
+    request = engine.start(2, session_id="s2", pagepool_seconds=600)
+    engine.end(request, RequestStatus.RUNNING)
+    assert engine.queue.store.expectations[0][1:3] == [4, 0]
+    assert engine.queue.num_turns == 0
+
+
+def test_blocks_that_are_freed_later() -> None:
+    engine = Engine()
+    request = engine.start(1, 8, session_id="s1", pagepool_seconds=60)
+    request.status = RequestStatus.FINISHED_STOPPED
+    blocks = engine.manager.pop_blocks_for_free(request)
+    assert (engine.count_expected(), engine.queue.num_turns) == (0, 0)
+    engine.manager.block_pool.free_blocks(reversed(blocks))
+    assert engine.count_expected() == 8
+    compat.check(engine.manager)
+
+
+def test_actions_for_other_sessions() -> None:
+    engine = Engine()
+    for token, session in ((1, "s1"), (2, "s2")):
+        engine.run(token, 6, session_id=session)
+    said = envelope_of(
+        ("kv.retain", {"seconds": 30, "session_id": "s1"}), ("kv.demote", {"session_id": "s2"}), ("kv.retain", {"seconds": 2})
+    )
+    engine.run(3, 6, session_id="s3", envelope=said)
+    terms = engine.queue.store.expectations[0]
+    assert (terms[2], terms[5], terms[-1]) == (6, 6, 6)
+
+
+def test_decoded_blocks_belong_to_the_session() -> None:
+    engine = Engine()
+    request = engine.start(1, 4, session_id="s1", pagepool_close=1)
+    for _ in range(3 * BLOCK_SIZE):
+        request.append_output_token_ids(7)
+        assert engine.manager.allocate_slots(request, 1) is not None
+        request.num_computed_tokens += 1
+    engine.end(request)
+    assert engine.count_expected() == 7
+
+
+@hints("sessions")
+def test_ids_alone() -> None:
+    engine = Engine()
+    engine.run(1, session_id="s1", pagepool_close=1, envelope=envelope_of(("kv.retain", {"seconds": 3})))
+    assert (engine.count_expected(), engine.queue.store.num_sessions) == (0, 1)
+    assert compat.report().hints == "sessions"
+    assert compat.report().heard == (("sessions", 1),)
+
+
+def test_reports_count() -> None:
+    engine = Engine()
+    engine.run(1, session_id="s1", envelope=envelope_of(("kv.fetch", {}), ("kv.pin", {"seconds": 1, "tokens": 16})))
+    engine.run(2, session_id="s2", pagepool_seconds=3)
+    assert dict(compat.report().heard) == {"sessions": 2, "refused pins": 1, "seconds": 1}
+    assert compat.report().ignored == (("kv.fetch 1.0", 1),)
+    assert "\nheard: sessions" in str(compat.report())
+
+
+def test_a_fault_in_reading_leaves_the_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(request: Any) -> None:
+        raise MemoryError("short")
+
+    engine = Engine()
+    monkeypatch.setattr(get_listener(), "hear", fail)
+    engine.run(1, session_id="s1", pagepool_close=1)
+    assert dict(compat.report().heard) == {"errors": 1}
+    assert engine.count_hits(1) == 4
+
+
+# Nonsense.
+
+
+def run_nonsense(seed: int) -> None:
+    """Run requests with random fields at once, with shortage, aborts and preemptions. Check the pool now and then."""
+    rng = Random(seed)
+    engine = Engine(1 + rng.choice((12, 40)))
+    running: list[Any] = []
+    for number in range(CALLS_PER_SEED):
+        engine.wait(rng.choice((0, 0, 1, 100)))
+        if rng.random() < 0.55 or not running:
+            fields = make_fields(rng)
+            request = Request(
+                f"r{number}",
+                [rng.randrange(3)] * (BLOCK_SIZE * rng.randint(1, 6)),
+                SamplingParams(max_tokens=9),
+                None,
+                block_hasher=engine.hasher,
+                cache_salt=fields["cache_salt"] if type(fields["cache_salt"]) is str else None,
+            )
+            request.session_id, request.kv_hints = fields["session_id"], fields["kv_hints"]
+            request.sampling_params = SimpleNamespace(extra_args=getattr(fields["sampling_params"], "extra_args", None))
+            request.num_preemptions = rng.choice((0, 0, 0, 1))
+            found, num_hits, *_ = engine.manager.get_computed_blocks(request)
+            if engine.manager.allocate_slots(request, request.num_tokens - num_hits, num_hits, found) is None:
+                request.status = RequestStatus.FINISHED_ABORTED
+                engine.manager.free(request)
+                continue
+            request.num_computed_tokens, request.status = request.num_tokens, RequestStatus.RUNNING
+            running.append(request)
+        else:
+            request = running.pop(rng.randrange(len(running)))
+            request.status = rng.choice(OUTCOMES)
+            if rng.random() < 0.3:
+                engine.manager.block_pool.free_blocks(reversed(engine.manager.pop_blocks_for_free(request)))
+            else:
+                engine.manager.free(request)
+        if number % 50 == 49:
+            compat.check(engine.manager)
+    for request in running:
+        engine.end(request)
+    assert engine.queue.num_turns == 0
+    assert engine.queue.store.num_sessions < len(engine.queue.get_all_free_blocks())
+    assert engine.manager.reset_prefix_cache()
+    assert engine.queue.store.num_sessions == 0
+    compat.check(engine.manager)
+
+
+def test_nonsense() -> None:
+    """Nothing leaves the plug-in, and what it keeps is bounded."""
+    for seed in range(max(NUM_OPERATIONS // CALLS_PER_SEED // 2, 10)):
+        try:
+            run_nonsense(seed)
+        except BaseException:
+            print(f"seed {seed}")
+            raise
+    counted = dict(compat.report().heard)
+    assert counted.get("errors", 0) == 0
+    assert len(compat.report().ignored) <= MAX_NAMES + 1
+
+
+# The sessions of the study, fewer of them.
+
+
+def test_agents_hit_more() -> None:
+    study = pytest.importorskip("bench.studies.vllm_keeping", reason="bench/ is not here")
+    compat.uninstall()
+    percents = {column: study.measure(column, 0, num_sessions=60) for column in ("vLLM", "close", "seconds")}
+    assert percents["close"] > percents["vLLM"] + 0.5, percents
+    assert percents["seconds"] > percents["close"] + 0.5, percents
