@@ -94,7 +94,7 @@ class PageHasher(KeyHolder):
             num_hashed = stop
 
     def _hash_pages(self, hashes: RequestHashes, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None) -> None:
-        """Append the digests of pages of which the first has extra keys."""
+        """Append the digests of pages; the extra keys are those of the first one."""
         hashes.chain.extend(token_ids, self.encode(extra_keys))
 
     def encode(self, extra_keys: ExtraKeys | None) -> bytes:

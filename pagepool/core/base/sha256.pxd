@@ -185,7 +185,7 @@ cdef struct Sha256:           # a message that is hashed part by part
     Py_ssize_t size           # bytes in whole blocks that were compressed
     Py_ssize_t num_waiting    # bytes that were not
     bint is_fast              # use SHA instructions, which the processor must have
-    uint8_t[_ROOM + 128] waiting  # with room for the padding
+    uint8_t[_ROOM + 128] waiting  # the last bytes, and room for the padding
 
 
 cdef inline void sha_start(Sha256 *sha, bint is_fast) noexcept nogil:

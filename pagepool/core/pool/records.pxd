@@ -306,7 +306,7 @@ cdef struct Pool:
     int64_t num_reused        # free pages that left the queue without eviction
     int64_t num_unwatched     # pages that lost their WATCHED flag
     Journal journal
-    Py_ssize_t tokens_width   # of `page_tokens`
+    Py_ssize_t tokens_width   # ids of a page in `page_tokens`, and their number
     Residency *residency
     uint8_t is_restored       # loaded from a snapshot, and no reference taken since then
     Expectations expected
