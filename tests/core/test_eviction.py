@@ -11,9 +11,11 @@ from collections import Counter
 
 import pytest
 from eviction_oracle import Adaptive, hash_key
-from pairs import POLICIES
+from features import Features
+from pairs import POLICIES, make_requests
 from pool_workload import OracleSide, PackageSide, describe_policy, run_pool_workload
-from settings import NUM_OPERATIONS, SETTINGS
+from settings import NUM_OPERATIONS, POOL_SETTINGS, SETTINGS, sizes
+from twin_engine import Request
 from twins import Twins
 
 import pagepool
@@ -83,6 +85,24 @@ def test_ages_beyond_the_horizon() -> None:
     twins.call("cache", again, keys, 0, 0)
     assert oracle.pool.policy.counts["used again beyond the horizon"] >= 2
     assert oracle.pool.policy.counts["misses late"] >= 1
+
+
+def test_a_decision_for_a_shard_is_not_one_for_its_pool() -> None:
+    """The last shard ends at the same page as the pool."""
+    [setting] = [setting for setting in POOL_SETTINGS if setting.name == "full 4 / full 4"]
+    twins = make_requests(setting, sizes(16, 32, names=("kv", "other")), Features(policies=True), seed=1)
+
+    def allocate(name: str, token: int, num_tokens: int, shard: int | None) -> tuple[Request, list[int]]:
+        request, options = Request(name, [token] * num_tokens), {"dp_shard_hint": shard, "data_parallel_size": 2}
+        _, num_hit_tokens = twins.call("look_up", request, **options)
+        page_ids, _ = twins.call("allocate", request, num_tokens - num_hit_tokens, num_hit_tokens, **options)
+        return request, page_ids
+
+    for name, token, shard in (("older", 0, 0), ("newer", 1, 1), ("again", 1, 1)):
+        request, _ = allocate(name, token, 9, shard)
+        twins.call("free", request)
+    assert allocate("in the shard", 2, 28, 1)[1] == [12, 13, 14, 15, 10, 11, 9]  # one of the two pages that were hit
+    assert allocate("anywhere", 3, 24, None)[1] == [4, 5, 6, 7, 3, 2]  # not the other one: page 2 is older
 
 
 # --- single calls ---------------------------------------------------------------------------------------------------

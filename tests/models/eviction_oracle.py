@@ -89,7 +89,7 @@ CLASSES = NEW, AGAIN, LATE
 class Decision(NamedTuple):
     """Which pages are evicted: those with a mark, the oldest of their part, or the first of the newest call."""
 
-    shard: int | None
+    shard: range | None
     is_newest: bool
     mark: Mark
 
@@ -344,7 +344,6 @@ class Adaptive:
 
     def _decide(self, shard: range | None) -> Decision:
         """Choose the oldest page, as LRU does, or of the ends of all parts the first that is worth least, if clearly less."""
-        number = None if shard is None else shard.stop
         parts = [pages for c in CLASSES if (pages := self.pages_in(c, shard))]
         oldest = min((pages[0] for pages in parts), key=lambda page: self.marks[page][1:])
         choice, is_newest, least = oldest, False, self._value(oldest) * 70 / 100
@@ -354,15 +353,14 @@ class Adaptive:
             for end in (0, -1):
                 if self._value(pages[end]) < least:
                     choice, is_newest, least = pages[end], end == -1, self._value(pages[end])
-        return Decision(number, is_newest, self.marks[choice])
+        return Decision(shard, is_newest, self.marks[choice])
 
     def pick(self, shard: range | None, tenant: str | None) -> int:
         """Return the next page of a tenant to evict (from a shard), which has pages that are not blank."""
         self.decision = self.decision if tenant == self.tenant else None
         self.tenant = tenant
-        number = None if shard is None else shard.stop
         page = None
-        if self.decision is not None and self.decision.shard == number:
+        if self.decision is not None and self.decision.shard == shard:
             page = self._candidate(self.decision, shard)
         if page is None or self.decision is None or self.marks[page] != self.decision.mark:
             self.decision = self._decide(shard)
