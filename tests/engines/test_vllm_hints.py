@@ -35,6 +35,7 @@ OUTCOMES = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_ABORTED, Requ
 def hearing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Install pagepool with all hints, or with those that the test is marked with."""
     monkeypatch.setenv(compat.HINTS_VARIABLE, getattr(request, "param", "all"))
+    monkeypatch.delenv(compat.SHARES_VARIABLE, raising=False)
     with compat.installed():
         yield
 
@@ -51,7 +52,7 @@ class Engine:
         self.queue: Any = self.manager.block_pool.free_block_queue
         self.hasher = make_hasher()
         self._names = (f"r{i}" for i in count())
-        self.time = 1.0
+        self.time, self.num_hits = 1.0, 0
         self.wait(0)
 
     def wait(self, seconds: float) -> None:
@@ -66,6 +67,7 @@ class Engine:
         sampling = SamplingParams(max_tokens=9, extra_args=arguments or None)
         request = Request(next(self._names), tokens, sampling, None, block_hasher=self.hasher, kv_hints=envelope, **options)
         found, num_hits, *_ = self.manager.get_computed_blocks(request)
+        self.num_hits = num_hits // BLOCK_SIZE
         assert self.manager.allocate_slots(request, len(tokens) - num_hits, num_hits, found) is not None
         request.num_computed_tokens, request.status = len(tokens), RequestStatus.RUNNING
         return request
@@ -232,6 +234,21 @@ def test_decoded_blocks_belong_to_the_session() -> None:
     assert engine.count_expected() == 7
 
 
+def test_a_salt_keeps_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever another one says."""
+    compat.uninstall()
+    monkeypatch.setenv(compat.SHARES_VARIABLE, "good:0.45, *:0.45")
+    with compat.installed():
+        engine = Engine(1 + 40)
+        engine.run(1, 12, cache_salt="good")
+        for token in range(2, 20):
+            engine.wait(10)
+            engine.run(token, 8, cache_salt="bad", session_id=f"s{token}", pagepool_seconds=1)
+        engine.run(1, 13, cache_salt="good")
+        assert [*engine.queue.shares.values()] == [0.45, 0.45]
+        assert engine.num_hits == 12
+
+
 @hints("sessions")
 def test_ids_alone() -> None:
     engine = Engine()
@@ -309,9 +326,13 @@ def run_nonsense(seed: int) -> None:
     compat.check(engine.manager)
 
 
-def test_nonsense() -> None:
+@pytest.mark.parametrize("shares", ["", "a:0.3, *:0.2"])
+def test_nonsense(monkeypatch: pytest.MonkeyPatch, shares: str) -> None:
     """Nothing leaves the plug-in, and what it keeps is bounded."""
-    for seed in range(max(NUM_OPERATIONS // CALLS_PER_SEED // 2, 10)):
+    compat.uninstall()
+    monkeypatch.setenv(compat.SHARES_VARIABLE, shares)
+    compat.install()
+    for seed in range(max(NUM_OPERATIONS // CALLS_PER_SEED // 4, 10)):
         try:
             run_nonsense(seed)
         except BaseException:

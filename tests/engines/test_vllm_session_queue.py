@@ -14,7 +14,7 @@ from settings import NUM_OPERATIONS
 
 from pagepool.compat.vllm.blocks import Block, FreeQueue, Queue
 from pagepool.compat.vllm.listener import MAX_NAMES, OTHERS, Listener
-from pagepool.compat.vllm.policy import HINTS_VARIABLE, read_hints
+from pagepool.compat.vllm.policy import HINTS_VARIABLE, MAX_NUM_SHARES, SHARES_VARIABLE, read_hints, read_shares
 from pagepool.compat.vllm.session_queue import AdaptiveListeningQueue, ListeningQueue, SessionQueue
 from pagepool.errors import CompatError
 
@@ -135,11 +135,11 @@ def test_what_is_heard() -> None:
     listener = Listener(reads_times=True)
     key = listener.key_of(None, "s1")
     assert listener.hear(make_request()) is None
-    assert listener.hear(make_request("s1")) == (key, None, False, ())
-    assert listener.hear(with_arguments("s1", pagepool_seconds=3)) == (key, 3.0, False, ())
-    assert listener.hear(with_arguments("s1", pagepool_seconds=-1)) == (key, inf, False, ())
-    assert listener.hear(with_arguments("s1", pagepool_close=1)) == (key, None, True, ())
-    assert listener.hear(with_arguments(None, pagepool_seconds=3)) == (None, 3.0, False, ())
+    assert listener.hear(make_request("s1")) == (key, None, None, False, ())
+    assert listener.hear(with_arguments("s1", pagepool_seconds=3)) == (key, None, 3.0, False, ())
+    assert listener.hear(with_arguments("s1", pagepool_seconds=-1)) == (key, None, inf, False, ())
+    assert listener.hear(with_arguments("s1", pagepool_close=1)) == (key, None, None, True, ())
+    assert listener.hear(with_arguments(None, pagepool_seconds=3)) == (None, None, 3.0, False, ())
     assert listener.counts == {"sessions": 4, "seconds": 3, "closes": 1}
 
 
@@ -150,7 +150,7 @@ def test_a_one_shot_is_a_session_of_its_own() -> None:
     assert first is not None
     assert second is not None
     assert first.session != second.session
-    assert first[1:] == second[1:] == (None, True, ())
+    assert first[1:] == second[1:] == (None, None, True, ())
 
 
 def test_other_sessions() -> None:
@@ -159,17 +159,49 @@ def test_other_sessions() -> None:
     actions = [{"action_type": name, "action_version": "1.0", "payload": payload} for name, payload in types]
     request = make_request("s1", kv_hints={"protocol_version": "1.0", "actions": actions})
     keys = [listener.key_of(None, session) for session in ("s1", "s2", "s3")]
-    assert listener.hear(request) == (keys[0], None, False, ((keys[1], 60.0), (keys[2], inf)))
+    assert listener.hear(request) == (keys[0], None, None, False, ((keys[1], 60.0), (keys[2], inf)))
     request.num_preemptions = 1
-    assert listener.hear(request) == (keys[0], None, False, ())
+    assert listener.hear(request) == (keys[0], None, None, False, ())
     assert listener.counts == {"sessions": 1, "retains": 1, "demotes": 1}
 
 
 def test_ids_alone() -> None:
     listener = Listener(reads_times=False)
     assert listener.hear(with_arguments("s1", pagepool_seconds=3, pagepool_close=1)) == (
-        *(listener.key_of(None, "s1"), None, False, ()),
+        *(listener.key_of(None, "s1"), None, None, False, ()),
     )
+
+
+def test_shares() -> None:
+    """Those of named salts, and of others as long as there is room."""
+    listener = Listener(reads_times=True, shares={"a": 0.5, "*": 0.2})
+    heard = [listener.hear(make_request(cache_salt=salt)) for salt in ("a", "b", "c", "d", "b", "")]
+    tenants = [one and one.tenant for one in heard]
+    assert tenants == [listener.key_of("a", ""), listener.key_of("b", ""), listener.key_of("c", ""), None, tenants[1], None]
+    assert [*listener.shares.values()] == [0.5, 0.2, 0.2]
+    assert listener.hear(make_request(cache_salt=None)) is None
+    assert Listener(reads_times=True).hear(make_request(cache_salt="a")) is None
+    many = Listener(reads_times=True, shares={"*": 0.001})
+    assert sum(many.hear(make_request(cache_salt=str(i))) is not None for i in range(500)) == MAX_NUM_SHARES
+
+
+def test_shares_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HINTS_VARIABLE, "sessions")
+    for value, expected in (("", {}), (" *:0.1", {"*": 0.1}), ("a:b:.5, c:.25", {"a:b": 0.5, "c": 0.25})):
+        monkeypatch.setenv(SHARES_VARIABLE, value)
+        assert read_shares() == expected
+    for value in ("a", "secret:x", ":0.5", "a:0", "a:-1", "a:nan", "a:1", "a:0.5,b:0.5", "a:0.5,"):
+        monkeypatch.setenv(SHARES_VARIABLE, value)
+        with pytest.raises(CompatError, match=r"PAGEPOOL_VLLM_SHARES: got .* characters, allowed: salt:share, ") as caught:
+            read_shares()
+        assert "secret" not in str(caught.value)
+    monkeypatch.setenv(SHARES_VARIABLE, ",".join(f"{i}:0.001" for i in range(64)))
+    with pytest.raises(CompatError, match="got 64 shares, allowed: at most 63 of them"):
+        read_shares()
+    monkeypatch.setenv(SHARES_VARIABLE, "a:0.5")
+    monkeypatch.delenv(HINTS_VARIABLE)
+    with pytest.raises(CompatError, match="got 1 shares, allowed: only with PAGEPOOL_VLLM_HINTS"):
+        read_shares()
 
 
 def test_names_are_bounded_and_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

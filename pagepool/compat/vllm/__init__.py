@@ -35,8 +35,10 @@ from pagepool.compat.vllm.policy import (
     HINTS_VARIABLE,
     LISTENING_QUEUES,
     SESSIONS,
+    SHARES_VARIABLE,
     choices_for,
     read_hints,
+    read_shares,
     replacements,
     wanted_parts,
 )
@@ -48,6 +50,7 @@ __all__ = [
     "KNOWN",
     "OFF",
     "ON",
+    "SHARES_VARIABLE",
     "STRICT",
     "VARIABLE",
     "VERSIONS",
@@ -90,8 +93,8 @@ def install(*, known: bool = False, strict: bool = False) -> None:
     A part is left to vLLM if something in it differs from the tested versions, or another package has replaced or subclassed
     some of it. Raise CompatError, without a change, if all parts are left to vLLM; with `strict`, if one is; with `known`, for
     a version not in `VERSIONS`; if vLLM is missing; if a scheduler was built; if `EVICTION_VARIABLE` names no policy, or one
-    that needs a missing part; if the value of `HINTS_VARIABLE` is unknown. Import vLLM if necessary; after that, most of the
-    time is the search for schedulers.
+    that needs a missing part; for wrong values of `HINTS_VARIABLE` and `SHARES_VARIABLE`. Import vLLM if necessary; after that,
+    most of the time is the search for schedulers.
     """
     with _lock:
         if is_installed():
@@ -99,7 +102,7 @@ def install(*, known: bool = False, strict: bool = False) -> None:
             return
         homes = import_homes()
         _check_same(homes)
-        parts = wanted_parts()
+        parts, shares = wanted_parts(), read_shares()
         obstacles = find_obstacles(homes, parts)
         _check_wanted(obstacles, known, strict)
         items = replacements([part for part in parts if not obstacles[part.name]])
@@ -108,7 +111,7 @@ def install(*, known: bool = False, strict: bool = False) -> None:
         _homes.update(homes)
         _obstacles.clear()
         _obstacles.update(obstacles)
-        set_listener(Listener(reads_times=read_hints() == ALL))
+        set_listener(Listener(reads_times=read_hints() == ALL, shares=shares))
         try:
             _set(compiled)
             call_in_children(install_on_import)

@@ -3,10 +3,12 @@
 import logging
 import os
 from collections import Counter
+from collections.abc import Mapping
 from math import inf
 from typing import Any, NamedTuple
 
 from pagepool._core import siphash128
+from pagepool.compat.vllm.policy import MAX_NUM_SHARES, MAX_SHARES
 from pagepool.hints import Hints, read
 
 __all__ = ["MAX_NAMES", "Heard", "Listener", "get_listener", "set_listener"]
@@ -16,6 +18,11 @@ logger = logging.getLogger("vllm.pagepool")
 MAX_NAMES = 64
 """Number of names of ignored hints that are counted one by one."""
 
+EACH = "*"
+"""Salt that stands for each other one in shares."""
+
+ROUNDING = 1e-9
+
 OTHERS = "others"
 """Name under which further ignored hints are counted."""
 
@@ -24,6 +31,8 @@ class Heard(NamedTuple):
     """What a request said, with keys in place of ids."""
 
     session: str | None
+    tenant: str | None
+    """Key of its salt, if that has a share."""
     seconds: float | None
     closes: bool
     others: tuple[tuple[str, float], ...]
@@ -33,14 +42,21 @@ class Heard(NamedTuple):
 class Listener:
     """Reads the hints of requests, and counts them. Never raises an error."""
 
-    def __init__(self, *, reads_times: bool) -> None:
-        """Make a listener under a new secret. Without `reads_times` it reads ids of sessions alone."""
+    def __init__(self, *, reads_times: bool, shares: Mapping[str, float] | None = None) -> None:
+        """Make a listener under a new secret. Without `reads_times` it reads ids of sessions alone. `shares` has those of
+        salts. Each other salt gets that of ``*``, if there is one, in the order of their first requests, while room is left.
+        """
         self.reads_times = reads_times
+        self.shares: dict[str, float] = {}
+        """Shares by the key of their salts: of those named, and of those heard."""
         self.counts: Counter[str] = Counter()
         """What was said, and how often."""
         self.ignored: Counter[str] = Counter()
         """What was ignored, and how often: up to `MAX_NAMES` names, and `OTHERS`."""
         self._secret = os.urandom(16)
+        named = dict(shares or {})
+        self._share_of_others = named.pop(EACH, 0.0)
+        self.shares.update((self.key_of(salt, ""), share) for salt, share in named.items())
         self._num_one_shots = 0
 
     def hear(self, request: Any) -> Heard | None:
@@ -48,12 +64,13 @@ class Listener:
         alone, and counted once. O(actions).
         """
         hints = read(request, reads_times=self.reads_times)
-        if hints == _NOTHING:
+        salt = getattr(request, "cache_salt", None)
+        tenant = self._tenant_of(salt) if self.shares or self._share_of_others else None
+        if hints == _NOTHING and tenant is None:
             return None
         is_first = getattr(request, "num_preemptions", 0) == 0
         if is_first:
             self._count(hints)
-        salt = getattr(request, "cache_salt", None)
         session, seconds, closes = None, hints.seconds, hints.closes
         if hints.session is not None:
             session = self.key_of(salt, hints.session)
@@ -61,7 +78,19 @@ class Listener:
             self._num_one_shots += 1
             session, seconds, closes = f"one-shot {self._num_one_shots}", None, True
         told = [*hints.retains, *((name, inf) for name in hints.demotes)] if is_first else []
-        return Heard(session, seconds, closes, tuple((self.key_of(salt, name), time) for name, time in told))
+        return Heard(session, tenant, seconds, closes, tuple((self.key_of(salt, name), time) for name, time in told))
+
+    def _tenant_of(self, salt: Any) -> str | None:
+        """Return the key of a salt that has a share, or gets one."""
+        if type(salt) is not str:
+            return None
+        key = self.key_of(salt, "")
+        if key not in self.shares:
+            total = sum(self.shares.values()) + self._share_of_others
+            if not self._share_of_others or len(self.shares) >= MAX_NUM_SHARES or total > MAX_SHARES + ROUNDING:
+                return None
+            self.shares[key] = self._share_of_others
+        return key
 
     def key_of(self, salt: Any, session: str) -> str:
         """Return the key of a session: 64 bits under this listener's secret. Sessions of different salts never meet."""

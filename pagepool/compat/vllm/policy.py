@@ -1,5 +1,6 @@
 """The choice of an eviction policy for vLLM's pools, and whether they listen to requests."""
 
+import os
 from collections.abc import Sequence
 
 from pagepool.compat.switch import OFF, read_word
@@ -13,10 +14,14 @@ __all__ = [
     "EVICTION_VARIABLE",
     "HINTS_VARIABLE",
     "LISTENING_QUEUES",
+    "MAX_NUM_SHARES",
+    "MAX_SHARES",
     "SESSIONS",
+    "SHARES_VARIABLE",
     "choices_for",
     "is_adaptive",
     "read_hints",
+    "read_shares",
     "replacements",
     "wanted_parts",
 ]
@@ -35,6 +40,13 @@ SESSIONS = "sessions"
 
 ALL = "all"
 """Value for all hints, also times, ends and envelopes."""
+
+SHARES_VARIABLE = "PAGEPOOL_VLLM_SHARES"
+"""Environment variable with the shares of salts in pools that listen: ``salt:share``, separated by commas. The salt ``*``
+stands for each other one."""
+
+MAX_SHARES = 0.95
+MAX_NUM_SHARES = 63
 
 QUEUES = {
     (False, False): ("blocks", "Queue"),
@@ -60,6 +72,25 @@ def read_hints() -> str:
     """Return the value of `HINTS_VARIABLE`, "" if it is off. Raise CompatError for an unknown value."""
     word = read_word(HINTS_VARIABLE, (SESSIONS, ALL), OFF[:-1])
     return "" if word in OFF else word
+
+
+def read_shares() -> dict[str, float]:
+    """Return the shares of `SHARES_VARIABLE` by salt. Raise CompatError for wrong ones, or if no pool listens."""
+    value = os.environ.get(SHARES_VARIABLE, "").strip()
+    if not value:
+        return {}
+    try:
+        shares = {salt.strip(): float(share) for salt, _, share in (part.rpartition(":") for part in value.split(","))}
+    except ValueError:
+        shares = {}
+    total = sum(shares.values())
+    if not shares or not all(shares) or not (min(shares.values()) > 0 and total <= MAX_SHARES):  # salts are not shown
+        allowed = f"salt:share, ..., each share above 0, all together at most {MAX_SHARES}"
+        raise CompatError(f"{SHARES_VARIABLE}: got {len(value)} characters, allowed: {allowed}")
+    if len(shares) > MAX_NUM_SHARES or not read_hints():
+        needed = f"at most {MAX_NUM_SHARES} of them" if read_hints() else f"only with {HINTS_VARIABLE}"
+        raise CompatError(f"{SHARES_VARIABLE}: got {len(shares)} shares, allowed: {needed}")
+    return shares
 
 
 def wanted_parts() -> tuple[Part, ...]:

@@ -18,6 +18,7 @@ cdef class Turn:
 cdef class SessionQueue(PolicyQueue):
     cdef readonly object sessions       # PageSessions of the store
     cdef readonly object listener       # Listener
+    cdef readonly dict shares           # of salts that were heard here, by key
     cdef dict turns                     # by request id: requests that have blocks, or wait for some, and said something
 
     cdef Turn hear(self, object request)

@@ -9,6 +9,7 @@ class SessionQueue(PolicyQueue):
     sessions: PageSessions
     listener: Listener
     listens: bool
+    shares: dict[str, float]
     def __new__(cls, blocks: Iterable[Block], eviction: str = "adaptive", listener: Listener | None = None) -> SessionQueue: ...
     @property
     def num_turns(self) -> int: ...

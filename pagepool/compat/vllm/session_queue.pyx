@@ -37,7 +37,7 @@ cdef class SessionQueue(PolicyQueue):
     def __init__(self, blocks, eviction="adaptive", listener=None):
         self.sessions = PageSessions(self.store)
         self.listener = get_listener() if listener is None else listener
-        self.turns = {}
+        self.turns, self.shares = {}, {}
         self.listens = True
 
     # Calls for a request.
@@ -66,7 +66,10 @@ cdef class SessionQueue(PolicyQueue):
         turn = Turn()
         turn.name = heard.session if heard.closes else None
         turn.term = term_of_seconds(heard.seconds)
-        turn.number = self.sessions.hold(heard.session)
+        if heard.tenant is not None and heard.tenant not in self.shares:
+            self.shares = dict(self.listener.shares)
+            self.sessions.set_shares(self.shares)
+        turn.number = self.sessions.hold(heard.session, heard.tenant)
         self.turns[request.request_id] = turn
         return turn
 
