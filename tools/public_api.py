@@ -23,7 +23,7 @@ class Section(NamedTuple):
 
 
 ADAPTER = ("VARIABLE", "install", "uninstall", "is_installed", "installed", "install_if_asked", "install_on_import")
-VLLM = ("EVICTION_VARIABLE", "HINTS_VARIABLE", "SHARES_VARIABLE", "check", "read_hints", "report", "Report")
+VLLM = ("EVICTION_VARIABLE", "HINTS_VARIABLE", "PINS_VARIABLE", "SHARES_VARIABLE", "check", "read_hints", "report", "Report")
 SECTIONS = (
     Section("Manager", "manager"),
     Section("Running batch", "running_batch"),

@@ -36,6 +36,7 @@ def hearing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Install pagepool with all hints, or with those that the test is marked with."""
     monkeypatch.setenv(compat.HINTS_VARIABLE, getattr(request, "param", "all"))
     monkeypatch.delenv(compat.SHARES_VARIABLE, raising=False)
+    monkeypatch.delenv(compat.PINS_VARIABLE, raising=False)
     with compat.installed():
         yield
 
@@ -249,6 +250,29 @@ def test_a_salt_keeps_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
         assert engine.num_hits == 12
 
 
+def test_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold blocks for their time, up to a share of the pool."""
+    compat.uninstall()
+    monkeypatch.setenv(compat.PINS_VARIABLE, "0.2")
+    with compat.installed():
+        engine = Engine(1 + 40)
+        pin = envelope_of(("kv.pin", {"seconds": 100, "tokens": 5 * BLOCK_SIZE + 3}))
+        for token in (1, 2):
+            engine.run(token, 8, envelope=pin, session_id="s1", pagepool_close=1)
+        assert dict(compat.report().heard)["pins"] == dict(compat.report().heard)["refused pins"] == 1
+        assert (engine.queue.num_pinned_blocks, engine.queue.num_free_blocks) == (5, 35)
+        assert not engine.manager.reset_prefix_cache()
+        engine.fill(35)
+        assert (engine.count_hits(1, 8), engine.count_hits(2, 8)) == (5, 0)
+        engine.wait(99)
+        engine.run(3, 1)
+        assert engine.queue.num_pinned_blocks == 5
+        engine.wait(2)
+        engine.fill(40)
+        assert (engine.queue.num_pinned_blocks, engine.queue.num_free_blocks, engine.count_hits(1, 8)) == (0, 40, 0)
+        assert engine.manager.reset_prefix_cache()
+
+
 @hints("sessions")
 def test_ids_alone() -> None:
     engine = Engine()
@@ -319,18 +343,22 @@ def run_nonsense(seed: int) -> None:
             compat.check(engine.manager)
     for request in running:
         engine.end(request)
-    assert engine.queue.num_turns == 0
+    assert engine.queue.num_pinned_blocks <= 0.3 * len(engine.manager.block_pool.blocks)
+    engine.wait(3601)
+    engine.run(9, 1)
+    assert (engine.queue.num_turns, engine.queue.num_pinned_blocks) == (0, 0)
     assert engine.queue.store.num_sessions < len(engine.queue.get_all_free_blocks())
     assert engine.manager.reset_prefix_cache()
     assert engine.queue.store.num_sessions == 0
     compat.check(engine.manager)
 
 
-@pytest.mark.parametrize("shares", ["", "a:0.3, *:0.2"])
-def test_nonsense(monkeypatch: pytest.MonkeyPatch, shares: str) -> None:
+@pytest.mark.parametrize(("shares", "pins"), [("", ""), ("a:0.3, *:0.2", "0.3")])
+def test_nonsense(monkeypatch: pytest.MonkeyPatch, shares: str, pins: str) -> None:
     """Nothing leaves the plug-in, and what it keeps is bounded."""
     compat.uninstall()
     monkeypatch.setenv(compat.SHARES_VARIABLE, shares)
+    monkeypatch.setenv(compat.PINS_VARIABLE, pins)
     compat.install()
     for seed in range(max(NUM_OPERATIONS // CALLS_PER_SEED // 4, 10)):
         try:

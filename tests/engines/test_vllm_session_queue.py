@@ -14,7 +14,15 @@ from settings import NUM_OPERATIONS
 
 from pagepool.compat.vllm.blocks import Block, FreeQueue, Queue
 from pagepool.compat.vllm.listener import MAX_NAMES, OTHERS, Listener
-from pagepool.compat.vllm.policy import HINTS_VARIABLE, MAX_NUM_SHARES, SHARES_VARIABLE, read_hints, read_shares
+from pagepool.compat.vllm.policy import (
+    HINTS_VARIABLE,
+    MAX_NUM_SHARES,
+    PINS_VARIABLE,
+    SHARES_VARIABLE,
+    read_hints,
+    read_pins,
+    read_shares,
+)
 from pagepool.compat.vllm.session_queue import AdaptiveListeningQueue, ListeningQueue, SessionQueue
 from pagepool.errors import CompatError
 
@@ -135,11 +143,11 @@ def test_what_is_heard() -> None:
     listener = Listener(reads_times=True)
     key = listener.key_of(None, "s1")
     assert listener.hear(make_request()) is None
-    assert listener.hear(make_request("s1")) == (key, None, None, False, ())
-    assert listener.hear(with_arguments("s1", pagepool_seconds=3)) == (key, None, 3.0, False, ())
-    assert listener.hear(with_arguments("s1", pagepool_seconds=-1)) == (key, None, inf, False, ())
-    assert listener.hear(with_arguments("s1", pagepool_close=1)) == (key, None, None, True, ())
-    assert listener.hear(with_arguments(None, pagepool_seconds=3)) == (None, None, 3.0, False, ())
+    assert listener.hear(make_request("s1")) == (key, None, None, False, (), ())
+    assert listener.hear(with_arguments("s1", pagepool_seconds=3)) == (key, None, 3.0, False, (), ())
+    assert listener.hear(with_arguments("s1", pagepool_seconds=-1)) == (key, None, inf, False, (), ())
+    assert listener.hear(with_arguments("s1", pagepool_close=1)) == (key, None, None, True, (), ())
+    assert listener.hear(with_arguments(None, pagepool_seconds=3)) == (None, None, 3.0, False, (), ())
     assert listener.counts == {"sessions": 4, "seconds": 3, "closes": 1}
 
 
@@ -150,7 +158,7 @@ def test_a_one_shot_is_a_session_of_its_own() -> None:
     assert first is not None
     assert second is not None
     assert first.session != second.session
-    assert first[1:] == second[1:] == (None, None, True, ())
+    assert first[1:] == second[1:] == (None, None, True, (), ())
 
 
 def test_other_sessions() -> None:
@@ -159,16 +167,16 @@ def test_other_sessions() -> None:
     actions = [{"action_type": name, "action_version": "1.0", "payload": payload} for name, payload in types]
     request = make_request("s1", kv_hints={"protocol_version": "1.0", "actions": actions})
     keys = [listener.key_of(None, session) for session in ("s1", "s2", "s3")]
-    assert listener.hear(request) == (keys[0], None, None, False, ((keys[1], 60.0), (keys[2], inf)))
+    assert listener.hear(request) == (keys[0], None, None, False, ((keys[1], 60.0), (keys[2], inf)), ())
     request.num_preemptions = 1
-    assert listener.hear(request) == (keys[0], None, None, False, ())
+    assert listener.hear(request) == (keys[0], None, None, False, (), ())
     assert listener.counts == {"sessions": 1, "retains": 1, "demotes": 1}
 
 
 def test_ids_alone() -> None:
     listener = Listener(reads_times=False)
     assert listener.hear(with_arguments("s1", pagepool_seconds=3, pagepool_close=1)) == (
-        *(listener.key_of(None, "s1"), None, None, False, ()),
+        *(listener.key_of(None, "s1"), None, None, False, (), ()),
     )
 
 
@@ -202,6 +210,21 @@ def test_shares_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(HINTS_VARIABLE)
     with pytest.raises(CompatError, match="got 1 shares, allowed: only with PAGEPOOL_VLLM_HINTS"):
         read_shares()
+
+
+def test_pins_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PINS_VARIABLE, raising=False)
+    monkeypatch.setenv(HINTS_VARIABLE, "all")
+    assert read_pins() == 0
+    monkeypatch.setenv(PINS_VARIABLE, " 0.05")
+    assert read_pins() == 0.05
+    monkeypatch.setenv(HINTS_VARIABLE, "sessions")
+    with pytest.raises(CompatError, match="allowed: only with PAGEPOOL_VLLM_HINTS=all"):
+        read_pins()
+    for value in ("yes", "-0.1", "0.6", "nan"):
+        monkeypatch.setenv(PINS_VARIABLE, value)
+        with pytest.raises(CompatError, match=f"PAGEPOOL_VLLM_PINS: got '{value}', allowed: 0 to 0.5"):
+            read_pins()
 
 
 def test_names_are_bounded_and_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

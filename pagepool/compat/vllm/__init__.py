@@ -34,10 +34,12 @@ from pagepool.compat.vllm.policy import (
     EVICTION_VARIABLE,
     HINTS_VARIABLE,
     LISTENING_QUEUES,
+    PINS_VARIABLE,
     SESSIONS,
     SHARES_VARIABLE,
     choices_for,
     read_hints,
+    read_pins,
     read_shares,
     replacements,
     wanted_parts,
@@ -50,6 +52,7 @@ __all__ = [
     "KNOWN",
     "OFF",
     "ON",
+    "PINS_VARIABLE",
     "SHARES_VARIABLE",
     "STRICT",
     "VARIABLE",
@@ -93,8 +96,8 @@ def install(*, known: bool = False, strict: bool = False) -> None:
     A part is left to vLLM if something in it differs from the tested versions, or another package has replaced or subclassed
     some of it. Raise CompatError, without a change, if all parts are left to vLLM; with `strict`, if one is; with `known`, for
     a version not in `VERSIONS`; if vLLM is missing; if a scheduler was built; if `EVICTION_VARIABLE` names no policy, or one
-    that needs a missing part; for wrong values of `HINTS_VARIABLE` and `SHARES_VARIABLE`. Import vLLM if necessary; after that,
-    most of the time is the search for schedulers.
+    that needs a missing part; for wrong values of `HINTS_VARIABLE`, `SHARES_VARIABLE` and `PINS_VARIABLE`. Import vLLM if
+    necessary; after that, most of the time is the search for schedulers.
     """
     with _lock:
         if is_installed():
@@ -102,7 +105,7 @@ def install(*, known: bool = False, strict: bool = False) -> None:
             return
         homes = import_homes()
         _check_same(homes)
-        parts, shares = wanted_parts(), read_shares()
+        parts, shares, max_pinned = wanted_parts(), read_shares(), read_pins()
         obstacles = find_obstacles(homes, parts)
         _check_wanted(obstacles, known, strict)
         items = replacements([part for part in parts if not obstacles[part.name]])
@@ -111,7 +114,7 @@ def install(*, known: bool = False, strict: bool = False) -> None:
         _homes.update(homes)
         _obstacles.clear()
         _obstacles.update(obstacles)
-        set_listener(Listener(reads_times=read_hints() == ALL, shares=shares))
+        set_listener(Listener(reads_times=read_hints() == ALL, shares=shares, max_pinned=max_pinned))
         try:
             _set(compiled)
             call_in_children(install_on_import)
@@ -189,7 +192,7 @@ class Report:
     replaced: tuple[tuple[str, str], ...]
     """Full names of replaced vLLM definitions, and of their replacements."""
     heard: tuple[tuple[str, int], ...]
-    """What requests said, and how often: sessions, seconds, closes, retains, demotes, refused pins, errors."""
+    """What requests said, and how often: sessions, seconds, closes, retains, demotes, pins, refused pins, errors."""
     ignored: tuple[tuple[str, int], ...]
     """Names of hints that were not understood, and how often; at most 64, and "others"."""
 

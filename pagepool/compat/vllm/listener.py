@@ -37,16 +37,19 @@ class Heard(NamedTuple):
     closes: bool
     others: tuple[tuple[str, float], ...]
     """Keys of other sessions, each with the seconds until it comes back."""
+    pins: tuple[tuple[int, float], ...]
+    """Numbers of first tokens whose blocks are to be held, each with the seconds."""
 
 
 class Listener:
     """Reads the hints of requests, and counts them. Never raises an error."""
 
-    def __init__(self, *, reads_times: bool, shares: Mapping[str, float] | None = None) -> None:
+    def __init__(self, *, reads_times: bool, shares: Mapping[str, float] | None = None, max_pinned: float = 0.0) -> None:
         """Make a listener under a new secret. Without `reads_times` it reads ids of sessions alone. `shares` has those of
         salts. Each other salt gets that of ``*``, if there is one, in the order of their first requests, while room is left.
+        `max_pinned` is the share of a pool's blocks that may be pinned.
         """
-        self.reads_times = reads_times
+        self.reads_times, self.max_pinned = reads_times, max_pinned
         self.shares: dict[str, float] = {}
         """Shares by the key of their salts: of those named, and of those heard."""
         self.counts: Counter[str] = Counter()
@@ -78,7 +81,8 @@ class Listener:
             self._num_one_shots += 1
             session, seconds, closes = f"one-shot {self._num_one_shots}", None, True
         told = [*hints.retains, *((name, inf) for name in hints.demotes)] if is_first else []
-        return Heard(session, tenant, seconds, closes, tuple((self.key_of(salt, name), time) for name, time in told))
+        others = tuple((self.key_of(salt, name), time) for name, time in told)
+        return Heard(session, tenant, seconds, closes, others, hints.pins if self.max_pinned else ())
 
     def _tenant_of(self, salt: Any) -> str | None:
         """Return the key of a salt that has a share, or gets one."""
@@ -97,6 +101,10 @@ class Listener:
         prefix = f"{len(salt)}:{salt}" if type(salt) is str else "-"
         return siphash128(self._secret, (prefix + session).encode(errors="surrogatepass"))[:8].hex()
 
+    def count_pin(self, is_held: bool) -> None:
+        """Count a pin, or one that was refused."""
+        self.counts["pins" if is_held else "refused pins"] += 1
+
     def count_error(self, error: Exception) -> None:
         """Count an error that a request would have raised."""
         self.counts["errors"] += 1
@@ -109,7 +117,7 @@ class Listener:
             "closes": hints.closes,
             "retains": len(hints.retains),
             "demotes": len(hints.demotes),
-            "refused pins": len(hints.pins),
+            "refused pins": 0 if self.max_pinned else len(hints.pins),
         }
         for name, number in counted.items():
             if number:

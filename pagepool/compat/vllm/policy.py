@@ -16,11 +16,13 @@ __all__ = [
     "LISTENING_QUEUES",
     "MAX_NUM_SHARES",
     "MAX_SHARES",
+    "PINS_VARIABLE",
     "SESSIONS",
     "SHARES_VARIABLE",
     "choices_for",
     "is_adaptive",
     "read_hints",
+    "read_pins",
     "read_shares",
     "replacements",
     "wanted_parts",
@@ -45,6 +47,10 @@ SHARES_VARIABLE = "PAGEPOOL_VLLM_SHARES"
 """Environment variable with the shares of salts in pools that listen: ``salt:share``, separated by commas. The salt ``*``
 stands for each other one."""
 
+PINS_VARIABLE = "PAGEPOOL_VLLM_PINS"
+"""Environment variable with the share of a pool's blocks that requests may pin, up to `MAX_PINS`, if all hints are heard."""
+
+MAX_PINS = 0.5
 MAX_SHARES = 0.95
 MAX_NUM_SHARES = 63
 
@@ -72,6 +78,20 @@ def read_hints() -> str:
     """Return the value of `HINTS_VARIABLE`, "" if it is off. Raise CompatError for an unknown value."""
     word = read_word(HINTS_VARIABLE, (SESSIONS, ALL), OFF[:-1])
     return "" if word in OFF else word
+
+
+def read_pins() -> float:
+    """Return the share of `PINS_VARIABLE`, 0.0 if it is off. Raise CompatError for a wrong one, or if a hint is not heard."""
+    value = os.environ.get(PINS_VARIABLE, "").strip()
+    try:
+        share = float(value or 0)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= MAX_PINS:
+        raise CompatError(f"{PINS_VARIABLE}: got {value!r}, allowed: 0 to {MAX_PINS}")
+    if share and read_hints() != ALL:
+        raise CompatError(f"{PINS_VARIABLE}: got {value!r}, allowed: only with {HINTS_VARIABLE}={ALL}")
+    return share
 
 
 def read_shares() -> dict[str, float]:

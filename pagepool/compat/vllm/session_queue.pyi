@@ -10,6 +10,7 @@ class SessionQueue(PolicyQueue):
     listener: Listener
     listens: bool
     shares: dict[str, float]
+    num_pinned_blocks: int
     def __new__(cls, blocks: Iterable[Block], eviction: str = "adaptive", listener: Listener | None = None) -> SessionQueue: ...
     @property
     def num_turns(self) -> int: ...

@@ -8,9 +8,10 @@ from libc.stdint cimport int32_t, int64_t
 from pagepool.compat.vllm.blocks cimport Block, as_block
 from pagepool.compat.vllm.policy_queue cimport PolicyQueue
 from pagepool.core.base cimport UNKNOWN
-from pagepool.core.pool cimport NO_SESSION, NOBODY, NULL_PAGE, Pool, expect_page, now_of
+from pagepool.core.pool cimport NO_SESSION, NOBODY, NULL_PAGE, SECOND, Pool, expect_page, now_of
 from pagepool.core.values cimport PageIds, term_of_seconds
 
+from heapq import heappop, heappush
 from math import inf
 
 from pagepool._core import PageSessions
@@ -18,6 +19,7 @@ from pagepool.compat.patching import Unpatched
 from pagepool.compat.vllm.blocks import Queue
 from pagepool.compat.vllm.listener import get_listener
 
+cdef int64_t MAX_TOKENS = 1 << 40
 cdef object PREEMPTED_SECONDS = 1.0  # a preempted request is the first to be resumed
 
 
@@ -37,13 +39,14 @@ cdef class SessionQueue(PolicyQueue):
     def __init__(self, blocks, eviction="adaptive", listener=None):
         self.sessions = PageSessions(self.store)
         self.listener = get_listener() if listener is None else listener
-        self.turns, self.shares = {}, {}
+        self.turns, self.shares, self.pins = {}, {}, []
         self.listens = True
 
     # Calls for a request.
 
     cdef int begin_turn(self, object request) except -1:
         cdef Turn turn
+        self.end_pins()
         self.session = NO_SESSION
         try:
             turn = self.turns.get(request.request_id)
@@ -66,6 +69,7 @@ cdef class SessionQueue(PolicyQueue):
         turn = Turn()
         turn.name = heard.session if heard.closes else None
         turn.term = term_of_seconds(heard.seconds)
+        turn.pins = heard.pins
         if heard.tenant is not None and heard.tenant not in self.shares:
             self.shares = dict(self.listener.shares)
             self.sessions.set_shares(self.shares)
@@ -75,6 +79,8 @@ cdef class SessionQueue(PolicyQueue):
 
     cdef int go_on(self, object request_id) except -1:
         cdef Turn turn = self.turns.get(request_id)
+        if self.pins:
+            self.end_pins()
         self.session = NO_SESSION if turn is None else turn.number
         return 0
 
@@ -97,12 +103,43 @@ cdef class SessionQueue(PolicyQueue):
                 term = term_of_seconds(PREEMPTED_SECONDS)
             elif outcome == Outcome.FINISHED and turn is not None:
                 term = turn.term
+                for num_tokens, seconds in turn.pins:
+                    self.pin(groups, min(num_tokens, MAX_TOKENS), seconds)
                 if turn.name is not None:
                     self.sessions.expect(turn.name, inf)
             if term != UNKNOWN:
                 self.mark(groups, term)
         except Exception as error:
             self.listener.count_error(error)
+        return 0
+
+    cdef int pin(self, list groups, int64_t num_tokens, double seconds) except -1:
+        """Hold the cached blocks of a request's first tokens for some time, unless too many blocks are held already."""
+        cdef list pinned = []
+        cdef Block block
+        for blocks in groups:
+            for value in blocks:
+                block = as_block(value)
+                if block._block_hash is not None and block.num_hash_tokens <= num_tokens and self.id_of(block) != NULL_PAGE:
+                    pinned.append(block)
+        is_held = 0 < len(pinned) <= self.listener.max_pinned * len(self.blocks) - self.num_pinned_blocks
+        self.listener.count_pin(is_held)
+        if is_held:
+            heappush(self.pins, (now_of(&self.store.pool) + <int64_t>(seconds * SECOND), self.num_pins, pinned))
+            self.num_pins += 1
+            self.num_pinned_blocks += len(pinned)
+            for block in pinned:
+                block.ref_cnt += 1
+        return 0
+
+    cdef int end_pins(self) except -1:
+        """Give back the blocks of pins that are over, the last block first."""
+        cdef list pinned
+        while self.pins and now_of(&self.store.pool) >= <int64_t>self.pins[0][0]:
+            _, _, pinned = heappop(self.pins)
+            self.num_pinned_blocks -= len(pinned)
+            pinned.reverse()
+            (<Block>pinned[0]).pool.free_blocks(pinned)
         return 0
 
     cdef int mark(self, list groups, int32_t term) except -1:
