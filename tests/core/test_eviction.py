@@ -164,3 +164,14 @@ def test_a_decision_outlives_its_shard() -> None:
 def test_hashes_of_keys() -> None:
     """They are the same in each process, and in each version that loads the snapshots of another."""
     assert [hash_key(key, group_id) for key, group_id in ((0, 0), (1, 0), (0, 1), (1 << 127, 5))] == HASHES
+
+
+def test_a_decision_for_a_shard_ends_with_its_division() -> None:
+    """Shard 0 of 2 is another one than shard 0 of 4."""
+    twins = Twins(OracleSide(32, Adaptive(32)), PackageSide(32, "adaptive"))
+    page_ids = twins.call("take", 31, {})
+    twins.call("cache", page_ids, range(100, 131), 0, 0)
+    for name, chosen in (("free", [8, 9]), ("free", [3, 4, 5]), ("touch", [3, 4, 5]), ("free", [3, 4, 5])):
+        twins.call(name, chosen)
+    assert twins.call("take", 1, {"dp_shard_hint": 0, "data_parallel_size": 4}) == [3]
+    assert twins.call("take", 1, {"dp_shard_hint": 0, "data_parallel_size": 2}) == [8]

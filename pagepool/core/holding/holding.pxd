@@ -1398,7 +1398,9 @@ cdef inline void fork_group(
         use_in_session(pool, ids, n, new.session)
     target[0] = source[0]
     target.ids, target.num_pages, target.num_skipped, target.next_needed = ids, n, min(source.num_skipped, n), 0
-    if not is_state(&group.rules):
+    if is_state(&group.rules):
+        target.num_cached = min(source.num_cached, full_entries(&group.rules, num_computed))
+    else:
         target.num_cached = min(source.num_cached, n)
         target.ranking.num_ranked = min(source.ranking.num_ranked, n)
     target.num_hits = full_entries(&group.rules, num_computed) if is_state(&group.rules) else target.num_cached

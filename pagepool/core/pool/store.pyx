@@ -984,6 +984,8 @@ cdef class PageStore:
             links = new_shard_links(pool, n)
             if links != NULL:
                 use_shard_links(pool, links, n)
+                if pool.policy != NULL and pool.policy.learned.decision.shard >= 0:
+                    pool.policy.learned.decision.part = BLANK  # that shard is another one now
         if links == NULL:
             raise MemoryError(f"links of {pool.num_pages} pages in {n} shards")
 
