@@ -44,7 +44,7 @@ from vllm.v1.request import RequestStatus
 
 from bench.studies.agents import NUM_PROMPTS, PROMPT_LEN, Session, Turn, count_live_pages, make_sessions
 from bench.studies.keeping import HALF, MAX_NUM_TOKENS, NUM_SEEDS, Engine
-from bench.studies.timed import RETRY_SECONDS, Timeline
+from bench.studies.timed import RETRY_SECONDS, TOO_SMALL, Timeline
 from bench.tables import as_table
 from bench.workload import PAGE_SIZE
 from pagepool._core import HashChain
@@ -132,7 +132,7 @@ class Agents:
     ) -> None:
         self.manager = make_manager(num_blocks)
         self.timeline = Timeline(self._set_time)
-        self.num_tokens = self.num_hits = 0
+        self.num_tokens = self.num_hits = self._num_running = 0
         self._engine, self._has_ids, self._uses_envelopes = engine, has_ids, uses_envelopes
         self._digests: dict[int, list[bytes]] = {}
         for session in sessions:
@@ -161,13 +161,16 @@ class Agents:
             request.sampling_params = SimpleNamespace(extra_args=arguments)
         found, num_hits, *_ = self.manager.get_computed_blocks(request)
         if self.manager.allocate_slots(request, turn.num_tokens - num_hits, num_hits, found) is None:
+            assert self._num_running, TOO_SMALL
             self.timeline.call_in(RETRY_SECONDS, partial(self.begin, session, turns))
             return
+        self._num_running += 1
         self.num_tokens += turn.num_prompt_tokens
         self.num_hits += min(num_hits, turn.num_prompt_tokens)
         self.timeline.call_in(turn.seconds, partial(self.end, session, request, turn, later))
 
     def end(self, session: Session, request: Request, turn: Turn, later: Sequence[tuple[Turn, float | None]]) -> None:
+        self._num_running -= 1
         request.status = RequestStatus.FINISHED_STOPPED
         self.manager.free(request)
         if later:
