@@ -3,6 +3,7 @@ from pagepool.core.base.memory cimport *
 from pagepool.core.base.vectors cimport *
 from pagepool.core.base.limits cimport *
 from pagepool.core.base.siphash cimport *
+from pagepool.core.base.digests cimport *
 from pagepool.core.base.sha256 cimport *
 from pagepool.core.base.cbor cimport *
 from pagepool.core.base.page_hash cimport *

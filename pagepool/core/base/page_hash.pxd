@@ -6,16 +6,12 @@
 
 from libc.stdint cimport int32_t, uint8_t
 
-from pagepool.core.base.siphash cimport *
+from pagepool.core.base.digests cimport *
 
 cdef enum HashKind:
     SIPHASH
     SHA256
     SHA256_CBOR
-
-cdef struct WideDigest:       # 32 bytes, big-endian: first the upper half
-    Digest key                # the lower half, and key of the index
-    Digest upper              # 0 with SipHash
 
 cdef struct Hashing:
     HashKind kind
@@ -23,18 +19,6 @@ cdef struct Hashing:
     Digest key                # secret key of SipHash
     Digest extra_key          # its key for extra keys
     WideDigest root           # parent of first pages
-
-
-cdef inline WideDigest digest_at(const Digest *digests, const Digest *uppers, Py_ssize_t i) noexcept nogil:
-    """Return a digest, with its upper half unless `uppers` is NULL."""
-    return WideDigest(key=digests[i], upper=uppers[i] if uppers != NULL else Digest(lo=0, hi=0))
-
-
-cdef inline void set_digest(Digest *digests, Digest *uppers, Py_ssize_t i, WideDigest digest) noexcept nogil:
-    """Write what `digest_at` returns."""
-    digests[i] = digest.key
-    if uppers != NULL:
-        uppers[i] = digest.upper
 
 
 # In a module of its own, since code of this size changes what compilers inline in the loops of rows.
