@@ -63,30 +63,31 @@ class _Draft:
     pins: list[tuple[int, float]] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
 
-    def is_own(self, session: str | None) -> bool:
-        """Whether an action is about the request's own session, as it is without an id."""
-        return session is None or session == self.session
+    def find_other(self, payload: Mapping[str, Any]) -> str | None:
+        """Return the session of an action, or None if it is the request's own, as it is without an id."""
+        session = _session_in(payload)
+        return None if session == self.session else session
 
     def retain(self, payload: Mapping[str, Any]) -> None:
-        seconds, session = _seconds_in(payload["seconds"]), _session_in(payload)
-        if self.is_own(session) or session is None:
+        seconds, other = _seconds_in(payload["seconds"]), self.find_other(payload)
+        if other is None:
             self.seconds = seconds
         else:
-            self.retains.append((session, seconds))
+            self.retains.append((other, seconds))
 
     def end(self, payload: Mapping[str, Any]) -> None:
-        session = _session_in(payload)
-        if self.is_own(session) or session is None:
+        other = self.find_other(payload)
+        if other is None:
             self.closes = True
         else:
-            self.demotes.append(session)
+            self.demotes.append(other)
 
     def demote(self, payload: Mapping[str, Any]) -> None:
-        session = _session_in(payload)
-        if self.is_own(session) or session is None:
+        other = self.find_other(payload)
+        if other is None:
             self.seconds = inf
         else:
-            self.demotes.append(session)
+            self.demotes.append(other)
 
     def pin(self, payload: Mapping[str, Any]) -> None:
         num_tokens, seconds = payload["tokens"], _seconds_in(payload["seconds"])

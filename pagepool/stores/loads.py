@@ -49,6 +49,7 @@ class Loads:
     def __init__(self, tier: Tier, jobs: Jobs, saves: Saves, namespace: str, max_bytes: int) -> None:
         """`max_bytes` of objects are loaded at a time."""
         self._tier, self._jobs, self._saves, self._namespace = tier, jobs, saves, namespace
+        self._sizes = np.array([rows.shape[1] + HEADER_BYTES for rows in tier.rows], dtype=np.int64)  # bytes, by group
         self._buffers = Buffers(max_bytes)
         self._waiting: deque[tuple[Fetch, Pages]] = deque()  # pages to be loaded
         self._num_waiting_bytes = 0
@@ -71,7 +72,7 @@ class Loads:
         pages = pages.choose(self._saves.are_right(pages))
         if not len(pages.groups) or self._num_lookups >= MAX_LOOKUPS:
             return False
-        fetch.num_bytes, fetch.num_page_tokens = int(self._sizes_of(pages).sum()), fetch.num_tokens - num_now
+        fetch.num_bytes, fetch.num_page_tokens = int(self._sizes[pages.groups].sum()), fetch.num_tokens - num_now
         self._queue(fetch, fetch.num_page_tokens)
         fetch.num_on_the_way += 1
         self._num_lookups += 1
@@ -113,13 +114,13 @@ class Loads:
         left = [each for each in self._waiting if each[0] is not fetch] if fetch.num_on_the_way else self._waiting
         if len(left) < len(self._waiting):
             self._waiting = deque(left)
-            self._num_waiting_bytes = sum(int(self._sizes_of(pages).sum()) for _, pages in left)
+            self._num_waiting_bytes = sum(int(self._sizes[pages.groups].sum()) for _, pages in left)
 
     def start(self) -> None:
         """Load waiting pages, while there is room."""
         while self._waiting:
             fetch, pages = self._waiting[0]
-            sizes = self._sizes_of(pages)
+            sizes = self._sizes[pages.groups]
             num = max(1, int(np.searchsorted(np.cumsum(sizes), MAX_BYTES_PER_JOB)))
             objects = self._take_objects(sizes[:num].tolist())
             if not objects:
@@ -148,10 +149,6 @@ class Loads:
             objects.append(item)
         return objects
 
-    def _sizes_of(self, pages: Pages) -> npt.NDArray[np.int64]:
-        sizes = np.array([rows.shape[1] + HEADER_BYTES for rows in self._tier.rows], dtype=np.int64)
-        return sizes[pages.groups]
-
     def _end_lookup(self, job: Job, are_stored: Flags) -> None:
         fetch: Fetch = job.context
         fetch.num_on_the_way -= 1
@@ -164,7 +161,7 @@ class Loads:
         if fetch.is_over or not len(groups):  # nobody waits, or the store's pages do not lengthen the hit
             return
         needed = Pages(keys, groups)
-        fetch.num_bytes, fetch.num_page_tokens = int(self._sizes_of(needed).sum()), num_then - num_now
+        fetch.num_bytes, fetch.num_page_tokens = int(self._sizes[needed.groups].sum()), num_then - num_now
         if not self._fits(needed) or not self._pays(fetch):
             self.num_recomputed += len(groups)
             return
@@ -213,7 +210,7 @@ class Loads:
         return num_bytes / bytes_rate if bytes_rate else inf  # all loads failed
 
     def _end_load(self, job: Job, is_done: Flags) -> None:
-        self._load_rate.end(int(self._sizes_of(job.pages)[is_done].sum()), job.started_at)
+        self._load_rate.end(int(self._sizes[job.pages.groups][is_done].sum()), job.started_at)
         job.context.num_on_the_way -= len(job.names)
         self.num_loading -= len(job.names)
         self.num_missing += int((~is_done).sum())

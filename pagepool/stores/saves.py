@@ -70,6 +70,7 @@ class Saves:
 
     def _copy(self, pages: Pages, page_ids: npt.NDArray[np.int32], places: Sequence[int]) -> None:
         copied: list[int] = []
+        names: list[bytes] = []
         objects: list[Object] = []
         for place, name in zip(places, pages.choose(places).name(), strict=True):
             if name in self._saving:  # with a content that was found to be wrong: two saves could end in any order
@@ -82,16 +83,16 @@ class Saves:
                 continue
             item[HEADER_BYTES:] = row
             copied.append(place)
+            names.append(name)
             objects.append(item)
         for start in range(0, len(copied), MAX_PAGES_PER_JOB):
             stop = start + MAX_PAGES_PER_JOB
-            self._save(pages.choose(copied[start:stop]), objects[start:stop])
+            self._save(Job(pages.choose(copied[start:stop]), names[start:stop], self._end, objects[start:stop]))
 
-    def _save(self, pages: Pages, objects: list[Object]) -> None:
-        job = Job(pages, pages.name(), self._end, objects)
-        for name, item in zip(job.names, objects, strict=True):
+    def _save(self, job: Job) -> None:
+        for name, item in zip(job.names, job.objects, strict=True):
             write_header(item, self._namespace, name, item[HEADER_BYTES:])
-        self._mark(pages, True)  # so that it is not queued again meanwhile
+        self._mark(job.pages, True)  # so that it is not queued again meanwhile
         self._saving.update(job.names)
         self._jobs.save(job)
 
