@@ -54,6 +54,11 @@ MAX_PAGES_PER_CALL, MAX_BYTES_PER_CALL = 64, 16 << 20
 NOWHERE = np.iinfo(np.int32).max
 """A page outside every array: writes to it are dropped."""
 
+MIN_OPERATIONS = 1024
+"""Least number of arithmetic operations in a load's program. On CPUs XLA runs a program of less than 1,000 in the calling
+thread where all inputs are there; moves of data do not count.
+"""
+
 MEMORY_KINDS = ("pinned_host", "unpinned_host")
 
 Int32Array = npt.NDArray[np.int32]
@@ -180,11 +185,11 @@ class HostPages:
         donated: they are updated in place, and the ones passed become invalid. The results are committed to their devices.
 
         The call does not wait for the device, which keeps a copy of the pages until the transfers are done; for loads it copies
-        rows, with up to `num_copy_threads` threads. Saves cost the calling thread some us a page, loads the copies and as much
-        (docs/benchmarks.md). Up to 64 pages, or 16 MiB a device, cross in one piece, padded to a power of two. A page that was
-        never saved, or whose save failed, is not loaded; `poll` reports this, and errors of jax in a copy. Only an error after
-        arrays were donated is raised here; a device error in a load also spoils the arrays, as in any step. Devices
-        communicate, by an all-reduce, only if they divide the page axis and a page is loaded into another part.
+        rows, with up to `num_copy_threads` threads. Saves cost the calling thread some us a page, loads the copies and less
+        beside them (docs/benchmarks.md). Up to 64 pages, or 16 MiB a device, cross in one piece, padded to a power of two. A
+        page that was never saved, or whose save failed, is not loaded; `poll` reports this, and errors of jax in a copy. Only
+        an error after arrays were donated is raised here; a device error in a load also spoils the arrays, as in any step.
+        Devices communicate, by an all-reduce, only if they divide the page axis and a page is loaded into another part.
 
         Before anything is done, raise ArgumentTypeError for arguments of other types or dtypes; PageIdError for pages beyond
         the arrays or the host, and for null pages; ArgumentError for a page written twice, a group without arrays, a number
@@ -484,7 +489,7 @@ class GroupPages:
             pages = get_pages()
             moves = np.full((2, pages[0].shape[1]), NOWHERE, dtype=np.int32)
             moves[:, places] = self.origins[pairs[0]], pairs[1]
-            crosses = find_crossing(leaves, moves[:, places], self.page_axis)
+            crosses = self.is_divided and find_crossing(leaves, moves[:, places], self.page_axis)
             return Copy([pack.load(leaves, own, moves, crosses) for pack, own in zip(self.packs, pages, strict=True)])
         except Exception as error:
             if any(leaf.is_deleted() for leaf in leaves):
@@ -551,13 +556,13 @@ class Pack(NamedTuple):
             for i, pages in enumerate(np.asarray(shard.data)):
                 copy_rows(as_bytes(pages), np.arange(len(dst)), self._columns(rows, first + i), dst, num_threads)
 
-    def stage(self, rows: Rows, src: Int32Array, memory: Rows, num_threads: int) -> Any:
-        """Copy rows into the pack's part of memory, and start to copy this to the devices."""
+    def stage(self, rows: Rows, src: Int32Array, memory: Rows, num_threads: int) -> npt.NDArray[Any]:
+        """Copy rows into the pack's part of memory, and return this as pages."""
         shape = rows.shape[1], 1 << (len(src) - 1).bit_length()
         staged = memory[prod(shape) * self.start : prod(shape) * self.stop]
         for i, pages in enumerate(staged.reshape(*shape, self.stop - self.start)):
             copy_rows(self._columns(rows, i), src, pages, np.arange(len(src)), num_threads)
-        return import_jax().device_put(staged.view(self.dtype).reshape(*shape, self.num_items), self.device)
+        return staged.view(self.dtype).reshape(*shape, self.num_items)
 
     def load(self, leaves: list[Any], pages: Any, pairs: Int32Array, crosses: bool) -> Any:
         """Write pages into the arrays; the results replace those in `leaves`. `pairs` are the pages they were saved from, and
@@ -623,8 +628,9 @@ def get_writer(shardings: Shardings, page_axis: int, crosses: bool) -> Callable[
     axes = [get_page_axes(sharding, page_axis) for sharding in shardings]
     write = partial(write_pages, page_axis=page_axis, axes=axes, crosses=crosses)
     mapped = map_parts(write, shardings, is_writer=True)
-    out_shardings = list(shardings), get_page_sharding(shardings[0])
-    return jax.jit(mapped, donate_argnums=0, out_shardings=out_shardings)  # type: ignore[no-any-return]
+    own, pages = list(shardings), get_page_sharding(shardings[0])
+    shardings_of = {"in_shardings": (own, pages, None), "out_shardings": (own, pages)}  # pages may come from NumPy
+    return jax.jit(mapped, donate_argnums=0, **shardings_of)  # type: ignore[no-any-return]
 
 
 def map_parts(function: Callable[..., Any], shardings: Shardings, is_writer: bool) -> Callable[..., Any]:
@@ -651,7 +657,7 @@ def read_pages(parts: Sequence[Any], page_ids: Any, page_axis: int, axes: Sequen
 def write_pages(
     parts: Sequence[Any], pages: Any, pairs: Any, page_axis: int, axes: Sequence[Axes], crosses: bool
 ) -> tuple[list[Any], Any]:
-    """Write the pages returned by `read_pages`. Return the parts, and one element as the fence (traced)."""
+    """Write the pages returned by `read_pages`. Return the parts, and a number as the fence (traced)."""
     jnp = import_jax().numpy
     start, written = 0, []
     for part, own in zip(parts, axes, strict=True):
@@ -660,4 +666,4 @@ def write_pages(
         page = jnp.moveaxis(pages[0, :, start:stop].reshape(pages.shape[1], *shape), 0, page_axis)
         written.append(write_in_part(part, page, pairs, page_axis, own, crosses))
         start = stop
-    return written, pages[:, :1, :1]
+    return written, jnp.maximum(jnp.arange(MIN_OPERATIONS, dtype=pairs.dtype), pairs[0, 0]).max().reshape(1)

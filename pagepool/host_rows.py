@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["ALIGNMENT", "Rows", "Staging", "align", "as_bytes", "describe_pages", "make_memory", "place_rows", "touch"]
 
 ALIGNMENT = 64
-"""Bytes: each dtype of a row begins at a multiple."""
+"""Bytes: each dtype of a row, and memory for jax, begin at a multiple. On CPUs jax aliases such memory and copies any other."""
 
 SMALL_PAGE, BYTES_TO_TOUCH = 4096, 64 << 20
 """Bytes of the smallest page of the system, and of what one call of `touch` in a thread touches."""
@@ -81,9 +81,6 @@ class Use(Protocol):
 class Staging:
     """Memory handed to jax, which may alias it and read it late. It is given again only when its use has ended; after an error
     it is left to jax. `num_bytes`: of each piece.
-
-    A CPU aliases memory only at multiples of 64 bytes, and runs a program in the calling thread if all of its inputs are there.
-    This memory begins elsewhere: jax copies it, and the program runs in another thread.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -91,13 +88,13 @@ class Staging:
         self._num_bytes, self._used = num_bytes, deque[tuple[Rows, Use]]()
 
     def take(self) -> Rows:
-        """Return memory that nobody else writes or reads."""
+        """Return memory that nobody else writes or reads, at a multiple of `ALIGNMENT`."""
         while self._used and self._used[0][1].is_ready():
             memory, use = self._used.popleft()
             if use.wait() is None:
                 return memory
         memory = np.empty(self._num_bytes + ALIGNMENT, np.uint8)
-        start = (ALIGNMENT // 4 - memory.ctypes.data) % ALIGNMENT
+        start = -memory.ctypes.data % ALIGNMENT
         return memory[start : start + self._num_bytes]
 
     def keep(self, memory: Rows, use: Use) -> None:

@@ -16,7 +16,7 @@ from devices import after_slow_work  # noqa: E402
 from moved_pages import TransferredPages, Transfers, draw_array, make_transfers  # noqa: E402
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError  # noqa: E402
-from pagepool.host_pages import FinishedTransfers, HostPages, Pack  # noqa: E402
+from pagepool.host_pages import FinishedTransfers, HostPages, Pack, get_writer  # noqa: E402
 
 NUM_PAGES = 24
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int32", "bool", "complex64"]
@@ -144,6 +144,16 @@ def test_calls_return_before_the_device_has_computed(memory_kind: str | None) ->
     assert host_pages.wait() == [done(both), done(loads)]
     assert pending[jnp.array([10, 11])].tolist() == [5, 6]
     assert host_pages.poll() == []
+
+
+@pytest.mark.parametrize("num_pages", [1, 64])
+def test_programs_of_loads_are_too_long_for_the_calling_thread(num_pages: int) -> None:
+    """XLA counts their operations on the CPU."""
+    array = jnp.zeros((NUM_PAGES, 2))
+    (pack,) = HostPages(array, NUM_PAGES)._groups[0].packs
+    pages, pairs = np.zeros((1, num_pages, 2), np.float32), np.zeros((2, num_pages), np.int32)
+    costs = get_writer(pack.shardings, 0, False).lower([array], pages, pairs).compile().cost_analysis()
+    assert (costs[0] if isinstance(costs, list) else costs)["flops"] >= 1000
 
 
 @on_new_jax

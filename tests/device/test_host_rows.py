@@ -247,7 +247,7 @@ def test_memory_is_given_again_only_after_its_use() -> None:
     memories.append(staging.take())
     starts = [memory.ctypes.data for memory in memories]
     assert len({*starts}) == 4
-    assert {start % 64 for start in starts} == {16}  # an int that begins there is aligned, but not aliased
+    assert not any(start % 64 for start in starts)
     assert [len(memory) for memory in memories] == [1000] * 4
     for use in uses:
         use.has_ended = True
@@ -268,15 +268,14 @@ def test_loads_behind_slow_work_use_other_memory() -> None:
 
 
 def test_rows_are_never_handed_to_jax(monkeypatch: pytest.MonkeyPatch) -> None:
-    put, given = jax.device_put, []
-    monkeypatch.setattr(jax, "device_put", lambda value, *args: given.append(value) or put(value, *args))
+    load, given = Pack.load, []
+    monkeypatch.setattr(Pack, "load", lambda *args: given.append(args[2]) or load(*args))
     pages = make_pages("float32", "int8")
     pages.transfer(make_transfers([(1, 1), (2, 2)]))
     pages.host_pages.wait()
     pages.transfer(make_transfers([], [(1, 3)]))
-    arrays = [value for value in given if isinstance(value, np.ndarray)]
-    assert len(arrays) == 2
-    assert not any(np.shares_memory(array, pages.host_pages.rows[0]) for array in arrays)
+    assert [type(array) for array in given] == [np.ndarray] * 2
+    assert not any(np.shares_memory(array, pages.host_pages.rows[0]) for array in given)
     pages.check()
 
 
