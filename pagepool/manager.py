@@ -64,7 +64,7 @@ from pagepool.arguments import (
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
 from pagepool.group_rules import make_rules
 from pagepool.hashing import KeyHolder
-from pagepool.hashing.algorithms import HashAlgorithm, make_page_hasher
+from pagepool.hashing.algorithms import MAX_LOOKAHEAD, HashAlgorithm, make_page_hasher
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import choose_pool
 from pagepool.page_pool.snapshot import Configuration
@@ -223,6 +223,11 @@ class CacheManager(KeyHolder, SlotAllocator):
     Both are in `retention`, with the share of pages that leases may hold; None has the defaults of `Retention`, and
     `pagepool plan` prints one for a model: see docs/hybrids.md. With ``windows="all"`` all window pages stay.
 
+    `use_eagle` is for models with a drafter (EAGLE, MTP), whose keys at the end of a page depend on tokens behind it. Alone, it
+    drops the last page of each hit, or the last interval of a state. With a `lookahead`, 1 token for EAGLE, or as many as MTP
+    has layers, at most 64, nothing is dropped: the hash of a page covers these tokens, so a page is cached once they are known,
+    and prompts share a page if they share them too. Managers with different lookaheads share no pages.
+
     With ``caches="computed"`` a page can hit once the request's ``num_computed_tokens`` say that it is computed, after the next
     call of `allocate_slots` or `cache_pages` for this request, or once it is freed. Tokens of a step that fails then never hit.
     By default, ``"scheduled"``, the call that gives tokens slots caches them, and requests of the same step hit each other's
@@ -262,6 +267,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         enable_caching: bool = True,
         use_eagle: bool = False,
         *,
+        lookahead: int = 0,
         hash_algo: HashAlgorithm = "siphash128",
         hash_seed: int | str | bytes | None = None,
         keep_token_ids: bool = False,
@@ -288,6 +294,9 @@ class CacheManager(KeyHolder, SlotAllocator):
         keep_token_ids = require_flag("keep_token_ids", keep_token_ids)
         self.enable_caching = require_flag("enable_caching", enable_caching) and len(kv_cache_groups) > 0
         use_eagle = require_flag("use_eagle", use_eagle)
+        lookahead = require_int("lookahead", lookahead, 0, MAX_LOOKAHEAD)
+        if lookahead and not use_eagle:
+            raise ArgumentError(f"lookahead: got {lookahead}, allowed without use_eagle: 0")
         require_choice("caches", caches, "scheduled", "computed")
         if retention is not None and not isinstance(retention, Retention):
             raise ArgumentTypeError(f"retention: got {type(retention).__name__}, allowed: Retention, or None")
@@ -303,18 +312,18 @@ class CacheManager(KeyHolder, SlotAllocator):
         self._page_pool = self.pools[sizes.names[0]]
         retention = retention or Retention()
         self._rules = rules = make_rules(
-            kv_cache_groups, use_eagle, self.enable_caching, windows, retention, sizes.pool_of_group
+            kv_cache_groups, use_eagle and not lookahead, self.enable_caching, windows, retention, sizes.pool_of_group
         )
         self._store = self._page_pool.store
         self._store.name_banks(sizes.names)
         self.num_pages = self._store.num_pages
         self._max_leased = [int(retention.max_leased_share * (pool.num_pages - 1)) for pool in self.pools.values()]
         self.max_num_leased_pages = sum(self._max_leased)
-        hasher = make_page_hasher(hash_algo, rules.hash_page_size, hash_seed)
+        hasher = make_page_hasher(hash_algo, rules.hash_page_size, hash_seed, lookahead if self.enable_caching else 0)
         hasher.keep_token_ids = keep_token_ids
         self._configuration: Configuration = {}
         if self.enable_caching:
-            num_kept, num_needed = self._store.num_kept_token_ids, rules.max_cached_page_size
+            num_kept, num_needed = self._store.num_kept_token_ids, rules.max_cached_page_size + hasher.lookahead
             if 0 < num_kept < num_needed and not keep_token_ids:
                 allowed = f"none, at least {num_needed}, or any with keep_token_ids=True"
                 got = f"one that keeps {num_kept} token ids of a page"
@@ -403,7 +412,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 pages, num_tokens = refusal.hits, refusal.num_hit_tokens
             else:
                 hashes.refusal, context, session = None, 0, 0
-                if hashes.are_unsure or len(hashes.chain) * self._rules.hash_page_size > num_queried_tokens:
+                if hashes.are_unsure or len(hashes.chain) > registry.hasher.count_pages(num_queried_tokens):
                     hashes.cut(registry.count_sure_hashes(request))
                     hashes = registry.extend_hashes(request, num_queried_tokens)
                 try:
@@ -429,7 +438,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         num_queried = query[0]
         chain = self._registry.hash_apart(request, num_queried)
         _, num_tokens = find_prefix(self._store, self._rules.groups, chain, num_queried, reaches_tier=True)
-        is_all = num_queried - num_tokens <= self._rules.hash_page_size
+        is_all = num_queried - num_tokens < self._rules.hash_page_size + max(1, self._registry.hasher.lookahead)
         reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
         return PrefixProbe(num_tokens, num_queried, reason)
 
@@ -570,7 +579,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 target.session_id = held.session_id if session_id is None else session_id
                 session = 0 if session_id is None else self._registry.hold_session_of(new_request)
                 try:
-                    is_forked = held.fork(target, num_tokens, session)
+                    is_forked = held.fork(target, num_tokens, session, self._registry.hasher.lookahead)
                 finally:
                     self._registry.release_session(session)
             finally:
@@ -853,7 +862,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         registry = self._registry
         with registry.lock:
             if registry.event_source is None:
-                self._store.keep_token_ids(self._rules.max_cached_page_size)
+                self._store.keep_token_ids(self._rules.max_cached_page_size + registry.hasher.lookahead)
                 registry.event_source = EventSource(self._store, self.kv_cache_groups, registry.hasher, hashes_as_bytes)
                 registry.hasher.keep_token_ids = True
                 registry.hashes.clear()  # existing hashes have no tokens
@@ -894,8 +903,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         preempted: the number of its computed tokens, including hits. Pages cached for it with later tokens lose their entries,
         even if others hold them. Free requests that have hit those pages as well.
 
-        With ``caches="computed"`` the pages that the request's own ``num_computed_tokens`` fill are cached first, at most
-        `num_computed_tokens`: set them back only after this call.
+        With ``caches="computed"``, or a `lookahead`, the pages that the request's own ``num_computed_tokens`` fill are cached
+        first, at most `num_computed_tokens`: set them back only after this call.
         """
         if num_computed_tokens is not None:
             num_computed_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
@@ -906,7 +915,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             held = registry.held.get(request.request_id)
             num_to_cache, num_named_tokens = 0, num_last_tokens
             start = num_last_tokens // self._rules.hash_page_size - 1  # the checkpoint and its parent get names
-            if self._caches_computed and held is not None:
+            if (self._caches_computed or registry.hasher.lookahead) and held is not None:
                 num_to_cache = self._count_due_tokens(request, num_computed_tokens, held)
                 num_named_tokens = max(num_last_tokens, num_to_cache)
                 start = held.count_entered_hashes(num_named_tokens) if num_to_cache else start

@@ -67,7 +67,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
     # Hashes.
 
     def extend_hashes(self, request: Request, num_tokens: int) -> RequestHashes:
-        """Return the hashes of a request, extended to its full pages up to `num_tokens`."""
+        """Return the hashes of a request, extended to its full pages up to `num_tokens` whose lookahead is known."""
         try:  # each look-up passes here: check an id only after a failure
             hashes = self.hashes.get(request.request_id)
         except (AttributeError, TypeError):
@@ -76,8 +76,15 @@ class RequestRegistry(KeyHolder, RequestMaps):
             hashes = self.hashes[request.request_id] = self.hasher.start(request)
         if hashes.are_unsure and hashes.refusal is None:
             hashes.cut(self.count_sure_hashes(request))
-        self.hasher.extend(hashes, request, num_tokens // self.rules.hash_page_size)
+        self.hasher.extend(hashes, request, self._count_pages(request, num_tokens))
         return hashes
+
+    def _count_pages(self, request: Request, num_tokens: int) -> int:
+        """Count the full pages of a request up to `num_tokens` whose lookahead is known."""
+        lookahead = self.hasher.lookahead
+        if lookahead:
+            num_tokens = max(0, min(num_tokens, read_count(request, "num_tokens") - lookahead))
+        return num_tokens // self.rules.hash_page_size
 
     def count_sure_hashes(self, request: Request) -> int:
         """Count the leading pages, computed and cached, whose tokens and hashes no longer change."""
@@ -86,12 +93,12 @@ class RequestRegistry(KeyHolder, RequestMaps):
 
     def share_hashes(self, request: Request, new_request: Request, num_tokens: int) -> bool:
         """Keep hashes of a new request that continues `num_tokens` tokens of another. Return False if these differ."""
-        known, size = self.extend_hashes(request, num_tokens), self.rules.hash_page_size
+        known, num_pages = self.extend_hashes(request, num_tokens), self.hasher.count_pages(num_tokens)
         hashes = self.hasher.start(new_request)
         if known.extra_keys is not None and known.extra_keys.has_nonce:
             hashes.extra_keys = known.extra_keys
-        self.hasher.extend(hashes, new_request, num_tokens // size)
-        num_pages, rest = len(hashes.chain), slice(num_tokens - num_tokens % size, num_tokens)
+        self.hasher.extend(hashes, new_request, num_pages)
+        rest = slice(num_pages * self.rules.hash_page_size, num_tokens)
         is_same = num_pages == 0 or hashes.chain[num_pages - 1] == known.chain[num_pages - 1]
         is_same = is_same and hashes.extra_keys == known.extra_keys
         if not is_same or list(request.all_token_ids[rest]) != list(new_request.all_token_ids[rest]):
@@ -100,9 +107,11 @@ class RequestRegistry(KeyHolder, RequestMaps):
         return True
 
     def hash_apart(self, request: Request, num_tokens: int) -> HashChain:
-        """Return the hashes of a request's full pages up to `num_tokens`, leaving stored hashes as they are. O(tokens)."""
+        """Return the hashes of a request's full pages up to `num_tokens` whose lookahead is known, leaving stored hashes as they
+        are. O(tokens).
+        """
         hashes = self.hasher.start(request, self.hashes.get(id_of(request)))
-        self.hasher.extend(hashes, request, num_tokens // self.rules.hash_page_size)
+        self.hasher.extend(hashes, request, self._count_pages(request, num_tokens))
         return hashes.chain
 
     def name_pages(self, hashes: RequestHashes, start: int, num_tokens: int) -> None:

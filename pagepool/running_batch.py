@@ -143,6 +143,7 @@ class RunningBatch(RunningRows):
             writes == "anywhere",
             caches == "computed",
             hasher.chain_algorithm,
+            hasher.lookahead,
         )
         self._manager = manager
         self._hasher = hasher
@@ -342,7 +343,8 @@ class RunningBatch(RunningRows):
         if keys is None or not self._hash_page_size:
             return []
         num_pages = -(-self.max_num_tokens // self._hash_page_size)
-        return [(page, self._hasher.encode(own)) for page, own in keys.list_keyed_pages(self._hash_page_size, num_pages)]
+        keyed = keys.list_keyed_pages(self._hash_page_size, num_pages, self._hasher.lookahead)
+        return [(page, self._hasher.encode(own)) for page, own in keyed]
 
     def inputs(
         self,

@@ -38,7 +38,8 @@ class BlockStored(Event):
     and of the first page with other algorithms. ``group_idx``: the cache group; ``kv_cache_spec_kind``,
     ``kv_cache_spec_sliding_window`` (tokens): its kind of attention. ``session_id``: the session of the request or row that
     cached the pages, None in the host tier; other sessions may hit them too. ``num_groups``: the manager's number of cache
-    groups; None for one.
+    groups; None for one. ``lookahead_token_ids``: for each page the tokens behind it that its hash covers; None without a
+    `lookahead`, and where ``token_ids`` is empty.
     """
 
     block_hashes: Any
@@ -54,6 +55,7 @@ class BlockStored(Event):
     kv_cache_spec_sliding_window: int | None = None
     session_id: str | None = None
     num_groups: int | None = None
+    lookahead_token_ids: list[list[int]] | None = None
 
 
 class BlockRemoved(Event):

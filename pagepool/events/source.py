@@ -82,7 +82,7 @@ class EventSource:
         self._journal = EntryJournal(store)
         self.contexts = Contexts(self._journal)
         self._store = store
-        self._num_digest_bytes = hasher.num_digest_bytes
+        self._num_digest_bytes, self._lookahead = hasher.num_digest_bytes, hasher.lookahead
         self._num_words = hasher.num_digest_bytes // 8
         no_session, num_groups = None, len(groups) if len(groups) > 1 else None
         self._described = {
@@ -151,11 +151,13 @@ class EventSource:
             if group < len(described):  # callers may cache pages under other group ids
                 parent_hash = self._hash_of(parent) if start_page else None
                 event = BlockStored(hashes[page:stop_page], parent_hash, token_ids[token:stop_token], *described[group])
+                if self._lookahead and num_tokens:
+                    _divide_tokens(event, num_pages, self._lookahead)
                 if context:
                     extra_keys, session_id = self.contexts[context]
                     event.session_id = _portable(session_id)
                     if extra_keys is not None:
-                        _add_extra_keys(event, extra_keys, start_page, num_pages)
+                        _add_extra_keys(event, extra_keys, start_page, num_pages, self._lookahead)
                 events.append((start_page, event))
             page, token = stop_page, stop_token
         events.sort(key=itemgetter(0))  # parents first: their runs begin earlier in a request
@@ -200,7 +202,14 @@ def _describe(spec: CacheSpec, group: int, hash_page_size: int, medium: str) -> 
     return page_size, None, medium, None, None, group, kind, window
 
 
-def _add_extra_keys(event: BlockStored, value: RequestExtraKeys, start_page: int, num_pages: int) -> None:
+def _divide_tokens(event: BlockStored, num_pages: int, lookahead: int) -> None:
+    """Part the tokens of each page from the lookahead that is kept behind them."""
+    tokens = event.token_ids.reshape(num_pages, -1)
+    event.token_ids = tokens[:, :-lookahead].reshape(-1)
+    event.lookahead_token_ids = tokens[:, -lookahead:].tolist()
+
+
+def _add_extra_keys(event: BlockStored, value: RequestExtraKeys, start_page: int, num_pages: int, lookahead: int) -> None:
     """Add the keys hashed with the tokens of the pages."""
     for lora_id in [key[1] for key in value.request_keys if key[0] == LORA]:
         if isinstance(_portable(lora_id), int):
@@ -208,10 +217,10 @@ def _add_extra_keys(event: BlockStored, value: RequestExtraKeys, start_page: int
         else:
             event.lora_name = lora_id.hex() if isinstance(lora_id, bytes) else str(_portable(lora_id))
     extra_keys: list[tuple[Any, ...] | None] = [None] * num_pages
-    page, keys = value.find_keyed_page(start_page, event.block_size)
+    page, keys = value.find_keyed_page(start_page, event.block_size, lookahead)
     while page is not None and page < start_page + num_pages:
         extra_keys[page - start_page] = keys and _portable(tuple(value.without_tags(keys)))
-        page, keys = value.find_keyed_page(page + 1, event.block_size)
+        page, keys = value.find_keyed_page(page + 1, event.block_size, lookahead)
     event.extra_keys = extra_keys if any(extra_keys) else None
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from pagepool._core import HashChain, PageIds, RequestHashes, require_token_ids
-from pagepool.arguments import read
+from pagepool._core import HashChain, PageIds, RequestHashes, require_token_ids, siphash128
+from pagepool.arguments import read, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import (
     REQUEST_NAMES,
@@ -33,6 +33,9 @@ __all__ = ["HashAlgorithm", "PageHasher", "make_page_hasher", "sha256_cbor", "sh
 HashAlgorithm = str | HashFunction
 """``"siphash128"``, ``"sha256"``, ``"sha256_cbor"``, or a callable as for `pagepool.hash_page_tokens`."""
 
+MAX_LOOKAHEAD = 64
+"""Most tokens behind a page that its hash can cover."""
+
 VLLM_SEED = "vllm-none-hash"
 """vLLM 0.33's default seed for the parent of first pages."""
 
@@ -40,8 +43,8 @@ VLLM_SEED = "vllm-none-hash"
 class PageHasher(KeyHolder):
     """SipHash-2-4-128; also the base class of the other algorithms. Each manager has one.
 
-    It hashes pages of `page_size` tokens. If it ``is_native``, the core makes hashes by itself, with ``chain_algorithm`` and
-    ``chain_key``. A digest has ``num_digest_bytes``; the key of the index is its lower half, or all of it. Hashes depend on the
+    It hashes pages of `page_size` tokens, each with the `lookahead` tokens behind it. If it ``is_native``, the core makes hashes
+    by itself, with ``chain_algorithm`` and ``chain_key``. A digest has ``num_digest_bytes``; the key of the index is its lower half, or all of it. Hashes depend on the
     content and on ``chain_key``, which may be secret.
     """
 
@@ -50,9 +53,9 @@ class PageHasher(KeyHolder):
     algorithm = chain_algorithm = "siphash128"
     extra_keys: type[RequestExtraKeys] = RequestExtraKeys
 
-    def __init__(self, page_size: int, hash_seed: int | str | bytes | None) -> None:
+    def __init__(self, page_size: int, hash_seed: int | str | bytes | None, lookahead: int = 0) -> None:
         """See `CacheManager` for the seed. A later change of ``keep_token_ids`` affects only requests started after it."""
-        self.page_size = page_size
+        self.page_size, self.lookahead = page_size, lookahead
         self.keep_token_ids = False
         is_keyed = self.chain_algorithm == "siphash128"
         self.is_shared = not is_keyed or get_hash_seed(hash_seed) is not None  # others with the seed make the same keys
@@ -60,12 +63,20 @@ class PageHasher(KeyHolder):
 
     def _make_root(self, hash_seed: int | str | bytes | None) -> bytes:
         """Return what the first digests depend on, beside the content."""
-        return get_siphash_key(hash_seed)
+        key = get_siphash_key(hash_seed)
+        return siphash128(key, f"lookahead {self.lookahead}".encode()) if self.lookahead else key
 
     def describe(self) -> dict[str, int | str | None]:
-        """Return the name of the algorithm, and a keyed digest of the seed: it identifies the seed without revealing it."""
+        """Return the name of the algorithm, the lookahead if there is any, and a keyed digest of the seed: it identifies the
+        seed without revealing it.
+        """
         digest = hmac.digest(self.chain_key, b"pagepool configuration", "sha256")
-        return {"hash_algo": self.algorithm, "hash_seed": f"digest {digest[:16].hex()}"}
+        described = {"lookahead": self.lookahead} if self.lookahead else {}
+        return {"hash_algo": self.algorithm, **described, "hash_seed": f"digest {digest[:16].hex()}"}
+
+    def count_pages(self, num_tokens: int) -> int:
+        """Return the number of full pages of `num_tokens` known tokens whose lookahead is known."""
+        return max(0, num_tokens - self.lookahead) // self.page_size
 
     def start(
         self, request: Request, known: RequestHashes | None = None, names: ExtraKeyNames = REQUEST_NAMES
@@ -75,7 +86,7 @@ class PageHasher(KeyHolder):
         """
         is_known = known is not None and known.request is request
         extra_keys = known.extra_keys if known is not None and is_known else self.extra_keys.of(request, names)
-        chain = HashChain(self.page_size, self.chain_key, self.keep_token_ids, self.chain_algorithm)
+        chain = HashChain(self.page_size, self.chain_key, self.keep_token_ids, self.chain_algorithm, self.lookahead)
         return RequestHashes(request, chain, extra_keys)
 
     def extend(self, hashes: RequestHashes, request: Request, num_pages: int) -> None:
@@ -84,7 +95,7 @@ class PageHasher(KeyHolder):
         while num_hashed < num_pages:
             keyed_page, keys = None, None
             if hashes.extra_keys is not None:
-                keyed_page, keys = hashes.extra_keys.find_keyed_page(num_hashed, self.page_size)
+                keyed_page, keys = hashes.extra_keys.find_keyed_page(num_hashed, self.page_size, self.lookahead)
             if keyed_page == num_hashed:
                 stop = num_hashed + 1
             else:
@@ -102,7 +113,7 @@ class PageHasher(KeyHolder):
         return encode_extra_keys(extra_keys)
 
     def _read_tokens(self, request: Request, start_page: int, stop_page: int) -> TokenIds | PageIds:
-        start, stop = start_page * self.page_size, stop_page * self.page_size
+        start, stop = start_page * self.page_size, stop_page * self.page_size + self.lookahead
         all_ids = read(request, "all_token_ids")
         try:
             token_ids = PageIds.of_slice(all_ids, start, stop) if type(all_ids) is list else all_ids[start:stop]
@@ -134,12 +145,16 @@ class Sha256Hasher(PageHasher):
     algorithm = chain_algorithm = "sha256"
 
     def _make_root(self, hash_seed: int | str | bytes | None) -> bytes:
-        """Return the parent of first pages: zeros, the same in every process, unless a seed is given."""
-        return bytes(32) if hash_seed is None else sha256_page(b"root", (), (("seed", get_hash_seed(hash_seed)),))
+        """Return the parent of first pages: zeros, the same in every process, unless a seed or a lookahead is given."""
+        keys: ExtraKeys = () if hash_seed is None else (("seed", get_hash_seed(hash_seed)),)
+        keys += (("lookahead", self.lookahead),) if self.lookahead else ()
+        return sha256_page(b"root", (), keys) if keys else bytes(32)
 
 
 class VllmHasher(PageHasher):
-    """vLLM's ``sha256_cbor``: parent, tokens and extra keys in CBOR. docs/engines.md lists the parts identical to vLLM's."""
+    """vLLM's ``sha256_cbor``: parent, tokens, and extra keys with the lookahead, in CBOR. docs/engines.md lists the parts
+    identical to vLLM's.
+    """
 
     num_digest_bytes = 32
     extra_keys = VllmExtraKeys
@@ -166,9 +181,13 @@ class CallableHasher(PageHasher):
 
     is_native = False
 
-    def __init__(self, page_size: int, hash_seed: int | str | bytes | None, hash_function: HashFunction) -> None:
-        """Hash with `hash_function`, called with ``(parent hash, token ids, extra keys)``."""
-        super().__init__(page_size, hash_seed)
+    def __init__(
+        self, page_size: int, hash_seed: int | str | bytes | None, lookahead: int, hash_function: HashFunction
+    ) -> None:
+        """Hash with `hash_function`, called with ``(parent hash, token ids, extra keys)``; the token ids are those of a page and
+        its lookahead.
+        """
+        super().__init__(page_size, hash_seed, lookahead)
         self._hash_function = hash_function
         name = getattr(hash_function, "__qualname__", type(hash_function).__qualname__)
         self.algorithm = f"callable {getattr(hash_function, '__module__', None)}.{name}"
@@ -176,8 +195,8 @@ class CallableHasher(PageHasher):
     def _hash_pages(self, hashes: RequestHashes, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None) -> None:
         """Call the callable, and append one native digest, for each page."""
         tokens = token_ids.to_list() if isinstance(token_ids, PageIds) else [int(token_id) for token_id in token_ids]
-        for start in range(0, len(tokens), self.page_size):
-            page_tokens = tokens[start : start + self.page_size]
+        for start in range(0, len(tokens) - self.lookahead, self.page_size):
+            page_tokens = tokens[start : start + self.page_size + self.lookahead]
             parent = hashes.page_hashes[-1].hash_value if hashes.page_hashes else None
             page_hash = hash_page_tokens(self._hash_function, parent, page_tokens, extra_keys)
             hashes.chain.extend(page_tokens, self.encode(extra_keys))
@@ -213,11 +232,16 @@ def _encode_cbor(content: Any) -> bytes:
         raise ArgumentError(f"hash_algo='sha256_cbor': got text that is not valid Unicode: {error}") from None
 
 
-def make_page_hasher(hash_algo: HashAlgorithm, page_size: int, hash_seed: int | str | bytes | None) -> PageHasher:
-    """Return the hasher for an algorithm's name or a callable. Raise ArgumentError for an unknown name."""
+def make_page_hasher(
+    hash_algo: HashAlgorithm, page_size: int, hash_seed: int | str | bytes | None, lookahead: int = 0
+) -> PageHasher:
+    """Return the hasher for an algorithm's name or a callable. Raise ArgumentError for an unknown name, and for a `lookahead`
+    out of range.
+    """
+    lookahead = require_int("lookahead", lookahead, 0, MAX_LOOKAHEAD)
     if callable(hash_algo):
-        return CallableHasher(page_size, hash_seed, hash_algo)
+        return CallableHasher(page_size, hash_seed, lookahead, hash_algo)
     for hasher in (PageHasher, Sha256Hasher, VllmHasher):
         if isinstance(hash_algo, str) and hash_algo == hasher.algorithm:
-            return hasher(page_size, hash_seed)
+            return hasher(page_size, hash_seed, lookahead)
     raise ArgumentError(f"hash_algo: got {shown(hash_algo)}, allowed: 'siphash128', 'sha256', 'sha256_cbor' or a callable")

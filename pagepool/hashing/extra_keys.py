@@ -153,8 +153,9 @@ class RequestExtraKeys:
             for feature_start, feature_end, modality, content_hash in self.features.find_overlapping(start, end)
         )
 
-    def find_keyed_page(self, start_page: int, page_size: int) -> tuple[int | None, ExtraKeys | None]:
-        """Return the next page from `start_page` on that may have keys, and its keys; None if there is none.
+    def find_keyed_page(self, start_page: int, page_size: int, lookahead: int = 0) -> tuple[int | None, ExtraKeys | None]:
+        """Return the next page from `start_page` on that may have keys, and its keys; None if there is none. Features among the
+        `lookahead` tokens behind a page count as its own.
 
         O(log features), and O(log features) for each feature of the page.
         """
@@ -164,21 +165,25 @@ class RequestExtraKeys:
         token = start if is_keyed else self.features.find_next(start)
         if token is None:
             return None, None
-        page = token // page_size
-        return page, self.of_page(page * page_size, (page + 1) * page_size)
+        page = max(start_page, (token - lookahead) // page_size)
+        return page, self.of_page(page * page_size, (page + 1) * page_size + lookahead)
 
-    def list_keyed_pages(self, page_size: int, num_pages: int) -> list[tuple[int | None, ExtraKeys]]:
+    def list_keyed_pages(self, page_size: int, num_pages: int, lookahead: int = 0) -> list[tuple[int | None, ExtraKeys]]:
         """Return the pages below `num_pages` with keys that others do not have, and their keys; at the end None and the keys of
-        all other pages, if these have any. O(features x log features).
+        all other pages, if these have any. `lookahead` is as in `find_keyed_page`. O(features x log features).
         """
         keyed: list[tuple[int | None, ExtraKeys]] = []
+        page = 0
         token = 0 if self.request_keys else self.features.find_next(0)
-        while token is not None and token < num_pages * page_size:
-            page = token // page_size
-            keys = self.of_page(page * page_size, (page + 1) * page_size)
+        while token is not None:
+            page = max(page, (token - lookahead) // page_size)
+            if page >= num_pages:
+                break
+            keys = self.of_page(page * page_size, (page + 1) * page_size + lookahead)
             if keys:  # a feature without tokens has no keys
                 keyed.append((page, keys))
-            token = self.features.find_next((page + 1) * page_size)
+            page += 1
+            token = self.features.find_next(page * page_size)
         others = tuple([key for key in self.request_keys if key[0] in self.IN_ALL_PAGES])
         return [*keyed, (None, others)] if others else keyed
 

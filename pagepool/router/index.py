@@ -40,7 +40,7 @@ class PrefixIndex(PrefixTable):
     apply each batch once, in order, as `EventSubscriber` does; after a loss call `note_loss`.
 
     `page_size` is the number of tokens per hash; it divides the block sizes of all groups. `hash_algo` and `hash_seed` are
-    those of the workers' managers; only `find_tokens` needs them. After a batch a worker has at most `max_worker_blocks`
+    those of the workers' managers, and so is `lookahead`, vLLM's ``num_hash_lookahead_tokens``; only `find_tokens` needs them. After a batch a worker has at most `max_worker_blocks`
     blocks, not counting copies.
 
     All methods are safe to call from any thread. Up to eight look-ups run in parallel; those of 2,048 pages or more release the
@@ -62,11 +62,12 @@ class PrefixIndex(PrefixTable):
         hash_seed: int | str | bytes | None = None,
         max_worker_blocks: int = 1 << 24,
         num_groups: int | None = None,
+        lookahead: int = 0,
     ) -> None:
         """See the class for the parameters."""
         if not isinstance(hash_algo, str) or hash_algo not in NAMED_ALGORITHMS:
             raise ArgumentError(f"hash_algo: got {shown(hash_algo)}, allowed: {', '.join(map(repr, NAMED_ALGORITHMS))}")
-        self._hasher = make_page_hasher(hash_algo, page_size, hash_seed)
+        self._hasher = make_page_hasher(hash_algo, page_size, hash_seed, lookahead)
 
     def hash_tokens(
         self,
@@ -87,7 +88,7 @@ class PrefixIndex(PrefixTable):
         keys = {"cache_salt": salt, "lora_id": adapter, "mm_features": images}
         request: Any = SimpleNamespace(request_id="prompt", all_token_ids=token_ids, **keys)
         hashes = self._hasher.start(request, names=ARGUMENTS)
-        num_pages = max(0, len(token_ids) - 1) // self.page_size
+        num_pages = max(0, len(token_ids) - max(1, self._hasher.lookahead)) // self.page_size
         try:
             self._hasher.extend(hashes, request, num_pages)
             require_token_ids(token_ids[num_pages * self.page_size :], num_pages * self.page_size)

@@ -84,6 +84,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
         hash_algo: str = "siphash128",
         hash_seed: int | str | None = None,
         num_groups: int | None = None,
+        lookahead: int = 0,
         max_imbalance: float | None = None,
         max_age: float | None = None,
     ) -> None:
@@ -98,7 +99,9 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
             self._tokenize: Callable[..., Sequence[int]] = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise ArgumentError(f"tokenize: got {shown(tokenize)}, allowed: 'module:function': {error}") from error
-        self._index = PrefixIndex(page_size, hash_algo=hash_algo, hash_seed=hash_seed, num_groups=num_groups)
+        self._index = PrefixIndex(
+            page_size, hash_algo=hash_algo, hash_seed=hash_seed, num_groups=num_groups, lookahead=lookahead
+        )
         self._choice = PrefixRouter(
             self._index,
             (),

@@ -1,8 +1,10 @@
-# Digests of pages, by three algorithms. Each covers the digest of the page before, the page's tokens, and its extra keys.
+# Digests of pages, by three algorithms. Each covers the digest of the page before, the page's tokens, those of its lookahead, and
+# its extra keys. The lookahead is a fixed number of tokens behind each page, on which the keys of drafters depend.
 #
 # SipHash-2-4-128 has a secret key and digests of 16 bytes, the keys of the index. SHA-256 has digests of 32 bytes, whose lower
 # halves are these keys. Its message is the parent's digest, the tokens as little-endian int32, and the extra keys; in CBOR it
-# is the array of these three, null for no extra keys, as in vLLM's `sha256_cbor`.
+# is the array of these three, null for no extra keys, as in vLLM's `sha256_cbor`. There the tokens of the lookahead follow the
+# extra keys, in an array with them; elsewhere they follow the page's tokens, and are part of its secret.
 
 from libc.stdint cimport int32_t, uint8_t
 
@@ -16,6 +18,7 @@ cdef enum HashKind:
 cdef struct Hashing:
     HashKind kind
     bint is_fast              # whether the processor has instructions for SHA-256
+    int32_t num_lookahead     # tokens behind each page
     Digest key                # secret key of SipHash
     Digest extra_key          # its key for extra keys
     WideDigest root           # parent of first pages

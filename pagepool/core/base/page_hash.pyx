@@ -33,7 +33,7 @@ cdef inline void _add_tokens(Sha256 *sha, const int32_t *tokens, Py_ssize_t n) n
 cdef inline WideDigest hash_wide(
     const Hashing *hashing, WideDigest parent, const int32_t *tokens, Py_ssize_t n, const uint8_t *extra, Py_ssize_t size
 ) noexcept nogil:
-    """Hash a page by SHA-256, with `size` bytes of extra keys."""
+    """Hash a page of `n` tokens and its lookahead by SHA-256, with `size` bytes of extra keys."""
     cdef Sha256 sha
     cdef uint8_t *room
     cdef bint is_cbor = hashing.kind == SHA256_CBOR
@@ -49,12 +49,18 @@ cdef inline WideDigest hash_wide(
     sha.num_waiting = room - sha.waiting
     if is_cbor:
         _add_tokens(&sha, tokens, n)
+        room = sha_room(&sha)
+        if hashing.num_lookahead:
+            room = write_head(room, CBOR_ARRAY, 1 + <uint32_t>hashing.num_lookahead)
+        if size == 0:
+            room[0] = CBOR_NULL
+            room += 1
+        sha.num_waiting = room - sha.waiting
+        sha_add(&sha, extra, size)
+        _add_tokens(&sha, tokens + n, hashing.num_lookahead)
     else:
-        sha_add(&sha, <const uint8_t *>tokens, n * sizeof(int32_t))
-    if is_cbor and size == 0:
-        sha_room(&sha)[0] = CBOR_NULL
-        sha.num_waiting += 1
-    sha_add(&sha, extra, size)
+        sha_add(&sha, <const uint8_t *>tokens, (n + hashing.num_lookahead) * sizeof(int32_t))
+        sha_add(&sha, extra, size)
     sha_finish(&sha)
     return _digest_in(sha.state)
 
@@ -63,11 +69,12 @@ cdef void hash_pages(
     const Hashing *hashing, const int32_t *tokens, Py_ssize_t n, Digest *digests, Digest *uppers, Py_ssize_t start,
     Py_ssize_t stop, const uint8_t *extra, Py_ssize_t size,
 ) noexcept nogil:
-    """Hash pages `start` to `stop` of a request, each behind the one before. `tokens` are those of all its pages, `n` each. The
-    first of the hashed pages has `size` bytes of extra keys.
+    """Hash pages `start` to `stop` of a request, each behind the one before. `tokens` are those of all its pages, `n` each, and
+    the lookahead of the last one. The first of the hashed pages has `size` bytes of extra keys.
     """
     cdef WideDigest parent = digest_at(digests, uppers, start - 1) if start else hashing.root
     cdef Digest secret = hashing.key
+    cdef Py_ssize_t num_bytes = (n + hashing.num_lookahead) * sizeof(int32_t)
     cdef Py_ssize_t i
     assert 0 <= start <= stop and n > 0 and (uppers != NULL) == (hashing.kind != SIPHASH)
     if hashing.kind != SIPHASH:
@@ -78,5 +85,5 @@ cdef void hash_pages(
     if size:
         parent.key = hash_after(hashing.extra_key, parent.key, extra, size)
     for i in range(start, stop):
-        parent.key = hash_after(secret, parent.key, <const uint8_t *>(tokens + i * n), n * sizeof(int32_t))
+        parent.key = hash_after(secret, parent.key, <const uint8_t *>(tokens + i * n), num_bytes)
         digests[i] = parent.key

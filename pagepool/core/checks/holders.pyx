@@ -11,8 +11,8 @@ from pagepool.core.pool cimport (
     FLAGS, MAX_BANKS, NO_GROUP, NULL_PAGE, LeasedSpan, PageStore, Pool, Transfer, bank_of, count_by_bank, id_in_bank, is_leased,
 )
 from pagepool.core.rows cimport (
-    OTHER_PAGES, Batch, ExtraKey, Flight, RowRecord, RunningRows, StateWrite, SwappedGroup, WriteList, digests_of,
-    find_extra_key, held_by, holding_of, plan_next_event, tokens_of,
+    OTHER_PAGES, Batch, ExtraKey, Flight, RowRecord, RunningRows, StateWrite, SwappedGroup, WriteList, count_hashable,
+    digests_of, find_extra_key, held_by, holding_of, plan_next_event, tokens_of,
 )
 from pagepool.core.tables cimport Table
 from pagepool.core.values cimport as_list
@@ -332,7 +332,7 @@ cdef bint has_right_digests(RunningRows rows, Py_ssize_t row) noexcept:
     cdef Digest[2] uppers
     cdef bint is_wide = batch.hashing.kind != SIPHASH
     cdef int32_t i, num_hashed = batch.records[row].num_hashed
-    if not 0 <= num_hashed <= batch.records[row].num_tokens // batch.hash_page_size:
+    if not 0 <= num_hashed <= count_hashable(batch, batch.records[row].num_tokens):
         return False
     for i in range(num_hashed):
         if next_key != NULL:

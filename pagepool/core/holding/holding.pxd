@@ -801,6 +801,7 @@ cdef struct Contents:         # hashes and tokens of a request or row, for the e
     Py_ssize_t num_digests
     const int32_t *token_ids
     Py_ssize_t num_token_ids
+    int32_t num_lookahead     # tokens behind a page that its digest covers
     int32_t context           # see `Origin`
     int32_t session
 
@@ -889,7 +890,9 @@ cdef inline void cache_full_pages(
         page.page_id, page.held, entry = held.ids[place], held, &page.entry
         entry.key, entry.group, entry.place = &contents.digests[last_hash(group, place)], group.id, place
         entry.session, entry.token_ids = contents.session, contents.token_ids + <Py_ssize_t>place * size
-        entry.num_tokens = size if (place + <int64_t>1) * size <= contents.num_token_ids else 0
+        entry.num_tokens = size + contents.num_lookahead
+        if <Py_ssize_t>place * size + entry.num_tokens > contents.num_token_ids:
+            entry.num_tokens = 0
         entry.upper = contents.uppers + last_hash(group, place) if contents.uppers != NULL else NULL
         fetch(&waiting.pool.pages[page.page_id])
         if is_journaled(waiting.pool):
@@ -908,7 +911,7 @@ cdef inline void cache_page(
     """
     cdef Py_ssize_t last = last_hash(group, place), size = group.rules.entry_size // group.stride
     cdef Py_ssize_t first = last if is_state(&group.rules) else place * <Py_ssize_t>group.stride
-    cdef Py_ssize_t num_tokens = (last + 1 - first) * size
+    cdef Py_ssize_t num_tokens = (last + 1 - first) * size + contents.num_lookahead
     cdef const Digest *parent = contents.digests + first - 1 if first else NULL
     cdef Entry entry = Entry(
         key=&contents.digests[last], group=group.id, place=<int32_t>last if is_state(&group.rules) else place,
@@ -1322,7 +1325,12 @@ cdef inline void restart_from(Pool *pool, const Holding *holding, int32_t restar
         give_back_from(pool, group, held, keep, restart)
 
 
-# A fork of a request or row shares its full pages. The open page of each group, and working pages of states, are copied.
+# A fork of a request or row shares its full pages. The open page of each group, and working pages of states, are copied. So are
+# full pages whose lookahead may differ: drafters write other keys to their ends.
+
+cdef struct ForkExtent:
+    int32_t num_computed      # tokens of the fork
+    int32_t num_shared        # leading tokens whose full pages are shared
 
 cdef enum ForkOutcome:
     FORKED
@@ -1331,30 +1339,37 @@ cdef enum ForkOutcome:
     SHORT_OF_MEMORY
 
 
-cdef inline bint _has_open_page(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
-    """Whether the next token is written to a page that has tokens already."""
-    cdef int32_t place = full_pages(&group.rules, num_computed)
-    return place < min(<int32_t>pages_for(&group.rules, num_computed), held.num_pages)
+cdef inline ForkExtent fork_extent(int64_t num_computed, int32_t num_lookahead) noexcept nogil:
+    return ForkExtent(num_computed=<int32_t>num_computed, num_shared=<int32_t>max(0, num_computed - num_lookahead))
 
 
-cdef inline Py_ssize_t count_open_pages(const Holding *holding, int32_t num_computed, int32_t bank) noexcept nogil:
+cdef inline int32_t _fork_end(const Group *group, const Held *held, const ForkExtent *extent) noexcept nogil:
+    """Return the place behind the last page that has tokens of a fork."""
+    return min(<int32_t>pages_for(&group.rules, extent.num_computed), held.num_pages)
+
+
+cdef inline Py_ssize_t count_open_pages(const Holding *holding, const ForkExtent *extent, int32_t bank) noexcept nogil:
     """Count the pages of a bank, or with -1 of all, that a fork copies."""
-    cdef Py_ssize_t g, count = 0
+    cdef const Group *group
+    cdef Py_ssize_t g, i, count = 0
     for g in range(holding.num_groups):
-        if bank < 0 or holding.groups[g].bank == bank:
-            count += _has_open_page(&holding.groups[g], &holding.held[g], num_computed)
+        group = &holding.groups[g]
+        if bank >= 0 and group.bank != bank:
+            continue
+        for i in range(full_pages(&group.rules, extent.num_shared), _fork_end(group, &holding.held[g], extent)):
+            count += holding.held[g].ids[i] != NULL_PAGE
     return count
 
 
 cdef inline Shortage find_fork_shortage(
-    const Pool *pool, const Holding *source, int32_t num_computed, Py_ssize_t num_targets, int32_t shard
+    const Pool *pool, const Holding *source, const ForkExtent *extent, Py_ssize_t num_targets, int32_t shard
 ) noexcept nogil:
     """Return what forks lack in their shard, or in the first bank with too few pages; the last bank if none has too few."""
     cdef Shortage shortage
     cdef int32_t bank
     for bank in range(pool.num_banks):
         shortage = shortage_in(
-            pool, count_open_pages(source, num_computed, bank) * num_targets, 0, 0,
+            pool, count_open_pages(source, extent, bank) * num_targets, 0, 0,
             queue_in(pool, bank, shard),
         )
         if shortage.num_needed > shortage.num_free:
@@ -1363,11 +1378,11 @@ cdef inline Shortage find_fork_shortage(
 
 
 cdef inline ForkOutcome prepare_fork(
-    Pool *pool, const Holding *source, int32_t num_computed, Py_ssize_t num_targets, int32_t shard
+    Pool *pool, const Holding *source, const ForkExtent *extent, Py_ssize_t num_targets, int32_t shard
 ) noexcept:
     """Check whether a fork can be made, and make room for its copies."""
-    cdef Py_ssize_t g, num_new = count_open_pages(source, num_computed, -1) * num_targets
-    cdef Shortage shortage = find_fork_shortage(pool, source, num_computed, num_targets, shard)
+    cdef Py_ssize_t g, num_new = count_open_pages(source, extent, -1) * num_targets
+    cdef Shortage shortage = find_fork_shortage(pool, source, extent, num_targets, shard)
     if shortage.num_needed > shortage.num_free:
         return SHORT_OF_PAGES
     if find_held_free(pool, num_new) != NULL_PAGE:
@@ -1380,15 +1395,29 @@ cdef inline ForkOutcome prepare_fork(
     return FORKED if reserve_copies(pool, num_new) else SHORT_OF_MEMORY
 
 
+cdef inline void _fork_page(
+    Pool *pool, Held *source, Held *target, int32_t g, int32_t place, int32_t queue, int32_t session
+) noexcept nogil:
+    """Take a page for a fork into an empty place, and queue the copy."""
+    cdef int32_t page_id = source.ids[place]
+    share(pool, page_id)
+    _take_into(pool, target, place, 1, queue, session)
+    _queue_copy(pool, page_id, target, place, g)
+    source.read_list = target.written_list
+    if pool.tier != NULL and pool.tier.loading[page_id]:  # if the load fails, the copy is as wrong as its source
+        pool.tier.loading[target.ids[place]] = pool.tier.loading[page_id]
+        pool.tier.last_forked = max(pool.tier.last_forked, pool.tier.loading[target.ids[place]])
+
+
 cdef inline void fork_group(
-    Pool *pool, const Holding *forked, const Holding *new, int32_t g, int32_t num_computed, int32_t shard
+    Pool *pool, const Holding *forked, const Holding *new, int32_t g, const ForkExtent *extent, int32_t shard
 ) noexcept nogil:
     """Let `new`, which holds nothing in a group and has room for the pages, continue from the computed tokens of `forked`."""
     cdef const Group *group = &forked.groups[g]
     cdef Held *source = &forked.held[g]
     cdef Held *target = &new.held[g]
     cdef int32_t *ids = target.ids
-    cdef int32_t i, n = full_pages(&group.rules, num_computed)
+    cdef int32_t i, n = full_pages(&group.rules, extent.num_shared), stop = _fork_end(group, source, extent)
     assert target.num_pages == 0 and n <= source.num_pages
     for i in range(n):
         if source.ids[i] != NULL_PAGE:
@@ -1397,21 +1426,16 @@ cdef inline void fork_group(
         memcpy(ids, source.ids, n * sizeof(int32_t))
         use_in_session(pool, ids, n, new.session)
     target[0] = source[0]
-    target.ids, target.num_pages, target.num_skipped, target.next_needed = ids, n, min(source.num_skipped, n), 0
+    target.ids, target.num_pages, target.num_skipped, target.next_needed = ids, stop, min(source.num_skipped, stop), 0
     if is_state(&group.rules):
-        target.num_cached = min(source.num_cached, full_entries(&group.rules, num_computed))
+        target.num_cached = min(source.num_cached, full_entries(&group.rules, extent.num_computed))
     else:
-        target.num_cached = min(source.num_cached, n)
+        target.num_cached = min(source.num_cached, max(n, target.num_skipped))
         target.ranking.num_ranked = min(source.ranking.num_ranked, n)
-    target.num_hits = full_entries(&group.rules, num_computed) if is_state(&group.rules) else target.num_cached
+    target.num_hits = full_entries(&group.rules, extent.num_computed) if is_state(&group.rules) else target.num_cached
     target.num_unique = min(source.num_unique, n)
     target.read_list = 0
-    if _has_open_page(group, source, num_computed):
-        share(pool, source.ids[n])
-        _take_into(pool, target, n, 1, queue_for(pool, group, shard), new.session)
-        target.num_pages += 1
-        _queue_copy(pool, source.ids[n], target, n, g)
-        source.read_list = target.written_list
-        if pool.tier != NULL and pool.tier.loading[source.ids[n]]:  # if the load fails, the copy is as wrong as its source
-            pool.tier.loading[ids[n]] = pool.tier.loading[source.ids[n]]
-            pool.tier.last_forked = max(pool.tier.last_forked, pool.tier.loading[ids[n]])
+    for i in range(n, stop):
+        ids[i] = NULL_PAGE
+        if source.ids[i] != NULL_PAGE:
+            _fork_page(pool, source, target, g, i, queue_for(pool, group, shard), new.session)

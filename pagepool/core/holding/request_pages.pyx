@@ -6,7 +6,7 @@ from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 
-from pagepool.core.base cimport GIL_DISABLED, NEVER, resize
+from pagepool.core.base cimport GIL_DISABLED, MAX_LOOKAHEAD, NEVER, resize
 from pagepool.core.pool cimport (
     NOBODY, count_changes, count_refusal, give_back_all, is_cached_otherwise, queue_of_bank, set_session, shard_of,
 )
@@ -47,16 +47,17 @@ cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noe
     """Return the hashes and tokens of a request's locked chain, or none without one, with its context and session."""
     if chain is None:
         return Contents(
-            digests=NULL, uppers=NULL, num_digests=0, token_ids=NULL, num_token_ids=0, context=context, session=session,
+            digests=NULL, uppers=NULL, num_digests=0, token_ids=NULL, num_token_ids=0, num_lookahead=0, context=context,
+            session=session,
         )
     if chain.token_ids is None:
         return Contents(
             digests=chain.digests, uppers=chain.uppers, num_digests=chain.num, token_ids=NULL, num_token_ids=0,
-            context=context, session=session,
+            num_lookahead=chain.hashing.num_lookahead, context=context, session=session,
         )
     return Contents(
         digests=chain.digests, uppers=chain.uppers, num_digests=chain.num, token_ids=chain.token_ids.ids,
-        num_token_ids=chain.token_ids.num, context=context, session=session,
+        num_token_ids=chain.token_ids.num, num_lookahead=chain.hashing.num_lookahead, context=context, session=session,
     )
 
 
@@ -382,14 +383,15 @@ cdef class RequestPages:
             free(array)
         return outcome
 
-    def fork(self, RequestPages target not None, num_computed_tokens, session=0) -> bool:
+    def fork(self, RequestPages target not None, num_computed_tokens, session=0, lookahead=0) -> bool:
         """Let `target`, which holds nothing, continue from the computed tokens of the request. Full pages are shared, others
-        copied; in a pool of shards the copies come from the shard of the first page. `session` is a number of
-        `PageSessions.hold`, or 0 for the request's own session. False, and nothing changed, if too few pages are free.
-        PageIdError for a page that cannot be shared. O(pages).
+        copied; in a pool of shards the copies come from the shard of the first page. A full page is copied too unless the
+        `lookahead` tokens behind it are computed. `session` is a number of `PageSessions.hold`, or 0 for the request's own
+        session. False, and nothing changed, if too few pages are free. PageIdError for a page that cannot be shared. O(pages).
         """
         cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, self.limits.num_room)
         cdef int32_t checked_session = self.store.checked_session(session)
+        cdef ForkExtent extent = fork_extent(num_computed, <int32_t>size_of(lookahead, "lookahead", 0, MAX_LOOKAHEAD))
         cdef Pool *pool = &self.store.pool
         cdef ForkOutcome outcome = SHORT_OF_MEMORY
         cdef Py_ssize_t g
@@ -401,12 +403,12 @@ cdef class RequestPages:
             shard = find_shard(pool, &self.holding)
             is_past_pages = lacks_pages(&self.holding, <int32_t>num_computed)
             if not is_past_pages and make_room(&target.holding, &self.holding):
-                outcome = prepare_fork(pool, &self.holding, <int32_t>num_computed, 1, shard)
+                outcome = prepare_fork(pool, &self.holding, &extent, 1, shard)
             if outcome == FORKED:
                 target.boundaries = self.boundaries
                 set_session(pool, &target.holding.session, checked_session or self.holding.session)
             for g in range(self.holding.num_groups if outcome == FORKED else 0):
-                fork_group(pool, &self.holding, &target.holding, <int32_t>g, <int32_t>num_computed, shard)
+                fork_group(pool, &self.holding, &target.holding, <int32_t>g, &extent, shard)
             self.plan()
             target.plan()
         if is_past_pages:
@@ -564,6 +566,7 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
     cdef bint is_past_skip = is_rewound or step.num_computed >= request.limits.num_skip
     cdef bint has_states = request.has_states_due(step.num_computed)
     cdef Contents contents = contents_of(chain, step.context, step.session or holding.session)
+    cdef int64_t num_before = min(step.num_to_cache, request.limits.num_room)
     cdef Py_ssize_t g
     cdef Outcome outcome = check(pool, holding, step, &contents, is_past_skip)
     if outcome != DONE:
@@ -573,8 +576,10 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
     if not reserve(pool, holding, demand, new, has_states):
         return NO_MEMORY
     rewind(request, step.num_computed)
-    if step.caches_first and step.num_to_cache and contents.num_digests:
-        cache_full(pool, holding, &contents, min(step.num_to_cache, request.limits.num_room))
+    if contents.num_lookahead and not step.caches_first:
+        num_before = min(num_before, step.num_computed)
+    if (step.caches_first or contents.num_lookahead) and num_before and contents.num_digests:  # before windows pass the pages
+        cache_full(pool, holding, &contents, num_before)
     for g in range(holding.num_groups if is_past_skip else 0):
         skip_pages(pool, holding, g, num_computed)
     if step.stays_in_shard:
@@ -661,14 +666,17 @@ cdef bint overwrites_entry(const Pool *pool, const Holding *holding, Step *step,
     """
     cdef const Group *group
     cdef const Held *held
-    cdef int64_t stop
+    cdef int64_t start, stop
     cdef Py_ssize_t g, i
     for g in range(0 if step.may_overwrite else holding.num_groups):
         group, held = &holding.groups[g], &holding.held[g]
         if group.id == NO_GROUP or is_state(&group.rules):
             continue
         stop = min(pages_for(&group.rules, step.demand.num_tokens), <int64_t>count_once_cached(holding, g))
-        for i in range(step.num_to_cache // group.rules.page_size, stop):
+        start = step.num_to_cache // group.rules.page_size
+        if contents.num_lookahead:
+            start = min(start, <int64_t>(contents.num_digests // group.stride))
+        for i in range(start, stop):
             if held.ids[i] == NULL_PAGE or pool.pages[held.ids[i]].group == NO_GROUP:
                 continue
             if last_hash(group, i) >= contents.num_digests or is_cached_otherwise(

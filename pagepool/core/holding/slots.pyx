@@ -101,6 +101,7 @@ cdef class SlotAllocator:
     cdef bint has_state             # some group is a state
     cdef object on_too_large        # called for each refused request, in place of RequestTooLargeError; None: raise that
     cdef bint hashes_natively
+    cdef int64_t num_lookahead      # tokens behind a page that its hash covers
 
     def __init__(
         self, RequestMaps registry not None, max_num_tokens, bint restores_states, on_too_large=None,
@@ -117,7 +118,7 @@ cdef class SlotAllocator:
         self.keeps_boundaries = self.groups.boundaries.multiple > 0
         self.has_state = rules.has_state
         self.on_too_large, self.caches_computed = on_too_large, caches_computed
-        self.hashes_natively = registry.hasher.is_native
+        self.hashes_natively, self.num_lookahead = registry.hasher.is_native, registry.hasher.lookahead
 
     def allocate_slots(
         self, request, num_new_tokens, num_new_computed_tokens=0, new_computed_pages=None, num_lookahead_tokens=0,
@@ -277,7 +278,7 @@ cdef class SlotAllocator:
         cdef bint is_admission = held is None, has_hits = hits is not self._no_ids, is_rewound = False
         cdef RequestHashes hashes = self.hashes.get(request_id)
         cdef PageIds tokens = None
-        cdef int64_t num_known = 0, num_hashed = 0
+        cdef int64_t num_known = 0, num_hashed = 0, num_keyed
         cdef int32_t num_shards = 0
         cdef Step step
         if is_admission or counts.num_new_computed or counts.num_computed > held.limits.num_room:
@@ -291,6 +292,7 @@ cdef class SlotAllocator:
             num_known = count_of(read_num_tokens(request))
             step.num_to_cache = min(counts.num_computed if self.caches_computed else counts.num_tokens, num_known)
             is_rewound = not is_admission and counts.num_computed < held.num_cached_tokens
+        num_keyed = min(step.num_to_cache, max(<int64_t>0, num_known - self.num_lookahead))
         if has_hits:
             num_hashed = self.count_most_hit_tokens(hits)
         if is_admission and self.groups.boundaries.writes_states:
@@ -305,10 +307,10 @@ cdef class SlotAllocator:
         if is_admission and (self.keeps_boundaries or self.has_state):
             self.begin_boundaries(request, hashes, held)
         if is_rewound:  # known tokens of a page that is computed again in part
-            num_hashed = max(step.num_to_cache, min(num_known, held.num_cached_tokens))
-        elif step.num_to_cache > 0 and (is_admission or step.num_to_cache >= held.limits.num_full):
-            num_hashed = max(num_hashed, step.num_to_cache)
-        elif self.interval and counts.num_computed % self.interval == 0 and counts.num_computed <= step.num_to_cache:
+            num_hashed = max(num_keyed, min(num_known - self.num_lookahead, held.num_cached_tokens))
+        elif num_keyed > 0 and (is_admission or num_keyed >= held.limits.num_full):
+            num_hashed = max(num_hashed, num_keyed)
+        elif self.interval and counts.num_computed % self.interval == 0 and counts.num_computed <= num_keyed:
             if held.has_states_due(counts.num_computed):
                 num_hashed = counts.num_computed
         if hint is not None or data_parallel_size is not None:
@@ -352,7 +354,7 @@ cdef class SlotAllocator:
         if hashes is None or hashes.request is not request:
             return self.registry.extend_hashes(request, num_hashed)
         if hashes.are_unsure or num_computed < held.num_cached_tokens or (
-            num_hashed <= num_known < hashes.chain.num * self.hash_page_size
+            num_hashed <= num_known < hashes.chain.count_tokens(hashes.chain.num)
         ):
             hashes.cut(held.count_entered_hashes(num_computed))
         return hashes
@@ -518,7 +520,9 @@ cdef class SlotAllocator:
         if self.on_too_large is not None:
             attached = [hits[g] for g in range(self.groups.num) if not is_state(&self.groups.groups[g].rules)]
             self.on_too_large(self.store.pool.num_pages, (*held.get_page_ids(), *attached), step.demand.num_new)
-        if hashes is None or hashes.query is None or hashes.chain.num < <int64_t>hashes.query[0] // self.hash_page_size:
+        if hashes is None or hashes.query is None or (
+            hashes.chain.num < (<int64_t>hashes.query[0] - self.num_lookahead) // self.hash_page_size
+        ):
             return 0
         if step.demand.shard < 0 and self.groups.num == 1:
             refusal = RefusedRequest.__new__(RefusedRequest)

@@ -238,8 +238,7 @@ cdef Entry entry_of(HashChain chain, Py_ssize_t at, int32_t group, Origin first)
     """Return the entry of a page of a locked chain, with its tokens where the chain has them. The first page of the request
     has this place and context.
     """
-    cdef Py_ssize_t size = chain.page_size
-    cdef bint has_tokens = chain.token_ids is not None and (at + 1) * size <= chain.token_ids.num
+    cdef bint has_tokens = chain.token_ids is not None and chain.count_tokens(at + 1) <= chain.token_ids.num
     cdef Entry entry = bare_entry(&chain.digests[at], group)
     entry.place, entry.context = first.place + <int32_t>at, first.context
     entry.parent = chain.digests + at - 1 if at else NULL
@@ -247,7 +246,8 @@ cdef Entry entry_of(HashChain chain, Py_ssize_t at, int32_t group, Origin first)
         entry.upper = chain.uppers + at
         entry.parent_upper = chain.uppers + at - 1 if at else NULL
     if has_tokens:
-        entry.token_ids, entry.num_tokens = chain.token_ids.ids + at * size, <int32_t>size
+        entry.token_ids = chain.token_ids.ids + at * chain.page_size
+        entry.num_tokens = <int32_t>chain.count_tokens(1)
     return entry
 
 
@@ -1078,9 +1078,9 @@ cdef class PageStore:
         size_of(last, "num_full_pages", 0, len(chain))
         if last > first and not self.enable_caching:
             raise PageHashError("prefix caching is off")
-        if self.pool.page_tokens != NULL and chain.page_size >= self.pool.tokens_width:
+        if self.pool.page_tokens != NULL and chain.count_tokens(1) >= self.pool.tokens_width:
             kept = self.pool.tokens_width - 1
-            raise ArgumentError(f"page size: got {chain.page_size} tokens, allowed: {kept}, as many as are kept")
+            raise ArgumentError(f"page size: got {chain.count_tokens(1)} tokens, allowed: {kept}, as many as are kept")
         with chain.lock, self.lock:
             bad = find_cached(&self.pool, ids.ids, span)
             for i in range(span.start, span.stop if bad < 0 else span.start):

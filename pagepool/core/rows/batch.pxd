@@ -7,7 +7,7 @@
 #
 # Always, for each row:
 # - ``0 <= num_computed <= num_tokens <= max_num_tokens``; a pending row has ``num_computed + num_external < num_tokens``.
-# - `num_hashed` digests are those of its tokens and extra keys: ``num_hashed * hash_page_size <= num_tokens`` once admitted.
+# - `num_hashed` digests are those of its tokens and extra keys: at most `count_hashable` of its tokens once admitted.
 # - `next_event` is 0 in a free row and 1 in a pending one. In others no page is to be taken, cached or skipped, and the row is
 #   not full, below `next_event` tokens.
 # - An admitted row is claimed; another claimed row is being admitted by one call.
@@ -202,8 +202,8 @@ cdef inline Contents _contents_of(const Batch *batch, Py_ssize_t row, Py_ssize_t
     cdef int32_t context = batch.rows[row].context if is_journaled(batch.pool) else 0
     return Contents(
         digests=digests_of(batch, row), uppers=batch.rows[row].uppers, num_digests=batch.records[row].num_hashed,
-        token_ids=tokens_of(batch, row), num_token_ids=num_tokens, context=context,
-        session=batch.rows[row].holding.session,
+        token_ids=tokens_of(batch, row), num_token_ids=num_tokens + batch.hashing.num_lookahead,
+        num_lookahead=batch.hashing.num_lookahead, context=context, session=batch.rows[row].holding.session,
     )
 
 
@@ -238,8 +238,26 @@ cdef inline int32_t count_planned(const Batch *batch, Py_ssize_t row) noexcept n
 
 
 cdef inline int32_t count_cacheable(const Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
-    """Count the leading tokens of `num_computed` whose pages may be cached: those whose steps are resolved, if that matters."""
-    return min(num_computed, batch.flights[row].num_resolved) if batch.caches_computed else num_computed
+    """Count the leading tokens of `num_computed` whose pages may be cached: those whose lookahead is known, and whose steps are
+    resolved, if that matters.
+    """
+    if batch.caches_computed:
+        num_computed = min(num_computed, batch.flights[row].num_resolved)
+    if rare(batch.hashing.num_lookahead):
+        num_computed = min(num_computed, max(0, batch.records[row].num_tokens - batch.hashing.num_lookahead))
+    return num_computed
+
+
+cdef inline int32_t count_hashable(const Batch *batch, int64_t num_tokens) noexcept nogil:
+    """Count the pages of `num_tokens` known tokens whose lookahead is known."""
+    return <int32_t>(max(0, num_tokens - batch.hashing.num_lookahead) // batch.hash_page_size)
+
+
+cdef inline void cut_hashes(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Forget the digests of tokens that the row knows no more."""
+    cdef RowRecord *record = &batch.records[row]
+    if batch.hash_page_size:
+        record.num_hashed = min(record.num_hashed, count_hashable(batch, record.num_tokens))
 
 
 cdef inline int64_t _plan_flight(Batch *batch, Py_ssize_t row, int64_t event, int64_t num_full) noexcept nogil:
@@ -445,8 +463,8 @@ cdef inline const ExtraKey *find_extra_key(
 
 
 cdef inline int32_t hash_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Hash the row's full pages up to `num_tokens` tokens. Return a negative value if one of the hashed tokens is negative: the
-    check is cheap while the tokens are read.
+    """Hash the row's full pages up to `num_tokens` tokens, whose lookahead is known. Return a negative value if one of the
+    hashed tokens is negative: the check is cheap while the tokens are read.
     """
     cdef const int32_t *tokens = tokens_of(batch, row)
     cdef const ExtraKey *next_key = batch.rows[row].extra_keys
@@ -475,9 +493,9 @@ cdef inline Py_ssize_t count_hashed_before(
     """Count the leading pages of `token_ids` that a free row has hashed for its last request."""
     cdef const int32_t *tokens = tokens_of(batch, row)
     cdef Py_ssize_t i, size = batch.hash_page_size
-    cdef Py_ssize_t num_pages = min(<Py_ssize_t>batch.records[row].num_hashed, n // size)
+    cdef Py_ssize_t num_pages = min(batch.records[row].num_hashed, count_hashable(batch, n))
     for i in range(num_pages):
-        if memcmp(tokens + i * size, token_ids + i * size, size * sizeof(int32_t)) != 0:
+        if memcmp(tokens + i * size, token_ids + i * size, (size + batch.hashing.num_lookahead) * sizeof(int32_t)) != 0:
             return i
     return num_pages
 
@@ -500,7 +518,7 @@ cdef inline void _hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
 
 
 cdef inline void cache_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Hash the pages that `num_tokens` tokens fill, and cache them."""
+    """Hash the pages that `num_tokens` tokens fill, whose lookahead is known, and cache them."""
     cdef Contents contents
     cdef Held *held
     cdef Py_ssize_t g
@@ -593,9 +611,10 @@ cdef inline void _keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_comp
     cdef Holding *holding = holding_of(batch, row)
     cdef Held *held
     cdef Py_ssize_t g, num_reserved
-    cdef bint may_cache = count_cacheable(batch, row, num_computed) == num_computed
+    cdef int32_t num_cacheable = count_cacheable(batch, row, num_computed)
+    cdef bint may_cache = num_cacheable == num_computed
     assert batch.keeps_states and num_computed <= batch.records[row].num_computed
-    hash_row(batch, row, num_computed)
+    hash_row(batch, row, num_cacheable)
     contents = _contents_of(batch, row, num_computed)
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
@@ -650,7 +669,7 @@ cdef inline void _note_writes(Batch *batch, Py_ssize_t row, int32_t num_tokens) 
     cdef const Group *group
     cdef int32_t page_id
     cdef Py_ssize_t g
-    cdef bint has_pages, is_known = num_tokens <= batch.records[row].num_tokens
+    cdef bint has_pages, is_known = num_tokens + batch.hashing.num_lookahead <= batch.records[row].num_tokens
     if is_known:
         hash_row(batch, row, num_tokens)
     has_pages = _has_pages_for_writes(batch, row)
@@ -835,6 +854,9 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
     if rare(batch.writes_states) and (is_next_step or batch.max_steps_ahead):
         settle_writes(batch, row, UNKNOWN)
     if is_next_step:
+        if rare(batch.hashing.num_lookahead):  # before a window passes pages whose lookahead was not known in their own step
+            cache_row(batch, row, count_cacheable(batch, row, num_before))
+            cache_waiting(&batch.waiting)
         if rare(batch.unifies_pages):
             unify_pages(batch, row, count_cacheable(batch, row, num_before))
         if rare(batch.skips_pages):
@@ -854,7 +876,7 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
             num_ahead = amount(&growth.num_ahead, due.at)
         write_states(batch, row, plan_for(batch, batch.records[row].num_tokens, num_tokens, num_ahead))
     if not batch.caches_computed:
-        cache_row(batch, row, num_tokens)
+        cache_row(batch, row, count_cacheable(batch, row, num_tokens))
     plan_next_event(batch, row)
     return True
 
@@ -1044,6 +1066,8 @@ cdef inline void grow_rows(Batch *batch, Growth *growth) noexcept nogil:
     cache_waiting(&batch.waiting)
     assert batch.waiting.num_to_hash == 0 and num_grown <= growth.num_rows
     revert_counts(batch, growth, num_grown, growth.num_rows)
+    if rare(num_grown < growth.num_rows):
+        cut_hashes(batch, batch.checked_rows[num_grown])
     growth.num_grown = num_grown
 
 
@@ -1118,8 +1142,7 @@ cdef inline void _cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
     drop_swapped(batch, row)
     batch.records[row].num_tokens = num_tokens
     count_ahead(&batch.flights[row], num_tokens)
-    if batch.hash_page_size:
-        batch.records[row].num_hashed = min(batch.records[row].num_hashed, num_tokens // batch.hash_page_size)
+    cut_hashes(batch, row)
     plan_next_event(batch, row)
 
 
@@ -1309,8 +1332,7 @@ cdef inline void _undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_
     flight.num_resolved = min(flight.num_resolved, num_computed)
     if batch.writes_states:
         _undo_writes(batch, row)
-    if batch.hash_page_size:
-        record.num_hashed = min(record.num_hashed, record.num_tokens // batch.hash_page_size)
+    cut_hashes(batch, row)
     plan_next_event(batch, row)
 
 

@@ -228,7 +228,7 @@ cdef class RowRequest:
             if extra_keys and not has_same_keys:
                 self.set_extra_keys(extra_keys)
             thread = let_others_run((tokens.num - start) // batch.hash_page_size)
-            signs = hash_row(batch, self.row, <int32_t>tokens.num)
+            signs = hash_row(batch, self.row, <int32_t>max(0, tokens.num - batch.hashing.num_lookahead))
             go_on(thread)
             start = batch.records[self.row].num_hashed * batch.hash_page_size
         if (signs | signs_of(copied + start, tokens.num - start)) < 0:
@@ -331,7 +331,8 @@ cdef class RowRequest:
         cdef Contents contents = Contents(
             digests=digests_of(batch, self.row), uppers=batch.rows[self.row].uppers,
             num_digests=batch.records[self.row].num_hashed, token_ids=tokens_of(batch, self.row),
-            num_token_ids=self.tokens.num_known, context=self.context, session=self.session,
+            num_token_ids=self.tokens.num_known, num_lookahead=batch.hashing.num_lookahead, context=self.context,
+            session=self.session,
         )
         cdef Query query = self.query()
         cdef Py_ssize_t num_reachable, num_hashes = find_and_load(
@@ -403,14 +404,14 @@ cdef class RowRequest:
         show_row(batch, self.row)
         take_pages(batch, self.row, <int32_t>demand.num_tokens, NULL)
         copy_states(batch.pool, holding, demand)
+        batch.records[self.row].num_tokens = <int32_t>self.tokens.num_known
         batch.records[self.row].num_external = count_external_tokens(&self.tokens, num_hits)
         if batch.records[self.row].num_external:
             num_computed = num_hits
         if not batch.caches_computed:
-            cache_row(batch, self.row, num_computed)
+            cache_row(batch, self.row, count_cacheable(batch, self.row, num_computed))
             cache_waiting(&batch.waiting)
         batch.records[self.row].num_hits = num_hits
-        batch.records[self.row].num_tokens = <int32_t>self.tokens.num_known
         batch.records[self.row].num_computed = num_computed
         begin_admission(batch, self.row)
         begin_stay(batch, self.row)

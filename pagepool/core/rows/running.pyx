@@ -10,10 +10,10 @@ from libc.string cimport memcpy, memset
 
 from pagepool.core.base cimport BATCH_LOCK, CACHE_LINE, UNKNOWN, copy_bytes, delist_lock, enlist_lock, exceptional, keep_sparse
 from pagepool.core.holding cimport (
-    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkOutcome, awaits_copies, copy_ids, count_places, draw_references,
-    drop_copies, find_fork_shortage, find_overdrawn, find_short_bank, find_wrong, fork_group, give_back_behind, has_copies,
-    has_window, keeps_checkpoints, list_last_first, pages_for, prepare_fork, queue_for, rate_and_list, rate_pages, record_loads,
-    record_taken, refuse_ahead, require_banks, shortage_beside, skip_unread, waits_for_loads,
+    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkExtent, ForkOutcome, awaits_copies, copy_ids, count_places,
+    draw_references, drop_copies, find_fork_shortage, find_overdrawn, find_short_bank, find_wrong, fork_extent, fork_group,
+    give_back_behind, has_copies, has_window, keeps_checkpoints, list_last_first, pages_for, prepare_fork, queue_for,
+    rate_and_list, rate_pages, record_loads, record_taken, refuse_ahead, require_banks, shortage_beside, skip_unread, waits_for_loads,
 )
 from pagepool.core.pool cimport (
     FILLED, FILLING, MAX_BANKS, NO_BANK, Ranking, Tier, Transfer, bank_of_queue, count_free, count_refusal, take,
@@ -325,15 +325,15 @@ cdef class RunningRows:
     def __init__(
         self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards,
         bint unifies_pages=False, bint restores_states=False, max_steps_ahead=0, bint writes_anywhere=False,
-        bint caches_computed=False, str algorithm not None="siphash128",
+        bint caches_computed=False, str algorithm not None="siphash128", lookahead=0,
     ):
         """`tables` are `TableRows`, one for each of the `groups`; these are `CacheGroups`, or an argument for them. With
         `unifies_pages` rows share pages with equal tokens; with `restores_states` lookahead may pass checkpoints. With
         `max_steps_ahead` lookahead tokens are computed by the step. States are written at the end of a step, or anywhere. With
-        `caches_computed` pages are cached once the steps that computed them are resolved. `key` and `algorithm` are those of a
-        `HashChain`.
+        `caches_computed` pages are cached once the steps that computed them are resolved. `key`, `algorithm` and `lookahead`
+        are those of a `HashChain`.
         """
-        cdef Hashing hashing = hashing_of(algorithm, key)
+        cdef Hashing hashing = hashing_of(algorithm, key, lookahead)
         cdef tuple by_group = checked_tables(tables)
         cdef CacheGroups checked = groups if type(groups) is CacheGroups else CacheGroups(groups)
         cdef Py_ssize_t n, g, num_pool_shards = size_of(num_shards, "data_parallel_size", 0)
@@ -731,6 +731,7 @@ cdef class RunningRows:
         cdef Holding *holding
         cdef Py_ssize_t num_right, i
         cdef bint is_due, is_moving, is_ready
+        cdef ForkExtent extent
         cdef ForkOutcome outcome = SHORT_OF_MEMORY
         if target_rows.num == 0:
             raise ArgumentError("targets: got none, allowed: at least 1")
@@ -742,9 +743,8 @@ cdef class RunningRows:
         is_ready = is_ready and not is_due and not is_moving
         num_right = stamp_free_rows(batch, source, target_rows) if is_ready else 0
         if num_right == target_rows.num:
-            outcome = prepare_fork(
-                batch.pool, holding, batch.records[source].num_computed, num_right, batch.rows[source].shard
-            )
+            extent = extent_of(batch, source)
+            outcome = prepare_fork(batch.pool, holding, &extent, num_right, batch.rows[source].shard)
         if outcome == FORKED and not copy_extra_keys(self, source, target_rows, forgotten):
             outcome = SHORT_OF_MEMORY
         if outcome == FORKED:
@@ -1091,7 +1091,9 @@ cdef int make_contents(RunningRows running, Py_ssize_t n) except -1:
     running.batch.tokens_stride = odd_lines(running.batch.max_num_tokens, sizeof(int32_t))
     running.batch.token_ids = new_buffer(running, n, running.batch.tokens_stride)
     running.batch.waiting.key = running.batch.hashing.key
-    running.batch.waiting.num_page_bytes = running.batch.hash_page_size * sizeof(int32_t)
+    running.batch.waiting.num_page_bytes = (
+        (running.batch.hash_page_size + running.batch.hashing.num_lookahead) * sizeof(int32_t)
+    )
     if running.batch.hash_page_size:
         num_hashes = running.batch.max_num_tokens // running.batch.hash_page_size
     stride = odd_lines(num_hashes, sizeof(Digest))
@@ -1362,13 +1364,15 @@ cdef Release release_rows(
     num_right = copy_rows_to_release(running, rows, &computed)
     if num_right < rows.num:
         return Release(outcome=WRONG_ROW, at=num_right, page_id=NULL_PAGE)
-    if running.batch.has_boundaries or page_terms is not None:
-        overdrawn = find_overdrawn_page(running, num_right)  # before pages are rated, or the queue is divided
+    if running.batch.has_boundaries or page_terms is not None or running.batch.hashing.num_lookahead:
+        overdrawn = find_overdrawn_page(running, num_right)  # before pages are cached or rated, or the queue is divided
     if overdrawn != NULL_PAGE:
         return Release(outcome=OVERDRAWN, at=0, page_id=overdrawn)
-    if not reserve_rows(running, num_right, ids, page_terms) or (num_right and not running.store.make_terms(row_terms)) or not (
-        order_pages(running, num_right, &computed, ids, &num_staying, &terms, page_terms)
-    ):
+    if not reserve_rows(running, num_right, ids, page_terms) or (num_right and not running.store.make_terms(row_terms)):
+        return Release(outcome=SHORT_OF_ROOM, at=0, page_id=NULL_PAGE)
+    if running.batch.hashing.num_lookahead:
+        cache_last_pages(&running.batch, num_right, &computed)
+    if not order_pages(running, num_right, &computed, ids, &num_staying, &terms, page_terms):
         return Release(outcome=SHORT_OF_ROOM, at=0, page_id=NULL_PAGE)
     bad = release_checked(running, ids, num_staying, num_right, &computed, &terms, page_terms)
     return Release(outcome=RELEASED if bad < 0 else OVERDRAWN, at=0, page_id=ids.ids[bad] if bad >= 0 else <int32_t>NULL_PAGE)
@@ -1416,6 +1420,16 @@ cdef bint reserve_rows(RunningRows running, Py_ssize_t n, PageIds ids, PageIds p
         holding = holding_of(&running.batch, running.batch.checked_rows[i])
         num_places += count_places(holding)
     return ids.try_reserve(num_places) and (page_terms is None or page_terms.try_reserve(num_places))
+
+
+cdef void cache_last_pages(Batch *batch, Py_ssize_t n, const Amounts *computed) noexcept:
+    """Cache the pages of the copied rows whose lookahead became known after they were filled."""
+    cdef Py_ssize_t i
+    cdef int32_t row
+    for i in range(n):
+        row = batch.checked_rows[i]
+        cache_row(batch, row, count_cacheable(batch, row, min(computed_by(computed, i), batch.records[row].num_computed)))
+    cache_waiting(&batch.waiting)
 
 
 cdef bint order_pages(
@@ -1546,11 +1560,17 @@ cdef bint copy_extra_keys(RunningRows running, Py_ssize_t source, PageIds target
     return True
 
 
+cdef ForkExtent extent_of(const Batch *batch, Py_ssize_t source) noexcept nogil:
+    """Return the extent of the row's forks. They may get other tokens behind the computed ones, in a lookahead too."""
+    return fork_extent(batch.records[source].num_computed, batch.hashing.num_lookahead)
+
+
 cdef void fork_row(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nogil:
     """Fork the source into a free row: copy its tokens, digests, context and session, and fork its pages."""
     cdef RowRecord *record = &batch.records[row]
     cdef Holding *forked = holding_of(batch, source)
     cdef Holding *new = holding_of(batch, row)
+    cdef ForkExtent extent = extent_of(batch, source)
     cdef int32_t g
     assert batch.records[source].is_admitted and not batch.records[source].num_external
     assert not record.is_claimed and batch.rows[row].context == 0 and new.session == NO_SESSION and new.held.num_pages == 0
@@ -1570,7 +1590,7 @@ cdef void fork_row(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nog
     if batch.has_boundaries:
         new.boundaries[0] = forked.boundaries[0]
     for g in range(batch.num_groups):
-        fork_group(batch.pool, forked, new, g, record.num_computed, batch.rows[row].shard)
+        fork_group(batch.pool, forked, new, g, &extent, batch.rows[row].shard)
     show_row(batch, row)
     plan_next_event(batch, row)
 
@@ -1618,7 +1638,7 @@ cdef void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept 
         if held_by(batch, row, g).num_skipped:
             blank(batch.tables[g], row, 0, held_by(batch, row, g).num_skipped)
     batch.flights[row].num_resolved = batch.records[row].num_computed
-    cache_row(batch, row, batch.records[row].num_computed)
+    cache_row(batch, row, count_cacheable(batch, row, batch.records[row].num_computed))
     cache_waiting(&batch.waiting)
     plan_next_event(batch, row)
 
@@ -2038,15 +2058,15 @@ cdef int refuse_release(RunningRows running, PageIds rows, PageIds counts, const
 cdef int refuse_fork(RunningRows running, Py_ssize_t source, PageIds targets, Py_ssize_t at, ForkOutcome outcome) except -1:
     cdef Batch *batch = &running.batch
     cdef Holding *holding = holding_of(batch, source)
+    cdef ForkExtent extent
     cdef Shortage shortage
     if at < targets.num:
         if not 0 <= targets.ids[at] < batch.num_rows:
             raise RowIndexError(f"targets: got {targets.ids[at]} (at {at}), allowed: 0 to {batch.num_rows - 1}")
         raise ArgumentError(f"targets: got {targets.ids[at]} (at {at}), allowed: free rows, each once")
     if outcome == SHORT_OF_PAGES:
-        shortage = find_fork_shortage(
-            batch.pool, holding, batch.records[source].num_computed, targets.num, batch.rows[source].shard
-        )
+        extent = extent_of(batch, source)
+        shortage = find_fork_shortage(batch.pool, holding, &extent, targets.num, batch.rows[source].shard)
         where = "" if batch.pool.num_banks == 1 else f" in {running.store.shown_queue(shortage.queue)}"
         raise OutOfPagesError(f"row {source}: its forks need {shortage.num_needed} pages, {shortage.num_free} are free{where}")
     if outcome == UNSHAREABLE:

@@ -1,7 +1,7 @@
 # Hash chains of requests: the digests of a request's full pages, and the tokens of these pages if they are kept.
 #
 # Always: at most `capacity` digests, and kept tokens for at most `num` pages. Each call appends whole pages. Of digests of 32
-# bytes, `digests` has the lower halves and `uppers` the others.
+# bytes, `digests` has the lower halves and `uppers` the others. Behind the last page's tokens those of its lookahead are kept.
 
 cimport cython
 
@@ -9,7 +9,7 @@ from pagepool.core.base cimport Digest, Hashing, LockNode, WideDigest
 from pagepool.core.values.ids cimport *
 
 
-cdef Hashing hashing_of(str algorithm, bytes key) except *
+cdef Hashing hashing_of(str algorithm, bytes key, object lookahead) except *
 
 
 @cython.final
@@ -27,4 +27,5 @@ cdef class HashChain:
 
     cdef PageIds read_next(self, list token_ids, Py_ssize_t num_pages)
     cdef void cut(self, Py_ssize_t num_pages) noexcept
+    cdef Py_ssize_t count_tokens(self, Py_ssize_t num_pages) noexcept
     cdef bint extend_locked(self, PageIds tokens, bytes extra_keys) noexcept

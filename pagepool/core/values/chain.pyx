@@ -6,8 +6,8 @@ from libc.stdint cimport uint8_t
 from libc.string cimport memset
 
 from pagepool.core.base cimport (
-    CHAIN_LOCK, SHA256, SHA256_CBOR, SIPHASH, SipState, delist_lock, digest_at, enlist_lock, go_on, has_sha_instructions,
-    hash_pages, let_others_run, reserve_items, set_digest, sip_bytes, sip_finish, sip_start,
+    CHAIN_LOCK, MAX_LOOKAHEAD, SHA256, SHA256_CBOR, SIPHASH, SipState, delist_lock, digest_at, enlist_lock, go_on,
+    has_sha_instructions, hash_pages, let_others_run, reserve_items, set_digest, sip_bytes, sip_finish, sip_start,
 )
 from pagepool.core.values.arguments cimport *
 
@@ -29,12 +29,13 @@ def siphash128(bytes key not None, bytes data not None) -> bytes:
     return (<char *>&digest)[:16]
 
 
-cdef Hashing hashing_of(str algorithm, bytes key) except *:
-    """Return an algorithm, with a secret key of 16 bytes for SipHash, or the parent of first pages, 32 bytes, for SHA-256. No
-    tokens can imitate extra keys.
+cdef Hashing hashing_of(str algorithm, bytes key, object lookahead) except *:
+    """Return an algorithm, with a secret key of 16 bytes for SipHash, or the parent of first pages, 32 bytes, for SHA-256, and
+    a number of tokens behind each page that its digest covers. No tokens can imitate extra keys.
     """
     cdef Hashing hashing
     memset(&hashing, 0, sizeof(hashing))
+    hashing.num_lookahead = <int32_t>size_of(lookahead, "lookahead", 0, MAX_LOOKAHEAD)
     if algorithm == "siphash128":
         hashing.kind, hashing.key = SIPHASH, digest_of_bytes(key)
         hashing.extra_key = digest_of_bytes(siphash128(key, b"extra keys"))
@@ -54,14 +55,16 @@ cdef class HashChain:
     """The digests of a request's full pages, each made from the one before: SipHash-2-4-128 under a secret key, or SHA-256.
 
     `page_size` is in tokens. `algorithm` is ``"siphash128"``, with a `key` of 16 bytes, or ``"sha256"`` or ``"sha256_cbor"``,
-    whose `key` of 32 bytes is the parent of first pages. With `keep_token_ids` the tokens stay beside the digests. 16 bytes a
-    page, 32 with SHA-256.
+    whose `key` of 32 bytes is the parent of first pages. A digest also covers the `lookahead` tokens behind its page. With
+    `keep_token_ids` the tokens stay beside the digests. 16 bytes a page, 32 with SHA-256.
     """
 
-    def __cinit__(self, page_size, bytes key not None, bint keep_token_ids=False, str algorithm not None="siphash128"):
+    def __cinit__(
+        self, page_size, bytes key not None, bint keep_token_ids=False, str algorithm not None="siphash128", lookahead=0
+    ):
         enlist_lock(&self.lock_node, &self.lock, CHAIN_LOCK)
         self.page_size = size_of(page_size, "page_size", 1)
-        self.hashing = hashing_of(algorithm, key)
+        self.hashing = hashing_of(algorithm, key, lookahead)
         self.token_ids = PageIds() if keep_token_ids else None
 
     def __dealloc__(self):
@@ -92,15 +95,16 @@ cdef class HashChain:
         return int_of_wide(digest)
 
     def extend(self, object tokens, bytes extra_keys=b"") -> None:
-        """Hash the next pages, a list or an int array with a multiple of `page_size` token ids. The first of these pages also
-        depends on `extra_keys`, unless they are empty. O(tokens).
+        """Hash the next pages, a list or an int array with the token ids of whole pages and of the lookahead of the last one.
+        The first of these pages also depends on `extra_keys`, unless they are empty. O(tokens).
         """
         cdef PageIds ids = as_page_ids(tokens, "token ids")
-        cdef Py_ssize_t num_pages = ids.num // self.page_size
+        cdef Py_ssize_t num_pages = (ids.num - self.hashing.num_lookahead) // self.page_size
         cdef bint has_room
-        if ids.num % self.page_size:
-            raise ArgumentError(f"token ids: got {ids.num}, allowed: a multiple of the page size {self.page_size}")
-        if num_pages == 0:
+        if ids.num and (num_pages <= 0 or ids.num != self.count_tokens(num_pages)):
+            behind = f", and {self.hashing.num_lookahead} behind" if self.hashing.num_lookahead else ""
+            raise ArgumentError(f"token ids: got {ids.num}, allowed: a multiple of the page size {self.page_size}{behind}")
+        if ids.num == 0:
             return
         with self.lock:
             has_room = self.extend_locked(ids, extra_keys or b"")
@@ -110,7 +114,7 @@ cdef class HashChain:
     cdef PageIds read_next(self, list token_ids, Py_ssize_t num_pages):
         """Read the tokens that are missing for `num_pages` hashed pages; return None if the request has too few."""
         cdef PageIds ids = PageIds.__new__(PageIds)
-        cdef Py_ssize_t start = self.num * self.page_size, stop = num_pages * self.page_size
+        cdef Py_ssize_t start = self.num * self.page_size, stop = self.count_tokens(num_pages)
         ids.add_items(token_ids, start, stop, "token_ids")
         refuse_negative(ids.ids, ids.num, start)
         return ids if ids.num == stop - start else None
@@ -121,44 +125,50 @@ cdef class HashChain:
         with self.lock:
             self.num = min(self.num, num_pages)
             if self.token_ids is not None:
-                self.token_ids.num = min(self.token_ids.num, self.num * self.page_size)
+                self.token_ids.num = min(self.token_ids.num, self.count_tokens(self.num))
+
+    cdef Py_ssize_t count_tokens(self, Py_ssize_t num_pages) noexcept:
+        """Count the tokens that the digests of the first pages cover."""
+        return num_pages * self.page_size + self.hashing.num_lookahead
 
     cdef bint extend_locked(self, PageIds tokens, bytes extra_keys) noexcept:
         """Hash pages as `extend` does, with the lock held; return False, with nothing changed, if memory is short."""
-        cdef Py_ssize_t num_pages = tokens.num // self.page_size
+        cdef Py_ssize_t num_pages = (tokens.num - self.hashing.num_lookahead) // self.page_size
         cdef Py_ssize_t start = self.num
         cdef const int32_t *ids = tokens.ids - start * self.page_size
         cdef const uint8_t *extra = <const uint8_t *><const char *>extra_keys
         cdef Py_ssize_t size = len(extra_keys)
         cdef void *thread
-        assert tokens.num % self.page_size == 0
+        assert tokens.num == self.count_tokens(num_pages)
         if not reserve_digests(self, num_pages, tokens.num):
             return False
         if self.token_ids is not None:
-            self.token_ids.put(tokens.ids, num_pages * self.page_size)
+            self.token_ids.num = min(self.token_ids.num, start * self.page_size)
+            self.token_ids.put(tokens.ids, tokens.num)
         thread = let_others_run(num_pages)
         hash_pages(&self.hashing, ids, self.page_size, self.digests, self.uppers, start, start + num_pages, extra, size)
         go_on(thread)
         self.num += num_pages
         assert self.num <= self.capacity
-        assert self.token_ids is None or self.token_ids.num <= self.num * self.page_size
+        assert self.token_ids is None or self.token_ids.num <= self.count_tokens(self.num)
         return True
 
     def append_key(self, object key, tokens=()) -> None:
-        """Append a page by a key made elsewhere, 128 bits, or 256 with SHA-256. `tokens` are none, or all of the page, and may
-        be kept.
+        """Append a page by a key made elsewhere, 128 bits, or 256 with SHA-256. `tokens` are none, or all of the page and of
+        its lookahead, and may be kept.
         """
         cdef WideDigest digest = wide_of_int(key, self.hashing.kind != SIPHASH)
         cdef PageIds copied = as_own_ids(tokens, "token ids")
         cdef bint has_room
-        if copied.num not in (0, self.page_size):
-            raise ArgumentError(f"token ids: got {copied.num}, allowed: none, or a page of {self.page_size}")
+        if copied.num not in (0, self.count_tokens(1)):
+            raise ArgumentError(f"token ids: got {copied.num}, allowed: none, or a page of {self.count_tokens(1)}")
         with self.lock:
             has_room = reserve_digests(self, 1, copied.num)
             if has_room:
                 set_digest(self.digests, self.uppers, self.num, digest)
                 self.num += 1
-                if self.token_ids is not None:
+                if self.token_ids is not None and copied.num:
+                    self.token_ids.num = min(self.token_ids.num, (self.num - 1) * self.page_size)
                     self.token_ids.put(copied.ids, copied.num)
         if not has_room:
             raise MemoryError("a digest more")
@@ -170,7 +180,7 @@ cdef class HashChain:
             return ()
         tokens.reserve(self.page_size)
         with self.lock:
-            if 0 <= i < self.token_ids.num // self.page_size:
+            if 0 <= i < min(self.num, self.token_ids.num // self.page_size):
                 tokens.put(self.token_ids.ids + i * self.page_size, self.page_size)
         return tuple(tokens.to_list())
 
