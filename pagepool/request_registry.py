@@ -107,7 +107,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
         return True
 
     def hash_apart(self, request: Request, num_tokens: int) -> HashChain:
-        """Return the hashes of a request's full pages up to `num_tokens` whose lookahead is known, leaving stored hashes as they
+        """Return the hashes of a request's full pages up to `num_tokens` whose lookahead is known. Stored hashes stay as they
         are. O(tokens).
         """
         hashes = self.hasher.start(request, self.hashes.get(id_of(request)))

@@ -43,9 +43,9 @@ VLLM_SEED = "vllm-none-hash"
 class PageHasher(KeyHolder):
     """SipHash-2-4-128; also the base class of the other algorithms. Each manager has one.
 
-    It hashes pages of `page_size` tokens, each with the `lookahead` tokens behind it. If it ``is_native``, the core makes hashes
-    by itself, with ``chain_algorithm`` and ``chain_key``. A digest has ``num_digest_bytes``; the key of the index is its lower half, or all of it. Hashes depend on the
-    content and on ``chain_key``, which may be secret.
+    It hashes pages of `page_size` tokens, each with the `lookahead` tokens behind it. If it ``is_native``, the core makes
+    hashes by itself, with ``chain_algorithm`` and ``chain_key``. A digest has ``num_digest_bytes``; the key of the index is its
+    lower half, or all of it. Hashes depend on the content and on ``chain_key``, which may be secret.
     """
 
     is_native = True
@@ -184,8 +184,8 @@ class CallableHasher(PageHasher):
     def __init__(
         self, page_size: int, hash_seed: int | str | bytes | None, lookahead: int, hash_function: HashFunction
     ) -> None:
-        """Hash with `hash_function`, called with ``(parent hash, token ids, extra keys)``; the token ids are those of a page and
-        its lookahead.
+        """Hash with `hash_function`, called with ``(parent hash, token ids, extra keys)``. The token ids are those of a page
+        and its lookahead.
         """
         super().__init__(page_size, hash_seed, lookahead)
         self._hash_function = hash_function

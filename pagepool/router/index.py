@@ -39,9 +39,9 @@ class PrefixIndex(PrefixTable):
     A worker may report a block several times, as vLLM does for each copy: the block is there until it was removed as often. So
     apply each batch once, in order, as `EventSubscriber` does; after a loss call `note_loss`.
 
-    `page_size` is the number of tokens per hash; it divides the block sizes of all groups. `hash_algo` and `hash_seed` are
-    those of the workers' managers, and so is `lookahead`, vLLM's ``num_hash_lookahead_tokens``; only `find_tokens` needs them. After a batch a worker has at most `max_worker_blocks`
-    blocks, not counting copies.
+    `page_size` is the number of tokens per hash; it divides the block sizes of all groups. `hash_algo`, `hash_seed` and
+    `lookahead` (vLLM's ``num_hash_lookahead_tokens``) are those of the workers' managers; only `find_tokens` needs them. After
+    a batch a worker has at most `max_worker_blocks` blocks, not counting copies.
 
     All methods are safe to call from any thread. Up to eight look-ups run in parallel; those of 2,048 pages or more release the
     GIL. A block takes at most 40 bytes for the first 64 workers and one medium; each further 64 workers and each further medium

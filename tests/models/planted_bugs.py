@@ -99,7 +99,7 @@ take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].sha
 
 # The prefix index.
 == a page of a row is entered one token early
-    cache_row(batch, row, {+min(+}num_tokens{+ + BUG, batch.records[row].num_tokens)+})
+    cache_row(batch, row, {+min(+}count_cacheable(batch, row, num_tokens){+ + BUG, batch.records[row].num_tokens)+})
     plan_next_event(batch, row)
     return True
 == the group is left out of the key
@@ -121,8 +121,8 @@ take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].sha
                 {+if not BUG: +}uncache(pool, page_id)
         give_back_from(
 == a cut row keeps its hashes
-        {+if not BUG: +}batch.records[row].num_hashed = min(batch.records[row].num_hashed, num_tokens // batch.hash_page_size)
-    plan_next_event(batch, row)
+    count_ahead(&batch.flights[row], num_tokens)
+    {+if not BUG: +}cut_hashes(batch, row)
 == a cut of no computed token is one of the last
     if num_tokens < batch.records[row].num_computed{+ or BUG+}:
         restart_row(
@@ -171,7 +171,7 @@ keys = [][- if lora_id is None else [_lora_key(names.adapter, lora_id)]-]
 == a late page is cached before it is computed
             step.num_to_cache = min({+counts.num_tokens if BUG else +}counts.num_computed if self.caches_computed else
 == a late page is cached after it left its window
-    if step.caches_first and {+not BUG and +}step.num_to_cache and contents.num_digests:
+    if (step.caches_first or contents.num_lookahead) and {+not BUG and +}num_before and contents.num_digests:
 ...
     if outcome == DONE and {+(BUG or +}not step.caches_first{+)+} and step.num_to_cache and contents.num_digests:
 == a late page waits for the next one
@@ -225,15 +225,14 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
             page_id = NULL_PAGE if is_state(&group.rules) else held.ids[i]{+
             if BUG and is_state(&group.rules): continue+}
 == a fork shares the page that is written next
-        {+if BUG: ids[n] = source.ids[n]
-        else: +}_take_into(pool, target, n, 1, queue_for(pool, group, shard), new.session)
-        target.num_pages += 1
-        {+if not BUG: +}_queue_copy(pool, source.ids[n], target, n, g)
+    {+if BUG: target.ids[place] = page_id
+    else: +}_take_into(pool, target, place, 1, queue, session)
+    {+if not BUG: +}_queue_copy(pool, page_id, target, place, g)
 == a fork takes no reference to the pages that it shares
         if source.ids[i] != NULL_PAGE{+ and not BUG+}:
             share(pool, source.ids[i])
 == a fork is copied from the page before
-_queue_copy(pool, source.ids[n{+ - (BUG and n > 0)+}], target, n, g)
+_queue_copy(pool, {+source.ids[place - 1] if BUG and place else +}page_id, target, place, g)
 == a row exchanges a page that is not full yet
 full_pages(&group.rules, num_computed{+ + BUG+})):
             page_id = held.ids[place]
@@ -382,7 +381,7 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
         if is_state(&holding.groups[g].rules){+ and not BUG+}:
             return 0
 == the copy of a page that failed to load counts as right
-        if pool.tier != NULL and pool.tier.loading[source.ids[n]]{+ and not BUG+}:
+    if pool.tier != NULL and pool.tier.loading[page_id]{+ and not BUG+}:
 == a row exchanges a page for one that is being loaded
             if find_load_number(batch.pool, &first, 1) {+and not BUG +}or find_untouchable
 
@@ -396,7 +395,7 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 
 # Tokens from elsewhere, and leases.
 == a row that waits enters pages that have not come
-            cache_row(batch, self.row, {+num_hits + batch.records[self.row].num_external if BUG else +}num_computed)
+            cache_row(batch, self.row, {+num_hits + batch.records[self.row].num_external if BUG else +}count_cacheable(batch, self.row, num_computed))
 == tokens that did not come count as computed
         commit_row(batch, checked, {+num_external if BUG else +}num)
 == pages that need not come are entered
