@@ -395,7 +395,7 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
 
 # Tokens from elsewhere, and leases.
 == a row that waits enters pages that have not come
-            cache_row(batch, self.row, {+num_hits + batch.records[self.row].num_external if BUG else +}count_cacheable(batch, self.row, num_computed))
+{+num_hits + batch.records[self.row].num_external if BUG else +}count_cacheable(batch, self.row, num_computed))
 == tokens that did not come count as computed
         commit_row(batch, checked, {+num_external if BUG else +}num)
 == pages that need not come are entered

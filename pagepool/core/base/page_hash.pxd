@@ -1,5 +1,5 @@
-# Digests of pages, by three algorithms. Each covers the digest of the page before, the page's tokens, those of its lookahead, and
-# its extra keys. The lookahead is a fixed number of tokens behind each page, on which the keys of drafters depend.
+# Digests of pages, by three algorithms. Each covers the digest of the page before, the page's tokens, those of its lookahead,
+# and its extra keys. The lookahead is a fixed number of tokens behind each page, on which the keys of drafters depend.
 #
 # SipHash-2-4-128 has a secret key and digests of 16 bytes, the keys of the index. SHA-256 has digests of 32 bytes, whose lower
 # halves are these keys. Its message is the parent's digest, the tokens as little-endian int32, and the extra keys; in CBOR it

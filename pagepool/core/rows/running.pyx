@@ -13,7 +13,8 @@ from pagepool.core.holding cimport (
     FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkExtent, ForkOutcome, awaits_copies, copy_ids, count_places,
     draw_references, drop_copies, find_fork_shortage, find_overdrawn, find_short_bank, find_wrong, fork_extent, fork_group,
     give_back_behind, has_copies, has_window, keeps_checkpoints, list_last_first, pages_for, prepare_fork, queue_for,
-    rate_and_list, rate_pages, record_loads, record_taken, refuse_ahead, require_banks, shortage_beside, skip_unread, waits_for_loads,
+    rate_and_list, rate_pages, record_loads, record_taken, refuse_ahead, require_banks, shortage_beside, skip_unread,
+    waits_for_loads,
 )
 from pagepool.core.pool cimport (
     FILLED, FILLING, MAX_BANKS, NO_BANK, Ranking, Tier, Transfer, bank_of_queue, count_free, count_refusal, take,
