@@ -53,6 +53,7 @@ class Line:
 
 SLOTS = ("allocate", "append", "cache")
 PROMPT = ("admit", "free")
+HASH = ("hash",)
 STEP = ("schedule", "update")
 
 LINES = (
@@ -65,6 +66,10 @@ LINES = (
     Line("cold prompt of 8k tokens, hashing included", "cold", PROMPT, 4.5),
     Line("cached prompt of 8k tokens", "cached", PROMPT, 4.5),
     Line("prompt of 8k tokens that evicts", "evicting", PROMPT, 4.5),
+    Line("hashes of 8k tokens, sha256", "hashes, sha256", HASH, 3.5),
+    Line("hashes of 8k tokens, sha256, a token of lookahead", "hashes, sha256, lookahead", HASH, 3.5),
+    Line("hashes of 8k tokens, sha256_cbor", "hashes, sha256_cbor", HASH, 10),
+    Line("hashes of 8k tokens, sha256_cbor, a token of lookahead", "hashes, sha256_cbor, lookahead", HASH, 10),
     Line("cached prompt of 128k tokens, Request() to schedule()", "long", ("add", "schedule"), 4),
     Line("the same, schedule() alone", "long", ("schedule",)),
     Line("schedule(), 1,024 running", "steps 1024", ("schedule",), 2),

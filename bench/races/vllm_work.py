@@ -36,6 +36,7 @@ LONG_PROMPT_LEN = 131_072
 NUM_PROMPTS_IN_POOL = 4  # of a pool that evicts
 NUM_BLOCKS_OF_MEMORY = 1_000_000
 WINDOW = 1024
+HASH_ALGOS = ("sha256", "sha256_cbor")
 
 GROUPS: dict[str, engine.Groups] = {
     "1 group": (None,),
@@ -139,6 +140,26 @@ class Prompt:
             self.manager.free(request)
 
 
+class Hashes:
+    """The blocks of a prompt are hashed."""
+
+    def __init__(self, hash_algo: str, *lookahead: int) -> None:
+        self.hasher, self.sampling = engine.make_hasher(hash_algo, *lookahead), engine.make_sampling(1)
+        self.num_prompts = 0
+        self.run(Clock())
+
+    def run(self, clock: Clock) -> None:
+        tokens = random_tokens(PROMPT_LEN, self.num_prompts)
+        self.num_prompts += 1
+        request = engine.make_request(f"prompt-{self.num_prompts}", tokens, None, self.sampling)
+        with clock.part("hash"):
+            self.hashes = self.hasher(request)
+
+    @property
+    def block_ids(self) -> list[str]:
+        return [digest.hex() for digest in self.hashes]
+
+
 class LongPrompt:
     """A cached prompt goes through an idle scheduler: made and hashed, added, scheduled, answered by one token and freed."""
 
@@ -208,6 +229,8 @@ WORKS: dict[str, Callable[[], Work]] = {
     "cold": lambda: Prompt(MAX_NUM_ROUNDS, False),
     "cached": lambda: Prompt(NUM_PROMPTS_IN_POOL, True),
     "evicting": lambda: Prompt(NUM_PROMPTS_IN_POOL, False),
+    **{f"hashes, {name}": lambda name=name: Hashes(name) for name in HASH_ALGOS},
+    **{f"hashes, {name}, lookahead": lambda name=name: Hashes(name, 1) for name in HASH_ALGOS},
     "long": LongPrompt,
     "steps 1024": lambda: Steps(1024, "1 group", False),
     "steps 1024 async": lambda: Steps(1024, "1 group", True),

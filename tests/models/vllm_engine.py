@@ -102,11 +102,11 @@ def make_model_config(max_model_len: int) -> Any:
     )
 
 
-def make_hasher(hash_algo: str = "sha256") -> Any:
-    """Make a block hasher as the engine core does. vLLM's default is SHA-256 over pickles."""
+def make_hasher(hash_algo: str = "sha256", *lookahead: int) -> Any:
+    """Make a block hasher as the engine core does. vLLM's default is SHA-256 over pickles, without lookahead."""
     hash_function = get_hash_fn_by_name(hash_algo)
     kv_cache_utils.init_none_hash(hash_function)
-    return kv_cache_utils.get_request_block_hasher(BLOCK_SIZE, hash_function)
+    return kv_cache_utils.get_request_block_hasher(BLOCK_SIZE, hash_function, *lookahead)
 
 
 def make_sampling(max_tokens: int) -> SamplingParams:

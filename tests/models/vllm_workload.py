@@ -474,8 +474,9 @@ class Workload:
         end = end if end >= prefill_end else end // size * size
         hash_size = self.setting.hash_block_size
         dropped = hash_size if self.setting.use_eagle else 0
-        tail = (request.num_prompt_tokens - (not dropped)) // hash_size * hash_size - dropped
-        last = (request.num_tokens - (not dropped)) // size * size - (size if dropped else 0)
+        num_behind = 0 if dropped else max(1, self.setting.hash_lookahead)
+        tail = (request.num_prompt_tokens - num_behind) // hash_size * hash_size - dropped
+        last = (request.num_tokens - num_behind) // size * size - (size if dropped else 0)
         stops = (tail, last, (start // size + 1) * size if start % size else 0)
         return min((stop for stop in stops if start < stop < end), default=end) - start
 

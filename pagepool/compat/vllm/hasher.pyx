@@ -39,7 +39,7 @@ cdef extern from "Python.h":
 cdef enum:
     DIGEST_SIZE = 32          # bytes
     MAX_PARENT_SIZE = 255     # bytes: pickle and CBOR write the size of larger ones differently
-    MAX_BLOCK_SIZE = 13_000   # tokens; below 64 KiB pickle writes a single frame
+    MAX_NUM_TOKENS = 13_000   # of a block and its lookahead; below 64 KiB pickle writes a single frame
     TOKEN_SIZE = 5            # largest encoding of a token, in bytes
     ROOM = 300                # bytes for the rest of an encoded block, and for writes past its end
 
@@ -63,6 +63,7 @@ cdef struct BlockToHash:
     Py_ssize_t parent_size
     PyObject **tokens
     Py_ssize_t num_tokens
+    Py_ssize_t num_ahead      # tokens behind the block that its hash covers
 
 
 cdef bint HAS_SHA = has_sha_instructions()
@@ -83,47 +84,87 @@ cdef inline uint8_t *pickle_token(uint8_t *out, int32_t token) noexcept nogil:
     return out + 2 + is_two + 2 * is_four
 
 
-cdef Py_ssize_t pickle_block(uint8_t *out, const BlockToHash *block) noexcept nogil:
-    """Pickle (parent, tokens, None), protocol 5, and return its size; 0 if a token is not a plain int of 32 bits."""
-    cdef uint8_t *first = out
-    cdef Py_ssize_t i
+cdef inline uint8_t *pickle_tuple(uint8_t *out, bint has_none, PyObject **tokens, Py_ssize_t num_tokens) noexcept nogil:
+    """Pickle a tuple of tokens, with None before them if `has_none`, and return its end; NULL if a token is not a plain int of
+    32 bits.
+    """
+    cdef Py_ssize_t i, size = has_none + num_tokens
     cdef int32_t token = 0
+    out[0] = MARK
+    out += size > 3
+    out[0] = NONE
+    out += has_none
+    for i in range(num_tokens):
+        if not read_token(tokens[i], &token):
+            return NULL
+        out = pickle_token(out, token)
+    out[0] = TUPLE if size > 3 else <uint8_t>(TUPLE1 - 1 + size)
+    out[1] = MEMOIZE
+    return out + 2
+
+
+cdef Py_ssize_t pickle_block(uint8_t *out, const BlockToHash *block) noexcept nogil:
+    """Pickle (parent, tokens, keys), protocol 5, and return its size; 0 if a token is not a plain int of 32 bits. The keys are
+    None, or with lookahead (None, *tokens).
+    """
+    cdef uint8_t *first = out
     out[0], out[1], out[2] = PROTO, 5, FRAME
     out[11], out[12] = SHORT_BINBYTES, <uint8_t>block.parent_size
     memcpy(out + 13, block.parent, block.parent_size)
     out += 13 + block.parent_size
-    out[0], out[1] = MEMOIZE, MARK
-    out += 2 if block.num_tokens > 3 else 1
-    for i in range(block.num_tokens):
-        if not read_token(block.tokens[i], &token):
+    out[0] = MEMOIZE
+    out = pickle_tuple(out + 1, False, block.tokens, block.num_tokens)
+    if out == NULL:
+        return 0
+    if block.num_ahead:
+        out = pickle_tuple(out, True, block.tokens + block.num_tokens, block.num_ahead)
+        if out == NULL:
             return 0
-        out = pickle_token(out, token)
-    out[0] = TUPLE if block.num_tokens > 3 else <uint8_t>(TUPLE1 - 1 + block.num_tokens)
-    out[1], out[2], out[3], out[4], out[5] = MEMOIZE, NONE, TUPLE3, MEMOIZE, STOP
-    store_little(first + 3, <uint32_t>(out + 6 - first - 11))
+    else:
+        out[0] = NONE
+        out += 1
+    out[0], out[1], out[2] = TUPLE3, MEMOIZE, STOP
+    store_little(first + 3, <uint32_t>(out + 3 - first - 11))
     store_little(first + 7, 0)
-    return out + 6 - first
+    return out + 3 - first
+
+
+cdef inline uint8_t *write_array(uint8_t *out, bint has_null, PyObject **tokens, Py_ssize_t num_tokens) noexcept nogil:
+    """Write an array of tokens, with null before them if `has_null`, and return its end; NULL if a token is not a plain int of
+    32 bits.
+    """
+    cdef Py_ssize_t i
+    cdef int32_t token = 0
+    out = write_head(out, CBOR_ARRAY, <uint32_t>(has_null + num_tokens))
+    out[0] = CBOR_NULL
+    out += has_null
+    for i in range(num_tokens):
+        if not read_token(tokens[i], &token):
+            return NULL
+        out = write_int(out, token)
+    return out
 
 
 cdef Py_ssize_t encode_cbor(uint8_t *out, const BlockToHash *block) noexcept nogil:
-    """Write [parent, tokens, null] in canonical CBOR and return its size; 0 if a token is not a plain int of 32 bits."""
+    """Write [parent, tokens, keys] in canonical CBOR and return its size; 0 if a token is not a plain int of 32 bits. The keys
+    are null, or with lookahead [null, *tokens].
+    """
     cdef uint8_t *first = out
-    cdef Py_ssize_t i
-    cdef int32_t token = 0
     out = write_head(out, CBOR_ARRAY, 3)
     out = write_head(out, CBOR_BYTES, <uint32_t>block.parent_size)
     memcpy(out, block.parent, block.parent_size)
-    out = write_head(out + block.parent_size, CBOR_ARRAY, <uint32_t>block.num_tokens)
-    for i in range(block.num_tokens):
-        if not read_token(block.tokens[i], &token):
-            return 0
-        out = write_int(out, token)
+    out = write_array(out + block.parent_size, False, block.tokens, block.num_tokens)
+    if out == NULL:
+        return 0
+    if block.num_ahead:
+        out = write_array(out, True, block.tokens + block.num_tokens, block.num_ahead)
+        return 0 if out == NULL else out - first
     out[0] = CBOR_NULL
     return out + 1 - first
 
 
 cdef uint8_t *make_buffer(Py_ssize_t num_tokens) except NULL:
-    """Allocate memory for an encoded block; free it with `PyMem_Free`."""
+    """Allocate memory for an encoded block with this number of tokens, lookahead included; free it with `PyMem_Free`."""
     cdef uint8_t *buffer = <uint8_t *>PyMem_Malloc(ROOM + TOKEN_SIZE * num_tokens)
     if buffer == NULL:
         raise MemoryError(f"{ROOM + TOKEN_SIZE * num_tokens} bytes")
@@ -134,7 +175,7 @@ cdef bytes hash_encoded(uint8_t *buffer, BlockToHash *block, bint is_cbor):
     """Return a block's digest, or None for tokens not encoded here. Parent and number of tokens must be within bounds."""
     cdef Py_ssize_t size = encode_cbor(buffer, block) if is_cbor else pickle_block(buffer, block)
     cdef bytes digest
-    assert 0 <= size <= ROOM + TOKEN_SIZE * block.num_tokens - 4
+    assert 0 <= size <= ROOM + TOKEN_SIZE * (block.num_tokens + block.num_ahead) - 4
     if size == 0:
         return None
     digest = PyBytes_FromStringAndSize(NULL, DIGEST_SIZE)
@@ -147,41 +188,49 @@ cdef class RequestBlockHasher:
     """Hasher of a request's new full blocks, made by `get_request_block_hasher`.
 
     It hashes requests without features, adapter and embeddings, with plain ints of 32 bits as tokens, and leaves others to
-    vLLM's own hasher. A call without a full block only compares two lengths. Pickling stores vLLM's functions by reference.
+    vLLM's own hasher. A call without a full block only compares two lengths. A block with lookahead is hashed once the tokens
+    behind it are there. Pickling stores vLLM's functions by reference.
     """
 
     cdef readonly Py_ssize_t hash_block_size
     cdef readonly object caching_hash_fn
+    cdef readonly Py_ssize_t num_hash_lookahead_tokens
     cdef bint is_cbor
     cdef object utils         # a module of vLLM
     cdef object theirs        # makes vLLM's own hasher
     cdef object own_hasher    # None until it is needed
 
-    def __cinit__(self, Py_ssize_t hash_block_size, caching_hash_fn):
-        if not is_supported(hash_block_size, caching_hash_fn):
+    def __cinit__(self, Py_ssize_t hash_block_size, caching_hash_fn, Py_ssize_t num_hash_lookahead_tokens=0):
+        if not is_supported(hash_block_size, caching_hash_fn, num_hash_lookahead_tokens):
             raise ArgumentError(
-                f"caching_hash_fn: got {shown(caching_hash_fn)} for blocks of {hash_block_size}, "
-                f"allowed: vLLM's sha256 and sha256_cbor for blocks of 1 to {MAX_BLOCK_SIZE}"
+                f"caching_hash_fn: got {shown(caching_hash_fn)} for blocks of {hash_block_size} and a lookahead of "
+                f"{num_hash_lookahead_tokens}, allowed: vLLM's sha256 and sha256_cbor for blocks of 1 to {MAX_NUM_TOKENS}, "
+                f"lookahead included, if this vLLM has it"
             )
         self.hash_block_size, self.caching_hash_fn = hash_block_size, caching_hash_fn
+        self.num_hash_lookahead_tokens = num_hash_lookahead_tokens
         self.is_cbor = caching_hash_fn is bound_sha256_cbor
         self.utils, self.theirs = bound_utils, bound_theirs
 
     def __reduce__(self):
-        return RequestBlockHasher, (self.hash_block_size, self.caching_hash_fn)
+        return RequestBlockHasher, (self.hash_block_size, self.caching_hash_fn, self.num_hash_lookahead_tokens)
 
     @cython.binding(False)
     def find_new_hashes(self, request):
-        """Return the hashes of the full blocks after those in ``request.block_hashes``."""
+        """Return the hashes of the full blocks after those in ``request.block_hashes``, as far as their lookahead is known."""
+        cdef Py_ssize_t num_new
         tokens, hashes = getattr(request, "_all_token_ids", None), getattr(request, "block_hashes", None)
         if type(tokens) is list and type(hashes) is list:
-            if len(<list>tokens) - len(<list>hashes) * self.hash_block_size < self.hash_block_size:
+            num_new = len(<list>tokens) - self.num_hash_lookahead_tokens - len(<list>hashes) * self.hash_block_size
+            if num_new < self.hash_block_size:
                 return []
             digests = self.hash_request(request, tokens, hashes)
             if digests is not None:
                 return digests
         if self.own_hasher is None:
-            self.own_hasher = self.theirs(self.hash_block_size, self.caching_hash_fn)
+            self.own_hasher = make_own_hasher(
+                self.theirs, self.hash_block_size, self.caching_hash_fn, self.num_hash_lookahead_tokens
+            )
         return self.own_hasher(request)
 
     cdef list hash_request(self, object request, list tokens, list hashes):
@@ -204,14 +253,20 @@ cdef class RequestBlockHasher:
 
     cdef object hash_salted(self, object request, list tokens):
         """Hash the first block, the only one with the salt, by vLLM's functions."""
-        extra_keys, _ = self.utils.generate_block_hash_extra_keys(request, 0, self.hash_block_size, 0)
-        return self.utils.hash_block_tokens(self.caching_hash_fn, None, tokens[:self.hash_block_size], extra_keys)
+        size, stop = self.hash_block_size, self.hash_block_size + self.num_hash_lookahead_tokens
+        if stop > size:
+            extra_keys, _ = self.utils.generate_lookahead_block_hash_extra_keys(request, 0, size, stop, 0)
+            extra_keys = (extra_keys, *tokens[size:stop])
+        else:
+            extra_keys, _ = self.utils.generate_block_hash_extra_keys(request, 0, size, 0)
+        return self.utils.hash_block_tokens(self.caching_hash_fn, None, tokens[:size], extra_keys)
 
     cdef list hash_tokens(self, list digests, bytes parent, list tokens, Py_ssize_t start):
         """Append the digests of the full blocks from token `start` on to `digests`; None for tokens not encoded here."""
-        cdef uint8_t *buffer = make_buffer(self.hash_block_size)
+        cdef Py_ssize_t num_tokens = self.hash_block_size + self.num_hash_lookahead_tokens
+        cdef uint8_t *buffer = make_buffer(num_tokens)
         try:
-            while start + self.hash_block_size <= len(tokens):
+            while start + num_tokens <= len(tokens):
                 parent = self.hash_block(buffer, parent, tokens, start)
                 if parent is None:
                     return None
@@ -225,10 +280,11 @@ cdef class RequestBlockHasher:
         """Return the digest of a block; None for tokens not encoded here. The list must not change meanwhile."""
         cdef BlockToHash block
         with cython.critical_section(tokens):
-            if start + self.hash_block_size > len(tokens):
+            if start + self.hash_block_size + self.num_hash_lookahead_tokens > len(tokens):
                 return None
             block.parent, block.parent_size = <const uint8_t *>PyBytes_AS_STRING(parent), len(parent)
             block.tokens, block.num_tokens = items_of(tokens) + start, self.hash_block_size
+            block.num_ahead = self.num_hash_lookahead_tokens
             return hash_encoded(buffer, &block, self.is_cbor)
 
 
@@ -254,23 +310,33 @@ def bind() -> None:
     bound_utils, bound_sha256, bound_sha256_cbor, bound_theirs = utils, hashing.sha256, hashing.sha256_cbor, theirs
 
 
-def get_request_block_hasher(hash_block_size, caching_hash_fn, *lookahead, **options):
+def get_request_block_hasher(hash_block_size, caching_hash_fn, num_hash_lookahead_tokens=0):
     """Return a function that hashes a request's new full blocks, as vLLM's function of this name does.
 
-    For vLLM's `sha256` and `sha256_cbor` without lookahead and up to 13,000 tokens per block, it is a method of
-    `RequestBlockHasher`; otherwise, or if a trial of `caching_hash_fn` gives other digests, it is vLLM's own. Raise
-    ArgumentError for a block size below 1, ArgumentTypeError unless it is an int.
+    For vLLM's `sha256` and `sha256_cbor` and up to 13,000 tokens per block, lookahead included, it is a method of
+    `RequestBlockHasher`; otherwise, or if a trial of `caching_hash_fn` gives other digests, it is vLLM's own, as for lookahead
+    with a vLLM that has none. Raise ArgumentError for a block size below 1, ArgumentTypeError unless it is an int.
     """
     cdef Py_ssize_t block_size = size_of(hash_block_size, "hash_block_size", 1)
-    if is_supported(block_size, caching_hash_fn) and not any((*lookahead, *options.values())):
-        return RequestBlockHasher(block_size, caching_hash_fn).find_new_hashes  # faster to call than an object
-    return bound_theirs(hash_block_size, caching_hash_fn, *lookahead, **options)
+    if is_supported(block_size, caching_hash_fn, num_hash_lookahead_tokens):
+        hasher = RequestBlockHasher(block_size, caching_hash_fn, num_hash_lookahead_tokens)
+        return hasher.find_new_hashes  # faster to call than an object
+    return make_own_hasher(bound_theirs, hash_block_size, caching_hash_fn, num_hash_lookahead_tokens)
 
 
-cdef bint is_supported(Py_ssize_t hash_block_size, object caching_hash_fn) except -1:
+cdef object make_own_hasher(object theirs, object hash_block_size, object caching_hash_fn, object num_ahead):
+    """Make vLLM's own hasher. Before 0.33 vLLM has no lookahead."""
+    return theirs(hash_block_size, caching_hash_fn, num_ahead) if num_ahead else theirs(hash_block_size, caching_hash_fn)
+
+
+cdef bint is_supported(Py_ssize_t hash_block_size, object caching_hash_fn, object num_ahead) except -1:
     """Whether blocks are hashed here. This imports vLLM."""
     bind()
-    if not 1 <= hash_block_size <= MAX_BLOCK_SIZE:
+    if type(num_ahead) is not int or not 0 <= num_ahead < MAX_NUM_TOKENS:
+        return False
+    if not 1 <= hash_block_size <= MAX_NUM_TOKENS - num_ahead:
+        return False
+    if num_ahead and not hasattr(bound_utils, "generate_lookahead_block_hash_extra_keys"):
         return False
     if caching_hash_fn is bound_sha256 or caching_hash_fn is bound_sha256_cbor:
         return agrees(caching_hash_fn, caching_hash_fn is bound_sha256_cbor)
@@ -281,21 +347,26 @@ cdef bint agrees(object hash_function, bint is_cbor) except -1:
     """Whether a hash function gives our digests; another version of pickle or cbor2 may not."""
     parent = bytes(range(DIGEST_SIZE))
     for tokens in ([0, 23, 24, 255, 256, 65535, 65536, (1 << 31) - 1, -1, -25, -(1 << 31)], [7], [7, 8], [7, 8, 9]):
-        if hash_function((parent, tuple(tokens), None)) != _hash_block(parent, tokens, is_cbor):
-            return False
+        for ahead in ([], [7], [256, -1], [8, 65536, 24]):
+            extra_keys = (None, *ahead) if ahead else None
+            if hash_function((parent, tuple(tokens), extra_keys)) != _hash_block(parent, tokens + ahead, is_cbor, len(ahead)):
+                return False
     return True
 
 
-def _hash_block(bytes parent not None, list tokens not None, bint is_cbor):
-    """Return the digest of a block, or None if it is not encoded here. For tests."""
+def _hash_block(bytes parent not None, list tokens not None, bint is_cbor, Py_ssize_t num_ahead=0):
+    """Return the digest of a block, or None if it is not encoded here. The last `num_ahead` tokens are its lookahead. For
+    tests.
+    """
+    cdef Py_ssize_t num_tokens = len(tokens)
     cdef BlockToHash block = BlockToHash(
         parent=<const uint8_t *>PyBytes_AS_STRING(parent), parent_size=len(parent), tokens=items_of(tokens),
-        num_tokens=len(tokens),
+        num_tokens=num_tokens - num_ahead, num_ahead=num_ahead,
     )
     cdef uint8_t *buffer
-    if len(parent) > MAX_PARENT_SIZE or not 1 <= len(tokens) <= MAX_BLOCK_SIZE:
+    if len(parent) > MAX_PARENT_SIZE or num_tokens > MAX_NUM_TOKENS or not 0 <= num_ahead < num_tokens:
         return None
-    buffer = make_buffer(len(tokens))
+    buffer = make_buffer(num_tokens)
     try:
         return hash_encoded(buffer, &block, is_cbor)
     finally:
