@@ -889,10 +889,10 @@ cdef inline void cache_full_pages(
         waiting.num_waiting += 1
         page.page_id, page.held, entry = held.ids[place], held, &page.entry
         entry.key, entry.group, entry.place = &contents.digests[last_hash(group, place)], group.id, place
-        entry.session, entry.token_ids = contents.session, contents.token_ids + <Py_ssize_t>place * size
-        entry.num_tokens = size + contents.num_lookahead
-        if <Py_ssize_t>place * size + entry.num_tokens > contents.num_token_ids:
-            entry.num_tokens = 0
+        entry.session, entry.num_tokens = contents.session, 0
+        if waiting.pool.page_tokens != NULL and <Py_ssize_t>place * size + size + contents.num_lookahead <= contents.num_token_ids:
+            entry.token_ids = contents.token_ids + <Py_ssize_t>place * size
+            entry.num_tokens = size + contents.num_lookahead
         entry.upper = contents.uppers + last_hash(group, place) if contents.uppers != NULL else NULL
         fetch(&waiting.pool.pages[page.page_id])
         if is_journaled(waiting.pool):

@@ -121,6 +121,7 @@ cdef struct Batch:            # rows that run together
     int64_t num_steps         # steps to which several calls added rows
     int32_t max_steps_ahead   # steps planned before the one that runs is known; if any, flights count them
     bint caches_computed      # whether pages are cached once the steps that computed them are resolved
+    bint caches_late          # whether this is so, or keys have a lookahead
     bint keeps_flights        # whether this is so, or `max_steps_ahead` is not 0
     bint resolves             # whether a step was resolved, or planned ahead
     bint restores_states      # whether the engine restores states after drafts, so that lookahead may pass checkpoints
@@ -241,10 +242,10 @@ cdef inline int32_t count_cacheable(const Batch *batch, Py_ssize_t row, int32_t 
     """Count the leading tokens of `num_computed` whose pages may be cached: those whose lookahead is known, and whose steps are
     resolved, if that matters.
     """
-    if batch.caches_computed:
-        num_computed = min(num_computed, batch.flights[row].num_resolved)
-    if rare(batch.hashing.num_lookahead):
+    if exceptional(batch.caches_late):
         num_computed = min(num_computed, max(0, batch.records[row].num_tokens - batch.hashing.num_lookahead))
+        if batch.caches_computed:
+            num_computed = min(num_computed, batch.flights[row].num_resolved)
     return num_computed
 
 
@@ -854,7 +855,7 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
     if rare(batch.writes_states) and (is_next_step or batch.max_steps_ahead):
         settle_writes(batch, row, UNKNOWN)
     if is_next_step:
-        if rare(batch.hashing.num_lookahead):  # before a window passes pages whose lookahead was not known in their own step
+        if exceptional(batch.hashing.num_lookahead):  # before windows pass pages whose lookahead was not known in their own step
             cache_row(batch, row, count_cacheable(batch, row, num_before))
             cache_waiting(&batch.waiting)
         if rare(batch.unifies_pages):
