@@ -86,7 +86,7 @@ take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].sha
         return full_pages(rules, max(0, num_computed - rules.window + 1)){+ + BUG+}
 == a further call for a step gives back what the step reads
     if is_next_step{+ or BUG+}:
-        if rare(
+        if exceptional(
 == a further call for a step keeps the state before it
     if rare(batch.keeps_states) and {+(+}is_next_step{+ or BUG)+} and are_checkpoints_due(
 == a chunk skips its first page
