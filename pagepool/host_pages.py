@@ -556,13 +556,16 @@ class Pack(NamedTuple):
             for i, pages in enumerate(np.asarray(shard.data)):
                 copy_rows(as_bytes(pages), np.arange(len(dst)), self._columns(rows, first + i), dst, num_threads)
 
-    def stage(self, rows: Rows, src: Int32Array, memory: Rows, num_threads: int) -> npt.NDArray[Any]:
-        """Copy rows into the pack's part of memory, and return this as pages."""
+    def stage(self, rows: Rows, src: Int32Array, memory: Rows, num_threads: int) -> Any:
+        """Copy rows into the pack's part of memory, and return this as pages: for one device an array of NumPy, since a call
+        of jax less is made then. A mesh would need other programs for it, and refuses it where jax has several processes.
+        """
         shape = rows.shape[1], 1 << (len(src) - 1).bit_length()
         staged = memory[prod(shape) * self.start : prod(shape) * self.stop]
         for i, pages in enumerate(staged.reshape(*shape, self.stop - self.start)):
             copy_rows(self._columns(rows, i), src, pages, np.arange(len(src)), num_threads)
-        return staged.view(self.dtype).reshape(*shape, self.num_items)
+        pages = staged.view(self.dtype).reshape(*shape, self.num_items)
+        return import_jax().device_put(pages, self.device) if hasattr(self.device, "mesh") else pages
 
     def load(self, leaves: list[Any], pages: Any, pairs: Int32Array, crosses: bool) -> Any:
         """Write pages into the arrays; the results replace those in `leaves`. `pairs` are the pages they were saved from, and

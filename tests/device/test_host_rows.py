@@ -19,6 +19,7 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 from devices import after_slow_work, count_compilations  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 from moved_pages import TransferredPages, draw_array, make_transfers  # noqa: E402
 from settings import NUM_OPERATIONS  # noqa: E402
 from sources import run_python  # noqa: E402
@@ -130,8 +131,12 @@ def test_up_to_64_pages_or_16_mib_cross_together(num_kib: int, num_calls: int, m
     assert array[1:, 7].tolist() == ids.tolist()
 
 
-def test_loads_from_rows_and_from_saves_under_way_use_the_same_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = make_pages("bfloat16", "int32")
+@pytest.mark.parametrize("has_mesh", [False, True])
+def test_loads_from_rows_and_from_saves_under_way_use_the_same_programs(
+    has_mesh: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("a",)), PartitionSpec("a"))
+    pages = make_pages("bfloat16", "int32", placement=sharding if has_mesh else None)
     pages.warmup(64)
     with count_compilations() as compilations:
         pages.transfer(make_transfers([(i, i) for i in range(1, 8)]))
@@ -274,7 +279,7 @@ def test_rows_are_never_handed_to_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     pages.transfer(make_transfers([(1, 1), (2, 2)]))
     pages.host_pages.wait()
     pages.transfer(make_transfers([], [(1, 3)]))
-    assert [type(array) for array in given] == [np.ndarray] * 2
+    assert [type(array) for array in given] == [np.ndarray] * 2  # a jax array would hide its memory
     assert not any(np.shares_memory(array, pages.host_pages.rows[0]) for array in given)
     pages.check()
 
