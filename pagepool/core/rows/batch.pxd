@@ -855,9 +855,10 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
     if rare(batch.writes_states) and (is_next_step or batch.max_steps_ahead):
         settle_writes(batch, row, UNKNOWN)
     if is_next_step:
-        if exceptional(batch.hashing.num_lookahead):  # before windows pass pages whose lookahead was not known in their own step
+        if exceptional(batch.hashing.num_lookahead):
             cache_row(batch, row, count_cacheable(batch, row, num_before))
-            cache_waiting(&batch.waiting)
+            if batch.skips_pages or batch.unifies_pages:  # pages of earlier steps, which may leave the row now
+                cache_waiting(&batch.waiting)
         if rare(batch.unifies_pages):
             unify_pages(batch, row, count_cacheable(batch, row, num_before))
         if rare(batch.skips_pages):
