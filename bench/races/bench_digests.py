@@ -1,7 +1,8 @@
-"""Digests of a prompt's pages, and prompts of a running batch, by hash function.
+"""Digests of a prompt's pages, and prompts of a running batch, by hash function, and with a lookahead.
 
 Of the digests, hashlib's are made page by page in Python, from the same messages as the core's, and must be the same. A batch
-admits a cold prompt, hashes its pages, caches them, and releases the row.
+admits a cold prompt, hashes its pages, caches them, and releases the row. With a lookahead it does so, and decodes, beside a
+batch for a drafter that drops the last page of each hit.
 """
 
 from __future__ import annotations
@@ -14,8 +15,18 @@ import pytest
 
 import pagepool
 from bench.races.batch_rivals import Batched
-from bench.races.bench_running_batch import NUM_TURNS, PAGES_PER_PROMPT, PROMPT_LEN, Prompt
-from bench.races.race import DIGESTS, Counted, Race, Work, count_rounds
+from bench.races.bench_running_batch import (
+    CONTEXT_LEN,
+    NUM_DECODE_TURNS,
+    NUM_STEPS,
+    NUM_TURNS,
+    PAGES_PER_PROMPT,
+    PROMPT_LEN,
+    Decode,
+    Prompt,
+    num_decode_pages,
+)
+from bench.races.race import DIGESTS, LOOKAHEAD, Counted, Race, Work, count_rounds
 from bench.races.rivals import MAX_MODEL_LEN, Rival
 from bench.workload import PAGE_SIZE, SEED, VOCABULARY, make_group
 from pagepool._core import HashChain
@@ -65,11 +76,18 @@ class PythonDigests(Digests):
 class Hashing(Rival):
     """Pagepool with the hash of that name."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **options: Any) -> None:
         super().__init__(name, pagepool, pagepool, pagepool)
+        self.options = {"hash_algo": name, **options}
 
     def make_manager(self, num_pages: int, max_model_len: int = MAX_MODEL_LEN) -> Any:
-        return pagepool.CacheManager(num_pages, [make_group(pagepool)], max_model_len, hash_algo=self.name)
+        return pagepool.CacheManager(num_pages, [make_group(pagepool)], max_model_len, **self.options)
+
+
+DRAFTERS = {
+    "last page dropped": Hashing(DIGESTS.ours, use_eagle=True),
+    LOOKAHEAD.ours: Hashing(DIGESTS.ours, use_eagle=True, lookahead=1),
+}
 
 
 def find_algorithms() -> list[str]:
@@ -99,3 +117,18 @@ def test_prompt(race: Race) -> None:
     num_pages = count_rounds(NUM_TURNS) * PAGES_PER_PROMPT + 1
     contenders = {name: Prompt(Batched(num_pages, 1, Hashing(name)), False) for name in find_algorithms()}
     race(contenders, Work(f"cold prompt of {PROMPT_LEN} tokens in a batch", "page", PAGES_PER_PROMPT, NUM_TURNS, suite=DIGESTS))
+
+
+def test_prompt_with_lookahead(race: Race) -> None:
+    num_pages = count_rounds(NUM_TURNS) * PAGES_PER_PROMPT + 1
+    contenders = {name: Prompt(Batched(num_pages, 1, rival), False) for name, rival in DRAFTERS.items()}
+    work = f"cold prompt of {PROMPT_LEN} tokens in a batch, with a drafter"
+    race(contenders, Work(work, "page", PAGES_PER_PROMPT, NUM_TURNS, suite=LOOKAHEAD))
+
+
+@pytest.mark.parametrize("num_rows", [256, 1024])
+def test_decode_with_lookahead(race: Race, num_rows: int) -> None:
+    num_pages = num_decode_pages(num_rows, CONTEXT_LEN, NUM_DECODE_TURNS)
+    contenders = {name: Decode(Batched(num_pages, num_rows, rival), num_rows, CONTEXT_LEN) for name, rival in DRAFTERS.items()}
+    work = f"decode with a drafter: {num_rows} rows, context {CONTEXT_LEN}"
+    race(contenders, Work(work, "row", num_rows * NUM_STEPS, NUM_DECODE_TURNS, suite=LOOKAHEAD))

@@ -56,6 +56,7 @@ PORTS = tuple(Suite(("nano-vllm", "plain"), ours, "ns", 1e9, "target") for ours 
 INPUTS = Suite(("memcpy", "lists", "rows"), "inputs", "us", 1e6, "target")
 AHEAD = Suite(("append, grow", "grow, resolve", "computed"), "ahead", "us", 1e6, "target")
 POOLS = Suite(("one pool",), "two pools", "us", 1e6, "target")
+LOOKAHEAD = Suite(("last page dropped",), "lookahead", "ns", 1e9, "target")
 HASHES = Suite(
     ("vllm sha256", "vllm sha256_cbor", "vllm xxhash", "vllm xxhash_cbor"),
     "siphash128",
@@ -85,6 +86,7 @@ SUITES = (
     INPUTS,
     AHEAD,
     POOLS,
+    LOOKAHEAD,
     HASHES,
     DIGESTS,
 )
