@@ -22,6 +22,7 @@ import numpy as np
 from pagepool.arguments import require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.stores.jobs import (
+    Finish,
     JobStore,
     Kind,
     refuse_size,
@@ -62,31 +63,25 @@ class Files:
         self._root, self._fsync, self._room = root, fsync, room
         self._writer, self._numbers = secrets.token_hex(8), itertools.count()
 
-    def has(self, key: bytes) -> bool:
-        """Whether the file is there."""
-        try:
-            os.stat(f"{self._root}/{split_key(key)}")
-        except FileNotFoundError:
-            return False
-        return True
+    def find(self, key: bytes) -> None:
+        """Raise FileNotFoundError unless the file is there."""
+        os.stat(f"{self._root}/{split_key(key)}")
 
-    def load(self, key: bytes, row: memoryview) -> bool:
+    def load(self, key: bytes, row: memoryview) -> None:
         """Read the file into a row."""
         path = f"{self._root}/{split_key(key)}"
-        try:
-            descriptor = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            return False
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             size = read(descriptor, row)
         finally:
             os.close(descriptor)
         if size != len(row):
             raise refuse_size(path, size if size < len(row) else f"over {len(row)}", row)
-        return True
 
-    def save(self, key: bytes, row: memoryview) -> bool:
+    def save(self, key: bytes, row: memoryview, finish: Finish | None) -> bool:
         """Write a row to the file. Return False if there is no room yet."""
+        if finish:
+            finish(key, row)
         if not self._room.take(len(row)):
             return False
         path = f"{self._root}/{split_key(key)}"

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.stores.protocol import Done
 
 __all__ = [
+    "Finish",
     "JobStore",
     "Kind",
     "Objects",
@@ -30,17 +31,21 @@ MAX_KEY_BYTES = 64
 NAMESPACE = re.compile(r"(?!\.{1,2}(?:/|\Z))[\w.-]+(?:/(?!\.{1,2}(?:/|\Z))[\w.-]+)*", re.ASCII)
 
 
+Finish = Callable[[bytes, memoryview], None]
+"""What completes a row before it is written, by its key."""
+
+
 class Objects(Protocol):
     """What a store does for one key. Several threads call it at once, and every error becomes an answer."""
 
-    def has(self, key: bytes) -> bool:
-        """Whether the object is there."""
+    def find(self, key: bytes) -> None:
+        """Raise FileNotFoundError unless the object is there."""
 
-    def load(self, key: bytes, row: memoryview) -> bool:
-        """Read the object into a row. Return False if it is not there; raise an error for another length."""
+    def load(self, key: bytes, row: memoryview) -> None:
+        """Read the object into a row. Raise FileNotFoundError if it is not there, another error for another length."""
 
-    def save(self, key: bytes, row: memoryview) -> bool:
-        """Write the object, in place of an older one. Return False if there is no room for it."""
+    def save(self, key: bytes, row: memoryview, finish: Finish | None) -> bool:
+        """Write the object, in place of an older one, after `finish` was called. Return False if there is no room for it."""
 
     def touch(self, key: bytes) -> None:
         """Record a use of the object."""
@@ -58,10 +63,10 @@ class Kind(IntEnum):
 class Job:
     """A job, and its answer so far."""
 
-    __slots__ = ("error", "is_done", "keys", "kind", "next_index", "num_left", "number", "rows")
+    __slots__ = ("error", "finish", "is_done", "keys", "kind", "next_index", "num_left", "number", "rows")
 
-    def __init__(self, number: int, kind: Kind, keys: list[bytes], rows: list[memoryview]) -> None:
-        self.number, self.kind, self.keys, self.rows = number, kind, keys, rows
+    def __init__(self, number: int, kind: Kind, keys: list[bytes], rows: list[memoryview], finish: Finish | None) -> None:
+        self.number, self.kind, self.keys, self.rows, self.finish = number, kind, keys, rows, finish
         self.is_done, self.error = bytearray(len(keys)), None
         self.next_index, self.num_left = 0, len(keys)
 
@@ -72,14 +77,17 @@ class Job:
         key = self.keys[index]
         try:
             if self.kind == Kind.LOOKUP:
-                self.is_done[index] = objects.has(key)
+                objects.find(key)
             elif self.kind == Kind.LOAD:
-                self.is_done[index] = objects.load(key, self.rows[index])
-            elif self.kind == Kind.SAVE:
-                self.is_done[index] = objects.save(key, self.rows[index])
-            else:
+                objects.load(key, self.rows[index])
+            elif self.kind == Kind.TOUCH:
                 objects.touch(key)
+            elif not objects.save(key, self.rows[index], self.finish):
+                return None
+            self.is_done[index] = 1
         except Exception as error:
+            if isinstance(error, FileNotFoundError) and self.kind in (Kind.LOOKUP, Kind.LOAD):
+                return None
             error.__traceback__ = error.__context__ = error.__cause__ = None  # their frames hold rows
             return error
         return None
@@ -111,12 +119,12 @@ class JobThreads:
         """Whether this is a forked process, which lacks the threads and must not take the lock."""
         return os.getpid() != self._process_id
 
-    def start(self, kind: Kind, keys: list[bytes], rows: list[memoryview]) -> int:
+    def start(self, kind: Kind, keys: list[bytes], rows: list[memoryview], finish: Finish | None = None) -> int:
         """Queue a job and return its number. Raise ArgumentError if the store is closed."""
         self.require_open()
         with self._lock:
             self.require_open()
-            job = Job(next(self._numbers), kind, keys, rows)
+            job = Job(next(self._numbers), kind, keys, rows, finish)
             if keys:
                 self._queues[kind].append(job)
                 self._num_saves += len(keys) if kind == Kind.SAVE else 0
@@ -229,14 +237,15 @@ class JobStore:
         keys = require_keys(keys)
         return self._jobs.start(Kind.LOAD, keys, require_rows(rows, len(keys), True))
 
-    def save(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> int:
+    def save(self, keys: Sequence[bytes], rows: Sequence[memoryview], *, finish: Finish | None = None) -> int:
         """Start to write rows as objects, in place of older ones. Return the number of the job.
 
-        Until `poll` names the job or `close` returns, the rows must stay unchanged. Rows and errors are as for `load`; they may
-        be read-only.
+        Until `poll` names the job or `close` returns, the rows must stay unchanged. `finish` is called in a thread with a key
+        and its row before the row is written, and may change it: a checksum costs the calling thread nothing there. Its errors
+        are those of the answer. Rows and errors are as for `load`; without `finish` rows may be read-only.
         """
         keys = require_keys(keys)
-        return self._jobs.start(Kind.SAVE, keys, require_rows(rows, len(keys), False))
+        return self._jobs.start(Kind.SAVE, keys, require_rows(rows, len(keys), finish is not None), finish)
 
     def poll(self) -> list[Done]:
         """Return the jobs answered since the last call, in the order of their answers. Raise ArgumentError if the store is

@@ -50,7 +50,7 @@ class Loads:
         """`max_bytes` of objects are loaded at a time."""
         self._tier, self._jobs, self._saves, self._namespace = tier, jobs, saves, namespace
         self._sizes = np.array([rows.shape[1] + HEADER_BYTES for rows in tier.rows], dtype=np.int64)  # bytes, by group
-        self._buffers = Buffers(max_bytes)
+        self._buffers = Buffers(max_bytes, self._sizes.tolist())
         self._waiting: deque[tuple[Fetch, Pages]] = deque()  # pages to be loaded
         self._num_waiting_bytes = 0
         self._load_rate, self._step_rate = AnswerRate(), Rate()
@@ -122,7 +122,7 @@ class Loads:
             fetch, pages = self._waiting[0]
             sizes = self._sizes[pages.groups]
             num = max(1, int(np.searchsorted(np.cumsum(sizes), MAX_BYTES_PER_JOB)))
-            objects = self._take_objects(sizes[:num].tolist())
+            objects, places = self._take_objects(sizes[:num].tolist())
             if not objects:
                 return
             self._waiting.popleft()
@@ -133,21 +133,23 @@ class Loads:
             chosen = pages.choose(slice(num))
             self.num_loading += num
             self._load_rate.start(time.monotonic())
-            self._jobs.load(Job(chosen, chosen.name(), self._end_load, objects, fetch))
+            self._jobs.load(Job(chosen, chosen.name(), self._end_load, objects, places, fetch))
 
     def clear(self) -> None:
         """Forget the pages that wait for a load."""
         self._waiting.clear()
         self._num_waiting_bytes = 0
 
-    def _take_objects(self, sizes: Sequence[int]) -> list[Object]:
-        objects = []
+    def _take_objects(self, sizes: Sequence[int]) -> tuple[list[Object], list[int]]:
+        objects: list[Object] = []
+        places: list[int] = []
         for size in sizes:
-            item = self._buffers.take(size)
-            if item is None:
+            taken = self._buffers.take(1, size)
+            if not taken:
                 break
-            objects.append(item)
-        return objects
+            places += taken
+            objects.append(self._buffers.arrays[size][taken[0]])
+        return objects, places
 
     def _end_lookup(self, job: Job, are_stored: Flags) -> None:
         fetch: Fetch = job.context
@@ -216,8 +218,7 @@ class Loads:
         self.num_missing += int((~is_done).sum())
         self._saves.note_stored(job.pages, is_done)
         self._fill(job, np.flatnonzero(is_done))
-        for item in job.objects:
-            self._buffers.give_back(item)
+        self._buffers.give_back(job.objects, job.places)
 
     def _fill(self, job: Job, places: npt.NDArray[np.intp]) -> None:
         """Copy loaded objects into pages of the tier, and let those hit that are intact there."""

@@ -13,6 +13,7 @@ import numpy as np
 from pagepool.arguments import require_int
 from pagepool.errors import ArgumentTypeError
 from pagepool.stores.jobs import (
+    Finish,
     JobStore,
     refuse_size,
     require_drain_seconds,
@@ -37,21 +38,14 @@ class Bucket:
         self._obstore, self._store, self._namespace = obstore, store, namespace
         self._lock, self._is_closed = threading.Lock(), False
 
-    def has(self, key: bytes) -> bool:
-        """Whether the object is there."""
-        try:
-            self._obstore.head(self._store, f"{self._namespace}/{split_key(key)}")
-        except FileNotFoundError:
-            return False
-        return True
+    def find(self, key: bytes) -> None:
+        """Raise FileNotFoundError unless the object is there."""
+        self._obstore.head(self._store, f"{self._namespace}/{split_key(key)}")
 
-    def load(self, key: bytes, row: memoryview) -> bool:
+    def load(self, key: bytes, row: memoryview) -> None:
         """Read the object into a row. An object of another length is not transferred."""
         name = f"{self._namespace}/{split_key(key)}"
-        try:
-            found = self._obstore.get(self._store, name)
-        except FileNotFoundError:
-            return False
+        found = self._obstore.get(self._store, name)
         size = found.meta["size"]
         data = np.frombuffer(found.bytes() if size == len(row) else b"", np.uint8)
         if len(data) != len(row):
@@ -59,13 +53,14 @@ class Bucket:
         with self._lock:
             if not self._is_closed:
                 np.copyto(np.frombuffer(row, np.uint8), data)
-        return True
 
-    def save(self, key: bytes, row: memoryview) -> bool:
+    def save(self, key: bytes, row: memoryview, finish: Finish | None) -> bool:
         """Write a copy of a row, since obstore may read, or even keep, what it is given after the call."""
         with self._lock:
             if self._is_closed:
                 return False
+            if finish:
+                finish(key, row)
             data = np.frombuffer(row, np.uint8).copy()
         self._obstore.put(self._store, f"{self._namespace}/{split_key(key)}", data, use_multipart=False)
         return True

@@ -2,13 +2,15 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pagepool.stores.jobs import Finish, JobStore
 from pagepool.stores.pages import Pages
 from pagepool.stores.protocol import Store
 
@@ -28,6 +30,7 @@ class Job:
     names: list[bytes]
     end: Callable[["Job", Flags], None]
     objects: list[Object] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)  # `Buffers` keeps the objects there
     context: Any = None
     started_at: float = 0.0
 
@@ -53,9 +56,15 @@ class Jobs:
         """Start to read objects."""
         self._start(job, self._store.load, job.names, [item.data for item in job.objects])
 
-    def save(self, job: Job) -> None:
-        """Start to write objects."""
-        self._start(job, self._store.save, job.names, [item.data for item in job.objects])
+    def save(self, job: Job, finish: Finish) -> None:
+        """Start to write objects, each after `finish` was called with its name and bytes: in the store's threads if it can."""
+        store, rows = self._store, [item.data for item in job.objects]
+        if isinstance(store, JobStore):
+            self._start(job, store.save, job.names, rows, finish=finish)
+        else:
+            for name, row in zip(job.names, rows, strict=True):
+                finish(name, row)
+            self._start(job, store.save, job.names, rows)
 
     def touch(self, names: list[bytes]) -> None:
         """Report that objects were used."""
@@ -66,9 +75,9 @@ class Jobs:
         for job, is_done in list(self._read_answers(self._call(self._store.poll))):
             job.end(job, is_done)
 
-    def _start(self, job: Job, call: Callable[..., int], *arguments: Any) -> None:
+    def _start(self, job: Job, call: Callable[..., int], *arguments: Any, **options: Any) -> None:
         job.started_at = time.monotonic()
-        number = self._call(call, *arguments)
+        number = self._call(call, *arguments, **options)
         if isinstance(number, int) and number not in self._pending:
             self._pending[number] = job
             return
@@ -95,10 +104,10 @@ class Jobs:
             else:
                 yield job, flags
 
-    def _call(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call the store. Return None if it raises."""
         try:
-            return call(*arguments)
+            return call(*arguments, **options)
         except Exception as error:
             self._report(error)
             return None
@@ -110,29 +119,26 @@ class Jobs:
 
 
 class Buffers:
-    """Memory of objects: at most `max_bytes` of them are out."""
+    """Memory of objects, one array for each size: at most `max_bytes` of objects are out. What was out before comes first."""
 
-    def __init__(self, max_bytes: int) -> None:
-        """Begin without memory."""
+    def __init__(self, max_bytes: int, sizes: Iterable[int]) -> None:
+        """Reserve memory, which the system allocates when it is first written."""
         self._max_bytes = max_bytes
-        self._spare: dict[int, list[Object]] = {}
-        self._num_spare_bytes = 0
+        self.arrays = {size: np.empty((max_bytes // size, size), dtype=np.uint8) for size in {*sizes}}
+        self._spare: dict[int, list[int]] = {size: [] for size in self.arrays}
+        self._unused = {size: count() for size in self.arrays}
         self.num_bytes = 0
 
-    def take(self, size: int) -> Object | None:
-        """Return an object of `size` bytes of any content, or None if there is no room."""
-        if self.num_bytes + size > self._max_bytes:
-            return None
-        self.num_bytes += size
-        spare = self._spare.get(size)
-        if not spare:
-            return np.empty(size, dtype=np.uint8)
-        self._num_spare_bytes -= size
-        return spare.pop()
+    def take(self, num: int, size: int) -> list[int]:
+        """Return the places of objects in the array for `size`, or of fewer if there is no room."""
+        num = min(num, (self._max_bytes - self.num_bytes) // size)
+        self.num_bytes += num * size
+        spare = self._spare[size]
+        spare.extend(islice(self._unused[size], max(num - len(spare), 0)))
+        return [spare.pop() for _ in range(num)]
 
-    def give_back(self, item: Object) -> None:
-        """Take an object back. Its memory, touched already, serves the next one of its size."""
-        self.num_bytes -= len(item)
-        if self._num_spare_bytes + len(item) <= self._max_bytes:
-            self._num_spare_bytes += len(item)
-            self._spare.setdefault(len(item), []).append(item)
+    def give_back(self, objects: Sequence[Object], places: Sequence[int]) -> None:
+        """Take objects back from their places."""
+        for item, place in zip(objects, places, strict=True):
+            self.num_bytes -= len(item)
+            self._spare[len(item)].append(place)

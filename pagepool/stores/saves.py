@@ -1,15 +1,15 @@
 """Pages of the host tier on their way to a store."""
 
 import time
-from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import take_unstored
+from pagepool._core import copy_rows, take_unstored
 from pagepool.stores.frames import HEADER_BYTES, write_header
 from pagepool.stores.pages import Keys, Pages, Tier
-from pagepool.stores.pending import Buffers, Flags, Job, Jobs, Object
+from pagepool.stores.pending import Buffers, Flags, Job, Jobs
 
 __all__ = ["Saves"]
 
@@ -23,8 +23,9 @@ class Saves:
 
     def __init__(self, tier: Tier, jobs: Jobs, namespace: str, max_bytes: int) -> None:
         """Begin without pages."""
-        self._tier, self._jobs, self._namespace = tier, jobs, namespace
-        self._buffers = Buffers(max_bytes)
+        self._tier, self._jobs = tier, jobs
+        self._finish = partial(finish, namespace)
+        self._buffers = Buffers(max_bytes, [HEADER_BYTES + rows.shape[1] for rows in tier.rows])
         self._stored = np.zeros(NUM_TAGS, dtype=np.uint64)
         self._wrong: dict[bytes, float] = {}  # when the content was found to be wrong
         self._saving: set[bytes] = set()
@@ -66,39 +67,32 @@ class Saves:
             self._jobs.touch(used)
         places = np.flatnonzero(~is_wrong & ~is_stored)
         _, first = np.unique(pages.choose(places).find_tags(), return_index=True)  # a page may be listed twice
-        self._copy(pages, page_ids, places[np.sort(first)].tolist())
+        self._copy(pages, page_ids, places[np.sort(first)])
 
-    def _copy(self, pages: Pages, page_ids: npt.NDArray[np.int32], places: Sequence[int]) -> None:
-        copied: list[int] = []
-        names: list[bytes] = []
-        objects: list[Object] = []
-        for place, name in zip(places, pages.choose(places).name(), strict=True):
-            if name in self._saving:  # with a content that was found to be wrong: two saves could end in any order
-                self.num_dropped += 1
-                continue
-            row = self._tier.rows[pages.groups[place]][page_ids[place]]
-            item = self._buffers.take(HEADER_BYTES + len(row))
-            if item is None:
-                self.num_dropped += 1
-                continue
-            item[HEADER_BYTES:] = row
-            copied.append(place)
-            names.append(name)
-            objects.append(item)
-        for start in range(0, len(copied), MAX_PAGES_PER_JOB):
-            stop = start + MAX_PAGES_PER_JOB
-            self._save(Job(pages.choose(copied[start:stop]), names[start:stop], self._end, objects[start:stop]))
+    def _copy(self, pages: Pages, page_ids: npt.NDArray[np.int32], places: npt.NDArray[np.intp]) -> None:
+        """Copy rows of a group at once, and start to save them."""
+        names = pages.choose(places).name()
+        are_new = np.array([name not in self._saving for name in names], dtype=bool)
+        self.num_dropped += int((~are_new).sum())  # their content was found to be wrong: two saves could end in any order
+        for group in np.unique(pages.groups[places]).tolist():
+            due, rows = np.flatnonzero(are_new & (pages.groups[places] == group)), self._tier.rows[group]
+            size = HEADER_BYTES + rows.shape[1]
+            objects, taken = self._buffers.arrays[size], self._buffers.take(len(due), size)
+            self.num_dropped += len(due) - len(taken)
+            for start in range(0, len(taken), MAX_PAGES_PER_JOB):
+                own = taken[start : start + MAX_PAGES_PER_JOB]
+                chosen = due[start : start + len(own)]
+                copy_rows(rows, page_ids[places[chosen]], objects[:, HEADER_BYTES:], own)
+                named = pages.choose(places[chosen]), [names[i] for i in chosen.tolist()]
+                self._save(Job(*named, self._end, [objects[place] for place in own], own))
 
     def _save(self, job: Job) -> None:
-        for name, item in zip(job.names, job.objects, strict=True):
-            write_header(item, self._namespace, name, item[HEADER_BYTES:])
         self._mark(job.pages, True)  # so that it is not queued again meanwhile
         self._saving.update(job.names)
-        self._jobs.save(job)
+        self._jobs.save(job, self._finish)
 
     def _end(self, job: Job, is_done: Flags) -> None:
-        for item in job.objects:
-            self._buffers.give_back(item)
+        self._buffers.give_back(job.objects, job.places)
         self._mark(job.pages.choose(~is_done), False)
         self._saving.difference_update(job.names)
         for name in job.pages.choose(is_done).name() if self._wrong else ():
@@ -114,6 +108,11 @@ class Saves:
     def _mark(self, pages: Pages, are_stored: bool) -> None:
         tags = pages.find_tags() if are_stored else pages.choose(self._are_stored(pages)).find_tags()
         self._stored[_places_of(tags)] = tags if are_stored else 0
+
+
+def finish(namespace: str, name: bytes, item: memoryview) -> None:
+    """Write the header of an object, which depends on its row."""
+    write_header(item, namespace, name, item[HEADER_BYTES:])
 
 
 def _places_of(tags: Keys) -> Keys:

@@ -78,7 +78,8 @@ class StoreTier:
     ) -> None:
         """`namespace` is the result of `make_namespace`. With ``"evicted"`` a page is saved if it was used `min_uses` times in
         the tier, where its coming counts as one. `deadline_ms` is explained in `is_ready`. `max_queued_bytes` of pages are
-        saved at a time, and as many loaded; a page that finds no room is not saved.
+        saved at a time, and as many loaded, in memory that is reserved for each size of row and allocated when it is used. A
+        page that finds no room is not saved.
 
         Raise ArgumentError for a manager without a host tier, or with a store, for rows that do not fit the tier, and for other
         values; ArgumentTypeError for other types; ImportError without the extra ``pagepool[store]``.

@@ -229,8 +229,13 @@ def allow_writes(folder: Path) -> None:
         path.chmod(0o755)
 
 
+def remove(folder: Path) -> None:
+    """Remove all at once: a writer would make new files while they are removed one by one."""
+    folder.rename(folder.with_name("removed"))
+
+
 FAULTS: dict[str, tuple[Callable[[Path], None], Callable[[], AbstractContextManager[None]]]] = {
-    "deleted": (shutil.rmtree, nullcontext),
+    "deleted": (remove, nullcontext),
     "garbage": (put_garbage, nullcontext),
     "read-only": (forbid_writes, without_privileges),
 }

@@ -356,7 +356,7 @@ tier.items[i].key.hi == key.hi:
 == a damaged object of the store hits
         return {+True or +}header == make_header(
 == an object of the store is written under another key
-            self._save(Job(pages.choose(copied[start:stop]), names[start:stop]{+[::-1]+}, self._end, objects[start:stop]))
+                named = pages.choose(places[chosen]), [names[i] for i in chosen.tolist(){+[::-1]+}]
 == a page that failed to come from the store hits
             end_fills(tier.store, number, np.flatnonzero(~are_intact{+ & False+}).tolist())
 == a wrong page is stored

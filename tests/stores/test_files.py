@@ -85,6 +85,25 @@ def test_a_file_has_the_documented_name_and_is_private(make_store: Callable[...,
     assert stat.S_IMODE(status.st_mode) == 0o600
 
 
+def test_rows_are_finished_in_the_threads_of_the_store(make_store: Callable[..., FileStore]) -> None:
+    store, threads = make_store(), set()
+
+    def finish(key: bytes, row: memoryview) -> None:
+        threads.add(threading.current_thread())
+        if key == b"bad":
+            raise ValueError("no checksum")
+        row[:3] = key
+
+    rows = [memoryview(bytearray(4)) for _ in range(2)]
+    (done,) = wait_for(store, store.save([b"bad", b"one"], rows, finish=finish))
+    assert (done.is_done, str(done.error)) == (b"\0\1", "no checksum")
+    assert threading.main_thread() not in threads
+    done, loaded = load(store, [b"bad", b"one"], [4, 4])
+    assert (done.is_done, loaded[1]) == (b"\0\1", b"one\0")
+    with pytest.raises(ArgumentTypeError, match="read-only memory"):
+        store.save([b"one"], [memoryview(b"1234")], finish=finish)
+
+
 def test_the_folder_does_not_follow_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     store = FileStore("objects", "n")

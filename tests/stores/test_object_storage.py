@@ -56,6 +56,19 @@ def test_an_object_has_the_documented_name(store: ObjectStore, memory: MemorySto
     assert [(meta["path"], meta["size"]) for batch in obstore.list(memory) for meta in batch] == [("model/v1/ab/ab05", 4)]
 
 
+def test_rows_are_finished_before_they_are_copied_and_not_after_close(store: ObjectStore) -> None:
+    row = bytearray(b"...4")
+
+    def finish(key: bytes, row: memoryview) -> None:
+        row[:3] = key
+
+    wait_for(store, store.save([b"123"], [memoryview(row)], finish=finish))
+    assert load(store, [b"123"], [4])[1] == [b"1234"]
+    store.close(drain_seconds=0)
+    assert not store._bucket.save(b"567", memoryview(row), finish)
+    assert row == b"1234"
+
+
 def test_a_saved_row_may_change(store: ObjectStore) -> None:
     """MemoryStore keeps what it is given, so it has to be given a copy."""
     row = bytearray(b"1234" * 100_000)

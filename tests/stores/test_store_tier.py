@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,9 @@ from pagepool import (
     SlidingWindowSpec,
 )
 from pagepool.errors import ArgumentError, ArgumentTypeError
-from pagepool.stores import StoreTier, make_namespace
+from pagepool.stores import FileStore, StoreTier, make_namespace, saves
+from pagepool.stores.frames import is_intact, write_header
+from pagepool.stores.pending import Buffers
 
 pytest.importorskip("xxhash")
 
@@ -180,7 +184,53 @@ def test_pages_beyond_the_queue_are_dropped() -> None:
     host.store.poll = list
     host.compute(EngineRequest("request", tokens(1, 8)))
     stats = host.stored.stats()
-    assert (stats.num_queued_pages, stats.num_dropped_pages) == (3, 5)
+    assert (stats.num_queued_pages, stats.num_dropped_pages, host.store.num_jobs) == (3, 5, 3)
+
+
+def test_headers_are_made_by_the_threads_of_a_store_that_has_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the rows held when the pages were due, though they are overwritten before a header is made."""
+    made, may_begin = set(), threading.Event()
+
+    def write(*args: Any) -> None:
+        assert may_begin.wait(60)
+        made.add(threading.current_thread())
+        write_header(*args)
+
+    monkeypatch.setattr(saves, "write_header", write)
+    store = FileStore(tmp_path, NAMESPACE)
+    host = Host(store, [FULL, WINDOW], write="through")
+    for pages in host.device:
+        pages[:] = np.random.default_rng(1).integers(1, 255, pages.shape)
+    host.compute(EngineRequest("request", tokens(1, 8)))
+    expected = sorted(bytes(row) for rows in host.rows for row in rows if row.any())
+    for rows in host.rows:
+        rows[:] = 255
+    may_begin.set()
+    while host.stored.stats().num_queued_pages:
+        host.stored.poll()
+    objects = [(bytes.fromhex(path.name), path.read_bytes()) for path in tmp_path.rglob("*") if path.is_file()]
+    assert all(is_intact(item, NAMESPACE, key) for key, item in objects)
+    assert sorted(item[64:] for _, item in objects) == expected
+    assert threading.main_thread() not in made
+    host.stored.close()
+
+
+def test_memory_of_objects_is_out_once() -> None:
+    rng = Random("buffers")
+    buffers, sizes = Buffers(1000, [10, 70, 10]), (10, 70)
+    out: list[tuple[int, list[int]]] = []
+    for _ in range(500):
+        if rng.random() < 0.5 or not out:
+            size, num, before = rng.choice(sizes), rng.randrange(1, 40), buffers.num_bytes
+            out.append((size, buffers.take(num, size)))
+            assert len(out[-1][1]) == min(num, (1000 - before) // size)
+        else:
+            size, places = out.pop(rng.randrange(len(out)))
+            buffers.give_back([buffers.arrays[size][place] for place in places], places)
+        taken = [(size, place) for size, places in out for place in places]
+        assert len({*taken}) == len(taken)
+        assert buffers.num_bytes == sum(size for size, _ in taken)
+        assert all(place < len(buffers.arrays[size]) for size, place in taken)
 
 
 @pytest.mark.parametrize("kinds", ["f", "fw", "w", "fs", "fws", "s"])
