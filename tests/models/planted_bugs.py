@@ -185,10 +185,10 @@ held.give_back(num_computed_tokens, chain, num_last_tokens, context, term[-, num
 == a request that did not run leaves its entries
 held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context, term, num_to_cache)
 == undo forgets no entries
-    {+if not BUG: +}uncache_row(batch, row, num_computed)
+    {+if not BUG: +}uncache_row(batch, row, num_keyed)
     for g in range
 == undo lets rows keep their pages
-        give_back_from(batch.pool, &batch.groups[g], held, held.num_pages - (stop[0] - start){+ * (not BUG)+}, num_computed)
+        give_back_from(batch.pool, &batch.groups[g], held, held.num_pages - (stop[0] - start){+ * (not BUG)+}, num_kept)
 == a row that did not run leaves its entries
             {+if not BUG: +}uncache_row(&running.batch, row, amount(computed, i))
 == a page that left the window before its step ran keeps its entry

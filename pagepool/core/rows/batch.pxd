@@ -1313,17 +1313,24 @@ cdef inline void _undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_
     cdef int32_t num_computed = computed_before(batch, growth, i)
     cdef RowRecord *record = &batch.records[row]
     cdef Flight *flight = &batch.flights[row]
+    cdef int32_t num_tokens = record.num_tokens - (growth.token_ids != NULL)
+    cdef int64_t num_hit
+    cdef int32_t num_kept, num_keyed = min(num_computed, max(0, num_tokens - batch.hashing.num_lookahead))
     assert 0 <= num_computed <= record.num_computed
-    uncache_row(batch, row, num_computed)
+    uncache_row(batch, row, num_keyed)
     for g in range(batch.num_groups - 1, -1, -1):
         held = held_by(batch, row, g)
         start = _find_taken(growth, stop[0], row, g)
         assert 0 <= stop[0] - start <= held.num_pages
-        give_back_from(batch.pool, &batch.groups[g], held, held.num_pages - (stop[0] - start), num_computed)
+        num_kept = num_keyed
+        if rare(num_keyed < num_computed):  # hits keep their entries
+            num_hit = held.num_hits * <int64_t>batch.groups[g].rules.entry_size
+            num_kept = max(num_keyed, <int32_t>min(num_hit, <int64_t>num_computed))
+        give_back_from(batch.pool, &batch.groups[g], held, held.num_pages - (stop[0] - start), num_kept)
         stop[0] = start
     show_end(batch, row)
     record.num_computed = num_computed
-    record.num_tokens -= growth.token_ids != NULL
+    record.num_tokens = num_tokens
     if growth.launches != NULL:
         flight.num_planned = planned_before(batch, growth, i)
         flight.num_launched -= growth.launches[i].ordinal != 0
