@@ -26,6 +26,7 @@ cdef enum Outcome:
 
 cdef struct Step:             # the next tokens of a request
     int64_t num_computed      # tokens computed before the step
+    int64_t num_settled       # those of them whose pages windows may leave: without lookahead all
     int64_t num_to_cache      # leading tokens whose full pages are cached; 0: none
     bint caches_first         # these tokens are computed, so pages are cached before a window leaves them
     bint may_overwrite        # tokens may be written to pages that are cached for others

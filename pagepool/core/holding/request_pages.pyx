@@ -347,7 +347,7 @@ cdef class RequestPages:
         cdef tuple new = new_ids(self.holding.num_groups)
         cdef Step step
         cdef Outcome outcome
-        step.num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
+        step.num_computed = step.num_settled = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
         step.num_to_cache = size_of(num_tokens_to_cache, "num_tokens_to_cache", 0, INT64_MAX)
         step.demand.num_tokens = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS)
         step.context, step.demand.num_reserved, step.demand.shard, step.stays_in_shard = 0, 0, -1, False
@@ -561,7 +561,7 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
     cdef Pool *pool = &request.store.pool
     cdef Holding *holding = &request.holding
     cdef Demand *demand = &step.demand
-    cdef int32_t num_computed = <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS)
+    cdef int32_t num_settled = <int32_t>min(step.num_settled, <int64_t>MAX_TOKENS)
     cdef bint is_rewound = step.num_computed < request.num_cached_tokens
     cdef bint is_past_skip = is_rewound or step.num_computed >= request.limits.num_skip
     cdef bint has_states = request.has_states_due(step.num_computed)
@@ -581,7 +581,7 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
     if (step.caches_first or contents.num_lookahead) and num_before and contents.num_digests:  # before windows pass the pages
         cache_full(pool, holding, &contents, num_before)
     for g in range(holding.num_groups if is_past_skip else 0):
-        skip_pages(pool, holding, g, num_computed)
+        skip_pages(pool, holding, g, num_settled)
     if step.stays_in_shard:
         stay_in_shard(pool, holding, demand)
     if rare(step.session != NO_SESSION):
@@ -611,7 +611,7 @@ cdef Outcome check(Pool *pool, const Holding *holding, Step *step, const Content
     if not step.may_be_too_large and is_too_large(pool, holding, step):
         return TOO_LARGE
     if is_past_skip:
-        step.wrong_page = find_lost_page(pool, holding, <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS))
+        step.wrong_page = find_lost_page(pool, holding, <int32_t>min(step.num_settled, <int64_t>MAX_TOKENS))
         if step.wrong_page != NULL_PAGE:
             return LOST_PAGE
     if has_foreign_entry(pool, holding, step, contents):
