@@ -877,6 +877,8 @@ cdef inline void cache_full_pages(
     cdef int32_t place, size = group.rules.page_size
     if waits_for_loads(waiting.pool, held) or not has_full_page(group, held, num_tokens):
         return
+    if rare(contents.num_lookahead and waiting.pool.copies.num) and held.written_list == waiting.pool.copies.list_number:
+        return  # full pages of a fork are copies that are due
     while (held.num_cached + <int64_t>1) * size <= num_tokens:
         place = held.num_cached
         assert place < held.num_pages
