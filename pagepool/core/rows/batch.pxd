@@ -857,7 +857,7 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
     if is_next_step:
         if exceptional(batch.hashing.num_lookahead):
             cache_row(batch, row, count_cacheable(batch, row, num_before))
-            if batch.skips_pages or batch.unifies_pages:  # pages of earlier steps, which may leave the row now
+            if batch.skips_pages or batch.unifies_pages or batch.has_state:  # pages may leave the row, and states need digests
                 cache_waiting(&batch.waiting)
         if rare(batch.unifies_pages):
             unify_pages(batch, row, count_cacheable(batch, row, num_before))
