@@ -373,6 +373,8 @@ class OracleRows(Rows):
     def make_room(self, row: int, num_new: int, num_ahead: int) -> PagesByGroup | None:
         """Allocate for a row that grows."""
         request = self.requests[row]
+        if num_new:
+            self.manager.enter_known(request)
         if self.dedupe and num_new:
             self.manager.states.dedupe(request, self._shard_of(row))
         options = self._placement(self.shards[row]) | {"num_lookahead_tokens": num_ahead, "may_add_nothing": True}
@@ -472,6 +474,8 @@ class OracleRows(Rows):
         terms = list(map(term_of_seconds, seconds if isinstance(seconds, list) else [seconds]))
         terms = terms if isinstance(seconds, list) else terms * len(rows)
         counts = by_row(num_computed_tokens, len(rows))
+        for row, count in zip(rows, counts, strict=True):
+            self.manager.enter_known(self.requests[row], count)
         self.manager.free_all([self.requests[row] for row in rows], counts, terms, self._end_writes)
         for row in rows:
             self.manager.free_page_hashes(self.requests[row])

@@ -18,6 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
 from random import Random
 from types import SimpleNamespace
@@ -75,7 +76,7 @@ FRONTS: list[tuple[type[Front], ...]] = [
 
 EVICTION = ("lru", "adaptive")
 CACHES = ("scheduled", "computed")
-FEATURES = "tier", "external", "swaps", "forks", "leases", "expectations", "snapshots", "store"
+FEATURES = "tier", "external", "swaps", "forks", "leases", "expectations", "snapshots", "store", "lookahead"
 """What a round may have besides requests that run and fail; its seed chooses."""
 
 
@@ -83,7 +84,6 @@ class Simulation:
     """One setting under one seed, which also chooses the features, unless they are given, and the eviction policy."""
 
     def __init__(self, setting: Setting, seed: int, is_checked: bool = True, features: Collection[str] | None = None) -> None:
-        self.setting = setting
         self.is_checked = is_checked  # also by the package's own checks
         self.rng = Random(seed)
         self.counts: Counter[str] = Counter()
@@ -103,7 +103,9 @@ class Simulation:
         share = self.rng.choice((0.5, 0.5, 1.0))
         chosen = [feature for feature in FEATURES if self.rng.random() < share]
         self.features = chosen if features is None else list(features)
-        self.device = Device(setting.pools(self.sizes), setting.groups, self.histories)
+        looks_ahead = "lookahead" in self.features and setting.enable_caching
+        self.setting = setting = setting.with_lookahead(self.rng.randint(1, 3) if looks_ahead else 0)
+        self.device = Device(setting.pools(self.sizes), setting.groups, self.histories, setting.lookahead)
         self.waiting: list[Job] = []
         self.refusals: Counter[Job] = Counter()
         self.plan: list[Entry] = []
@@ -419,7 +421,9 @@ class Simulation:
         for work in works:
             self._write_range(work, work.start, work.start + work.num_transferred)
         for work in works:
+            work.job.num_drafted_tokens = min(work.job.num_drafted_tokens, work.start)
             self._write(work)
+            self.world.draft(work)
         cuts = self._fail(self._choose_failure(works)) if works and may_fail else {}
         for work in works:
             if work.job not in cuts and (not self._reads_right(work) or work in wrong):
@@ -469,7 +473,10 @@ class Simulation:
             return True
         states = [group_id for group_id, group in enumerate(self.setting.groups) if group.kind == "mamba"]
         last = slice(work.start - 1, work.start)
-        return all(self._compare(work, group_id, work.slots[group_id], last) for group_id in states)
+        are_right = all(self._compare(work, group_id, work.slots[group_id], last) for group_id in states)
+        for group_id in states if are_right else ():
+            self._compare_drafts(work.job, group_id, work.slots[group_id], last.start, last.stop)
+        return are_right
 
     def _reads_right(self, work: Work) -> bool:
         """Compare all that the tokens of a step attend to."""
@@ -478,7 +485,22 @@ class Simulation:
             first = work.stop - 1 if group.kind == "mamba" else find_first_read(group, start)
             slots = work.find_slots(group_id, first, work.stop)
             found.append(self._compare(work, group_id, slots, slice(first, work.stop)))
+            if found[-1]:
+                self._compare_drafts(work.job, group_id, slots, first, work.stop)
         return all(found)
+
+    def _compare_drafts(self, job: Job, group_id: int, slots: Any, first: int, stop: int) -> None:
+        """Compare what the drafter of a job has for tokens up to `stop`, whose slots begin at `first`."""
+        num_drafted = min(stop, job.num_drafted_tokens)
+        is_state = self.setting.groups[group_id].kind == "mamba"
+        if (
+            self.setting.lookahead
+            and first < num_drafted
+            and not self._is_doubtful(job)
+            and not (is_state and num_drafted < stop)
+        ):
+            drafts = self.books.list_known(job, num_drafted)[first + self.setting.lookahead :]
+            self.device.compare_drafts(group_id, slots[: len(drafts)], drafts, f"read of {job}")
 
     def _compare(self, work: Work, group_id: int, slots: Any, tokens: slice) -> bool:
         """Compare what a step reads. It may be wrong only where a load has failed; what is computed with it is garbage."""
@@ -496,6 +518,7 @@ class Simulation:
             if first < num_tokens:
                 slots = job.front.map_slots(job, group_id, range(first, num_tokens))
                 self.device.compare(group_id, slots, histories[first:], f"audit of {job}")
+                self._compare_drafts(job, group_id, slots, first, num_tokens)
 
     def _count(self, work: Work) -> None:
         """Count computed tokens, keep some drafts, cache delayed pages; continue or end."""
@@ -503,6 +526,7 @@ class Simulation:
         num_accepted = self.rng.randint(0, len(work.drafts))
         num_computed = work.stop - len(work.drafts) + num_accepted
         job.all_token_ids.extend(work.drafts[:num_accepted])
+        self.world.draft(replace(work, histories=work.histories[:num_computed]))
         if isinstance(front, BatchFront):
             job.num_computed_tokens = work.stop
             job.num_known_tokens = max(job.num_known_tokens, work.stop)
@@ -515,6 +539,8 @@ class Simulation:
             job.num_computed_tokens = num_computed
         if job.num_computed_tokens == job.num_tokens:
             self._sample(job)
+            if job.front is front:
+                self.world.draft(replace(work, histories=work.histories[:num_computed]))
 
     def _sample(self, job: Job) -> None:
         """Append a token, or end a job that is long enough."""
@@ -546,6 +572,7 @@ class Simulation:
             work, front = job.loading, job.front
             num_loaded = work.stop if self.rng.random() < 0.7 else self.rng.randint(work.start, work.stop - 1)
             self._write_range(work, work.start, num_loaded)
+            self.world.draft(replace(work, histories=work.histories[:num_loaded]))
             self._spoil(work, num_loaded, work.stop)
             self.counts["transfers"] += 1
             needs_all = isinstance(front, ManagerFront) and self.rng.random() < 0.5
@@ -788,11 +815,8 @@ class Simulation:
         expected = {page_id: entry.content[0] for page_id, entry in books.index.entries.items()}
         require(cached == expected, "cached pages and their groups", cached, expected)
         for page_id, entry in books.index.entries.items():
-            group_id, history = entry.content
-            group = self.setting.groups[group_id]
-            histories = self.histories.list_last(history, 1 if group.kind == "mamba" else group.page_size)
             if books.tier is None or not books.tier.is_failing(page_id):
-                self.device.compare_page(group_id, page_id, histories)
+                self.device.compare_page(page_id, entry.content)
         expected, ref_counts = (
             [books.holders[page_id] for page_id in range(1, self.num_pages)],
             ref_counts_of(self.manager.pools),

@@ -22,7 +22,7 @@ MAX_GROUPS = 64
 Cells = npt.NDArray[np.int64]
 
 Content = tuple[int, int]
-"""Group, and the history of a page's last token, which covers all tokens before it."""
+"""Group, and the history of the last token of a page's lookahead, without lookahead of the page, which covers all before it."""
 
 
 class ContentsError(AssertionError):
@@ -69,27 +69,44 @@ class Histories:
 
 
 class Device:
-    """Cells of each pool by page and offset, shared by its groups. Page 0 is never written."""
+    """Cells of each pool by page and offset, shared by its groups. Page 0 is never written. With lookahead, a drafter's values
+    are in further cells of each page: at each slot, the history of the last token behind its own on which they depend.
+    """
 
-    def __init__(self, pools: Pools, groups: Sequence[Group], histories: Histories | None = None) -> None:
+    def __init__(self, pools: Pools, groups: Sequence[Group], histories: Histories | None = None, lookahead: int = 0) -> None:
         self.pools = pools
         self.groups = groups
         self.histories = histories or Histories()
-        width = max([1, *(group.page_size for group in groups if group.kind != "mamba")])
-        self.arrays: list[Cells] = [np.zeros((len(pages) + 1, width), dtype=np.int64) for pages in pools.ranges]
+        self.lookahead = lookahead
+        self.width = max([1, *(group.page_size for group in groups if group.kind != "mamba")])
+        num_cells = self.width * (2 if lookahead else 1)
+        self.arrays: list[Cells] = [np.zeros((len(pages) + 1, num_cells), dtype=np.int64) for pages in pools.ranges]
         self.num_written = 0
         self.num_compared = 0
 
     def write(self, group_id: int, slots: npt.NDArray[np.int32], histories: Sequence[int]) -> None:
-        """Write computed histories into slots of a group."""
+        """Write computed histories into slots of a group. What the drafter has there is gone."""
         pages, offsets = self._places(group_id, slots)
         require(bool((pages > 0).all()), "a write into the null page", slots.tolist())
         self._cells_of(group_id)[pages, offsets] = self._values(group_id, histories)
+        if self.lookahead:
+            self._cells_of(group_id)[pages, offsets + self.width] = NOTHING
         self.num_written += len(histories)
 
-    def compare(self, group_id: int, slots: npt.NDArray[np.int32], histories: Sequence[int], what: str) -> None:
+    def draft(self, group_id: int, slots: npt.NDArray[np.int32], histories: Sequence[int]) -> None:
+        """Write the drafter's values into slots of a group, other than those of pages that were given back."""
+        pages, offsets = self._places(group_id, slots)
+        values = self._values(group_id, histories)[pages > 0]
+        self._cells_of(group_id)[pages[pages > 0], offsets[pages > 0] + self.width] = values
+
+    def compare_drafts(self, group_id: int, slots: npt.NDArray[np.int32], histories: Sequence[int], what: str) -> None:
+        """Raise unless the drafter's values are in slots of a group."""
+        self.compare(group_id, slots, histories, f"drafter's {what}", self.width)
+
+    def compare(self, group_id: int, slots: npt.NDArray[np.int32], histories: Sequence[int], what: str, shift: int = 0) -> None:
         """Raise unless slots of a group hold these histories."""
         pages, offsets = self._places(group_id, slots)
+        offsets = offsets + shift
         read, expected = self._cells_of(group_id)[pages, offsets], self._values(group_id, histories)
         self.num_compared += len(histories)
         if not (pages > 0).all() or not np.array_equal(read, expected):
@@ -104,12 +121,21 @@ class Device:
         read = self._cells_of(group_id)[self._places(group_id, slots)]
         return bool((slots > 0).all()) and np.array_equal(read, self._values(group_id, histories))
 
-    def compare_page(self, group_id: int, record: int, histories: Sequence[int]) -> None:
-        """Raise unless a page holds these histories from its first slot on."""
-        page_id = self.pools.id_of(record, group_id)
-        page_size = 1 if self.groups[group_id].kind == "mamba" else self.groups[group_id].page_size
-        slots = np.arange(len(histories), dtype=np.int32) + page_id * page_size
+    def compare_page(self, record: int, content: Content) -> None:
+        """Raise unless a page has a content."""
+        group_id, page_id = content[0], self.pools.id_of(record, content[0])
+        histories, drafts = self.list_slots(content)
+        slots = np.arange(len(histories), dtype=np.int32) + page_id * len(histories)
         self.compare(group_id, slots, histories, f"cached page {page_id}")
+        if self.lookahead:
+            self.compare_drafts(group_id, slots, drafts, f"cached page {page_id}")
+
+    def list_slots(self, content: Content) -> tuple[list[int], list[int]]:
+        """Return the histories that a page with a content holds, and the drafter's values."""
+        group_id, history = content
+        page_size = 1 if self.groups[group_id].kind == "mamba" else self.groups[group_id].page_size
+        histories = self.histories.list_last(history, page_size + self.lookahead)
+        return histories[:page_size], histories[self.lookahead :]
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy pages: source, destination and group of each. All are read before any is written."""

@@ -49,6 +49,8 @@ class World:
     is_too_large: bool = False  # the last call was refused since the request can never fit
     moves: list[Callable[[], None]] = field(default_factory=list)  # taken, to be made before the next step
     late_moves: list[Callable[[], None]] = field(default_factory=list)  # before the one after it
+    forks: list[tuple[Work, int]] = field(default_factory=list)  # whose drafters go on once copies are made, with their stays
+    copied: set[int] = field(default_factory=set)  # pages that are copies, perhaps to be made yet
     preempt: Callable[[], Job | None] = lambda: None  # preempts some job, if there is any
     fronts: list[Any] = field(default_factory=list)
     store: Any = None  # behind the tier
@@ -74,6 +76,11 @@ class World:
         copies = copies_of(self.manager.take_copies())
         destinations = [self.books.pools.record_of(destination, group_id) for _, destination, group_id in copies]
         moves.append(partial(self.device.copy, copies))
+        for work, stay in self.forks:
+            if work.job.front is not None and work.job.stay == stay:
+                self.draft(work, lambda *draft: moves.append(partial(self.device.draft, *draft)))
+        self.copied.update(destinations)
+        self.forks = []
         require(all(self.books.holders[page_id] for page_id in destinations), "a copy into a page that nobody holds", copies)
         require(len(set(destinations)) == len(destinations), "two copies into one page", copies)
         require(self.books.are_copies_due or not copies, "copies that nobody asked for", copies)
@@ -82,11 +89,28 @@ class World:
         self.counts["calls"] += 1
         self.counts["copies"] += len(copies)
 
+    def draft(self, work: Work, write: Callable[..., None] | None = None) -> None:
+        """Let the drafter of a job `write` its values for tokens whose lookahead is known by now."""
+        job, lookahead, write = work.job, self.setting.lookahead, write or self.device.draft
+        start, stop = job.num_drafted_tokens, min(work.stop, job.num_tokens - lookahead)
+        if not lookahead or start >= stop:
+            return
+        histories = self.books.list_known(job, stop)
+        for group_id, group in enumerate(self.setting.groups):
+            if group.kind != "mamba":
+                slots = work.find_slots(group_id, start, stop)
+                write(group_id, slots, histories[start + lookahead :])
+            elif stop == work.stop:
+                write(group_id, work.slots[group_id], histories[-1:])
+        job.num_drafted_tokens = stop
+
     def make_moves(self) -> None:
         """Make what was taken for the step that runs next, in order."""
         for make in self.moves:
             make()
         self.moves, self.late_moves = self.late_moves, []
+        if not self.moves:
+            self.copied.clear()
 
     def settle(self) -> None:
         """Take and make all copies and transfers, between two steps."""
@@ -297,12 +321,23 @@ class Front(ABC):
     def finish(self, work: Work, histories: Sequence[int]) -> None:
         """Record the slots of a call's tokens, and what it cached: full pages of these histories."""
         self.books.require_room(work.job, work.num_room_tokens)
-        for group_id, group in enumerate(self.setting.groups):
-            first = find_first_read(group, work.start) if group.kind != "mamba" else -1
-            work.slots.append(self.map_slots(work.job, group_id, range(max(0, first), work.num_room_tokens)))
-            work.first_tokens.append(first)
+        self.find_slots(work)
         if not work.is_delayed and not self.caches_computed:
             work.made = self.books.enter(work.job, histories)
+
+    def find_slots(self, work: Work) -> None:
+        """Record the slots of the tokens of a step, of those to which these attend, and of those that drafters may lack."""
+        for group_id, group in enumerate(self.setting.groups):
+            first = min(find_first_read(group, work.start), max(0, work.start - self.setting.lookahead))
+            first = first if group.kind != "mamba" else -1
+            work.slots.append(self.map_slots(work.job, group_id, range(max(0, first), work.num_room_tokens)))
+            work.first_tokens.append(first)
+
+    def draft_forked(self, job: Job) -> None:
+        """Let the drafter of a fork write its values for the last tokens, into copies."""
+        work = self.note(job, job.num_computed_tokens, job.num_computed_tokens)
+        self.find_slots(work)
+        self.world.forks.append((work, job.stay))
 
     def expect(self, job: Job, shard: range | Shard | None, may_hit: bool, num_reserved: int = 0) -> Expected:
         """Return what a look-up is to find."""
@@ -376,16 +411,14 @@ class ManagerFront(Front):
 
     def enter_computed(self, job: Job, num_tokens: int) -> None:
         """Record that a job cached what was computed of its first tokens, and compare that with the device."""
-        if not self.caches_computed:
+        if not self.caches_computed and not self.books.lookahead:
             return
-        self.books.skipped = {page_id for pages in job.pages for page_id in pages}  # some may have left a window in the call
-        entered = self.books.enter(job, job.list_histories(num_tokens))
-        self.books.skipped = set()
+        entered = self.books.enter_first(job, job.list_histories(num_tokens))
         for page_id in entered:
-            group_id, history = content = self.books.index.entries[page_id].content
-            page_size = self.setting.groups[group_id].page_size
-            histories = self.world.device.histories.list_last(history, page_size)
-            self.world.device.compare_page(group_id, page_id, histories)
+            content = self.books.index.entries[page_id].content
+            group_id, page_size = content[0], self.setting.groups[content[0]].page_size
+            if page_id not in self.world.copied:
+                self.world.device.compare_page(page_id, content)
             if self.books.tier is not None and not self.books.is_cached(page_id):  # it left a window, and was evicted
                 registry, stop = self.manager._registry, (job.pages[group_id].index(page_id) + 1) * page_size
                 key = registry.hashes[job.request_id].chain[stop // registry.rules.hash_page_size - 1], group_id
@@ -475,7 +508,7 @@ class ManagerFront(Front):
         work.is_delayed = "delay_cache_pages" in options
         added = self.world.call_in_time("allocate_slots", self.manager, job, num_new + len(drafts), **options)
         self.books.rewind(job, start)
-        if not self.world.is_too_large:
+        if not self.world.is_too_large and (self.caches_computed or not work.is_delayed):
             self.enter_computed(job, start)
         self._skip(job, start)
         if added is None:
@@ -510,6 +543,7 @@ class ManagerFront(Front):
             self.books.fork(job, target, self.records(pages.get_page_ids()), None)
             self.start(target, row)
             self._show(target)
+            self.draft_forked(target)
             forked.append(target)
         return forked
 
@@ -691,6 +725,7 @@ class BatchFront(Front):
             if left <= 0:
                 continue
             num_new = self.draw_count(left)
+            may_draft = may_draft and not self.setting.lookahead  # then a row knows accepted tokens alone
             drafts = self.draw_drafts(job) if num_new == left and may_draft else []
             amounts[job] = num_new, drafts, self.rng.choice((0, 0, 0, 1, 5))
             told = job.all_token_ids[job.num_known_tokens :] + drafts
@@ -755,6 +790,8 @@ class BatchFront(Front):
         for work in works[: result.num_grown + 1]:
             job = work.job
             held = self.records(self.batch.get_page_ids(job.row))
+            if self.setting.lookahead and work.start < work.stop:
+                self.books.enter_first(job, job.list_histories(work.start))
             if self.dedupes:
                 work.hits |= self._exchange(job, held, work.start)
             self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], work.start)
@@ -795,8 +832,8 @@ class BatchFront(Front):
         ended = []
         for work in growth.works[::-1]:
             job = work.job
-            self.books.undo(job, work.start, work.num_pages_before)
             job.num_known_tokens -= growth.is_step
+            self.books.undo(job, work.start, job.num_known_tokens, work.num_pages_before)
             if work.drafts:
                 ended += self.cut_drafts(job, job.num_tokens, work.start)
             if job in ended:
@@ -846,6 +883,9 @@ class BatchFront(Front):
             self.call("release", self.batch, [job.row], None, self.draw_seconds())
         else:
             self.call("release", self.batch, [job.row], [num_computed_tokens])
+        if self.books.lookahead:
+            num_tokens = min(num_last_tokens if num_computed_tokens is None else num_computed_tokens, num_last_tokens)
+            self.books.enter_first(job, job.list_histories(num_tokens), job.num_known_tokens)
         return self.leave(job, num_computed_tokens, num_last_tokens)
 
     def go_back(self, job: Job, num_computed_tokens: int) -> bool:
@@ -879,6 +919,7 @@ class BatchFront(Front):
         for target, row in zip(forked, rows, strict=True):
             self.books.fork(job, target, self.records(self.batch.get_page_ids(row)), self.books.find_shard(job.dp_shard))
             self.start(target, row)
+            self.draft_forked(target)
         return forked
 
     def commit(self, job: Job, num_came: int, needs_all: bool) -> None:

@@ -170,7 +170,7 @@ class Holds:
         for group_id, group in enumerate(self.world.setting.groups if self.books.setting.enable_caching else ()):
             size = group.interval and self.books.hit_step if group.kind == "mamba" else group.page_size
             ends = range(size, stop + 1, size) if size else ()
-            contents |= {(group_id, histories[end - 1]) for end in ends if end - size >= start}
+            contents |= {self.books.name(group_id, histories, end) for end in ends if end - size >= start}
         return span, contents
 
     def _require_gone(self, job: Job, span: Span, contents: set[Content]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from contents_device import Content, find_first_read, require
+from contents_device import NOTHING, Content, find_first_read, require
 from contents_request import Job
 from contents_tier import TierBooks
 from pool_ranges import Shard
@@ -91,6 +91,7 @@ class Books:
         self.reached: Collection[Content] = ()  # contents of the tier, while these hit too
         cached = [group for group in self.groups if group.kind != "mamba"]
         self.has_state = len(cached) < len(self.groups)
+        self.lookahead = setting.lookahead
         self.may_hit = setting.enable_caching and all(group.kind != "mamba" or group.interval for group in self.groups)
         intervals = [group.interval for group in self.groups if group.interval]
         self.hit_step = math.lcm(*(group.page_size for group in cached), *intervals)
@@ -120,6 +121,16 @@ class Books:
 
     # What must hit.
 
+    def name(self, group_id: int, histories: Sequence[int], num_tokens: int) -> Content:
+        """Return the content of a page, or state, that ends after so many tokens; one that is nowhere, if the lookahead is not
+        among the histories.
+        """
+        return group_id, (*histories[num_tokens + self.lookahead - 1 : num_tokens + self.lookahead], NOTHING)[0]
+
+    def list_known(self, job: Job, num_tokens: int) -> list[int]:
+        """Return the histories of the first tokens of a job, and of their lookahead, as far as it is known."""
+        return job.list_histories(min(num_tokens + self.lookahead, job.num_tokens) if self.lookahead else num_tokens)
+
     def find_hit_length(self, job: Job, shard: range | Shard | None, reached: Collection[Content] = ()) -> int:
         """Return the longest prefix, in tokens, from which a request can go on, one token being left to compute: all that
         the next token attends to is cached, or `reached` in the tier.
@@ -127,9 +138,9 @@ class Books:
         if not self.may_hit:
             return 0
         self.reached = reached
-        length = self._floor(job.num_tokens - 1)
-        histories = job.list_histories(length)
-        if self.setting.use_eagle:
+        length = max(0, self._floor(job.num_tokens - max(1, self.lookahead)))
+        histories = self.list_known(job, length)
+        if self.setting.drops_pages:
             for kind in self._list_attention():
                 length = self._floor(self._find_eagle_length(kind, histories, length, shard))
         while length and not all(self._hits(kind, histories, length, shard) for kind in self.kinds):
@@ -143,7 +154,7 @@ class Books:
         """Return the longest hit followed by one more hit page, which the drafter has recomputed."""
         size = kind.page_size
         for length in range((max_length // size - 1) * size, 0, -size):
-            behind = [(group_id, histories[length + size - 1]) for group_id in self.groups_of_kind[kind]]
+            behind = [self.name(group_id, histories, length + size) for group_id in self.groups_of_kind[kind]]
             if self._have(behind, shard) and self._hits(kind, histories, length, shard):
                 return length
         return 0
@@ -158,22 +169,22 @@ class Books:
     def _list_read(self, kind: Group, histories: Sequence[int], length: int) -> list[Content]:
         """Return the contents to which the token at `length` attends."""
         if kind.kind == "mamba":
-            return [(group_id, histories[length - 1]) for group_id in self.groups_of_kind[kind]]
+            return [self.name(group_id, histories, length) for group_id in self.groups_of_kind[kind]]
         ends = range((self._find_first(kind, length) + 1) * kind.page_size, length + 1, kind.page_size)
-        return [(group_id, histories[end - 1]) for end in ends for group_id in self.groups_of_kind[kind]]
+        return [self.name(group_id, histories, end) for end in ends for group_id in self.groups_of_kind[kind]]
 
     def list_needed(self, job: Job, stop: int) -> list[Content]:
         """Return the contents of pages that a request needs which resumes at the last place up to `stop`. With eagle each kind
         also reads what it and the kinds after it drop behind that place.
         """
         length = self._find_resumption(min(stop, job.num_tokens)) if self.may_hit else 0
-        histories, needed = job.list_histories(min(stop, job.num_tokens)), []
-        kinds = self._list_attention() if self.setting.use_eagle else []
+        histories, needed = self.list_known(job, min(stop, job.num_tokens)), []
+        kinds = self._list_attention() if self.setting.drops_pages else []
         for kind in self.kinds if length > 0 else ():
             needed += self._list_read(kind, histories, length)
             behind = (len(kinds) - 1 - kinds.index(kind)) * self.hit_step + kind.page_size if kind in kinds else 0
             ends = range(length + kind.page_size, length + behind + 1, kind.page_size) if behind else ()
-            needed += [(group_id, histories[end - 1]) for end in ends for group_id in self.groups_of_kind[kind]]
+            needed += [self.name(group_id, histories, end) for end in ends for group_id in self.groups_of_kind[kind]]
         return needed
 
     def _list_attention(self) -> list[Group]:
@@ -181,13 +192,13 @@ class Books:
 
     def _find_resumption(self, num_tokens: int) -> int:
         """Return where a request resumes that has so many first tokens of another, all of whose pages are cached."""
-        for kind in self._list_attention() if self.setting.use_eagle else ():
+        for kind in self._list_attention() if self.setting.drops_pages else ():
             num_tokens = self._floor(max(0, num_tokens // kind.page_size - 1) * kind.page_size)
         return self._floor(num_tokens)
 
     def list_hits(self, job: Job, length: int) -> list[Content]:
         """Return the contents of all pages of a hit."""
-        histories = job.list_histories(length)
+        histories = self.list_known(job, length)
         return [content for kind in self.kinds if length for content in self._list_read(kind, histories, length)]
 
     def may_load(self, job: Job, length: int, shard: range | Shard | None, num_reserved: int) -> bool:
@@ -208,8 +219,8 @@ class Books:
 
     def attach(self, job: Job, hits: Sequence[Sequence[int]], num_hit_tokens: int, shard: range | Shard | None) -> None:
         """Make hits the first pages of a request; they must be cached with its tokens."""
-        histories = job.list_histories(num_hit_tokens)
-        job.stay, job.num_hit_tokens = next(STAYS), num_hit_tokens
+        histories = self.list_known(job, num_hit_tokens)
+        job.stay, job.num_hit_tokens, job.num_drafted_tokens = next(STAYS), num_hit_tokens, num_hit_tokens
         job.boundaries = self._list_boundaries(job)
         for group_id, (group, page_ids) in enumerate(zip(self.groups, hits, strict=True)):
             if group.kind == "mamba":
@@ -223,7 +234,7 @@ class Books:
                 if page_id == NULL_PAGE:
                     require((page + 1) * group.page_size <= first_read, "a hit lacks a page", job, group, page)
                     continue
-                found, content = self.index.content_of(page_id), (group_id, histories[(page + 1) * group.page_size - 1])
+                found, content = self.index.content_of(page_id), self.name(group_id, histories, (page + 1) * group.page_size)
                 require(found == content, "a wrong hit", job, group, page, page_id, found)
                 require(shard is None or page_id in shard, "a hit in another shard", job, page_id, shard)
                 self.holders[page_id] += 1
@@ -240,7 +251,7 @@ class Books:
         if self.setting.windows is None or any(group.interval for group in self.groups):
             return []
         slack, interval = self.setting.windows
-        uncertain = self.setting.use_eagle * self.hit_step  # with hardly more tokens the first kind drops a whole step
+        uncertain = self.setting.drops_pages * self.hit_step  # with hardly more tokens the first kind drops a whole step
         uncertain *= self._list_attention()[0].page_size < self.hit_step
         slack = -(-slack // self.hit_step) * self.hit_step + uncertain
         ends = [self._find_resumption(num_tokens) for num_tokens in (job.num_tokens, *job.resume_at)]
@@ -374,7 +385,7 @@ class Books:
         group, page_id = self.groups[group_id], job.pages[group_id][page]
         if self.setting.windows is None or not group.span or page_id not in self.index.entries:
             return
-        eagle, kinds = self.setting.use_eagle, self._list_attention()
+        eagle, kinds = self.setting.drops_pages, self._list_attention()
         num_behind = eagle * (len(kinds) - 1 - kinds.index(group)) * self.hit_step  # what kinds drop that are looked up later
         for ends in job.boundaries:
             stop = (ends[-1] + num_behind) // group.page_size + eagle
@@ -384,7 +395,7 @@ class Books:
     def _find_first(self, group: Group, length: int) -> int:
         """Return the first page to which the token at `length` attends. Without eagle a window counts at least one page."""
         first = find_first_read(group, length) // group.page_size
-        return min(first, length // group.page_size - 1) if group.kind == "sliding" and not self.setting.use_eagle else first
+        return min(first, length // group.page_size - 1) if group.kind == "sliding" and not self.setting.drops_pages else first
 
     def drop_everywhere(self, page_id: int) -> None:
         """Drop the entry of a page whose content is wrong, in the tier too."""
@@ -412,21 +423,35 @@ class Books:
 
     # What is cached.
 
-    def enter(self, job: Job, histories: Sequence[int]) -> list[int]:
-        """Cache the pages that tokens fill, except those passed before; return those that were not cached."""
+    def enter(self, job: Job, histories: Sequence[int], num_known_tokens: int | None = None) -> list[int]:
+        """Cache the pages that tokens fill and whose lookahead is known, except those passed before; return those that were not
+        cached.
+        """
         entered: list[int] = []
-        if not self.setting.enable_caching or self.waits(job):
+        if self.lookahead:
+            histories = self.list_known(job, len(histories))[:num_known_tokens]
+        num_tokens = len(histories) - self.lookahead
+        is_copied = self.lookahead and job.forked_list == self.num_taken
+        if not self.setting.enable_caching or self.waits(job) or is_copied:
             return entered
         for group_id, (group, pages) in enumerate(zip(self.groups, job.pages, strict=True)):
             if group.kind == "mamba":
                 continue
-            for page in range(job.num_cached_pages[group_id], len(histories) // group.page_size):
-                content, found = (group_id, histories[(page + 1) * group.page_size - 1]), self.index.content_of(pages[page])
+            for page in range(job.num_cached_pages[group_id], min(num_tokens // group.page_size, len(pages))):
+                content = self.name(group_id, histories, (page + 1) * group.page_size)
+                found = self.index.content_of(pages[page])
                 require(found in (None, content), "a page is cached with something else", job, pages[page])
                 if pages[page] != NULL_PAGE and found is None:
                     self.note_entry(pages[page], content, job)
                     entered.append(pages[page])
                 job.num_cached_pages[group_id] = page + 1
+        return entered
+
+    def enter_first(self, job: Job, histories: Sequence[int], num_known_tokens: int | None = None) -> list[int]:
+        """Cache pages as `enter` does, in a call in which some may leave a window after it."""
+        skipped, self.skipped = self.skipped, {page_id for pages in job.pages for page_id in pages}
+        entered = self.enter(job, histories, num_known_tokens)
+        self.skipped = skipped
         return entered
 
     def note_entry(self, page_id: int, content: Content, job: Job) -> None:
@@ -461,8 +486,8 @@ class Books:
                 entry = self.index.entries.get(page_id)
                 if entry is not None and ((page in own and entry.stay == job.stay) or not self.is_cached(page_id)):
                     self.drop_everywhere(page_id)
-                elif page_id == NULL_PAGE and (page + 1) * size <= job.num_tokens:
-                    self._forget_equal((group_id, job.list_histories((page + 1) * size)[-1]), page in own)
+                elif page_id == NULL_PAGE and (end := (page + 1) * size) + self.lookahead <= job.num_tokens:
+                    self._forget_equal(self.name(group_id, self.list_known(job, end), end), page in own)
 
     def _forget_equal(self, content: Content, is_own: bool) -> None:
         """Drop the pages of a content that the pool has dropped, whoever cached them."""
@@ -513,8 +538,9 @@ class Books:
         """Return the number of pages that tokens need."""
         return -(-num_tokens // self.find_size(group))
 
-    def undo(self, job: Job, num_computed_tokens: int, num_pages: Sequence[int]) -> None:
+    def undo(self, job: Job, num_computed_tokens: int, num_known_tokens: int, num_pages: Sequence[int]) -> None:
         """Undo a step of a request: the entries that it made, and the pages that it took."""
+        num_computed_tokens = min(num_computed_tokens, max(0, num_known_tokens - self.lookahead))
         self.forget(job, num_computed_tokens)
         self._lower_cached_pages(job, num_computed_tokens)
         self._give_back(job, num_pages)

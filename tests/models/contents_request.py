@@ -35,12 +35,14 @@ class Job:
     front: Any = None  # the front in which it runs
     row: int = -1
     num_known_tokens: int = 0  # tokens that a batch knows
+    num_drafted_tokens: int = 0  # tokens for which a drafter with lookahead has its values
     dp_shard: int | None = None
     pages: list[list[int]] = field(default_factory=list)  # by group
     num_cached_pages: list[int] = field(default_factory=list)  # by group: entered, hit, or passed over
     stay: int = 0  # number of its current admission
     num_hit_tokens: int = 0  # of the computed tokens
     loading: Any = None  # tokens that a transfer brings
+    forked_list: int = 0  # the list of copies with those into its pages as it was forked
     awaited_copies: int = 0  # the last list of copies with one into its pages
     last_taken: int = 0  # lists of copies that were taken when it got its last page
     boundaries: Sequence[range] = ()  # numbers of tokens at which others may resume, since its admission

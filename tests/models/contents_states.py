@@ -34,7 +34,8 @@ class StateBooks(Books):
         attached = []
         for group_id, (group, page_ids) in enumerate(zip(self.groups, hits, strict=True)):
             if group.kind == "mamba" and page_ids:
-                content, found = (group_id, job.list_histories(num_hit_tokens)[-1]), self.index.content_of(page_ids[-1])
+                content = self.name(group_id, self.list_known(job, num_hit_tokens), num_hit_tokens)
+                found = self.index.content_of(page_ids[-1])
                 require(len(page_ids) * self.hit_step == num_hit_tokens, "a checkpoint at another place", job, page_ids)
                 require(found == content, "a wrong checkpoint", job, page_ids, found)
                 require(shard is None or page_ids[-1] in shard, "a checkpoint in another shard", job, page_ids, shard)
@@ -44,7 +45,8 @@ class StateBooks(Books):
     def note_state_hits(self, job: Job, new_ids: PagesByGroup, num_hit_tokens: int, shard: range | Shard | None) -> None:
         """Record whether the checkpoints that a job hits are copied, or become its working pages."""
         states = [(i, new_ids[i][0]) for i, group in enumerate(self.groups) if group.interval and num_hit_tokens]
-        contents = [(group_id, job.list_histories(num_hit_tokens)[-1]) for group_id, _ in states]
+        histories = self.list_known(job, num_hit_tokens)
+        contents = [self.name(group_id, histories, num_hit_tokens) for group_id, _ in states]
         found = [self.index.find(content, shard) for content in contents]
         are_adopted = [page_id == hit_id for (_, page_id), hit_id in zip(states, found, strict=True)]
         require(all(are_adopted) or not any(are_adopted), "some checkpoints are copied, some not", job, states)
@@ -93,6 +95,8 @@ class StateBooks(Books):
         """Record the checkpoints of a job that ends."""
         for group_id, (group, pages) in enumerate(zip(self.groups, job.pages, strict=True)):
             may_enter = group.interval and pages and not self.awaits_copies(job) and not self.waits(job)
+            num_known = job.num_known_tokens or job.num_tokens  # of a row, or a request
+            may_enter = may_enter and num_computed_tokens + self.lookahead <= num_known
             if may_enter and self._is_due(job, group_id, num_computed_tokens):
                 may_await_transfers = self.tier is not None and job.last_taken == self.num_taken
                 if not may_await_transfers or self.is_cached(pages[0]):
@@ -103,21 +107,28 @@ class StateBooks(Books):
         num_intervals, rest = divmod(num_computed_tokens, self.hit_step)
         if rest or num_intervals <= job.num_cached_pages[group_id] or not self.setting.enable_caching:
             return False
-        content = group_id, job.list_histories(num_computed_tokens)[-1]
+        if num_computed_tokens + self.lookahead > job.num_tokens:
+            return False
+        content = self.name(group_id, self.list_known(job, num_computed_tokens), num_computed_tokens)
         return not self.index.has(content, self.find_shard_of(job.pages[group_id], None))
 
     def _enter_state(self, job: Job, group_id: int, num_computed_tokens: int) -> None:
-        content = group_id, job.list_histories(num_computed_tokens)[-1]
+        content = self.name(group_id, self.list_known(job, num_computed_tokens), num_computed_tokens)
         self.note_entry(job.pages[group_id][0], content, job)
 
     def fork(self, job: Job, target: Job, pages_by_group: PagesByGroup, shard: range | Shard | None) -> None:
-        """Record that a job goes on where another one is: it shares full pages, and has pages of its own behind them."""
+        """Record that a job goes on where another one is: it shares full pages with their lookahead, and has pages of its own
+        behind them.
+        """
         num_tokens, new_ids = job.num_computed_tokens, []
+        num_shared = max(0, num_tokens - self.lookahead)
+        target.num_drafted_tokens, target.forked_list = min(job.num_drafted_tokens, num_shared), self.num_taken
         target.stay, target.num_hit_tokens, target.pages, target.num_cached_pages = next(STAYS), num_tokens, [], []
         target.boundaries = job.boundaries
         loading = self.tier.loading if self.tier is not None else {}
         for group_id, (group, pages, page_ids) in enumerate(zip(self.groups, job.pages, pages_by_group, strict=True)):
-            num_full = 0 if group.kind == "mamba" else num_tokens // group.page_size
+            num_full = 0 if group.kind == "mamba" else num_shared // group.page_size
+            num_full = max(num_full, self._count_gone(pages[: -(-num_tokens // group.page_size)]))
             num_all = min(1, num_tokens) if group.kind == "mamba" else -(-num_tokens // group.page_size)
             require(list(page_ids[:num_full]) == pages[:num_full], "a fork with other pages", job, target, page_ids)
             require(len(page_ids) == num_all, "a fork with more pages, or less", job, target, page_ids)
@@ -125,12 +136,19 @@ class StateBooks(Books):
                 self.holders[page_id] += page_id != NULL_PAGE
             target.pages.append(list(page_ids[:num_full]))
             size = self.hit_step if group.kind == "mamba" else group.page_size
-            target.num_cached_pages.append(min(job.num_cached_pages[group_id], num_tokens // size))
+            num_kept = num_tokens if group.kind == "mamba" else num_shared
+            target.num_cached_pages.append(min(job.num_cached_pages[group_id], num_kept // size))
             new_ids.append(page_ids[num_full:])
-            loading |= {page_id: loading[pages[num_full]] for page_id in page_ids[num_full:] if pages[num_full] in loading}
+            copied = zip(pages[num_full:num_all], page_ids[num_full:], strict=True)
+            loading |= {page_id: loading[source] for source, page_id in copied if source in loading}
         self.take(target, new_ids, shard)
         if any(new_ids):
             self.note_copies(target)
+
+    @staticmethod
+    def _count_gone(pages: Sequence[int]) -> int:
+        """Return how many leading pages a window has left."""
+        return next((i for i, page_id in enumerate(pages) if page_id != NULL_PAGE), len(pages))
 
     def dedupe(self, job: Job, held: PagesByGroup, num_computed_tokens: int) -> frozenset[int]:
         """Record the pages that a row has exchanged for equal ones that are cached, and return these. A page that lost its
@@ -139,11 +157,13 @@ class StateBooks(Books):
         """
         exchanged = set()
         for group_id, (group, pages, held_ids) in enumerate(zip(self.groups, job.pages, held, strict=True)):
-            num_full = 0 if group.kind == "mamba" else num_computed_tokens // group.page_size
+            num_keyed = min(num_computed_tokens, max(0, job.num_tokens - self.lookahead))
+            num_full = 0 if group.kind == "mamba" else num_keyed // group.page_size
             for page, (page_id, held_id) in enumerate(zip(pages[:num_full], held_ids[:num_full], strict=True)):
                 if held_id == page_id or page_id == NULL_PAGE:
                     continue
-                content = group_id, job.list_histories((page + 1) * group.page_size)[-1]
+                end = (page + 1) * group.page_size
+                content = self.name(group_id, self.list_known(job, end), end)
                 is_alone = self.index.pages.get(content, {}).keys() <= {page_id}
                 if held_id == NULL_PAGE and (self.is_cached(page_id) or (is_alone and self.holders[page_id] == 1)):
                     continue
@@ -202,7 +222,8 @@ class StateBooks(Books):
                 if page_id == NULL_PAGE:
                     continue
                 if self.is_cached(page_id):
-                    content = group_id, job.list_histories((page + 1) * group.page_size)[-1]
+                    end = (page + 1) * group.page_size
+                    content = self.name(group_id, self.list_known(job, end), end)
                     require(self.index.content_of(page_id) == content, "a row came back with a wrong page", job, page_id)
                     self.holders[page_id] += 1
                     hits.append(page_id)

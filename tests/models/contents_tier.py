@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from contents_device import MAX_GROUPS, Cells, Content, Device, require
 from contents_request import Job
 from pool_ranges import Pools
-from settings import Group, NumPages
+from settings import NumPages
 
 from pagepool import HostTier
 from pagepool._core import copy_records
@@ -70,8 +70,7 @@ class TierBooks:
         ranges = zip(self.pools.ranges, device.pools.ranges, strict=True)
         self.writes_through = tier.policy == "write_through" and all(len(own) >= 2 * len(pages) for own, pages in ranges)
         self.histories = device.histories
-        self.host = Device(self.pools, device.groups)
-        self.groups: list[Group] = list(device.groups)
+        self.host = Device(self.pools, device.groups, device.histories, device.lookahead)
         self.entries: dict[int, Content] = {}
         self.keys: dict[Any, Content] = {}  # contents, by the keys under which pages of the device were cached
         self.in_flight: list[InFlight] = []
@@ -199,7 +198,7 @@ class TierBooks:
             content = self.due_loads[load.page]
             if content is not None:
                 require(content[0] == load.group, "a load of another group", transfers, content)
-                self.host.compare_page(content[0], load.tier_page, self.list_slots(content))
+                self.host.compare_page(load.tier_page, content)
         kept, contents = set(self.entries.values()), self._note_saves(saves, loads, index)
         self.wanted = {content for content in self.wanted if not index.has(content, None)}  # an equal page is saved later
         if self.writes_through:
@@ -294,17 +293,11 @@ class TierBooks:
     def _list_copies(one: InFlight, copies: list[int]) -> set[int]:
         return set(copies) - {load.page for load in one.loads} if one.bad_loads else set()
 
-    def list_slots(self, content: Content) -> list[int]:
-        """Return the histories that a page with this content holds."""
-        group_id, history = content
-        group = self.groups[group_id]
-        return self.histories.list_last(history, 1 if group.kind == "mamba" else group.page_size)
-
     def audit(self, manager: Any) -> None:
         """Compare the tier, when nothing is due, with the books, and its pages with what was computed."""
         entries = self.read_entries(manager._store)
         require(entries == self.entries, "entries of the tier", entries, self.entries)
         for page_id, content in entries.items():
-            self.host.compare_page(content[0], page_id, self.list_slots(content))
+            self.host.compare_page(page_id, content)
         numbers = [taken.number for taken in manager.list_transfers_in_flight()]
         require(numbers == [one.number for one in self.in_flight], "transfers in flight", numbers)

@@ -98,7 +98,7 @@ class OracleFlight(OracleRows):
     def _forget_writes(self, request: Any) -> None:
         """Let steps in flight have no tokens for a row whose computed tokens are cut."""
         super()._forget_writes(request)
-        self._set_resolved(request, self.manager.count_cacheable(request))
+        self._set_resolved(request, self.manager.count_resolved(request))
         for entry in self.in_flight(self.requests.index(request)):
             entry.is_cut = True
 
@@ -211,6 +211,7 @@ class OracleFlight(OracleRows):
 
     def _grow_ahead(self, row: int, num_ahead: int, num_drafts: int, grown: Grown) -> bool:
         """Give back the pages that no step in flight reads, and take others."""
+        self.manager.enter_known(self.requests[row])
         if self.dedupe:
             self.manager.states.dedupe(self.requests[row], self._shard_of(row))
         self.manager._skip_pages(self.requests[row])
@@ -296,7 +297,7 @@ class OracleFlight(OracleRows):
                     self.writes.num_planned[request.request_id] = growth.num_planned
                 self.writes.undo(request)
                 del request.all_token_ids[num_tokens:]
-                self._set_resolved(request, self.manager.count_cacheable(request))
+                self._set_resolved(request, self.manager.count_resolved(request))
                 self._show(growth.row)
         planned.is_undone = True
         for entry in planned.entries:
@@ -361,7 +362,7 @@ class OracleFlight(OracleRows):
         for target in targets:
             self.num_stays += 1
             self.stays[target] = self.num_stays
-            self._set_resolved(self.requests[target], self.manager.count_cacheable(self.requests[row]))
+            self._set_resolved(self.requests[target], self.manager.count_resolved(self.requests[row]))
 
     def require_resolved(self, rows: list[int]) -> None:
         if self.writes.max_steps_ahead and any(self.count_ahead(row) for row in rows):

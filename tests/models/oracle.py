@@ -44,14 +44,16 @@ PagesByGroup = tuple[PageIds, ...]
 
 
 class ContentKeys:
-    """Numbers the contents of pages: one number for each (content of the parent page, tokens, extra keys).
+    """Numbers the contents of pages: one number for each (content of the parent page, tokens, tokens behind, extra keys).
 
-    With `ignores_lengths`, as vLLM does, features are the same that have the same content and offset. With `hash_page`, which
-    hashes a page of a request, `digests` has the hash of each content.
+    The tokens behind a page are its `lookahead`; before they are known it has no content. With `ignores_lengths`, as vLLM does,
+    features are the same that have the same content and offset. With `hash_page`, which hashes a page of a request, `digests`
+    has the hash of each content.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, lookahead: int) -> None:
         self.page_size = page_size
+        self.lookahead = lookahead
         self.ignores_lengths = False
         self.hash_page: Callable[[Any, int], int] | None = None
         self.digests: dict[int, int] = {}
@@ -60,10 +62,14 @@ class ContentKeys:
         self._nonces: dict[str, int] = {}
         self._next_nonces = itertools.count()
 
+    def count_known(self, num_known_tokens: int) -> int:
+        """Return how many of the known tokens can be in pages with a content: behind these the lookahead is known."""
+        return max(0, num_known_tokens - self.lookahead)
+
     def chain(self, request: Any) -> list[int]:
         """Return the contents of all full pages of the request, including newly full ones."""
         chain = self._chains[request.request_id]
-        for page in range(len(chain), len(request.all_token_ids) // self.page_size):
+        for page in range(len(chain), self.count_known(len(request.all_token_ids)) // self.page_size):
             chain.append(self._number(chain[-1] if chain else None, request, page))
         return chain
 
@@ -79,19 +85,20 @@ class ContentKeys:
 
     def cut(self, request_id: str, num_tokens: int) -> None:
         """Drop the contents remembered for tokens from `num_tokens` on."""
-        del self._chains[request_id][num_tokens // self.page_size :]
+        del self._chains[request_id][self.count_known(num_tokens) // self.page_size :]
 
     def _nonce(self, request_id: str) -> int:
         return self._nonces.setdefault(request_id, next(self._next_nonces))
 
     def _number(self, parent: int | None, request: Any, page: int) -> int:
         start, stop = page * self.page_size, (page + 1) * self.page_size
-        keys = extra_keys(request, start, stop)
+        keys = extra_keys(request, start, stop + self.lookahead)
         if start == 0 and has_unnamed_images(request):
             keys += (("private", self._nonce(request.request_id)),)
         if self.ignores_lengths:
             keys = tuple((None, *key[1:3], None) if len(key) == 4 else key for key in keys)
-        content = (parent, tuple(request.all_token_ids[start:stop]), keys)
+        behind = request.all_token_ids[stop : stop + self.lookahead]
+        content = (parent, tuple(request.all_token_ids[start:stop]), tuple(behind), keys)
         number = self._numbers.setdefault(content, len(self._numbers))
         if self.hash_page is not None and number not in self.digests:
             self.digests[number] = self.hash_page(request, page)
@@ -176,13 +183,15 @@ class OracleManager:
         retention: Retention | None = None,
         restores_states: bool = False,
         caches: str = "scheduled",
+        lookahead: int = 0,
     ) -> None:
         self.restores_states = restores_states
         self.caches_computed = caches == "computed"
         self.kinds = [kind_of(group.kv_cache_spec) for group in kv_cache_groups]
         self.enable_caching = enable_caching and bool(self.kinds)
         self.max_model_len = max_model_len
-        self.use_eagle = use_eagle
+        self.use_eagle = use_eagle and not lookahead
+        lookahead = lookahead if self.enable_caching else 0
         pool_names = [getattr(group, "pool", "kv") for group in kv_cache_groups]
         self.pools = Pools.of(
             num_pages, [(name, isinstance(kind, Mamba)) for name, kind in zip(pool_names, self.kinds, strict=True)]
@@ -194,7 +203,7 @@ class OracleManager:
         page_sizes = [kind.page_size for kind in self.kinds if not isinstance(kind, Mamba)]
         intervals = [kind.interval for kind in self.kinds if isinstance(kind, Mamba) and kind.interval]
         self.hit_step = math.lcm(*page_sizes, *intervals)
-        self.keys = ContentKeys(math.gcd(*page_sizes) or math.gcd(*intervals) or 1)
+        self.keys = ContentKeys(math.gcd(*page_sizes) or math.gcd(*intervals) or 1, lookahead)
         self.kinds = [replace(kind, interval=self.hit_step) if is_kept(kind) else kind for kind in self.kinds]
         self.classes = group_ids_by_kind(self.kinds)
         self.states = OracleStates(self)
@@ -303,7 +312,7 @@ class OracleManager:
         """Let the kinds shorten the length in turn, each dropping eagle's page, until all agree."""
         if any(isinstance(kind, Mamba) and kind.interval is None for kind in self.kinds):
             return 0
-        length = self._floor(request.num_tokens - 1)
+        length = self._floor(self.count_keyed(request, request.num_tokens - 1))
         hits = {kind: self._hits(request, kind, length, shard, reaches_tier) for kind in self.classes}
         most = length
         for kind in self.classes:
@@ -392,10 +401,10 @@ class OracleManager:
             raise
         self._rewind(request)
         is_late = self.caches_computed and not may_add_nothing
-        if is_late:
+        if is_late or (self.keys.lookahead and not may_add_nothing and not delay_cache_pages):
             self._enter_full_pages(request, min(request.num_computed_tokens, request.num_tokens))
         if num_new_tokens + num_external_computed_tokens:
-            self._skip_pages(request)
+            self._skip_pages(request, self.count_resolved(request) if delay_cache_pages and not is_late else None)
         num_missing = self._num_missing_pages(request, num_slots, hits)
         shard = self._shard(request, hits, dp_shard_hint, data_parallel_size)
         if any(num_missing) or any(hits):
@@ -502,11 +511,11 @@ class OracleManager:
                 held.go_back(kind.num_places(request.num_computed_tokens))
                 held.num_once_cached_tokens = num_once
 
-    def _skip_pages(self, request: Any) -> None:
-        """Free the pages that no coming token attends to, and with which nobody resumes where the request may end, last one
-        first; none while loads may fail, so that it can go back.
+    def _skip_pages(self, request: Any, num_tokens: int | None = None) -> None:
+        """Free the pages to which no token attends behind the cacheable ones, or behind `num_tokens`, and with which nobody
+        resumes where the request may end, last one first; none while loads may fail, so that it can go back.
         """
-        num_tokens = self.count_cacheable(request)
+        num_tokens = self.count_cacheable(request) if num_tokens is None else num_tokens
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
             if waits_for_loads(self.page_pool, held):
                 continue
@@ -674,19 +683,36 @@ class OracleManager:
         self._rewind(request)
         self._enter_full_pages(request, num_computed_tokens)
 
-    def count_cacheable(self, request: Any) -> int:
-        """Return how many computed tokens may be cached: of rows, where it matters, those whose steps are resolved."""
+    def count_resolved(self, request: Any) -> int:
+        """Return how many tokens are computed: of rows, where it matters, those whose steps are resolved."""
         resolved = (self.resolved or {}).get(request.request_id, request.num_computed_tokens)
         return min(resolved, request.num_computed_tokens)
+
+    def count_keyed(self, request: Any, num_tokens: int) -> int:
+        """Return how many of the first tokens of a request have a known lookahead behind them."""
+        return min(num_tokens, self.keys.count_known(request.num_tokens))
+
+    def count_cacheable(self, request: Any) -> int:
+        """Return how many computed tokens may be cached."""
+        return self.count_keyed(request, self.count_resolved(request))
+
+    def enter_known(self, request: Any, most: int | None = None) -> None:
+        """Enter computed pages of at most `most` tokens whose lookahead was not known in their step. They may leave next."""
+        if self.keys.lookahead:
+            num_computed = self.count_resolved(request)
+            self._enter_full_pages(request, num_computed if most is None else min(num_computed, most))
+            self._enter_waiting()
 
     def _enter_full_pages(self, request: Any, num_computed_tokens: int) -> None:
         if not self.enable_caching:
             return
         for group_id, held in enumerate(self.held.get(request.request_id, ())):
             kind = self.kinds[group_id]
-            num_full_pages = min(num_computed_tokens // kind.page_size, len(held.pages))
+            num_full_pages = min(self.count_keyed(request, num_computed_tokens) // kind.page_size, len(held.pages))
             if isinstance(kind, Mamba) or num_full_pages <= held.num_cached_pages or waits_for_loads(self.page_pool, held):
                 continue
+            if self.keys.lookahead and self.states.copies.are_due([held], into_only=True):
+                continue  # full pages of a fork are copied
             keys = self.keys_of(request, kind)
             for page in range(held.num_cached_pages, num_full_pages):
                 if held.pages[page] != NULL_PAGE:
@@ -852,12 +878,14 @@ class OracleManager:
 
     def undo(self, request: Any, num_computed_tokens: int, num_tokens: int, new_pages: PagesByGroup) -> None:
         """Undo growth: the request continues from fewer computed tokens, without its last pages."""
-        self._forget_uncomputed(request, num_computed_tokens)
+        num_keyed_tokens = min(num_computed_tokens, self.keys.count_known(num_tokens))
+        self._forget_uncomputed(request, num_keyed_tokens)
         held_by_group = self.held[request.request_id]
         for kind, held, new in zip(self.kinds[::-1], held_by_group[::-1], new_pages[::-1], strict=True):
             for _ in new:
                 self.page_pool.free_pages([held.pages.pop()])
-            held.go_back(kind.num_places(num_computed_tokens))
+            num_hits = min(held.num_hit_pages, kind.num_places(num_computed_tokens))
+            held.go_back(max(num_hits, kind.num_places(num_keyed_tokens)))
         self.keys.cut(request.request_id, num_tokens)
 
     def _entry_size(self, kind: Kind) -> int:
@@ -874,14 +902,16 @@ class OracleManager:
             num_once = held.num_once_cached_tokens // self._entry_size(kind) if self._entry_size(kind) else 0
             stop = max(held.num_cached_pages, num_once if isinstance(kind, Mamba) else min(num_once, len(held.pages)))
             keys = self.keys_of(request, kind) if stop else []
-            for i in range(max(kind.num_places(num_computed_tokens), held.num_hit_pages), min(stop, len(keys))):
+            for i in range(max(kind.num_places(num_computed_tokens), held.num_hit_pages), stop):
                 if isinstance(kind, Mamba) and not self.states.is_checkpoint(request, (i + 1) * self.hit_step):
                     continue
                 page = NULL_PAGE if isinstance(kind, Mamba) else held.pages[i]
-                twins = self.page_pool.index.get((keys[i], group_id), ())
-                self.page_pool.evict_pages([page] if page != NULL_PAGE else list(twins))
-                if page == NULL_PAGE and self.page_pool.tier is not None:
-                    self.page_pool.tier.drop((keys[i], group_id))
+                if page != NULL_PAGE:
+                    self.page_pool.evict_pages([page])
+                elif i < len(keys):
+                    self.page_pool.evict_pages(list(self.page_pool.index.get((keys[i], group_id), ())))
+                    if self.page_pool.tier is not None:
+                        self.page_pool.tier.drop((keys[i], group_id))
 
     # release and inspection
 
@@ -889,7 +919,7 @@ class OracleManager:
         """Free all pages of the request, last one first. Uncomputed pages lose their entries."""
         terms = [term_of_seconds(seconds)]
         if request.request_id in self.held:
-            if self.caches_computed:
+            if self.caches_computed or self.keys.lookahead:
                 nums = request.num_computed_tokens, request.num_tokens, num_computed_tokens
                 self._enter_full_pages(request, min(num for num in nums if num is not None))
             self.free_all([request], [num_computed_tokens], terms)
@@ -1113,7 +1143,8 @@ class OracleManager:
         """Find the page that is cached under the tokens of each place within [start, stop), its own before others."""
         found, own = {}, self.get_page_ids(request.request_id)
         for group_id, place, key in self._places(request, start, stop) if self.enable_caching else ():
-            pages = [*own[group_id][place : place + 1], self.page_pool.first_entered(key, group_id, None)]
+            first = None if key is None else self.page_pool.first_entered(key, group_id, None)
+            pages = [*own[group_id][place : place + 1], first]
             is_right = [self.page_pool.entry_of_page.get(page) == (key, group_id) for page in pages]
             found[group_id, place] = pages[is_right.index(True)] if any(is_right) else None
         return found
@@ -1144,14 +1175,16 @@ class OracleManager:
         if start < 0 or (stop is not None and stop < start):
             raise ValueError("no span of tokens")
 
-    def _places(self, request: Any, start: int, stop: int | None) -> list[tuple[int, int, int]]:
-        """List group, place and content of the request's full pages, and checkpoints, wholly within tokens [start, stop)."""
+    def _places(self, request: Any, start: int, stop: int | None) -> list[tuple[int, int, int | None]]:
+        """List group, place and content of the request's full pages, and checkpoints, wholly within tokens [start, stop). Those
+        whose lookahead is not known have no content.
+        """
         stop = request.num_tokens if stop is None else stop
         return [
             (group_id, place, key)
             for group_id, kind in enumerate(self.kinds)
             if is_kept(kind) or not isinstance(kind, Mamba)
-            for place, key in enumerate(self.keys_of(request, kind))
+            for place, key in itertools.zip_longest(range(request.num_tokens // kind.hit_size), self.keys_of(request, kind))
             if start <= place * kind.hit_size and (place + 1) * kind.hit_size <= stop
         ]
 

@@ -203,11 +203,10 @@ class OracleStates:
         for kind, group in zip(self.manager.kinds, held, strict=True):
             if kind.lacks_page(group.pages[: kind.num_required_pages(num_computed)], num_computed):
                 raise ValueError("a page that is needed again was given back")
-        groups = [
-            (kind, group, self._open_page(kind, group, num_computed))
-            for kind, group in zip(self.manager.kinds, held, strict=True)
-        ]
-        copies = Counter(self.manager.source_of(i, shard) for i, (_, _, page) in enumerate(groups) if page is not None)
+        groups = list(zip(self.manager.kinds, held, strict=True))
+        copies = Counter[range | None]()
+        for i, (kind, group) in enumerate(groups):
+            copies[self.manager.source_of(i, shard)] += sum(map(bool, self._part(kind, group, num_computed)[1]))
         if any(len(targets) * num > len(self.pool.free_page_ids(source)) for source, num in copies.items()):
             return False
         if dedupes:
@@ -221,23 +220,25 @@ class OracleStates:
                 self.manager.windows.fork(request, target)
         return True
 
-    def _open_page(self, kind: Kind, held: HeldPages, num_computed: int) -> int | None:
-        """Return the page that is written next and has tokens already; None if there is none."""
-        is_open = num_computed > 0 if isinstance(kind, Mamba) else num_computed % kind.page_size > 0
-        return held.pages[kind.num_full_pages(num_computed)] if is_open else None
+    def _part(self, kind: Kind, held: HeldPages, num_computed: int) -> tuple[PageIds, PageIds]:
+        """Part pages with tokens into those that a fork shares, and others, which are written next: the open one, and full ones
+        whose lookahead is not computed.
+        """
+        num_shared = kind.num_full_pages(self.manager.keys.count_known(num_computed))
+        return held.pages[:num_shared], held.pages[num_shared : kind.num_required_pages(num_computed)]
 
     def _fork_group(
         self,
         group_id: int,
         kind: Kind,
         held: HeldPages,
-        open_page: int | None,
         num_computed: int,
         shard: range | Shard | None,
         holder: Holder,
     ) -> HeldPages:
         """Return what a target holds in a group."""
-        shared, num_places = held.pages[: kind.num_full_pages(num_computed)], kind.num_places(num_computed)
+        shared, copied = self._part(kind, held, num_computed)
+        num_places = kind.num_places(num_computed) if isinstance(kind, Mamba) else len(shared)
         self._share(shared)
         self.pool.expected.use(shared, holder)
         num_cached, num_deduped = min(held.num_cached_pages, num_places), min(held.num_deduped_pages, num_places)
@@ -245,14 +246,17 @@ class OracleStates:
         num_hits = num_places if isinstance(kind, Mamba) else num_cached  # checkpoints that it passes over are not its own
         forked = HeldPages(shared, num_cached, num_hits, ranking, num_deduped, holder=holder)
         forked.load_number = held.load_number
-        if open_page is not None:
-            self._share([open_page])
-            forked.pages = shared + self.pool.take(1, self.manager.source_of(group_id, shard), holder)
+        for page in copied:
+            if page == NULL_PAGE:
+                forked.pages.append(NULL_PAGE)
+                continue
+            self._share([page])
+            forked.pages += self.pool.take(1, self.manager.source_of(group_id, shard), holder)
             note_taken(self.pool, [forked])
-            self.copies.note(open_page, forked.pages[-1], group_id)
+            self.copies.note(page, forked.pages[-1], group_id)
             self.copies.readers.append(held)
             if self.pool.tier is not None:
-                self.pool.tier.note_copied(open_page, forked.pages[-1])
+                self.pool.tier.note_copied(page, forked.pages[-1])
         return forked
 
     def _share(self, pages: PageIds) -> None:

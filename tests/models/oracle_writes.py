@@ -67,7 +67,8 @@ class OracleWrites:
             if len(free) < len(states) + num_reserved or len(source) < len(states):
                 return
         for i in self.state_ids:
-            if num_tokens <= request.num_tokens and self._is_cached(request, num_tokens, i, shard):
+            is_known = num_tokens <= self.manager.keys.count_known(request.num_tokens)
+            if is_known and self._is_cached(request, num_tokens, i, shard):
                 continue
             held = self.manager.held[request.request_id][i]
             [page] = pool.take(1, self.manager.source_of(i, shard), held.holder)
@@ -108,7 +109,7 @@ class OracleWrites:
     def settle(self, request: Any, num_computed_tokens: int, shard: range | Shard | None, term: int = UNKNOWN) -> None:
         """Enter the states of a request that were written by now: a later step of it is planned, or it ends."""
         resolved = (self.manager.resolved or {}).get(request.request_id, num_computed_tokens)
-        num_computed_tokens = min(num_computed_tokens, resolved)
+        num_computed_tokens = self.manager.count_keyed(request, min(num_computed_tokens, resolved))
         for write in list(self.open):
             if write.request is request and write.is_taken and write.num_tokens <= num_computed_tokens:
                 self.open.remove(write)

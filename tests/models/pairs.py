@@ -32,6 +32,7 @@ from pagepool._core import CacheGroups, HashChain, PageRules, copy_records, find
 POLICIES = "lru", "adaptive"
 LEASED_SHARES = 0.2, 0.6, 1.0
 CACHES = "scheduled", "computed"
+LOOKAHEADS = 0, 0, 0, 1, 2, 3
 PERIODS = 1, 2, 7, 30  # calls between events that are told
 NULL_KEY = bytes(16)
 KEPT = 1 << 28  # flag in the group of a page
@@ -201,6 +202,7 @@ def run_twins(
     """Run a seed's workload to its end: requests, rows, or rows with tokens in flight."""
     usual, make = KINDS[work]
     setting = with_room(setting) if features.tier else setting
+    setting = setting.with_lookahead(LOOKAHEADS[seed // 5 % len(LOOKAHEADS)])
     return run_workload(kind or usual, setting, partial(make, features=features, seed=seed), seed, num_calls, features)
 
 

@@ -37,6 +37,7 @@ class Stored(NamedTuple):
 
     parent: Any
     token_ids: tuple[int, ...]
+    behind: tuple[int, ...] | None  # the lookahead
     extra_keys: tuple[Any, ...] | None
     lora: int | str | None
 
@@ -82,6 +83,7 @@ class Router:
         assert len(keys) == len(event.block_hashes) > 0
         assert not keys & self.saved, "a page is saved twice"
         assert (event.parent_block_hash, len(event.token_ids), event.extra_keys, event.session_id) == (None, 0, None, None)
+        assert event.lookahead_token_ids is None
         self.saved |= keys
 
     def store(self, event: Any) -> bool:
@@ -89,7 +91,8 @@ class Router:
         size, hashes = event.block_size, hashes_of(event)
         token_ids = [int(token_id) for token_id in event.token_ids]
         extra_keys = event.extra_keys or [None] * len(hashes)
-        assert len(hashes) == len(extra_keys) > 0
+        behind = event.lookahead_token_ids or [None] * len(hashes)
+        assert len(hashes) == len(extra_keys) == len(behind) > 0
         assert event.medium == "GPU"
         assert len(token_ids) in (0, size * len(hashes))
         assert event.lora_id is None or event.lora_name is None
@@ -99,7 +102,8 @@ class Router:
         for i, block_hash in enumerate(hashes):
             key = event.group_idx, block_hash
             assert key not in self.pages, f"{key} is stored twice"
-            self.pages[key] = Stored(parent, tuple(token_ids[i * size : (i + 1) * size]), extra_keys[i], lora)
+            tokens, tokens_behind = tuple(token_ids[i * size : (i + 1) * size]), behind[i] and tuple(map(int, behind[i]))
+            self.pages[key] = Stored(parent, tokens, tokens_behind, extra_keys[i], lora)
             self.sessions[key] = event.session_id
             parent = block_hash
         return is_known
@@ -179,7 +183,7 @@ class Telling:
 def sorted_keys(stored: Stored) -> tuple[Any, ...]:
     """Return all fields but the parent. Events list features in the request's order; the oracle has each hash once."""
     keys = None if stored.extra_keys is None else sorted(set(map(repr, stored.extra_keys)))
-    return stored.token_ids, keys, stored.lora
+    return stored.token_ids, stored.behind, keys, stored.lora
 
 
 class Contents:
@@ -195,20 +199,21 @@ class Contents:
         content.
         """
         parent: int | None = number
+        _, _, behind, _ = self.by_number[number]
         token_ids: list[int] = []
         extra_keys: dict[Any, None] = {}
         for i in range(num_hashes - 1, -1, -1):
-            parent, tokens, keys = self.by_number[parent]
+            parent, tokens, _, keys = self.by_number[parent]
             token_ids[:0] = tokens
             extra_keys |= dict.fromkeys(told_keys(keys, i * self.page_size))
         lora = self.lora_of(number)
         if self.has_lora_in_every_page and lora is not None:
             extra_keys[lora] = None
-        return Stored(None, tuple(token_ids), tuple(extra_keys) or None, lora), parent
+        return Stored(None, tuple(token_ids), behind or None, tuple(extra_keys) or None, lora), parent
 
     def lora_of(self, number: int) -> int | str | None:
         """Return the LoRA adapter, which is in the first content of a chain."""
-        parent, _, keys = self.by_number[number]
+        parent, _, _, keys = self.by_number[number]
         return dict(key for key in keys if len(key) == 2)["lora"] if parent is None else self.lora_of(parent)
 
 

@@ -75,11 +75,21 @@ class Setting:
     num_pages: tuple[NumPages, ...] = (8, 13, 24, 64)  # by pool where there are several
     enable_caching: bool = True
     use_eagle: bool = False
+    lookahead: int = 0  # tokens behind a page that its key covers, with eagle
     data_parallel_size: int | None = None
     windows: tuple[int, int] | None = None  # slack and interval in tokens; None: all pages of windows stay cached
     writes: str = "ends"  # where steps can write states
     max_steps_ahead: int = 0
     habits: Habits = field(default_factory=Habits)
+
+    def with_lookahead(self, lookahead: int) -> Setting:
+        """Return the setting with eagle whose keys look so many tokens ahead; 0: as it is."""
+        return replace(self, use_eagle=True, lookahead=lookahead) if lookahead else self
+
+    @property
+    def drops_pages(self) -> bool:
+        """Whether eagle drops the last page of a hit."""
+        return self.use_eagle and not self.lookahead
 
     @property
     def page_size(self) -> int:
@@ -126,6 +136,7 @@ class Setting:
         slack, interval = self.windows or (0, 0)
         retention = Retention(window_slack=slack, window_interval=interval, max_leased_share=max_leased_share)
         options |= {"windows": "all" if self.windows is None else "ends", "retention": retention}
+        options |= {"lookahead": self.lookahead} if self.lookahead else {}
         return manager_class(num_pages, groups, self.max_model_len, self.enable_caching, self.use_eagle, **options)
 
 
