@@ -293,6 +293,20 @@ BUGS = {
         kv_cache_utils, "generate_block_hash_extra_keys", hash_without("lora_request"), "full in blocks of 16, sha256 over cbor"
     ),
     "hashes one image a block": Bug(kv_cache_utils, "_gen_mm_extra_hash_keys", hash_first_image_only),
+    "hashes no image behind a block": Bug(
+        kv_cache_utils,
+        "generate_lookahead_block_hash_extra_keys",
+        lambda original: lambda request, start, end, hash_end, image: original(request, start, end, end, image),
+        "full, lookahead in hashes, async",
+        (0, 33),
+    ),
+    "reports lookahead too early": Bug(
+        Pool,
+        "_lookahead_token_ids",
+        lambda original: lambda self, request, block_end: original(self, request, block_end - 1),
+        "full, lookahead in hashes",
+        (0, 33),
+    ),
     "drops two blocks for a draft model": Bug(Full, "find_longest_cache_hit", drop_eagle_twice, "full, eagle"),
     "keeps nothing where a prompt ends": Bug(
         Window, "reachable_block_mask", keep_no_boundaries, "full and window, keep the last"
