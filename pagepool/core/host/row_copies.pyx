@@ -34,7 +34,7 @@ cdef enum:
     BYTES_OF_A_PAGE = 1 << 6      # of a page in `let_others_run`: the GIL is released for 64 KiB
 
 
-cdef struct Copying:          # rows, whose columns are copied in pieces by the threads that come first
+cdef struct Copying:          # rows in turn, whose bytes are copied in pieces by the threads that come first
     const uint8_t *source
     uint8_t *target
     Py_ssize_t source_stride  # bytes from one row to the next
@@ -50,22 +50,26 @@ cdef struct Copying:          # rows, whose columns are copied in pieces by the 
 
 
 cdef inline Py_ssize_t start_of(const Copying *copying, Py_ssize_t piece) noexcept nogil:
-    """Return the first column of a piece."""
+    """Return the first byte of a piece, counted over all rows."""
+    cdef Py_ssize_t num_bytes = copying.num_rows * copying.width
     if piece == copying.num_pieces:
-        return copying.width
-    return copying.width * piece // copying.num_pieces // CACHE_LINE * CACHE_LINE
+        return num_bytes
+    return num_bytes // copying.num_pieces // CACHE_LINE * CACHE_LINE * piece
 
 
 cdef void copy_piece(const Copying *copying, Py_ssize_t piece) noexcept nogil:
-    """Copy some columns of all rows. A row may be copied onto itself."""
-    cdef Py_ssize_t i, start = start_of(copying, piece), size = start_of(copying, piece + 1) - start
-    assert 0 <= piece < copying.num_pieces and size > 0
-    for i in range(copying.num_rows):
+    """Copy some rows, the first and the last in part. A row may be copied onto itself."""
+    cdef Py_ssize_t start = start_of(copying, piece), left = start_of(copying, piece + 1) - start, size
+    cdef Py_ssize_t i = start // copying.width, column = start % copying.width
+    assert 0 <= piece < copying.num_pieces and left > 0
+    while left > 0:
+        size = min(copying.width - column, left)
         memmove(
-            copying.target + copying.target_ids[i] * copying.target_stride + start,
-            copying.source + copying.source_ids[i] * copying.source_stride + start,
+            copying.target + copying.target_ids[i] * copying.target_stride + column,
+            copying.source + copying.source_ids[i] * copying.source_stride + column,
             size,
         )
+        i, column, left = i + 1, 0, left - size
 
 
 cdef void copy_pieces(Copying *copying) noexcept nogil:
@@ -128,12 +132,13 @@ cdef object require_rows(object rows, str name):
 
 
 def copy_rows(source, source_ids, target, target_ids, num_threads=1) -> None:
-    """Copy row ``source_ids[i]`` of `source` to row ``target_ids[i]`` of `target`, for all `i` in order.
+    """Copy row ``source_ids[i]`` of `source` to row ``target_ids[i]`` of `target`, for all `i`.
 
     Both are uint8 arrays with two axes, of rows equally long, whose bytes are contiguous; there may be gaps between rows. They
     may share memory if no byte is both read and written, except by a copy of a row onto itself. The ids are arrays or lists of
-    ints. 64 KiB and more are copied without the GIL, by up to `num_threads` threads, the caller's among them, and at most one
-    for each MiB. The call returns when all is copied, without waiting for threads that start late.
+    ints; a row of `target` that occurs twice gets bytes of either source. 64 KiB and more are copied without the GIL, by up to
+    `num_threads` threads, the caller's among them, and at most one for each MiB. The call returns when all is copied, without
+    waiting for threads that start late.
 
     Before anything is copied, raise ArgumentTypeError for other types, and ArgumentError for ids outside the arrays, unequal
     lengths, a read-only target, and less than one thread.
@@ -163,7 +168,7 @@ def copy_rows(source, source_ids, target, target_ids, num_threads=1) -> None:
     thread = let_others_run(num_bytes // BYTES_OF_A_PAGE)
     num = 1 if thread == NULL else max(1, min(num, num_bytes // BYTES_OF_A_THREAD, MAX_THREADS))
     if num > 1:
-        rows.num_pieces = max(1, min(num * PIECES_OF_A_THREAD, width // CACHE_LINE))
+        rows.num_pieces = num * PIECES_OF_A_THREAD
     if num == 1 or not copy_by_threads(&rows, num):
         copy_pieces(&rows)
     go_on(thread)
