@@ -4,7 +4,7 @@
 # SipHash-2-4-128 has a secret key and digests of 16 bytes, the keys of the index. SHA-256 has digests of 32 bytes, whose lower
 # halves are these keys. Its message is the parent's digest, the tokens as little-endian int32, and the extra keys; in CBOR it
 # is the array of these three, null for no extra keys, as in vLLM's `sha256_cbor`. There the tokens of the lookahead follow the
-# extra keys, in an array with them; elsewhere they follow the page's tokens, and are part of its secret.
+# extra keys, in an array with them. Elsewhere they follow the page's tokens, and their number is part of the secret or root.
 
 from libc.stdint cimport int32_t, uint8_t
 
