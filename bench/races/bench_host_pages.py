@@ -14,7 +14,7 @@ from statistics import median
 
 import pytest
 
-from bench.races.host_rivals import NUM_LAYERS, Moving, MovingByPage, Putting, Transferring
+from bench.races.host_rivals import Moving, MovingByPage, Putting, Transferring
 from bench.races.race import HOST, WALL_TIME, Race, Work
 
 PAGE_KIB = 256
@@ -38,33 +38,33 @@ class Starting:
         return self._moving.page_ids
 
 
-def make_contenders(num_pages: int, way: str) -> dict[str, Moving]:
+def make_contenders(num_pages: int, way: str, page_kib: int) -> dict[str, Moving]:
     return {
-        "by page": MovingByPage(num_pages, way, PAGE_KIB),
-        "device_put": Putting(num_pages, way, PAGE_KIB),
-        "pagepool": Transferring(num_pages, way, PAGE_KIB),
+        "by page": MovingByPage(num_pages, way, page_kib),
+        "device_put": Putting(num_pages, way, page_kib),
+        "pagepool": Transferring(num_pages, way, page_kib),
     }
 
 
-def make_work(name: str, num_pages: int) -> Work:
-    num_mib = num_pages * PAGE_KIB / 1024
-    return Work(f"{name} of {NUM_LAYERS} layers", "MiB", num_mib, NUM_TURNS, suite=HOST, rounds_per_turn=ROUNDS_PER_TURN)
+def make_work(name: str, num_pages: int, page_kib: int) -> Work:
+    work, num_mib = f"{name} of {num_pages} pages of {page_kib} KiB", num_pages * page_kib / 1024
+    return Work(work, "MiB", num_mib, NUM_TURNS, suite=HOST, rounds_per_turn=ROUNDS_PER_TURN)
 
 
 @WAYS
 @pytest.mark.parametrize("num_pages", [1, 8, 64])
 def test_transfers(race: Race, num_pages: int, way: str) -> None:
     pytest.importorskip("jax")
-    race(make_contenders(num_pages, way), make_work(f"{way}s of {num_pages} pages", num_pages))
+    race(make_contenders(num_pages, way, PAGE_KIB), make_work(f"{way}s", num_pages, PAGE_KIB))
 
 
 @CALLING_TIME
 @WAYS
-@pytest.mark.parametrize("num_pages", [8, 64])
-def test_the_calling_thread(race: Race, num_pages: int, way: str) -> None:
+@pytest.mark.parametrize(("num_pages", "page_kib"), [(8, PAGE_KIB), (64, PAGE_KIB), (64, 64)])
+def test_the_calling_thread(race: Race, num_pages: int, page_kib: int, way: str) -> None:
     pytest.importorskip("jax")
-    contenders = {name: Starting(moving) for name, moving in make_contenders(num_pages, way).items()}
-    race(contenders, make_work(f"calling thread, {way}s of {num_pages} pages", num_pages))
+    contenders = {name: Starting(moving) for name, moving in make_contenders(num_pages, way, page_kib).items()}
+    race(contenders, make_work(f"calling thread, {way}s", num_pages, page_kib))
 
 
 def test_the_delay_of_a_step(remark: Callable[[str], None]) -> None:

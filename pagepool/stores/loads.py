@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import inf
 
 import numpy as np
@@ -143,12 +144,13 @@ class Loads:
     def _take_objects(self, sizes: Sequence[int]) -> tuple[list[Object], list[int]]:
         objects: list[Object] = []
         places: list[int] = []
-        for size in sizes:
-            taken = self._buffers.take(1, size)
-            if not taken:
-                break
+        for size, equal in groupby(sizes):
+            num, array = len(list(equal)), self._buffers.arrays[size]
+            taken = self._buffers.take(num, size)
             places += taken
-            objects.append(self._buffers.arrays[size][taken[0]])
+            objects += [array[place] for place in taken]
+            if len(taken) < num:
+                break
         return objects, places
 
     def _end_lookup(self, job: Job, are_stored: Flags) -> None:
