@@ -278,7 +278,7 @@ class Front(ABC):
         self.books.release(job)
         del self.jobs[job.row]
         job.front, job.num_computed_tokens, job.num_known_tokens, job.status, job.loading = None, 0, 0, PREEMPTED, None
-        job.awaited_copies, job.load_number, job.swapped = 0, 0, None
+        job.forked_list, job.awaited_copies, job.load_number, job.swapped = 0, 0, 0, None
         return job
 
     @staticmethod
@@ -324,6 +324,12 @@ class Front(ABC):
         self.find_slots(work)
         if not work.is_delayed and not self.caches_computed:
             work.made = self.books.enter(work.job, histories)
+
+    def find_key(self, job: Job, num_tokens: int) -> int:
+        """Return the key of a page that ends after so many tokens."""
+        registry = self.world.manager._registry
+        chain = registry.hash_apart(job, num_tokens)
+        return chain[num_tokens // registry.rules.hash_page_size - 1]
 
     def find_slots(self, work: Work) -> None:
         """Record the slots of the tokens of a step, of those to which these attend, and of those that drafters may lack."""
@@ -413,16 +419,9 @@ class ManagerFront(Front):
         """Record that a job cached what was computed of its first tokens, and compare that with the device."""
         if not self.caches_computed and not self.books.lookahead:
             return
-        entered = self.books.enter_first(job, job.list_histories(num_tokens))
-        for page_id in entered:
-            content = self.books.index.entries[page_id].content
-            group_id, page_size = content[0], self.setting.groups[content[0]].page_size
-            if page_id not in self.world.copied:
-                self.world.device.compare_page(page_id, content)
-            if self.books.tier is not None and not self.books.is_cached(page_id):  # it left a window, and was evicted
-                registry, stop = self.manager._registry, (job.pages[group_id].index(page_id) + 1) * page_size
-                key = registry.hashes[job.request_id].chain[stop // registry.rules.hash_page_size - 1], group_id
-                self.books.tier.keys.setdefault(key, content)
+        entered = self.books.enter_first(job, job.list_histories(num_tokens), self.find_key)
+        for page_id in set(entered) - self.world.copied:
+            self.world.device.compare_page(page_id, self.books.index.entries[page_id].content)
         self.world.counts["pages cached once computed"] += len(entered)
 
     def admit(self, job: Job, row: int, dp_shard: int | None) -> bool:
@@ -790,8 +789,8 @@ class BatchFront(Front):
         for work in works[: result.num_grown + 1]:
             job = work.job
             held = self.records(self.batch.get_page_ids(job.row))
-            if self.setting.lookahead and work.start < work.stop:
-                self.books.enter_first(job, job.list_histories(work.start))
+            if self.setting.lookahead and work.start < work.stop and not self.world.is_too_large:
+                self.books.enter_first(job, job.list_histories(work.start), self.find_key)
             if self.dedupes:
                 work.hits |= self._exchange(job, held, work.start)
             self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], work.start)
@@ -885,7 +884,7 @@ class BatchFront(Front):
             self.call("release", self.batch, [job.row], [num_computed_tokens])
         if self.books.lookahead:
             num_tokens = min(num_last_tokens if num_computed_tokens is None else num_computed_tokens, num_last_tokens)
-            self.books.enter_first(job, job.list_histories(num_tokens), job.num_known_tokens)
+            self.books.enter_first(job, job.list_histories(num_tokens), self.find_key, job.num_known_tokens)
         return self.leave(job, num_computed_tokens, num_last_tokens)
 
     def go_back(self, job: Job, num_computed_tokens: int) -> bool:

@@ -10,7 +10,7 @@ import itertools
 import math
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -26,6 +26,9 @@ from pagepool._core import copy_records
 NULL_PAGE = 0
 KEPT = 1 << 28  # flag of a page that stays when it leaves a window
 STAYS = itertools.count(1)
+
+FindKey = Callable[[Job, int], int]
+"""Computes the key of a request's page that ends after a number of tokens."""
 
 
 @dataclass
@@ -423,7 +426,9 @@ class Books:
 
     # What is cached.
 
-    def enter(self, job: Job, histories: Sequence[int], num_known_tokens: int | None = None) -> list[int]:
+    def enter(
+        self, job: Job, histories: Sequence[int], num_known_tokens: int | None = None, find_key: FindKey | None = None
+    ) -> list[int]:
         """Cache the pages that tokens fill and whose lookahead is known, except those passed before; return those that were not
         cached.
         """
@@ -442,21 +447,27 @@ class Books:
                 found = self.index.content_of(pages[page])
                 require(found in (None, content), "a page is cached with something else", job, pages[page])
                 if pages[page] != NULL_PAGE and found is None:
-                    self.note_entry(pages[page], content, job)
+                    key = find_key and (find_key(job, (page + 1) * group.page_size), group_id)
+                    self.note_entry(pages[page], content, job, key)
                     entered.append(pages[page])
                 job.num_cached_pages[group_id] = page + 1
         return entered
 
-    def enter_first(self, job: Job, histories: Sequence[int], num_known_tokens: int | None = None) -> list[int]:
-        """Cache pages as `enter` does, in a call in which some may leave a window after it."""
+    def enter_first(
+        self, job: Job, histories: Sequence[int], find_key: FindKey, num_known_tokens: int | None = None
+    ) -> list[int]:
+        """Cache pages as `enter` does, in a call in which some may leave a window, or be exchanged, and be taken after it."""
         skipped, self.skipped = self.skipped, {page_id for pages in job.pages for page_id in pages}
-        entered = self.enter(job, histories, num_known_tokens)
+        entered = self.enter(job, histories, num_known_tokens, find_key if self.tier is not None else None)
         self.skipped = skipped
         return entered
 
-    def note_entry(self, page_id: int, content: Content, job: Job) -> None:
+    def note_entry(self, page_id: int, content: Content, job: Job, entered_key: tuple[int, int] | None = None) -> None:
         """Record that a request has cached a page."""
         key = self.store.key_of(page_id) if self.tier is not None else None
+        if entered_key is not None and key != entered_key:  # the page has left the request, and was evicted
+            self.tier.keys.setdefault(entered_key, content)
+            key = None
         if key is not None:  # another row of the call may have exchanged the page
             self.tier.note_entry(page_id, key, content, not self.index.has(content, None))
         self.index.enter(page_id, content, job.stay)
