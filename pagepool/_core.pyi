@@ -61,6 +61,7 @@ class CacheGroups:
         boundaries: tuple[int, int, int] | None = ...,
         banks: Sequence[int] | None = ...,
         writes_states: bool = ...,
+        lookahead: int = ...,
     ) -> Self: ...
     def __len__(self) -> int: ...
     def count_peak_pages(

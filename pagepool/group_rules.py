@@ -56,6 +56,7 @@ def make_rules(
     windows: str = "all",
     retention: Retention | None = None,
     banks: Sequence[int] | None = None,
+    lookahead: int = 0,
 ) -> GroupRules:
     """Return the rules of groups, whose pages come from `banks` of a store: see `CacheManager` for the other arguments. Raise
     ArgumentError for values out of range, and for eagle with chunked local attention, which cannot drop a page across chunks.
@@ -88,7 +89,12 @@ def make_rules(
         configuration |= {f"kv_cache_groups[{i}].{name}": each[name] for name in each}
     return GroupRules(
         CacheGroups(
-            list(zip(rules, index_ids, num_hashes, strict=True)), use_eagle, boundaries, banks, state_interval is not None
+            list(zip(rules, index_ids, num_hashes, strict=True)),
+            use_eagle,
+            boundaries,
+            banks,
+            state_interval is not None,
+            lookahead,
         ),
         hash_page_size,
         max_cached_page_size=max(page_sizes, default=hash_page_size),

@@ -312,7 +312,13 @@ class CacheManager(KeyHolder, SlotAllocator):
         self._page_pool = self.pools[sizes.names[0]]
         retention = retention or Retention()
         self._rules = rules = make_rules(
-            kv_cache_groups, use_eagle and not lookahead, self.enable_caching, windows, retention, sizes.pool_of_group
+            kv_cache_groups,
+            use_eagle and not lookahead,
+            self.enable_caching,
+            windows,
+            retention,
+            sizes.pool_of_group,
+            lookahead,
         )
         self._store = self._page_pool.store
         self._store.name_banks(sizes.names)

@@ -71,18 +71,20 @@ def draw(rng: Random, num_tokens: int) -> list[int]:
 
 
 def both(groups: tuple[Group, ...], **options: Any) -> tuple[Rows, Rows]:
-    return Rows(groups, "all"), Rows(groups, "ends", **options)
+    return Rows(groups, "all", **options), Rows(groups, "ends", **options)
 
 
 @pytest.mark.parametrize("groups", LAYOUTS, ids=str)
 @pytest.mark.parametrize("place", ["end of the prompt", "slack", "interval", "named", "junction", "end of the answer"])
-def test_a_request_resumes_at_a_boundary(groups: tuple[Group, ...], place: str) -> None:
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
+def test_a_request_resumes_at_a_boundary(groups: tuple[Group, ...], place: str, lookahead: int) -> None:
     """As far as if all pages had stayed."""
     rng = Random(place)
     prompt, answer = draw(rng, 200), draw(rng, 120)
     num_shared = {"end of the prompt": 200, "slack": 192, "interval": 64, "named": 104, "junction": 88}.get(place, 320)
-    num_hits = num_shared - num_shared % max(group.page_size for group in groups)
-    for rows in both(groups, retention=retain(window_interval=64 if place == "interval" else 0)):
+    num_hits = num_shared - lookahead - (num_shared - lookahead) % max(group.page_size for group in groups)
+    retention = retain(window_interval=64 if place == "interval" else 0)
+    for rows in both(groups, retention=retention, use_eagle=lookahead > 0, lookahead=lookahead):
         rows.run(prompt, answer, resume_at=[106] if place == "named" else ())
         if place == "junction":
             hit = rows.run(prompt[:num_shared] + draw(rng, 30))

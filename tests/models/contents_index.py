@@ -197,7 +197,7 @@ class Books:
         """Return where a request resumes that has so many first tokens of another, all of whose pages are cached."""
         for kind in self._list_attention() if self.setting.drops_pages else ():
             num_tokens = self._floor(max(0, num_tokens // kind.page_size - 1) * kind.page_size)
-        return self._floor(num_tokens)
+        return self._floor(max(0, num_tokens - self.lookahead))
 
     def list_hits(self, job: Job, length: int) -> list[Content]:
         """Return the contents of all pages of a hit."""

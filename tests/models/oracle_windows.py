@@ -58,15 +58,21 @@ class OracleWindows:
 
     @property
     def num_dropped(self) -> int:
-        """Tokens that eagle drops at least of those that are shared."""
+        """Tokens that eagle drops at least of those that are shared, or that a lookahead cannot be without."""
         num_later = len(self.kinds) - 1
-        return self.manager.use_eagle * (self.kinds[0].page_size + num_later * self.manager.hit_step)
+        num_dropped = self.kinds[0].page_size + num_later * self.manager.hit_step
+        return num_dropped if self.manager.use_eagle else self.num_behind
+
+    @property
+    def num_behind(self) -> int:
+        """Tokens behind a page without which it does not hit; those of states are within the slack."""
+        return 0 if self.manager.writes_states else self.manager.keys.lookahead
 
     def find_resumption(self, num_tokens: int) -> int:
         """Return at how many tokens a request resumes that shares `num_tokens` with another, if all pages are cached."""
         for kind in self.kinds if self.manager.use_eagle else ():
             num_tokens = self.manager._floor(max(0, num_tokens // kind.page_size - 1) * kind.page_size)
-        return self.manager._floor(num_tokens)
+        return self.manager._floor(max(0, num_tokens - self.num_behind))
 
     def find_junction(self, hits: dict[Kind, list[bool]], length: int, most: int) -> None:
         """Note the tokens that would hit if windows hit as far as full attention, if that is more than the hit of `length`."""
@@ -155,7 +161,7 @@ class OracleWindows:
             return
         boundaries = self.boundaries[request.request_id]
         num_entered = self._count_entered(groups, num_computed_tokens)
-        end = self.find_resumption(num_entered)
+        end = self.find_resumption(num_entered + self.num_behind)
         is_in_prompt = end < self.find_resumption(boundaries.num_prompt)
         ends = set(boundaries.tokens)
         if self.has_checkpoints and num_entered % self.manager.hit_step == 0 and self._are_checkpoints_due(groups, num_entered):

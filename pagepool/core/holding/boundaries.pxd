@@ -23,7 +23,8 @@ cdef struct Boundaries:       # numbers of tokens
     int32_t multiple          # hits are multiples of it; 0: all pages of windows and chunks stay cached
     int32_t slack             # a request can also resume up to this many tokens before a boundary; see `begin_boundaries`
     int32_t interval          # requests that part in the prompt resume at its multiples, without slack; 0: they do not
-    int32_t num_dropped       # least number of shared tokens that are computed again, with eagle
+    int32_t num_dropped       # least number of shared tokens that are computed again, with eagle or a lookahead
+    int32_t num_lookahead     # tokens behind a cached page that requests share with which it hits
     int32_t num_uncertain     # further ones with eagle, if hardly any token is a request's own
     bint use_eagle
     bint has_checkpoints      # the last checkpoints of states are boundaries

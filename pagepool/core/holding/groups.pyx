@@ -6,6 +6,7 @@ from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t
 from libc.string cimport memcmp
 
+from pagepool.core.base cimport MAX_LOOKAHEAD
 from pagepool.core.pool cimport MAX_BANKS
 from pagepool.core.values cimport as_list, group_of, size_of
 
@@ -55,10 +56,13 @@ cdef class CacheGroups:
     `banks` are the banks of their pages; None: the first one for all.
     With `use_eagle` the last page of each hit is dropped, because the drafter needs its hidden states. `boundaries` are numbers
     of tokens, ``(multiple, slack, interval)``: pages of windows and chunks stay cached only if a request that resumes at a
-    boundary needs them, see `Boundaries`; None: all stay. With `writes_states` checkpoints are written at boundaries alone.
+    boundary needs them, see `Boundaries`; None: all stay. With `writes_states` checkpoints are written at boundaries alone. The
+    hash of a page covers a `lookahead` of tokens behind it.
     """
 
-    def __cinit__(self, groups, bint use_eagle=False, tuple boundaries=None, banks=None, bint writes_states=False):
+    def __cinit__(
+        self, groups, bint use_eagle=False, tuple boundaries=None, banks=None, bint writes_states=False, lookahead=0
+    ):
         cdef tuple items = tuple(as_list(groups, "groups"))
         cdef list numbers = [0] * len(items) if banks is None else as_list(banks, "banks")
         cdef PageRules rules
@@ -86,6 +90,8 @@ cdef class CacheGroups:
         self.kinds.num_hit_hashes = multiple if all([self.groups[g].id != NO_GROUP for g in range(self.num)]) else 0
         multiple = self.kinds.num_hit_hashes * (self.groups.rules.entry_size // max(1, self.groups.stride))
         self.kinds.num_hit_tokens = min(multiple, INT32_MAX)
+        if not writes_states:  # the slack of states is larger
+            self.boundaries.num_lookahead = <int32_t>size_of(lookahead, "lookahead", 0, MAX_LOOKAHEAD)
         if boundaries is not None:
             self.boundaries.multiple, self.boundaries.slack, self.boundaries.interval = [
                 <int32_t>size_of(num_tokens, "boundaries", 0, MAX_TOKENS) for num_tokens in boundaries
@@ -228,7 +234,7 @@ cdef void plan_ends(CacheGroups groups, int32_t end_step) noexcept:
             (<Group *>item).num_read_behind = <int32_t>num_dropped
             item = item.next_alike
         num_behind = min(num_behind + multiple, <int64_t>MAX_TOKENS)
-    boundaries.num_dropped = <int32_t>num_dropped
+    boundaries.num_dropped = <int32_t>num_dropped + boundaries.num_lookahead
     if not boundaries.multiple:
         return
     boundaries.num_uncertain = boundaries.multiple if num_dropped < num_behind else 0

@@ -388,7 +388,7 @@ cdef inline void _keep_windows(Pool *pool, const Holding *holding, int64_t num_c
     cdef Boundaries boundaries = holding.boundaries[0]
     cdef Py_ssize_t g
     cdef int64_t num_cached = _find_cached_end(holding, num_computed)
-    cdef int32_t end = find_resumption(&boundaries, num_cached)
+    cdef int32_t end = find_resumption(&boundaries, num_cached + boundaries.num_lookahead)
     if boundaries.has_checkpoints and num_cached % boundaries.multiple == 0:
         if are_checkpoints_due(holding, <int32_t>num_cached):
             add_boundary(&boundaries, <int32_t>num_cached)
