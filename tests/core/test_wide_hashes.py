@@ -34,39 +34,41 @@ class Place(NamedTuple):
     length: int
 
 
-def by_hashlib(parent: bytes, token_ids: list[int], keys: Any) -> bytes:
-    """Return the digest of a page as docs/engines.md has it."""
-    return hashlib.sha256(parent + np.array(token_ids, "<i4").tobytes() + encode_extra_keys(keys)).digest()
+def by_hashlib(parent: bytes, token_ids: list[int], keys: Any, behind: list[int]) -> bytes:
+    """Return the digest of a page, with the tokens of its lookahead, as docs/engines.md has it."""
+    return hashlib.sha256(parent + np.array(token_ids + behind, "<i4").tobytes() + encode_extra_keys(keys)).digest()
 
 
-def by_cbor2(parent: bytes, token_ids: list[int], keys: Any) -> bytes:
+def by_cbor2(parent: bytes, token_ids: list[int], keys: Any, behind: list[int]) -> bytes:
     """Return the digest of a page as vLLM's `hash_block_tokens` makes it with its `sha256_cbor`."""
     cbor2 = pytest.importorskip("cbor2", reason="sha256_cbor is an extra: cbor2 is not installed")
+    keys = (keys, *behind) if behind else keys
     return hashlib.sha256(cbor2.dumps((parent, tuple(token_ids), keys), canonical=True)).digest()
 
 
-HASHES: dict[str, tuple[Callable[[bytes, list[int], Any], bytes], type[RequestExtraKeys], str]] = {
+HASHES: dict[str, tuple[Callable[[bytes, list[int], Any, list[int]], bytes], type[RequestExtraKeys], str]] = {
     "sha256": (by_hashlib, RequestExtraKeys, "lora_id"),
     "sha256_cbor": (by_cbor2, VllmExtraKeys, "lora_id"),
 }
 
 
-def root_of(hash_algo: str) -> bytes:
+def root_of(hash_algo: str, lookahead: int) -> bytes:
     """Return the parent of first pages without a seed."""
     if hash_algo == "sha256":
-        return bytes(32)
+        key = encode_extra_keys((("lookahead", lookahead),))
+        return hashlib.sha256(b"root" + key).digest() if lookahead else bytes(32)
     cbor2 = pytest.importorskip("cbor2", reason="sha256_cbor is an extra: cbor2 is not installed")
     return hashlib.sha256(cbor2.dumps("vllm-none-hash", canonical=True)).digest()
 
 
-def digests_of(hash_algo: str, token_ids: list[int], keys: dict[str, Any], size: int = SIZE) -> list[bytes]:
-    """Return the digests of all full pages of a request."""
+def digests_of(hash_algo: str, token_ids: list[int], keys: dict[str, Any], lookahead: int) -> list[bytes]:
+    """Return the digests of all full pages of a request whose lookahead is known."""
     hash_page, kind, _ = HASHES[hash_algo]
     request = type("Request", (), {"cache_salt": None, "lora_id": None, "mm_features": ()} | keys)()
-    extra_keys, parent, digests = kind.of(request), root_of(hash_algo), []
-    for start in range(0, len(token_ids) - size + 1, size):
-        page_keys = extra_keys.of_page(start, start + size) if extra_keys else None
-        parent = hash_page(parent, token_ids[start : start + size], page_keys)
+    extra_keys, parent, digests = kind.of(request), root_of(hash_algo, lookahead), []
+    for stop in range(SIZE, len(token_ids) - lookahead + 1, SIZE):
+        page_keys = extra_keys.of_page(stop - SIZE, stop + lookahead) if extra_keys else None
+        parent = hash_page(parent, token_ids[stop - SIZE : stop], page_keys, token_ids[stop : stop + lookahead])
         digests.append(parent)
     return digests
 
@@ -90,10 +92,11 @@ def draw_keys(rng: Random) -> dict[str, Any]:
 class Rows:
     """A batch, and the tokens and extra keys of its rows."""
 
-    def __init__(self, hash_algo: str, rng: Random) -> None:
-        self.hash_algo, self.rng = hash_algo, rng
+    def __init__(self, hash_algo: str, rng: Random, lookahead: int) -> None:
+        self.hash_algo, self.rng, self.lookahead = hash_algo, rng, lookahead
+        options = {"hash_algo": hash_algo, "use_eagle": lookahead > 0, "lookahead": lookahead}
         self.manager = make_manager(
-            SPEC, num_pages=200, max_model_len=MAX_LEN, hash_seed=None, hash_algo=hash_algo, host_tier=HostTier(300)
+            SPEC, num_pages=200, max_model_len=MAX_LEN, hash_seed=None, host_tier=HostTier(300), **options
         )
         self.batch = RunningBatch(self.manager, PageTable(NUM_ROWS, MAX_LEN // SIZE, 1024))
         self.rows: dict[int, tuple[list[int], dict[str, Any]]] = {}
@@ -194,21 +197,25 @@ class Rows:
         store = self.manager._store
         for row, (token_ids, keys) in self.rows.items():
             assert self.batch.num_tokens[row] == len(token_ids)
-            digests = digests_of(self.hash_algo, token_ids, keys)
-            for place in range(int(self.batch.num_computed_tokens[row]) // SIZE):
+            digests = digests_of(self.hash_algo, token_ids, keys, self.lookahead)
+            num_cacheable = min(int(self.batch.num_computed_tokens[row]), len(token_ids) - self.lookahead)
+            for place in range(num_cacheable // SIZE):
                 found = store.page_hash_of(self.batch.get_page_ids(row)[0][place])
                 assert found is None or found.page_hash.hash_value == int.from_bytes(digests[place], "big"), (row, place)
                 self.num_places += 1
                 self.num_cached += found is not None
 
 
-@pytest.mark.parametrize("seed", range(max(2, NUM_OPERATIONS // 10_000)))
+@pytest.mark.parametrize(
+    ("lookahead", "seed"), [*((0, seed) for seed in range(max(2, NUM_OPERATIONS // 10_000))), (1, 0), (2, 0), (3, 0)]
+)
 @pytest.mark.parametrize("hash_algo", HASHES)
-def test_rows_have_the_digests_of_hashlib(hash_algo: str, seed: int) -> None:
-    root_of(hash_algo)
-    rng = Random(f"{hash_algo} {seed}")
-    rows = Rows(hash_algo, rng)
-    actions = [rows.admit] * 4 + [rows.step] * 8 + [rows.trim, rows.fork, rows.swap, rows.swap_out] + [rows.release] * 2
+def test_rows_have_the_digests_of_hashlib(hash_algo: str, lookahead: int, seed: int) -> None:
+    root_of(hash_algo, lookahead)
+    rng = Random(f"{hash_algo} {seed}")  # the same prompts with each lookahead
+    rows = Rows(hash_algo, rng, lookahead)
+    actions = [rows.admit] * 4 + [rows.step] * 8 + [rows.fork, rows.swap, rows.swap_out] + [rows.release] * 2
+    actions += [] if lookahead else [rows.trim]  # pages stay under digests of a lookahead that was cut
     for _ in range(400):
         rng.choice(actions)()
         rows.check()

@@ -1,0 +1,221 @@
+"""Pages whose keys look ahead: which of them prompts share, and what follows where tokens behind a page are not known yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hybrids import CHUNK, FULL, PAGE_SIZE, PROMPT, STATE, WINDOW, count_hits, fill, make_batch, make_manager, run, take
+from hypothesis import given, settings
+from settings import HASHING, scale
+
+from pagepool import EngineRequest, FullAttentionSpec, PagePool, RunningBatch
+from pagepool.errors import ArgumentError, ArgumentTypeError
+
+NEW = 999  # a token of no prompt
+LOOKAHEADS = [0, 1, 2, 3]
+
+
+def looks(lookahead: int) -> dict[str, Any]:
+    """Return the options of a manager."""
+    return {"use_eagle": lookahead > 0, "lookahead": lookahead}
+
+
+def hits_of_request(first: list[int], second: list[int], size: int, **options: Any) -> int:
+    """Return what a request hits after another one has ended."""
+    manager = make_manager(FullAttentionSpec(size, 1, 8, "float16", False), **options)
+    request = EngineRequest("first", first)
+    run(manager, request, len(first))
+    manager.free(request)
+    manager.check()
+    return manager.get_computed_pages(EngineRequest("second", second))[1]
+
+
+def hits_of_row(first: list[int], second: list[int], size: int, **options: Any) -> int:
+    """Return what a row hits beside another one."""
+    batch = make_batch(make_manager(FullAttentionSpec(size, 1, 8, "float16", False), **options))
+    batch.admit(0, first)
+    num_hits = batch.admit(1, second)
+    assert num_hits is not None
+    batch.check()
+    return num_hits
+
+
+FINDERS: dict[str, Callable[..., int]] = {"a request": hits_of_request, "a row": hits_of_row}
+
+
+@pytest.mark.parametrize("find_hits", FINDERS.values(), ids=FINDERS)
+@settings(max_examples=scale(400), deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 2), min_size=1, max_size=40),
+    num_shared=st.integers(0, 40),
+    rest=st.lists(st.integers(0, 2), min_size=0, max_size=8),
+    size=st.integers(1, 16),
+    lookahead=st.sampled_from(LOOKAHEADS),
+    hash_algo=st.sampled_from(["siphash128", "sha256"]),
+)
+def test_prompts_share_pages_whose_lookahead_they_share(
+    find_hits: Callable[..., int],
+    prompt: list[int],
+    num_shared: int,
+    rest: list[int],
+    size: int,
+    lookahead: int,
+    hash_algo: str,
+) -> None:
+    """Of two prompts that part after n tokens, floor((n - L) / P) pages, without the token that a request must compute."""
+    num_shared = min(num_shared, len(prompt))
+    second = [*prompt[:num_shared], NEW, *rest]
+    num_hits = find_hits(prompt, second, size, hash_algo=hash_algo, **looks(lookahead))
+    assert num_hits == max(0, num_shared - lookahead) // size * size
+
+
+@pytest.mark.parametrize("find_hits", FINDERS.values(), ids=FINDERS)
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+def test_prompts_that_differ_behind_a_page(find_hits: Callable[..., int], lookahead: int) -> None:
+    """Those that differ in token 17 never share page 0 of 16 tokens, and those that are equal share all but their end."""
+    prompt = PROMPT[:40]
+    for num in range(16, 20):
+        other = [*prompt[:num], NEW, *prompt[num + 1 :]]
+        expected = 16 if num >= 16 + lookahead else 0
+        assert find_hits(prompt, other, 16, **looks(lookahead)) == expected
+    for num in range(16, 40):
+        assert find_hits(prompt, prompt[:num], 16, **looks(lookahead)) == (num - max(1, lookahead)) // 16 * 16
+
+
+@pytest.mark.parametrize("hashing", [name for name in HASHING if name != "weak"])
+def test_managers_with_other_lookaheads_share_nothing(hashing: str) -> None:
+    """Not through a snapshot, and their keys differ where the pages are the same."""
+    keys: list[set[Any]] = []
+    for lookahead in LOOKAHEADS:
+        manager = make_manager(FULL, **looks(lookahead), **HASHING[hashing])
+        fill(manager, 20)
+        snapshot = manager.page_pool.snapshot()
+        for other in LOOKAHEADS:
+            pool = PagePool.restore(snapshot)
+            if other == lookahead:
+                restored = make_manager(FULL, page_pool=pool, **looks(other), **HASHING[hashing])
+                assert count_hits(restored) == 20
+            else:
+                with pytest.raises(ArgumentError, match=r"page_pool: (lookahead|hash_seed): got"):
+                    make_manager(FULL, page_pool=pool, **looks(other), **HASHING[hashing])
+        keys.append({key.page_hash.hash_value for key in manager.page_pool.cached_page_hash_to_page})
+    assert len(set.union(*keys)) == sum(map(len, keys))
+
+
+@pytest.mark.parametrize("value", [-1, 65, True, 1.0, "1", None])
+def test_other_lookaheads_are_refused(value: Any) -> None:
+    with pytest.raises((ArgumentError, ArgumentTypeError), match="lookahead"):
+        make_manager(FULL, use_eagle=True, lookahead=value)
+
+
+def test_a_lookahead_is_for_drafters() -> None:
+    with pytest.raises(ArgumentError, match="lookahead: got 1, allowed without use_eagle: 0"):
+        make_manager(FULL, lookahead=1)
+    assert make_manager(CHUNK, use_eagle=True, lookahead=64).enable_caching  # of chunks eagle alone cannot cache any
+
+
+# What is not known yet.
+
+
+def decode(batch: RunningBatch, row: int, num_tokens: int) -> list[int]:
+    """Decode a row's next tokens of the prompt, and list what another would hit after each step."""
+    hits = []
+    for _ in range(num_tokens):
+        assert batch.step([row], [PROMPT[int(batch.num_tokens[row])]]).num_grown == 1
+        hits.append(batch.probe(3, PROMPT))
+    return hits
+
+
+@pytest.mark.parametrize("specs", [(FULL,), (WINDOW,), (FULL, CHUNK)], ids=["full", "window", "chunk"])
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+def test_a_page_is_cached_by_the_step_that_knows_its_lookahead(specs: tuple[Any, ...], lookahead: int) -> None:
+    """Also where a window leaves it in the same step."""
+    batch = make_batch(make_manager(*specs, **looks(lookahead)))
+    batch.admit(0, PROMPT[:2])
+    assert decode(batch, 0, 20) == [max(0, num - lookahead) // PAGE_SIZE * PAGE_SIZE for num in range(3, 23)]
+
+
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+def test_a_row_that_ends_caches_what_its_last_tokens_allow(lookahead: int) -> None:
+    batch = make_batch(make_manager(FULL, **looks(lookahead)))
+    batch.admit(0, PROMPT[:8])
+    batch.append([0] * 2, PROMPT[8:10])
+    batch.release([0])
+    assert batch.probe(0, PROMPT) == (8 if lookahead <= 2 else 4)
+
+
+@pytest.mark.parametrize(("num_known", "hits"), [(16, 8), (17, 8), (18, 16), (19, 16)])
+def test_a_state_is_kept_if_its_lookahead_is_known_when_it_is_due(num_known: int, hits: int) -> None:
+    manager = make_manager(FULL, STATE, use_eagle=True, lookahead=2)
+    request = EngineRequest("a", PROMPT[:num_known])
+    for num_new in (8, 8, 1):
+        if num_new == 1:
+            request.append_output_token_ids(PROMPT[num_known:17])
+        run(manager, request, num_new)
+        take(manager)
+    request.append_output_token_ids(PROMPT[request.num_tokens : 24])  # too late
+    manager.free(request)
+    assert count_hits(manager) == hits
+
+
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+def test_a_fork_copies_the_pages_whose_lookahead_may_differ(lookahead: int) -> None:
+    """Each branch caches its own, under keys of its own."""
+    batch = make_batch(make_manager(FULL, **looks(lookahead)))
+    batch.admit(0, PROMPT[:8])
+    batch.fork(0, [1])
+    pages, forked = (batch.get_page_ids(row)[0] for row in (0, 1))
+    num_shared = (8 - lookahead) // PAGE_SIZE
+    assert pages[:num_shared] == forked[:num_shared]
+    assert not set(pages[num_shared:]) & set(forked[num_shared:])
+    assert take(batch) == [(pages[i], forked[i], 0) for i in range(num_shared, 2)]
+    branches = [[*PROMPT[:8], *range(start, start + 5)] for start in (500, 600)]
+    for i in range(8, 13):
+        batch.step([0, 1], [branch[i] for branch in branches])
+    for branch in branches:
+        assert batch.probe(2, [*branch, NEW]) == (13 - lookahead) // PAGE_SIZE * PAGE_SIZE
+    batch.check()
+
+
+def test_a_fork_that_ends_before_its_copies_are_made_caches_no_page() -> None:
+    for ends_as_row in (False, True):
+        manager = make_manager(FULL, use_eagle=True, lookahead=1)
+        request = EngineRequest("a", PROMPT[:8])
+        batch = make_batch(manager)
+        if ends_as_row:
+            batch.admit(0, request.all_token_ids)
+            batch.fork(0, [1])
+            batch.append([1], [NEW])
+            batch.release([1])
+        else:
+            run(manager, request, 8)
+            new = EngineRequest("b", [*PROMPT[:8], NEW])
+            new.num_computed_tokens = 8
+            assert manager.fork(request, new) is not None
+            manager.free(new)
+        assert count_hits(manager, [*PROMPT[:8], NEW, NEW]) == 4
+        manager.check()
+
+
+def test_undo_drops_what_a_step_cached_of_pages_filled_before() -> None:
+    batch = make_batch(make_manager(FULL, use_eagle=True, lookahead=1))
+    batch.admit(0, PROMPT[:8])
+    step = batch.step([0], [NEW])
+    assert batch.probe(1, [*PROMPT[:8], NEW, NEW]) == 8
+    batch.undo(step)
+    assert batch.probe(1, [*PROMPT[:8], NEW, NEW]) == 4
+    batch.step([0], [PROMPT[8]])
+    assert (batch.probe(1, [*PROMPT[:8], NEW, NEW]), batch.probe(1, PROMPT)) == (4, 8)
+    batch.check()
+
+
+def test_a_page_stays_under_its_key_when_tokens_behind_it_are_cut() -> None:
+    batch = make_batch(make_manager(FULL, use_eagle=True, lookahead=1))
+    batch.admit(0, PROMPT[:10])
+    batch.trim([0], [8])
+    batch.step([0], [NEW])
+    assert (batch.probe(1, PROMPT), batch.probe(1, [*PROMPT[:8], NEW, NEW])) == (8, 4)
+    batch.check()
