@@ -32,6 +32,8 @@ from settings import NUM_OPERATIONS
 from pagepool import EngineRequest, PageHash, PageHashWithGroupId, PagePool, Retention
 from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError
 
+pytestmark = pytest.mark.usefixtures("drafter")
+
 # --- how checkpoints are made -----------------------------------------------------------------------------------
 
 
@@ -98,6 +100,7 @@ def test_beside_reserved_pages(num_reserved_pages: int, page_ids: Any, copies: l
             assert batch_state(batch)[1] == before
 
 
+@pytest.mark.parts_at_a_page
 def test_a_row_adopts_in_a_full_shard() -> None:
     batch = make_batch(make_manager(num_pages=10), data_parallel_size=2)  # shards of 4 and 5 pages, null page aside
     batch.admit(0, PROMPT[:8], dp_shard=0)

@@ -37,6 +37,8 @@ from pagepool.errors import (
     PagePoolError,
 )
 
+pytestmark = pytest.mark.usefixtures("drafter")
+
 NUM_REQUESTS = min(NUM_OPERATIONS // 500, 150)
 """The requests of each thread."""
 
@@ -112,6 +114,7 @@ def test_a_call_cannot_be_taken_back_by_which_a_row_was_not_grown() -> None:
 # Requests.
 
 
+@pytest.mark.parts_at_a_page
 def test_tokens_that_were_entered_at_once_lose_their_entries() -> None:
     """Without `delay_cache_pages`; hits keep theirs."""
     manager = make_manager(FULL)

@@ -32,6 +32,8 @@ from pagepool.errors import (
     PageIdError,
 )
 
+pytestmark = pytest.mark.usefixtures("drafter")
+
 # --- requests ---------------------------------------------------------------------------------------------------
 
 

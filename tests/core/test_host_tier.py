@@ -21,6 +21,8 @@ from pagepool import CacheManager, EngineRequest, FailedLoads, HostTier, HostTie
 from pagepool._core import PageTier, add_tier
 from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError, PageHashError, RowIndexError
 
+pytestmark = pytest.mark.usefixtures("drafter")
+
 FIRST, OTHER = list(range(100, 121)), list(range(200, 264))
 
 
@@ -62,6 +64,7 @@ def evict_all(manager: CacheManager) -> None:
 # Saves and loads.
 
 
+@pytest.mark.parts_at_a_page
 def test_evicted_pages_are_saved_and_hit() -> None:
     manager = make_tiered()
     pass_through(manager, FIRST)  # pages 1 to 6, of which 5 are full
@@ -120,6 +123,7 @@ def test_a_small_tier_writes_back_and_says_so(caplog: pytest.LogCaptureFixture) 
     assert len(compute(small, FIRST)) == 0
 
 
+@pytest.mark.parts_at_a_page
 def test_what_a_tier_that_writes_through_has_evicted_is_not_saved_again() -> None:
     """One prompt stays in the pool, where it hits, while others pass through pool and tier."""
     manager = make_tiered(num_pages=12, num_host_pages=23, policy="write_through")
@@ -165,6 +169,7 @@ def test_pages_cached_before_the_tier_was_there_are_saved() -> None:
     assert tier.stats().num_saved_pages == 5
 
 
+@pytest.mark.parts_at_a_page
 def test_loaded_pages_are_not_saved_again() -> None:
     manager = make_tiered(num_pages=8, num_host_pages=15, policy="write_through")
     compute(manager, FIRST)
@@ -292,6 +297,7 @@ def test_a_request_that_gives_back_all_pages_starts_over() -> None:
     manager.check()
 
 
+@pytest.mark.parts_at_a_page
 def test_a_request_with_a_state_goes_back_to_its_start() -> None:
     manager = make_tiered(FULL, STATE, num_pages=40)
     requests, transfers = load_for_two(manager)

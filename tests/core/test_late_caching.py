@@ -13,6 +13,8 @@ from refusing import refused
 from pagepool import CacheManager, EngineRequest, PageHash, PageHashWithGroupId, PagePool
 from pagepool.errors import ArgumentError, PageHashError
 
+pytestmark = pytest.mark.usefixtures("drafter")
+
 MODELS = {
     "full": (FULL,),
     "full and window": (FULL, WINDOW),
@@ -199,6 +201,7 @@ def test_a_request_that_is_set_back_caches_its_pages_again() -> None:
     assert count_hits(manager) == 16
 
 
+@pytest.mark.parts_at_a_page
 @pytest.mark.parametrize("num_computed", [0, 4])
 @pytest.mark.parametrize("num_known", [8, 6])
 def test_cached_pages_are_not_overwritten(num_computed: int, num_known: int) -> None:
@@ -264,6 +267,7 @@ def test_forks_cache_the_pages_that_they_share() -> None:
     manager.check()
 
 
+@pytest.mark.parts_at_a_page
 def test_a_snapshot_has_what_was_computed() -> None:
     manager, request = make_late(), make_request("a", 12)
     run(manager, request, 12)

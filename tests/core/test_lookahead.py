@@ -7,13 +7,14 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hybrids import CHUNK, FULL, PAGE_SIZE, PROMPT, STATE, WINDOW, count_hits, fill, make_batch, make_manager, run, take
+from hybrids import CHUNK, FULL, PAGE_SIZE, PROMPT, STATE, count_hits, fill, make_batch, make_manager, run, take
 from hypothesis import given, settings
 from settings import HASHING, scale
 
-from pagepool import EngineRequest, FullAttentionSpec, PagePool, RunningBatch
+from pagepool import CacheManager, EngineRequest, FullAttentionSpec, PagePool, SlidingWindowSpec
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
+NARROW = SlidingWindowSpec(PAGE_SIZE, 1, 8, "float16", False, 1)
 NEW = 999  # a token of no prompt
 LOOKAHEADS = [0, 1, 2, 3]
 
@@ -105,6 +106,20 @@ def test_managers_with_other_lookaheads_share_nothing(hashing: str) -> None:
     assert len(set.union(*keys)) == sum(map(len, keys))
 
 
+@pytest.mark.parametrize("hash_algo", ["siphash128", "sha256", "sha256_cbor"])
+def test_the_number_of_tokens_is_part_of_the_key(hash_algo: str) -> None:
+    """Where as many tokens are hashed, of pages of other sizes."""
+    keys = set()
+    for lookahead in LOOKAHEADS:
+        manager = make_manager(
+            FullAttentionSpec(8 - lookahead, 1, 8, "float16", False), hash_algo=hash_algo, **looks(lookahead)
+        )
+        run(manager, EngineRequest("a", PROMPT[:8]), 8)
+        [key] = manager.page_pool.cached_page_hash_to_page
+        keys.add(key.page_hash.hash_value)
+    assert len(keys) == len(LOOKAHEADS)
+
+
 @pytest.mark.parametrize("value", [-1, 65, True, 1.0, "1", None])
 def test_other_lookaheads_are_refused(value: Any) -> None:
     with pytest.raises((ArgumentError, ArgumentTypeError), match="lookahead"):
@@ -120,22 +135,37 @@ def test_a_lookahead_is_for_drafters() -> None:
 # What is not known yet.
 
 
-def decode(batch: RunningBatch, row: int, num_tokens: int) -> list[int]:
-    """Decode a row's next tokens of the prompt, and list what another would hit after each step."""
-    hits = []
-    for _ in range(num_tokens):
-        assert batch.step([row], [PROMPT[int(batch.num_tokens[row])]]).num_grown == 1
-        hits.append(batch.probe(3, PROMPT))
+def decode_row(manager: CacheManager, start: int, stop: int) -> list[int]:
+    """Decode tokens of the prompt, and list what another would hit after each step."""
+    batch, hits = make_batch(manager), []
+    batch.admit(0, PROMPT[:start])
+    for token in PROMPT[start:stop]:
+        assert batch.step([0], [token]).num_grown == 1
+        hits.append(count_hits(manager))
+    batch.check()
     return hits
 
 
-@pytest.mark.parametrize("specs", [(FULL,), (WINDOW,), (FULL, CHUNK)], ids=["full", "window", "chunk"])
+def decode_request(manager: CacheManager, start: int, stop: int) -> list[int]:
+    request, hits = EngineRequest("a", PROMPT[:start]), []
+    run(manager, request, start)
+    for token in PROMPT[start:stop]:
+        request.append_output_token_ids(token)
+        assert run(manager, request, 1) is not None
+        hits.append(count_hits(manager))
+    manager.check()
+    return hits
+
+
+@pytest.mark.parametrize("specs", [(FULL,), (NARROW,), (FULL, CHUNK)], ids=["full", "window", "chunk"])
+@pytest.mark.parametrize("decode", [decode_row, decode_request])
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)
-def test_a_page_is_cached_by_the_step_that_knows_its_lookahead(specs: tuple[Any, ...], lookahead: int) -> None:
+def test_a_page_is_cached_by_the_step_that_knows_its_lookahead(
+    specs: tuple[Any, ...], decode: Callable[..., list[int]], lookahead: int
+) -> None:
     """Also where a window leaves it in the same step."""
-    batch = make_batch(make_manager(*specs, **looks(lookahead)))
-    batch.admit(0, PROMPT[:2])
-    assert decode(batch, 0, 20) == [max(0, num - lookahead) // PAGE_SIZE * PAGE_SIZE for num in range(3, 23)]
+    manager = make_manager(*specs, **looks(lookahead))
+    assert decode(manager, 2, 22) == [max(0, num - lookahead) // PAGE_SIZE * PAGE_SIZE for num in range(3, 23)]
 
 
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)

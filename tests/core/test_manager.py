@@ -32,6 +32,8 @@ from pagepool.compat.easydel import (
 )
 from pagepool.errors import ArgumentError, DoubleFreeError, RequestTooLargeError
 
+pytestmark = pytest.mark.usefixtures("drafter")
+
 
 def full(page_size=4):
     return FullAttentionSpec(page_size, 1, 8, "float16", False)
@@ -71,6 +73,7 @@ def decode(manager, request, tokens):
 # Hits.
 
 
+@pytest.mark.parts_at_a_page
 def test_probe_changes_nothing_and_says_why():
     manager = make_manager()
     admit(manager, "a", range(9))
@@ -323,6 +326,7 @@ def test_a_request_id_that_is_used_again_brings_no_hashes_along():
     assert admit(manager, "b", [50] * 9)[1] == 8
 
 
+@pytest.mark.parts_at_a_page
 def test_engines_own_spec_classes_are_known_by_name():
     class SlidingWindowSpec:
         page_size = 4

@@ -19,6 +19,8 @@ from refusing import refused
 from pagepool import EngineRequest, RunningBatch
 from pagepool.errors import ArgumentError, DoubleFreeError
 
+pytestmark = pytest.mark.usefixtures("drafter")
+
 STATE = keep_every(None)
 PROMPT = LONG_PROMPT[:20]  # five full pages
 
@@ -126,6 +128,7 @@ def test_wrong_numbers_are_refused(counts: Any) -> None:
         batch.release([0, 1], num_computed_tokens=counts)
 
 
+@pytest.mark.parts_at_a_page
 def test_release_where_somebody_gave_a_page_back() -> None:
     """All or nothing: entries stay too."""
     batch = make_batch()

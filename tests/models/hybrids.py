@@ -39,6 +39,7 @@ def keep_every(checkpoint_interval: Any) -> MambaSpec:
 
 
 STATE = keep_every(8)
+DRAFTER: dict[str, Any] = {}  # options of managers for a drafter, which the fixture `drafter` sets
 
 
 def make_manager(
@@ -52,6 +53,7 @@ def make_manager(
     if options.get("hash_algo") == "sha256_cbor":
         pytest.importorskip("cbor2", reason="sha256_cbor is an extra: cbor2 is not installed")
     groups = [CacheGroupSpec(spec) for spec in specs or default]
+    options = options if "use_eagle" in options else DRAFTER | options
     return CacheManager(num_pages, groups, max_model_len, **{"hash_seed": "hybrids"} | options)
 
 

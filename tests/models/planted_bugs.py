@@ -133,6 +133,24 @@ take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].sha
     if BUG:
         batch.rows[first].digests, batch.rows[second].digests = batch.rows[second].digests, batch.rows[first].digests+}
 
+# Lookahead keys.
+== a key lacks the tokens of its lookahead
+    cdef Py_ssize_t num_bytes = (n + hashing.num_lookahead{+ * (not BUG)+}) * sizeof(int32_t)
+...
+        (running.batch.hash_page_size + running.batch.hashing.num_lookahead{+ * (not BUG)+}) * sizeof(int32_t)
+== a page is entered one token before its lookahead is known
+num_computed = min(num_computed, max(0, batch.records[row].num_tokens - batch.hashing.num_lookahead{+ + BUG+}))
+== a look-up hashes a page whose lookahead ends behind the prompt
+hash_row(batch, self.row, <int32_t>max(0, tokens.num - batch.hashing.num_lookahead{+ + BUG+}))
+== a fork shares a page whose lookahead may differ
+num_shared=<int32_t>max(0, num_computed - num_lookahead{+ * (not BUG)+})
+== a fork with a lookahead caches pages before their copies are made
+    if rare(contents.num_lookahead and waiting.pool.copies.num{+ and not BUG+}) and held.written_list
+== undo keeps pages that a step cached once it knew their lookahead
+num_keyed = min(num_computed, max(0, num_tokens - batch.hashing.num_lookahead{+ * (not BUG)+}))
+== a state is kept under a digest that waits to be hashed, with a lookahead
+            if batch.skips_pages or batch.unifies_pages or {+not BUG and +}batch.has_state:
+
 # What is hit.
 == the last token hits too
                         store, self._rules.groups, hashes.chain, num_queried_tokens{+ + 1+}, bounds, context, num_reserved
@@ -626,7 +644,25 @@ _skip_row(batch, row, count_cacheable(batch, row, num_before){+ + BUG * batch.fl
     if {+BUG or +}not batch.caches_computed:
 """)
 FLIGHT_TESTS = ["test_steps_in_flight.py", "test_step_inputs.py"]
-BUGS += ORDER_BUGS + WRITE_BUGS + INPUT_BUGS + FLIGHT_BUGS
+LOOKAHEAD_BUGS = read_bugs("""
+# What lookahead keys lose, or would share, without a wrong hit of one manager.
+
+== a window leaves a page of a request whose lookahead is not known
+        if self.num_lookahead and not step.may_overwrite{+ and not BUG+}:
+== windows do not stay before ends whose lookahead is not shared
+    boundaries.num_dropped = <int32_t>num_dropped + boundaries.num_lookahead{+ * (not BUG)+}
+== the number of a lookahead's tokens is left out of the secret
+        return [-siphash128(key, f"lookahead {self.lookahead}".encode()) if self.lookahead else key-]{+key+}
+""")
+LOOKAHEAD_TESTS = ["test_lookahead.py", "test_windows.py"]
+TESTED_BUGS = [
+    (ORDER_BUGS, ORDER_TESTS),
+    (WRITE_BUGS, WRITE_TESTS),
+    (INPUT_BUGS, INPUT_TESTS),
+    (FLIGHT_BUGS, FLIGHT_TESTS),
+    (LOOKAHEAD_BUGS, LOOKAHEAD_TESTS),
+]
+BUGS += [bug for bugs, _ in TESTED_BUGS for bug in bugs]
 
 
 def read_texts(tree: Path) -> dict[Path, str]:
@@ -735,23 +771,16 @@ def run_tests(tree: Path, number: int, names: list[str]) -> tuple[str, float]:
 
 def plant(tree: Path, number: int, planted: dict[Path, str], seconds: float, seed: int) -> tuple[str, float]:
     """Test with one bug."""
-    for bugs, names in (
-        (ORDER_BUGS, ORDER_TESTS),
-        (WRITE_BUGS, WRITE_TESTS),
-        (INPUT_BUGS, INPUT_TESTS),
-        (FLIGHT_BUGS, FLIGHT_TESTS),
-    ):
-        if BUGS[number - 1] in bugs:
-            return run_tests(tree, number, names)
-    if is_of_core(planted):
-        return simulate(tree, number, seconds, seed)
-    [(source, text)] = planted.items()
-    built = tree / "built" / source.relative_to(ROOT)
-    built.write_text(text)
+    tests = [name for bugs, names in TESTED_BUGS for name in names if BUGS[number - 1] in bugs]
+    of_facade = {} if is_of_core(planted) else {tree / "built" / file.relative_to(ROOT): file for file in planted}
+    for built, source in of_facade.items():
+        built.write_text(planted[source])
     try:
-        return simulate(tree, 0, seconds, seed)
+        number = 0 if of_facade else number
+        return run_tests(tree, number, tests) if tests else simulate(tree, number, seconds, seed)
     finally:
-        shutil.copy(source, built)
+        for built, source in of_facade.items():
+            shutil.copy(source, built)
 
 
 def parse_arguments() -> argparse.Namespace:
