@@ -373,10 +373,10 @@ class OracleRows(Rows):
     def make_room(self, row: int, num_new: int, num_ahead: int) -> PagesByGroup | None:
         """Allocate for a row that grows."""
         request = self.requests[row]
-        if num_new:
-            self.manager.enter_known(request)
         if self.dedupe and num_new:
             self.manager.states.dedupe(request, self._shard_of(row))
+        if num_new:
+            self.manager.enter_known(request)
         options = self._placement(self.shards[row]) | {"num_lookahead_tokens": num_ahead, "may_add_nothing": True}
         options["num_free_rows"] = self.requests.count(None)
         return self.manager.allocate_slots(request, num_new, **options)

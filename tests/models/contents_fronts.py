@@ -789,10 +789,10 @@ class BatchFront(Front):
         for work in works[: result.num_grown + 1]:
             job = work.job
             held = self.records(self.batch.get_page_ids(job.row))
-            if self.setting.lookahead and work.start < work.stop and not self.world.is_too_large:
-                self.books.enter_first(job, job.list_histories(work.start), self.find_key)
             if self.dedupes:
                 work.hits |= self._exchange(job, held, work.start)
+            if self.setting.lookahead and work.start < work.stop and not self.world.is_too_large:
+                self.books.enter_first(job, job.list_histories(work.start), self.find_key)
             self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], work.start)
             working_ids, shard = self._state_changes(job, held), self.books.find_shard(job.dp_shard)
             self.books.take(job, added[job.row], shard)

@@ -268,19 +268,20 @@ class OracleStates:
 
     def dedupe(self, request: Any, shard: range | Shard | None) -> None:
         """Replace computed pages by equal ones that were cached before."""
-        for group_id, (kind, held) in enumerate(zip(self.manager.kinds, self.manager.held[request.request_id], strict=True)):
-            for place in range(held.num_deduped_pages, kind.num_full_pages(self.manager.count_cacheable(request))):
-                self._replace_twin(held, place, (self.manager.keys_of(request, kind)[place], group_id), shard)
+        for kind, held in zip(self.manager.kinds, self.manager.held[request.request_id], strict=True):
+            num_cached_pages = min(kind.num_full_pages(request.num_computed_tokens), held.num_cached_pages)
+            for place in range(held.num_deduped_pages, num_cached_pages):
+                self._replace_twin(held, place, shard)
                 held.num_deduped_pages = place + 1
 
-    def _replace_twin(self, held: HeldPages, place: int, entry: tuple[int, int], shard: range | Shard | None) -> None:
-        """Take the page that was cached first with this entry in place of another one that nobody else holds."""
+    def _replace_twin(self, held: HeldPages, place: int, shard: range | Shard | None) -> None:
+        """Take the page that was cached first with the entry of another one that nobody else holds."""
         page = held.pages[place]
-        first = self.pool.first_entered(*entry, shard)
+        entry = self.pool.entry_of_page.get(page)
+        first = None if entry is None else self.pool.first_entered(*entry, shard)
         if (
             page != NULL_PAGE
             and self.pool.ref_counts[page] == 1
-            and self.pool.entry_of_page.get(page) == entry
             and first is not None
             and first != page
             and (self.pool.tier is None or first not in self.pool.tier.loading)

@@ -86,7 +86,7 @@ take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].sha
         return full_pages(rules, max(0, num_computed - rules.window + 1)){+ + BUG+}
 == a further call for a step gives back what the step reads
     if is_next_step{+ or BUG+}:
-        if exceptional(
+        if rare(batch.unifies_pages):
 == a further call for a step keeps the state before it
     if rare(batch.keeps_states) and {+(+}is_next_step{+ or BUG)+} and are_checkpoints_due(
 == a chunk skips its first page
@@ -149,7 +149,7 @@ num_shared=<int32_t>max(0, num_computed - num_lookahead{+ * (not BUG)+})
 == undo keeps pages that a step cached once it knew their lookahead
 num_keyed = min(num_computed, max(0, num_tokens - batch.hashing.num_lookahead{+ * (not BUG)+}))
 == a state is kept under a digest that waits to be hashed, with a lookahead
-            if batch.skips_pages or batch.unifies_pages or {+not BUG and +}batch.has_state:
+            if batch.skips_pages or {+not BUG and +}batch.has_state:
 
 # What is hit.
 == the last token hits too
@@ -251,9 +251,12 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
             share(pool, source.ids[i])
 == a fork is copied from the page before
 _queue_copy(pool, {+source.ids[place - 1] if BUG and place else +}page_id, target, place, g)
-== a row exchanges a page that is not full yet
-full_pages(&group.rules, num_computed{+ + BUG+})):
-            page_id = held.ids[place]
+== a row exchanges a page that its own call has cached, with a lookahead
+        {+if BUG and batch.unifies_pages:
+            cache_waiting(&batch.waiting)
+            unify_pages(batch, row, num_before)
+        +}if rare(batch.skips_pages):
+            _skip_row(batch, row, count_cacheable(batch, row, num_before))
 == a page that is exchanged stays in the table
             {+if not BUG: +}batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first
 == pages come back with the keys of others

@@ -537,7 +537,7 @@ cdef inline void cache_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noe
 # Rows grow: their pages are skipped, taken and cached, row by row up to the first row that does not fit.
 #
 # Rows share equal pages if the batch `unifies_pages`: a row that filled a page with the content of an earlier one takes that
-# one and gives its own back. It does so when it grows next, or is forked: then the step that filled the page is over, and
+# one and gives its own back. It does so when it grows next, or is forked: then the steps that filled both pages are over, and
 # nothing writes to a shared page. A page that has other holders by then stays with its entry.
 
 cdef inline int32_t _find_first_twin(const Batch *batch, Py_ssize_t row, int32_t page_id) noexcept nogil:
@@ -552,15 +552,16 @@ cdef inline int32_t _find_first_twin(const Batch *batch, Py_ssize_t row, int32_t
 
 
 cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
-    """Replace the row's full pages up to `num_computed` tokens by equal ones that were cached before."""
+    """Replace the row's cached pages up to `num_computed` tokens by equal ones that were cached before."""
     cdef const Group *group
     cdef Held *held
     cdef Py_ssize_t g
-    cdef int32_t place, page_id, first
+    cdef int32_t place, page_id, first, stop
     for g in range(batch.num_groups):
         group, held = &batch.groups[g], held_by(batch, row, g)
-        assert is_state(&group.rules) or full_pages(&group.rules, num_computed) <= held.num_pages
-        for place in range(held.num_unique, 0 if is_state(&group.rules) else full_pages(&group.rules, num_computed)):
+        stop = 0 if is_state(&group.rules) else min(full_pages(&group.rules, num_computed), held.num_cached)
+        assert stop <= held.num_pages
+        for place in range(held.num_unique, stop):
             page_id = held.ids[place]
             first = _find_first_twin(batch, row, page_id)
             if first == NULL_PAGE or first == page_id or batch.pool.pages[page_id].ref_cnt > 1:
@@ -574,8 +575,7 @@ cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed)
             batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first - offset_of(batch, g)
             set_dirty(batch.tables[g], row, place, place + 1)
             batch.tables[g].version += 1
-        if not is_state(&group.rules):
-            held.num_unique = max(held.num_unique, full_pages(&group.rules, num_computed))
+        held.num_unique = max(held.num_unique, stop)
 
 
 # Work for a row that grows.
@@ -855,12 +855,12 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
     if rare(batch.writes_states) and (is_next_step or batch.max_steps_ahead):
         settle_writes(batch, row, UNKNOWN)
     if is_next_step:
+        if rare(batch.unifies_pages):
+            unify_pages(batch, row, num_before)
         if exceptional(batch.hashing.num_lookahead):
             cache_row(batch, row, count_cacheable(batch, row, num_before))
-            if batch.skips_pages or batch.unifies_pages or batch.has_state:  # pages may leave the row, and states need digests
+            if batch.skips_pages or batch.has_state:  # pages may leave the row, and states need digests
                 cache_waiting(&batch.waiting)
-        if rare(batch.unifies_pages):
-            unify_pages(batch, row, count_cacheable(batch, row, num_before))
         if rare(batch.skips_pages):
             _skip_row(batch, row, count_cacheable(batch, row, num_before))
     if due.num_new_pages:
