@@ -168,6 +168,15 @@ def test_a_page_is_cached_by_the_step_that_knows_its_lookahead(
     assert decode(manager, 2, 22) == [max(0, num - lookahead) // PAGE_SIZE * PAGE_SIZE for num in range(3, 23)]
 
 
+def test_a_call_caches_a_late_page_and_the_next_one() -> None:
+    batch = make_batch(make_manager(FULL, use_eagle=True, lookahead=1))
+    batch.admit(0, PROMPT[:4])
+    batch.append([0] * 6, PROMPT[4:10])
+    batch.grow([0], 6)
+    assert batch.probe(1, PROMPT) == 8
+    batch.check()
+
+
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)
 def test_a_row_that_ends_caches_what_its_last_tokens_allow(lookahead: int) -> None:
     batch = make_batch(make_manager(FULL, **looks(lookahead)))

@@ -211,9 +211,9 @@ class OracleFlight(OracleRows):
 
     def _grow_ahead(self, row: int, num_ahead: int, num_drafts: int, grown: Grown) -> bool:
         """Give back the pages that no step in flight reads, and take others."""
-        self.manager.enter_known(self.requests[row])
         if self.dedupe:
             self.manager.states.dedupe(self.requests[row], self._shard_of(row))
+        self.manager.enter_known(self.requests[row])
         self.manager._skip_pages(self.requests[row])
         self.writes.has_drafts = self.manager.restores_states
         self.writes.start = self.requests[row].num_tokens + self.count_ahead(row)

@@ -825,7 +825,7 @@ cdef struct Waiting:
     Py_ssize_t num_waiting
 
 
-cdef inline void _hash_waiting(Waiting *waiting) noexcept nogil:
+cdef inline void hash_waiting(Waiting *waiting) noexcept nogil:
     """Hash the waiting pages in pairs. If their number is odd, the last one is hashed twice."""
     cdef const uint8_t *tokens[2]
     cdef Digest[2] parents
@@ -851,7 +851,7 @@ cdef inline void cache_waiting(Waiting *waiting) noexcept nogil:
     cdef const PageToCache *page
     cdef Py_ssize_t i
     assert 0 <= waiting.num_waiting <= NUM_WAITING
-    _hash_waiting(waiting)
+    hash_waiting(waiting)
     for i in range(waiting.num_waiting):
         fetch(home_of(pool, waiting.to_cache[i].entry.key[0], waiting.to_cache[i].entry.group))
     for i in range(waiting.num_waiting):

@@ -24,12 +24,12 @@ from pagepool.core.base cimport (
     GUARDS, SIPHASH, UNKNOWN, Digest, Hashing, exceptional, hash_pages, rare, raw_free, signs_of,
 )
 from pagepool.core.holding cimport (
-    NUM_WAITING, Contents, Group, Held, Holding, Limits, PageToHash, Shortage, Waiting, are_checkpoints_due, cache_full_pages,
-    cache_page, cache_states, cache_waiting, can_restart, count_new_in_banks, count_new_pages, empty, find_any_excess,
-    find_load_number, find_lost_page, find_next_checkpoint, find_own_checkpoint, find_passed_checkpoint, find_restart,
-    forget_uncomputed, full_entries, full_pages, give_back_from, has_copies_due, has_full_page, is_state, keep_state,
-    keeps_checkpoints, lacks_page, last_hash, limits_of, queue_for, record_taken, restart_from, shortage_in, skip_pages,
-    take_missing,
+    NUM_WAITING, Contents, Group, Held, Holding, Limits, PageToHash, Shortage, Waiting, are_checkpoints_due,
+    cache_full_pages, cache_page, cache_states, cache_waiting, can_restart, count_new_in_banks, count_new_pages, empty,
+    find_any_excess, find_load_number, find_lost_page, find_next_checkpoint, find_own_checkpoint, find_passed_checkpoint,
+    find_restart, forget_uncomputed, full_entries, full_pages, give_back_from, has_copies_due, has_full_page, hash_waiting,
+    is_state, keep_state, keeps_checkpoints, lacks_page, last_hash, limits_of, queue_for, record_taken, restart_from,
+    shortage_in, skip_pages, take_missing,
 )
 from pagepool.core.pool cimport (
     FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, bank_of, count_free_in, count_least_free, count_refusal,
@@ -505,12 +505,16 @@ cdef inline void _hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
     """Do what `hash_row` does, but with SipHash let a single page wait for one of another row: two are hashed at once."""
     cdef Py_ssize_t i = batch.records[row].num_hashed
     cdef Digest *digests = digests_of(batch, row)
-    cdef PageToHash *page = &batch.waiting.to_hash[batch.waiting.num_to_hash]
+    cdef PageToHash *page
     cdef bint is_alone = batch.rows[row].extra_keys != NULL or batch.waiting.num_to_hash == NUM_WAITING
     assert 0 <= batch.waiting.num_to_hash <= NUM_WAITING
+    if exceptional(batch.hashing.num_lookahead and i and batch.waiting.num_to_hash):
+        if batch.waiting.to_hash[batch.waiting.num_to_hash - 1].digest == &digests[i - 1]:  # a late page of the same row
+            hash_waiting(&batch.waiting)
     if rare(is_alone or batch.hashing.kind != SIPHASH) or num_tokens // batch.hash_page_size != i + 1:
         hash_row(batch, row, num_tokens)
     else:
+        page = &batch.waiting.to_hash[batch.waiting.num_to_hash]
         page.parent = digests[i - 1] if i else Digest(lo=0, hi=0)
         page.digest = &digests[i]
         page.tokens = <const uint8_t *>(tokens_of(batch, row) + i * batch.hash_page_size)
