@@ -514,6 +514,8 @@ class ManagerFront(Front):
             return False
         shard = self.books.find_shard_of([page_id for pages in job.pages for page_id in pages], dp_shard)
         new_ids = self.records(added.get_page_ids())
+        if not any(job.pages):  # it went back to its start, and is admitted again
+            job.boundaries = self.books.list_boundaries(job)
         added_ids, working_ids = self.books.part(job, new_ids)
         self.books.take(job, added_ids, shard)
         self.books.keep(job, start, working_ids, shard, work.is_delayed and not self.caches_computed)

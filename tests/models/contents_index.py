@@ -224,7 +224,7 @@ class Books:
         """Make hits the first pages of a request; they must be cached with its tokens."""
         histories = self.list_known(job, num_hit_tokens)
         job.stay, job.num_hit_tokens, job.num_drafted_tokens = next(STAYS), num_hit_tokens, num_hit_tokens
-        job.boundaries = self._list_boundaries(job)
+        job.boundaries = self.list_boundaries(job)
         for group_id, (group, page_ids) in enumerate(zip(self.groups, hits, strict=True)):
             if group.kind == "mamba":
                 job.pages.append([])
@@ -249,7 +249,7 @@ class Books:
             states = [content for content in self.list_hits(job, num_hit_tokens) if self.groups[content[0]].kind == "mamba"]
             job.load_number = self.tier.find_load_number(chain(*hits, (self.index.find(state, shard) for state in states)))
 
-    def _list_boundaries(self, job: Job) -> list[range]:
+    def list_boundaries(self, job: Job) -> list[range]:
         """Return where others may resume a request that is admitted, at least; with states they do so at checkpoints."""
         if self.setting.windows is None or any(group.interval for group in self.groups):
             return []
