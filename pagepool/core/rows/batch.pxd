@@ -267,7 +267,7 @@ cdef inline int64_t _plan_flight(Batch *batch, Py_ssize_t row, int64_t event, in
         event = min(event, num_full)
     batch.flights[row].next_work = <int32_t>event
     batch.flights[row].next_full = <int32_t>min(num_full, <int64_t>INT32_MAX)
-    return event if batch.caches_computed else min(event, num_full)
+    return event if batch.caches_computed and not batch.hashing.num_lookahead else min(event, num_full)
 
 
 cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
