@@ -501,6 +501,8 @@ CacheManager(8, GROUPS, 64, eviction=<"adaptive"|None>)
 CacheManager(8, GROUPS, 64, page_pool=PagePool(8, True, eviction="adaptive"), eviction=<None|None>)
 CacheManager(8, GROUPS, 64, enable_caching=<True|flag typed>, use_eagle=<False|flag typed>, keep_token_ids=<True|flag typed>,
     restores_states=<False|flag typed>)
+CacheManager(8, GROUPS, 64, use_eagle=True, lookahead=<1>)
+CacheManager(8, GROUPS, 64, lookahead=<0>)
 CacheManager(8, GROUPS, 64, host_tier=<None|None>)
 HostTier(num_pages=<8>, policy=<"write_back"|by_value>, min_uses=<1>, eviction=<"lru"|any>)
 CacheManager(8, GROUPS, 64, host_tier=HostTier(8, eviction=<"lru"|by_value>))
