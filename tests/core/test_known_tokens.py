@@ -126,6 +126,7 @@ def test_tokens_without_slots_may_change_after_a_refusal(
 
 @pytest.mark.parametrize("caches", ["scheduled", "computed"])
 @pytest.mark.parametrize("seed", range(30))
+@pytest.mark.usefixtures("drafter")
 def test_what_hits_was_computed_whatever_changes(seed: int, caches: str) -> None:
     """Chunks, refusals, preemptions, look-ups and changes at random: of tokens without slots, of all once a request was freed,
     and of computed ones that are computed again, which may be refused.
