@@ -55,6 +55,10 @@ FLIGHT_SETTINGS = [
     Setting("full 4 / state at ends, 2 shards", (FULL_4, written(8)), data_parallel_size=2, writes="anywhere"),
     Setting("full 4, state every 8", (FULL_4, kept(8))),
     Setting("full 4 / state every 8", (FULL_4, in_pool(kept(8), "states"))),
+    Setting("full 4, lookahead", (FULL_4,)).with_lookahead(1),
+    Setting("full 4, window 1, lookahead", (FULL_4, Group("sliding", 4, 1))).with_lookahead(2),
+    Setting("full 4, chunk 8, ends, lookahead", (FULL_4, CHUNKS), windows=(4, 16)).with_lookahead(3),
+    Setting("full 4 / state at ends, lookahead", (FULL_4, written(16)), writes="anywhere").with_lookahead(1),
 ]
 """States at multiples cannot plan ahead."""
 
@@ -132,6 +136,7 @@ class FlightEngine:
         tier_pages = self._draw_tier() if has_tier else None
         slack, interval = setting.windows or (0, 0)
         more: dict[str, Any] = {} if setting.windows is None else {"windows": "ends"}
+        more |= {"lookahead": setting.lookahead} if setting.lookahead else {}
         more["retention"] = pagepool.Retention(window_slack=slack, window_interval=interval)
         if setting.windows is None and any(group.kind in ("sliding", "chunked") for group in setting.groups):
             more["windows"] = "all" if not setting.writes_states else "ends"
