@@ -278,7 +278,7 @@ class Front(ABC):
         self.books.release(job)
         del self.jobs[job.row]
         job.front, job.num_computed_tokens, job.num_known_tokens, job.status, job.loading = None, 0, 0, PREEMPTED, None
-        job.forked_list, job.awaited_copies, job.load_number, job.swapped = 0, 0, 0, None
+        job.forked_lists, job.awaited_copies, job.load_number, job.swapped = {}, 0, 0, None
         return job
 
     @staticmethod

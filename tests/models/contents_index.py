@@ -436,11 +436,11 @@ class Books:
         if self.lookahead:
             histories = self.list_known(job, len(histories))[:num_known_tokens]
         num_tokens = len(histories) - self.lookahead
-        is_copied = self.lookahead and job.forked_list == self.num_taken
-        if not self.setting.enable_caching or self.waits(job) or is_copied:
+        if not self.setting.enable_caching or self.waits(job):
             return entered
         for group_id, (group, pages) in enumerate(zip(self.groups, job.pages, strict=True)):
-            if group.kind == "mamba":
+            is_copied = self.lookahead and job.forked_lists.get(group_id) == self.num_taken
+            if group.kind == "mamba" or is_copied:
                 continue
             for page in range(job.num_cached_pages[group_id], min(num_tokens // group.page_size, len(pages))):
                 content = self.name(group_id, histories, (page + 1) * group.page_size)

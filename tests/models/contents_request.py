@@ -42,7 +42,7 @@ class Job:
     stay: int = 0  # number of its current admission
     num_hit_tokens: int = 0  # of the computed tokens
     loading: Any = None  # tokens that a transfer brings
-    forked_list: int = 0  # the list of copies with those into its pages as it was forked
+    forked_lists: dict[int, int] = field(default_factory=dict)  # by group: the list of copies into its pages as it was forked
     awaited_copies: int = 0  # the last list of copies with one into its pages
     last_taken: int = 0  # lists of copies that were taken when it got its last page
     boundaries: Sequence[range] = ()  # numbers of tokens at which others may resume, since its admission

@@ -122,7 +122,7 @@ class StateBooks(Books):
         """
         num_tokens, new_ids = job.num_computed_tokens, []
         num_shared = max(0, num_tokens - self.lookahead)
-        target.num_drafted_tokens, target.forked_list = min(job.num_drafted_tokens, num_shared), self.num_taken
+        target.num_drafted_tokens = min(job.num_drafted_tokens, num_shared)
         target.stay, target.num_hit_tokens, target.pages, target.num_cached_pages = next(STAYS), num_tokens, [], []
         target.boundaries = job.boundaries
         loading = self.tier.loading if self.tier is not None else {}
@@ -142,6 +142,7 @@ class StateBooks(Books):
             copied = zip(pages[num_full:num_all], page_ids[num_full:], strict=True)
             loading |= {page_id: loading[source] for source, page_id in copied if source in loading}
         self.take(target, new_ids, shard)
+        target.forked_lists = {group_id: self.num_taken for group_id, page_ids in enumerate(new_ids) if page_ids}
         if any(new_ids):
             self.note_copies(target)
 
