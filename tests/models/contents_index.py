@@ -480,9 +480,12 @@ class Books:
         job.num_hit_tokens = min(job.num_hit_tokens, num_computed_tokens)
         self._lower_cached_pages(job, num_computed_tokens)
 
-    def _lower_cached_pages(self, job: Job, num_computed_tokens: int) -> None:
+    def _lower_cached_pages(self, job: Job, num_computed_tokens: int, num_hit_tokens: int = 0) -> None:
+        """Let pages of tokens be cached again, other than states that were hit, or are those of the job that was forked."""
         for group_id, group in enumerate(self.groups):
-            num_pages = num_computed_tokens // (self.hit_step if group.kind == "mamba" else group.page_size)
+            is_state = group.kind == "mamba"
+            num_tokens = max(num_computed_tokens, num_hit_tokens) if is_state else num_computed_tokens
+            num_pages = num_tokens // (self.hit_step if is_state else group.page_size)
             job.num_cached_pages[group_id] = min(job.num_cached_pages[group_id], num_pages)
 
     def forget(self, job: Job, num_computed_tokens: int) -> None:
@@ -551,9 +554,9 @@ class Books:
 
     def undo(self, job: Job, num_computed_tokens: int, num_known_tokens: int, num_pages: Sequence[int]) -> None:
         """Undo a step of a request: the entries that it made, and the pages that it took."""
-        num_computed_tokens = min(num_computed_tokens, max(0, num_known_tokens - self.lookahead))
-        self.forget(job, num_computed_tokens)
-        self._lower_cached_pages(job, num_computed_tokens)
+        num_keyed_tokens = min(num_computed_tokens, max(0, num_known_tokens - self.lookahead))
+        self.forget(job, num_keyed_tokens)
+        self._lower_cached_pages(job, num_keyed_tokens, min(num_computed_tokens, job.num_hit_tokens))
         self._give_back(job, num_pages)
 
     def _give_back(self, job: Job, nums_kept: Sequence[int]) -> None:
