@@ -39,7 +39,7 @@ cdef extern from "Python.h":
 cdef enum:
     DIGEST_SIZE = 32          # bytes
     MAX_PARENT_SIZE = 255     # bytes: pickle and CBOR write the size of larger ones differently
-    MAX_NUM_TOKENS = 13_000   # of a block and its lookahead; below 64 KiB pickle writes a single frame
+    MAX_NUM_TOKENS = 13_000   # tokens of a block and its lookahead: below 64 KiB pickle writes a single frame
     TOKEN_SIZE = 5            # largest encoding of a token, in bytes
     ROOM = 300                # bytes for the rest of an encoded block, and for writes past its end
 
@@ -217,7 +217,7 @@ cdef class RequestBlockHasher:
 
     @cython.binding(False)
     def find_new_hashes(self, request):
-        """Return the hashes of the full blocks after those in ``request.block_hashes``, as far as their lookahead is known."""
+        """Return the hashes of the full blocks after those in ``request.block_hashes`` whose lookahead is known."""
         cdef Py_ssize_t num_new
         tokens, hashes = getattr(request, "_all_token_ids", None), getattr(request, "block_hashes", None)
         if type(tokens) is list and type(hashes) is list:

@@ -875,6 +875,7 @@ cdef inline void cache_full_pages(
     cdef PageToCache *page
     cdef Entry *entry
     cdef int32_t place, size = group.rules.page_size
+    cdef bint keeps_tokens = waiting.pool.page_tokens != NULL
     if waits_for_loads(waiting.pool, held) or not has_full_page(group, held, num_tokens):
         return
     if rare(contents.num_lookahead and waiting.pool.copies.num) and held.written_list == waiting.pool.copies.list_number:
@@ -892,7 +893,7 @@ cdef inline void cache_full_pages(
         page.page_id, page.held, entry = held.ids[place], held, &page.entry
         entry.key, entry.group, entry.place = &contents.digests[last_hash(group, place)], group.id, place
         entry.session, entry.num_tokens = contents.session, 0
-        if waiting.pool.page_tokens != NULL and <Py_ssize_t>place * size + size + contents.num_lookahead <= contents.num_token_ids:
+        if keeps_tokens and (place + <Py_ssize_t>1) * size + contents.num_lookahead <= contents.num_token_ids:
             entry.token_ids = contents.token_ids + <Py_ssize_t>place * size
             entry.num_tokens = size + contents.num_lookahead
         entry.upper = contents.uppers + last_hash(group, place) if contents.uppers != NULL else NULL
