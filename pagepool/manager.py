@@ -325,7 +325,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         self.num_pages = self._store.num_pages
         self._max_leased = [int(retention.max_leased_share * (pool.num_pages - 1)) for pool in self.pools.values()]
         self.max_num_leased_pages = sum(self._max_leased)
-        hasher = make_page_hasher(hash_algo, rules.hash_page_size, hash_seed, lookahead if self.enable_caching else 0)
+        hasher = make_page_hasher(hash_algo, rules.hash_page_size, hash_seed, lookahead)
         hasher.keep_token_ids = keep_token_ids
         self._configuration: Configuration = {}
         if self.enable_caching:
@@ -921,7 +921,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             held = registry.held.get(request.request_id)
             num_to_cache, num_named_tokens = 0, num_last_tokens
             start = num_last_tokens // self._rules.hash_page_size - 1  # the checkpoint and its parent get names
-            if (self._caches_computed or registry.hasher.lookahead) and held is not None:
+            if (self._caches_computed or (self.enable_caching and registry.hasher.lookahead)) and held is not None:
                 num_to_cache = self._count_due_tokens(request, num_computed_tokens, held)
                 num_named_tokens = max(num_last_tokens, num_to_cache)
                 start = held.count_entered_hashes(num_named_tokens) if num_to_cache else start

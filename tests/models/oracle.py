@@ -191,7 +191,6 @@ class OracleManager:
         self.enable_caching = enable_caching and bool(self.kinds)
         self.max_model_len = max_model_len
         self.use_eagle = use_eagle and not lookahead
-        lookahead = lookahead if self.enable_caching else 0
         pool_names = [getattr(group, "pool", "kv") for group in kv_cache_groups]
         self.pools = Pools.of(
             num_pages, [(name, isinstance(kind, Mamba)) for name, kind in zip(pool_names, self.kinds, strict=True)]
@@ -689,8 +688,8 @@ class OracleManager:
         return min(resolved, request.num_computed_tokens)
 
     def count_keyed(self, request: Any, num_tokens: int) -> int:
-        """Return how many of the first tokens of a request have a known lookahead behind them."""
-        return min(num_tokens, self.keys.count_known(request.num_tokens))
+        """Return how many of the first tokens of a request have a known lookahead behind them, if that matters."""
+        return min(num_tokens, self.keys.count_known(request.num_tokens)) if self.enable_caching else num_tokens
 
     def count_cacheable(self, request: Any) -> int:
         """Return how many computed tokens may be cached."""

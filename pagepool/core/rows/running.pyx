@@ -362,7 +362,7 @@ cdef class RunningRows:
         self.batch.writes_states, self.batch.writes_anywhere = checked.boundaries.writes_states, writes_anywhere
         self.batch.max_steps_ahead, self.batch.writes.number = <int32_t>num_steps_ahead, 1
         self.batch.caches_computed, self.batch.keeps_flights = caches_computed, caches_computed or num_steps_ahead > 0
-        self.batch.caches_late = caches_computed or hashing.num_lookahead > 0
+        self.batch.caches_late = caches_computed or (num_hash_tokens > 0 and hashing.num_lookahead > 0)
         self.stays_now = Stays.__new__(Stays)
         n = (<TableRows>by_group[0]).table.num_rows
         for g in range(checked.num):
