@@ -97,7 +97,7 @@ def test_a_request_that_forks_must_not_be_written() -> None:
 
 def test_check_names_a_written_page_that_is_shared() -> None:
     batch = make_batch(make_manager(FULL, enable_caching=False))
-    batch.admit(0, PROMPT[:8])
+    batch.admit(0, PROMPT[:9])
     batch.fork(0, [1])
     batch.check()
     overwrite(batch.num_computed_tokens, 5)
