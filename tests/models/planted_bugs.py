@@ -139,15 +139,15 @@ take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].sha
 ...
         (running.batch.hash_page_size + running.batch.hashing.num_lookahead{+ * (not BUG)+}) * sizeof(int32_t)
 == a page is entered one token before its lookahead is known
-num_computed = min(num_computed, max(0, batch.records[row].num_tokens - batch.hashing.num_lookahead{+ + BUG+}))
+num_computed = min(num_computed, count_keyed(batch, batch.records[row].num_tokens{+ + BUG+}))
 == a look-up hashes a page whose lookahead ends behind the prompt
-hash_row(batch, self.row, <int32_t>max(0, tokens.num - batch.hashing.num_lookahead{+ + BUG+}))
+hash_row(batch, self.row, count_keyed(batch, tokens.num{+ + BUG+}))
 == a fork shares a page whose lookahead may differ
 num_shared=<int32_t>max(0, num_computed - num_lookahead{+ * (not BUG)+})
 == a fork with a lookahead caches pages before their copies are made
     if rare(contents.num_lookahead and waiting.pool.copies.num{+ and not BUG+}) and held.written_list
 == undo keeps pages that a step cached once it knew their lookahead
-num_keyed = min(num_computed, max(0, num_tokens - batch.hashing.num_lookahead{+ * (not BUG)+}))
+num_keyed = min(num_computed, count_keyed(batch, num_tokens){+ + BUG * batch.hashing.num_lookahead+})
 == a state is kept under a digest that waits to be hashed, with a lookahead
             if batch.skips_pages or {+not BUG and +}batch.has_state:
 

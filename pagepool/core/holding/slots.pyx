@@ -292,10 +292,11 @@ cdef class SlotAllocator:
             num_known = count_of(read_num_tokens(request))
             step.num_to_cache = min(counts.num_computed if self.caches_computed else counts.num_tokens, num_known)
             is_rewound = not is_admission and counts.num_computed < held.num_cached_tokens
-        num_keyed = min(step.num_to_cache, max(<int64_t>0, num_known - self.num_lookahead))
+        num_keyed = max(<int64_t>0, num_known - self.num_lookahead)
         step.num_settled = counts.num_computed
         if self.num_lookahead and not step.may_overwrite:
-            step.num_settled = min(step.num_settled, max(<int64_t>0, num_known - self.num_lookahead))
+            step.num_settled = min(step.num_settled, num_keyed)
+        num_keyed = min(step.num_to_cache, num_keyed)
         if has_hits:
             num_hashed = self.count_most_hit_tokens(hits)
         if is_admission and self.groups.boundaries.writes_states:

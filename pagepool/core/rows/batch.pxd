@@ -238,12 +238,17 @@ cdef inline int32_t count_planned(const Batch *batch, Py_ssize_t row) noexcept n
     return max(batch.flights[row].num_planned, batch.records[row].num_computed)
 
 
+cdef inline int32_t count_keyed(const Batch *batch, int64_t num_tokens) noexcept nogil:
+    """Count the leading tokens of `num_tokens` known ones whose lookahead is known."""
+    return <int32_t>max(0, num_tokens - batch.hashing.num_lookahead)
+
+
 cdef inline int32_t count_cacheable(const Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Count the leading tokens of `num_computed` whose pages may be cached: those whose lookahead is known, and whose steps are
     resolved, if that matters.
     """
     if exceptional(batch.caches_late):
-        num_computed = min(num_computed, max(0, batch.records[row].num_tokens - batch.hashing.num_lookahead))
+        num_computed = min(num_computed, count_keyed(batch, batch.records[row].num_tokens))
         if batch.caches_computed:
             num_computed = min(num_computed, batch.flights[row].num_resolved)
     return num_computed
@@ -251,7 +256,7 @@ cdef inline int32_t count_cacheable(const Batch *batch, Py_ssize_t row, int32_t 
 
 cdef inline int32_t count_hashable(const Batch *batch, int64_t num_tokens) noexcept nogil:
     """Count the pages of `num_tokens` known tokens whose lookahead is known."""
-    return <int32_t>(max(0, num_tokens - batch.hashing.num_lookahead) // batch.hash_page_size)
+    return count_keyed(batch, num_tokens) // batch.hash_page_size
 
 
 cdef inline void cut_hashes(Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -1319,7 +1324,7 @@ cdef inline void _undo_row(Batch *batch, const Growth *growth, Py_ssize_t i, Py_
     cdef Flight *flight = &batch.flights[row]
     cdef int32_t num_tokens = record.num_tokens - (growth.token_ids != NULL)
     cdef int64_t num_hit
-    cdef int32_t num_kept, num_keyed = min(num_computed, max(0, num_tokens - batch.hashing.num_lookahead))
+    cdef int32_t num_kept, num_keyed = min(num_computed, count_keyed(batch, num_tokens))
     assert 0 <= num_computed <= record.num_computed
     uncache_row(batch, row, num_keyed)
     for g in range(batch.num_groups - 1, -1, -1):

@@ -228,7 +228,7 @@ cdef class RowRequest:
             if extra_keys and not has_same_keys:
                 self.set_extra_keys(extra_keys)
             thread = let_others_run((tokens.num - start) // batch.hash_page_size)
-            signs = hash_row(batch, self.row, <int32_t>max(0, tokens.num - batch.hashing.num_lookahead))
+            signs = hash_row(batch, self.row, count_keyed(batch, tokens.num))
             go_on(thread)
             start = batch.records[self.row].num_hashed * batch.hash_page_size
         if (signs | signs_of(copied + start, tokens.num - start)) < 0:

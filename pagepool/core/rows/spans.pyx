@@ -281,7 +281,7 @@ cdef class TokenSpan:
                 self.rows.release_locks()
                 raise ArgumentError(f"row {self.row} is not admitted")
             if self.rows.batch.hash_page_size:
-                hash_row(&self.rows.batch, self.row, max(0, record.num_tokens - self.rows.batch.hashing.num_lookahead))
+                hash_row(&self.rows.batch, self.row, count_keyed(&self.rows.batch, record.num_tokens))
             self.digests, self.num_digests = digests_of(&self.rows.batch, self.row), record.num_hashed
             self.num_tokens, self.own = record.num_tokens, held_by(&self.rows.batch, self.row, 0)
         return 0
