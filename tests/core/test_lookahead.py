@@ -26,7 +26,7 @@ def looks(lookahead: int) -> dict[str, Any]:
 
 def hits_of_request(first: list[int], second: list[int], size: int, **options: Any) -> int:
     """Return what a request hits after another one has ended."""
-    manager = make_manager(FullAttentionSpec(size, 1, 8, "float16", False), **options)
+    manager = make_manager(FullAttentionSpec(size, 1, 8, "float16", False), num_pages=128, **options)
     request = EngineRequest("first", first)
     run(manager, request, len(first))
     manager.free(request)
@@ -36,7 +36,7 @@ def hits_of_request(first: list[int], second: list[int], size: int, **options: A
 
 def hits_of_row(first: list[int], second: list[int], size: int, **options: Any) -> int:
     """Return what a row hits beside another one."""
-    batch = make_batch(make_manager(FullAttentionSpec(size, 1, 8, "float16", False), **options))
+    batch = make_batch(make_manager(FullAttentionSpec(size, 1, 8, "float16", False), num_pages=128, **options))
     batch.admit(0, first)
     num_hits = batch.admit(1, second)
     assert num_hits is not None
