@@ -4,10 +4,11 @@ The pages of a cache group are rows of one array of bytes. A save gathers up to 
 which the runtime copies to the host; a thread waits for it, and copies its pages into rows. A load copies rows into other
 memory, which crosses in one piece, and scatters it on the device; a page not in its row yet is scattered from what was
 gathered, so no load waits for a save. No program computes in host memory: XLA on GPUs aborts the process on a scatter into it
-(openxla/xla issues 34565 and 47362).
+(openxla/xla issues 34565 and 47362). One CPU device needs no crossing: its programs read the rows where they are.
 
-jax may alias memory that it gets, and read it late. So it never gets rows, and what it got is not written before its program
-has ended. A failed copy spoils only its own pages. jax is imported by the first `HostPages`.
+jax may alias memory that it gets, and read it late. So nothing is written where a program may still read: other memory is used
+for the next load, and the thread waits before it writes rows. A failed copy spoils only its own pages. jax is imported by the
+first `HostPages`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pagepool._core import copy_rows
 from pagepool.arguments import MAX_SIZE, require_int
 from pagepool.device import call_with_payload, get_shard_map, import_jax
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, PageIdError, shown
-from pagepool.host_rows import Rows, Staging, align, as_bytes, describe_pages, make_memory, place_rows, touch
+from pagepool.host_rows import Rows, Staging, alias_rows, align, as_bytes, describe_pages, make_memory, place_rows, touch
 from pagepool.page_copies import (
     Axes,
     check_arrays,
@@ -113,7 +114,8 @@ class HostPages:
     `rows` has an array of bytes ``[num_pages, bytes of a row]`` for each group, `layout` a text that describes these rows: the
     texts of two processes are equal exactly if their rows have the same meaning. ``rows[group][page_id]`` is a page of the host
     from the time that `poll` reports its save until the next save to it is started, and `mark_saved` tells of rows that others
-    wrote. A row has the parts of all devices in turn, in each the arrays of one dtype after another, at multiples of 64 bytes.
+    wrote, at a time when no transfer of these pages was under way. A row has the parts of all devices in turn, in each the
+    arrays of one dtype after another, at multiples of 64 bytes.
     """
 
     def __init__(
@@ -140,7 +142,8 @@ class HostPages:
         that divide the page axis, or hold the same part of an array, each keep their own copy of a page.
 
         Rows are copied by up to `num_copy_threads` threads: for loads the caller's is one of them, for saves a thread of this
-        object. It ends after its copies by `close`, with the object, or when the interpreter exits.
+        object. It ends after its copies by `close`, with the object, or when the interpreter exits. Loads to one CPU device
+        copy no rows, unless the address of `memory` is no multiple of 64.
 
         Raise ArgumentTypeError for other types and shardings; ArgumentError for other values, arrays that span processes, and
         too small buffers; OSError if there is not enough memory.
@@ -185,11 +188,12 @@ class HostPages:
         donated: they are updated in place, and the ones passed become invalid. The results are committed to their devices.
 
         The call does not wait for the device, which keeps a copy of the pages until the transfers are done; for loads it copies
-        rows, with up to `num_copy_threads` threads. Saves cost the calling thread some us a page, loads the copies and less
-        beside them (docs/benchmarks.md). Up to 64 pages, or 16 MiB a device, cross in one piece, padded to a power of two. A
-        page that was never saved, or whose save failed, is not loaded; `poll` reports this, and errors of jax in a copy. Only
-        an error after arrays were donated is raised here; a device error in a load also spoils the arrays, as in any step.
-        Devices communicate, by an all-reduce, only if they divide the page axis and a page is loaded into another part.
+        rows, with up to `num_copy_threads` threads, but none to one CPU device, which reads the rows until `poll` reports the
+        load. Saves cost the calling thread some us a page, loads the copies and less beside them (docs/benchmarks.md). Up to 64
+        pages, or 16 MiB a device, cross in one piece, padded to a power of two. A page that was never saved, or whose save
+        failed, is not loaded; `poll` reports this, and errors of jax in a copy. Only an error after arrays were donated is
+        raised here; a device error in a load also spoils the arrays, as in any step. Devices communicate, by an all-reduce,
+        only if they divide the page axis and a page is loaded into another part.
 
         Before anything is done, raise ArgumentTypeError for arguments of other types or dtypes; PageIdError for pages beyond
         the arrays or the host, and for null pages; ArgumentError for a page written twice, a group without arrays, a number
@@ -231,8 +235,8 @@ class HostPages:
         """Compile the programs for transfers of up to `max_num_pages` pages each way. Return the arrays, unchanged. The
         system also allocates the rows, unless they are in memory of the caller or in use: some 45 ms a GiB and core.
 
-        There are at most 7 programs each way for each dtype, and twice as many for loads if devices divide the page axis. The
-        arrays are donated; errors are those of `run`.
+        There are at most 7 programs each way for each dtype, and twice as many for loads to one CPU device, or if devices
+        divide the page axis. The arrays are donated; errors are those of `run`.
         """
         self._require_own_process()
         max_num_pages = require_int("max_num_pages", max_num_pages, 1)
@@ -244,9 +248,9 @@ class HostPages:
     def mark_saved(self, page_ids: Sequence[int], *, group: int | None = None) -> None:
         """Tell that others have written rows of a group: from now on they are loaded like saved pages. O(pages).
 
-        The rows must have the `layout`, and no transfer of these pages may be under way. Raise PageIdError for pages beyond the
-        host, and null pages; ArgumentError for another group, and for one whose page axis devices divide, since there the row
-        does not tell which device's part is valid.
+        The rows must have the `layout`, and while they were written no transfer of these pages may have been under way. Raise
+        PageIdError for pages beyond the host, and null pages; ArgumentError for another group, and for one whose page axis
+        devices divide, since there the row does not tell which device's part is valid.
         """
         found = [own for own in self._groups if own.group == group]
         if not found or found[0].is_divided:
@@ -353,9 +357,21 @@ class Saving:
     def __init__(self, pages: Sequence[Any] | None = None, error: Exception | None = None) -> None:
         self.pages, self.error = pages, error
 
-    def write_rows(self, packs: Sequence[Pack], arrays: Sequence[Any], rows: Rows, dst: Int32Array, num_threads: int) -> None:
-        """Wait for the pages, which are on their way to arrays of the host, and copy them into rows."""
+    def write_rows(
+        self,
+        packs: Sequence[Pack],
+        arrays: Sequence[Any],
+        rows: Rows,
+        dst: Int32Array,
+        readers: Sequence[Copy],
+        num_threads: int,
+    ) -> None:
+        """Wait for the pages, which are on their way to arrays of the host, and for programs that may still read the rows, and
+        copy the pages into rows.
+        """
         try:
+            for reader in readers:
+                reader.wait()
             with import_jax().transfer_guard_device_to_host("allow"):
                 for pack, pages in zip(packs, arrays, strict=True):
                     pack.write_rows(pages, rows, dst, num_threads)
@@ -389,7 +405,8 @@ Copies = list[tuple[npt.NDArray[np.intp], Copy]]
 
 class GroupPages:
     """The host pages of a cache group's arrays; group None stands for all groups. For each page of the host `savings` has its
-    last save or None, `places` its place there, and `origins` the device page that it was read from.
+    last save or None, `places` its place there, and `origins` the device page that it was read from. `aliases` are the rows as
+    arrays of jax, one for each pack, if programs can read them, and `readers` the loads that do so.
     """
 
     def __init__(
@@ -412,6 +429,8 @@ class GroupPages:
         self.rows = place_rows(make_memory(prod(shape)) if memory is None else memory, shape)
         self.max_num_pages = min(MAX_PAGES_PER_CALL, 1 << max(MAX_BYTES_PER_CALL // max(num_bytes, 1), 1).bit_length() - 1)
         self.staging = Staging(self.max_num_pages * prod(shape[1:]))
+        self.aliases = alias_rows(self.rows, [pack.dtype for pack in self.packs], self.packs[0].device) if self.packs else []
+        self.readers: list[Copy] = []
         self.savings: list[Saving | None] = [None] * num_host_pages
         self.places, self.origins = np.zeros((2, num_host_pages), np.int32)
 
@@ -440,7 +459,7 @@ class GroupPages:
                 saved = [pack.save(leaves, src) for pack in self.packs]
                 saving = Saving([pages for pages, _ in saved])
                 arrays = [array for _, array in saved]
-                end = submit(saving.write_rows, self.packs, arrays, self.rows, dst)
+                end = submit(saving.write_rows, self.packs, arrays, self.rows, dst, self.readers)
                 copy = Copy([Written(saving, end)])
             except Exception as error:
                 saving, copy = Saving(error=error), Copy(error=error)
@@ -470,27 +489,40 @@ class GroupPages:
             while left.size:  # a page may be loaded into several
                 places, first = np.unique(self.places[pairs[0, left]], return_index=True)
                 chosen = left[first]
-                copies.append((chosen, self._load(leaves, pairs[:, chosen], places, partial(list, pages))))
+                moves = np.full((2, pages[0].shape[1]), NOWHERE, dtype=np.int32)
+                moves[:, places] = self.origins[pairs[0, chosen]], pairs[1, chosen]
+                copies.append((chosen, self._load(leaves, partial(list, pages), moves)))
                 left = np.delete(left, first)
         for chosen in self._divide(np.array(in_rows, dtype=np.intp)):
-            memory = self.staging.take()
-            stage = partial(self._stage, pairs[0, chosen], memory, num_threads)
-            copy = self._load(leaves, pairs[:, chosen], np.arange(len(chosen)), stage)
-            self.staging.keep(memory, copy)
-            copies.append((chosen, copy))
+            load = self._load_in_place if self.aliases else partial(self._load_staged, num_threads=num_threads)
+            copies.append((chosen, load(leaves, pairs[:, chosen])))
         return copies
+
+    def _load_in_place(self, leaves: list[Any], pairs: Int32Array) -> Copy:
+        """Load pages that the program reads in their rows."""
+        copy = self._load(leaves, partial(list, self.aliases), pad(pairs, NOWHERE), True)
+        self.readers = [*(reader for reader in self.readers if not reader.is_ready()), copy]  # saves keep the list
+        return copy
+
+    def _load_staged(self, leaves: list[Any], pairs: Int32Array, num_threads: int) -> Copy:
+        """Load pages through other memory."""
+        memory = self.staging.take()
+        stage = partial(self._stage, pairs[0], memory, num_threads)
+        copy = self._load(leaves, stage, pad(np.stack([self.origins[pairs[0]], pairs[1]]), NOWHERE))
+        self.staging.keep(memory, copy)
+        return copy
 
     def _stage(self, src: Int32Array, memory: Rows, num_threads: int) -> list[Any]:
         return [pack.stage(self.rows, src, memory, num_threads) for pack in self.packs]
 
-    def _load(self, leaves: list[Any], pairs: Int32Array, places: Any, get_pages: Callable[[], Sequence[Any]]) -> Copy:
-        """Load the pages that are at `places` in the arrays from `get_pages`."""
+    def _load(
+        self, leaves: list[Any], get_pages: Callable[[], Sequence[Any]], moves: Int32Array, are_in_rows: bool = False
+    ) -> Copy:
+        """Load pages from arrays, one for each pack. `moves` are those of `Pack.load`."""
         try:
-            pages = get_pages()
-            moves = np.full((2, pages[0].shape[1]), NOWHERE, dtype=np.int32)
-            moves[:, places] = self.origins[pairs[0]], pairs[1]
-            crosses = self.is_divided and find_crossing(leaves, moves[:, places], self.page_axis)
-            return Copy([pack.load(leaves, own, moves, crosses) for pack, own in zip(self.packs, pages, strict=True)])
+            crosses = self.is_divided and find_crossing(leaves, moves, self.page_axis)
+            arrays = zip(self.packs, get_pages(), strict=True)
+            return Copy([pack.load(leaves, pages, moves, crosses, are_in_rows) for pack, pages in arrays])
         except Exception as error:
             if any(leaf.is_deleted() for leaf in leaves):
                 raise
@@ -506,11 +538,14 @@ class GroupPages:
         if self.is_own_memory and not any(self.savings):
             touch(self.rows)
         programs = list_programs(leaves, self.page_axis, min(max_num_pages, self.max_num_pages))
-        for pack in self.packs:
+        for i, pack in enumerate(self.packs):
             pack.commit(leaves)
             for num_pages, crosses in programs:
+                nowhere = np.full((2, num_pages), NOWHERE, dtype=np.int32)
                 pages, _ = pack.save(leaves, np.zeros(num_pages, np.int32))
-                pack.load(leaves, pages, np.full((2, num_pages), NOWHERE, dtype=np.int32), crosses)
+                pack.load(leaves, pages, nowhere, crosses)
+                if self.aliases:
+                    pack.load(leaves, self.aliases[i], nowhere, crosses, True)
 
 
 class Pack(NamedTuple):
@@ -567,12 +602,13 @@ class Pack(NamedTuple):
         pages = staged.view(self.dtype).reshape(*shape, self.num_items)
         return import_jax().device_put(pages, self.device) if hasattr(self.device, "mesh") else pages
 
-    def load(self, leaves: list[Any], pages: Any, pairs: Int32Array, crosses: bool) -> Any:
-        """Write pages into the arrays; the results replace those in `leaves`. `pairs` are the pages they were saved from, and
-        the pages to write. Return the fence.
+    def load(self, leaves: list[Any], pages: Any, moves: Int32Array, crosses: bool, are_in_rows: bool = False) -> Any:
+        """Write pages into the arrays; the results replace those in `leaves`. `moves` are the pages they were saved from, or
+        with `are_in_rows` their rows in the array `pages`, and the pages to write. Return the fence.
         """
-        write = get_writer(self.shardings, self.page_axis, crosses)
-        written, fence = call_with_payload(write, [leaves[place] for place in self.places], pages, pairs)
+        first_item = self.start // np.dtype(self.dtype).itemsize if are_in_rows else None
+        write = get_writer(self.shardings, self.page_axis, crosses, first_item)
+        written, fence = call_with_payload(write, [leaves[place] for place in self.places], pages, moves)
         put(leaves, self.places, written)
         return fence
 
@@ -625,11 +661,13 @@ def get_reader(shardings: Shardings, page_axis: int) -> Callable[..., Any]:
 
 
 @lru_cache(maxsize=64)
-def get_writer(shardings: Shardings, page_axis: int, crosses: bool) -> Callable[..., Any]:
-    """Return the program that writes pages into a pack's arrays. `crosses`: some page goes to another device's part."""
+def get_writer(shardings: Shardings, page_axis: int, crosses: bool, first_item: int | None = None) -> Callable[..., Any]:
+    """Return the program that writes pages into a pack's arrays. `crosses`: some page goes to another device's part.
+    `first_item`: the pages are in rows of one device, and the pack begins there.
+    """
     jax = import_jax()
     axes = [get_page_axes(sharding, page_axis) for sharding in shardings]
-    write = partial(write_pages, page_axis=page_axis, axes=axes, crosses=crosses)
+    write = partial(write_pages, page_axis=page_axis, axes=axes, crosses=crosses, first_item=first_item)
     mapped = map_parts(write, shardings, is_writer=True)
     own, pages = list(shardings), get_page_sharding(shardings[0])
     shardings_of = {"in_shardings": (own, pages, None), "out_shardings": (own, pages)}  # pages may come from NumPy
@@ -658,15 +696,22 @@ def read_pages(parts: Sequence[Any], page_ids: Any, page_axis: int, axes: Sequen
 
 
 def write_pages(
-    parts: Sequence[Any], pages: Any, pairs: Any, page_axis: int, axes: Sequence[Axes], crosses: bool
+    parts: Sequence[Any],
+    pages: Any,
+    moves: Any,
+    page_axis: int,
+    axes: Sequence[Axes],
+    crosses: bool,
+    first_item: int | None,
 ) -> tuple[list[Any], Any]:
-    """Write the pages returned by `read_pages`. Return the parts, and a number as the fence (traced)."""
+    """Write the pages returned by `read_pages`, or pages in rows. Return the parts, and a number as the fence (traced)."""
     jnp = import_jax().numpy
-    start, written = 0, []
+    start, written = first_item or 0, []
     for part, own in zip(parts, axes, strict=True):
         shape = (*part.shape[:page_axis], *part.shape[page_axis + 1 :])
         stop = start + prod(shape)
-        page = jnp.moveaxis(pages[0, :, start:stop].reshape(pages.shape[1], *shape), 0, page_axis)
-        written.append(write_in_part(part, page, pairs, page_axis, own, crosses))
+        flat = pages[0, :, start:stop] if first_item is None else read_in_part(pages[:, start:stop], moves[0], 0, ())
+        page = jnp.moveaxis(flat.reshape(moves.shape[1], *shape), 0, page_axis)
+        written.append(write_in_part(part, page, moves, page_axis, own, crosses))
         start = stop
-    return written, jnp.maximum(jnp.arange(MIN_OPERATIONS, dtype=pairs.dtype), pairs[0, 0]).max().reshape(1)
+    return written, jnp.maximum(jnp.arange(MIN_OPERATIONS, dtype=moves.dtype), moves[0, 0]).max().reshape(1)

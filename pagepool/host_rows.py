@@ -14,12 +14,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pagepool.device import import_jax
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["ALIGNMENT", "Rows", "Staging", "align", "as_bytes", "describe_pages", "make_memory", "place_rows", "touch"]
+__all__ = [
+    "ALIGNMENT",
+    "Rows",
+    "Staging",
+    "alias_rows",
+    "align",
+    "as_bytes",
+    "describe_pages",
+    "make_memory",
+    "place_rows",
+    "touch",
+]
 
 ALIGNMENT = 64
 """Bytes: each dtype of a row, and memory for jax, begin at a multiple. On CPUs jax aliases such memory and copies any other."""
@@ -62,6 +74,26 @@ def place_rows(memory: Any, shape: tuple[int, ...]) -> Rows:
         kind = "read-only" if view.readonly else "writable"
         raise ArgumentError(f"memory: got {len(view)} {kind} bytes, allowed: at least {prod(shape)} writable ones")
     return np.frombuffer(view, np.uint8, prod(shape)).reshape(shape)
+
+
+def alias_rows(rows: Rows, dtypes: Sequence[npt.DTypeLike], sharding: Any) -> list[jax.Array]:
+    """Return an array of jax for each dtype, ``[page, item]``, with the same memory as the rows of one CPU device. Return no
+    arrays if jax would copy the rows: for other devices, and at addresses that are no multiple of `ALIGNMENT`.
+    """
+    jax = import_jax()
+    if not isinstance(sharding, jax.sharding.SingleDeviceSharding) or rows.ctypes.data % ALIGNMENT:
+        return []
+    if next(iter(sharding.device_set)).platform != "cpu":
+        return []
+    arrays = []
+    for dtype in dtypes:
+        view = rows.reshape(len(rows), -1).view(dtype)
+        for part in (view[:1], view):  # jax copies some dtypes: then only one row
+            array = jax.device_put(part, sharding)
+            if array.unsafe_buffer_pointer() != part.ctypes.data:
+                return []
+        arrays.append(array)
+    return arrays
 
 
 def touch(rows: Rows) -> None:

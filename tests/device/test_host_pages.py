@@ -47,10 +47,11 @@ def test_transfers_are_those_of_numpy(page_axis: int, memory_kind: str | None, d
     shape = [2, 3, 5]
     shape[page_axis] = NUM_PAGES
     hosts = [draw_array(rng, tuple(shape), dtype) for dtype in dtypes]
-    pages = TransferredPages(hosts, page_axis=page_axis, memory_kind=memory_kind)
-    for _ in range(10):
-        pages.move(rng, 4)
-        pages.check()
+    for is_aligned in (True, False):
+        pages = TransferredPages(hosts, page_axis=page_axis, memory_kind=memory_kind, is_aligned=is_aligned)
+        for _ in range(10):
+            pages.move(rng, 4)
+            pages.check()
 
 
 def test_pytrees_of_several_dtypes() -> None:
@@ -156,9 +157,11 @@ def test_programs_of_loads_are_too_long_for_the_calling_thread(num_pages: int) -
     """XLA counts their operations on the CPU."""
     array = jnp.zeros((NUM_PAGES, 2))
     (pack,) = HostPages(array, NUM_PAGES)._groups[0].packs
-    pages, pairs = np.zeros((1, num_pages, 2), np.float32), np.zeros((2, num_pages), np.int32)
-    costs = get_writer(pack.shardings, 0, False).lower([array], pages, pairs).compile().cost_analysis()
-    assert (costs[0] if isinstance(costs, list) else costs)["flops"] >= 1000
+    moves = np.zeros((2, num_pages), np.int32)
+    for shape, first_item in (((1, num_pages, 2), None), ((NUM_PAGES, 16), 0)):
+        program = get_writer(pack.shardings, 0, False, first_item).lower([array], np.zeros(shape, np.float32), moves)
+        costs = program.compile().cost_analysis()
+        assert (costs[0] if isinstance(costs, list) else costs)["flops"] >= 1000
 
 
 @on_new_jax
@@ -283,7 +286,7 @@ def test_an_error_on_the_way_to_the_host_fails_the_pages_that_crossed_together(m
 def test_an_error_of_a_load_is_found_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory that it read is not used again."""
     array = jnp.arange(6)
-    host_pages, load = HostPages(array, 6), Pack.load
+    host_pages, load = HostPages(array, 6, memory=np.zeros(7 * 64, np.uint8)[1:]), Pack.load
     array = host_pages.run(array, make_transfers([(1, 1)]))
     host_pages.wait()
     monkeypatch.setattr(Pack, "load", lambda *args: load(*args) and Broken())

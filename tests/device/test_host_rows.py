@@ -18,14 +18,14 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
-from devices import after_slow_work, count_compilations  # noqa: E402
+from devices import after_slow_work, count_compilations, read  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 from moved_pages import TransferredPages, draw_array, make_transfers  # noqa: E402
 from settings import NUM_OPERATIONS  # noqa: E402
 from sources import run_python  # noqa: E402
 
 from pagepool.errors import ArgumentError, IntegrityError, PageIdError  # noqa: E402
-from pagepool.host_pages import HostPages, Pack  # noqa: E402
+from pagepool.host_pages import HostPages, Pack, get_writer  # noqa: E402
 from pagepool.host_rows import MAX_STAGING, Staging  # noqa: E402
 
 NUM_PAGES = 40
@@ -135,9 +135,12 @@ def test_up_to_64_pages_or_16_mib_cross_together(num_kib: int, num_calls: int, m
 def test_loads_from_rows_and_from_saves_under_way_use_the_same_programs(
     has_mesh: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Unless they read rows in place."""
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("a",)), PartitionSpec("a"))
-    pages = make_pages("bfloat16", "int32", placement=sharding if has_mesh else None)
-    pages.warmup(64)
+    pages = make_pages("bfloat16", "int32", placement=sharding if has_mesh else None, is_aligned=has_mesh)
+    with count_compilations() as in_warmup:
+        pages.warmup(64)
+    assert len(in_warmup) == 2 * 2 * 7
     with count_compilations() as compilations:
         pages.transfer(make_transfers([(i, i) for i in range(1, 8)]))
         pages.host_pages.wait()
@@ -167,11 +170,13 @@ def test_pages_on_their_way_are_loaded_at_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("memory_kind", ["pinned_host", None])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_random_transfers_with_a_slow_thread(seed: int, memory_kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(seed)
-    HeldCopies(monkeypatch, Random(seed))
-    pages = make_pages(*DTYPES, seed=seed, memory_kind=memory_kind, num_host_pages=20)
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_random_transfers_with_a_slow_thread(
+    is_aligned: bool, memory_kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(is_aligned)
+    HeldCopies(monkeypatch, Random(is_aligned))
+    pages = make_pages(*DTYPES, memory_kind=memory_kind, num_host_pages=20, is_aligned=is_aligned)
     for i in range(NUM_ROUNDS):
         pages.move(rng, int(rng.integers(1, 18)))
         if i % 5 == 0:
@@ -215,7 +220,7 @@ def test_copies_that_fail_at_random_spoil_their_own_pages_only(monkeypatch: pyte
 
 def test_what_jax_got_may_be_overwritten_once_loads_have_ended() -> None:
     rng = np.random.default_rng(5)
-    pages = make_pages(*DTYPES)
+    pages = make_pages(*DTYPES, is_aligned=False)
     staging = pages.host_pages._groups[0].staging
     for i in range(NUM_ROUNDS):
         pages.move(rng, 10)
@@ -262,8 +267,9 @@ def test_memory_is_given_again_only_after_its_use() -> None:
     assert len(staging._used) == MAX_STAGING
 
 
-def test_loads_behind_slow_work_use_other_memory() -> None:
-    pages = make_pages("int32")
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_loads_behind_slow_work_use_other_memory(is_aligned: bool) -> None:
+    pages = make_pages("int32", is_aligned=is_aligned)
     pages.transfer(make_transfers([(i, i) for i in range(1, 7)]))
     pages.check()
     pages.arrays = [after_slow_work(array) for array in pages.arrays]
@@ -272,16 +278,77 @@ def test_loads_behind_slow_work_use_other_memory() -> None:
     pages.check()
 
 
-def test_rows_are_never_handed_to_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jax_gets_no_rows_that_it_would_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     load, given = Pack.load, []
     monkeypatch.setattr(Pack, "load", lambda *args: given.append(args[2]) or load(*args))
-    pages = make_pages("float32", "int8")
+    pages = make_pages("float32", "int8", is_aligned=False)
     pages.transfer(make_transfers([(1, 1), (2, 2)]))
     pages.host_pages.wait()
     pages.transfer(make_transfers([], [(1, 3)]))
     assert [type(array) for array in given] == [np.ndarray] * 2  # a jax array would hide its memory
     assert not any(np.shares_memory(array, pages.host_pages.rows[0]) for array in given)
     pages.check()
+
+
+# Rows that programs read.
+
+
+class Fence:
+    """The end of a program, which comes when it is told to."""
+
+    def __init__(self) -> None:
+        self.has_ended = threading.Event()
+
+    def is_ready(self) -> bool:
+        return self.has_ended.is_set()
+
+    def block_until_ready(self) -> None:
+        assert self.has_ended.wait(60)
+
+
+def test_a_row_is_written_after_the_loads_that_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fence, load = Fence(), Pack.load
+    host_pages = HostPages(array := jnp.arange(8), 8)
+    array = host_pages.run(array, make_transfers([(3, 1)]))
+    host_pages.wait()
+    monkeypatch.setattr(Pack, "load", lambda *args: load(*args) and fence)
+    array = host_pages.run(array, make_transfers([], [(1, 5)]))
+    monkeypatch.setattr(Pack, "load", load)
+    array = host_pages.run(array, make_transfers([(6, 1)], [(1, 7)]))
+    assert array.tolist() == [0, 1, 2, 3, 4, 3, 6, 6]
+    time.sleep(0.05)
+    assert host_pages.poll() == []
+    assert host_pages.rows[0][1].view(np.int32)[0] == 3
+    fence.has_ended.set()
+    assert [finished[1:] for finished in host_pages.wait()] == [([], [], None)] * 2
+    assert host_pages.rows[0][1].view(np.int32)[0] == 6
+
+
+def test_rows_outlive_their_object_while_loads_read_them() -> None:
+    array = jnp.arange(8)
+    host_pages = HostPages(array, 8)
+    array = host_pages.run(host_pages.warmup(array, 1), make_transfers([(3, 1)]))
+    host_pages.wait()
+    array = host_pages.run(after_slow_work(array, 10), make_transfers([], [(1, 5)]))
+    del host_pages
+    gc.collect()
+    assert array.tolist() == [0, 1, 2, 3, 4, 3, 6, 7]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float8_e4m3fn"])
+def test_programs_that_read_rows_copy_only_some(dtype: str) -> None:
+    """The rows may be more than the machine's memory: most of these are never allocated."""
+    array = jnp.zeros((4, 4096 // jnp.dtype(dtype).itemsize), dtype).at[3].set(jnp.ones((), dtype))
+    num_host_pages = (1 << 31) // 4096 + 10  # the last ones begin behind 2 GiB
+    host_pages = HostPages(array, num_host_pages)
+    array = host_pages.run(array, make_transfers([(3, num_host_pages - 1)]))
+    host_pages.wait()
+    array = host_pages.run(array, make_transfers([], [(num_host_pages - 1, 1)]))
+    assert host_pages.wait()[0].error is None
+    assert read(array).tolist() == [[0] * array.shape[1], [1] * array.shape[1]] * 2
+    (group,) = host_pages._groups
+    writer = get_writer(group.packs[0].shardings, 0, False, 0).lower([array], *group.aliases, np.zeros((2, 1), np.int32))
+    assert writer.compile().memory_analysis().temp_size_in_bytes < 1 << 20
 
 
 # The thread.

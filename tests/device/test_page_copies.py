@@ -153,8 +153,8 @@ def test_moves_pass_a_transfer_guard(guard: Any, kind: type[CopiedPages]) -> Non
     [
         (CopiedPages, 40, 3, 3, False),
         (CopiedPages, 40, 39, 7, True),
-        (TransferredPages, 100, 3, 2 * 2 * 3, False),  # to save and to load, for each dtype
-        (TransferredPages, 100, 500, 2 * 2 * 7, True),
+        (TransferredPages, 100, 3, 2 * 3 * 3, False),  # to save, and to load from rows and from saves, for each dtype
+        (TransferredPages, 100, 500, 2 * 3 * 7, True),
     ],
 )
 def test_no_compilation_after_warmup(

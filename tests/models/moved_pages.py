@@ -110,9 +110,14 @@ class CopiedPages:
 class TransferredPages(CopiedPages):
     """The same with pages that are saved in host memory, and loaded from there."""
 
-    def prepare(self, num_host_pages: int = NUM_HOST_PAGES, memory_kind: str | None = "pinned_host") -> None:
+    def prepare(
+        self, num_host_pages: int = NUM_HOST_PAGES, memory_kind: str | None = "pinned_host", is_aligned: bool = True
+    ) -> None:
+        """Without `is_aligned` the rows are where jax copies memory instead of aliasing it."""
         self.num_host_pages = num_host_pages
-        self.host_pages = HostPages(self.arrays, num_host_pages, page_axis=self.page_axis, memory_kind=memory_kind)
+        options: dict[str, Any] = {"page_axis": self.page_axis, "memory_kind": memory_kind}
+        memory = None if is_aligned else np.zeros(1 << 20, np.uint8)[1:]
+        self.host_pages = HostPages(self.arrays, num_host_pages, memory=memory, **options)
         self.saved: list[dict[int, Any]] = [{} for _ in self.hosts]
 
     def warmup(self, max_num: int) -> None:
