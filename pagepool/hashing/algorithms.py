@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pagepool._core import HashChain, PageIds, RequestHashes, require_token_ids, siphash128
+from pagepool._core import CONSTANTS, HashChain, PageIds, RequestHashes, require_token_ids, siphash128
 from pagepool.arguments import read, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import (
@@ -33,7 +33,7 @@ __all__ = ["HashAlgorithm", "PageHasher", "make_page_hasher", "sha256_cbor", "sh
 HashAlgorithm = str | HashFunction
 """``"siphash128"``, ``"sha256"``, ``"sha256_cbor"``, or a callable as for `pagepool.hash_page_tokens`."""
 
-MAX_LOOKAHEAD = 64
+MAX_LOOKAHEAD = CONSTANTS.MAX_LOOKAHEAD
 """Most tokens behind a page that its hash can cover."""
 
 VLLM_SEED = "vllm-none-hash"

@@ -3,7 +3,7 @@
 from libc.stdint cimport INT32_MAX, int32_t, uint8_t, uintptr_t
 from libc.string cimport memcpy, strcmp
 
-from pagepool.core.base cimport MAX_GROUP
+from pagepool.core.base cimport MAX_GROUP, MAX_LOOKAHEAD
 from pagepool.core.pool.queue cimport *
 
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from pagepool.errors import ArgumentError
 CONSTANTS = SimpleNamespace(
     NOT_FREE=NOT_FREE, NO_GROUP=NO_GROUP, NOT_NEW=NOT_NEW, NOT_FIRST=NOT_FIRST, TWIN=TWIN, KEPT=KEPT, FLAGS=FLAGS,
     MAX_GROUP=MAX_GROUP, MAX_REF_CNT=INT32_MAX - 1, BLANK=BLANK, PART=PART, SET_SIZE=SET_SIZE, NEVER=NEVER, SECOND=SECOND,
-    SHARED=SHARED, COMMON=COMMON, MAX_TENANTS=MAX_TENANTS, NO_TENANT=NO_TENANT,
+    SHARED=SHARED, COMMON=COMMON, MAX_TENANTS=MAX_TENANTS, NO_TENANT=NO_TENANT, MAX_LOOKAHEAD=MAX_LOOKAHEAD,
 )
 
 cdef enum:                    # indices in `TYPES`
