@@ -13,6 +13,7 @@ first `HostPages`.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, Pa
 from pagepool.host_rows import Rows, Staging, alias_rows, align, as_bytes, describe_pages, make_memory, place_rows, touch
 from pagepool.page_copies import (
     Axes,
+    cast_bits,
     check_arrays,
     check_different,
     check_moves,
@@ -252,6 +254,7 @@ class HostPages:
         PageIdError for pages beyond the host, and null pages; ArgumentError for another group, and for one whose page axis
         devices divide, since there the row does not tell which device's part is valid.
         """
+        self._require_own_process()
         found = [own for own in self._groups if own.group == group]
         if not found or found[0].is_divided:
             raise ArgumentError(f"group: got {group}, allowed: a group of this object, whose page axis is not divided")
@@ -263,8 +266,16 @@ class HostPages:
             found[0].savings[page_id] = WRITTEN
 
     def close(self) -> None:
-        """Wait until no row is written any more, and end the thread. Later saves fail; `poll` and `wait` still report."""
+        """Wait until no row is written or read any more, end the thread, and take the rows back from jax, so that `memory` can
+        be closed as soon as this object is gone. Later saves fail; `poll` and `wait` still report. In a forked process do
+        nothing.
+        """
+        if os.getpid() != self._process:
+            return
         self._copier.shutdown()
+        for group in self._groups:
+            group.close()
+        gc.collect(0)  # lets jax give up memory of NumPy
 
     def _require_own_process(self) -> None:
         if os.getpid() != self._process:
@@ -493,8 +504,9 @@ class GroupPages:
                 moves[:, places] = self.origins[pairs[0, chosen]], pairs[1, chosen]
                 copies.append((chosen, self._load(leaves, partial(list, pages), moves)))
                 left = np.delete(left, first)
+        can_read_rows = bool(self.aliases) and not any(alias.is_deleted() for alias in self.aliases)
+        load = self._load_in_place if can_read_rows else partial(self._load_staged, num_threads=num_threads)
         for chosen in self._divide(np.array(in_rows, dtype=np.intp)):
-            load = self._load_in_place if self.aliases else partial(self._load_staged, num_threads=num_threads)
             copies.append((chosen, load(leaves, pairs[:, chosen])))
         return copies
 
@@ -532,6 +544,14 @@ class GroupPages:
         """Divide transfers into pieces, one for each call of a program."""
         for start in range(0, len(places), self.max_num_pages):
             yield places[start : start + self.max_num_pages]
+
+    def close(self) -> None:
+        """Wait until no program reads rows any more, and delete the arrays of jax that have their memory."""
+        for reader in self.readers:
+            reader.wait()
+        for alias in self.aliases:
+            alias.delete()
+        self.aliases = []
 
     def warmup(self, leaves: list[Any], max_num_pages: int) -> None:
         """Run all programs for up to `max_num_pages` pages: they read null pages and drop their writes."""
@@ -641,6 +661,9 @@ def get_page_sharding(sharding: jax.sharding.Sharding) -> Any:
     kinds = import_jax().sharding
     if not sharding.is_fully_addressable:
         raise ArgumentError("arrays: got an array that spans processes, allowed: arrays of this process")
+    device: Any = next(iter(sharding.device_set))
+    if sharding.memory_kind not in (None, default := device.default_memory().kind):
+        raise ArgumentError(f"arrays: got one in {sharding.memory_kind}, allowed: the memory of the device, {default}")
     if isinstance(sharding, kinds.NamedSharding):
         return kinds.NamedSharding(sharding.mesh, kinds.PartitionSpec(sharding.mesh.axis_names))
     if len(sharding.device_set) > 1:
@@ -710,8 +733,17 @@ def write_pages(
     for part, own in zip(parts, axes, strict=True):
         shape = (*part.shape[:page_axis], *part.shape[page_axis + 1 :])
         stop = start + prod(shape)
-        flat = pages[0, :, start:stop] if first_item is None else read_in_part(pages[:, start:stop], moves[0], 0, ())
+        flat = pages[0, :, start:stop] if first_item is None else read_rows(pages, moves[0], start, stop, part.dtype)
         page = jnp.moveaxis(flat.reshape(moves.shape[1], *shape), 0, page_axis)
         written.append(write_in_part(part, page, moves, page_axis, own, crosses))
         start = stop
     return written, jnp.maximum(jnp.arange(MIN_OPERATIONS, dtype=moves.dtype), moves[0, 0]).max().reshape(1)
+
+
+def read_rows(rows: Any, row_ids: Any, start: int, stop: int, dtype: Any) -> Any:
+    """Return some items of rows, those of the last row for ids beyond it (traced). XLA may copy a slice of all rows, and does
+    for one id.
+    """
+    jax = import_jax()
+    items = jax.vmap(lambda row_id: jax.lax.dynamic_slice(rows, (row_id, start), (1, stop - start))[0])(row_ids)
+    return cast_bits(items, dtype)

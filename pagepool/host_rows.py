@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from pagepool.device import import_jax
 from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.page_copies import find_bits
 
 if TYPE_CHECKING:
     import jax
@@ -78,7 +79,8 @@ def place_rows(memory: Any, shape: tuple[int, ...]) -> Rows:
 
 def alias_rows(rows: Rows, dtypes: Sequence[npt.DTypeLike], sharding: Any) -> list[jax.Array]:
     """Return an array of jax for each dtype, ``[page, item]``, with the same memory as the rows of one CPU device. Return no
-    arrays if jax would copy the rows: for other devices, and at addresses that are no multiple of `ALIGNMENT`.
+    arrays if jax would copy the rows: for other devices, and at addresses that are no multiple of `ALIGNMENT`. Floats are
+    unsigned numbers there, since XLA may convert a whole array of floats with few bits.
     """
     jax = import_jax()
     if not isinstance(sharding, jax.sharding.SingleDeviceSharding) or rows.ctypes.data % ALIGNMENT:
@@ -87,9 +89,10 @@ def alias_rows(rows: Rows, dtypes: Sequence[npt.DTypeLike], sharding: Any) -> li
         return []
     arrays = []
     for dtype in dtypes:
-        view = rows.reshape(len(rows), -1).view(dtype)
+        view = rows.reshape(len(rows), -1).view(find_bits(dtype))
         for part in (view[:1], view):  # jax copies some dtypes: then only one row
-            array = jax.device_put(part, sharding)
+            with jax.transfer_guard_host_to_device("allow"):
+                array = jax.device_put(part, sharding)
             if array.unsafe_buffer_pointer() != part.ctypes.data:
                 return []
         arrays.append(array)
@@ -97,10 +100,10 @@ def alias_rows(rows: Rows, dtypes: Sequence[npt.DTypeLike], sharding: Any) -> li
 
 
 def touch(rows: Rows) -> None:
-    """Let the system allocate memory in which nothing is written yet, by threads for all cores."""
+    """Let the system allocate memory, by threads for all cores. Nobody may write there meanwhile; what is there stays."""
     parts = np.array_split(rows.reshape(-1)[::SMALL_PAGE], 1 + rows.nbytes // BYTES_TO_TOUCH)
     with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda part: part.fill(0), parts))
+        list(threads.map(lambda part: np.bitwise_or(part, 0, out=part), parts))
 
 
 class Use(Protocol):

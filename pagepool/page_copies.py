@@ -131,6 +131,10 @@ def check_arrays(leaves: Sequence[Any], page_axis: int) -> int:
     for leaf in leaves:
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
             raise ArgumentTypeError(f"arrays: got {type(leaf).__name__}, allowed: jax arrays, outside of traced functions")
+        if not isinstance(leaf.dtype, np.dtype):
+            raise ArgumentTypeError(f"arrays: got {leaf.dtype}, allowed: types of numbers")
+        if leaf.dtype.itemsize >= 8 and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+            raise ArgumentError(f"arrays: got {leaf.dtype}, allowed without jax_enable_x64: types of 32 bits and less")
         if leaf.ndim <= page_axis:
             raise ArgumentError(f"arrays: got shape {leaf.shape}, allowed: more axes than page_axis, {page_axis}")
         if leaf.is_deleted():
@@ -250,8 +254,18 @@ def exchange(pages: Any, is_here: Any, page_axis: int, axes: Axes) -> Any:
     if jax.numpy.issubdtype(dtype, np.complexfloating):
         parts = [exchange(part, is_here, page_axis, axes) for part in (pages.real, pages.imag)]
         return jax.lax.complex(*parts)
-    is_float = jax.numpy.issubdtype(dtype, np.floating)
-    bits = jax.lax.bitcast_convert_type(pages, f"uint{jax.numpy.finfo(dtype).bits}") if is_float else pages
+    bits = cast_bits(pages, find_bits(dtype))
     is_here = is_here.reshape(-1, *[1] * (pages.ndim - page_axis - 1))
     total = jax.lax.psum(jax.numpy.where(is_here, bits, jax.numpy.zeros_like(bits)), axes).astype(bits.dtype)
-    return jax.lax.bitcast_convert_type(total, dtype) if is_float else total
+    return cast_bits(total, dtype)
+
+
+def find_bits(dtype: Any) -> Any:
+    """Return the unsigned type with as many bits for a float, other types themselves."""
+    jnp = import_jax().numpy
+    return jnp.dtype(f"uint{jnp.finfo(dtype).bits}" if jnp.issubdtype(dtype, np.floating) else dtype)
+
+
+def cast_bits(array: Any, dtype: Any) -> Any:
+    """Return the bits of an array as another type (traced)."""
+    return array if array.dtype == dtype else import_jax().lax.bitcast_convert_type(array, dtype)

@@ -91,7 +91,7 @@ class Files:
             try:
                 descriptor = create(temporary)
             except FileNotFoundError:
-                os.makedirs(folder, exist_ok=True)
+                make_folder(folder)
                 descriptor = create(temporary)
             try:
                 write(descriptor, row)
@@ -112,6 +112,17 @@ class Files:
         """Set the time of the file's last use."""
         with contextlib.suppress(OSError):
             os.utime(f"{self._root}/{split_key(key)}")
+
+
+def make_folder(path: str) -> None:
+    """Make a folder, and those above it, which only their owner may read: names of files are digests of prompts."""
+    try:
+        os.mkdir(path, 0o700)
+    except FileNotFoundError:
+        make_folder(os.path.dirname(path))
+        make_folder(path)
+    except FileExistsError:  # another thread or process may have made it
+        pass
 
 
 def create(path: str) -> int:
@@ -306,10 +317,10 @@ class FileStore(JobStore):
     [Done(job=1, is_done=b'\\x01\\x01', error=None)]
     >>> store.close(drain_seconds=1)
 
-    The object of a key is the file ``folder/namespace/first two digits/digits of the key``, which only its owner may read. It
-    is written under another name in the same folder and renamed, so it is whole or not there. After a crash of the process
-    every file that was answered as saved is there. After a power loss, without `fsync`, a recent one may be missing, shorter,
-    or contain other bytes: check each object by `pagepool.stores.frames`.
+    The object of a key is the file ``folder/namespace/first two digits/digits of the key``. Only their owner may read it and
+    the folders made for it. It is written under another name in the same folder and renamed, so it is whole or not there. After
+    a crash of the process every file that was answered as saved is there. After a power loss, without `fsync`, a recent one may
+    be missing, shorter, or contain other bytes: check each object by `pagepool.stores.frames`.
 
     The calling thread waits for no file. Threads do one key at a time, look-ups before loads, and loads before saves; they
     read into rows and write from them without a copy. A full disk, a missing folder or a missing permission is the error of an

@@ -20,8 +20,8 @@ def make_namespace(manager: CacheManager, layout: str, model: bytes, rank: int =
     `layout` describes a row of host memory exactly, as `pagepool.host_pages.HostPages.layout` does. `model` identifies the
     weights: the digest of a checkpoint, with the adapters that its requests do not name. Of `num_ranks` processes that each
     hold a part of a page, each gives its `rank`. The manager's hash algorithm and seed, its groups and page sizes are
-    included. Raise ArgumentError for a manager whose keys differ in each process: one without caching, or with SipHash and
-    without a `hash_seed`; ArgumentTypeError for other types.
+    included. Raise ArgumentError for a manager without caching, and for one whose keys differ in each process: with SipHash,
+    without a `hash_seed`, and without PYTHONHASHSEED in the environment; ArgumentTypeError for other types.
     """
     if not isinstance(manager, CacheManager):
         raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")

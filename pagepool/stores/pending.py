@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 Object = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.bool_]
 
+RAISED = object()
+"""What a call of the store that raised returned."""
+
 
 @dataclass(slots=True)
 class Job:
@@ -72,8 +75,12 @@ class Jobs:
 
     def poll(self) -> None:
         """End the jobs that the store has answered."""
-        for job, is_done in list(self._read_answers(self._call(self._store.poll))):
-            job.end(job, is_done)
+        answers = self._call(self._store.poll)
+        if isinstance(answers, list):
+            for job, is_done in list(self._read_answers(answers)):
+                job.end(job, is_done)
+        elif answers is not RAISED:
+            self._report(f"poll returned {type(answers).__name__}, allowed: a list")
 
     def _start(self, job: Job, call: Callable[..., int], *arguments: Any, **options: Any) -> None:
         job.started_at = time.monotonic()
@@ -81,16 +88,15 @@ class Jobs:
         if isinstance(number, int) and number not in self._pending:
             self._pending[number] = job
             return
-        if number is not None:
+        if number is not RAISED:
             self._report(f"{call.__name__} returned {number!r}, allowed: the number of a new job")
         job.end(job, np.zeros(len(job.names), dtype=bool))
 
-    def _read_answers(self, answers: Any) -> Iterator[tuple[Job, Flags]]:
-        for answer in answers if isinstance(answers, list) else ():
+    def _read_answers(self, answers: Iterable[Any]) -> Iterator[tuple[Job, Flags]]:
+        for answer in answers:
             try:
                 number, is_done, error = answer
                 job = self._pending.pop(number, None)
-                flags = np.frombuffer(bytes(memoryview(is_done)), dtype=np.uint8) == 1
             except Exception as fault:
                 self._report(f"poll returned {type(answer).__name__}: {fault}")
                 continue
@@ -98,19 +104,28 @@ class Jobs:
                 self._report(error)
             if job is None:
                 self._report(f"job {number} was answered twice, or never started")
-            elif len(flags) != len(job.names):
-                self._report(f"job {number} has {len(flags)} flags, allowed: {len(job.names)}")
-                yield job, np.zeros(len(job.names), dtype=bool)
             else:
-                yield job, flags
+                yield job, self._read_flags(number, is_done, len(job.names))
+
+    def _read_flags(self, number: int, is_done: Any, num: int) -> Flags:
+        """Return the flags of a job. If they are wrong, nothing of it is done."""
+        try:
+            flags: Flags = np.frombuffer(bytes(memoryview(is_done)), dtype=np.uint8) == 1
+        except Exception as fault:
+            self._report(f"job {number} has flags that cannot be read: {fault}")
+        else:
+            if len(flags) == num:
+                return flags
+            self._report(f"job {number} has {len(flags)} flags, allowed: {num}")
+        return np.zeros(num, dtype=bool)
 
     def _call(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call the store. Return None if it raises."""
+        """Call the store. Return `RAISED` if it raises."""
         try:
             return call(*arguments, **options)
         except Exception as error:
             self._report(error)
-            return None
+            return RAISED
 
     def _report(self, error: object) -> None:
         self.num_errors += 1

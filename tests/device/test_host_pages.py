@@ -188,6 +188,13 @@ def test_poll_returns_what_is_done() -> None:
 
 
 @on_new_jax
+def test_arrays_in_memory_of_the_host_are_refused() -> None:
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    with pytest.raises(ArgumentError, match=r"^arrays: got one in pinned_host, allowed: the memory of the device, \w+$"):
+        HostPages(jax.device_put(jnp.arange(8), sharding), 8)
+
+
+@on_new_jax
 @pytest.mark.parametrize("memory_kind", ["pinned_host", "unpinned_host"])
 def test_pages_cross_to_the_memory_that_was_asked_for(memory_kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, save = [], Pack.save

@@ -18,7 +18,7 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
-from devices import after_slow_work, count_compilations, read  # noqa: E402
+from devices import after_slow_work, count_compilations  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 from moved_pages import TransferredPages, draw_array, make_transfers  # noqa: E402
 from settings import NUM_OPERATIONS  # noqa: E402
@@ -97,12 +97,15 @@ def test_rows_that_others_wrote_are_loaded() -> None:
     array = jnp.arange(8)
     host_pages = HostPages(array, 8)
     host_pages.rows[0][2:4].view(np.int32)[:, 0] = [70, 80]
+    host_pages.rows[0][0] = 9  # where the system's first page begins
     array = host_pages.run(array, make_transfers([], [(2, 1)]))
     assert [finished.failed_loads for finished in host_pages.wait()] == [[0]]
+    array = host_pages.warmup(array, 1)
     host_pages.mark_saved([2, 3])
     array = host_pages.run(array, make_transfers([(4, 3)], [(2, 1), (3, 2), (2, 5)]))
     assert host_pages.wait()[0].error is None
     assert array.tolist() == [0, 70, 4, 3, 4, 70, 6, 7]
+    assert host_pages.rows[0][0].tolist() == [9] * 64
     for page_ids, group, error, message in (
         ([1, 8], None, PageIdError, "page_ids: got page 8, allowed: 1 to 7"),
         ([0], None, PageIdError, "page_ids: got page 0, allowed: 1 to 7"),
@@ -335,20 +338,59 @@ def test_rows_outlive_their_object_while_loads_read_them() -> None:
     assert array.tolist() == [0, 1, 2, 3, 4, 3, 6, 7]
 
 
+def test_rows_are_those_of_others_again_after_the_end() -> None:
+    """Also while a load reads them. Later loads copy rows."""
+    array = jnp.arange(8)
+    memory = mmap.mmap(-1, 1 << 12)
+    host_pages = HostPages(array, 8, memory=memory)
+    array = host_pages.run(host_pages.warmup(array, 1), make_transfers([(3, 1)]))
+    host_pages.wait()
+    array = host_pages.run(after_slow_work(array, 10), make_transfers([], [(1, 5)]))
+    host_pages.close()
+    array = host_pages.run(array, make_transfers([], [(1, 6)]))
+    assert [finished[1:] for finished in host_pages.wait()] == [([], [], None)] * 2
+    del host_pages
+    memory.close()
+    assert array.tolist() == [0, 1, 2, 3, 4, 3, 3, 7]
+
+
+def test_rows_that_jax_deleted_are_copied() -> None:
+    array = jnp.arange(8)
+    host_pages = HostPages(array, 8)
+    array = host_pages.run(array, make_transfers([(3, 1)]))
+    host_pages.wait()
+    for alias in host_pages._groups[0].aliases:
+        alias.delete()
+    array = host_pages.run(array, make_transfers([], [(1, 5)]))
+    assert host_pages.wait()[0].error is None
+    assert array.tolist() == [0, 1, 2, 3, 4, 3, 6, 7]
+
+
+@pytest.mark.parametrize("page_axis", [0, 1])
 @pytest.mark.parametrize("dtype", [*DTYPES, "float8_e4m3fn"])
-def test_programs_that_read_rows_copy_only_some(dtype: str) -> None:
-    """The rows may be more than the machine's memory: most of these are never allocated."""
-    array = jnp.zeros((4, 4096 // jnp.dtype(dtype).itemsize), dtype).at[3].set(jnp.ones((), dtype))
-    num_host_pages = (1 << 31) // 4096 + 10  # the last ones begin behind 2 GiB
+def test_programs_copy_none_but_their_rows(dtype: str, page_axis: int) -> None:
+    """Also for one page, and where the arrays are a part of the row: XLA copied all rows then, and the host may have more of
+    them than memory."""
+    arrays = [jnp.zeros((3,) * page_axis + (6, 3, 5), kind) for kind in (dtype, dtype, "uint8")]
+    (group,) = HostPages(arrays, 8, page_axis=page_axis)._groups
+    for pack, alias in zip(group.packs, group.aliases, strict=True):
+        many = jax.ShapeDtypeStruct((1 << 20, alias.shape[1]), alias.dtype)
+        first_item = pack.start // alias.dtype.itemsize
+        for num_pages in (1, 2, 64):
+            writer = get_writer(pack.shardings, page_axis, False, first_item)
+            lowered = writer.lower([arrays[i] for i in pack.places], many, np.zeros((2, num_pages), np.int32))
+            assert lowered.compile().memory_analysis().temp_size_in_bytes < 1 << 18
+
+
+def test_rows_behind_two_gigabytes() -> None:
+    array = jnp.zeros((4, 4096), jnp.int8).at[3].set(1)
+    num_host_pages = (1 << 31) // 4096 + 10  # most of these are never allocated
     host_pages = HostPages(array, num_host_pages)
     array = host_pages.run(array, make_transfers([(3, num_host_pages - 1)]))
     host_pages.wait()
     array = host_pages.run(array, make_transfers([], [(num_host_pages - 1, 1)]))
     assert host_pages.wait()[0].error is None
-    assert read(array).tolist() == [[0] * array.shape[1], [1] * array.shape[1]] * 2
-    (group,) = host_pages._groups
-    writer = get_writer(group.packs[0].shardings, 0, False, 0).lower([array], *group.aliases, np.zeros((2, 1), np.int32))
-    assert writer.compile().memory_analysis().temp_size_in_bytes < 1 << 20
+    assert array[:, 5].tolist() == [0, 1, 0, 1]
 
 
 # The thread.
@@ -422,6 +464,7 @@ def test_calls_in_a_forked_process_are_refused(monkeypatch: pytest.MonkeyPatch) 
     host_pages = HostPages(array := jnp.arange(8), 8)
     host_pages.run(array, transfers := make_transfers([(3, 1)]))
     calls = [host_pages.poll, host_pages.wait, lambda: host_pages.run(array, make_transfers([(4, 2)]))]
+    calls.append(lambda: host_pages.mark_saved([1]))
     child = os.fork()
     if child == 0:
         refused = 0
@@ -430,6 +473,7 @@ def test_calls_in_a_forked_process_are_refused(monkeypatch: pytest.MonkeyPatch) 
                 call()
             except IntegrityError:
                 refused += 1
+        host_pages.close()  # does nothing
         os._exit(refused)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == len(calls)

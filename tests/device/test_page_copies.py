@@ -231,6 +231,12 @@ def deleted() -> jax.Array:
     return array
 
 
+def wide() -> jax.Array:
+    enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+    with enable_x64(True):
+        return jnp.full((8, 2), 2**40, jnp.int64)
+
+
 def twice() -> list[jax.Array]:
     return [jnp.arange(8)] * 2
 
@@ -257,6 +263,13 @@ def keep_on_host(arrays: Any, page_axis: Any) -> Any:
         (lambda: jnp.arange(8), 1, ArgumentError, r"arrays: got shape \(8,\), allowed: more axes than page_axis, 1"),
         (lambda: jnp.arange(8), -1, ArgumentError, "page_axis must be at least 0, got -1"),
         (lambda: jnp.arange(8), None, ArgumentTypeError, "page_axis must be an integer, got None"),
+        (wide, 0, ArgumentError, "arrays: got int64, allowed without jax_enable_x64: types of 32 bits and less"),
+        (
+            lambda: jax.random.split(jax.random.key(0), 8),
+            0,
+            ArgumentTypeError,
+            "arrays: got key<fry>, allowed: types of numbers",
+        ),
         (deleted, 0, ArgumentError, r"arrays: got a deleted array of shape \(8,\), allowed: arrays that are not yet donated"),
         (twice, 0, ArgumentError, "arrays: got the same array twice, allowed: each array once"),
         (lambda: {"none": None}, 0, ArgumentError, "arrays: got a pytree without arrays, allowed: at least one array"),

@@ -83,6 +83,8 @@ def test_a_file_has_the_documented_name_and_is_private(make_store: Callable[...,
     status = path_of(tmp_path, b"\xab\x05").stat()
     assert status.st_size == 4
     assert stat.S_IMODE(status.st_mode) == 0o600
+    folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in folders} == {0o700}
 
 
 def test_rows_are_finished_in_the_threads_of_the_store(make_store: Callable[..., FileStore]) -> None:

@@ -366,6 +366,27 @@ def test_a_store_that_loses_all_is_left_alone_for_a_while(clock: Clock) -> None:
     assert host.stored.stats().num_recomputed_pages == 8
 
 
+@pytest.mark.parametrize("flags", [[1, 0], None, "done"])
+def test_an_answer_with_unreadable_flags_ends_its_job(flags: Any) -> None:
+    host = Host(make_store(), write="through")
+    poll = host.store.poll
+    host.store.poll = lambda: [done._replace(is_done=flags) for done in poll()]
+    host.run(tokens(1))
+    host.stored.poll()
+    stats = host.stored.stats()
+    assert (stats.num_queued_pages, stats.num_saved_pages, stats.num_unsaved_pages) == (0, 0, 4)
+    assert stats.num_errors > 0
+
+
+@pytest.mark.parametrize("answer", [None, (), {}, iter(())])
+def test_what_is_no_list_of_answers_is_reported(answer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    host = Host(make_store())
+    host.store.poll = lambda: answer
+    host.stored.poll()
+    assert host.stored.stats().num_errors == 1
+    assert f"poll returned {type(answer).__name__}, allowed: a list" in caplog.text
+
+
 def test_a_store_that_never_answers_gets_no_more_questions(clock: Clock) -> None:
     host = Host(make_store(), deadline_ms=0)
     host.store.poll = list
