@@ -116,13 +116,10 @@ class Files:
 
 def make_folder(path: str) -> None:
     """Make a folder, and those above it, which only their owner may read: names of files are digests of prompts."""
-    try:
-        os.mkdir(path, 0o700)
-    except FileNotFoundError:
+    if not os.path.isdir(path):
         make_folder(os.path.dirname(path))
-        make_folder(path)
-    except FileExistsError:  # another thread or process may have made it
-        pass
+        with contextlib.suppress(FileExistsError):  # another thread or process made it meanwhile
+            os.mkdir(path, 0o700)
 
 
 def create(path: str) -> int:

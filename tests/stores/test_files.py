@@ -264,6 +264,13 @@ class TestFaults:
         done, rows = load(store, [b"key"], [1])
         assert (done.is_done, rows) == (b"\1", [b"2"])
 
+    def test_a_folder_behind_a_broken_link_is_an_error_of_each_save(
+        self, make_store: Callable[..., FileStore], tmp_path: Path
+    ) -> None:
+        (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+        done = save_one(make_store(tmp_path / "link" / "folder"), b"key", b"1")
+        assert (done.is_done, type(done.error)) == (b"\0", FileNotFoundError)
+
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
     def test_a_read_only_folder_can_be_read(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
         store = make_store()
