@@ -54,11 +54,12 @@ def copy_pages(arrays: Arrays, copies: Copies, *, group: int | Sequence[int] | N
     >>> arrays["keys"].tolist(), arrays["values"].tolist()
     ([0, 10, 10, 20], [0, 11, 11, 21])
 
-    Cost: the pages are read and written once, through a buffer of their size. (XLA on CPU converts all of an array of 16-bit or
-    8-bit floats for this.) The number of copies is padded to a power of two, so a pytree has at most 1 + log2(number of pages),
-    rounded up, programs; `warmup` compiles them. If devices divide the page axis, there are twice as many: copies between their
-    parts need an all-reduce of all pages of the call, copies within parts, such as data-parallel shards, do not. Arrays that
-    span processes need equal calls in all processes, which jax does not check.
+    Cost: the pages are read and written once, through a buffer of their size. (XLA on CPU converts all of an array of bfloat16
+    or 8-bit floats for this, which also changes the bits of NaNs in other pages.) The number of copies is padded to a power of
+    two, so a pytree has at most 1 + log2(number of pages), rounded up, programs; `warmup` compiles them. If devices divide the
+    page axis, there are twice as many: copies between their parts need an all-reduce of all pages of the call, copies within
+    parts, such as data-parallel shards, do not. Arrays that span processes need equal calls in all processes, which jax does
+    not check.
 
     Before any array is donated, raise ArgumentTypeError for arguments of other types or dtypes; PageIdError for pages beyond an
     array, and for the null page; ArgumentError for a page written twice, unequal lengths, and arrays without a page axis,

@@ -141,7 +141,8 @@ class PageTable(HostTable):
         Without changes this returns the same array. Otherwise arrays returned before become invalid, unless the table was made
         with ``donate=False``; a running step that reads one is safe. Tables replicated over processes need equal host tables in
         all of them, which jax does not check. Commits from several threads are serialised; other threads may change rows
-        meanwhile. Raise ArgumentError for a number of rows outside the table.
+        meanwhile. Do not donate the array to programs of your own. Raise ArgumentError for a number of rows outside the table,
+        ArgumentTypeError in a traced function.
         """
         return commit_tables((self,), num_reqs)[0]
 
@@ -245,8 +246,15 @@ def scatter_payload(tables: tuple[PageTable, ...], payload: tuple[Int32Array, In
     """Write a payload, and replace the device arrays by the results."""
     scatter = get_scatter(tuple([table.sharding for table in tables]), tables[0]._donate)
     arrays = call_with_payload(scatter, tuple([table.page_table for table in tables]), *payload)
+    refuse_tracers(arrays)
     for table, array in zip(tables, arrays, strict=True):
         table._array = array
+
+
+def refuse_tracers(arrays: Sequence[jax.Array]) -> None:
+    """Raise ArgumentTypeError if the caller is traced: the arrays exist in its program only."""
+    if any(isinstance(array, import_jax().core.Tracer) for array in arrays):
+        raise ArgumentTypeError("page table: got a call in a traced function, allowed: calls outside of jax.jit")
 
 
 def is_lost(array: jax.Array) -> bool:
@@ -261,8 +269,11 @@ def upload(table: Int32Array, sharding: jax.sharding.Sharding) -> jax.Array:
     jax = import_jax()
     with jax.transfer_guard_host_to_device("allow"):
         if sharding.is_fully_addressable:
-            return jax.device_put(table, sharding)  # type: ignore[no-any-return]
-        return jax.make_array_from_callback(table.shape, sharding, lambda index: table[index])  # type: ignore[no-any-return]
+            array: Any = jax.device_put(table, sharding)
+        else:
+            array = jax.make_array_from_callback(table.shape, sharding, lambda index: table[index])
+    refuse_tracers([array])
+    return array  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=64)

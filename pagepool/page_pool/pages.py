@@ -90,7 +90,8 @@ class FreeCachePageQueue:
     def append_n(self, pages: Sequence[CachePage]) -> None:
         """Append pages in order: all of them, or none."""
         if not self._store.is_pool:
-            for page in require_list("pages", pages, CachePage):
+            pages = require_list("pages", pages, CachePage)
+            for page in pages:
                 self._store.adopt(page)
         self._store.append(self._store.ids_of_pages(pages))
 

@@ -218,6 +218,33 @@ def test_cached_pages_are_not_overwritten(num_computed: int, num_known: int) -> 
     assert count_hits(manager) == num_computed
 
 
+@pytest.mark.parametrize("hash_algo", ["siphash128", "sha256", hash])
+@pytest.mark.parametrize("end", ["allocate", "free", "cache", "delayed"])
+def test_tokens_replaced_before_their_page_is_cached_are_hashed_again(end: str, hash_algo: Any) -> None:
+    """The look-up had hashed the ones before."""
+    is_delayed = end == "delayed"
+    manager = make_manager(FULL, caches="scheduled" if is_delayed else "computed", hash_algo=hash_algo)
+    request = make_request("a", 9)
+    first = list(request.all_token_ids)
+    hits, _ = manager.get_computed_pages(request)
+    manager.allocate_slots(request, 9, 0, hits, delay_cache_pages=is_delayed)
+    request.num_computed_tokens = 9
+    request.num_computed_tokens = 5
+    request.all_token_ids[6] += 1
+    second = list(request.all_token_ids)
+    manager.allocate_slots(request, 4, delay_cache_pages=is_delayed)
+    request.num_computed_tokens = 9
+    if end == "allocate":
+        request.append_output_token_ids(1)
+        manager.allocate_slots(request, 1)
+    elif end == "free":
+        manager.free(request)
+    else:
+        manager.cache_pages(request, 9)
+    assert [manager.probe(EngineRequest("b", tokens)).num_hit_tokens for tokens in (first, second)] == [4, 8]
+    manager.check()
+
+
 def test_an_entry_made_by_hand_is_refused_by_a_call_and_kept_by_free() -> None:
     manager, request = make_late(), make_request("a", 9)
     manager.allocate_slots(request, 9)

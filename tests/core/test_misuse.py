@@ -263,6 +263,13 @@ def test_drafts_get_the_slots_that_the_longest_request_leaves(max_model_len: int
     assert len(manager.get_page_ids("a")[0]) == -(-max_model_len // 4)
 
 
+def test_pages_of_a_queue_may_come_from_a_generator() -> None:
+    pages = [CachePage(i) for i in range(5)]
+    queue = FreeCachePageQueue(page for page in pages[:3])
+    queue.append_n(iter(pages[3:]))
+    assert queue.get_all_free_pages() == pages
+
+
 def test_a_page_cannot_stand_in_two_queues() -> None:
     page = CachePage(1)
     FreeCachePageQueue([page])

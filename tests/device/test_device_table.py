@@ -36,7 +36,7 @@ from table_model import SHAPES, commit_groups_alone, make_grouped_work, make_wor
 import pagepool  # noqa: E402
 from pagepool import MultiGroupPageTable, PageTable, device, page_table  # noqa: E402
 from pagepool._core import pack_dirty_segments  # noqa: E402
-from pagepool.errors import ArgumentError, IntegrityError  # noqa: E402
+from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError  # noqa: E402
 
 enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 GROUPS = [[16], [16, 16], [16, 1, 7]]
@@ -291,6 +291,21 @@ def test_check_finds_what_the_device_does_not_have() -> None:
     table.check()
     with pytest.raises(ArgumentError, match="device_table: got 8 x 99, allowed: 8 x 100"):
         table.find_unsent(np.zeros((8, 99), dtype=np.int32))
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_commit_in_a_traced_function_is_refused(is_new: bool) -> None:
+    """What it would have sent is sent later."""
+    table = PageTable(8, 64, 64)
+    if not is_new:
+        table.commit(8)
+    table.append_row([5, 6], 1)
+    with pytest.raises(
+        ArgumentTypeError, match=r"^page table: got a call in a traced function, allowed: calls outside of jax\.jit"
+    ):
+        jax.jit(lambda other: table.commit(8) + other)(1)
+    assert table.commit(8)[1, :2].tolist() == [5, 6]
+    table.check()
 
 
 def test_a_table_that_the_user_deleted_is_made_anew() -> None:

@@ -44,9 +44,10 @@ cdef struct Step:             # the next tokens of a request
 
 @cython.final
 cdef class RequestPages:
-    cdef Limits limits              # first with the next two: a call with nothing due reads one cache line
+    cdef Limits limits              # first with the next three: a call with nothing due reads little memory
     cdef readonly int64_t num_cached_tokens
     cdef int64_t num_idle           # tokens that have slots, up to the next checkpoint
+    cdef int64_t num_looked_up      # tokens that had hashes and got slots at the admission; 0 once the request was set back
     cdef PageStore store
     cdef CacheGroups groups
     cdef Holding holding
@@ -57,6 +58,7 @@ cdef class RequestPages:
     cdef void fix_boundaries(self, int64_t num_tokens, int64_t junction, PageIds resume_at) noexcept
     cdef void plan(self) noexcept
     cdef bint is_idle(self, int64_t num_computed, int64_t num_tokens, int64_t num_slots) noexcept
+    cdef int note_looked_up(self, int64_t num_tokens) except -1
     cdef bint has_states_due(self, int64_t num_computed) noexcept
     cdef Outcome allocate_checked(
         self, Step *step, tuple hits, HashChain chain, PageIds tokens, int32_t num_shards, tuple new

@@ -310,9 +310,15 @@ cdef class RequestPages:
             self.store.lock.acquire()
         is_enough = num_slots <= self.num_idle and num_tokens < self.limits.num_full
         is_enough = is_enough and self.num_cached_tokens <= num_computed < self.limits.num_skip
+        is_enough = is_enough and self.num_looked_up <= num_computed
         if GIL_DISABLED:
             self.store.lock.release()
         return is_enough
+
+    cdef int note_looked_up(self, int64_t num_tokens) except -1:
+        with self.store.lock:
+            self.num_looked_up = num_tokens
+        return 0
 
     def keeps_states_after(self, num_computed_tokens) -> bool:
         """Whether a state has reached or passed the next multiple of its interval. O(groups)."""

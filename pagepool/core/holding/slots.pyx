@@ -276,7 +276,8 @@ cdef class SlotAllocator:
         cdef tuple found = None, hits = self.read_hits(request_id, new_computed_pages)
         cdef RequestPages held = self.held.get(request_id)
         cdef bint is_admission = held is None, has_hits = hits is not self._no_ids, is_rewound = False
-        cdef RequestHashes hashes = self.hashes.get(request_id)
+        cdef RequestHashes hashes = self.hashes.get(request_id), known
+        cdef object pages
         cdef PageIds tokens = None
         cdef int64_t num_known = 0, num_hashed = 0, num_keyed
         cdef int32_t num_shards = 0
@@ -286,6 +287,8 @@ cdef class SlotAllocator:
         if is_admission and hashes is not None and hashes.refusal is not None and data_parallel_size is None:
             if hashes.request is request and self.is_refused_still(hashes.refusal, hits, counts):
                 return None
+        if not is_admission and counts.num_computed < held.num_looked_up:
+            self.cut_replaced(hashes, held, counts.num_computed)
         step.num_to_cache, step.caches_first = 0, self.caches_computed
         step.may_overwrite = not self.enables_caching or (is_delayed and not self.caches_computed)
         if not step.may_overwrite:
@@ -332,9 +335,21 @@ cdef class SlotAllocator:
         step.may_be_too_large = self.on_too_large is not None
         if not has_hits and not num_hashed:
             hashes = None
-        return self.allocate_hashed(
+        known = self.hashes.get(request_id) if is_admission else None
+        pages = self.allocate_hashed(
             request, request_id, held, is_admission, hits, hashes, num_hashed, tokens, &step, num_shards
         )
+        if pages is not None and known is not None:
+            held.note_looked_up(min(known.chain.count_tokens(known.chain.num), counts.num_tokens))
+        return pages
+
+    cdef int cut_replaced(self, RequestHashes hashes, RequestPages held, int64_t num_computed) except -1:
+        """Forget the hashes of tokens that may have been replaced: the request was set back, before tokens of its look-up."""
+        cdef int64_t num_sure = max(<int64_t>0, num_computed - self.num_lookahead) // self.hash_page_size
+        if hashes is not None and hashes.chain.num > num_sure:
+            hashes.cut(num_sure)
+        held.note_looked_up(0)
+        return 0
 
     cdef bint is_refused_still(self, RefusedRequest refusal, tuple hits, const Counts *counts) except -1:
         """Whether a request with the same hits is refused as it was the last time."""
