@@ -204,8 +204,9 @@ class RunningBatch(RunningRows):
         ``num_external_tokens`` has their number; if it is 0, since all others are cached, the row runs at once.
 
         `resume_at` has up to four numbers of tokens where other requests are likely to diverge, as in `Request`; none for a
-        model with states. Pages cached by the row belong to the session `session_id`: see `CacheManager.expect_session`. Pages
-        taken by it are charged to `tenant`: see `CacheManager.set_shares`.
+        model with states, unless their checkpoints are at the ``"ends"``. Pages cached by the row belong to the session
+        `session_id`: see `CacheManager.expect_session`. Pages taken by it are charged to `tenant`: see
+        `CacheManager.set_shares`.
 
         `cache_salt`, `lora_id` and `mm_features` keep prefixes apart as in `CacheManager`. With `dp_shard`, taken modulo
         `data_parallel_size`, hits and all pages, also later ones, come from this shard. With `look_up` False no prefix is
