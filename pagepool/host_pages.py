@@ -741,8 +741,8 @@ def write_pages(
 
 
 def read_rows(rows: Any, row_ids: Any, start: int, stop: int, dtype: Any) -> Any:
-    """Return some items of rows, those of the last row for ids beyond it (traced). XLA may copy a slice of all rows, and does
-    for one id.
+    """Return some items of rows, those of the last row for ids beyond it (traced). Each row is sliced alone: XLA would copy a
+    slice of all rows to read one.
     """
     jax = import_jax()
     items = jax.vmap(lambda row_id: jax.lax.dynamic_slice(rows, (row_id, start), (1, stop - start))[0])(row_ids)

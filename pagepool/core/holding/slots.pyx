@@ -333,9 +333,9 @@ cdef class SlotAllocator:
         step.demand.num_tokens, step.demand.num_reserved = counts.num_slots, counts.num_reserved
         step.demand.shard, step.stays_in_shard = as_shard(found[0], num_shards) if found else -1, num_shards > 0
         step.may_be_too_large = self.on_too_large is not None
+        known = hashes if is_admission else None
         if not has_hits and not num_hashed:
             hashes = None
-        known = self.hashes.get(request_id) if is_admission else None
         pages = self.allocate_hashed(
             request, request_id, held, is_admission, hits, hashes, num_hashed, tokens, &step, num_shards
         )
