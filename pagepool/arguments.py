@@ -55,11 +55,20 @@ def require_int(name: str, value: object, minimum: int | None = None, maximum: i
     16
     """
     number = value if type(value) is int else _index_of(name, value)
-    if minimum is not None and number < minimum:
-        raise ArgumentError(f"{name} must be at least {minimum}, got {shown(number)}")
-    if maximum is not None and number > maximum:
-        raise ArgumentError(f"{name} must be at most {maximum}, got {shown(number)}")
+    if (minimum is not None and number < minimum) or (maximum is not None and number > maximum):
+        raise ArgumentError(f"{name}: got {shown(number)}, allowed: {_range_of(minimum, maximum)}")
     return number
+
+
+def _range_of(minimum: int | None, maximum: int | None) -> str:
+    """Return a range for messages.
+
+    >>> _range_of(1, None), _range_of(None, 8), _range_of(1, 8)
+    ('at least 1', 'at most 8', '1 to 8')
+    """
+    if minimum is None or maximum is None:
+        return f"at most {maximum}" if minimum is None else f"at least {minimum}"
+    return f"{minimum} to {'2**62' if maximum == MAX_SIZE else maximum}"
 
 
 def _index_of(name: str, value: object) -> int:
@@ -68,7 +77,7 @@ def _index_of(name: str, value: object) -> int:
             raise TypeError
         return int(operator.index(cast(Any, value)))  # an array's method raises
     except TypeError:
-        raise ArgumentTypeError(f"{name} must be an integer, got {shown(value)}") from None
+        raise ArgumentTypeError(f"{name}: got {shown(value)}, allowed: an int") from None
 
 
 def require_flag(name: str, value: object) -> bool:

@@ -326,7 +326,7 @@ class LocalScatter:
         """Raise ArgumentError if the tables' shardings differ."""
         jax = import_jax()
         if len(set(shardings)) != 1:
-            raise ArgumentError("sharding: tables that span processes must all have the same sharding")
+            raise ArgumentError(f"sharding: got {len(set(shardings))} for tables that span processes, allowed: one for all")
         self._sharding: Any = shardings[0]
         devices: list[Any] = list(self._sharding.addressable_devices)
         self._devices = sorted(devices, key=lambda device: int(device.id))

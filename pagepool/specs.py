@@ -122,7 +122,8 @@ def dtype_bits(dtype: object) -> int:
             return bits
         if dtype.lower() in _AMBIGUOUS_NAMES:
             raise ArgumentTypeError(
-                f"dtype {shown(dtype)} counts bytes in NumPy, and bits elsewhere: write it out, such as float32, int8 or fp8"
+                f"dtype: got {shown(dtype)}, which counts bytes in NumPy and bits elsewhere, allowed: a full name, such as "
+                "float32, int8 or fp8"
             )
     name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))  # a dtype object, class or string
     if isinstance(name, str) and name in _BITS_OF_DTYPES:
@@ -130,9 +131,9 @@ def dtype_bits(dtype: object) -> int:
     try:
         resolved: np.dtype[Any] = np.dtype(cast(Any, dtype))
     except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(f"dtype {shown(dtype)} is not one that NumPy, JAX or PyTorch knows") from error
+        raise ArgumentTypeError(f"dtype: got {shown(dtype)}, allowed: one that NumPy, JAX or PyTorch knows") from error
     if dtype is None or resolved.kind not in "biufc":
-        raise ArgumentTypeError(f"dtype must be a number type, got {shown(dtype)}")
+        raise ArgumentTypeError(f"dtype: got {shown(dtype)}, allowed: a number type")
     return resolved.itemsize * 8
 
 
@@ -199,10 +200,10 @@ class CacheSpec:
     def merge(cls, specs: Sequence[Self]) -> Self:
         """Return one spec for layers of the same `type_id`. Raise ArgumentError if there are none, or if they differ in it."""
         if not specs:
-            raise ArgumentError("merge needs at least one spec")
+            raise ArgumentError("specs: got none, allowed: at least one")
         type_ids = {spec.type_id for spec in specs}
         if len(type_ids) > 1:
-            raise ArgumentError(f"only specs of one type_id can share a group, got {sorted(type_ids)}")
+            raise ArgumentError(f"specs: got {sorted(type_ids)} in one group, allowed: specs of one type_id")
         return specs[0]
 
 
@@ -249,7 +250,7 @@ class FullAttentionSpec(AttentionSpec):
         """Check the fields."""
         super().__post_init__()
         if self.sliding_window is not None and self.attention_chunk_size is not None:
-            raise ArgumentError("a layer has a sliding window or attention chunks, not both")
+            raise ArgumentError("sliding_window and attention_chunk_size: got both, allowed: one of them")
 
     @property
     def type_id(self) -> str:
@@ -271,7 +272,7 @@ class FullAttentionSpec(AttentionSpec):
         for name in ("sliding_window", "attention_chunk_size"):
             distinct = {getattr(spec, name) for spec in specs} - {None}
             if len(distinct) > 1:
-                raise ArgumentError(f"layers of one group must agree on {name}, got {sorted(distinct)}")
+                raise ArgumentError(f"{name}: got {sorted(distinct)}, allowed: one value for a group")
             sizes[name] = next(iter(distinct), None)
         return replace(merged, **sizes)
 
@@ -313,7 +314,7 @@ class SlidingWindowSpec(AttentionSpec):
         """Check the fields."""
         super().__post_init__()
         if self.use_mla:
-            raise ArgumentError("a sliding window with use_mla is not supported")
+            raise ArgumentError("use_mla: got True with a sliding window, allowed: False")
 
     @property
     def type_id(self) -> str:
@@ -356,10 +357,10 @@ class MambaSpec(CacheSpec):
         try:
             shapes = [list(shape) for shape in self.shapes]
         except TypeError:
-            raise ArgumentTypeError(f"shapes must be a tuple of tuples of integers, got {shown(self.shapes)}") from None
+            raise ArgumentTypeError(f"shapes: got {shown(self.shapes)}, allowed: a tuple of tuples of ints") from None
         if not shapes:
-            raise ArgumentError("shapes must name at least one state")
-        checked = tuple(tuple(require_int("a dimension in shapes", each, 1, MAX_SIZE) for each in shape) for shape in shapes)
+            raise ArgumentError("shapes: got no state, allowed: at least one")
+        checked = tuple(tuple(require_int("shapes: a dimension", each, 1, MAX_SIZE) for each in shape) for shape in shapes)
         if any(type(each) is not int for shape in shapes for each in shape):
             object.__setattr__(self, "shapes", checked)
         require_choice("checkpoints", self.checkpoints, "multiples", "ends")

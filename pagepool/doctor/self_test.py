@@ -134,4 +134,4 @@ def _state_of(saved: dict[str, Any]) -> Any:
 
 def _require_same(what: str, expected: object, got: object) -> None:
     if got != expected:
-        raise IntegrityError(f"{what}: got {got}, expected {expected}")
+        raise IntegrityError(f"{what}: got {got}, allowed: {expected}")

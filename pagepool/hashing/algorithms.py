@@ -169,7 +169,7 @@ class VllmHasher(PageHasher):
         try:
             return sha256_cbor((get_hash_seed(hash_seed) or b"").decode())
         except UnicodeDecodeError as error:
-            raise ArgumentError(f"hash_seed: {error}; allowed with hash_algo='sha256_cbor': text, as str or UTF-8") from None
+            raise ArgumentError(f"hash_seed: {error}, allowed with hash_algo='sha256_cbor': text, as str or UTF-8") from None
 
     def encode(self, extra_keys: ExtraKeys | None) -> bytes:
         """Return extra keys in canonical CBOR; none for None, which the core writes."""
@@ -212,7 +212,7 @@ def sha256_page(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys |
     try:
         tokens = struct.pack(f"<{len(token_ids)}i", *token_ids)
     except struct.error as error:
-        raise ArgumentError(f"token ids: {error}; allowed: ints that fit int32") from None
+        raise ArgumentError(f"token ids: {error}, allowed: ints that fit int32") from None
     return hashlib.sha256(parent + tokens + encode_extra_keys(extra_keys)).digest()
 
 

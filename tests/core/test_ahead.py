@@ -299,7 +299,7 @@ def test_a_request_gets_new_tokens_by_each_call() -> None:
     manager, request = make_manager(FULL, WINDOW), EngineRequest("a", TOKENS[:21])
     manager.allocate_slots(request, 21)
     held = manager.get_page_ids("a")
-    with refused(lambda: manager_state(manager), ArgumentError, "num_new_tokens must be at least 1, got 0"):
+    with refused(lambda: manager_state(manager), ArgumentError, "num_new_tokens: got 0, allowed: at least 1"):
         manager.allocate_slots(request, 0, num_lookahead_tokens=1)
     assert manager.allocate_slots(request, 21, num_lookahead_tokens=4) is not None  # a further call for the same step
     assert [ids[:6] for ids in manager.get_page_ids("a")] == list(held)

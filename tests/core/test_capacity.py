@@ -176,7 +176,7 @@ def test_lookahead_reserved_pages_and_shards_count() -> None:
     ):
         with pytest.raises(ArgumentError, match=next(iter(wrong))):
             manager.require_capacity(4, **wrong)
-    with pytest.raises(ArgumentError, match="max_num_batched_tokens must be at least 1, got 0"):
+    with pytest.raises(ArgumentError, match="max_num_batched_tokens: got 0, allowed: at least 1"):
         make_manager(full(), num_pages=4, max_num_batched_tokens=0)
 
 

@@ -215,13 +215,13 @@ def test_check_names_a_state_in_the_index(page_id: int) -> None:
 @pytest.mark.parametrize(
     ("interval", "error", "allowed"),
     [
-        (0, ArgumentError, "at least 1, got 0"),
-        (1 << 80, ArgumentError, "at most .*, got 1208925819614629174706176"),
-        (True, ArgumentTypeError, "an integer, got True"),
+        (0, ArgumentError, r"got 0, allowed: 1 to 2\*\*62"),
+        (1 << 80, ArgumentError, r"got 1208925819614629174706176, allowed: 1 to 2\*\*62"),
+        (True, ArgumentTypeError, "got True, allowed: an int"),
     ],
 )
 def test_no_interval(interval: int, error: type[Exception], allowed: str) -> None:
-    with pytest.raises(error, match=f"^checkpoint_interval must be {allowed}$"):
+    with pytest.raises(error, match=f"^checkpoint_interval: {allowed}$"):
         keep_every(interval)
 
 

@@ -168,7 +168,7 @@ def test_digests_with_all_kinds_of_extra_keys_stay_what_they_are(hash_algo, expe
 
 
 def test_sha256_takes_what_fits_int32():
-    with pytest.raises(ArgumentError, match=r"token ids: .*; allowed: ints that fit int32"):
+    with pytest.raises(ArgumentError, match=r"token ids: .*, allowed: ints that fit int32"):
         sha256_page(bytes(32), [1 << 31], None)
 
 

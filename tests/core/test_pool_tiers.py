@@ -238,7 +238,7 @@ def test_a_pool_that_is_small_in_the_tier_is_named(caplog: pytest.LogCaptureFixt
             {"kv": 64, "states": 8, "windows": 8},
             r"host_tier: got pools \['kv', 'states', 'windows'\], allowed: those of the groups, \['kv', 'states'\]",
         ),
-        ({"kv": 64, "states": 1}, r"num_pages\['states'\] must be at least 2, got 1"),
+        ({"kv": 64, "states": 1}, r"num_pages\['states'\]: got 1, allowed: 2 to 2\*\*62"),
     ],
 )
 def test_sizes_that_are_not_those_of_the_pools(host: Any, message: str) -> None:

@@ -185,8 +185,8 @@ class TestMerge:
             ([], "at least one"),
             ([full(), sliding()], "type_id"),
             ([sliding(8), sliding(16)], "type_id"),
-            ([full(sliding_window=32), full(sliding_window=64)], "agree on sliding_window"),
-            ([full(sliding_window=32), full(attention_chunk_size=32)], "not both"),
+            ([full(sliding_window=32), full(sliding_window=64)], r"sliding_window: got \[32, 64\], allowed: one value"),
+            ([full(sliding_window=32), full(attention_chunk_size=32)], "sliding_window and attention_chunk_size: got both"),
         ],
     )
     def test_what_cannot_be_merged(self, merged: list[CacheSpec], message: str) -> None:
@@ -251,7 +251,7 @@ class TestBudget:
         class Empty(FullAttentionSpec):
             page_size_bytes = 0
 
-        with pytest.raises(ArgumentError, match=r"Empty\.page_size_bytes must be positive"):
+        with pytest.raises(ArgumentError, match=r"Empty\.page_size_bytes: got 0, allowed: at least 1"):
             self.estimate(Empty(**GEOMETRY, use_mla=False))
 
 
@@ -335,7 +335,7 @@ class TestModelConfig:
         config.attention_k_eq_v = False
         assert groups_of(config)[0].kv_cache_spec == full(num_kv_heads=4, head_size=256)
 
-    @pytest.mark.parametrize("message", ["unknown attention mask 'LINEAR'", "SLIDING needs", "CHUNK needs"])
+    @pytest.mark.parametrize("message", ["attention mask: got 'LINEAR'", "got mask SLIDING without", "got mask CHUNK without"])
     def test_unusable_masks(self, message: str) -> None:
         kind = next(kind for kind in MaskName if kind.name in message)
         with pytest.raises(ArgumentError, match=message):

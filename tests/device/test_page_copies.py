@@ -214,10 +214,10 @@ def test_wrong_copies(copies: Any, error: type[Exception], message: str) -> None
 @pytest.mark.parametrize(
     ("group", "error", "message"),
     [
-        (-1, ArgumentError, "group must be at least 0, got -1"),
-        (True, ArgumentTypeError, "group must be an integer, got True"),
-        ([0, 0.5], ArgumentTypeError, "group must be an integer, got 0.5"),
-        ("0", ArgumentTypeError, "group must be an integer, got '0'"),
+        (-1, ArgumentError, "group: got -1, allowed: at least 0"),
+        (True, ArgumentTypeError, "group: got True, allowed: an int"),
+        ([0, 0.5], ArgumentTypeError, "group: got 0.5, allowed: an int"),
+        ("0", ArgumentTypeError, "group: got '0', allowed: an int"),
     ],
 )
 def test_wrong_groups(group: Any, error: type[Exception], message: str) -> None:
@@ -261,8 +261,8 @@ def keep_on_host(arrays: Any, page_axis: Any) -> Any:
         (lambda: {"scale": 1.0}, 0, ArgumentTypeError, "arrays: got float, allowed: jax arrays, outside of traced functions"),
         (lambda: jnp.array(1), 0, ArgumentError, r"arrays: got shape \(\), allowed: more axes than page_axis, 0"),
         (lambda: jnp.arange(8), 1, ArgumentError, r"arrays: got shape \(8,\), allowed: more axes than page_axis, 1"),
-        (lambda: jnp.arange(8), -1, ArgumentError, "page_axis must be at least 0, got -1"),
-        (lambda: jnp.arange(8), None, ArgumentTypeError, "page_axis must be an integer, got None"),
+        (lambda: jnp.arange(8), -1, ArgumentError, "page_axis: got -1, allowed: at least 0"),
+        (lambda: jnp.arange(8), None, ArgumentTypeError, "page_axis: got None, allowed: an int"),
         (wide, 0, ArgumentError, "arrays: got int64, allowed without jax_enable_x64: types of 32 bits and less"),
         (
             lambda: jax.random.split(jax.random.key(0), 8),
@@ -289,9 +289,9 @@ def test_traced_arrays_are_refused() -> None:
         jax.jit(lambda array: copy_pages(array, make_copies([(1, 2)])))(jnp.arange(8))
 
 
-@pytest.mark.parametrize(("number", "message"), [(0, "at least 1, got 0"), (8, "at most 7, got 8")])
+@pytest.mark.parametrize(("number", "message"), [(0, "got 0, allowed: 1 to 7"), (8, "got 8, allowed: 1 to 7")])
 def test_wrong_warmup(number: int, message: str) -> None:
     array = jnp.arange(8)
-    with pytest.raises(ArgumentError, match=f"^max_num_copies must be {message}$"):
+    with pytest.raises(ArgumentError, match=f"^max_num_copies: {message}$"):
         warmup(array, number)
     assert not array.is_deleted()

@@ -315,7 +315,7 @@ def int32(*shape: int) -> Any:
 
 REFUSED: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
     "max_num_reqs: got 0, allowed: 1 to 1073741824": (ArgumentError, lambda _: PageTable(0, 8)),
-    "max_model_len must be at least 1, got 0": (ArgumentError, lambda _: MultiGroupPageTable(4, 0, [1])),
+    "max_model_len: got 0, allowed: 1 to 2**62": (ArgumentError, lambda _: MultiGroupPageTable(4, 0, [1])),
     "device: got 'here', allowed: a device that torch can use, or None": (
         ArgumentError, lambda _: PageTable(4, 8, device="here")),
     "device: got 3.5, allowed: a device that torch can use, or None": (ArgumentError, lambda _: PageTable(4, 8, device=3.5)),  # type: ignore[arg-type]
@@ -342,7 +342,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
     "rows: got bool with 1 dimensions, allowed: ints with 1 dimension": (ArgumentTypeError, lambda table: table.gather([True])),
     "rows: got int64 with 0 dimensions, allowed: ints with 1 dimension": (ArgumentTypeError, lambda table: table.gather(1)),
     "rows: got list, allowed: a list of ints": (ArgumentTypeError, lambda table: table.gather([[1], [1, 2]])),
-    "num_reqs must be at least 2, got 1": (ArgumentError, lambda table: table.gather([0, 1], num_reqs=1)),
+    "num_reqs: got 1, allowed: at least 2": (ArgumentError, lambda table: table.gather([0, 1], num_reqs=1)),
     "out: got [1, 8], allowed: at least 2 rows and 1 to 64 columns": (
         ArgumentError, lambda table: table.gather([0, 1], out=int32(1, 8))),
     "out: got [2, 65], allowed: at least 2 rows and 1 to 64 columns": (

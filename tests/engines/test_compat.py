@@ -133,7 +133,7 @@ def check_refused(message: str) -> None:
 
 def test_without_the_engine(folder: Path) -> None:
     sys.modules["easydel"] = None  # type: ignore[assignment]
-    check_refused(r"EasyDeL is not installed; expected: easydel==0\.3\.0")
+    check_refused(r"EasyDeL: got none installed, allowed: easydel==0\.3\.0")
 
 
 def test_an_engine_that_lacks_a_module_says_which(folder: Path) -> None:
@@ -145,7 +145,7 @@ def test_an_engine_that_lacks_a_module_says_which(folder: Path) -> None:
 @pytest.mark.parametrize("version", ["0.2.9", "0.3.0.1", "0.4.0", ""])
 def test_an_unknown_version(folder: Path, version: str) -> None:
     write_engine(folder, version)
-    check_refused(rf"version: got {version}, expected 0\.3\.0")
+    check_refused(rf"version: got {version}, allowed: 0\.3\.0")
     assert ENGINE not in sys.modules
 
 
@@ -155,10 +155,10 @@ def test_another_signature(folder: Path) -> None:
     edit(folder, "core.page_pool", "    def touch", "    def pin(self, pages): ...\n    def touched")
     edit(folder, "core.manager", "    @property\n", "")
     check_refused(
-        r"CacheManager\.allocate_slots: got .*sink_tokens=0\), expected .*; CacheManager\.get_computed_pages: .*"
-        r"CacheManager\.usage: got \(self\), expected property; .*"
-        r"PagePool\.pin: got \(self, pages\), expected nothing; PagePool\.touch: got nothing, expected \(self, pages\); .*"
-        r"PageTable\.commit: got \(self, num_requests\), expected \(self, num_reqs\)"
+        r"CacheManager\.allocate_slots: got .*sink_tokens=0\), allowed: .*; CacheManager\.get_computed_pages: .*"
+        r"CacheManager\.usage: got \(self\), allowed: property; .*"
+        r"PagePool\.pin: got \(self, pages\), allowed: nothing; PagePool\.touch: got nothing, allowed: \(self, pages\); .*"
+        r"PageTable\.commit: got \(self, num_requests\), allowed: \(self, num_reqs\)"
     )
     assert modules_of_classes() == {"easydel"}
 
@@ -167,7 +167,7 @@ def test_another_signature(folder: Path) -> None:
 def test_a_class_that_is_gone_or_another(folder: Path, name: str, place: str) -> None:
     for value in (None, type(name, (), {})):
         setattr(engine_module(place), name, value)
-        check_refused(rf"{place}\.{name}: got (None|<class '.*'>), expected the class that {ENGINE}\.{PLACES[name][0]} defines")
+        check_refused(rf"{place}\.{name}: got (None|<class '.*'>), allowed: the class that {ENGINE}\.{PLACES[name][0]} defines")
 
 
 def test_an_engine_that_is_built_already(folder: Path) -> None:
@@ -231,10 +231,10 @@ def test_the_classes_of_a_reloaded_module_are_those_that_come_back(folder: Path,
 
 OTHER_VERSION = "import easydel\neasydel.__version__ = '0.4.0'\nclass PagePool"
 RELOADS: dict[str, tuple[str, str, str, str]] = {
-    "another signature": ("core.page_pool", "touch(self, pages)", "touch(self, pages, at)", "touch: got .*at.*, expected"),
-    "no class": ("core.manager", "class CacheManager", "class Other", r"core\.manager\.CacheManager: got None, expected "),
-    "no class where it is used": ("scheduler.scheduler", "CacheManager\n", "CacheManager as Other\n", "got None, expected"),
-    "another version": ("core.page_pool", "class PagePool", OTHER_VERSION, r"version: got 0\.4\.0, expected 0\.3\.0"),
+    "another signature": ("core.page_pool", "touch(self, pages)", "touch(self, pages, at)", "touch: got .*at.*, allowed"),
+    "no class": ("core.manager", "class CacheManager", "class Other", r"core\.manager\.CacheManager: got None, allowed: "),
+    "no class where it is used": ("scheduler.scheduler", "CacheManager\n", "CacheManager as Other\n", "got None, allowed"),
+    "another version": ("core.page_pool", "class PagePool", OTHER_VERSION, r"version: got 0\.4\.0, allowed: 0\.3\.0"),
     "an engine": ("page_table", "class Multi", "table = PageTable(4, 4, 4)\nclass Multi", "allocator, got 1 PageTable"),
 }
 """Modules that are edited and reloaded: what is replaced in them, and the error."""
@@ -375,12 +375,12 @@ def test_a_scheduler_that_differs_is_refused(folder: Path) -> None:
     """Its own, after a reload too, is what comes back."""
     easydel.install()
     edit(folder, SCHEDULER, "long_prefill_token_threshold=None)", "long_prefill_token_threshold=None, at=0)")
-    with pytest.raises(CompatError, match=r"scheduler\.Scheduler\.from_runner: got .*at=0.*, expected \(runner, "):
+    with pytest.raises(CompatError, match=r"scheduler\.Scheduler\.from_runner: got .*at=0.*, allowed: \(runner, "):
         importlib.reload(engine_module(SCHEDULER))
-    check_refused(r"scheduler\.Scheduler\.from_runner: got .*at=0.*, expected \(runner, ")
+    check_refused(r"scheduler\.Scheduler\.from_runner: got .*at=0.*, allowed: \(runner, ")
     assert make_scheduler(make_runner(*RECURRENT["linear"][:2]))[2]
     engine_module(SCHEDULER).Scheduler = int
-    check_refused(rf"scheduler\.Scheduler: got <class 'int'>, expected the class that {ENGINE}\.scheduler\.scheduler defines")
+    check_refused(rf"scheduler\.Scheduler: got <class 'int'>, allowed: the class that {ENGINE}\.scheduler\.scheduler defines")
 
 
 def test_a_scheduler_that_is_reloaded_is_guarded(folder: Path) -> None:
@@ -452,7 +452,7 @@ def test_the_variable_without_the_engine(tmp_path: Path) -> None:
     code = f"import pagepool\ntry:\n    import {ENGINE}\nexcept ImportError:\n    print('another engine')"
     process = run_python(tmp_path, "-c", code, value="1")
     assert (process.returncode, process.stdout) == (1, "")
-    assert "CompatError: easydel: got no such module, expected that of easydel==0.3.0" in process.stderr
+    assert "CompatError: easydel: got no such module, allowed: that of easydel==0.3.0; is" in process.stderr
     assert run_python(tmp_path, "-c", code, value="0").stdout == "another engine\n"
     assert run_python(tmp_path, "-c", "import pagepool; pagepool.PagePool(8, True)", value="1").returncode == 0
 

@@ -267,7 +267,7 @@ def test_a_version(folder: Path, version: str, is_known: bool) -> None:
     """An unknown one is served as long as nothing differs, unless a known one is wanted."""
     write_engine(folder, version)
     if not is_known:
-        check_refused(rf"^vLLM's version: got {version}, expected {re.escape(LISTED)}$", known=True)
+        check_refused(rf"^vLLM's version: got {version}, allowed: {re.escape(LISTED)}$", known=True)
     vllm.install(strict=True, known=is_known)
     assert vllm.report().version == version
 
@@ -329,7 +329,7 @@ def test_a_definition_that_is_gone(folder: Path, home: str) -> None:
     module = engine_module(home)
     delattr(getattr(module, owner) if owner else module, method)
     obstacles = "; ".join(find_obstacles(import_homes(), (*PARTS, HINTS)).values())
-    assert f"{home}.{name}: got None, expected vLLM's own: somebody else replaced it" in obstacles
+    assert f"{home}.{name}: got None, allowed: vLLM's own; somebody else replaced it" in obstacles
 
 
 def wrapped(function: Any) -> Any:
@@ -342,7 +342,7 @@ def wrapped(function: Any) -> Any:
 def test_a_patch_of_somebody_else(folder: Path, item: Replacement, patch: Callable[[Any], Any]) -> None:
     replace(item.home, item.name, patch(function_of(found(item))))
     [part] = [part.name for part in PARTS if item in part.replacements]
-    check_left(part, rf"(.*; )?{item.home}\.{item.name}: got .*, expected vLLM's own: somebody else replaced it(; .*)?")
+    check_left(part, rf"(.*; )?{item.home}\.{item.name}: got .*, allowed: vLLM's own; somebody else replaced it(; .*)?")
 
 
 PATCHES = {
@@ -370,7 +370,7 @@ def test_a_subclass_of_somebody_else(folder: Path, part: str, home: str, name: s
     base = getattr(engine_module(home), name)
     inside = type("Inside", (base,), {"__module__": "vllm.v1.inside"})
     outside = type("Outside", (inside,), {"__module__": "vllm_ascend.core"})
-    check_left(part, rf"{home}\.{name}: got a subclass, vllm_ascend\.core\.Outside, expected none outside vLLM")
+    check_left(part, rf"{home}\.{name}: got a subclass, vllm_ascend\.core\.Outside, allowed: none outside vLLM")
     del outside
     gc.collect()
     before = state()
@@ -439,7 +439,7 @@ def test_what_is_not_there(folder: Path, name: str) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "all parts": (change_all, f"{DIFFERS}blocks: .*; hasher: .*; pool: needs blocks; hits: needs pool; slots: needs pool$"),
-    "imported anew": (import_anew, "got a module that was imported anew, expected the one that pagepool was imported for"),
+    "imported anew": (import_anew, "got a module that was imported anew, allowed: the one that pagepool was imported for"),
     "a name of a compiled module": (
         lambda _: delattr(sys.modules[f"{OURS}.pool"], "touch"),
         rf"^{OURS}\.pool\.touch: got .*no attribute 'touch'",
@@ -447,7 +447,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
 } | {
     module: (
         lambda _, module=module: sys.modules.update({f"{OURS}.{module}": None}),
-        rf"^{OURS}\.{module}\.\w+: got import of .* halted.*, expected a compiled module of pagepool$",
+        rf"^{OURS}\.{module}\.\w+: got import of .* halted.*, allowed: a compiled module of pagepool$",
     )
     for module in sorted({item.module for item in REPLACEMENTS})
 }
@@ -455,7 +455,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 def test_without_vllm(folder: Path) -> None:
     sys.modules["vllm"] = None  # type: ignore[assignment]
-    with pytest.raises(CompatError, match=rf"^vLLM is not installed; expected: {re.escape(LISTED)}$"):
+    with pytest.raises(CompatError, match=rf"^vLLM: got none installed, allowed: {re.escape(LISTED)}$"):
         vllm.install()
 
 
@@ -514,7 +514,7 @@ def test_the_variable(folder: Path, monkeypatch: pytest.MonkeyPatch, value: str,
     [
         ("0.33.0", "1", 0, None),
         ("0.34.0", "strict", 0, None),
-        ("0.34.0", "known", 0, f"vLLM allocates without pagepool: vLLM's version: got 0.34.0, expected {LISTED}"),
+        ("0.34.0", "known", 0, f"vLLM allocates without pagepool: vLLM's version: got 0.34.0, allowed: {LISTED}"),
         ("changed", "1", 0, "vLLM changed allocates with pagepool, but for slots: `python -m pagepool.compat.vllm` says why"),
         ("changed", "strict", 1, f"pagepool.errors.CompatError: vLLM changed {DIFFERS}slots: {ALLOCATE_SLOTS}: another source"),
     ],

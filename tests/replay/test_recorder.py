@@ -204,12 +204,12 @@ class TestLines:
 
     def test_a_prompt_has_tokens_and_keeps_them(self, tmp_path: Path) -> None:
         with Recorder(make_manager(10, page_size=4), tmp_path / "trace.jsonl") as recorder:
-            with pytest.raises(ArgumentError, match="num_tokens must be at least 1, got 0"):
+            with pytest.raises(ArgumentError, match="num_tokens: got 0, allowed: at least 1"):
                 recorder.start(request_of())
             recorder.start(request_of(1, 2))
-            with pytest.raises(ArgumentError, match="num_tokens must be at least 2, got 1"):
+            with pytest.raises(ArgumentError, match="num_tokens: got 1, allowed: at least 2"):
                 recorder.finish(request_of(1))
-        with pytest.raises(ArgumentError, match="block_size must be at least 1, got 0"):
+        with pytest.raises(ArgumentError, match=r"block_size: got 0, allowed: 1 to 2\*\*62"):
             Recorder(make_manager(10), tmp_path / "trace.jsonl", block_size=0)
 
 

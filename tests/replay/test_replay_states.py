@@ -229,7 +229,7 @@ class TestBadInput:
             (["--model-config", "unknown"], "has layers with a state, but none of linear_num_key_heads, "),
             (
                 ["--model-config", "hybrid", "--state-dtype", "float3"],
-                "dtype 'float3' is not one that NumPy, JAX or PyTorch",
+                "dtype: got 'float3', allowed: one that NumPy, JAX or PyTorch",
             ),
             (["--checkpoint-interval", "0"], "0 is not in the range x>=1"),
             (["--checkpoint-interval", "256:1024"], "--checkpoint-interval"),

@@ -75,9 +75,9 @@ class TestAll:
         [
             (("lru", 1), ArgumentError, f"name: got 'lru', allowed: {', '.join(WORKLOADS)}"),
             (([], 1), ArgumentError, rf"name: got \[\], allowed: {', '.join(WORKLOADS)}"),
-            (("loop", -1), ArgumentError, "num_requests must be at least 0, got -1"),
-            (("loop", 1.5), ArgumentTypeError, "num_requests must be an integer, got 1.5"),
-            (("chats", 1, -1), ArgumentError, "seed must be at least 0, got -1"),
+            (("loop", -1), ArgumentError, "num_requests: got -1, allowed: at least 0"),
+            (("loop", 1.5), ArgumentTypeError, "num_requests: got 1.5, allowed: an int"),
+            (("chats", 1, -1), ArgumentError, "seed: got -1, allowed: at least 0"),
         ],
     )
     def test_bad_arguments(self, arguments: Any, error: type[Exception], message: str) -> None:

@@ -616,12 +616,12 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"interval": float("inf")}, ArgumentError, "interval: got inf, allowed: more than 0 seconds"),
     ({"interval": 0}, ArgumentError, "interval: got 0, allowed: more than 0 seconds"),
     ({"interval": float("nan")}, ArgumentError, "interval: got nan, allowed: more than 0 seconds"),
-    ({"buffer_steps": 0}, ArgumentError, "buffer_steps must be at least 1, got 0"),
-    ({"hwm": 0}, ArgumentError, "hwm must be at least 1, got 0"),
+    ({"buffer_steps": 0}, ArgumentError, "buffer_steps: got 0, allowed: 1 to 2147483647"),
+    ({"hwm": 0}, ArgumentError, "hwm: got 0, allowed: 1 to 2147483647"),
     ({"heartbeat": 0}, ArgumentError, "heartbeat: got 0, allowed: more than 0 seconds"),
-    ({"max_connections": 0}, ArgumentError, "max_connections must be at least 1, got 0"),
-    ({"max_subscription_bytes": 0}, ArgumentError, "max_subscription_bytes must be at least 1, got 0"),
-    ({"data_parallel_rank": -1}, ArgumentError, "data_parallel_rank must be at least 0, got -1"),
+    ({"max_connections": 0}, ArgumentError, "max_connections: got 0, allowed: 1 to 2147483647"),
+    ({"max_subscription_bytes": 0}, ArgumentError, "max_subscription_bytes: got 0, allowed: 1 to 2147483647"),
+    ({"data_parallel_rank": -1}, ArgumentError, "data_parallel_rank: got -1, allowed: 0 to 2147483647"),
 ]
 
 

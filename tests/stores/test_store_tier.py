@@ -595,7 +595,7 @@ ROWS = [np.zeros((40, ROW_BYTES), dtype=np.uint8)]
         (0, make_store(), [ROWS[0][:, :8]], {}, ArgumentError, r"^rows\[0\]: got shape"),
         (0, make_store(), [ROWS[0].astype(np.int8)], {}, ArgumentTypeError, r"^rows\[0\]: got ndarray"),
         (0, make_store(), ROWS, {"write": "back"}, ArgumentError, "^write: got 'back'"),
-        (0, make_store(), ROWS, {"min_uses": 0}, ArgumentError, "^min_uses must be at least 1, got 0"),
+        (0, make_store(), ROWS, {"min_uses": 0}, ArgumentError, "^min_uses: got 0, allowed: at least 1"),
         (0, make_store(), ROWS, {"deadline_ms": -1}, ArgumentError, "^deadline_ms"),
         (0, make_store(), ROWS, {"deadline_ms": float("nan")}, ArgumentError, "^deadline_ms"),
         (0, make_store(), ROWS, {"max_queued_bytes": -1}, ArgumentError, "^max_queued_bytes"),

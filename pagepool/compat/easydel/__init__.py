@@ -365,7 +365,7 @@ def _check_places(module: str) -> None:
     for name, places in PLACES.items():
         for place in places:
             if _name_of(place) == module and _class_at(place, name) is not REPLACEMENTS[name]:
-                raise CompatError(f"{module}.{name}: got {_class_at(place, name)!r}, expected {REPLACEMENTS[name]!r}")
+                raise CompatError(f"{module}.{name}: got {_class_at(place, name)!r}, allowed: {REPLACEMENTS[name]!r}")
 
 
 def _is_anywhere() -> bool:
@@ -377,7 +377,7 @@ _reload_hook = AfterReload("easydel", _install_again, _is_anywhere)
 
 
 def _refuse_missing(name: str) -> None:
-    raise CompatError(f"{name}: got no such module, expected that of easydel=={VERSION}: is EasyDeL installed?")
+    raise CompatError(f"{name}: got no such module, allowed: that of easydel=={VERSION}; is EasyDeL installed?")
 
 
 _hook = AfterImport(ENGINE, install, _refuse_missing)
@@ -392,7 +392,7 @@ def _import_engine() -> None:
     except ModuleNotFoundError as error:
         if error.name != "easydel":
             raise
-        raise CompatError(f"EasyDeL is not installed; expected: easydel=={VERSION}") from None
+        raise CompatError(f"EasyDeL: got none installed, allowed: easydel=={VERSION}") from None
     _check_version()
     import_module(ENGINE)
 
@@ -400,7 +400,7 @@ def _import_engine() -> None:
 def _check_version() -> None:
     version = getattr(sys.modules["easydel"], "__version__", None)
     if version != VERSION:
-        raise CompatError(f"EasyDeL's version: got {version}, expected {VERSION}")
+        raise CompatError(f"EasyDeL's version: got {version}, allowed: {VERSION}")
 
 
 def _name_of(place: str) -> str:
@@ -438,7 +438,7 @@ def _require_class(place: str, name: str, value: Any) -> type:
 
 
 def _not_the_class(place: str, name: str, value: object, home: str) -> CompatError:
-    return CompatError(f"{_name_of(place)}.{name}: got {value!r}, expected the class that {_name_of(home)} defines")
+    return CompatError(f"{_name_of(place)}.{name}: got {value!r}, allowed: the class that {_name_of(home)} defines")
 
 
 # Checking signatures.
@@ -450,7 +450,7 @@ def _check_signatures(classes: Mapping[str, type]) -> None:
     for name, cls in classes.items():
         found, recorded = _signatures_of(cls), SIGNATURES[name]
         differences += [
-            f"{name}.{member}: got {found.get(member, 'nothing')}, expected {recorded.get(member, 'nothing')}"
+            f"{name}.{member}: got {found.get(member, 'nothing')}, allowed: {recorded.get(member, 'nothing')}"
             for member in sorted(found.keys() | recorded.keys())
             if found.get(member) != recorded.get(member)
         ]

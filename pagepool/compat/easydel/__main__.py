@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_option("-m", action="store_true", dest="is_module", help="run a module, as python -m does")
     options, arguments = parser.parse_args()
     if not arguments:
-        parser.error("got no PROGRAM and no -m MODULE, expected one of them")
+        parser.error("got no PROGRAM and no -m MODULE, allowed: one of them")
     os.environ[VARIABLE] = "1"
     install_if_asked()
     run = run_module if options.is_module else run_path

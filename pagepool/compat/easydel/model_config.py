@@ -85,8 +85,8 @@ def _spec_for(key: _LayerKey, page_size: int, dtype: object, use_mla: bool) -> C
         case "CHUNK" if key.chunk is not None:
             return ChunkedLocalAttentionSpec(*geometry, use_mla, attention_chunk_size=key.chunk)
         case "SLIDING" | "CHUNK":
-            raise ArgumentError(f"a layer with mask {key.mask_kind} needs the size of its window or chunk")
-    raise ArgumentError(f"unknown attention mask {key.mask_kind!r}: expected FULL, SLIDING or CHUNK")
+            raise ArgumentError(f"layer: got mask {key.mask_kind} without a size, allowed: one with its window or chunk")
+    raise ArgumentError(f"attention mask: got {key.mask_kind!r}, allowed: FULL, SLIDING or CHUNK")
 
 
 def create_kv_cache_specs_from_config(

@@ -55,7 +55,7 @@ class RuntimePageBudgetEstimate:
 def _max_pages_per_request(spec: CacheSpec, max_model_len: int, max_num_batched_tokens: int) -> int:
     page_size_bytes = spec.page_size_bytes
     if page_size_bytes <= 0:
-        raise ArgumentError(f"{type(spec).__name__}.page_size_bytes must be positive, got {page_size_bytes}")
+        raise ArgumentError(f"{type(spec).__name__}.page_size_bytes: got {page_size_bytes}, allowed: at least 1")
     num_bytes = spec.max_memory_usage_bytes(max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens)
     return max(1, cdiv(num_bytes, page_size_bytes))
 

@@ -58,7 +58,7 @@ def guard(scheduler: type) -> None:
     own = inspect.getattr_static(scheduler, "from_runner", None)
     got = signature_of(scheduler.from_runner) if isinstance(own, classmethod) else repr(own)  # type: ignore[attr-defined]
     if got != FROM_RUNNER:
-        raise CompatError(f"{scheduler.__module__}.Scheduler.from_runner: got {got}, expected {FROM_RUNNER}")
+        raise CompatError(f"{scheduler.__module__}.Scheduler.from_runner: got {got}, allowed: {FROM_RUNNER}")
     _guarded[scheduler] = own
     scheduler.from_runner = _make_guarded(own)  # type: ignore[attr-defined]
 

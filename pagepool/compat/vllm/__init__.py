@@ -267,20 +267,20 @@ def _import(item: Replacement) -> Any:
         getattr(module, "bind", int)()
         return getattr(module, item.ours)
     except (ImportError, AttributeError) as error:
-        raise CompatError(f"{item.source}: got {error}, expected a compiled module of pagepool") from error
+        raise CompatError(f"{item.source}: got {error}, allowed: a compiled module of pagepool") from error
 
 
 def _check_same(homes: dict[str, ModuleType]) -> None:
     """Raise CompatError if vLLM was imported anew: the compiled modules still call functions of the first import."""
     for name, module in homes.items():
         if _homes.get(name, module) is not module:
-            raise CompatError(f"{name}: got a module that was imported anew, expected the one that pagepool was imported for")
+            raise CompatError(f"{name}: got a module that was imported anew, allowed: the one that pagepool was imported for")
 
 
 def _check_wanted(obstacles: dict[str, str], known: bool, strict: bool) -> None:
     """Raise CompatError if too few parts can be used, or if only tested versions are allowed and this one is not tested."""
     if known and not any(fnmatchcase(version_of(), one) for one in VERSIONS):
-        raise CompatError(f"vLLM's version: got {version_of()}, expected {', '.join(VERSIONS)}")
+        raise CompatError(f"vLLM's version: got {version_of()}, allowed: {', '.join(VERSIONS)}")
     left = [f"{name}: {obstacle}" for name, obstacle in obstacles.items() if obstacle]
     if left and (strict or len(left) == len(obstacles)):
         raise CompatError(f"vLLM {version_of()} differs from the tested versions, or is patched: {'; '.join(left)}")

@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_option("--record", action="store_true", help="print what recorded.json has to say of it under changes")
     options, arguments = parser.parse_args()
     if arguments:
-        parser.error(f"got {arguments[0]!r}, expected no arguments")
+        parser.error(f"got {arguments[0]!r}, allowed: no arguments")
     try:
         if options.record:
             print(json.dumps({version_of(): record(import_homes())}))

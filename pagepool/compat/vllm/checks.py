@@ -24,7 +24,7 @@ def version_of() -> str:
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
-        raise CompatError(f"vLLM is not installed; expected: {', '.join(VERSIONS)}") from None
+        raise CompatError(f"vLLM: got none installed, allowed: {', '.join(VERSIONS)}") from None
     return str(getattr(engine, "__version__", None))
 
 
@@ -146,7 +146,7 @@ def _is_foreign(member: object, home: ModuleType) -> bool:
 
 def _not_own(place: str, value: object) -> str:
     names = [str(getattr(value, name, None)) for name in ("__module__", "__qualname__")]
-    return f"{place}: got {'.'.join(names) if callable(value) else value}, expected vLLM's own: somebody else replaced it"
+    return f"{place}: got {'.'.join(names) if callable(value) else value}, allowed: vLLM's own; somebody else replaced it"
 
 
 def _find_subclasses(part: Part, homes: Homes) -> Iterator[str]:
@@ -155,4 +155,4 @@ def _find_subclasses(part: Part, homes: Homes) -> Iterator[str]:
         for cls in classes:  # the list grows during the loop
             classes += cls.__subclasses__()
             if not f"{cls.__module__}.".startswith("vllm."):
-                yield f"{home}.{name}: got a subclass, {cls.__module__}.{cls.__qualname__}, expected none outside vLLM"
+                yield f"{home}.{name}: got a subclass, {cls.__module__}.{cls.__qualname__}, allowed: none outside vLLM"

@@ -115,7 +115,7 @@ cdef int32_t int32_of_index(object value) except? -1:
 cdef object explained(str name, object error):
     """Return the typed error for an error of `int32_of`."""
     cls = ArgumentTypeError if isinstance(error, TypeError) else ArgumentError
-    return cls(f"{name}: {error}; allowed: ints that fit int32")
+    return cls(f"{name}: {error}, allowed: ints that fit int32")
 
 
 cdef int32_t page_id_of(object value) except? -1:

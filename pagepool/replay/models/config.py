@@ -82,7 +82,7 @@ def read_config(path: str) -> Config:
         except (ValueError, RecursionError) as error:
             raise ArgumentError(f"not valid JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ArgumentError(f"a JSON object is expected, not {type(config).__name__}")
+        raise ArgumentError(f"the config: got {type(config).__name__}, allowed: a JSON object")
     return _use_usual_names(_find_text_model(config))
 
 
@@ -232,22 +232,22 @@ def read_layer_list(config: Config, name: str) -> list[Any]:
     """
     items = config[name]
     if not isinstance(items, list):
-        raise ArgumentTypeError(f"{name} must be a list, got {shown(items)}")
+        raise ArgumentTypeError(f"{name}: got {shown(items)}, allowed: a list")
     if len(items) > MAX_LAYERS:
-        raise ArgumentError(f"{name} must have at most {MAX_LAYERS} items, got {len(items)}")
+        raise ArgumentError(f"{name}: got {len(items)} items, allowed: at most {MAX_LAYERS}")
     if config.get("num_hidden_layers") is None:
         return items
     num_layers = read_int(config, "num_hidden_layers", MAX_LAYERS)
     num_drafters = require_int("num_nextn_predict_layers", config.get("num_nextn_predict_layers") or 0, 0)
     if len(items) not in (num_layers, num_layers + num_drafters):
-        raise ArgumentError(f"{name} has {len(items)} items, but num_hidden_layers is {num_layers}")
+        raise ArgumentError(f"{name}: got {len(items)} items, allowed: num_hidden_layers, {num_layers}")
     return items[:num_layers]
 
 
 def read_layers(items: object, name: str, num_layers: int, first: int = 0) -> set[int]:
     """Return the layer numbers in a list, counted from 0; the list counts from `first`. Raise ArgumentError for a wrong one."""
     if not isinstance(items, list):
-        raise ArgumentTypeError(f"{name} must be a list, got {shown(items)}")
+        raise ArgumentTypeError(f"{name}: got {shown(items)}, allowed: a list")
     return {require_int(f"{name}: a layer", layer, first, num_layers - 1 + first) - first for layer in items}
 
 
@@ -257,7 +257,7 @@ def read_int(config: Config, name: str, maximum: int = MAX_NUMBER) -> int:
         raise ArgumentError(f"lacks {name}")
     number = require_int(name, config[name], minimum=1)
     if number > maximum:
-        raise ArgumentError(f"{name} must be at most {maximum}, got {shorten(number)}")
+        raise ArgumentError(f"{name}: got {shorten(number)}, allowed: at most {maximum}")
     return number
 
 

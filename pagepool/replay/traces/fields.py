@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
+from reprlib import repr as shorten
 from typing import Any, NoReturn, TypeAlias, cast
 
 import numpy as np
@@ -72,7 +73,7 @@ def read_object(text: bytes) -> Fields:
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"not valid JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise ArgumentError(f"a JSON object is expected, not {type(fields).__name__}")
+        raise ArgumentError(f"the line: got {type(fields).__name__}, allowed: a JSON object")
     return _use_usual_names(fields)
 
 
@@ -162,7 +163,7 @@ def as_milliseconds(name: str, value: object, factor: int) -> float:
         try:
             date = datetime.fromisoformat(value.strip())
         except ValueError as error:
-            raise ArgumentError(f"{name} must be a number or a date, got {shown(value)}") from error
+            raise ArgumentError(f"{name}: got {shown(value)}, allowed: a number or a date") from error
         return ((date if date.tzinfo else date.replace(tzinfo=UTC)) - EPOCH) / timedelta(milliseconds=1)
     return checked_milliseconds(name, value) * factor
 
@@ -170,9 +171,9 @@ def as_milliseconds(name: str, value: object, factor: int) -> float:
 def checked_milliseconds(name: str, value: object) -> float:
     """Return a number of ms. Raise ArgumentError for other values, and for 2**53 and more."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise ArgumentError(f"{name} must be a number, got {shown(value)}")
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: a number")
     if not -MAX_MILLISECONDS < value < MAX_MILLISECONDS:
-        raise ArgumentError(f"{name} must be below 2**53 ms, got {shown(value)}")
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: below 2**53 ms")
     return cast(float, value.item()) if isinstance(value, np.generic) else value
 
 
@@ -190,5 +191,5 @@ def read_ids(fields: Fields, name: str) -> tuple[int | str, ...]:
     """Return the ids of blocks. Raise ArgumentError unless they are a list of integers or texts."""
     ids = fields[name]
     if not isinstance(ids, list) or any(type(hash_id) not in (int, str) for hash_id in ids):
-        raise ArgumentError(f"{name} must be a list of integers or texts")
+        raise ArgumentError(f"{name}: got {shorten(ids)}, allowed: a list of ints or texts")
     return tuple(ids)

@@ -62,6 +62,7 @@ __all__ = [
 ]
 
 BLOCK_SIZE = 512
+MAX_LENGTH = 2**31 - 1
 MAX_TOKEN_IDS = 2**31  # token ids are int32, and each block has its own
 MAX_LINE_BYTES = 1 << 26  # three million hash ids; without a limit a file without newlines would be read into memory at once
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -114,9 +115,9 @@ class TraceRecord:
     def _checked_pause(self) -> float:
         pause = checked_milliseconds("pause", self.pause)
         if pause < 0:
-            raise ArgumentError(f"pause must be at least 0, got {shown(pause)}")
+            raise ArgumentError(f"pause: got {shown(pause)}, allowed: at least 0")
         if self.session_id is None:
-            raise ArgumentError("pause: got one without a session_id")
+            raise ArgumentError("pause: got one without a session_id, allowed: one with it")
         return pause
 
     @property
@@ -138,10 +139,7 @@ class TraceRecord:
 
 
 def _checked_length(name: str, value: object, minimum: int) -> int:
-    length = require_int(name, value, minimum)
-    if length >= 2**31:
-        raise ArgumentError(f"{name} must be below 2**31, got {shown(length)}")
-    return length
+    return require_int(name, value, minimum, MAX_LENGTH)
 
 
 def parse_record(text: bytes, block_size: int = BLOCK_SIZE) -> TraceRecord:
@@ -360,7 +358,7 @@ def _open_file(path: str) -> AbstractContextManager[BinaryIO]:
 def _read_lines(file: BinaryIO) -> Iterator[bytes]:
     while text := file.readline(MAX_LINE_BYTES + 1):
         if len(text) > MAX_LINE_BYTES:
-            raise ArgumentError(f"the line is longer than {MAX_LINE_BYTES} bytes")
+            raise ArgumentError(f"the line: got more than {MAX_LINE_BYTES} bytes, allowed: that many")
         yield text
 
 
