@@ -2,6 +2,15 @@
 
 import hashlib
 import json
+import sys
+from collections.abc import Mapping, Set
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cached_property
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
 
 from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError
@@ -9,8 +18,11 @@ from pagepool.manager import CacheManager
 
 __all__ = ["make_namespace"]
 
-VERSION = 1
+VERSION = 2
 """Raised when the content of stored pages changes its meaning."""
+
+MAX_DEPTH = 32
+"""Most objects around a value in a cache group."""
 
 
 def make_namespace(manager: CacheManager, layout: str, model: bytes, rank: int = 0, num_ranks: int = 1) -> str:
@@ -19,9 +31,12 @@ def make_namespace(manager: CacheManager, layout: str, model: bytes, rank: int =
 
     `layout` describes a row of host memory exactly, as `pagepool.host_pages.HostPages.layout` does. `model` identifies the
     weights: the digest of a checkpoint, with the adapters that its requests do not name. Of `num_ranks` processes that each
-    hold a part of a page, each gives its `rank`. The manager's hash algorithm and seed, its groups and page sizes are
-    included. Raise ArgumentError for a manager without caching, and for one whose keys differ in each process: with SipHash,
-    without a `hash_seed`, and without PYTHONHASHSEED in the environment; ArgumentTypeError for other types.
+    hold a part of a page, each gives its `rank`. The manager's hash algorithm and seed, the byte order of the machine, and all
+    fields of its cache groups and their specs are included, those of an engine's own classes too.
+
+    Raise ArgumentError for a manager without caching, and for one whose keys differ in each process: with SipHash, without a
+    `hash_seed`, and without PYTHONHASHSEED in the environment; ArgumentTypeError for other types, and for fields of a group
+    that no other process can compare, such as a function.
     """
     if not isinstance(manager, CacheManager):
         raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
@@ -36,6 +51,79 @@ def make_namespace(manager: CacheManager, layout: str, model: bytes, rank: int =
         raise ArgumentError(f"manager: got one whose hashes are secret to the process, allowed: {allowed}")
     num_ranks = require_int("num_ranks", num_ranks, 1)
     rank = require_int("rank", rank, 0, num_ranks - 1)
-    content = [VERSION, manager._configuration, layout, model.hex(), num_ranks]
+    groups = [describe(f"kv_cache_groups[{i}]", group) for i, group in enumerate(manager.kv_cache_groups)]
+    content = [VERSION, sys.byteorder, manager._configuration, groups, layout, model.hex(), num_ranks]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
     return f"{digest[:12].hex()}/{rank}-of-{num_ranks}"
+
+
+def describe(name: str, value: Any, depth: int = 0) -> Any:
+    """Return a value as JSON that is the same in every process, and another one for a value that differs in any field. Equal
+    dtypes have equal JSON. Raise ArgumentTypeError for objects that only their address tells apart.
+
+    >>> describe("shapes", ((16, 64), np.int64(3)))
+    [['0x10', '0x40'], '0x3']
+    >>> describe("dtype", np.float16), describe("dtype", np.dtype(">f2"))
+    ('float16', '>f2')
+    """
+    if depth > MAX_DEPTH:
+        raise ArgumentTypeError(f"{name}: got more than {MAX_DEPTH} objects, one inside the other, allowed: fewer")
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Enum):
+        return {"enum": f"{type(value).__qualname__}.{value.name}"}
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return hex(value)  # decimals of large ints are refused
+    if isinstance(value, float):
+        return {"float": value.hex()}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": value.hex()}
+    if isinstance(value, np.ndarray):
+        return {"array": [str(value.dtype), describe(name, value.tolist(), depth + 1)]}
+    if isinstance(value, Mapping):
+        items = [describe(f"{name}[{key!r}]", [key, item], depth + 1) for key, item in value.items()]
+        return {"items": sorted(items, key=json.dumps)}
+    if isinstance(value, Set):
+        return {"set": sorted((describe(name, item, depth + 1) for item in value), key=json.dumps)}
+    if isinstance(value, list | tuple):
+        return [describe(f"{name}[{i}]", item, depth + 1) for i, item in enumerate(value)]
+    dtype = name_dtype(value)
+    if dtype is not None:
+        return dtype
+    if isinstance(value, type):
+        return {"class": f"{value.__module__}.{value.__qualname__}"}
+    found = [] if isinstance(value, FunctionType | ModuleType) else list_fields(value)
+    if not found and not is_dataclass(value):
+        allowed = "numbers, strings, bytes, dtypes, enums, classes, None, and collections or objects with fields of these"
+        raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: {allowed}")
+    described = {each: describe(f"{name}.{each}", getattr(value, each), depth + 1) for each in found}
+    return {"object": type(value).__qualname__, "fields": described}
+
+
+def name_dtype(value: object) -> str | None:
+    """Return the name of a dtype of NumPy, JAX or PyTorch, with the order of its bytes if that is not the machine's. None for
+    other objects.
+    """
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    if not isinstance(value, np.dtype | type):
+        return None
+    try:
+        dtype = np.dtype(value)
+    except (TypeError, ValueError):
+        return None
+    return None if dtype.kind == "O" else str(dtype)
+
+
+def list_fields(value: object) -> list[str]:
+    """Return the names of an object's fields: those of a dataclass, and other attributes that it stores."""
+    classes = type(value).__mro__
+    names = {field.name: None for field in fields(value)} if is_dataclass(value) else {}
+    for cls in classes:
+        slots = vars(cls).get("__slots__", ())
+        names |= dict.fromkeys([slots] if isinstance(slots, str) else slots)
+    names |= dict.fromkeys(getattr(value, "__dict__", ()))
+    computed = {name for cls in classes for name, member in vars(cls).items() if isinstance(member, cached_property)}
+    return [name for name in names if name not in computed and not name.startswith("__") and hasattr(value, name)]
