@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import secrets
+import stat
 import threading
 import time
 import weakref
@@ -38,8 +39,13 @@ MAX_THREADS = 256
 TEMPORARY = re.compile(r"\.[0-9a-f]{16}-\d+\.tmp")
 """Temporary names. They begin with a dot, so they are no keys."""
 
-SECONDS_OF_LEFTOVERS = 3600.0
+SECONDS_OF_LEFTOVERS = 3600
 """Age at which a temporary file belongs to no living writer."""
+
+READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY
+"""Flags that open a file to be read. Whatever else has its name is opened without waiting, or not at all."""
+
+MAX_TIME = (1 << 63) - 1
 
 SECONDS_BETWEEN_TOUCHES = 60.0
 PARTS_REMOVED = 100
@@ -64,14 +70,16 @@ class Files:
         self._writer, self._numbers = secrets.token_hex(8), itertools.count()
 
     def find(self, key: bytes) -> None:
-        """Raise FileNotFoundError unless the file is there."""
-        os.stat(f"{self._root}/{split_key(key)}")
+        """Raise FileNotFoundError unless the file is there, another OSError for anything but a file."""
+        path = f"{self._root}/{split_key(key)}"
+        require_file(path, os.lstat(path))
 
     def load(self, key: bytes, row: memoryview) -> None:
         """Read the file into a row."""
         path = f"{self._root}/{split_key(key)}"
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, READ)
         try:
+            require_file(path, os.fstat(descriptor))
             size = read(descriptor, row)
         finally:
             os.close(descriptor)
@@ -111,7 +119,7 @@ class Files:
     def touch(self, key: bytes) -> None:
         """Set the time of the file's last use."""
         with contextlib.suppress(OSError):
-            os.utime(f"{self._root}/{split_key(key)}")
+            os.utime(f"{self._root}/{split_key(key)}", follow_symlinks=False)
 
 
 def make_folder(path: str) -> None:
@@ -120,6 +128,12 @@ def make_folder(path: str) -> None:
         make_folder(os.path.dirname(path))
         with contextlib.suppress(FileExistsError):  # another thread or process made it meanwhile
             os.mkdir(path, 0o700)
+
+
+def require_file(path: str, status: os.stat_result) -> None:
+    """Raise OSError for anything but a file, such as a FIFO, whose reader would wait for a writer."""
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(f"{path}: got mode {stat.filemode(status.st_mode)}, allowed: a file")
 
 
 def create(path: str) -> int:
@@ -213,39 +227,45 @@ class Room:
         """Count the files, and find the oldest. Remove temporary files whose writer is gone."""
         with self._lock:
             self._num_written = self._num_begun
-        times, sizes, keys = array("q"), array("q"), []
-        oldest_temporary = time.time() - SECONDS_OF_LEFTOVERS
-        for entry in self._scan():
+        times, sizes, keys, temporaries = array("q"), array("q"), [], []
+        for folder, entry in self._scan():
             with contextlib.suppress(OSError):  # another process may have removed it
                 if TEMPORARY.fullmatch(entry.name):
-                    if entry.stat(follow_symlinks=False).st_mtime < oldest_temporary:
-                        os.unlink(entry.path)
+                    temporaries.append((time_of(entry.stat(follow_symlinks=False)), entry.path))
                 elif self._max_bytes is not None:
-                    key, status = parse_name(entry.name), entry.stat(follow_symlinks=False)
+                    key, status = parse_name(entry.name, folder), entry.stat(follow_symlinks=False)
                     if key is not None:
-                        times.append(status.st_mtime_ns)
+                        times.append(time_of(status))
                         sizes.append(status.st_size)
                         keys.append(key)
+        now = read_clock(self._root) if times or temporaries else 0
+        for last_use, path in temporaries:
+            if abs(now - last_use) > SECONDS_OF_LEFTOVERS * 10**9:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
         if self._max_bytes is None:
             return
         num_bytes = sum(sizes)
         with self._lock:
             self._num_bytes = num_bytes + self._num_written  # some of what was written meanwhile is counted twice
         wanted = max(0, num_bytes - self._max_bytes) + self._max_bytes // PARTS_OVER
-        order = np.argsort(np.asarray(times), kind="stable")
-        stop = int(np.searchsorted(np.cumsum(np.asarray(sizes)[order]), wanted)) + 1
+        last_uses = np.asarray(times)
+        order = np.lexsort((last_uses, last_uses <= now))  # a clock was ahead when it set a time beyond now
+        totals = np.cumsum(np.asarray(sizes)[order], dtype=np.float64)
+        stop = int(np.searchsorted(totals, float(wanted))) + 1
         self._oldest = deque((times[i], sizes[i], keys[i]) for i in order[:stop].tolist())
 
-    def _scan(self) -> Iterator["os.DirEntry[str]"]:
-        """Yield the files of all folders, until the thread is stopped. A folder that cannot be read has none."""
-        folders = (f"{self._root}/{number:02x}" for number in range(256))
-        for folder in folders:
-            with contextlib.suppress(OSError), os.scandir(folder) as entries:
+    def _scan(self) -> Iterator[tuple[str, "os.DirEntry[str]"]]:
+        """Yield the files of all folders, each behind the name of its folder, until the thread is stopped. A folder that cannot
+        be read has none.
+        """
+        for folder in (f"{number:02x}" for number in range(256)):
+            with contextlib.suppress(OSError), os.scandir(f"{self._root}/{folder}") as entries:
                 for entry in entries:
                     if self._is_stopped:
                         return
                     if entry.is_file(follow_symlinks=False):
-                        yield entry
+                        yield folder, entry
 
     def _remove_oldest(self, max_bytes: int) -> None:
         """Remove the files unused for longest if there are too many bytes, until a hundredth of the bytes is free."""
@@ -271,7 +291,7 @@ class Room:
         """Remove a file unless it was used since it was listed. Return the bytes that are gone."""
         path = f"{self._root}/{split_key(key)}"
         try:
-            if os.stat(path).st_mtime_ns != last_use:
+            if time_of(os.lstat(path)) != last_use:
                 return 0
             os.unlink(path)
         except FileNotFoundError:  # removed by another process
@@ -281,13 +301,32 @@ class Room:
         return size
 
 
-def parse_name(name: str) -> bytes | None:
-    """Return the key in the name of a file, None for other names."""
+def parse_name(name: str, folder: str) -> bytes | None:
+    """Return the key in the name of a file, None for names that no file has in a folder of this name.
+
+    >>> parse_name("ab05", "ab"), parse_name("ab05", "05"), parse_name("README", "ab")
+    (b'\\xab\\x05', None, None)
+    """
     try:
         key = bytes.fromhex(name)
     except ValueError:
         return None
-    return key if key.hex() == name else None
+    return key if key and split_key(key) == f"{folder}/{name}" else None
+
+
+def time_of(status: os.stat_result) -> int:
+    """Return the time of a file's last use in ns, or the nearest of 64 bits."""
+    return min(max(status.st_mtime_ns, -MAX_TIME), MAX_TIME)
+
+
+def read_clock(folder: str) -> int:
+    """Return the time in ns by the clock of a folder's files, which may be a server's; by this machine's if the folder cannot
+    be changed.
+    """
+    with contextlib.suppress(OSError):
+        os.utime(folder)
+        return time_of(os.stat(folder))
+    return time.time_ns()
 
 
 def require_folder(folder: object) -> str:
@@ -339,12 +378,13 @@ class FileStore(JobStore):
         letters, digits, "-", "_" and ".", divided by "/".
 
         `max_bytes` limits the files of the namespace: beyond it, a thread removes the files unused for longest, a hundredth of
-        the bytes at once, beside the other threads. A use is a save or a `touch`, at most one a minute, not a load. If files
-        exceed the limit by an eighth, since they are written faster than removed, saves are not done, without an error.
-        Temporary files, and files of other namespaces, do not count. The files are listed at the start, while the store answers
-        already, and again after each sixteenth of `max_bytes` written: about 8 us a file, and 250 bytes of memory meanwhile.
-        Each process that shares the folder counts what it writes, and other processes' files when it lists them. So several
-        processes may exceed the limit by more, usually by a sixteenth each; give all of them the same.
+        the bytes at once, beside the other threads. A use is a save or a `touch`, at most one a minute, not a load; a time
+        beyond now is the oldest. If files exceed the limit by an eighth, since they are written faster than removed, saves are
+        not done, without an error. Temporary files, and files of other namespaces, do not count. The files are listed at the
+        start, while the store answers already, and again after each sixteenth of `max_bytes` written: about 8 us a file, and
+        250 bytes of memory meanwhile. Each process that shares the folder counts what it writes, and other processes' files
+        when it lists them. So several processes may exceed the limit by more, usually by a sixteenth each; give all of them the
+        same.
 
         With `fsync` a file reaches the disk before it is renamed, which costs several times the time of a save.
 

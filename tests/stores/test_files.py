@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -214,7 +215,7 @@ class TestFaults:
         def fail(*_: Any) -> Any:
             raise OSError(number, "failed")
 
-        monkeypatch.setattr(files, "os", FaultyOs(stat=fail, readv=fail))
+        monkeypatch.setattr(files, "os", FaultyOs(lstat=fail, readv=fail))
         (done,) = wait_for(store, store.lookup([b"key"]))
         assert done.is_done == b"\0"
         assert isinstance(done.error, OSError)
@@ -342,7 +343,7 @@ class TestFaults:
         def readv(descriptor: int, buffers: list[Any]) -> int:
             return os.readv(descriptor, [buffers[0][: max(1, len(buffers[0]) // 3)]] if has_fault() else buffers)
 
-        names = ("open", "close", "replace", "stat", "utime", "makedirs", "fsync", "scandir")
+        names = ("open", "close", "replace", "stat", "lstat", "fstat", "utime", "mkdir", "fsync", "scandir")
         faulty = FaultyOs(write=write, readv=readv, **{name: make_faulty(name) for name in names})
         monkeypatch.setattr(files, "os", faulty)
         store = make_store(fsync=True, max_bytes=1 << 30)
@@ -375,6 +376,93 @@ class TestFaults:
         done, loaded = load(store, keys, [5000] * len(keys))
         assert {key: row for key, row, is_done in zip(keys, loaded, done.is_done, strict=True) if is_done} == stored, seed
         assert list_files(tmp_path) == sorted(path_of(tmp_path, key) for key in stored), seed
+
+
+def make_socket(path: Path, target: Path) -> None:
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as made:  # paths of sockets are short
+        made.bind(path.name)
+
+
+OTHER_KINDS: dict[str, Callable[[Path, Path], object]] = {
+    "fifo": lambda path, target: os.mkfifo(path),
+    "socket": make_socket,
+    "folder": lambda path, target: path.mkdir(),
+    "link": lambda path, target: path.symlink_to(target),
+    "link to itself": lambda path, target: path.symlink_to(path),
+    "link to nothing": lambda path, target: path.symlink_to(target / "nothing"),
+    "link to a folder": lambda path, target: path.symlink_to(target.parent),
+    "device": lambda path, target: os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5)),  # endless zeros
+    "link to a device": lambda path, target: path.symlink_to("/dev/zero"),
+    "block device": lambda path, target: os.mknod(path, 0o600 | stat.S_IFBLK, os.makedev(240, 0)),
+}
+
+
+class TestOtherKinds:
+    """Something else has the name of a file. Nothing waits for it, and nothing is read through it."""
+
+    @pytest.fixture(params=OTHER_KINDS)
+    def other(self, request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+        """A path that is no file, in the place of one with the key b"key"."""
+        target = tmp_path / "target"
+        target.write_bytes(b"1234")
+        os.utime(target, (5, 5))
+        path = path_of(tmp_path, b"key")
+        path.parent.mkdir(parents=True, mode=0o700)
+        try:
+            OTHER_KINDS[request.param](path, target)
+        except PermissionError:
+            pytest.skip("only root makes devices")
+        return path
+
+    def test_it_is_not_done(self, make_store: Callable[..., FileStore], other: Path) -> None:
+        store = make_store(num_threads=1)
+        save(store, {b"next": b"5678"})
+        (done,) = wait_for(store, store.lookup([b"key", b"next"]))
+        assert (done.is_done, type(done.error)) == (b"\0\1", OSError)
+        assert re.fullmatch(r".*/6b6579: got mode [pslcdb]\S+, allowed: a file", str(done.error))
+        done, rows = load(store, [b"key", b"next"], [4, 4])
+        assert (done.is_done, rows) == (b"\0\1", [bytes(4), b"5678"])
+        assert isinstance(done.error, OSError)
+
+    def test_a_save_takes_its_place(self, make_store: Callable[..., FileStore], tmp_path: Path, other: Path) -> None:
+        """Behind a link the other file stays."""
+        store, is_folder = make_store(), other.is_dir() and not other.is_symlink()
+        store.touch([b"key"])
+        done = save_one(store, b"key", b"new")
+        assert done.is_done == (b"\0" if is_folder else b"\1")
+        assert isinstance(done.error, OSError) == is_folder
+        done, rows = load(store, [b"key"], [3])
+        assert (done.is_done, rows[0]) == ((b"\0", bytes(3)) if is_folder else (b"\1", b"new"))
+        target = tmp_path / "target"
+        assert (target.read_bytes(), target.stat().st_mtime) == (b"1234", 5)
+
+    def test_it_is_neither_counted_nor_removed(self, make_store: Callable[..., FileStore], tmp_path: Path, other: Path) -> None:
+        temporary = other.parent / f".{'0' * 16}-1.tmp"
+        other.rename(temporary)
+        other.symlink_to(tmp_path / "target")
+        os.utime(temporary, (5, 5), follow_symlinks=False)
+        store = make_store(max_bytes=10)
+        save(store, {bytes([i]): b"1" * 5 for i in range(2)})
+        save_one(store, b"\xf0", b"1" * 5)
+        wait_until(lambda: not path_of(tmp_path, b"\0").exists())
+        assert (temporary.lstat().st_mtime, other.is_symlink()) == (5, True)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "device", "link to a device"])
+def test_no_folder_is_waited_for(make_store: Callable[..., FileStore], tmp_path: Path, kind: str) -> None:
+    """Something else has the name of a folder."""
+    path = path_of(tmp_path, b"key").parent
+    path.parent.mkdir(parents=True)
+    try:
+        OTHER_KINDS[kind](path, tmp_path)
+    except PermissionError:
+        pytest.skip("only root makes devices")
+    store = make_store(max_bytes=1 << 20)
+    assert isinstance(save_one(store, b"key", b"1").error, OSError)
+    done, _ = load(store, [b"key"], [1])
+    assert isinstance(done.error, OSError)
+    (done,) = wait_for(store, store.lookup([b"key"]))
+    assert isinstance(done.error, OSError)
 
 
 class TestThreads:
@@ -690,6 +778,81 @@ class TestRoom:
         wait_until(lambda: not path_of(tmp_path, keys[2]).exists())
         assert path_of(tmp_path, keys[0]).exists()
 
+    def test_a_time_beyond_now_is_the_oldest(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+        """A clock was ahead, and was put back: the files of then are removed before others, in their order."""
+        keys = [bytes([i]) for i in range(100)]
+        save(make_store(), {key: bytes(1000) for key in keys})
+        for i, key in enumerate(keys):
+            os.utime(path_of(tmp_path, key), (0, time.time() + HOUR + i if i < 60 else i))
+        limited = make_store(max_bytes=50_000)
+        wait_until(lambda: limited._room._num_bytes == 49_000)
+        assert [path.name for path in list_files(tmp_path)] == [key.hex() for key in keys[-49:]]
+        for key in keys[-20:]:
+            os.utime(path_of(tmp_path, key), (0, time.time() + 30))
+        more = [bytes([200, i]) for i in range(30)]
+        for key in more:
+            wait_until(lambda key=key: save_one(limited, key, bytes(1000)).is_done == b"\1")
+        wait_until(lambda: count_bytes(tmp_path) <= 50_000)
+        names = {path.name for path in list_files(tmp_path)}
+        assert names >= {key.hex() for key in more}
+        assert not names & {key.hex() for key in keys[-20:]}
+
+    def test_times_are_those_of_the_file_system(
+        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A server's clock is ahead of this machine's."""
+        monkeypatch.setattr(files, "time", FaultyTime(time.monotonic, behind=10 * HOUR))
+        store = make_store(max_bytes=50_000)
+        old = [bytes([i]) for i in range(45)]
+        save(store, {key: bytes(1000) for key in old})
+        for key in old:
+            os.utime(path_of(tmp_path, key), (0, time.time() - 11 * HOUR))
+        new = [bytes([200, i]) for i in range(40)]
+        for key in new:
+            wait_until(lambda key=key: save_one(store, key, bytes(1000)).is_done == b"\1")
+        wait_until(lambda: count_bytes(tmp_path) <= 50_000)
+        assert {path.name for path in list_files(tmp_path)} >= {key.hex() for key in new}
+
+    @pytest.mark.parametrize("nanoseconds", [-(1 << 62), 1 << 62, 1 << 63, 10**24])
+    def test_any_time_is_ordered(
+        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nanoseconds: int
+    ) -> None:
+        """Also where a file system has times of more than 64 bits."""
+        keys = [bytes([i]) for i in range(20)]
+        save(make_store(), {key: bytes(1000) for key in keys})
+        os.utime(path_of(tmp_path, keys[7]), ns=(0, 12345))
+        get_time = files.time_of
+        monkeypatch.setattr(files, "time_of", lambda status: get_time(FarStatus(status, nanoseconds)))  # type: ignore[arg-type]
+        make_store(max_bytes=19_500)
+        wait_until(lambda: count_bytes(tmp_path) <= 19_500)
+        assert not path_of(tmp_path, keys[7]).exists()
+
+    def test_temporary_files_of_another_time_are_removed(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+        folder = path_of(tmp_path, b"key").parent
+        folder.mkdir(parents=True)
+        ages = {-1000 * HOUR: False, -2 * HOUR: False, -HOUR // 2: True, 0: True, HOUR // 2: True, 2 * HOUR: False}
+        paths = {age: folder / f".{'0' * 16}-{i}.tmp" for i, age in enumerate(ages)}
+        for age, path in paths.items():
+            path.write_bytes(b"left over")
+            os.utime(path, (time.time() - age,) * 2)
+        make_store()
+        wait_until(lambda: not any(paths[age].exists() for age, is_kept in ages.items() if not is_kept))
+        time.sleep(0.02)
+        assert all(paths[age].exists() for age, is_kept in ages.items() if is_kept)
+
+    def test_a_key_in_the_folder_of_others_is_no_file(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+        """It does not count, and it is not looked for where it would be right."""
+        store = make_store()
+        save(store, {b"key": bytes(1000)})
+        foreign = path_of(tmp_path, b"key").parent / "0102"
+        foreign.write_bytes(bytes(50_000))
+        limited = make_store(max_bytes=10_000)
+        for i in range(30):
+            wait_until(lambda i=i: save_one(limited, bytes([1, 2, i]), bytes(1000)).is_done == b"\1")
+        wait_until(lambda: count_bytes(tmp_path) <= 60_000)
+        assert foreign.exists()
+        assert count_bytes(tmp_path) > 50_000 + 8_000
+
     def test_files_of_other_processes_are_found(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
         limited, other = make_store(max_bytes=100_000), make_store()
         save(limited, {b"\1": bytes(1000)})
@@ -793,7 +956,7 @@ class TestRoom:
     ) -> None:
         touched: list[str] = []
         now = 1000.0
-        monkeypatch.setattr(files, "os", FaultyOs(utime=lambda path: touched.append(path[-2:])))
+        monkeypatch.setattr(files, "os", FaultyOs(utime=lambda path, **_: touched.append(path[-2:])))
         monkeypatch.setattr(files, "time", FaultyTime(lambda: now))
         store = make_store(num_threads=1)
         store.touch([b"\1", b"\2"])
@@ -822,9 +985,22 @@ class TestRoom:
         assert sorted(path.name for path in folder.iterdir()) == ["0123", "01ff", "ABCD", "README"]
 
 
+class FarStatus:
+    """The status of a file, whose time is another one unless the test has set it."""
+
+    def __init__(self, status: os.stat_result, nanoseconds: int) -> None:
+        self.st_mtime_ns = status.st_mtime_ns if status.st_mtime_ns == 12345 else nanoseconds
+
+
 class FaultyTime:
-    def __init__(self, monotonic: Callable[[], float]) -> None:
-        self.monotonic = monotonic
+    def __init__(self, monotonic: Callable[[], float], behind: float = 0.0) -> None:
+        self.monotonic, self.behind = monotonic, behind
+
+    def time(self) -> float:
+        return time.time() - self.behind
+
+    def time_ns(self) -> int:
+        return time.time_ns() - int(self.behind * 1e9)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)
