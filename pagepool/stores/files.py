@@ -5,6 +5,7 @@ Several processes may share the folder: a file that another process removed is a
 """
 
 import contextlib
+import errno
 import itertools
 import os
 import re
@@ -66,7 +67,8 @@ class Files:
 
     def __init__(self, root: str, fsync: bool, room: "Room") -> None:
         """Keep files below `root`, and count them in `room`."""
-        self._root, self._fsync, self._room = root, fsync, room
+        self._root, self._room = root, room
+        self._folders = Folders() if fsync else None
         self._writer, self._numbers = secrets.token_hex(8), itertools.count()
 
     def find(self, key: bytes) -> None:
@@ -94,24 +96,32 @@ class Files:
             return False
         path = f"{self._root}/{split_key(key)}"
         folder = os.path.dirname(path)
-        temporary = f"{folder}/.{self._writer}-{next(self._numbers)}.tmp"
+        temporary = written = f"{folder}/.{self._writer}-{next(self._numbers)}.tmp"
         try:
+            if self._folders:
+                self._folders.make(folder)
             try:
                 descriptor = create(temporary)
             except FileNotFoundError:
-                make_folder(folder)
+                if self._folders:
+                    self._folders.make_again(folder)
+                else:
+                    make_folder(folder)
                 descriptor = create(temporary)
             try:
                 write(descriptor, row)
-                if self._fsync:
+                if self._folders:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
             os.replace(temporary, path)
+            if self._folders:
+                written = path
+                sync_folder(folder)
         except BaseException:
             self._room.finish(len(row), False)
             with contextlib.suppress(OSError):
-                os.unlink(temporary)
+                os.unlink(written)
             raise
         self._room.finish(len(row), True)
         return True
@@ -122,12 +132,59 @@ class Files:
             os.utime(f"{self._root}/{split_key(key)}", follow_symlinks=False)
 
 
-def make_folder(path: str) -> None:
-    """Make a folder, and those above it, which only their owner may read: names of files are digests of prompts."""
-    if not os.path.isdir(path):
-        make_folder(os.path.dirname(path))
+class Folders:
+    """Folders whose names are on the disk, so that a power loss leaves them."""
+
+    def __init__(self) -> None:
+        self._lock, self._synced = threading.Lock(), set[str]()
+
+    def make(self, path: str) -> None:
+        """Make a folder, and those above it, and write their names to the disk."""
+        if path not in self._synced:
+            with self._lock:  # until it is written nobody else may take one of them for written
+                make_folder(path, self._synced)
+
+    def make_again(self, path: str) -> None:
+        """Make a folder that was removed."""
+        with self._lock:
+            self._synced.clear()
+            make_folder(path, self._synced)
+
+
+def make_folder(path: str, synced: set[str] | None = None) -> None:
+    """Make a folder, and those above it, which only their owner may read: names of files are digests of prompts. With a set of
+    folders whose names are on the disk, write the names of the others too, and add them.
+    """
+    is_new, parent = not os.path.isdir(path), os.path.dirname(path)
+    if path == parent or (path in synced if synced is not None else not is_new):
+        return
+    make_folder(parent, synced)
+    if is_new:
         with contextlib.suppress(FileExistsError):  # another thread or process made it meanwhile
             os.mkdir(path, 0o700)
+    if synced is not None:
+        try:
+            sync_folder(parent)
+        except OSError as error:
+            if is_new:
+                with contextlib.suppress(OSError):  # else the next save would find it, and not know that its name may be lost
+                    os.rmdir(path)
+                raise
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):  # an older one above may be unreadable
+                raise
+        synced.add(path)
+
+
+def sync_folder(path: str) -> None:
+    """Write the names in a folder to the disk, where the file system can."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def require_file(path: str, status: os.stat_result) -> None:
@@ -386,7 +443,8 @@ class FileStore(JobStore):
         when it lists them. So several processes may exceed the limit by more, usually by a sixteenth each; give all of them the
         same.
 
-        With `fsync` a file reaches the disk before it is renamed, which costs several times the time of a save.
+        With `fsync` a file, its name and the folders above it reach the disk before the save is answered, which costs several
+        times the time of a save.
 
         Raise ArgumentTypeError or ArgumentError for other types and values. The folder is not looked at.
         """

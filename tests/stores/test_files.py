@@ -128,23 +128,131 @@ def test_namespaces_are_apart(tmp_path: Path) -> None:
         store.close(drain_seconds=0)
 
 
-def test_with_fsync_each_file_is_synced_before_it_is_renamed(
-    make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
+class Disk:
+    """The names that a power loss leaves: those of folders that were synced after the names were made."""
 
-    def fsync(descriptor: int) -> None:
-        calls.append("fsync")
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: dict[str, set[str]] = {}  # by folder
+        self.synced_files: set[int] = set()
+        self.num_synced = 0
+        functions = {name: getattr(self, name) for name in ("mkdir", "fsync", "replace")}
+        monkeypatch.setattr(files, "os", FaultyOs(**functions))
+
+    def mkdir(self, path: str, mode: int) -> None:
+        os.mkdir(path, mode)
+
+    def fsync(self, descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if os.path.isdir(path):
+            self.names.setdefault(path, set()).update(os.listdir(path))
+        else:
+            self.synced_files.add(os.fstat(descriptor).st_ino)
+        self.num_synced += 1
         os.fsync(descriptor)
 
-    def replace(source: str, target: str) -> None:
-        calls.append("replace")
+    def replace(self, source: str, target: str) -> None:
+        assert os.stat(source).st_ino in self.synced_files
         os.replace(source, target)
 
-    monkeypatch.setattr(files, "os", FaultyOs(fsync=fsync, replace=replace))
-    save(make_store(fsync=True, num_threads=1), {b"a": b"1", b"b": b"2"})
-    save(make_store(num_threads=1), {b"c": b"1"})
-    assert calls == ["fsync", "replace", "fsync", "replace", "replace"]
+    def has(self, path: Path) -> bool:
+        """Whether a file and all folders above it are still there."""
+        return all(each.name in self.names.get(str(each.parent), ()) for each in (path, *path.parents) if each.name)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs the paths of descriptors")
+class TestSync:
+    def test_saved_files_outlive_a_power_loss(
+        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With their names, and those of all folders above them, also of folders that were there."""
+        disk, folder = Disk(monkeypatch), tmp_path / "new" / "store"
+        store, other = make_store(folder, fsync=True), make_store(folder, fsync=True)
+        keys = [bytes([i // 8, i]) for i in range(24)]
+        jobs = {store.save([key], [memoryview(b"1")]): key for key in keys}
+        saved: list[bytes] = []
+        deadline = time.monotonic() + SECONDS
+        while len(saved) < len(keys):
+            assert time.monotonic() < deadline
+            for done in store.poll():
+                assert done == Done(done.job, b"\1", None)
+                saved.append(jobs[done.job])
+                assert disk.has(path_of(folder, saved[-1]))
+        disk.names.clear()
+        save(other, {b"\0key": b"1"})
+        assert disk.has(path_of(folder, b"\0key"))
+
+    def test_folders_are_synced_once(
+        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store, disk = make_store(fsync=True), Disk(monkeypatch)
+        save(store, {b"a": b"1"})
+        num_synced = disk.num_synced
+        save(store, {b"a": b"2", b"aa": b"3"})
+        assert disk.num_synced == num_synced + 4  # each file, and its folder
+        save(store, {b"b": b"1"})
+        assert disk.num_synced == num_synced + 4 + 3
+
+    def test_folders_that_were_removed_are_synced_again(
+        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store, disk = make_store(tmp_path / "store", fsync=True), Disk(monkeypatch)
+        save(store, {b"a": b"1", b"b": b"1"})
+        subprocess.run(["rm", "-r", str(tmp_path / "store")], check=True)
+        disk.names.clear()
+        save(store, {b"b": b"1"})
+        assert disk.has(path_of(tmp_path / "store", b"b"))
+
+    def test_without_fsync_nothing_is_synced(
+        self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        disk = Disk(monkeypatch)
+        monkeypatch.setattr(disk, "synced_files", range(1 << 62))
+        monkeypatch.setattr(files, "os", FaultyOs(fsync=disk.fsync))
+        save(make_store(), {b"a": b"1"})
+        assert disk.num_synced == 0
+
+    @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EACCES])
+    @pytest.mark.parametrize("name", ["6b", "v1", "model", "store", "file"])
+    def test_a_name_that_may_be_lost_is_no_save(
+        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+    ) -> None:
+        """Nor does it make a later one believe that it is on the disk."""
+        disk, folder, is_faulty = Disk(monkeypatch), tmp_path / "store", True
+        path = path_of(folder, b"k")
+        failing = next((each.parent for each in path.parents if each.name == name), path.parent)
+
+        def fsync(descriptor: int) -> None:
+            if is_faulty and os.readlink(f"/proc/self/fd/{descriptor}") == str(failing):
+                raise OSError(number, "failed")
+            disk.fsync(descriptor)
+
+        monkeypatch.setattr(files, "os", FaultyOs(mkdir=disk.mkdir, replace=disk.replace, fsync=fsync))
+        store = make_store(folder, fsync=True)
+        for _ in range(2):
+            done = save_one(store, b"k", b"1")
+            assert (done.is_done, type(done.error)) == (b"\0", type(OSError(number, "")))
+            assert list_files(tmp_path) == []
+        is_faulty = False
+        save(store, {b"k": b"1"})
+        assert disk.has(path_of(folder, b"k"))
+
+    def test_folders_above_may_be_unreadable(
+        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The process did not make them. Nor do all file systems sync folders."""
+
+        def open_file(path: str, *arguments: Any) -> int:
+            if path in map(str, tmp_path.parents):
+                raise PermissionError(errno.EACCES, "unreadable")
+            return os.open(path, *arguments)
+
+        def fsync(descriptor: int) -> None:
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "not for folders")
+            os.fsync(descriptor)
+
+        monkeypatch.setattr(files, "os", FaultyOs(open=open_file, fsync=fsync))
+        save(make_store(fsync=True), {b"a": b"1"})
 
 
 class TestFaults:
@@ -357,6 +465,7 @@ class TestFaults:
                 (done,) = wait_for(store, store.save(chosen, [memoryview(row) for row in rows]))
                 stored |= {key: row for key, row, is_done in zip(chosen, rows, done.is_done, strict=True) if is_done}
                 assert (done.error is None) == all(done.is_done), seed
+                stored = {key: row for key, row in stored.items() if path_of(tmp_path, key).exists()}  # a failure may remove it
             elif kind == "load":
                 done, loaded = load(store, chosen, [5000] * len(chosen))
                 for key, row, is_done in zip(chosen, loaded, done.is_done, strict=True):
@@ -441,10 +550,11 @@ class TestOtherKinds:
         other.rename(temporary)
         other.symlink_to(tmp_path / "target")
         os.utime(temporary, (5, 5), follow_symlinks=False)
-        store = make_store(max_bytes=10)
-        save(store, {bytes([i]): b"1" * 5 for i in range(2)})
-        save_one(store, b"\xf0", b"1" * 5)
+        save(make_store(), {bytes([i]): b"1" * 5 for i in range(3)})
+        os.utime(path_of(tmp_path, b"\0"), (5, 5))
+        make_store(max_bytes=10)
         wait_until(lambda: not path_of(tmp_path, b"\0").exists())
+        assert path_of(tmp_path, b"\2").exists()
         assert (temporary.lstat().st_mtime, other.is_symlink()) == (5, True)
 
 
@@ -802,11 +912,11 @@ class TestRoom:
     ) -> None:
         """A server's clock is ahead of this machine's."""
         monkeypatch.setattr(files, "time", FaultyTime(time.monotonic, behind=10 * HOUR))
-        store = make_store(max_bytes=50_000)
         old = [bytes([i]) for i in range(45)]
-        save(store, {key: bytes(1000) for key in old})
+        save(make_store(), {key: bytes(1000) for key in old})
         for key in old:
             os.utime(path_of(tmp_path, key), (0, time.time() - 11 * HOUR))
+        store = make_store(max_bytes=50_000)
         new = [bytes([200, i]) for i in range(40)]
         for key in new:
             wait_until(lambda key=key: save_one(store, key, bytes(1000)).is_done == b"\1")
