@@ -24,9 +24,11 @@ import numpy as np
 from pagepool.arguments import require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.stores.jobs import (
+    DamagedObjectError,
     Finish,
     JobStore,
     Kind,
+    join_threads,
     refuse_size,
     require_drain_seconds,
     require_keys,
@@ -72,14 +74,18 @@ class Files:
         self._writer, self._numbers = secrets.token_hex(8), itertools.count()
 
     def find(self, key: bytes) -> None:
-        """Raise FileNotFoundError unless the file is there, another OSError for anything but a file."""
+        """Raise FileNotFoundError unless something is there, DamagedObjectError unless it is a file."""
         path = f"{self._root}/{split_key(key)}"
         require_file(path, os.lstat(path))
 
     def load(self, key: bytes, row: memoryview) -> None:
         """Read the file into a row."""
         path = f"{self._root}/{split_key(key)}"
-        descriptor = os.open(path, READ)
+        try:
+            descriptor = os.open(path, READ)
+        except OSError:
+            require_file(path, os.lstat(path))
+            raise
         try:
             require_file(path, os.fstat(descriptor))
             size = read(descriptor, row)
@@ -188,9 +194,9 @@ def sync_folder(path: str) -> None:
 
 
 def require_file(path: str, status: os.stat_result) -> None:
-    """Raise OSError for anything but a file, such as a FIFO, whose reader would wait for a writer."""
+    """Raise DamagedObjectError for anything but a file, such as a FIFO, whose reader would wait for a writer."""
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(f"{path}: got mode {stat.filemode(status.st_mode)}, allowed: a file")
+        raise DamagedObjectError(f"{path}: got mode {stat.filemode(status.st_mode)}, allowed: a file")
 
 
 def create(path: str) -> int:
@@ -269,8 +275,7 @@ class Room:
 
     def join(self) -> None:
         """Wait for the end of the thread."""
-        if self._thread.ident is not None:
-            self._thread.join()
+        join_threads([self._thread])
 
     def _run(self) -> None:
         self._list_files()

@@ -1,13 +1,14 @@
 """Jobs of a store, done by its threads one key at a time; and the checks of its arguments."""
 
 import itertools
+import logging
 import os
 import re
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Protocol
 
@@ -16,16 +17,20 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.stores.protocol import Done
 
 __all__ = [
+    "DamagedObjectError",
     "Finish",
     "JobStore",
     "Kind",
     "Objects",
+    "join_threads",
     "refuse_size",
     "require_drain_seconds",
     "require_keys",
     "require_namespace",
     "split_key",
 ]
+
+logger = logging.getLogger(__name__)
 
 MAX_KEY_BYTES = 64
 NAMESPACE = re.compile(r"(?!\.{1,2}(?:/|\Z))[\w.-]+(?:/(?!\.{1,2}(?:/|\Z))[\w.-]+)*", re.ASCII)
@@ -35,14 +40,18 @@ Finish = Callable[[bytes, memoryview], None]
 """What completes a row before it is written, by its key."""
 
 
+class DamagedObjectError(OSError):
+    """An object that no load can have, until a save replaces it: the store works, and has none for the key."""
+
+
 class Objects(Protocol):
     """What a store does for one key. Several threads call it at once, and every error becomes an answer."""
 
     def find(self, key: bytes) -> None:
-        """Raise FileNotFoundError unless the object is there."""
+        """Raise FileNotFoundError unless the object is there, DamagedObjectError if it is of no use."""
 
     def load(self, key: bytes, row: memoryview) -> None:
-        """Read the object into a row. Raise FileNotFoundError if it is not there, another error for another length."""
+        """Read the object into a row. Raise FileNotFoundError if it is not there, DamagedObjectError for another length."""
 
     def save(self, key: bytes, row: memoryview, finish: Finish | None) -> bool:
         """Write the object, in place of an older one, after `finish` was called. Return False if there is no room for it."""
@@ -85,9 +94,11 @@ class Job:
             elif not objects.save(key, self.rows[index], self.finish):
                 return None
             self.is_done[index] = 1
-        except Exception as error:
+        except BaseException as error:
             if isinstance(error, FileNotFoundError) and self.kind in (Kind.LOOKUP, Kind.LOAD):
                 return None
+            if not isinstance(error, Exception):  # such as a panic of obstore, which would end the thread
+                return RuntimeError(f"{type(error).__name__}: {error}")
             error.__traceback__ = error.__context__ = error.__cause__ = None  # their frames hold rows
             return error
         return None
@@ -104,6 +115,7 @@ class JobThreads:
         self._queues: list[deque[Job]] = [deque() for _ in Kind]
         self._answered: list[Done] = []
         self._num_saves = 0  # keys that are queued or being saved
+        self._num_damaged = 0
         self._is_closed = self._is_stopped = False
         names = (f"{name}-{i}" for i in range(num_threads))
         # A daemon does not delay the end of the interpreter.
@@ -143,7 +155,7 @@ class JobThreads:
 
     def drain(self, seconds: float) -> None:
         """Cancel all jobs but saves, wait for these, then stop."""
-        deadline = time.monotonic() + min(seconds, threading.TIMEOUT_MAX / 2)
+        deadline = time.monotonic() + seconds
         with self._lock:
             self._is_closed = True
             for kind in (Kind.LOOKUP, Kind.LOAD, Kind.TOUCH):
@@ -165,9 +177,7 @@ class JobThreads:
 
     def join(self) -> None:
         """Wait for the end of the threads."""
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+        join_threads(self._threads)
 
     def require_open(self) -> None:
         """Raise ArgumentError if the store is closed, or made before the process forked."""
@@ -193,6 +203,9 @@ class JobThreads:
             if job.next_index < len(job.keys):
                 queue.appendleft(job)
         error = job.run(objects, index)
+        if isinstance(error, DamagedObjectError):
+            self._report_damaged(error)
+            error = None
         with self._lock:
             job.error = job.error or error
             job.num_left -= 1
@@ -203,9 +216,22 @@ class JobThreads:
                 self._has_saved.notify_all()
         return True
 
+    def _report_damaged(self, error: DamagedObjectError) -> None:
+        with self._lock:
+            self._num_damaged = number = self._num_damaged + 1
+        if number & (number - 1) == 0:  # the 1st, 2nd, 4th and so on
+            logger.warning("the store has damaged objects, %d by now: %s", number, error)
+
     def _answer(self, job: Job) -> None:
         if job.kind != Kind.TOUCH:
             self._answered.append(Done(job.number, bytes(job.is_done), job.error))
+
+
+def join_threads(threads: Iterable[threading.Thread]) -> None:
+    """Wait for the end of threads that have begun. A store may be closed by one of them, in which an engine is deleted."""
+    for thread in threads:
+        if thread.ident is not None and thread is not threading.current_thread():
+            thread.join()
 
 
 class JobStore:
@@ -303,7 +329,7 @@ def require_namespace(namespace: object) -> str:
 
 def require_drain_seconds(drain_seconds: float) -> float:
     """Return the time to wait for saves. Raise ArgumentTypeError unless it is a number, ArgumentError if it is negative."""
-    return float(require_number("drain_seconds", drain_seconds))
+    return float(min(require_number("drain_seconds", drain_seconds), threading.TIMEOUT_MAX / 2))
 
 
 def split_key(key: bytes) -> str:
@@ -316,6 +342,6 @@ def split_key(key: bytes) -> str:
     return f"{digits[:2]}/{digits}"
 
 
-def refuse_size(name: str, size: int | str, row: memoryview) -> OSError:
+def refuse_size(name: str, size: int | str, row: memoryview) -> DamagedObjectError:
     """Return the error for an object whose length differs from that of its row."""
-    return OSError(f"{name}: got {size} bytes, allowed: {len(row)}, the length of the row")
+    return DamagedObjectError(f"{name}: got {size} bytes, allowed: {len(row)}, the length of the row")

@@ -15,7 +15,7 @@ import pytest
 from store_jobs import SECONDS, load, save, wait_for, wait_until
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
-from pagepool.stores import ObjectStore
+from pagepool.stores import Done, ObjectStore
 
 obstore = pytest.importorskip("obstore")
 from object_stores import MAKERS, open_bucket  # noqa: E402
@@ -78,15 +78,17 @@ def test_a_saved_row_may_change(store: ObjectStore) -> None:
     assert (done.is_done, rows) == (b"\1", [b"1234" * 100_000])
 
 
-def test_an_object_of_another_length_is_not_transferred(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_of_another_length_is_not_transferred(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     class Found:
         meta = {"size": 1 << 40}  # noqa: RUF012
 
     save(store, {b"key": b"1234"})
     monkeypatch.setattr(obstore, "get", lambda *_: Found())
     done, _ = load(store, [b"key"], [4])
-    assert done.is_done == b"\0"
-    assert str(done.error) == f"model/v1/6b/6b6579: got {1 << 40} bytes, allowed: 4, the length of the row"
+    assert done == Done(done.job, b"\0", None)
+    assert f"model/v1/6b/6b6579: got {1 << 40} bytes, allowed: 4, the length of the row" in caplog.text
 
 
 def test_an_object_shorter_than_announced_is_not_done(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +100,7 @@ def test_an_object_shorter_than_announced_is_not_done(store: ObjectStore, monkey
 
     monkeypatch.setattr(obstore, "get", lambda *_: Found())
     done, rows = load(store, [b"key"], [4])
-    assert (done.is_done, rows) == (b"\0", [bytes(4)])
-    assert isinstance(done.error, OSError)
+    assert (done, rows) == (Done(done.job, b"\0", None), [bytes(4)])
 
 
 def test_errors_of_the_store_are_answers() -> None:
@@ -213,7 +214,7 @@ def test_without_obstore_the_error_names_the_extra() -> None:
     code = """if True:
         import sys
         sys.modules["obstore"] = None
-        from pagepool.stores import ObjectStore
+        from pagepool.stores import Done, ObjectStore
         try:
             ObjectStore(None, "n")
         except ImportError as error:
