@@ -4,8 +4,10 @@ Each request to the store is made by a thread, without the GIL. A row is copied 
 microseconds, so `close` need not wait for requests.
 """
 
+import re
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +31,13 @@ __all__ = ["ObjectStore"]
 
 MAX_CONCURRENCY = 1024
 
+SECONDS_OF_BUCKET = 10.0
+"""Time for which a bucket that was there is taken to be there."""
+
+NO_BUCKET = re.compile("<Code>(NoSuchBucket|ContainerNotFound)</Code>")
+NOT_FOUND = "404 Not Found"
+"""What the error of a list says if there is no bucket."""
+
 
 class Bucket:
     """Objects by key in a store of obstore."""
@@ -37,15 +46,18 @@ class Bucket:
         """`obstore` is the package."""
         self._obstore, self._store, self._namespace = obstore, store, namespace
         self._lock, self._is_closed = threading.Lock(), False
+        of_buckets = obstore.store.S3Store, obstore.store.GCSStore, obstore.store.AzureStore
+        self._has_bucket = isinstance(store, of_buckets)
+        self._bucket_lock, self._is_sure_until = threading.Lock(), 0.0
 
     def find(self, key: bytes) -> None:
-        """Raise FileNotFoundError unless the object is there."""
-        self._obstore.head(self._store, f"{self._namespace}/{split_key(key)}")
+        """Raise FileNotFoundError unless the object is there, OSError if there is no bucket."""
+        self._request(self._obstore.head, f"{self._namespace}/{split_key(key)}")
 
     def load(self, key: bytes, row: memoryview) -> None:
         """Read the object into a row. An object of another length is not transferred."""
         name = f"{self._namespace}/{split_key(key)}"
-        found = self._obstore.get(self._store, name)
+        found = self._request(self._obstore.get, name)
         size = found.meta["size"]
         data = np.frombuffer(found.bytes() if size == len(row) else b"", np.uint8)
         if len(data) != len(row):
@@ -67,6 +79,33 @@ class Bucket:
 
     def touch(self, key: bytes) -> None:
         """Do nothing."""
+
+    def _request(self, call: Callable[[Any, str], Any], name: str) -> Any:
+        """Return what a call finds under a name."""
+        try:
+            return call(self._store, name)
+        except FileNotFoundError as error:
+            if self._has_bucket and self._is_bucket_missing(name, str(error)):
+                allowed = "one whose bucket exists"
+                raise OSError(f"store: got {self._store!r}, whose bucket is missing, allowed: {allowed}") from None
+            raise
+
+    def _is_bucket_missing(self, name: str, error: str) -> bool:
+        """Whether an object is missing because the bucket is. An answer without a text does not tell, so the bucket is listed,
+        every ten seconds at most. If that is forbidden, the bucket is taken to be there.
+        """
+        if NO_BUCKET.search(error):
+            return True
+        with self._bucket_lock:
+            if time.monotonic() < self._is_sure_until:
+                return False
+            try:
+                self._obstore.list_with_delimiter(self._store, prefix=name)
+            except Exception as listed:
+                if NO_BUCKET.search(str(listed)) or NOT_FOUND in str(listed):
+                    return True
+            self._is_sure_until = time.monotonic() + SECONDS_OF_BUCKET
+            return False
 
     def close(self) -> None:
         """Read and write no row from now on."""
@@ -90,6 +129,9 @@ class ObjectStore(JobStore):
     The object of a key is ``namespace/first two digits/digits of the key`` below the store's prefix. Each is written by one
     request, and read by one. The store's options set credentials, timeouts and retries. By default a request is tried again
     for three minutes; give it seconds, since until then it occupies one of the `max_concurrency` places.
+
+    A missing bucket is the error of an answer. Where a server says only that an object is missing, the store lists the bucket,
+    every ten seconds at most. Without the permission to list, objects of a missing bucket are missing without an error.
 
     Nothing is ever removed: give the bucket a rule that expires objects, by the time since they were written. The calling
     thread waits for no request. In a forked process every call but `close` raises; make a store there.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
 import threading
@@ -15,11 +16,11 @@ import pytest
 from store_jobs import SECONDS, load, save, wait_for, wait_until
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
-from pagepool.stores import Done, ObjectStore
+from pagepool.stores import Done, ObjectStore, object_storage
 
 obstore = pytest.importorskip("obstore")
-from object_stores import MAKERS, open_bucket  # noqa: E402
-from obstore.store import LocalStore, MemoryStore, S3Store  # noqa: E402
+from object_stores import MAKERS, make_bucket, open_bucket  # noqa: E402
+from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store  # noqa: E402
 
 
 @pytest.fixture
@@ -133,14 +134,91 @@ def test_a_bucket_without_permission_is_an_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("objects-s3" not in MAKERS, reason="the server needs moto and flask")
-def test_a_missing_bucket_is_a_miss_and_a_failed_save() -> None:
+def test_a_missing_bucket_is_an_error_of_each_answer() -> None:
     store = ObjectStore(open_bucket("missing"), "n")
-    (done,) = wait_for(store, store.save([b"key"], [memoryview(b"1")]))
-    assert done.is_done == b"\0"
-    assert done.error is not None
-    done, _ = load(store, [b"key"], [1])
-    assert done.is_done == b"\0"
+    jobs = [store.lookup([b"key"]), store.load([b"key"], [memoryview(bytearray(1))]), store.save([b"key"], [memoryview(b"1")])]
+    for done in wait_for(store, *jobs):
+        assert done.is_done == b"\0"
+        assert isinstance(done.error, Exception)
+    make_bucket("missing")
+    jobs = [store.lookup([b"key"]), store.load([b"key"], [memoryview(bytearray(1))])]
+    assert wait_for(store, *jobs) == [Done(job, b"\0", None) for job in jobs]
+    save(store, {b"key": b"1"})
     store.close(drain_seconds=0)
+
+
+class Answers:
+    """Functions of obstore that raise what a server says of missing objects, and of lists."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, missing: str, listed: Exception | None) -> None:
+        self.missing, self.listed, self.num_lists = missing, listed, 0
+        for name in ("head", "get"):
+            monkeypatch.setattr(obstore, name, self.find)
+        monkeypatch.setattr(obstore, "list_with_delimiter", self.list_objects)
+
+    def find(self, store: Any, path: str) -> None:
+        raise FileNotFoundError(f"Object at location {path} not found: {self.missing}")
+
+    def list_objects(self, store: Any, prefix: str) -> dict[str, list[Any]]:
+        self.num_lists += 1
+        if self.listed is not None:
+            raise self.listed
+        return {"common_prefixes": [], "objects": []}
+
+
+HEAD = "status code: 404 Not Found: "
+KEY = f"{HEAD}<Error><Code>NoSuchKey</Code><Message>The specified key does not exist.</Message></Error>"
+BUCKET = f"{HEAD}<Error><Code>NoSuchBucket</Code></Error>"
+CONTAINER = f"{HEAD}<?xml version='1.0'?><Error><Code>ContainerNotFound</Code></Error>"
+DENIED = RuntimeError("status code: 403 Forbidden: <Error><Code>AccessDenied</Code></Error>")
+
+
+@pytest.mark.parametrize(
+    ("missing", "listed", "is_error"),
+    [
+        (HEAD, None, False),
+        (KEY, None, False),
+        (HEAD, RuntimeError(BUCKET), True),
+        (HEAD, RuntimeError(HEAD), True),
+        (KEY, RuntimeError(CONTAINER), True),
+        (BUCKET, DENIED, True),
+        (CONTAINER, DENIED, True),
+        (HEAD, DENIED, False),
+        (KEY, TimeoutError("timed out"), False),
+    ],
+)
+@pytest.mark.parametrize("kind", [S3Store, GCSStore, AzureStore])
+def test_a_missing_bucket_is_told_from_a_missing_object(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, missing: str, listed: Exception | None, is_error: bool
+) -> None:
+    options = {"account_name": "account"} if kind is AzureStore else {}
+    store = ObjectStore(kind("bucket-404", **options), "NoSuchBucket/404", max_concurrency=4)
+    answers = Answers(monkeypatch, missing, listed)
+    for done in wait_for(store, store.lookup([b"a", b"b"]), store.load([b"a"], [memoryview(bytearray(1))])):
+        assert not any(done.is_done)
+        assert (done.error is not None) == is_error
+        if is_error:
+            expected = r"store: got \w+Store\(.*\), whose bucket is missing, allowed: one whose bucket exists"
+            assert re.fullmatch(expected, str(done.error))
+    assert is_error or answers.num_lists == 1
+    store.close(drain_seconds=0)
+
+
+def test_a_bucket_may_vanish(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_storage, "SECONDS_OF_BUCKET", 0.0)
+    store, answers = ObjectStore(S3Store("bucket"), "n"), Answers(monkeypatch, HEAD, None)
+    for listed in (None, RuntimeError(HEAD), None):
+        answers.listed = listed
+        (done,) = wait_for(store, store.lookup([b"a"]))
+        assert (done.error is None) == (listed is None)
+    store.close(drain_seconds=0)
+
+
+def test_a_store_without_buckets_lists_nothing(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = Answers(monkeypatch, HEAD, RuntimeError(HEAD))
+    (done,) = wait_for(store, store.lookup([b"a"]))
+    assert done == Done(done.job, b"\0", None)
+    assert answers.num_lists == 0
 
 
 def test_close_does_not_wait_for_a_load_and_its_row_stays(
@@ -214,7 +292,7 @@ def test_without_obstore_the_error_names_the_extra() -> None:
     code = """if True:
         import sys
         sys.modules["obstore"] = None
-        from pagepool.stores import Done, ObjectStore
+        from pagepool.stores import Done, ObjectStore, object_storage
         try:
             ObjectStore(None, "n")
         except ImportError as error:
