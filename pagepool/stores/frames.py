@@ -3,14 +3,14 @@
 | bytes | content |
 |---|---|
 | 0 to 7 | ``pagepool`` |
-| 8 to 11 | version 1 |
+| 8 to 11 | version 2 |
 | 12 to 23 | SHA-256 of the namespace, its first 96 bits |
 | 24 to 47 | SHA-256 of the key, its first 192 bits |
 | 48 to 55 | bytes of the row |
-| 56 to 63 | XXH3-64 of the row |
+| 56 to 63 | XXH3-64 of the row, seeded with the last 64 bits of the key's SHA-256 XOR the last 64 bits of the namespace's |
 
-Numbers are little-endian. The checksum finds faults of disks, networks and programs. It does not stop an attacker, who can
-compute it too.
+Numbers are little-endian. The seed lets the row of one object fail behind the header of another, wherever they were joined. The
+checksum finds faults of disks, networks and programs. It does not stop an attacker, who can compute it too.
 """
 
 import struct
@@ -26,8 +26,10 @@ HEADER_BYTES = 64
 """Bytes before the row of an object."""
 
 MAGIC = b"pagepool"
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<8sI12s24sQQ")
+DIGEST = struct.Struct("<24sQ")
+"""A SHA-256: what the header has of the key's, and the seed."""
 
 
 def write_header(buffer: Any, namespace: str, key: bytes, row: Any) -> None:
@@ -65,14 +67,17 @@ def make_header(namespace: str, key: bytes, row: memoryview) -> bytes:
         raise ArgumentTypeError(f"namespace: got {type(namespace).__name__}, allowed: a string")
     if not isinstance(key, bytes):
         raise ArgumentTypeError(f"key: got {type(key).__name__}, allowed: bytes")
-    checksum = import_xxhash().xxh3_64_intdigest(row)
-    return HEADER.pack(MAGIC, VERSION, digest_namespace(namespace), sha256(key).digest()[:24], len(row), checksum)
+    of_namespace, namespace_seed = digest_namespace(namespace)
+    of_key, key_seed = DIGEST.unpack(sha256(key).digest())
+    checksum = import_xxhash().xxh3_64_intdigest(row, namespace_seed ^ key_seed)
+    return HEADER.pack(MAGIC, VERSION, of_namespace, of_key, len(row), checksum)
 
 
 @lru_cache(maxsize=64)
-def digest_namespace(namespace: str) -> bytes:
-    """Return the first 96 bits of a namespace's SHA-256."""
-    return sha256(namespace.encode()).digest()[:12]
+def digest_namespace(namespace: str) -> tuple[bytes, int]:
+    """Return the first 96 bits of a namespace's SHA-256, and its last 64."""
+    first, last = DIGEST.unpack(sha256(namespace.encode()).digest())
+    return first[:12], last
 
 
 def view_bytes(name: str, value: Any, is_writable: bool = False) -> memoryview:

@@ -25,11 +25,12 @@ def make_object(num_bytes: int, namespace: str = "model/v1", key: bytes = b"\1\2
 def test_the_format_is_the_documented_one() -> None:
     stored = make_object(1000)
     assert stored[:8] == b"pagepool"
-    assert int.from_bytes(stored[8:12], "little") == 1
+    assert int.from_bytes(stored[8:12], "little") == 2
     assert stored[12:24] == hashlib.sha256(b"model/v1").digest()[:12]
     assert stored[24:48] == hashlib.sha256(b"\1\2").digest()[:24]
     assert int.from_bytes(stored[48:56], "little") == 1000
-    assert int.from_bytes(stored[56:64], "little") == xxhash.xxh3_64_intdigest(bytes(stored[64:]))
+    seeds = [int.from_bytes(hashlib.sha256(text).digest()[24:], "little") for text in (b"model/v1", b"\1\2")]
+    assert int.from_bytes(stored[56:64], "little") == xxhash.xxh3_64_intdigest(bytes(stored[64:]), seeds[0] ^ seeds[1])
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 63, 64, 5000])
@@ -52,6 +53,21 @@ def test_another_namespace_or_key_is_not_intact() -> None:
     assert not is_intact(stored, "model/v2", b"\1\2")
     assert not is_intact(stored, "model/v1", b"\1\3")
     assert not is_intact(bytes(len(stored)), "model/v1", b"\1\2")
+
+
+@pytest.mark.parametrize("num_bytes", [1, 16, 200, 1000])
+@pytest.mark.parametrize(("namespace", "key"), [("model/v1", b"\1\3"), ("model/v2", b"\1\2")])
+def test_the_beginning_of_one_object_before_the_rest_of_another_is_not_intact(
+    num_bytes: int, namespace: str, key: bytes
+) -> None:
+    """Both have the same length, as after a read that ended early, into memory with another object."""
+    first, second = make_object(num_bytes), bytearray(make_object(num_bytes))
+    second[HEADER_BYTES:] = random.Random("other").randbytes(num_bytes)
+    write_header(second, namespace, key, memoryview(second)[HEADER_BYTES:])
+    for cut in range(len(first) + 1):
+        joined = first[:cut] + second[cut:]
+        assert is_intact(joined, "model/v1", b"\1\2") == (joined == first)
+        assert is_intact(joined, namespace, key) == (joined == second)
 
 
 def test_any_contiguous_buffer_does() -> None:
