@@ -358,6 +358,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             host_tier._bind(self._store)
         self._host_tier = host_tier
         self._storage: Storage | None = None
+        self._max_steps_ahead = 0  # the most that a running batch plans
         self._advisor = Advisor(self.stats(), self._store.counters["num_queried_tokens"])
 
     def __repr__(self) -> str:

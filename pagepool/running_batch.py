@@ -146,6 +146,7 @@ class RunningBatch(RunningRows):
             hasher.lookahead,
         )
         self._manager = manager
+        manager._max_steps_ahead = max(manager._max_steps_ahead, max_steps_ahead)
         self._hasher = hasher
         self._tables = tables
         self._registry = manager._registry

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf
@@ -44,7 +44,7 @@ class Fetch:
 class Loads:
     """Look-ups of requests' pages, and loads of those that a hit needs.
 
-    Each object is checked in the row of the tier, which the store cannot reach.
+    A page that several requests need is read once. Each object is checked in the row of the tier, which the store cannot reach.
     """
 
     def __init__(self, tier: Tier, jobs: Jobs, saves: Saves, namespace: str, max_bytes: int) -> None:
@@ -52,7 +52,10 @@ class Loads:
         self._tier, self._jobs, self._saves, self._namespace = tier, jobs, saves, namespace
         self._sizes = np.array([rows.shape[1] + HEADER_BYTES for rows in tier.rows], dtype=np.int64)  # bytes, by group
         self._buffers = Buffers(max_bytes, self._sizes.tolist())
-        self._waiting: deque[tuple[Fetch, Pages]] = deque()  # pages to be loaded
+        self._waiting: deque[tuple[Fetch, Pages]] = deque()  # pages to be loaded, and one of the requests that wait for them
+        self._waiters: dict[bytes, list[Fetch]] = {}  # the requests that wait for each page on its way
+        self._wrong: set[bytes] = set()  # among these pages: found to be wrong since
+        saves.heed_wrong = self._heed_wrong
         self._num_waiting_bytes = 0
         self._load_rate, self._step_rate = AnswerRate(), Rate()
         self._queue_seconds = Rate()  # seconds until a request is asked for, by requests
@@ -112,10 +115,13 @@ class Loads:
         """Begin no more loads for a request that computes its pages."""
         self.forget(fetch)
         fetch.is_over = True
-        left = [each for each in self._waiting if each[0] is not fetch] if fetch.num_on_the_way else self._waiting
-        if len(left) < len(self._waiting):
-            self._waiting = deque(left)
-            self._num_waiting_bytes = sum(int(self._sizes[pages.groups].sum()) for _, pages in left)
+        if not fetch.num_on_the_way or all(first is not fetch for first, _ in self._waiting):
+            return
+        left: deque[tuple[Fetch, Pages]] = deque()
+        for first, pages in self._waiting:
+            left.extend(self._hand_over(pages) if first is fetch else [(first, pages)])
+        self._waiting = left
+        self._num_waiting_bytes = sum(int(self._sizes[pages.groups].sum()) for _, pages in left)
 
     def start(self) -> None:
         """Load waiting pages, while there is room."""
@@ -132,12 +138,16 @@ class Loads:
                 self._waiting.appendleft((fetch, pages.choose(slice(num, None))))
             self._num_waiting_bytes -= int(sizes[:num].sum())
             chosen = pages.choose(slice(num))
+            for item in objects:
+                item[:HEADER_BYTES] = 0  # what was loaded there before is not taken for this page
             self.num_loading += num
             self._load_rate.start(time.monotonic())
-            self._jobs.load(Job(chosen, chosen.name(), self._end_load, objects, places, fetch))
+            self._jobs.load(Job(chosen, chosen.name(), self._end_load, objects, places, fetch, self._release))
 
     def clear(self) -> None:
         """Forget the pages that wait for a load."""
+        for _, pages in self._waiting:
+            self._end_waits(pages.name())
         self._waiting.clear()
         self._num_waiting_bytes = 0
 
@@ -165,15 +175,42 @@ class Loads:
         if fetch.is_over or not len(groups):  # nobody waits, or the store's pages do not lengthen the hit
             return
         needed = Pages(keys, groups)
-        fetch.num_bytes, fetch.num_page_tokens = int(self._sizes[needed.groups].sum()), num_then - num_now
+        names = needed.name()
+        due = needed.choose(np.array([name not in self._waiters for name in names], dtype=bool))  # others are on their way
+        fetch.num_bytes, fetch.num_page_tokens = int(self._sizes[due.groups].sum()), num_then - num_now
         if not self._fits(needed) or not self._pays(fetch):
-            self.num_recomputed += len(groups)
+            self.num_recomputed += len(due.groups)
             return
         if fetch.num_queued_tokens:
             self._queue(fetch, fetch.num_tokens - num_then)
-        fetch.num_on_the_way += len(groups)
-        self._waiting.append((fetch, needed))
-        self._num_waiting_bytes += fetch.num_bytes
+        fetch.num_on_the_way += len(names)
+        for name in names:
+            self._waiters.setdefault(name, []).append(fetch)
+        if len(due.groups):
+            self._waiting.append((fetch, due))
+            self._num_waiting_bytes += fetch.num_bytes
+
+    def _hand_over(self, pages: Pages) -> list[tuple[Fetch, Pages]]:
+        """Return pages to be loaded with requests that still wait for them. Forget those that nobody waits for."""
+        places: dict[Fetch, list[int]] = {}
+        for place, name in enumerate(pages.name()):
+            heir = next((fetch for fetch in self._waiters[name] if not fetch.is_over), None)
+            if heir is None:
+                self._end_waits([name])
+            else:
+                places.setdefault(heir, []).append(place)
+        return [(heir, pages.choose(own)) for heir, own in places.items()]
+
+    def _end_waits(self, names: Iterable[bytes]) -> None:
+        """Let requests wait for pages no longer."""
+        for name in names:
+            for fetch in self._waiters.pop(name, ()):
+                fetch.num_on_the_way -= 1
+            self._wrong.discard(name)
+
+    def _heed_wrong(self, names: Iterable[bytes]) -> None:
+        """Note that what the store has of pages is wrong, also where it is on its way."""
+        self._wrong.update(name for name in names if name in self._waiters)
 
     def _fits(self, pages: Pages) -> bool:
         """Whether pages take no more than half of the tier, so that the first are still there when the last one comes."""
@@ -214,12 +251,16 @@ class Loads:
         return num_bytes / bytes_rate if bytes_rate else inf  # all loads failed
 
     def _end_load(self, job: Job, is_done: Flags) -> None:
-        self._load_rate.end(int(self._sizes[job.pages.groups][is_done].sum()), job.started_at)
-        job.context.num_on_the_way -= len(job.names)
+        self._load_rate.end(int(self._sizes[job.pages.groups][is_done].sum()), job.started_at, job.has_failed)
         self.num_loading -= len(job.names)
         self.num_missing += int((~is_done).sum())
         self._saves.note_stored(job.pages, is_done)
-        self._fill(job, np.flatnonzero(is_done))
+        try:
+            self._fill(job, np.flatnonzero(is_done))
+        finally:
+            self._end_waits(job.names)
+
+    def _release(self, job: Job) -> None:
         self._buffers.give_back(job.objects, job.places)
 
     def _fill(self, job: Job, places: npt.NDArray[np.intp]) -> None:
@@ -234,7 +275,7 @@ class Loads:
             self._saves.collect()  # before the pages that were evicted for these are overwritten
             for i, at in enumerate(taken.tolist()):
                 are_intact[i] = self._copy(job, int(places[at]), int(page_ids[at]))
-            for group in np.unique(loaded.groups[taken]).tolist():
+            for group in sorted({*loaded.groups[taken].tolist()}):
                 ids = page_ids[taken[loaded.groups[taken] == group]].tolist()
                 tier.mark_saved(ids, group=group if tier.has_groups else None)
         finally:
@@ -244,8 +285,9 @@ class Loads:
         self.num_damaged += int((~are_intact).sum())
 
     def _copy(self, job: Job, place: int, page_id: int) -> bool:
-        """Copy an object into a row, and check it there."""
+        """Copy an object into a row, and check it there. Return whether it is intact, and not known to be wrong."""
         row, item = self._tier.rows[job.pages.groups[place]][page_id], job.objects[place]
         header = item[:HEADER_BYTES].tobytes()
         row[:] = item[HEADER_BYTES:]
-        return header == make_header(self._namespace, job.names[place], row.data)
+        name = job.names[place]
+        return header == make_header(self._namespace, name, row.data) and name not in self._wrong

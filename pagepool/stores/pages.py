@@ -49,3 +49,4 @@ class Tier:
     rows: Sequence[npt.NDArray[np.uint8]]
     has_groups: bool  # the owner of the rows tells groups apart
     mark_saved: Callable[..., None]
+    count_steps_ahead: Callable[[], int]  # steps planned before one is known to have failed

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any
@@ -24,10 +24,22 @@ Flags = npt.NDArray[np.bool_]
 RAISED = object()
 """What a call of the store that raised returned."""
 
+ANSWER_SECONDS = 60.0
+"""Time after which a job without an answer counts as failed. The store may still use its objects."""
+
+BYTES_PER_TOUCH = 4096
+"""Memory that the system allocates for one write, at least."""
+
+
+def keep_nothing(_job: "Job") -> None:
+    """Release nothing."""
+
 
 @dataclass(slots=True)
 class Job:
-    """Pages that are looked up, loaded or saved. `end` takes the job, and a flag for each page that is done."""
+    """Pages that are looked up, loaded or saved. `end` takes the job, and a flag for each page that is done. `release` takes it
+    once the store does not use its objects any more, which is later than `end` if the answer comes late.
+    """
 
     pages: Pages
     names: list[bytes]
@@ -35,20 +47,23 @@ class Job:
     objects: list[Object] = field(default_factory=list)
     places: list[int] = field(default_factory=list)  # `Buffers` keeps the objects there
     context: Any = None
+    release: Callable[["Job"], None] = keep_nothing
     started_at: float = 0.0
+    has_failed: bool = False  # by an error of the store, or without an answer
 
 
 class Jobs:
     """The jobs of a store that are not answered yet.
 
     The store may do anything: raise, answer late, never, twice, too little or jobs that it was never given. Whatever it does,
-    each job ends once at most, with one flag for each page.
+    each job ends once, with one flag for each page. A job that is not answered in `ANSWER_SECONDS` ends as failed.
     """
 
     def __init__(self, store: Store) -> None:
         """Begin without jobs."""
         self._store = store
-        self._pending: dict[int, Job] = {}
+        self._pending: dict[int, Job] = {}  # in the order of their starts
+        self._given_up: dict[int, Job] = {}  # those whose objects the store may still use
         self.num_errors = 0
 
     def lookup(self, job: Job) -> None:
@@ -59,14 +74,15 @@ class Jobs:
         """Start to read objects."""
         self._start(job, self._store.load, job.names, [item.data for item in job.objects])
 
-    def save(self, job: Job, finish: Finish) -> None:
+    def save(self, job: Job, finish: Finish | None = None) -> None:
         """Start to write objects, each after `finish` was called with its name and bytes: in the store's threads if it can."""
         store, rows = self._store, [item.data for item in job.objects]
         if isinstance(store, JobStore):
             self._start(job, store.save, job.names, rows, finish=finish)
         else:
-            for name, row in zip(job.names, rows, strict=True):
-                finish(name, row)
+            if finish:
+                for name, row in zip(job.names, rows, strict=True):
+                    finish(name, row)
             self._start(job, store.save, job.names, rows)
 
     def touch(self, names: list[bytes]) -> None:
@@ -74,41 +90,68 @@ class Jobs:
         self._call(self._store.touch, names)
 
     def poll(self) -> None:
-        """End the jobs that the store has answered."""
+        """End the jobs that the store has answered, or that it should have answered by now."""
         answers = self._call(self._store.poll)
         if isinstance(answers, list):
             for job, is_done in list(self._read_answers(answers)):
                 job.end(job, is_done)
+                job.release(job)
         elif answers is not RAISED:
             self._report(f"poll returned {type(answers).__name__}, allowed: a list")
+        self._give_up(time.monotonic() - ANSWER_SECONDS)
+
+    def close(self, drain_seconds: float) -> None:
+        """Close the store."""
+        self._call(self._store.close, drain_seconds=drain_seconds)
+
+    def _give_up(self, last_start: float) -> None:
+        """End the jobs started until a time as failed."""
+        while self._pending:
+            number, job = next(iter(self._pending.items()))
+            if job.started_at > last_start:
+                return
+            del self._pending[number]
+            if job.objects:
+                self._given_up[number] = job
+            self._report(f"job {number} has no answer after {ANSWER_SECONDS:.0f} seconds")
+            self._fail(job)
+
+    def _fail(self, job: Job) -> None:
+        job.has_failed = True
+        job.end(job, np.zeros(len(job.names), dtype=bool))
 
     def _start(self, job: Job, call: Callable[..., int], *arguments: Any, **options: Any) -> None:
         job.started_at = time.monotonic()
         number = self._call(call, *arguments, **options)
-        if isinstance(number, int) and number not in self._pending:
+        if isinstance(number, int) and number not in self._pending and number not in self._given_up:
             self._pending[number] = job
             return
         if number is not RAISED:
             self._report(f"{call.__name__} returned {number!r}, allowed: the number of a new job")
-        job.end(job, np.zeros(len(job.names), dtype=bool))
+        self._fail(job)
+        job.release(job)
 
     def _read_answers(self, answers: Iterable[Any]) -> Iterator[tuple[Job, Flags]]:
         for answer in answers:
             try:
                 number, is_done, error = answer
-                job = self._pending.pop(number, None)
+                job, late = self._pending.pop(number, None), self._given_up.pop(number, None)
             except Exception as fault:
                 self._report(f"poll returned {type(answer).__name__}: {fault}")
                 continue
             if error is not None:
                 self._report(error)
-            if job is None:
-                self._report(f"job {number} was answered twice, or never started")
+            if late is not None:
+                late.release(late)
+            elif job is None:
+                self._report(f"job {number} was answered twice, too late, or never started")
             else:
-                yield job, self._read_flags(number, is_done, len(job.names))
+                job.has_failed = error is not None
+                yield job, self._read_flags(number, is_done, job)
 
-    def _read_flags(self, number: int, is_done: Any, num: int) -> Flags:
-        """Return the flags of a job. If they are wrong, nothing of it is done."""
+    def _read_flags(self, number: int, is_done: Any, job: Job) -> Flags:
+        """Return the flags of a job. If they are wrong, it has failed, and nothing of it is done."""
+        num = len(job.names)
         try:
             flags: Flags = np.frombuffer(bytes(memoryview(is_done)), dtype=np.uint8) == 1
         except Exception as fault:
@@ -117,6 +160,7 @@ class Jobs:
             if len(flags) == num:
                 return flags
             self._report(f"job {number} has {len(flags)} flags, allowed: {num}")
+        job.has_failed = True
         return np.zeros(num, dtype=bool)
 
     def _call(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -136,13 +180,17 @@ class Jobs:
 class Buffers:
     """Memory of objects, one array for each size: at most `max_bytes` of objects are out. What was out before comes first."""
 
-    def __init__(self, max_bytes: int, sizes: Iterable[int]) -> None:
-        """Reserve memory, which the system allocates when it is first written."""
+    def __init__(self, max_bytes: int, sizes: Iterable[int], warm_bytes: Mapping[int, int] | None = None) -> None:
+        """Reserve memory, which the system allocates when it is first written: `warm_bytes` of the array for a size now, so
+        that their first use costs no more than later ones.
+        """
         self._max_bytes = max_bytes
         self.arrays = {size: np.empty((max_bytes // size, size), dtype=np.uint8) for size in {*sizes}}
         self._spare: dict[int, list[int]] = {size: [] for size in self.arrays}
         self._unused = {size: count() for size in self.arrays}
         self.num_bytes = 0
+        for size, num_bytes in (warm_bytes or {}).items():
+            self.arrays[size].reshape(-1)[:num_bytes:BYTES_PER_TOUCH] = 0
 
     def take(self, num: int, size: int) -> list[int]:
         """Return the places of objects in the array for `size`, or of fewer if there is no room."""

@@ -47,7 +47,8 @@ class AnswerRate:
     """Bytes a second of jobs that overlap, whose answers are seen when somebody asks for them.
 
     A job that is answered at the first question after its start tells nothing, since it may have taken any part of that time.
-    Other jobs ended between two questions, so half of the time between them counts.
+    Other jobs ended between two questions, so half of the time between them counts. Nor does a job tell anything whose objects
+    are missing; one that failed counts always, with no bytes.
     """
 
     def __init__(self) -> None:
@@ -62,14 +63,16 @@ class AnswerRate:
         if self._waits_since is None:
             self._waits_since = now
 
-    def end(self, num_bytes: int, started_at: float) -> None:
+    def end(self, num_bytes: int, started_at: float, has_failed: bool) -> None:
         """End a job that is answered now."""
         self._waits_since = None
+        if not num_bytes and not has_failed:
+            return
         self._num_bytes += num_bytes
         self._started_at = min(self._started_at, started_at)
 
     def end_question(self, now: float) -> None:
-        """End a question, with or without answers. Jobs that failed count always, with no bytes."""
+        """End a question, with or without answers."""
         if self._started_at < inf:
             ended_at = (max(self._started_at, self._asked_at) + now) / 2
             if self._started_at < self._asked_at or not self._num_bytes:

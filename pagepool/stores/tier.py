@@ -3,6 +3,8 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from time import sleep
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -27,6 +29,9 @@ __all__ = ["HostRows", "StoreTier"]
 logger = logging.getLogger(__name__)
 
 Rows = npt.NDArray[np.uint8]
+
+MAX_POLLS_AT_END = 1000
+SECONDS_BETWEEN_POLLS = 0.001
 
 
 @runtime_checkable
@@ -205,19 +210,28 @@ class StoreTier:
             )
 
     def close(self, *, drain_seconds: float = 0.0) -> None:
-        """Save the pages that are due, wait for saves up to `drain_seconds`, and close the store. Every request is ready then.
-        A second call changes nothing.
+        """Wait for saves up to `drain_seconds`, and close the store. Every request is ready then. A second call does nothing.
+
+        If `drain_seconds` is not 0, pages of the last steps are saved too: take back the steps that failed before. Objects that
+        were found to be wrong are replaced before the store is closed, if it answers within a second.
         """
         drain_seconds = require_number("drain_seconds", drain_seconds)
         with self._lock:
             if not self._is_open:
                 return
             self.poll()
+            if drain_seconds:
+                self._saves.collect(is_end=True)
+            for _ in range(MAX_POLLS_AT_END):
+                if not self._saves.has_wrong:
+                    break
+                sleep(SECONDS_BETWEEN_POLLS)
+                self.poll()
             self._is_open = False
             self._manager._storage = None
             unlink_storage(self._manager._store)
             self._fetches.clear()
-            self._store.close(drain_seconds=drain_seconds)
+            self._jobs.close(drain_seconds)
 
 
 def read_tier(manager: CacheManager, rows: HostRows | Sequence[Rows]) -> Tier:
@@ -244,7 +258,15 @@ def read_tier(manager: CacheManager, rows: HostRows | Sequence[Rows]) -> Tier:
     for name in names:
         mark_saved([], group=name)  # raises where rows cannot be written by others
     ordered = [of_group[group] for group in range(num_groups)]
-    return Tier(manager._store, manager._rules.groups, ordered, has_groups, mark_saved)
+    count_steps_ahead = partial(count_steps_of, manager)
+    return Tier(manager._store, manager._rules.groups, ordered, has_groups, mark_saved, count_steps_ahead)
+
+
+def count_steps_of(manager: CacheManager) -> int:
+    """Return the number of steps that may be planned before one is known to have failed: at least one, which engines without
+    `max_steps_ahead` may plan.
+    """
+    return max(1, manager._max_steps_ahead)
 
 
 def check_rows(name: str, array: Rows, num_pages: int) -> None:

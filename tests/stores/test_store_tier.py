@@ -23,10 +23,13 @@ from pagepool import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from pagepool._core import list_absent
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.stores import FileStore, StoreTier, make_namespace, saves
 from pagepool.stores.frames import is_intact, write_header
+from pagepool.stores.pages import Pages, Tier
 from pagepool.stores.pending import Buffers
+from pagepool.stores.saves import share_memory
 
 pytest.importorskip("xxhash")
 
@@ -357,13 +360,56 @@ def test_a_store_that_stalls_delays_no_longer_than_computing_would_take(clock: C
     assert host.stored.stats().num_late_requests == 2
 
 
-def test_a_store_that_loses_all_is_left_alone_for_a_while(clock: Clock) -> None:
-    objects = dict.fromkeys(fill_store(), b"short")
-    host = Host(Slow(make_store(objects), clock, 0.001), num_pages=65, num_host_pages=200)
-    wait(host, host.fetch(tokens(1, 8)), clock)
+def test_a_store_whose_loads_fail_is_left_alone_for_a_while(clock: Clock) -> None:
+    store = Slow(make_store(fill_store()), clock, 0.001)
+    host = Host(store, num_pages=65, num_host_pages=200)
+    host.fetch(tokens(1, 8))
+    host.stored.poll()
+    poll = store.poll
+    store.poll = lambda: [done._replace(is_done=bytes(8), error=OSError("down")) for done in poll()]  # type: ignore[method-assign]
+    finish_loads(host, clock)
+    store.poll = poll  # type: ignore[method-assign]
+    host.stored.forget(EngineRequest("request", []))
     assert host.stored.stats().num_missing_pages == 8
     assert wait(host, host.fetch(tokens(2, 8)), clock) < 0.003
     assert host.stored.stats().num_recomputed_pages == 8
+    clock.now += 11
+    assert wait(host, host.fetch(tokens(3, 8)), clock) > 0.003
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "long", "changed"])
+def test_a_damaged_object_is_a_miss_of_its_key_alone(clock: Clock, damage: str) -> None:
+    objects = fill_store()
+    intact = dict(objects)
+    host = Host(Slow(make_store(objects), clock, 0.001), num_pages=65, num_host_pages=200, write="through")
+    request = host.fetch(tokens(1, 8))
+    if damage == "missing":
+        host.stored.poll()  # found by the look-up
+    for key in name_pages(host, tokens(1, 8)):
+        item = objects[key]
+        damaged = {"short": item[:-1], "long": item + b"x", "changed": item[:-1] + bytes([item[-1] ^ 1])}
+        if damage == "missing":
+            del objects[key]
+        else:
+            objects[key] = damaged[damage]
+    wait(host, request, clock)
+    assert host.compute(request) == 0
+    for seed in range(2, 9):
+        request = host.fetch(tokens(seed, 8))
+        wait(host, request, clock)
+        assert host.compute(request) == 32
+    stats = host.stored.stats()
+    assert (stats.num_missing_pages, stats.num_damaged_pages) == ((0, 8) if damage == "changed" else (8, 0))
+    assert (stats.num_recomputed_pages, stats.num_errors) == (0, 0)
+    assert objects == intact  # written anew
+
+
+def name_pages(host: Host, token_ids: Sequence[int]) -> list[bytes]:
+    """Return the names of a prompt's full pages, whether they are cached or not."""
+    manager = CacheManager(17, host.manager.kv_cache_groups, 64, host_tier=HostTier(40), hash_seed=1)
+    chain = manager._registry.hash_apart(EngineRequest("names", token_ids), len(token_ids))
+    keys, groups, _, _ = list_absent(manager._store, manager._rules.groups, chain, len(token_ids))
+    return Pages(keys, groups).name()
 
 
 @pytest.mark.parametrize("flags", [[1, 0], None, "done"])
@@ -525,6 +571,272 @@ def test_a_page_that_was_found_to_be_wrong_is_saved_again() -> None:
     assert host.stored.stats().num_saved_pages == 5
     host.evict_all()
     assert host.run(tokens(1)) == 16
+
+
+def find_wrong(host: Host, token_ids: Sequence[int], num: int = 1) -> None:
+    """Find out that the first pages of a prompt were never computed."""
+    [page_ids] = host.manager.get_computed_pages(EngineRequest("other", token_ids))[0].get_page_ids()
+    assert host.manager.page_pool.evict_pages(page_ids[:num]) == num
+    host.evict_all()
+
+
+def count_intact(host: Host) -> int:
+    return sum(is_intact(item, NAMESPACE, key) for key, item in host.store.objects.items())
+
+
+def test_the_object_of_a_page_that_was_found_to_be_wrong_never_hits_again() -> None:
+    host = Host(make_store(), write="through")
+    host.run(tokens(1))
+    find_wrong(host, tokens(1), 2)
+    host.stored.poll()
+    assert count_intact(host) == 2
+    host.stored.close()
+    second = Host(make_store(host.store.objects), write="through")
+    assert second.run(tokens(1)) == 0
+    assert count_intact(second) == 4  # written anew
+    assert second.stored.stats().num_errors == 0
+
+
+def test_a_page_that_is_not_settled_is_not_saved() -> None:
+    """Its step is taken back while the next one is planned, or the process ends."""
+    host = Host(make_store(), write="through")
+    request = EngineRequest("request", tokens(1))
+    assert host.manager.allocate_slots(request, request.num_tokens) is not None
+    host.move()
+    host.manager.end_step()
+    host.move()
+    host.stored.poll()
+    assert host.store.objects == {}
+    host.manager.free(request, num_computed_tokens=0)
+    host.move()
+    host.move()
+    assert host.store.num_jobs == 0
+
+
+def test_pages_of_the_last_steps_are_saved_by_close_if_it_may_wait() -> None:
+    for drain_seconds in (0.0, 1.0):
+        host = Host(make_store(), write="through")
+        request = EngineRequest("request", tokens(1))
+        assert host.manager.allocate_slots(request, request.num_tokens) is not None
+        host.manager.end_step()
+        host.move()
+        host.stored.close(drain_seconds=drain_seconds)
+        assert len(host.store.objects) == (4 if drain_seconds else 0)
+
+
+def test_a_wrong_page_whose_save_is_under_way_is_replaced_behind_it() -> None:
+    store = make_store()
+    host = Host(store, write="through")
+    poll, store.poll = store.poll, list
+    host.compute(EngineRequest("request", tokens(1)))
+    assert (num_jobs := store.num_jobs) > 0
+    find_wrong(host, tokens(1), 4)
+    host.compute(EngineRequest("request", tokens(1)))  # the right pages wait for the answer, too
+    assert store.num_jobs == num_jobs
+    store.poll = poll
+    host.stored.poll()
+    assert count_intact(host) == 4
+    host.stored.poll()
+    assert [len(item) for item in store.objects.values()] == [64] * 4
+    host.stored.poll()
+    assert count_intact(host) == 4
+    stats = host.stored.stats()
+    assert (stats.num_saved_pages, stats.num_queued_pages, stats.num_dropped_pages) == (8, 0, 0)
+
+
+def test_a_tombstone_that_is_not_saved_is_tried_again(clock: Clock) -> None:
+    host = Host(make_store(), write="through")
+    host.run(tokens(1))
+    host.store.share = 1.0  # it does anything but what it is asked for
+    find_wrong(host, tokens(1), 4)
+    for _ in range(5):
+        host.stored.poll()
+    assert count_intact(host) == 4
+    host.store.share = 0.0
+    host.store.answers.clear()
+    for _ in range(3):
+        clock.now += 61
+        host.stored.poll()
+    assert count_intact(host) == 0
+
+
+def test_close_waits_for_tombstones() -> None:
+    host = Host(make_store(delay=3), write="through")
+    host.run(tokens(1))
+    for _ in range(5):
+        host.stored.poll()
+    assert count_intact(host) == 4
+    find_wrong(host, tokens(1), 4)
+    host.stored.close()
+    assert count_intact(host) == 0
+
+
+def test_a_reset_forgets_no_wrong_page() -> None:
+    host = Host(make_store(), write="through")
+    host.run(tokens(1))
+    [page_ids] = host.manager.get_computed_pages(EngineRequest("other", tokens(1)))[0].get_page_ids()
+    assert host.manager.page_pool.evict_pages(page_ids[:3]) == 3
+    assert host.manager.reset_prefix_cache()
+    host.stored.poll()
+    host.stored.poll()
+    assert count_intact(host) == 1
+
+
+def test_a_page_whose_load_into_the_pool_failed_is_replaced() -> None:
+    host = Host(make_store(), write="through")
+    host.run(tokens(1))
+    host.evict_all()
+    assert host.manager.get_computed_pages(EngineRequest("other", tokens(1)))[1] == 16
+    transfers = host.manager.take_transfers()
+    host.manager.fail_transfers(transfers.number, loads=[1])
+    host.stored.poll()
+    host.stored.poll()
+    assert count_intact(host) == 3
+
+
+def test_a_load_on_its_way_of_a_page_found_to_be_wrong_does_not_hit() -> None:
+    """The page is in the store, and is computed by another request, whose step fails, while it is loaded."""
+    objects = fill_store()
+    host = Host(make_store(objects), num_pages=65, num_host_pages=200, write="through")
+    poll = host.store.poll
+    request = host.fetch(tokens(1, 8))
+    host.stored.poll()
+    host.store.poll = list
+    assert host.stored.stats().num_loading_pages == 8
+    other = EngineRequest("other", tokens(1, 8))
+    assert host.manager.allocate_slots(other, other.num_tokens) is not None
+    host.manager.free(other, num_computed_tokens=0)
+    host.move()
+    host.store.poll = poll
+    for _ in range(3):
+        host.stored.poll()
+    assert host.stored.is_ready(request)
+    assert host.compute(request) == 0
+    assert host.stored.stats().num_damaged_pages == 8
+
+
+def test_a_page_that_several_requests_need_is_read_once(clock: Clock) -> None:
+    store = Slow(make_store(fill_store()), clock, 0.001)
+    host = Host(store, num_pages=65, num_host_pages=200)
+    prompts = [[*tokens(1, 8)[:stop], 7] for stop in (33, 33, 17, 30, 33)] + [tokens(2, 8)]
+    requests = [EngineRequest(f"request {i}", prompt) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        host.stored.fetch(request)
+    host.stored.poll()
+    assert store.num_loads == 16
+    host.stored.forget(requests[0])
+    for request in requests[1:]:
+        while not host.stored.is_ready(request):
+            clock.now += 0.001
+    assert [host.manager.probe(request).num_hit_tokens for request in requests] == [32, 32, 16, 28, 32, 32]
+    assert host.stored.stats().num_loaded_pages == 16
+
+
+def test_a_load_goes_on_for_the_requests_that_still_wait(clock: Clock) -> None:
+    """The first request is computed before its pages are loaded; there is room for one page at a time."""
+    store = Slow(make_store(fill_store()), clock, 0.01)
+    host = Host(store, num_pages=65, num_host_pages=200, deadline_ms=5, max_queued_bytes=64 + ROW_BYTES)
+    requests = [EngineRequest(f"request {i}", [*tokens(1, 8)[: 16 * i + 16], 7]) for i in range(2)]
+    for request in reversed(requests):
+        host.stored.fetch(request)
+    host.stored.poll()
+    assert not host.stored.is_ready(requests[1])
+    clock.now += 0.006
+    assert host.stored.is_ready(requests[1])  # too late
+    host.stored.stats()
+    for _ in range(100):
+        clock.now += 0.01
+        host.stored.poll()
+    assert store.num_loads == 4  # not the four that nobody waits for
+    assert host.stored.is_ready(requests[0])
+    assert host.compute(requests[0]) == 16
+
+
+def test_requests_fall_back_if_the_load_of_another_fails(clock: Clock) -> None:
+    objects = fill_store()
+    host = Host(make_store(objects), num_pages=65, num_host_pages=200)
+    requests = [EngineRequest(f"request {i}", [*tokens(1, 8), i]) for i in range(3)]
+    for request in requests:
+        host.stored.fetch(request)
+    host.stored.poll()
+    objects.clear()
+    host.stored.poll()
+    assert [host.stored.is_ready(request) for request in requests] == [True] * 3
+    assert host.stored.stats().num_missing_pages == 8
+
+
+def test_jobs_without_an_answer_are_given_up(clock: Clock) -> None:
+    """Memory of their objects is out of use until the store answers."""
+    room = 8 * (64 + ROW_BYTES)
+    host = Host(make_store(fill_store()), num_pages=65, num_host_pages=200, deadline_ms=1e6, max_queued_bytes=room)
+    poll = host.store.poll
+    first, second = (EngineRequest(f"request {i}", tokens(i, 8)) for i in (1, 2))
+    host.stored.fetch(first)
+    host.stored.poll()
+    host.store.poll = list
+    host.stored.fetch(second)
+    clock.now += 30
+    assert not host.stored.is_ready(first)
+    clock.now += 31
+    assert host.stored.is_ready(first)
+    assert host.stored.is_ready(second)
+    assert (host.stored.stats().num_loading_pages, host.stored.stats().num_errors) == (0, 2)
+    host.store.poll = poll
+    clock.now += 11
+    host.store.answers.rotate(-1)
+    answers, host.store.answers = host.store.answers, type(host.store.answers)()
+    host.stored.fetch(second)
+    host.stored.poll()
+    assert host.stored.stats().num_loading_pages == 0  # no room
+    host.store.answers.extend(answers)
+    for _ in range(3):
+        host.stored.poll()
+    assert host.stored.is_ready(second)
+    assert host.compute(second) == 32
+
+
+def test_saves_without_an_answer_are_given_up(clock: Clock) -> None:
+    host = Host(make_store(), write="through")
+    poll, host.store.poll = host.store.poll, list
+    host.compute(EngineRequest("request", tokens(1)))
+    clock.now += 61
+    host.stored.poll()
+    stats = host.stored.stats()
+    assert (stats.num_queued_pages, stats.num_unsaved_pages) == (0, 4)
+    host.store.poll = poll
+    find_wrong(host, tokens(1), 4)  # the store may still write the pages
+    for _ in range(3):
+        host.stored.poll()
+    assert len(host.store.objects) == 4
+    assert count_intact(host) == 0
+
+
+def test_pages_that_come_again_while_they_are_saved_are_saved_once() -> None:
+    """The store answers look-ups, but no save: it does not have the pages yet."""
+    host = Host(make_store(), num_pages=6, num_host_pages=12)
+    poll, save, saves = host.store.poll, host.store.save, set()
+
+    def start_save(keys: Sequence[bytes], rows: Sequence[memoryview]) -> Any:
+        saves.add(save(keys, rows))
+        return host.store.num_jobs
+
+    host.store.save = start_save
+    host.store.lookup = lambda keys: host.store._start(lambda: [False] * len(keys))
+    host.store.poll = lambda: [done for done in poll() if done.job not in saves]
+    for _ in range(3):
+        for seed in range(1, 5):
+            host.run(tokens(seed))
+    stats = host.stored.stats()
+    assert stats.num_dropped_pages == 0
+    assert stats.num_queued_pages == 16 == len(host.store.objects)
+
+
+def test_a_queue_is_allocated_at_the_start_as_far_as_the_tier_is_large() -> None:
+    rows = [np.zeros((num, width), dtype=np.uint8) for num, width in ((100, 1000), (100, 3000))]
+    tier = Tier(None, None, [rows[0], rows[1], rows[0]], True, print, int)  # type: ignore[arg-type]
+    assert share_memory(tier, 1 << 30) == {1064: 25_000, 3064: 75_000}
+    assert share_memory(tier, 4000) == {1064: 1000, 3064: 3000}
+    assert share_memory(tier, 0) == {1064: 0, 3064: 0}
 
 
 def test_a_damaged_object_is_a_miss_and_is_replaced() -> None:

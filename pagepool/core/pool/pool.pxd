@@ -629,11 +629,16 @@ cdef inline void uncache_everywhere(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void uncache_tier(Tier *tier) noexcept nogil:
-    """Drop all entries of the tier; pages in flight get none, and storage gets no more pages."""
-    cdef Py_ssize_t i
+    """Drop all entries of the tier; pages in flight get none. Storage gets no more pages, but hears of wrong contents."""
+    cdef Py_ssize_t i, num_kept = 0
+    cdef Tier *storage = tier.pool.tier
     for i in range(tier.num):
         tier.items[i].is_void = True
     uncache_all(tier.pool)
-    if tier.pool.tier != NULL:
-        tier.pool.tier.num = tier.pool.tier.num_due = 0
-        tier.pool.tier.num_clears += 1
+    if storage != NULL:
+        for i in range(storage.num):
+            if storage.items[i].is_void:
+                storage.items[num_kept] = storage.items[i]
+                num_kept += 1
+        storage.num = storage.num_due = num_kept
+        storage.num_clears += 1

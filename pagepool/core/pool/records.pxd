@@ -233,7 +233,7 @@ cdef struct TierCounters:     # see `Counters`
     int64_t num_refused_pages  # saves that found no room in the tier
 
 # A second pool behind a pool, with pages under the same keys, and banks of the same numbers. Behind that stands storage outside
-# the process, which has no pool: its `items` are pages of the tier to be stored.
+# the process, which has no pool: its `items` are pages of the tier to be stored, with the step of their arrival as `number`.
 cdef struct Tier:
     Pool *pool                # NULL: storage
     Transfer *items           # [num] transfers in flight, then those that are due; room for `capacity`
@@ -243,6 +243,8 @@ cdef struct Tier:
     int64_t last_number       # number of the last list that was taken
     int64_t num_fills         # lists that were filled from storage; they have negative numbers
     int64_t num_clears        # how often everything was dropped
+    int64_t num_steps         # storage: lists taken since it was linked, empty ones too
+    int64_t *arrivals         # storage: [pages of the tier] `num_steps` when each was cached
     int64_t oldest_load       # first list with unfinished loads, where due loads count as the next list; INT64_MAX: none
     int64_t *loading          # [num_pages] list that loads a page of the pool; 0 for most
     int64_t last_forked       # last list that was loading a page when a fork copied it

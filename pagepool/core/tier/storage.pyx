@@ -3,14 +3,14 @@
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
-from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint64_t
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t, uint64_t
 from libc.string cimport memcmp, memmove
 
 from pagepool.core.holding cimport (
     Group, StoredKey, find_first_hit_page, find_longest, last_hash, query_of, queue_in, ranges_in,
 )
 from pagepool.core.pool cimport (
-    FILLING, FLAGS, NO_GROUP, NO_SESSION, TWIN, Page, Ranges, count_free_in, digest_of, find, give_back, hit,
+    FILLING, FLAGS, NO_GROUP, NO_SESSION, TWIN, Page, Ranges, count_free_in, digest_of, find, give_back, has_key, hit,
     id_in_bank,
 )
 from pagepool.core.tier.tier cimport *
@@ -36,7 +36,7 @@ cdef void queue_unstored(Pool *pool, int32_t page_id) noexcept nogil:
         storage.counters.num_refused_pages += 1
         return
     queue_transfer(storage, Transfer(
-        key=digest_of(page), number=0, page_id=page_id, tier_id=NULL_PAGE, group=page.group & ~FLAGS, is_load=False,
+        key=digest_of(page), number=storage.arrivals[page_id], page_id=page_id, tier_id=NULL_PAGE, group=page.group & ~FLAGS, is_load=False,
         is_void=False,
     ))
 
@@ -49,13 +49,14 @@ cdef void store_evicted(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef void store_cached(Pool *pool, int32_t page_id) noexcept nogil:
     """Queue a page that reached the tier."""
-    pool.tier.uses[page_id] = 1
+    count_cached(pool, page_id)
     queue_unstored(pool, page_id)
 
 
 cdef void count_cached(Pool *pool, int32_t page_id) noexcept nogil:
-    """Count the first use of a page that reached the tier."""
+    """Count the first use of a page that reached the tier, and note the step."""
     pool.tier.uses[page_id] = 1
+    pool.tier.arrivals[page_id] = pool.tier.num_steps
 
 
 def link_storage(PageStore store not None, bint writes_through=False, min_uses=1) -> None:
@@ -68,9 +69,12 @@ def link_storage(PageStore store not None, bint writes_through=False, min_uses=1
     cdef Pool *pool = &tier.pages.pool
     cdef uint8_t checked_uses = <uint8_t>size_of(min_uses, "min_uses", 1, MAX_USES)
     cdef uint8_t *uses = <uint8_t *>calloc(pool.num_pages, 1)
+    cdef int64_t *arrivals = <int64_t *>calloc(pool.num_pages, sizeof(int64_t))
     cdef bint is_new = False
     cdef int32_t page_id
-    if uses == NULL:
+    if uses == NULL or arrivals == NULL:
+        free(uses)
+        free(arrivals)
         raise MemoryError("the storage behind a tier")
     with store.lock:
         is_new = pool.tier == NULL
@@ -78,12 +82,14 @@ def link_storage(PageStore store not None, bint writes_through=False, min_uses=1
             for page_id in range(1, pool.num_pages):
                 uses[page_id] = pool.pages[page_id].group != NO_GROUP
             uses, storage.uses = storage.uses, uses
-            storage.num_clears = 0
+            arrivals, storage.arrivals = storage.arrivals, arrivals
+            storage.num_clears = storage.num_steps = 0
             storage.min_uses = checked_uses
             storage.save_evicted = store_evicted
             storage.record_cached = store_cached if writes_through else count_cached
             pool.tier = storage
     free(uses)
+    free(arrivals)
     if not is_new:
         raise ArgumentError("the host tier has storage behind it, allowed: none yet")
 
@@ -96,31 +102,49 @@ def unlink_storage(PageStore store not None) -> None:
         tier.storage.num = tier.storage.num_due = 0
 
 
-def take_unstored(PageStore store not None) -> tuple:
-    """Return the pages of the tier that are due for storage, in order, each under its key: an array ``[n, 2]`` of keys, lower
-    half first, the groups, and the ids of pages in the tier. Their contents stay until the transfers that were due before are
-    done. Page 0 stands for a key whose content was found to be wrong. The fourth is the number of times that everything was
-    dropped since the storage was linked. O(pages).
+def take_unstored(PageStore store not None, num_steps=0) -> tuple:
+    """Return the pages of the tier that are due for storage, in order: an array ``[n, 2]`` of their keys, lower half first,
+    their groups, their ids in the tier, and an array of the steps in which they are settled. Contents stay until the transfers
+    due before are done. Page 0 stands for a key whose content was found to be wrong. The last two are the number of the present
+    step, and how often everything was dropped since the storage was linked.
+
+    A step begins with each call of `take_transfers`. A page is settled `num_steps` steps after it reached the tier: until then
+    its own step may turn out to have failed. Unsettled pages that are still in the tier are not due yet. O(pages).
     """
     cdef PageTier tier = tier_of(store)
     cdef Tier *storage = &tier.storage
+    cdef int64_t num_waiting = size_of(num_steps, "num_steps", 0, INT32_MAX), now = 0, num_clears = 0
     cdef uint64_t[:, ::1] key_view
     cdef int32_t[:, ::1] id_view
-    cdef Py_ssize_t i, num_due = storage.num, num = -1
-    cdef int64_t num_clears = 0
-    while num != num_due:  # arrays are made without the lock
-        num = num_due
-        keys, ids = np.empty((num, 2), np.uint64), np.empty((2, num), np.int32)
-        key_view, id_view = keys, ids
+    cdef int64_t[::1] step_view
+    cdef Transfer *item
+    cdef Py_ssize_t i, num_kept, num_due = -1, num = storage.num
+    while num_due < 0:  # arrays are made without the lock
+        keys, ids, steps = np.empty((num, 2), np.uint64), np.empty((2, num), np.int32), np.empty(num, np.int64)
+        key_view, id_view, step_view = keys, ids, steps
         with store.lock:
-            num_due, num_clears = storage.num, storage.num_clears
-            for i in range(num if num == num_due else 0):
-                key_view[i, 0], key_view[i, 1] = storage.items[i].key.lo, storage.items[i].key.hi
-                id_view[0, i] = storage.items[i].group
-                id_view[1, i] = 0 if storage.items[i].is_void else id_in_bank(&tier.pages.pool, storage.items[i].page_id)
-            if num == num_due:
-                storage.num = storage.num_due = 0
-    return keys, ids[0], ids[1], num_clears
+            now, num_clears = storage.num_steps, storage.num_clears
+            if storage.num <= num:
+                num_due = num_kept = 0
+                for i in range(storage.num):
+                    item = &storage.items[i]
+                    if is_waiting(&tier.pages.pool, item, now - num_waiting):
+                        storage.items[num_kept] = item[0]
+                        num_kept += 1
+                        continue
+                    key_view[num_due, 0], key_view[num_due, 1] = item.key.lo, item.key.hi
+                    id_view[0, num_due] = item.group
+                    id_view[1, num_due] = 0 if item.is_void else id_in_bank(&tier.pages.pool, item.page_id)
+                    step_view[num_due] = item.number + num_waiting
+                    num_due += 1
+                storage.num = storage.num_due = num_kept
+            num = storage.num
+    return keys[:num_due], ids[0, :num_due], ids[1, :num_due], steps[:num_due], now, num_clears
+
+
+cdef bint is_waiting(const Pool *pool, const Transfer *item, int64_t last_settled) noexcept nogil:
+    """Whether a page that is not settled yet is still in the tier."""
+    return not item.is_void and item.number > last_settled and has_key(&pool.pages[item.page_id], item.key, item.group)
 
 
 cdef StoredKey *read_keys(object keys, object group_ids, Py_ssize_t num_groups, Py_ssize_t *num) except? NULL:

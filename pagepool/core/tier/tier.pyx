@@ -17,7 +17,7 @@ from pagepool.core.holding cimport (
 from pagepool.core.pool cimport (
     FILLED, FLAGS, MAX_BANKS, NO_BANK, NO_GROUP, SAVED, TWIN, UNFILLED, UNSAVED, Bank, Entry, Fill, FreshPage, Page, Range,
     Ranges, bank_of, bare_entry, cache_alone, count_free, count_free_in, count_pages_in, counted_bank, digest_of, enqueue,
-    find, give_back, has_key, hit, id_in_bank, is_first, is_free, pull_unused, term_of, uncache,
+    find, give_back, has_key, hit, id_in_bank, is_first, is_free, pull_unused, term_of, uncache, uncache_in_tier,
 )
 from pagepool.core.tier.transfers cimport *
 from pagepool.core.values cimport HashChain, as_list, new_ids, require_instance, size_of
@@ -149,6 +149,7 @@ cdef class PageTier:
         free(self.tier.fills)
         free(self.storage.items)
         free(self.storage.uses)
+        free(self.storage.arrivals)
 
     def __reduce__(self):
         raise ArgumentTypeError("a tier cannot be pickled")
@@ -261,6 +262,8 @@ def take_transfers(PageStore store not None) -> Transfers:
     with store.lock:
         tier = pool.tier
         save_fresh(pool)
+        if tier.pool.tier != NULL:
+            tier.pool.tier.num_steps += 1
         num_due = tier.num_due
     if num_due == 0:
         return NO_TRANSFERS
@@ -483,7 +486,7 @@ cdef void end_save(Pool *pool, const Transfer *transfer, bint is_done) noexcept 
 
 
 cdef void end_load(Pool *pool, const Transfer *transfer, bint is_done) noexcept nogil:
-    """Give back both pages. They lose their entries if the load failed."""
+    """Give back both pages. They lose their entries if the load failed, and what storage has of the content is wrong too."""
     cdef Tier *tier = pool.tier
     assert pool.pages[transfer.page_id].ref_cnt > 0 and tier.pool.pages[transfer.tier_id].ref_cnt > 0
     tier.loading[transfer.page_id] = 0
@@ -491,6 +494,8 @@ cdef void end_load(Pool *pool, const Transfer *transfer, bint is_done) noexcept 
         uncache(pool, transfer.page_id)
     if not is_done and has_key(&tier.pool.pages[transfer.tier_id], transfer.key, transfer.group):
         uncache(tier.pool, transfer.tier_id)
+    if not is_done and not transfer.is_void:
+        uncache_in_tier(tier.pool.tier, transfer.key, transfer.group)
     give_back(pool, transfer.page_id)
     give_back(tier.pool, transfer.tier_id)
 
