@@ -48,11 +48,13 @@ class StepInputs(InputArrays):
     ``state_pages``      [n]         working pages, by group                            0
     ``order``            [n]         index of each row in ``step.rows``                 0
     ``distribution``     [3]         rows with one token, the same again, and all rows
-    ``sources``          [n]         where the step before samples a row's first token  -1
+    ``sources``          [n]         place of the row in the step before, if that
+                                     samples the row's first token                      -1
     ===================  ==========  =================================================  ==================
 
     ``slots``, ``page_ids`` and ``state_pages`` are tuples with an array for each group; None for groups of another kind.
-    ``distribution`` needs ``order="decodes"``.
+    ``distribution`` needs ``order="decodes"``. A batch may have several of these objects, such as one for each bucket of sizes:
+    for ``sources`` the step before is the one whose inputs were filled last in any of them, also in those without the field.
 
     >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch, StepInputs
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -229,8 +231,8 @@ class StepInputs(InputArrays):
 
     @property
     def sources(self) -> Array:
-        """Index of each row among those filled before, where that step samples the row's first token; -1 if it is known
-        ``[num_reqs]``.
+        """Place of each row in the inputs that were filled before, in these or others of the batch, whose step samples the row's
+        first token; -1 if it is known ``[num_reqs]``.
         """
         return self._array("sources")  # type: ignore[no-any-return]
 

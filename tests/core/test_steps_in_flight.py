@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -527,6 +528,145 @@ def test_sources_are_places_of_steps_that_were_not_taken_back() -> None:
     third = batch.step_ahead([2])
     with refused(lambda: flight_state(batch), ArgumentError, r"row 2 \(at 0\): its first token is sampled by another step"):
         fill(third)
+
+
+class Filling:
+    """A batch with inputs of several sizes, of which only some list sources."""
+
+    def __init__(self, **options: Any) -> None:
+        self.batch = make_batch(**{"max_steps_ahead": 2} | options)
+        self.big, self.small = self.make_inputs(64), self.make_inputs(8, order="decodes")
+
+    def make_inputs(self, num_tokens: int, fields: Sequence[str] = ("token_ids", "sources"), **options: Any) -> StepInputs:
+        return StepInputs(self.batch, num_tokens=num_tokens, num_reqs=4, fields=fields, **{"depth": 4} | options)
+
+    def start(self, *lengths: int) -> Any:
+        step = self.batch.new_step()
+        for row, length in enumerate(lengths):
+            self.batch.admit(row, PROMPT[10 * row : 10 * row + length], step=step)
+        return step
+
+    def fill(self, out: StepInputs, step: Any = None, **rows: Any) -> list[int]:
+        self.batch.inputs(step, out=out, **rows)
+        return out.sources[: len(step or rows["rows"])].tolist()
+
+    def refuses(self, out: StepInputs, step: Any) -> bool:
+        with refused(lambda: flight_state(self.batch), ArgumentError, "its first token is sampled by another step"):
+            self.batch.inputs(step, out=out)
+        return True
+
+
+def test_sources_are_places_in_the_inputs_filled_last_of_any_size() -> None:
+    it = Filling()
+    first = it.start(3, 1, 2)
+    assert it.fill(it.big, first) == [-1, -1, -1]
+    second = it.batch.step_ahead([2, 1, 0])
+    assert it.fill(it.small, second) == [2, 1, 0]
+    assert it.fill(it.small, second) == it.fill(it.big, second) == [2, 1, 0]  # again, in other inputs too
+    third = it.batch.step_ahead([0, 1, 2])
+    assert it.fill(it.big, third) == [2, 1, 0]
+    it.batch.resolve(first, [1, 2, 3])
+    it.batch.undo(third)
+    third = it.batch.step_ahead([1, 2, 0])
+    assert it.fill(it.small, third) == [1, 0, 2]
+    it.batch.swap_row(0, 3)
+    it.batch.resolve(second, [4, 5, 6])
+    assert it.fill(it.big, it.batch.step_ahead([3, 1, 2])) == [2, 0, 1]
+
+
+def test_sources_follow_the_order_of_the_inputs_filled_last() -> None:
+    """The second row of the step comes first where decodes do."""
+    for out, places in (("big", [0, 1]), ("small", [1, 0])):
+        it = Filling()
+        first = it.start(3, 1)
+        it.fill(it.big, first)
+        it.fill(getattr(it, out), first)
+        assert it.fill(it.big, it.batch.step_ahead([0, 1])) == places
+
+
+def test_a_step_whose_inputs_were_not_filled_samples_for_no_source() -> None:
+    """The row was in the inputs filled last, but these are of an older step of it."""
+    it = Filling()
+    it.fill(it.big, it.start(3, 2))
+    second = it.batch.step_ahead([0])
+    third = it.batch.step_ahead([0])
+    assert it.refuses(it.big, third)
+    assert it.refuses(it.small, third)
+    it.batch.undo(third)
+    assert it.fill(it.small, second) == [0]
+    assert it.fill(it.big, it.batch.step_ahead([0])) == [0]
+
+
+def test_steps_filled_in_another_order_than_planned_are_no_sources() -> None:
+    it = Filling()
+    first, second = it.start(3), it.batch.new_step()
+    it.batch.admit(1, PROMPT[10:12], step=second)
+    it.fill(it.small, second)
+    it.fill(it.big, first)
+    assert it.refuses(it.small, it.batch.step_ahead([0, 1]))
+
+
+def test_inputs_without_sources_and_inputs_that_are_gone_count_too() -> None:
+    it = Filling()
+    plain = it.make_inputs(64, ["token_ids"])
+    it.batch.inputs(it.start(3, 1), out=it.big)
+    second = it.batch.step_ahead([1, 0])
+    it.batch.inputs(second, out=plain)
+    del plain
+    third = it.batch.step_ahead([0, 1])
+    del it.big
+    gc.collect()
+    assert it.fill(it.small, third) == [1, 0]
+    it = Filling()
+    it.fill(it.big, it.start(3, 1))
+    it.batch.inputs(it.batch.step_ahead([1]), out=it.make_inputs(64, ["token_ids"]))
+    assert it.refuses(it.small, it.batch.step_ahead([0, 1]))
+
+
+def test_inputs_filled_before_any_had_sources_are_not_known() -> None:
+    batch = make_batch()
+    batch.inputs(start(batch), out=StepInputs(batch, num_tokens=64, num_reqs=4, fields=["token_ids"]))
+    inputs = StepInputs(batch, num_tokens=64, num_reqs=4, fields=["sources"])
+    second = batch.step_ahead([0])
+    with refused(lambda: flight_state(batch), ArgumentError, "its first token is sampled by another step"):
+        batch.inputs(second, out=inputs)
+
+
+def test_sources_in_inputs_of_named_rows() -> None:
+    it = Filling()
+    it.start(3, 2)
+    assert it.fill(it.small, rows=[1, 0], starts=[0, 0], stops=[2, 3]) == [-1, -1]
+    it.batch.step_ahead([0, 1])
+    assert it.fill(it.big, rows=[0, 1], starts=[3, 2], stops=[4, 3]) == [1, 0]
+    third = it.batch.step_ahead([1])
+    assert it.fill(it.small, third) == [1]
+    with refused(lambda: flight_state(it.batch), ArgumentError, "its first token is sampled by another step"):
+        it.fill(it.small, rows=[1], starts=[3], stops=[4])  # of several steps in flight the batch cannot know which one
+    chunk = Filling()
+    chunk.start(3)
+    chunk.fill(chunk.big, rows=[0], starts=[0], stops=[2])  # which samples nothing
+    assert chunk.refuses(chunk.small, chunk.batch.step_ahead([0]))
+
+
+def test_sources_of_an_engine_that_does_not_resolve() -> None:
+    it = Filling(max_steps_ahead=0)
+    it.fill(it.big, it.start(3, 2))
+    grown = it.batch.grow([1, 0], 0, 1)
+    assert it.fill(it.small, grown) == [1, 0]
+    it.batch.append([0, 1], [7, 8])
+    it.batch.grow([0, 1], 1, 1)  # the third step, whose inputs are not filled
+    it.batch.append([0, 1], [9, 10])
+    it.batch.grow([0, 1], 1)
+    assert it.refuses(it.big, it.batch.grow([0, 1], 0, 1))
+
+
+def test_tokens_that_were_cut_are_no_sources() -> None:
+    it = Filling(max_steps_ahead=0)
+    it.fill(it.big, it.start(3))
+    it.batch.trim([0], 2)
+    it.batch.append([0], [9])
+    it.batch.grow([0], 1)
+    assert it.refuses(it.big, it.batch.grow([0], 0, 1))
 
 
 # --- late caching ------------------------------------------------------------------------------------------------------------

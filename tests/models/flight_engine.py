@@ -165,14 +165,17 @@ class FlightEngine:
         )
         self.has_sources = rng.random() < 0.5
         slots = [] if all(group.kind == "mamba" for group in setting.groups) else ["slots"]
-        self.inputs = make_inputs(
-            self.batch,
-            num_tokens=num_rows * MAX_LEN,
-            num_reqs=num_rows,
-            fields=[*FIELDS, *slots, *(["sources"] if self.has_sources else [])],
-            depth=depth + 1 + rng.randrange(2),
-            order=rng.choice(("given", "decodes")),
-        )
+        self.inputs = [
+            make_inputs(
+                self.batch,
+                num_tokens=num_rows * MAX_LEN,
+                num_reqs=num_rows,
+                fields=[*FIELDS, *slots, *(["sources"] if self.has_sources else [])],
+                depth=depth + 1 + rng.randrange(2),
+                order=rng.choice(("given", "decodes")),
+            )
+            for _ in range(rng.choice((1, 2)))  # as for several buckets of sizes
+        ]
         self.has_tier, self.num_rows, self.may_fail = has_tier, num_rows, may_fail
         self.hits: list[int] = []  # of each admission
         self.device = FlightDevice(setting, self.num_pages, tier_pages, rng, caches == "computed")
@@ -426,7 +429,7 @@ class FlightEngine:
         """Fill the inputs of a step, compare them with what the engine knows, and return the works of the rows."""
         if not planned:
             return []
-        batch, inputs = self.batch, self.inputs
+        batch, inputs = self.batch, self.rng.choice(self.inputs)
         num_tokens = batch.inputs(step, out=inputs)
         begins, stops, order = inputs.query_start_loc.tolist(), inputs.seq_lens.tolist(), inputs.order.tolist()
         works: list[Work | None] = [None] * len(planned)

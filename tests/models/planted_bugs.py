@@ -641,7 +641,9 @@ _skip_row(batch, row, count_cacheable(batch, row, num_before){+ + BUG * batch.fl
 == sources are in the order of the call
             out[i] = step.sources[{+i if BUG else +}step.order[i]]
 == sources are places of a step that was taken back
-            if step is None or (step is not result and {+(BUG or +}step.batch is not None{+)+}):
+        if {+(BUG or +}fill.step != TAKEN_BACK{+)+} and (fill.step != step or step == NAMED_ROWS):
+== sources are places of any step of the row
+    return place if place < fill.num_rows and {+(BUG or +}fill.rows[place].sampled == number{+)+} else -1
 == pages are entered before their step is resolved
         write_states(batch, row, plan_for(batch, batch.records[row].num_tokens, num_tokens, num_ahead))
     if {+BUG or +}not batch.caches_computed:

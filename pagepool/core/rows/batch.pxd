@@ -36,6 +36,7 @@ from pagepool.core.pool cimport (
     digest_of, expect_page, find_held_free, find_unheld, find_untouchable, find_within, give_back, has_free_pages, hit,
     ids_in_queue, is_journaled, now_of, queue_in, take, uncache,
 )
+from pagepool.core.rows.fills cimport *
 from pagepool.core.rows.flights cimport *
 from pagepool.core.rows.writes cimport *
 from pagepool.core.tables cimport Table, blank, clear_from, set_dirty, write_ids
@@ -114,6 +115,7 @@ cdef struct Batch:            # rows that run together
     bint writes_states        # whether steps write checkpoints to pages of their own
     bint writes_anywhere      # whether they can do so inside their tokens, not only at the end
     WriteList writes
+    Fills fills
     Flight *flights           # [num_rows]
     int64_t *stays            # [num_rows] numbers of the requests' stays, which move with the rows; 0: free
     int64_t num_stays         # stays of all rows: each admission, fork and swap begins one

@@ -19,6 +19,9 @@ import numpy as np
 from pagepool.errors import ArgumentError, ArgumentTypeError, RowIndexError, shown
 
 
+cdef enum:
+    MAX_DEPTH = 1 << 10       # sets of inputs, and steps in flight whose fills are known
+
 cdef enum Kind:               # in the order of `INPUT_FIELDS`
     TOKEN_IDS
     POSITIONS
@@ -95,7 +98,7 @@ cdef enum FaultKind:
     STALE                     # changed since the call whose result was given
     WRONG_SPAN
     FEW_DRAFTS
-    WITHOUT_SOURCE            # its first token is sampled by another step than the one before
+    WITHOUT_SOURCE            # its first token is sampled by another step than the one filled before
     MANY_TOKENS
     WITHOUT_PAGE
     LONG_KEYS                 # more keys than int32 can count
@@ -446,6 +449,37 @@ cdef inline void arrange(Step *step, const Spans *spans) noexcept nogil:
         step.order[at] = <int32_t>i
 
 
+cdef inline int64_t number_sampled(const Batch *batch, int32_t row, int32_t start, int32_t stop, bint is_step) noexcept nogil:
+    """Return the number of the token sampled behind tokens ``[start, stop)`` of a row, which its last step computes, or which
+    the caller named; 0 if known tokens follow. With steps in flight it is the number of the step that samples it, otherwise its
+    position.
+    """
+    cdef int32_t num_tokens = batch.records[row].num_tokens
+    if stop < num_tokens:
+        return 0
+    if batch.max_steps_ahead == 0:
+        return num_tokens + <int64_t>(start >= num_tokens)
+    if is_step:
+        return batch.flights[row].num_launched
+    return batch.flights[row].num_told + <int64_t>1 + (start >= num_tokens)
+
+
+cdef bint reserve_fills(Batch *batch) noexcept:
+    """Make room for the fills of all steps that may be in flight, and for the one before; False if memory is short."""
+    cdef Py_ssize_t i, capacity = min(batch.max_steps_ahead, MAX_DEPTH) + 2
+    cdef FilledRow *rows
+    if batch.fills.items != NULL:
+        return True
+    batch.fills.items = <Fill *>calloc(capacity, sizeof(Fill) + batch.num_rows * sizeof(FilledRow))
+    if batch.fills.items == NULL:
+        return False
+    batch.fills.capacity = capacity
+    rows = <FilledRow *>(batch.fills.items + capacity)
+    for i in range(capacity):
+        batch.fills.items[i].rows = rows + i * batch.num_rows
+    return True
+
+
 cdef inline void begin_rows(Step *step) noexcept nogil:
     cdef Spans spans = step.spans
     cdef int32_t *begins = step.begins
@@ -511,9 +545,7 @@ cdef class InputArrays:
     cdef int32_t *numbers                     # memory of `read` and `step`, and of page sizes
     cdef int64_t *seen                        # [num_rows] the last call that listed each row
     cdef list steps                           # the step that fills each set; None: named rows
-    cdef list filled                          # [depth + 1] steps that were filled, in a ring; None: named rows, or none
-    cdef Py_ssize_t last_filled               # the index of the newest
-    cdef int64_t *stays                       # [depth + 1, 1 + max_num_reqs] their numbers of rows, and stays; NULL: no sources
+    cdef bint has_sources
 
     def __init__(
         self, RunningRows running, tables, page_sizes, token_ids, num_tokens, num_reqs, depth, fields, pad_slot, pad_last,
@@ -524,7 +556,7 @@ cdef class InputArrays:
         """
         cdef Py_ssize_t i, g, max_num_tokens = size_of(num_tokens, "num_tokens", 1, INT32_MAX - 1)
         cdef Py_ssize_t n, max_num_reqs = size_of(num_reqs, "num_reqs", 1)
-        cdef Py_ssize_t num_sets = size_of(depth, "depth", 1, 1 << 10)
+        cdef Py_ssize_t num_sets = size_of(depth, "depth", 1, MAX_DEPTH)
         cdef int32_t slot = padding_of(pad_slot, "pad_slot"), last = padding_of(pad_last, "pad_last")
         cdef tuple by_group
         cdef list sizes, described = list(as_list(fields, "fields"))
@@ -585,7 +617,6 @@ cdef class InputArrays:
         free(self.views)
         free(self.numbers)
         free(self.seen)
-        free(self.stays)
         free(self.source.tables)
 
     def __reduce__(self):
@@ -617,6 +648,7 @@ cdef class InputArrays:
         cdef Py_ssize_t i, group, length
         cdef list given
         cdef str name
+        cdef bint has_room
         name, number, arrays = described
         if name not in INPUT_FIELDS:
             raise ArgumentError(f"fields: got {shown(name)}, allowed: {', '.join(INPUT_FIELDS)}")
@@ -634,10 +666,11 @@ cdef class InputArrays:
         if field.kind == SOURCES:
             if self.batch is None:
                 raise ArgumentError("fields: got 'sources', allowed with a batch only")
-            self.filled = [None] * (self.depth + 1)
-            self.stays = <int64_t *>calloc((self.depth + 1) * (1 + self.max_num_reqs), sizeof(int64_t))
-            if self.stays == NULL:
+            with self.batch.lock:
+                has_room = reserve_fills(&self.batch.batch)
+            if not has_room:
                 raise MemoryError(name)
+            self.has_sources = True
         if field.kind == PAGE_IDS:
             field.extents = <int32_t *>calloc(self.depth * self.max_num_reqs, sizeof(int32_t))
             if field.extents == NULL:
@@ -735,8 +768,8 @@ cdef class InputArrays:
             self.current = next_set
             write_fields(self.fields, self.num_fields, self.current, self.max_num_reqs, &self.source, filling)
             go_on(thread)
-            if self.stays != NULL:
-                self.note_stays(result)
+            if self.batch is not None and self.batch.batch.fills.items != NULL:
+                self.note_fill(result)
         self.unlock()
         if fault.kind != FAULTLESS:
             self.refuse(&fault, n, num_padded_tokens, num_drafts)
@@ -757,7 +790,7 @@ cdef class InputArrays:
             kind = read_lists(&self.source, rows.ids, starts.ids, stops.ids, n, &self.read, self.seen, self.num_calls, &at)
         if kind == FAULTLESS:
             kind = count_tokens_of(&self.step, &self.read, &at)
-        if kind == FAULTLESS and self.stays != NULL:
+        if kind == FAULTLESS and self.has_sources:
             kind = self.find_sources(result, &at)
         if kind == FAULTLESS and self.has_narrow_keys and self.step.num_keys > INT32_MAX:
             kind = LONG_KEYS
@@ -802,51 +835,43 @@ cdef class InputArrays:
         return kind
 
     cdef FaultKind find_sources(self, StepResult result, Py_ssize_t *at) noexcept:
-        """Find the places of the rows among those of the step before, where that one samples their first tokens."""
-        cdef const int64_t *stays = self.find_stays(result)
-        cdef Py_ssize_t i, place, n = stays[0]
-        cdef int64_t stay
-        stays += 1
+        """Find the places of the rows among those of the step filled before, where it samples their first tokens."""
+        cdef const Batch *batch = &self.batch.batch
+        cdef const Fill *fill = find_fill_before(&batch.fills, NAMED_ROWS if result is None else result.fill)
+        cdef int32_t row, start
+        cdef int64_t number
+        cdef bint is_next
+        cdef Py_ssize_t i, place
         for i in range(self.step.num_rows):
-            self.step.sources[i] = -1
-            if self.read.known[i] > self.read.starts[i]:
-                continue
-            stay, place = self.source.batch.stays[self.read.rows[i]], 0
-            if i < n and stays[i] == stay:
-                place = i
-            while place < n and stays[place] != stay:
-                place += 1
-            if place == n:
-                at[0] = i
-                return WITHOUT_SOURCE
+            row, start, place = self.read.rows[i], self.read.starts[i], -1
+            if start >= self.read.known[i]:
+                number = number_sampled(batch, row, start, self.read.stops[i], result is not None) - 1
+                is_next = batch.max_steps_ahead and result is not None or start == batch.records[row].num_tokens
+                if is_next and fill != NULL and batch.rows[row].last_cut <= fill.num_cuts:
+                    place = place_in(fill, i, batch.stays[row], number)
+                if place < 0:
+                    at[0] = i
+                    return WITHOUT_SOURCE
             self.step.sources[i] = <int32_t>place
         return FAULTLESS
 
-    cdef int64_t *find_stays(self, StepResult result) noexcept:
-        """Return the number of rows of the step filled before `result`, and their stays in batch order. Steps taken back since
-        do not count.
-        """
-        cdef StepResult step = self.filled[self.last_filled]
-        cdef Py_ssize_t _, at = self.last_filled
-        for _ in range(self.depth):
-            if step is None or (step is not result and step.batch is not None):
-                break
-            at = at - 1 if at else self.depth
-            step = self.filled[at]
-        if step is not None and step.batch is None:
-            self.stays[at * (1 + self.max_num_reqs)] = 0  # all were taken back
-        return self.stays + at * (1 + self.max_num_reqs)
-
-    cdef void note_stays(self, StepResult result) noexcept:
-        """Note the stays of the filled rows, in batch order, behind those of the step before."""
-        cdef int64_t *stays = self.find_stays(result)
-        cdef Py_ssize_t i, at = (stays - self.stays) // (1 + self.max_num_reqs)
-        at = at + 1 if at < self.depth else 0
-        stays = self.stays + at * (1 + self.max_num_reqs)
-        self.filled[at], self.last_filled = result, at
-        stays[0] = self.step.num_rows
+    cdef void note_fill(self, StepResult result) noexcept:
+        """Note the rows in batch order, and which tokens of theirs are sampled."""
+        cdef Batch *batch = &self.batch.batch
+        cdef Spans spans = self.step.spans
+        cdef int64_t step = NAMED_ROWS
+        cdef Fill *fill
+        cdef Py_ssize_t i
+        if result is not None:
+            if result.fill == 0:
+                batch.fills.num_steps += 1
+                result.fill = batch.fills.num_steps
+            step = result.fill
+        fill = begin_fill(&batch.fills, step)
+        fill.num_cuts, fill.num_rows = batch.num_cuts, self.step.num_rows
         for i in range(self.step.num_rows):
-            stays[1 + i] = self.source.batch.stays[self.step.spans.rows[i]]
+            fill.rows[i].stay = batch.stays[spans.rows[i]]
+            fill.rows[i].sampled = number_sampled(batch, spans.rows[i], spans.starts[i], spans.stops[i], result is not None)
 
     cdef int lock(self) except -1:
         if self.numbers == NULL or self.lock_order is None:
@@ -880,8 +905,8 @@ cdef class InputArrays:
             )
         if fault.kind == WITHOUT_SOURCE:
             raise ArgumentError(
-                f"{name}: its first token is sampled by another step than the one filled before; allowed: with `sources`, rows "
-                "of that step"
+                f"{name}: its first token is sampled by another step than the one whose inputs were filled before, in any "
+                "StepInputs of the batch; allowed: with `sources`, rows of that step"
             )
         if fault.kind == FEW_DRAFTS:
             raise ArgumentError(f"draft_token_ids: got {num_drafts} a row, fewer than the unknown tokens of {name}")

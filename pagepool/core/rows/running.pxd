@@ -30,6 +30,7 @@ cdef class StepResult:
     cdef RunningRows batch          # None once the step is taken back
     cdef list calls                 # StepResults of calls that added rows
     cdef int64_t number             # the step's number if it has such calls; else 0
+    cdef int64_t fill               # the step's number among those whose inputs were filled; 0: they were not
     cdef Stays stays                # those at the time of the call
     cdef PageIds num_new_tokens     # a number for each row, or one for all
     cdef PageIds num_ahead          # the same of lookahead tokens, or drafts

@@ -385,6 +385,7 @@ cdef class RunningRows:
             free(self.batch.rows[row].extra_keys)
             free(self.batch.rows[row].swapped)
         free(self.batch.writes.items)
+        free(self.batch.fills.items)
 
     def __reduce__(self):
         raise ArgumentTypeError("a running batch cannot be pickled")
@@ -618,6 +619,7 @@ cdef class RunningRows:
             for call in calls:
                 if not call.growth.is_admission:
                     undo_rows(&self.batch, &call.growth)
+            take_back_fills(&self.batch.fills, step.fill)
             step.batch = None
         is_due = num_left > 0 and has_due(self, call.growth.grown_rows[num_left - 1], False)
         self.release_locks()

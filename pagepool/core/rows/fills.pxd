@@ -1,0 +1,72 @@
+# The rows of the inputs that were filled last. A step begins with tokens that the step before samples, and the device puts these
+# in the place of their ids. So `sources` needs to know which rows the step before had, in which order, and which token of each it
+# sampled, whichever inputs of the batch were filled for it.
+#
+# The tokens that steps sample are numbered within a row's stay, so no step is taken for an earlier one of the same row. A step
+# that is filled again, in any inputs, replaces its fill. A step that is taken back leaves none.
+#
+# Always: ``0 <= last < capacity``, and a fill has at most as many rows as the batch.
+
+from libc.stdint cimport int64_t
+
+
+cdef enum:
+    NAMED_ROWS = 0            # no step, but rows that the caller named
+    TAKEN_BACK = -1
+
+cdef struct FilledRow:        # a row of a step
+    int64_t stay
+    int64_t sampled           # number of the token that the step samples; 0: none
+
+cdef struct Fill:             # the rows of a step, in the order of its inputs
+    int64_t step              # number of the step; NAMED_ROWS or TAKEN_BACK
+    int64_t num_cuts          # the batch's count at that time
+    Py_ssize_t num_rows
+    FilledRow *rows           # [num_rows], and room for all rows of the batch
+
+cdef struct Fills:            # the last fills, in a ring
+    Fill *items               # [capacity]; NULL: no inputs of the batch have sources
+    Py_ssize_t capacity
+    Py_ssize_t last           # index of the newest
+    int64_t num_steps         # steps that were filled
+
+
+cdef inline Fill *find_fill_before(const Fills *fills, int64_t step) noexcept nogil:
+    """Return the last fill, but for one of `step`, which may be filled again; NULL if it is not known any more."""
+    cdef Fill *fill
+    cdef Py_ssize_t i
+    for i in range(fills.capacity):
+        fill = &fills.items[fills.last - i if fills.last >= i else fills.last - i + fills.capacity]
+        if fill.step != TAKEN_BACK and (fill.step != step or step == NAMED_ROWS):
+            return fill
+    return NULL
+
+
+cdef inline Fill *begin_fill(Fills *fills, int64_t step) noexcept nogil:
+    """Return the fill behind that of the step before, for its rows."""
+    cdef Fill *before = find_fill_before(fills, step)
+    fills.last = before - fills.items + 1 if before != NULL else 0
+    if fills.last == fills.capacity:
+        fills.last = 0
+    fills.items[fills.last].step = step
+    return &fills.items[fills.last]
+
+
+cdef inline void take_back_fills(Fills *fills, int64_t step) noexcept nogil:
+    """Forget the fills of a step that is taken back."""
+    cdef Py_ssize_t i
+    for i in range(fills.capacity if step != NAMED_ROWS else 0):
+        if fills.items[i].step == step:
+            fills.items[i].step = TAKEN_BACK
+
+
+cdef inline Py_ssize_t place_in(const Fill *fill, Py_ssize_t i, int64_t stay, int64_t number) noexcept nogil:
+    """Return the place of a row, probably `i`, in the fill of the step that samples its token with this number; -1 if another
+    step does.
+    """
+    cdef Py_ssize_t place = 0
+    if i < fill.num_rows and fill.rows[i].stay == stay:
+        place = i
+    while place < fill.num_rows and fill.rows[place].stay != stay:
+        place += 1
+    return place if place < fill.num_rows and fill.rows[place].sampled == number else -1
