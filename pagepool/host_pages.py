@@ -745,5 +745,6 @@ def read_rows(rows: Any, row_ids: Any, start: int, stop: int, dtype: Any) -> Any
     slice of all rows to read one.
     """
     jax = import_jax()
-    items = jax.vmap(lambda row_id: jax.lax.dynamic_slice(rows, (row_id, start), (1, stop - start))[0])(row_ids)
+    first = np.int32(start)  # jax makes int64 of an int where that is enabled, and wants one type for both places
+    items = jax.vmap(lambda row_id: jax.lax.dynamic_slice(rows, (row_id, first), (1, stop - start))[0])(row_ids)
     return cast_bits(items, dtype)
