@@ -1,16 +1,17 @@
 """The fields of a line of a trace by their usual names, from the JSON or CSV of various tools."""
 
 import csv
-import json
 import re
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from reprlib import repr as shorten
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
 from pagepool.errors import ArgumentError, shown
+from pagepool.replay.traces.documents import read_json
+from pagepool.replay.traces.lengths import INPUT_NAMES, LENGTH_NAMES, TEXTS, plain_name, read_lengths
 
 __all__ = [
     "Fields",
@@ -19,9 +20,10 @@ __all__ = [
     "checked_milliseconds",
     "find_reader",
     "read_ids",
-    "read_length",
     "read_object",
     "read_session",
+    "require_object",
+    "use_usual_names",
 ]
 
 Fields: TypeAlias = dict[str, Any]
@@ -33,48 +35,31 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 COLUMN = re.compile(r"(?:[A-Za-z_][\w .()/-]*)?")
 
 NAMES = {
-    "timestamp": ("timestamp", "created_time", "arrived_at", "arrival_time"),
-    "input_length": (
-        "input_length",
-        "input_tokens",
-        "prompt_tokens",
-        "num_prompt_tokens",
-        "num_prefill_tokens",
-        "input_len",
-        "prompt_len",
-        "contexttokens",  # Azure's name
-        "request_tokens",  # BurstGPT's name
-    ),
-    "output_length": (
-        "output_length",
-        "output_tokens",
-        "completion_tokens",
-        "num_output_tokens",
-        "num_decode_tokens",
-        "output_len",
-        "generatedtokens",
-        "response_tokens",
-    ),
-    "session_id": ("session_id", "conversation_id"),
-    **{name: (name,) for name in ("hash_ids", "output_hash_ids", "block_size", "pause", "delay")},
+    "timestamp": ("timestamp", "createdtime", "arrivedat", "arrivaltime"),
+    "session_id": ("sessionid", "conversationid"),
+    **{
+        name: (plain_name(name),)
+        for name in ("hash_ids", "output_hash_ids", "block_size", "pause", "delay", "hash_id_scope", "context_mode")
+    },
 }
-"""Names of each field; of several in a line, the first counts."""
+"""Plain names of each field; of several in a line, the first counts. `lengths` has those of lengths."""
 
-ALL_NAMES = frozenset(name for names in NAMES.values() for name in names)
+FIELDS = {plain: field for field, names in (NAMES | LENGTH_NAMES).items() for plain in names}
 
-IN_SECONDS = frozenset({"arrived_at", "request_tokens"})
+IN_SECONDS = frozenset({"arrivedat", "requesttokens"})
 """Names of times in seconds: Vidur, BurstGPT."""
 
 
 def read_object(text: bytes) -> Fields:
     """Read a line of JSON. Raise ArgumentError if it is not an object, or if two names of a length contradict."""
-    try:
-        fields = json.loads(text.decode(), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"not valid JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ArgumentError(f"the line: got {type(fields).__name__}, allowed: a JSON object")
-    return _use_usual_names(fields)
+    return use_usual_names(require_object(read_json(text)))
+
+
+def require_object(value: Any) -> Fields:
+    """Return a JSON object. Raise ArgumentError for another value."""
+    if not isinstance(value, dict):
+        raise ArgumentError(f"the line: got {type(value).__name__}, allowed: a JSON object")
+    return value
 
 
 def find_reader(header: bytes) -> LineReader | None:
@@ -92,7 +77,7 @@ def find_reader(header: bytes) -> LineReader | None:
     columns = [column.strip() for column in columns]
     if len(columns) < 2 or not all(COLUMN.fullmatch(column) for column in columns):
         return None
-    if {*map(_as_name, columns)}.isdisjoint(NAMES["input_length"]):
+    if not any(plain_name(column.split(".")[-1]) in INPUT_NAMES for column in columns):
         raise ArgumentError(f"lacks input_length: as CSV it has the columns {', '.join(columns)[:MAX_SHOWN]}")
     _require_once(columns)
 
@@ -103,57 +88,43 @@ def find_reader(header: bytes) -> LineReader | None:
             raise ArgumentError(f"not valid CSV: {error}") from error
         if len(row) != len(columns):
             raise ArgumentError(f"has {len(row)} columns, but the header {len(columns)}")
-        return _use_usual_names({name: _load_cell(cell) for name, cell in zip(columns, row, strict=True)})
+        return use_usual_names({name: _load_cell(cell) for name, cell in zip(columns, row, strict=True)})
 
     return read_row
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _load_cell(cell: str) -> Any:
     """Return the number or list in a cell, None for an empty one, or its text."""
     try:
-        return json.loads(cell, parse_constant=_refuse_constant) if cell.strip() else None
-    except (ValueError, RecursionError):
+        return read_json(cell.encode()) if cell.strip() else None
+    except ArgumentError:
         return cell.strip()
-
-
-def _as_name(name: str) -> str:
-    """Return a name as in `NAMES`.
-
-    >>> _as_name("Request tokens"), _as_name("ContextTokens")
-    ('request_tokens', 'contexttokens')
-    """
-    return name.strip().lower().replace(" ", "_")
 
 
 def _require_once(names: Iterable[str]) -> None:
     """Raise ArgumentError if two names are the same name of a field."""
     seen: dict[str, str] = {}
     for name in names:
-        usual = _as_name(name)
-        if usual in seen and usual in ALL_NAMES:
-            raise ArgumentError(f"has {shown(seen[usual])} and {shown(name)}: which of them is {usual}")
-        seen[usual] = name
+        plain = plain_name(name)
+        if plain in seen and plain in FIELDS:
+            raise ArgumentError(f"has {shown(seen[plain])} and {shown(name)}: which of them is {FIELDS[plain]}")
+        seen[plain] = name
 
 
-def _use_usual_names(fields: Fields) -> Fields:
-    """Return the fields of a record, and `is_in_seconds`. None counts as missing, since pandas writes it."""
-    by_name = {_as_name(name): value for name, value in fields.items()}
+def use_usual_names(fields: Fields) -> Fields:
+    """Return the fields of a record, `is_in_seconds` and `has_text`. None counts as missing, since pandas writes it."""
+    by_name = {plain_name(name): value for name, value in fields.items()}
     if len(by_name) < len(fields):
         _require_once(fields)
-    usual: Fields = {}
+    usual: Fields = read_lengths(fields)
     for name, others in NAMES.items():
-        found = [other for other in others if by_name.get(other) is not None]
-        for other in found:
-            if name.endswith("_length") and by_name[other] != by_name[found[0]]:
-                raise ArgumentError(f"has {found[0]} {shown(by_name[found[0]])} and {other} {shown(by_name[other])}")
-        if found:
-            usual[name] = by_name[found[0]]
+        found = next((other for other in others if by_name.get(other) is not None), None)
+        if found is not None:
+            usual[name] = by_name[found]
     if not IN_SECONDS.isdisjoint(by_name):
         usual["is_in_seconds"] = True
+    if not TEXTS.isdisjoint(by_name):
+        usual["has_text"] = True
     return usual
 
 
@@ -175,11 +146,6 @@ def checked_milliseconds(name: str, value: object) -> float:
     if not -MAX_MILLISECONDS < value < MAX_MILLISECONDS:
         raise ArgumentError(f"{name}: got {shown(value)}, allowed: below 2**53 ms")
     return cast(float, value.item()) if isinstance(value, np.generic) else value
-
-
-def read_length(value: object) -> object:
-    """Return a whole number written as a float as an int; return anything else unchanged."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def read_session(value: object) -> object:

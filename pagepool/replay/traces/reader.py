@@ -14,8 +14,10 @@ ids. Tokens without an id are equal to no others.
 end of the session's previous request to the arrival of this one. `delay` replaces both `timestamp` and `pause` if ends are
 unknown: the previous request counts as ended at its arrival.
 
-Lines written by other tools are read too (`fields.py` has their names), with a note on missing fields: without `hash_ids`
-prompts share nothing, without `output_length` there are no answers, without any `timestamp` there are no times.
+Files of other tools are read too: `fields` has other names, `lengths` lengths with cached tokens apart, `documents` arrays and
+objects over several lines, `conversations` lines of several requests, `turns` lengths of what a turn adds. Notes name missing
+fields: without `hash_ids` prompts share nothing, without `output_length` there are no answers, without any `timestamp` there
+are no times.
 """
 
 import errno
@@ -24,27 +26,32 @@ import math
 import os
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import BinaryIO, NamedTuple, cast
 
 import numpy as np
 
-from pagepool.arguments import require_int, require_name
 from pagepool.errors import ArgumentError, PagePoolError, count_of, shown
+from pagepool.replay.traces.conversations import list_requests
+from pagepool.replay.traces.documents import Lines, read_values
 from pagepool.replay.traces.fields import (
     Fields,
     as_milliseconds,
     checked_milliseconds,
     find_reader,
     read_ids,
-    read_length,
     read_object,
     read_session,
+    require_object,
 )
-from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest, Turn, count_slots
+from pagepool.replay.traces.lengths import read_length
+from pagepool.replay.traces.records import BLOCK_SIZE, TraceRecord
+from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest, Turn
+from pagepool.replay.traces.turns import Turns
 from pagepool.specs import cdiv
 
 __all__ = [
@@ -61,11 +68,8 @@ __all__ = [
     "source_name",
 ]
 
-BLOCK_SIZE = 512
-MAX_LENGTH = 2**31 - 1
 MAX_TOKEN_IDS = 2**31  # token ids are int32, and each block has its own
-MAX_LINE_BYTES = 1 << 26  # three million hash ids; without a limit a file without newlines would be read into memory at once
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+TURN_BLOCK_SIZE = 16  # tokens of an id of a conversation without ids
 TIME_UNITS = {"ms": 1, "s": 1000}  # ms
 NUM_IDS_FOR_A_GUESS = 5  # with fewer blocks, ids of full blocks only, or one extra id, would fit another size
 # A trace may be in seconds if it has many requests in a short time or many per second: read as ms, a day would pass in 86 s.
@@ -79,67 +83,6 @@ class TraceError(PagePoolError, ValueError):
     def __init__(self, source: str, line: int, reason: str) -> None:
         """`line` counts from 1."""
         super().__init__(f"{source}:{line}: {reason}")
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRecord:
-    """One request of a trace: arrival in ms, lengths in tokens, one id for each `block_size` tokens of input, or none if
-    prefixes are unknown. If known, also ids of the full blocks of the answer, the session, and the ms since the end of the
-    session's previous request. Raises ArgumentError or ArgumentTypeError unless the timestamp is a number below 2**53, the
-    pause a number from 0 to below 2**53, the lengths are ints below 2**31, and the session is a string; a pause needs a
-    session.
-
-    >>> record = TraceRecord(timestamp=0, input_length=6, output_length=7, hash_ids=(4, 9), output_hash_ids=(5,), block_size=4)
-    >>> record.block_ids, record.num_known_tokens, record.num_slots
-    ((4, 9, 5), 12, 12)
-    """
-
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int | str, ...]
-    output_hash_ids: tuple[int | str, ...] | None = None
-    block_size: int = BLOCK_SIZE
-    session_id: str | None = None
-    pause: float | None = None
-
-    def __post_init__(self) -> None:
-        """Check the fields, and convert numbers to Python's, since differences of NumPy numbers wrap around."""
-        object.__setattr__(self, "timestamp", checked_milliseconds("timestamp", self.timestamp))
-        object.__setattr__(self, "session_id", require_name("session_id", self.session_id))
-        if self.pause is not None:
-            object.__setattr__(self, "pause", self._checked_pause())
-        for name, minimum in (("input_length", 1), ("output_length", 0), ("block_size", 1)):
-            object.__setattr__(self, name, _checked_length(name, getattr(self, name), minimum))
-
-    def _checked_pause(self) -> float:
-        pause = checked_milliseconds("pause", self.pause)
-        if pause < 0:
-            raise ArgumentError(f"pause: got {shown(pause)}, allowed: at least 0")
-        if self.session_id is None:
-            raise ArgumentError("pause: got one without a session_id, allowed: one with it")
-        return pause
-
-    @property
-    def block_ids(self) -> tuple[int | str, ...]:
-        """Ids of all blocks, in order."""
-        return self.hash_ids + (self.output_hash_ids or ())
-
-    @property
-    def num_known_tokens(self) -> int:
-        """Number of leading tokens with an id."""
-        if self.output_hash_ids is None:
-            return self.input_length if self.hash_ids else 0
-        return min(len(self.block_ids) * self.block_size, self.input_length + self.output_length)
-
-    @property
-    def num_slots(self) -> int:
-        """Tokens that need a slot in a page."""
-        return count_slots(self.input_length, self.output_length)
-
-
-def _checked_length(name: str, value: object, minimum: int) -> int:
-    return require_int(name, value, minimum, MAX_LENGTH)
 
 
 def parse_record(text: bytes, block_size: int = BLOCK_SIZE) -> TraceRecord:
@@ -208,50 +151,72 @@ class Reading:
         self._last_time: float | None = None
         self._shown_time: object = None
         self._ends: dict[str, float] = {}  # time of the last request of each session
-        self._num_delays = self._num_without_ids = self._num_without_output = 0
+        self._num_without_output = 0
         self._sizes = range(1, MAX_TOKEN_IDS)  # possible block sizes
         self._most_ids = 0
         self._misfit: tuple[int, ArgumentError] | None = None  # the first line without a fit for 512
+        self._turns = Turns()
+        self._is_unordered = False
+        self._clocks: set[int] = set()  # conversations whose times count from their own begin
 
     def add(self, fields: Fields, line: int = 1) -> None:
         """Add a line's record. Raise ArgumentError or ArgumentTypeError if it is invalid, or cannot follow the last one."""
         if "input_length" not in fields:
-            raise ArgumentError("lacks input_length")
+            text = ": only the model's tokenizer counts the tokens of its text" if fields.get("has_text") else ""
+            raise ArgumentError(f"lacks input_length{text}")
+        if fields.get("hash_id_scope") == "local":
+            raise ArgumentError("hash_id_scope: got 'local', allowed: 'global', or requests of a trace of their own")
         unit = self._time_unit or ("s" if fields.get("is_in_seconds") else "ms")
         factor = TIME_UNITS[unit]
         session_id = read_session(fields.get("session_id"))
         pause_name = "pause" if "pause" in fields or session_id is None else "delay"
         pause = fields.get(pause_name)
+        length = self._turns.find_length(fields, session_id, read_length(fields["input_length"]))
         record = TraceRecord(
             self._find_time(fields, session_id, factor),
-            cast(int, read_length(fields["input_length"])),
+            cast(int, length),
             cast(int, read_length(fields.get("output_length", 0))),
             read_ids(fields, "hash_ids") if "hash_ids" in fields else (),
             read_ids(fields, "output_hash_ids") if "output_hash_ids" in fields else None,
             fields.get("block_size", self._block_size or BLOCK_SIZE),
             cast(str | None, session_id),
-            None if pause is None else checked_milliseconds(pause_name, pause) * factor,
+            fields.get("pause_ms") if pause is None else checked_milliseconds(pause_name, pause) * factor,
         )
         self._check_blocks(record, line, has_own_size="block_size" in fields)
-        self._num_without_ids += not record.hash_ids
         self._num_without_output += "output_length" not in fields
-        self._has_unit |= isinstance(fields.get("timestamp"), str) or unit == "s" or record.output_hash_ids is not None
+        self._has_unit |= (
+            isinstance(fields.get("timestamp"), str)
+            or unit == "s"
+            or record.output_hash_ids is not None
+            or "since_start" in fields
+        )
         if record.session_id is not None:
             self._ends[record.session_id] = record.timestamp
+        self._turns.add(record, len(self.records))
         self.records.append(record)
         self._lines.append(line)
 
     def _find_time(self, fields: Fields, session_id: object, factor: int) -> float:
         """Return the arrival: the line's own, or its delay after the session's previous request; 0 in a trace without times."""
+        if "since_start" in fields:
+            if self._last_time is not None:
+                raise ArgumentError("has times since its own begin, but the lines before have timestamps")
+            self._clocks.add(fields["clock"])
+            self.has_times = self._is_unordered = True
+            return cast(float, fields["since_start"])
         if "timestamp" in fields:
             time = as_milliseconds("timestamp", fields["timestamp"], factor)
             if self.records and not self.has_times:
                 raise ArgumentError("has a timestamp, but the lines before have none")
+            if self._clocks:
+                raise ArgumentError("has a timestamp, but the lines before have times since their own begin")
             if self._last_time is not None and isinstance(fields["timestamp"], str) != isinstance(self._shown_time, str):
                 raise ArgumentError(
                     f"timestamp {shown(fields['timestamp'])} follows {shown(self._shown_time)}: numbers and dates do not mix"
                 )
-            if self._last_time is not None and time < self._last_time:
+            if "is_turn" in fields:
+                self._is_unordered = True
+            elif self._last_time is not None and time < self._last_time:
                 raise ArgumentError(
                     f"timestamp {fields['timestamp']} is below {self._shown_time}, that of the line before: sort the trace"
                 )
@@ -259,7 +224,7 @@ class Reading:
             self.has_times = True
             return time
         if "delay" in fields and isinstance(session_id, str) and session_id in self._ends:
-            self._num_delays += 1
+            self._is_unordered = True
             return self._ends[session_id] + checked_milliseconds("delay", fields["delay"]) * factor
         if self.has_times:
             raise ArgumentError("lacks timestamp, or a delay behind a line of the same session_id")
@@ -299,18 +264,32 @@ class Reading:
             notes.append(
                 f"Hash ids stand for {count_of(fitting[0], 'token')} each, since lengths and numbers of ids fit no other."
             )
+        self._turns.give_ids(self.records, self._find_block_size())
         num_records = len(self.records)
-        if num_records and self._num_without_ids == num_records:
+        num_without_ids = sum(not record.hash_ids for record in self.records)
+        if num_records and num_without_ids == num_records:
             notes.append("Prefixes are not known, since the trace has no hash_ids: no prompt hits what another one computed.")
-        elif self._num_without_ids:
-            notes.append(f"{count_of(self._num_without_ids, 'request')} without hash_ids: their prefixes are not known.")
+        elif num_without_ids:
+            notes.append(f"{count_of(num_without_ids, 'request')} without hash_ids: their prefixes are not known.")
+        if self._turns.num_added:
+            notes.append(
+                f"{count_of(self._turns.num_added, 'turn')} of conversations: the turns before are added to their lengths."
+            )
+        if len(self._clocks) > 1:
+            notes.append(f"{count_of(len(self._clocks), 'trace')} with times since their own begin: all begin at once.")
         if self._num_without_output:
             notes.append(f"{count_of(self._num_without_output, 'request')} without output_length: no answer is computed.")
-        if self._num_delays:
+        if self._is_unordered:
             order = sorted(range(num_records), key=lambda place: self.records[place].timestamp)
             self.records = [self.records[place] for place in order]
             self._lines = [self._lines[place] for place in order]
         return Trace(self.records, notes, (self._has_unit if self.has_times else None), self._lines)
+
+    def _find_block_size(self) -> int:
+        """Return the tokens of an id: those of the trace if it has ids or says so."""
+        if self._block_size is not None or self._has_own_size or any(record.hash_ids for record in self.records):
+            return self.records[0].block_size if self.records else BLOCK_SIZE
+        return TURN_BLOCK_SIZE
 
 
 def _check_num_ids(record: TraceRecord) -> None:
@@ -355,11 +334,18 @@ def _open_file(path: str) -> AbstractContextManager[BinaryIO]:
     return open(path, "rb")
 
 
-def _read_lines(file: BinaryIO) -> Iterator[bytes]:
-    while text := file.readline(MAX_LINE_BYTES + 1):
-        if len(text) > MAX_LINE_BYTES:
-            raise ArgumentError(f"the line: got more than {MAX_LINE_BYTES} bytes, allowed: that many")
-        yield text
+def _read_fields(lines: Lines) -> Iterator[Fields]:
+    """Yield the fields of each request of a file."""
+    first = next(lines, None)
+    if first is None:
+        return
+    read_row = find_reader(first)
+    if read_row is not None:
+        for row in lines:
+            yield read_row(row)
+        return
+    for number, value in enumerate(read_values(first, lines), start=1):
+        yield from list_requests(require_object(value), number)
 
 
 def read_trace(
@@ -389,26 +375,18 @@ def load_records(
     """Read a trace as `read_trace` does, with its unknown properties."""
     if time_unit is not None and (not isinstance(time_unit, str) or time_unit not in TIME_UNITS):
         raise ArgumentError(f"time_unit: got {shown(time_unit)}, allowed: {', '.join(TIME_UNITS)}")
-    reading, number, read_fields = Reading(block_size, time_unit), 0, None
+    reading, number = Reading(block_size, time_unit), 1
     try:
         with _open_file(path) as file:
-            lines = _read_lines(file)
-            while limit is None or len(reading.records) < limit:
-                number += 1
-                text = next(lines, None)
-                if text is None:
-                    break
-                if number == 1:
-                    text = text.removeprefix(BYTE_ORDER_MARK)
-                if not text.strip():
-                    continue
-                if read_fields is None:
-                    read_row = find_reader(text)
-                    read_fields = read_row or read_object
-                    if read_row is not None:
-                        continue
-                reading.add(read_fields(text), number)
-                on_record(len(reading.records))
+            lines = Lines(file)
+            try:
+                for fields in _read_fields(lines) if limit != 0 else ():
+                    reading.add(fields, lines.number)
+                    on_record(len(reading.records))
+                    if len(reading.records) == limit:
+                        break
+            finally:
+                number = max(1, lines.number)
     except (PagePoolError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise TraceError(source_name(path), number, str(error)) from error
     if not reading.records and limit != 0:
@@ -450,7 +428,7 @@ def make_requests(
     records: Sequence[TraceRecord], source: str = "trace", seed: int = 0, lines: Sequence[int] | None = None
 ) -> list[SimulatedRequest]:
     """Make a request from each record, in order, named by source and line number: counted from 1, unless `lines` has the
-    numbers.
+    numbers. Several requests of one line also have their number in it.
 
     Equal hash ids give equal tokens, different ones different tokens. Tokens without an id depend only on `seed` (at least 0),
     place in the trace and position. Raise `TraceError` if the blocks have more than 2**31 tokens together. O(hash ids); the
@@ -463,12 +441,14 @@ def make_requests(
     """
     numbers: dict[int | str, int] = {}
     requests = []
+    num_in_line, names = Counter(lines), Counter[int]()
     numbered = zip(records, _make_turns(records), lines or range(1, 1 + len(records)), strict=True)
     for place, (record, turn, line) in enumerate(numbered, start=1):
         block_numbers = [numbers.setdefault(hash_id, len(numbers)) for hash_id in record.block_ids]
         if len(numbers) * record.block_size > MAX_TOKEN_IDS:
             raise TraceError(source, line, f"more than {MAX_TOKEN_IDS // record.block_size} distinct hash ids")
         make_token_ids = partial(_make_token_ids, record, block_numbers, (seed, place))
-        name = f"{source}:{line}"
+        names[line] += 1
+        name = f"{source}:{line}:{names[line]}" if num_in_line[line] > 1 else f"{source}:{line}"
         requests.append(SimulatedRequest(name, record.input_length, record.output_length, make_token_ids, turn))
     return requests

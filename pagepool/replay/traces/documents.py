@@ -1,0 +1,134 @@
+"""The JSON values of a file: one in each line, or in an array, or one after another over several lines."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NoReturn
+
+from pagepool.errors import ArgumentError
+
+__all__ = ["Lines", "read_json", "read_values"]
+
+MAX_LINE_BYTES = 1 << 26  # three million hash ids; without a limit a file without newlines would be read into memory at once
+MAX_DOCUMENT_BYTES = 1 << 28
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+SPACES = re.compile(r"[ \t\r\n]*")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+class Lines:
+    """The lines of a file that are not blank, without a byte order mark. `number` is the number of the last one, from 1."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        """Read nothing yet."""
+        self.number = 0
+        self._file = file
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Iterate over the lines that are left."""
+        return self
+
+    def __next__(self) -> bytes:
+        """Return the next line. Raise ArgumentError for a very long one."""
+        while text := self._read():
+            if text.strip():
+                return text
+        raise StopIteration
+
+    def read_with(self, first: bytes) -> str:
+        """Return the text from the line `first` to the end. Raise ArgumentError for a long one, or one that is not UTF-8."""
+        parts, size, number = [first], len(first), self.number
+        while text := self._read():
+            parts.append(text)
+            size += len(text)
+            if size > MAX_DOCUMENT_BYTES:
+                raise ArgumentError(
+                    f"the text: got more than {MAX_DOCUMENT_BYTES} bytes, allowed: that many; jq -c '.[]' writes one object a line"
+                )
+        self.number = number
+        return _decode(b"".join(parts))
+
+    def _read(self) -> bytes:
+        self.number += 1
+        text = self._file.readline(MAX_LINE_BYTES + 1)
+        if len(text) > MAX_LINE_BYTES:
+            raise ArgumentError(f"the line: got more than {MAX_LINE_BYTES} bytes, allowed: that many")
+        return text.removeprefix(BYTE_ORDER_MARK) if self.number == 1 else text
+
+
+def _decode(text: bytes) -> str:
+    try:
+        return text.decode()
+    except ValueError as error:
+        raise ArgumentError(f"not valid JSON: {error}") from error
+
+
+def read_json(text: bytes) -> Any:
+    """Return the value of a JSON text. Raise ArgumentError if it is not valid."""
+    try:
+        return DECODER.decode(_decode(text))
+    except (ValueError, RecursionError) as error:
+        raise error if isinstance(error, ArgumentError) else ArgumentError(f"not valid JSON: {error}") from error
+
+
+def read_values(first: bytes, lines: Lines) -> Iterator[Any]:
+    """Yield the JSON values from the line `first` on, and the items of arrays; `lines.number` is the line of the last one.
+    Lines with a value each are read one by one, anything else at once. Raise ArgumentError if a text is not valid.
+    """
+    if _is_part(first):
+        yield from _read_document(lines.read_with(first), lines)
+        return
+    yield read_json(first)
+    for text in lines:
+        yield read_json(text)
+
+
+def _is_part(text: bytes) -> bool:
+    """Whether a line begins an array, or a value that ends in another line, or has several values."""
+    if text.lstrip()[:1] != b"{":
+        return text.lstrip()[:1] == b"["
+    try:
+        DECODER.decode(text.decode())
+    except json.JSONDecodeError as error:
+        return error.msg == "Extra data" or error.pos >= len(error.doc.rstrip())
+    except (ValueError, RecursionError):
+        pass
+    return False
+
+
+def _read_document(text: str, lines: Lines) -> Iterator[Any]:
+    """Yield the values of a text that begins in the line of `lines`."""
+    place, counted, is_in_array = _skip(text, 0), 0, False
+    while place < len(text):
+        lines.number += text.count("\n", counted, place)
+        counted = place
+        if not is_in_array and text[place] == "[":
+            place, is_in_array = _skip(text, place + 1), True
+            if text[place : place + 1] != "]":
+                continue
+        if text[place] != "]" or not is_in_array:
+            try:
+                value, place = DECODER.raw_decode(text, place)
+            except (ValueError, RecursionError) as error:
+                raise ArgumentError(f"not valid JSON: {error}") from error
+            yield value
+            place = _skip(text, place)
+        if not is_in_array:
+            continue
+        mark = text[place : place + 1]
+        if mark not in tuple(",]"):
+            raise ArgumentError(f"not valid JSON: got {text[place : place + 20]!r} behind an item, allowed: a comma or ]")
+        place, is_in_array = _skip(text, place + 1), mark == ","
+    if is_in_array:
+        raise ArgumentError("not valid JSON: the array has no end")
+
+
+def _skip(text: str, place: int) -> int:
+    match = SPACES.match(text, place)
+    return match.end() if match else place

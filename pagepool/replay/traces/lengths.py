@@ -1,0 +1,252 @@
+"""The lengths of a line by what its fields say: lengths of other names, inside a `usage`, and with cached tokens apart.
+
+Some services count the cached tokens of a prompt in its length (OpenAI, Gemini, DeepSeek, vLLM, SGLang), others beside it
+(Anthropic, Bedrock). A length that can be read in two ways is refused.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from pagepool.errors import ArgumentError, shown
+
+__all__ = ["INPUT_NAMES", "LENGTH_NAMES", "TEXTS", "UNCLEAR", "plain_name", "read_length", "read_lengths"]
+
+SEPARATORS = re.compile(r"[\W_]+")
+MAX_DEPTH = 5
+
+
+@lru_cache(maxsize=10_000)
+def plain_name(name: str) -> str:
+    """Return a name as in the tables of this package.
+
+    >>> plain_name("Request tokens"), plain_name("promptTokenCount"), plain_name("input_length")
+    ('requesttokens', 'prompttokencount', 'inputlength')
+    """
+    return SEPARATORS.sub("", name).lower()
+
+
+def _plain(text: str) -> tuple[str, ...]:
+    return tuple(plain_name(name) for name in text.split())
+
+
+INPUT_NAMES = _plain(
+    """
+    input_length input_tokens prompt_tokens num_prompt_tokens num_input_tokens num_prefill_tokens input_len prompt_len
+    ContextTokens request_tokens promptTokenCount inputTokenCount
+    """
+)
+OUTPUT_NAMES = _plain(
+    """
+    output_length output_tokens completion_tokens num_output_tokens num_decode_tokens output_len GeneratedTokens response_tokens
+    outputTokenCount generated_token_count
+    """
+)
+LENGTH_NAMES = {"input_length": INPUT_NAMES, "output_length": OUTPUT_NAMES}
+"""Names of the two lengths: ContextTokens and GeneratedTokens are Azure's, request_tokens and response_tokens BurstGPT's."""
+
+WHOLE = "inputlength"  # always the whole prompt
+APART_BASES = _plain("input_tokens inputTokenCount")
+"""Names of lengths beside which Anthropic and Bedrock count cached tokens."""
+
+READ = _plain("cache_read_input_tokens cacheReadInputTokenCount")
+WRITTEN = _plain("cache_creation_input_tokens cacheWriteInputTokens cacheWriteInputTokenCount")
+EPHEMERAL = _plain("ephemeral_5m_input_tokens ephemeral_1h_input_tokens")  # parts of the written ones
+APART = (*READ, *WRITTEN, *EPHEMERAL)
+UNCLEAR_READ = _plain("cache_read_tokens")
+UNCLEAR_WRITTEN = _plain("cache_write_tokens cache_creation_tokens")
+UNCLEAR_NAMES = (*UNCLEAR_READ, *UNCLEAR_WRITTEN)
+UNCLEAR = (
+    "whether cached tokens are in the length is not understood: write input_length instead, the tokens of the whole prompt"
+)
+WITHIN = _plain("cached_tokens num_cached_tokens cached_input_tokens input_cached_tokens cachedContentTokenCount")
+PARTS = _plain("prompt_cache_hit_tokens prompt_cache_miss_tokens")  # DeepSeek's parts of a prompt
+IN_DETAILS = frozenset(
+    _plain("cached_tokens cache_read cache_creation cache_read_tokens cache_write_tokens cache_creation_tokens")
+)
+[TOOL_PROMPT] = _plain("toolUsePromptTokenCount")  # Gemini counts it beside the prompt
+GEMINI_ANSWER = frozenset(_plain("candidatesTokenCount thoughtsTokenCount"))
+REASONING = _plain("reasoning_tokens")
+TOTALS = _plain("total_tokens totalTokenCount")
+COUNTS = frozenset(
+    (*INPUT_NAMES, *OUTPUT_NAMES, *APART, *UNCLEAR_NAMES, *WITHIN, *PARTS, TOOL_PROMPT, *GEMINI_ANSWER, *REASONING, *TOTALS)
+)
+REQUEST_COUNTS = frozenset(_plain("num_model_requests num_requests request_count"))
+WRAPPERS = frozenset(_plain("usage usageMetadata token_usage tokens response body message meta cache_creation"))
+"""Objects with the lengths of a line."""
+
+INPUT_DETAILS = frozenset(_plain("prompt_tokens_details input_tokens_details input_token_details"))
+OUTPUT_DETAILS = frozenset(_plain("completion_tokens_details output_tokens_details output_token_details"))
+TEXTS = frozenset(_plain("text texts text_input messages prompt input_text payload"))
+"""Fields with a prompt itself."""
+
+
+class Count(NamedTuple):
+    """A field with a number of tokens, by the name that it has in the line."""
+
+    name: str
+    value: Any
+
+    def __str__(self) -> str:
+        """Return name and value, for messages."""
+        return f"{self.name} {shown(self.value)}"
+
+    @property
+    def number(self) -> int:
+        """The value. Raise ArgumentError unless it is an integer from 0."""
+        number = read_length(self.value)
+        if type(number) is not int or number < 0:
+            raise ArgumentError(f"{self.name}: got {shown(self.value)}, allowed: an integer from 0")
+        return number
+
+
+class Counts(NamedTuple):
+    """The fields with tokens of a line, and the cached tokens in the details of a length, which are part of the length."""
+
+    by_name: dict[str, Count]
+    details: list[Count]
+
+    def find(self, names: Iterable[str]) -> Count | None:
+        """Return the first field of these names. Raise ArgumentError if another one of them differs."""
+        found = [self.by_name[name] for name in names if name in self.by_name]
+        for count in found[1:]:
+            if read_length(count.value) != read_length(found[0].value):
+                raise ArgumentError(f"has {found[0]} and {count}, which contradict")
+        return found[0] if found else None
+
+    def count(self, names: Iterable[str]) -> int:
+        """Return the number of tokens in the field of these names, 0 without one."""
+        found = self.find(names)
+        return found.number if found else 0
+
+    def sum(self, names: Iterable[str]) -> int:
+        """Return the sum of the fields of these names."""
+        return sum(self.by_name[name].number for name in names if name in self.by_name)
+
+
+def read_length(value: object) -> object:
+    """Return a whole number written as a float as an int; return anything else unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def read_lengths(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `input_length` and `output_length` of a line, unless they are missing. Raise ArgumentError for contradictory
+    lengths, and for cached tokens that may be in the length or beside it.
+
+    >>> read_lengths({"usage": {"input_tokens": 50, "cache_read_input_tokens": 1000, "output_tokens": 7}})
+    {'input_length': 1050, 'output_length': 7}
+    >>> read_lengths({"prompt_tokens": 1050, "prompt_tokens_details": {"cached_tokens": 1000}})
+    {'input_length': 1050}
+    """
+    counts = Counts({}, [])
+    for name, count in _list_counts(fields):
+        if name is None:
+            counts.details.append(count)
+            continue
+        known = counts.by_name.setdefault(name, count)
+        if known is not count and read_length(known.value) != read_length(count.value):
+            raise ArgumentError(f"has {known} and {count}, which contradict")
+    output_length = _find_output(counts)
+    input_length = _find_input(counts, output_length)
+    if input_length is not None and output_length is not None:
+        output_length = _check_total(counts, input_length, output_length)
+    lengths = {"input_length": input_length, "output_length": output_length}
+    return {name: length for name, length in lengths.items() if length is not None}
+
+
+def _list_counts(fields: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str | None, Count]]:
+    """Yield the fields with tokens, also those in wrappers and in columns such as `usage.input_tokens`; without a name those in
+    the details of a length. Raise ArgumentError for unknown fields with cached tokens, and for a line of several requests.
+    """
+    for name, value in fields.items():
+        if value is None:
+            continue
+        steps = (*path, *name.split("."))
+        *outer, plain = map(plain_name, steps)
+        is_detail = bool(outer) and outer[-1] in INPUT_DETAILS
+        if isinstance(value, dict):
+            if plain in WRAPPERS | INPUT_DETAILS | OUTPUT_DETAILS and len(steps) <= MAX_DEPTH:
+                yield from _list_counts(value, steps)
+            continue
+        if not all(step in WRAPPERS | OUTPUT_DETAILS for step in outer[: len(outer) - is_detail]):
+            continue
+        count = Count(".".join(steps), value)
+        if is_detail:
+            if plain in IN_DETAILS:
+                yield None, count
+        elif plain in COUNTS:
+            yield plain, count
+        elif plain in REQUEST_COUNTS and count.number > 1:
+            raise ArgumentError(f"{count.name}: got {shown(value)}, allowed: 1, since a line is one request")
+        elif "cach" in plain and "token" in plain and isinstance(value, int | float) and value:
+            raise ArgumentError(f"has {count}: {UNCLEAR}")
+
+
+def _find_output(counts: Counts) -> Any:
+    """Return the length of the answer, with the thoughts that Gemini counts beside it."""
+    found = counts.find(OUTPUT_NAMES)
+    if found is None and not GEMINI_ANSWER.isdisjoint(counts.by_name):
+        return counts.sum(GEMINI_ANSWER)
+    return found.value if found else None
+
+
+def _find_input(counts: Counts, output_length: Any) -> Any:
+    """Return the length of the whole prompt."""
+    bases = {name: counts.by_name[name] for name in INPUT_NAMES if name in counts.by_name}
+    apart = counts.count(READ) + (counts.count(WRITTEN) or counts.sum(EPHEMERAL))
+    unclear = 0 if apart else counts.count(UNCLEAR_READ) + counts.count(UNCLEAR_WRITTEN)
+    parts = [*counts.details, *(counts.by_name[name] for name in (*WITHIN, *PARTS) if name in counts.by_name)]
+    if not bases:
+        return counts.sum(PARTS) if all(name in counts.by_name for name in PARTS) else None
+    first = next(iter(bases.values()))
+    if not apart and not unclear and not parts and TOOL_PROMPT not in counts.by_name:
+        counts.find(INPUT_NAMES)
+        return first.value
+    choices = set.intersection(*(_list_choices(name, base.number, apart, unclear, counts) for name, base in bases.items()))
+    total = counts.find(TOTALS)
+    if len(choices) > 1 and total is not None and total.number == max(choices) + Count("output", output_length or 0).number:
+        choices = {max(choices)}  # the total says that cached tokens are not in the length
+    cached = " and ".join(str(counts.by_name[name]) for name in (*APART, *UNCLEAR_NAMES) if name in counts.by_name)
+    if len(choices) > 1:
+        raise ArgumentError(f"has {first} and {cached}: {UNCLEAR}")
+    if not choices:
+        raise ArgumentError(f"has {', '.join(map(str, bases.values()))} and {cached}, which contradict")
+    [length] = choices
+    parts += [counts.by_name[name] for name in APART if name in counts.by_name]
+    for part in parts:
+        if part.number > length:
+            raise ArgumentError(f"{part.name}: got {shown(part.value)}, allowed: at most {length}, the tokens of the prompt")
+    if all(name in counts.by_name for name in PARTS) and counts.sum(PARTS) != length:
+        raise ArgumentError(f"has {first}, but {' and '.join(str(counts.by_name[name]) for name in PARTS)}")
+    return length
+
+
+def _list_choices(name: str, number: int, apart: int, unclear: int, counts: Counts) -> set[int]:
+    """Return the possible lengths of the prompt if the field of this name has this number."""
+    number += counts.count([TOOL_PROMPT])
+    cached = apart or unclear
+    if not cached or name == WHOLE or (counts.details and name not in APART_BASES):
+        return {number}
+    if number < cached or (apart and name in APART_BASES and not counts.details):
+        return {number + cached}
+    return {number, number + cached}
+
+
+def _check_total(counts: Counts, input_length: Any, output_length: Any) -> Any:
+    """Return the length of the answer, with the reasoning that some services count beside it. Raise ArgumentError if the sum of
+    the lengths is not the total of the line.
+    """
+    total = counts.find(TOTALS)
+    if total is None or not total.number:
+        return output_length
+    prompt, answer = Count("input_length", input_length).number, Count("output_length", output_length).number
+    uncached = [counts.by_name[name].number for name in APART_BASES if name in counts.by_name]
+    if total.number in {length + answer for length in (prompt, *uncached)}:
+        return output_length
+    if total.number == prompt + answer + counts.count(REASONING):
+        return answer + counts.count(REASONING)
+    raise ArgumentError(
+        f"{total.name}: got {shown(total.value)}, allowed: {prompt + answer}, the sum of {prompt} tokens of the prompt and "
+        f"{answer} of the answer"
+    )

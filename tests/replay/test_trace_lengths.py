@@ -1,0 +1,166 @@
+"""Lengths of prompts as services log them: cached tokens are added if they are counted apart, and refused if nobody says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+from command_line import figures_of, refuse
+
+from pagepool.errors import ArgumentError
+from pagepool.replay.traces.fields import find_reader, read_object
+from pagepool.replay.traces.lengths import UNCLEAR, read_lengths
+
+ANTHROPIC = {"input_tokens": 50, "cache_read_input_tokens": 1000, "output_tokens": 7}
+OPENAI = {"prompt_tokens": 1050, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 1000}}
+RESPONSES = {"input_tokens": 1050, "output_tokens": 7, "input_tokens_details": {"cached_tokens": 1000}, "total_tokens": 1057}
+GEMINI = {"promptTokenCount": 1050, "cachedContentTokenCount": 1000, "candidatesTokenCount": 5, "thoughtsTokenCount": 2}
+BEDROCK = {"inputTokens": 50, "cacheReadInputTokens": 1000, "outputTokens": 7, "totalTokens": 1057}
+DEEPSEEK = {"prompt_tokens": 1050, "prompt_cache_hit_tokens": 1000, "prompt_cache_miss_tokens": 50, "completion_tokens": 7}
+
+SAME = {
+    "Anthropic": ANTHROPIC,
+    "Anthropic, nothing cached": {"input_tokens": 1050, "output_tokens": 7, "cache_read_input_tokens": 0},
+    "Anthropic, written": {"input_tokens": 20, "cache_read_input_tokens": 1000, "cache_creation_input_tokens": 30}
+    | {"cache_creation": {"ephemeral_5m_input_tokens": 10, "ephemeral_1h_input_tokens": 20}, "output_tokens": 7},
+    "Anthropic, parts of what is written": {"input_tokens": 20, "cache_read_input_tokens": 1000, "output_tokens": 7}
+    | {"cache_creation": {"ephemeral_5m_input_tokens": 30}},
+    "Anthropic, in pandas' numbers": {"input_tokens": 50.0, "cache_read_input_tokens": 1000.0, "output_tokens": 7.0},
+    "Anthropic, with a total": ANTHROPIC | {"total_tokens": 1057},
+    "Anthropic, with a total of uncached tokens": ANTHROPIC | {"total_tokens": 57},
+    "Anthropic, and the whole": ANTHROPIC | {"input_length": 1050},
+    "OpenAI": OPENAI,
+    "OpenAI, with a total": OPENAI | {"total_tokens": 1057},
+    "OpenAI, no details": OPENAI | {"prompt_tokens_details": None},
+    "OpenAI, a batch": {"response": {"status_code": 200, "body": {"usage": OPENAI}}},
+    "OpenAI's responses": RESPONSES,
+    "OpenAI's export": {"input_tokens": 1050, "output_tokens": 7, "input_cached_tokens": 1000, "num_model_requests": 1},
+    "Gemini": {"usageMetadata": GEMINI},
+    "Gemini, with a total": {"usageMetadata": GEMINI | {"totalTokenCount": 1057}},
+    "Gemini, with tools": {"usageMetadata": GEMINI | {"promptTokenCount": 1000, "toolUsePromptTokenCount": 50}},
+    "Bedrock": {"usage": BEDROCK},
+    "Bedrock, written": {"usage": BEDROCK | {"inputTokens": 40, "cacheWriteInputTokens": 10}},
+    "DeepSeek": {"usage": DEEPSEEK},
+    "DeepSeek, parts alone": {"prompt_cache_hit_tokens": 1000, "prompt_cache_miss_tokens": 50, "completion_tokens": 7},
+    "SGLang": {"prompt_tokens": 1050, "cached_tokens": 1000, "completion_tokens": 7},
+    "vLLM": {"num_prompt_tokens": 1050, "num_cached_tokens": 1000, "num_output_tokens": 7},
+    "LangChain": {"usage_metadata": {"input_tokens": 1050, "output_tokens": 7, "input_token_details": {"cache_read": 1000}}},
+    "LiteLLM": OPENAI | {"cache_read_input_tokens": 1000},
+    "Cohere": {"usage": {"billed_units": {"input_tokens": 9}, "tokens": {"input_tokens": 1050, "output_tokens": 7}}},
+    "an assistant's log": {"type": "assistant", "sessionId": "a", "message": {"role": "assistant", "usage": ANTHROPIC}},
+    "a total that counts what was read": {"inputTokens": 50, "cacheReadTokens": 1000, "outputTokens": 7, "totalTokens": 1057},
+    "fewer than were read": {"prompt_tokens": 50, "cache_read_input_tokens": 1000, "completion_tokens": 7},
+    "reasoning apart": {"prompt_tokens": 1050, "completion_tokens": 5, "total_tokens": 1057}
+    | {"completion_tokens_details": {"reasoning_tokens": 2}},
+    "columns": {"usage.input_tokens": 50, "usage.cache_read_input_tokens": 1000, "usage.output_tokens": 7},
+    "columns of details": {"prompt_tokens": 1050, "prompt_tokens_details.cached_tokens": 1000, "completion_tokens": 7},
+    "own name": {"input_length": 1050, "output_length": 7, "cache_read_input_tokens": 1000},
+}  # fmt: skip
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "cached in a prompt or not": (
+        {"prompt_tokens": 2000, "cache_read_input_tokens": 1000, "completion_tokens": 7},
+        f"has prompt_tokens 2000 and cache_read_input_tokens 1000: {UNCLEAR}",
+    ),
+    "read and written in a prompt or not": (
+        {"input_tokens": 5000, "cache_read_tokens": 1000, "cache_creation_tokens": 5},
+        "has input_tokens 5000 and cache_read_tokens 1000 and cache_creation_tokens 5: whether",
+    ),
+    "two meanings": (RESPONSES | {"cache_read_input_tokens": 1000}, "has input_tokens 1050 and cache_read_input_tokens 1000"),
+    "an unknown name": ({"input_tokens": 5, "tokens_from_cache": 9}, "has tokens_from_cache 9: whether cached tokens are"),
+    "an unknown name inside": ({"usage": {"input_tokens": 5, "tokensCached": 9}}, "has usage.tokensCached 9: whether"),
+    "more cached than there are": ({"prompt_tokens": 5, "cached_tokens": 9}, "cached_tokens: got 9, allowed: at most 5"),
+    "more cached than the whole": ({"input_length": 5, "cache_read_input_tokens": 9}, "got 9, allowed: at most 5"),
+    "more in the details": (
+        OPENAI | {"prompt_tokens": 50},
+        "prompt_tokens_details.cached_tokens: got 1000, allowed: at most 50, the tokens of the prompt",
+    ),
+    "another whole": (ANTHROPIC | {"input_length": 1049}, "has input_length 1049, input_tokens 50 and cache_read_input"),
+    "another total": (
+        OPENAI | {"total_tokens": 2057},
+        "total_tokens: got 2057, allowed: 1057, the sum of 1050 tokens of the prompt and 7 of the answer",
+    ),
+    "another total without a cache": ({"input_tokens": 5, "output_tokens": 6, "total_tokens": 12}, "got 12, allowed: 11"),
+    "parts that differ": (DEEPSEEK | {"prompt_cache_hit_tokens": 900}, "has prompt_tokens 1050, but prompt_cache_hit_tokens 9"),
+    "two of one kind": (
+        {"input_tokens": 5, "cache_read_input_tokens": 9, "cacheReadInputTokenCount": 8},
+        "has cache_read_input_tokens 9 and cacheReadInputTokenCount 8, which contradict",
+    ),
+    "two places": (
+        {"input_tokens": 5, "usage": {"input_tokens": 6}},
+        "has input_tokens 5 and usage.input_tokens 6, which contradict",
+    ),
+    "many requests": (
+        {"input_tokens": 500, "output_tokens": 9, "num_model_requests": 6},
+        "num_model_requests: got 6, allowed: 1, since a line is one request",
+    ),
+    "no number": (ANTHROPIC | {"cache_read_input_tokens": "many"}, "got 'many', allowed: an integer from 0"),
+    "below 0": (ANTHROPIC | {"cache_read_input_tokens": -1}, "cache_read_input_tokens: got -1, allowed: an integer from 0"),
+    "a flag": (ANTHROPIC | {"cache_read_input_tokens": True}, "got True, allowed: an integer from 0"),
+    "a length of no number beside cached ones": (
+        ANTHROPIC | {"input_tokens": "50"},
+        "input_tokens: got '50', allowed: an integ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_whole_prompt_counts(name: str) -> None:
+    """Each line is of a prompt of 1,050 tokens, of which 1,000 were cached, and an answer of 7."""
+    assert read_lengths(SAME[name]) == {"input_length": 1050, "output_length": 7}
+    fields = read_object(json.dumps(SAME[name] | {"timestamp": 3, "hash_ids": [1]}).encode())
+    assert (fields["input_length"], fields["output_length"], fields["timestamp"]) == (1050, 7, 3)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_can_be_read_in_two_ways_is_refused(name: str) -> None:
+    fields, message = REFUSED[name]
+    with pytest.raises(ArgumentError) as error:
+        read_lengths(fields)
+    assert message in str(error.value)
+
+
+def test_columns_of_a_table() -> None:
+    read = find_reader(b"timestamp,usage.input_tokens,usage.cache_read_input_tokens,usage.output_tokens\n")
+    assert read is not None
+    assert read(b"5,50,1000,7\n") == {"timestamp": 5, "input_length": 1050, "output_length": 7}
+    assert read(b"5,50,,7\n")["input_length"] == 50
+
+
+def test_a_name_for_cached_tokens_never_changes_a_length_silently() -> None:
+    """Beside each length a field with cached tokens, of a known name or not, gives the sum, the length, or an error."""
+    rng = Random(5)
+    for _ in range(3000):
+        base = rng.choice(["input_tokens", "inputTokens", "prompt_tokens", "num_prompt_tokens", "promptTokenCount"])
+        words = rng.choice([["cache", "read"], ["cached"], ["cache", "write"], ["cache", "hit"], ["kv", "cached"], ["cache"]])
+        name = "_".join([*words, *rng.choice([["tokens"], ["input", "tokens"], ["token", "count"], ["prompt", "tokens"]])])
+        length, cached = rng.randint(1, 5000), rng.randint(1, 5000)
+        fields = {base: length, name: cached}
+        if is_refused(fields, name):
+            continue
+        found = read_lengths(fields)["input_length"]
+        assert found in (length, length + cached)
+        assert found >= cached
+
+
+def is_refused(fields: dict[str, int], name: str) -> bool:
+    """Whether a line is refused, with an error that has the name."""
+    try:
+        read_lengths(fields)
+    except ArgumentError as error:
+        return name in str(error)
+    return False
+
+
+def test_commands_say_it_too(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(json.dumps(ANTHROPIC) + "\n" + json.dumps({"usage": OPENAI}) + "\n")
+    assert figures_of("replay", path)["prompt_tokens"] == 2100
+    path.write_text(json.dumps(ANTHROPIC) + "\n" + json.dumps(REFUSED["cached in a prompt or not"][0]) + "\n")
+    refuse(2, "log.jsonl:2: has prompt_tokens 2000 and cache_read_input_tokens 1000", "plan", path)
