@@ -121,6 +121,16 @@ STEP35 = {"attention_other_setting": {"attention_type": SLIDING, "num_attention_
     "head_dim": 128, "layer_types": [FULL, SLIDING, SLIDING, SLIDING] * 12, "num_nextn_predict_layers": 3,
     "sliding_window": 512}
 MIMO_V2 = {"hybrid_layer_pattern": [0, 1, 1, 1] * 12, "swa_num_key_value_heads": 8, "v_head_dim": 128, "head_dim": 192}
+KIMI_K3_LAYERS = {"full_attn_layers": [*range(4, 93, 4), 93], "gate_lower_bound": -5.0, "head_dim": 128, "num_heads": 96,
+    "kda_layers": [layer for layer in range(1, 93) if layer % 4], "short_conv_kernel_size": 4, "use_full_rank_gate": True}
+KIMI_K3 = {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0, "attn_res_block_size": 12,
+    "first_k_dense_replace": 1, "kv_lora_rank": 512, "latent_moe_use_norm": True, "linear_attn_config": KIMI_K3_LAYERS,
+    "mla_use_nope": True, "mla_use_output_gate": True, "model_type": "kimi_linear", "moe_intermediate_size": 3072,
+    "moe_layer_freq": 1, "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "num_expert_group": 1,
+    "num_experts": 896, "num_experts_per_token": 16, "num_shared_experts": 2, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "routed_expert_hidden_size": 3584, "routed_scaling_factor": 1.0, "topk_group": 1,
+    "topk_method": "noaux_tc", "use_grouped_topk": True, "v_head_dim": 128, "quantization_config": {"config_groups":
+    {"group_0": {"weights": {"group_size": 32, "num_bits": 4, "type": "float"}}}, "format": "mxfp4-pack-quantized"}}
 QWEN_OMNI = base(28, 28, 4, 3584, model_type="qwen2_5_omni_text", sliding_window=32768, use_sliding_window=False, **DUMPED)
 
 # Names with "layer", "attn", "head" or "window" in them that models have beside the fields of the table below.
@@ -188,6 +198,8 @@ KEPT: dict[str, tuple[dict[str, Any], Kept]] = {
     "Kimi Linear": (base(8, 32, 32, 2304, head_dim=72, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128,
         v_head_dim=128, linear_attn_config=KIMI_LAYERS, mla_use_nope=True, num_expert_group=1, use_grouped_topk=True),
         (2 * 576 * 2, 0, 6)),
+    "Kimi K3": ({"model_type": "kimi_k3", "text_config": base(93, 96, 96, 7168) | KIMI_K3, "vision_config":
+        {"vt_num_hidden_layers": 27, "mm_projector_type": "patchmergerv2"}}, (24 * 576 * 2, 0, 69)),
     "MiniMax 01": (base(80, 64, 8, 6144, head_dim=128, attn_type_list=([0] * 7 + [1]) * 10,
         layernorm_full_attention_alpha=3.5, layernorm_linear_attention_alpha=3.5, postnorm=True, shared_intermediate_size=0,
         shared_moe_mode="sigmoid"), (keeps(10, 8, 128), 0, 70)),

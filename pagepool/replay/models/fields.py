@@ -1,11 +1,11 @@
 """The fields of a configuration, by their effect on the bytes of caches.
 
-A field is read by one of the readers, or known to be irrelevant, or its name has nothing to do with caches. Any other field
-raises an error naming it, since a page of the wrong size is worse than none.
+A field is read by one of the readers, or known to be irrelevant, by itself or by words of its name, or its name has nothing to
+do with caches. Any other field raises an error naming it, since a page of the wrong size is worse than none.
 """
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagepool.errors import ArgumentError, shown
 from pagepool.replay.models.config import Config, is_set
@@ -22,7 +22,9 @@ def _names(text: str) -> frozenset[str]:
 SUSPICIOUS = re.compile(
     "head|kv|group|layer|block|index|idx|cross|window|sliding|swa|sparse|latent|shar|chunk|attn|attention|ssm|mamba|conv|recur"
     "|lru|rwkv|cache|compress|local|global|stride|hybrid|pattern|query|memory|loop|retention|retrieval|encoder_decoder"
-    "|(?:^|_)(?:ut|mem|key|value|mla|mha|gqa|mqa|cla|yoco|state|states|linear|lightning|delta|segment|sink|nope)(?:_|$)"
+    "|(?:^|_)(?:ut|mem|key|value|mla|mha|gqa|mqa|cla|yoco|state|states|linear|lightning|delta|segment|sink|nope|nsa|dsa|moba|gdn"
+    "|kda)(?:_|$)"
+    r"|(?:^|_)(?:q|k|v|qk)_(?:\w+_)?(?:dim|rank|size)$"
 )
 """Patterns of names of fields that may affect a layer's entries."""
 
@@ -59,37 +61,72 @@ LISTED_FIELDS = frozenset({"global_attn_every_n_layers", "order_of_interleaved_l
 WITHOUT_INFLUENCE = _names(
     """
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal _flash_attn_2_enabled
-    activation_sparsity_pattern
-    apply_query_key_layer_scaling architectures attention_hidden_size attn_impl attn_implementation attn_logit_cap
-    attn_mask_type attn_output_gate attn_rotary_emb attn_temperature_tuning attn_uses_sequence_id block_auto_adjust_ff_dim
-    block_dim block_ff_dim block_mlp_init_scale block_multiple_of block_out_init_scale block_use_swiglu block_use_xavier_init
-    cache_implementation chunk_size_feed_forward clip_qkv conv_dim_out conv_use_xavier_init decoder_sparse_step
-    do_layer_norm_before drop_vision_last_layer dual_chunk_attention_config embd_layer enable_moe_block ffn_multipliers
-    first_k_dense_replace gated_linear_unit group_limited_greedy hidden_size_per_layer_input indexer_rope_interleave
-    interleave_moe_layer_step intermediate_size
-    is_moe_layer layer_norm_elementwise_affine layer_norm_type layerdrop lm_head max_attn_value mla_use_nope multi_gate
-    n_group norm_head normalize_qk_projections num_beam_groups num_dense_layers num_expert_group num_expert_groups
-    num_limited_groups num_ln_in_parallel_attn num_logits_to_keep num_mtp_layers num_nextn_predict_layers output_attentions
-    output_hidden_states pad_key_length parallel_attn parallel_attn_mlp_res parallel_block post_attention_layernorm
-    pre_allocate_kv_cache qkv_multipliers query_num query_pre_attn_scalar reorder_and_upcast_attn rm_head rope_interleave
-    scale_attn_by_inverse_layer_idx scale_attn_weights share_input_output_layers shared_expert_intermediate_size
-    shared_intermediate_size shared_moe_mode tie_encoder_decoder topk_group use_bidirectional_attention use_cache
-    use_cache_kernel use_double_wide_mlp use_embedding_sharing use_flash_attention use_flash_attn use_grouped_mm
-    use_grouped_topk use_logn_attn use_mixed_mlp_moe use_parallel_block use_parallel_residual vocab_size_per_layer_input
+    activation_sparsity_pattern apply_query_key_layer_scaling architectures attention_hidden_size attn_impl
+    attn_implementation attn_logit_cap attn_mask_type attn_output_gate attn_rotary_emb attn_temperature_tuning
+    attn_uses_sequence_id block_auto_adjust_ff_dim block_dim block_ff_dim block_mlp_init_scale block_multiple_of
+    block_out_init_scale block_use_swiglu block_use_xavier_init cache_implementation chunk_size_feed_forward clip_qkv
+    conv_dim_out conv_use_xavier_init decoder_sparse_step do_layer_norm_before drop_vision_last_layer
+    dual_chunk_attention_config embd_layer enable_moe_block ffn_multipliers first_k_dense_replace gated_linear_unit
+    group_limited_greedy hidden_size_per_layer_input indexer_rope_interleave interleave_moe_layer_step intermediate_size
+    is_moe_layer layer_norm_elementwise_affine layer_norm_type layer_scale_init_value layerdrop lm_head max_attn_value
+    mla_use_nope multi_gate n_group n_hash_layers norm_head normalize_qk_projections num_beam_groups num_dense_layers
+    num_expert_group num_expert_groups num_hash_layers num_limited_groups num_ln_in_parallel_attn num_logits_to_keep
+    num_mtp_layers num_nextn_predict_layers o_groups o_lora_rank output_attentions output_hidden_states pad_key_length
+    parallel_attn parallel_attn_mlp_res parallel_block post_attention_layernorm pre_allocate_kv_cache qkv_multipliers
+    query_num query_pre_attn_scalar reorder_and_upcast_attn rm_head rope_interleave scale_attn_by_inverse_layer_idx
+    scale_attn_weights share_input_output_layers shared_expert_intermediate_size shared_intermediate_size shared_moe_mode
+    tie_encoder_decoder topk_group use_bidirectional_attention use_cache use_cache_kernel use_double_wide_mlp
+    use_embedding_sharing use_flash_attention use_flash_attn use_grouped_mm use_grouped_topk use_logn_attn use_mixed_mlp_moe
+    use_parallel_block use_parallel_residual vocab_size_per_layer_input
     """
 )
 """Fields of attention, experts, norms and drafters without an effect on cached bytes."""
 
 WITHOUT_INFLUENCE_ENDS = re.compile(
-    "^(?:moe|mlp|ffn|rope|rotary|router|expert|vision|image|audio|video|speech|vit|visual|talker|talker_config|code2wav"
+    "^(?:activation|rope|rotary|vision|image|audio|video|speech|vit|visual|talker|talker_config|code2wav"
     "|token2wav|tts|projector|mm|img|embd|mtp|time_step|qk_norm|qk_layernorm|use_qk|layernorm|quantization|generation|mup"
     "|altup|laurel|perceiver|vq)(?:_|$)"
     "|_(?:eps|epsilon|norm|norms|layernorm|layernorms|dropout|pdrop|bias|token_id|token_ids|token_index|act|experts|expert"
     "|loss_coef|init|std|multiplier|multipliers|theta|softcapping|softcap|in_fp32|scale|scaling|alpha|lr|prob)$"
 )
-"""Prefixes of names of experts, rotations and other towers; suffixes of names of norms, biases, dropouts and factors."""
+"""Prefixes of names of rotations and other towers; suffixes of names of norms, biases, dropouts and factors."""
 
-CACHED = re.compile("kv|cache|head_dim|heads$|window")  # still suspicious in a name with a harmless prefix or suffix
+CACHED = re.compile(
+    r"kv|cache|head_dim|heads$|window|cross\w*(?:layers|every|freq|interval)"
+)  # still suspicious in a name with a harmless prefix or suffix
+
+
+class Words(NamedTuple):
+    """Words of names without an effect on cached bytes, unless the name has one of `others`, which decide what layers keep."""
+
+    words: frozenset[str]
+    others: re.Pattern[str]
+
+
+ENTRIES = "kv|cache|head_dim|heads|window|sliding|swa|cross|compress|ssm|mamba|conv|recur|rwkv|lru|retention|retrieval|memory"
+STATES = "(?:^|_)(?:ut|mem|key|value|state|states|linear|lightning|delta|sink|sinks|gdn|kda|nsa|dsa|moba|yoco|cla)(?:_|$)"
+LAYERS = "chunk|loop|stride|index|idx|shar|latent|sparse|layers|types|pattern|interval|every|freq|period|hybrid|local|global"
+SIZES = r"(?:^|_)(?:nope|segment|dim|rank|topk)(?:_|$)"
+EXPERTS = Words(
+    _names("moe expert experts router routers routed routing mlp mlps ffn swiglu"),
+    re.compile(f"{ENTRIES}|{STATES}|attn|attention"),
+)
+TOWERS = Words(_names("vision visual image images video videos audio speech pixel patch"), re.compile("kv|cache|cross|window"))
+FACTORS = Words(
+    _names(
+        """
+        norm norms layernorm layernorms rmsnorm prenorm postnorm eps epsilon rope rotary mrope yarn ntk theta res residual
+        residuals loss aux dropout drop droppath init initializer initialization std grad gradient act activation bias biases
+        softcap softcapping softmax temperature clip clipping multiplier scaling
+        """
+    ),
+    re.compile(f"{ENTRIES}|{STATES}|{LAYERS}|{SIZES}"),
+)
+GATES = Words(
+    _names("gate gates gated gating"), re.compile(f"{ENTRIES}|{STATES}|{LAYERS}|{SIZES}|block|group|size|(?:^|_)(?:num|n)_")
+)
+WITHOUT_INFLUENCE_WORDS = (EXPERTS, TOWERS, FACTORS, GATES)
+"""Names of experts and their routing, of other towers, of norms, rotations, residuals and training, and of gates of outputs."""
 
 
 def check_fields(config: Config, *, has_listed_layers: bool, has_states: bool) -> None:
@@ -106,7 +143,8 @@ def _check(config: Config, known: frozenset[str], num_layers: object, path: str 
     for name, value in config.items():
         if not is_set(value) or name in known or _is_without_influence(name):
             continue
-        if SUSPICIOUS.search(name.replace("qkv", "")) or _is_by_layer(value, num_layers):
+        is_suspicious = SUSPICIOUS.search(name.replace("qkv", "")) or _is_by_layer(value, num_layers)
+        if is_suspicious and not _has_harmless_words(name):
             named = f"{path}{name}" if name.isidentifier() else shown(f"{path}{name}")
             raise ArgumentError(f"has {named}, which is not understood: {REMEDY}")
         if isinstance(value, dict):
@@ -115,6 +153,11 @@ def _check(config: Config, known: frozenset[str], num_layers: object, path: str 
 
 def _is_without_influence(name: str) -> bool:
     return bool(WITHOUT_INFLUENCE_ENDS.search(name)) and not CACHED.search(name.replace("qkv", ""))
+
+
+def _has_harmless_words(name: str) -> bool:
+    words, rest = {*name.split("_")}, name.replace("qkv", "")
+    return any(not kind.words.isdisjoint(words) and not kind.others.search(rest) for kind in WITHOUT_INFLUENCE_WORDS)
 
 
 def _is_by_layer(value: Any, num_layers: object) -> bool:
