@@ -189,15 +189,23 @@ class TestCommand:
         pools = ModelPools(24_576, 39_518_208)
         assert figures["share"] == pools.find_share(12_000)
         assert (figures["num_pages"], figures["splits"]) == (pools.divide(200 * GIB, figures["share"]), [])
-        assert "For requests of 12,000 tokens on average: 28.4% of 200.0 GiB for states." in invoke(*options).output
+        output = invoke(*options).output
+        assert "For requests of 12,000 tokens on average: 28.4% of 200.0 GiB for states." in output
+        num_kv, num_states = (figures["num_pages"][name] for name in ("kv", "states"))
+        assert figures["requests"] == (num_kv - 1) // 750 < num_states - 2
+        assert (
+            f"{figures['requests']:,} of them fit at once in the pool of keys and values, {num_states - 2:,} in that of"
+            in output
+        )
+        assert "first subtract weights, activations" in output
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
             (["--arrays", "apart", "--num-pages", "9"], "--num-pages has no meaning with --arrays apart"),
             (["--state-share", "0.5", "--eviction", "lru"], "--eviction has no meaning with --arrays apart"),
-            (["--arrays", "shared", "--state-share", "0.5"], "--state-share and --mean-tokens need --arrays apart"),
-            (["--mean-tokens", "9"], "--arrays apart needs either TRACE or --mean-tokens"),
+            (["--arrays", "shared", "--state-share", "0.5"], "--state-share needs --arrays apart"),
+            (["--mean-tokens", "9"], "--mean-tokens and TRACE exclude each other"),
             (["--arrays", "apart", "--checkpoint-interval", "64,128"], "at most one --checkpoint-interval"),
             (["--arrays", "apart", "--memory", "1GiB,2GiB"], "--arrays apart needs --model-config, one --memory"),
             (["--state-share", "0"], "0"),

@@ -1,6 +1,6 @@
 """The command `pagepool plan`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -20,6 +20,8 @@ from pagepool.replay.models.options import (
     state_dtype_option,
 )
 from pagepool.replay.models.pages import ModelPages, list_intervals
+from pagepool.replay.plans.capacity import Capacity
+from pagepool.replay.plans.capacity_report import print_capacity
 from pagepool.replay.plans.checkpoints import CheckpointSimulator, count_states
 from pagepool.replay.plans.plan import (
     CheckpointFigures,
@@ -352,6 +354,25 @@ def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
     file.write(make_page(plan, name_trace(source)).encode())
 
 
+def require_no_others(options: Mapping[str, object]) -> None:
+    """Raise UsageError for an option that only a trace gives a meaning."""
+    for name, value in options.items():
+        if value is not None:
+            raise click.UsageError(f"{name} has no meaning with --mean-tokens")
+
+
+def run_capacity(plan: Capacity, sizes: Sizes | None, asked: Asked, json_path: str | None) -> None:
+    """Plan without a trace. Raise UsageError for options that only a trace gives a meaning."""
+    require_no_others({name: value for name, value in asked.others.items() if name not in ("--num-pages", "--bytes-per-token")})
+    plan = replace(plan, sizes=tuple(sizes.list()) if sizes else ())
+    with open_result(json_path) as json_file:
+        if json_file:
+            json_file.write(to_json(plan.as_dict()))
+    if json_path != "-":
+        with printing():
+            print_capacity(plan)
+
+
 @click.command(cls=Command)
 @click.argument("trace", type=TRACE, required=False)
 @click.option(
@@ -363,7 +384,8 @@ def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
 @click.option(
     "--memory",
     type=Size("sizes", BYTE_UNITS, many=True),
-    help="Pool sizes in bytes: 40GiB, or 20GiB,40GiB, or 8GiB:80GiB.",
+    help="Pool sizes in bytes: 40GiB, or 20GiB,40GiB, or 8GiB:80GiB. What is left for the cache, without weights and "
+    "activations.",
 )
 @click.option(
     "--bytes-per-token",
@@ -477,6 +499,13 @@ def plan(
 
     With one size or none, the plan adds sizes from the largest request to all possible hits.
 
+    Without TRACE, --mean-tokens says what a request of this length takes and how many fit at once:
+
+    \b
+      pagepool plan --mean-tokens 12k \\
+        --memory 40GiB \\
+        --model-config config.json
+
     A model with states hits only where it kept all of them, so for such a model the plan simulates intervals of
     checkpoints (--checkpoint-interval) in some of the sizes, with LRU and with the policy that is named. With one
     --memory it divides the memory between a pool of keys and values and one of states (--arrays), and prints the sizes of both:
@@ -508,19 +537,24 @@ def plan(
     }
     wanted = Asked(arrays, model_config, memory, intervals, state_share, mean_tokens, trace, others)
     model_options = {"page_size": page_size, "kv_dtype": kv_dtype, "state_dtype": state_dtype}
+    if mean_tokens is not None:
+        require_no_others({"--limit": limit, "--block-size": block_size, "--time-unit": time_unit})
     split = choose_split(wanted, model_options, max_num_seqs)
     if split is not None:
         options = {"limit": limit, "block_size": block_size, "time_unit": time_unit, "seed": seed}
         run_split(split, trace, json_path, options)
         return
-    if trace is None:
-        raise click.UsageError("Missing argument 'TRACE'.")
+    if trace is None and mean_tokens is None:
+        raise click.UsageError("Missing argument 'TRACE'. Without one, --mean-tokens says how many requests fit.")
     model = find_model(model_config, (kv_dtype, state_dtype), page_size, bytes_per_token, intervals)
     if arrays is not None and not model.num_state_groups:
         raise click.UsageError("--arrays needs --model-config with states")
     model = replace(model, step_tokens=max_batched_tokens)
     if arrays == SEPARATE:
         model = model.with_separate_arrays()
+    if trace is None:
+        run_capacity(Capacity(model, mean_tokens or 0), find_sizes(num_pages, memory, model.page_bytes), wanted, json_path)
+        return
     chosen_intervals = find_intervals(model, intervals)
     asked = find_sizes(num_pages, memory, model.page_bytes)
     host = choose_host(host_pages, host_policy, host_min_uses)

@@ -56,7 +56,8 @@ state_share_option = click.option(
 mean_tokens_option = click.option(
     "--mean-tokens",
     type=Size("tokens"),
-    help=f"Mean tokens of a request, with --arrays {APART} and without TRACE: the split is that of a rule.",
+    help="Mean tokens of a request, answer included, without TRACE: what it takes, and how many fit. The split of a model with "
+    "states is that of a rule.",
 )
 
 
@@ -134,11 +135,13 @@ class Asked(NamedTuple):
 
     def require_usage(self) -> bool:
         """Return whether arrays apart are asked for. Raise UsageError for options that contradict one another."""
+        if self.trace is not None and self.mean_tokens is not None:
+            raise click.UsageError("--mean-tokens and TRACE exclude each other")
         if self.arrays in (SEPARATE, SHARED):
-            if self.share is not None or self.mean_tokens is not None:
-                raise click.UsageError(f"--state-share and --mean-tokens need --arrays {APART}")
+            if self.share is not None:
+                raise click.UsageError(f"--state-share needs --arrays {APART}")
             return False
-        if self.arrays is None and self.share is None and self.mean_tokens is None:
+        if self.arrays is None and self.share is None:
             return False
         if not self.has_one_size:
             raise click.UsageError(f"--arrays {APART} needs --model-config, one --memory and at most one --checkpoint-interval")
@@ -154,7 +157,8 @@ def choose_split(asked: Asked, model_options: Mapping[str, Any], max_num_seqs: i
     needs, if it is asked for; otherwise it is chosen where nothing is against it.
     """
     is_asked = asked.require_usage()
-    if not is_asked and (asked.arrays is not None or asked.given or asked.trace is None or not asked.has_one_size):
+    has_requests = asked.trace is not None or asked.mean_tokens is not None
+    if not is_asked and (asked.arrays is not None or asked.given or not has_requests or not asked.has_one_size):
         return None
     [interval] = asked.intervals.numbers if asked.intervals else [None]
     [memory] = asked.memory.numbers if asked.memory else [0]

@@ -6,6 +6,7 @@ from rich.table import Table
 
 from pagepool.errors import count_of
 from pagepool.replay.models.pools import KV, STATES
+from pagepool.replay.plans.capacity_report import MEMORY_NOTE
 from pagepool.replay.plans.splits import SplitFigures, SplitPlan, list_around
 from pagepool.replay.shared.sizes import format_bytes
 from pagepool.replay.shared.tables import print_table, print_text
@@ -19,7 +20,8 @@ NOTE = (
 )
 RULE_NOTE = (
     "Without a trace the split is that of a rule: each request has a checkpoint near the end of its prompt, and one for each "
-    "interval. On recorded traces it hit up to 2 points less than the best split; for generated ones up to 6."
+    "interval. On recorded traces it hit up to 2 points less than the best split; for generated ones up to 6. "
+    f"{MEMORY_NOTE}"
 )
 
 
@@ -35,6 +37,8 @@ def describe_split(plan: SplitPlan) -> list[str]:
     ]
     if chosen is None:
         sentences.append(f"For requests of {plan.mean_tokens:,.0f} tokens on average: {share}.")
+        num_kv, num_working = plan.count_requests()
+        sentences.append(f"{num_kv:,} of them fit at once in the pool of keys and values, {num_working:,} in that of states.")
     else:
         lost = [f"{chosen.find_lost_rate(name):.1%} were lost for want of {name}" for name in (STATES, KV)]
         sentences.append(f"With {share} {chosen.hit_rate:.1%} of prompt tokens hit; {', '.join(lost)}.")

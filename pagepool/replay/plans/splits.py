@@ -8,6 +8,7 @@ split at which they are equal is near the best one.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,11 @@ class SplitPlan:
         """The pages of each pool, null pages included."""
         return self.pools.divide(self.memory, self.share)
 
+    def count_requests(self) -> tuple[int, int]:
+        """Count the requests of `mean_tokens` tokens whose keys and values fit at once, and those whose states do."""
+        num_kv, num_states = (self.num_pages[name] - 1 for name in (KV, STATES))
+        return num_kv // max(1, ceil(self.mean_tokens / self.pools.page_size)), max(0, num_states - 1)
+
     @property
     def chosen(self) -> SplitFigures | None:
         """The figures of the proposed split, None without a trace."""
@@ -178,6 +184,7 @@ class SplitPlan:
             "page_size": self.pools.page_size,
             "page_bytes": self.pools.page_bytes,
             "checkpoint_interval": self.pools.interval,
+            "requests": min(self.count_requests()),
             "splits": [figures.as_dict() for figures in self.runs],
             "notes": self.notes,
         }

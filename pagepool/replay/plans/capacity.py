@@ -1,0 +1,54 @@
+"""What requests of a length take in a pool, and how many fit at once: a plan without a trace."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pagepool.replay.models.pages import ModelPages
+
+__all__ = ["Capacity"]
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Requests of `mean_tokens` tokens, answers included, in one pool of each of `sizes` pages, null page included.
+
+    >>> llama = ModelPages(page_size=16, page_bytes=2 << 20)
+    >>> plan = Capacity(llama, 12_000, (40_960,))
+    >>> plan.token_bytes, plan.num_request_pages, plan.count_requests(40_960)
+    (131072.0, 750, 54)
+    """
+
+    model: ModelPages
+    mean_tokens: int
+    sizes: Sequence[int] = ()
+
+    @property
+    def token_bytes(self) -> float | None:
+        """Bytes of a token in the layers with full attention, None if the bytes of a page are unknown."""
+        model = self.model
+        return None if model.page_bytes is None else model.page_bytes * model.num_attention_groups / model.page_size
+
+    @property
+    def num_peak_pages(self) -> int:
+        """The most pages of a request, in the steps of its prompt."""
+        return self.model.count_pages(self.mean_tokens)
+
+    @property
+    def num_request_pages(self) -> int:
+        """The pages of a request that decodes."""
+        return replace(self.model, step_tokens=1).count_pages(self.mean_tokens)
+
+    def count_requests(self, num_pages: int) -> int:
+        """Count the requests that fit at once in a pool. They share the tokens of a step, so one has its most pages."""
+        return max(0, (num_pages - 1 - (self.num_peak_pages - self.num_request_pages)) // self.num_request_pages)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures by name, for JSON."""
+        names = ("mean_tokens", "token_bytes", "num_request_pages", "num_peak_pages")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "page_size": self.model.page_size,
+            "page_bytes": self.model.page_bytes,
+            "pools": [{"num_pages": size, "requests": self.count_requests(size)} for size in self.sizes],
+        }
