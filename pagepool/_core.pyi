@@ -213,6 +213,8 @@ class RequestMaps:
     held: Final[dict[str, RequestPages]]
     hashes: Final[dict[str, RequestHashes]]
     lock: Any
+    shares_ids: bool
+    def find_held(self, request: Request) -> RequestPages | None: ...
 
 class SlotAllocator:
     _no_ids: Final[tuple[PageIds, ...]]
@@ -243,8 +245,9 @@ class SlotAllocator:
 @final
 class RequestPages:
     session_id: str | None
+    owner: Final[Any]
     num_cached_tokens: Final[int]
-    def __new__(cls, store: PageStore, groups: CacheGroups, max_num_tokens: int) -> Self: ...
+    def __new__(cls, store: PageStore, groups: CacheGroups, max_num_tokens: int, owner: object = ...) -> Self: ...
     def __len__(self) -> int: ...
     @property
     def num_room_tokens(self) -> int: ...

@@ -53,7 +53,6 @@ from pagepool._core import (
 from pagepool.arguments import (
     MAX_SIZE,
     has_status,
-    id_of,
     read_count,
     refuse_incomplete,
     require_choice,
@@ -199,6 +198,9 @@ class Storage(Protocol):
 class CacheManager(KeyHolder, SlotAllocator):
     """The manager of a KV cache: allocates pages to requests and finds cached prefixes.
 
+    From its first pages until it is freed, a request is one object: each call for another object with its id raises
+    ArgumentError.
+
     Calls from several threads are serialised. A call interrupted by an exception, including ``KeyboardInterrupt``, loses no
     page: `free` releases the request's pages. A manager cannot be pickled or copied; `PagePool.snapshot` saves its pages.
 
@@ -258,6 +260,9 @@ class CacheManager(KeyHolder, SlotAllocator):
     """Unless None, `allocate_slots` returns None in place of RequestTooLargeError, and calls this for each refused request with
     the number of pages in the pool, the pages that the request holds or hits, and the number of new ones.
     """
+
+    _shares_ids = False
+    """Whether another request with the id of one that holds pages gets these, in place of ArgumentError."""
 
     def __init__(
         self,
@@ -350,7 +355,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 self._store.keep_token_ids(num_needed)
             if hasher.num_digest_bytes == 32:
                 self._store.keep_whole_digests()
-        self._registry = RequestRegistry(self._page_pool, rules, hasher)
+        self._registry = RequestRegistry(self._page_pool, rules, hasher, self._shares_ids)
         restores_states = require_flag("restores_states", restores_states)
         self._caches_computed = caches == "computed" and self.enable_caching
         super().__init__(self._registry, self.max_model_len, restores_states, self._on_too_large, self._caches_computed)
@@ -404,6 +409,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         """
         query = self._read_query(request)
         if query is None:
+            self._registry.find_held(request)
             return self.create_empty_page_list(), 0
         num_reserved = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         bounds: tuple[int, int | None] = 0, None
@@ -440,6 +446,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Report the hits that `get_computed_pages` would find if all loads had room, and why the hit ends. Nothing changes."""
         query = self._read_query(request)
         if query is None:
+            self._registry.find_held(request)
             reason = "prompt_logprobs are asked for" if self.enable_caching else "prefix caching is off"
             return PrefixProbe(0, read_count(request, "num_tokens"), reason)
         num_queried = query[0]
@@ -552,6 +559,7 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def find_next_checkpoint(self, request: Request) -> int:
         """Return the next token count at which a chunk must end to leave a checkpoint; at most ``max_model_len``."""
+        self._registry.find_held(request)
         num_computed_tokens = read_count(request, "num_computed_tokens")
         interval = self.checkpoint_interval or self.max_model_len
         return min(num_computed_tokens - num_computed_tokens % interval + interval, self.max_model_len)
@@ -569,7 +577,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         with self._registry.lock:
             num_tokens, num_new = (read_count(each, "num_computed_tokens") for each in (request, new_request))
             held = self._registry.require_held(request)
-            if id_of(new_request) in self._registry.held:
+            if self._registry.find_held(new_request) is not None:
                 raise ArgumentError(f"request {shown(new_request.request_id)} holds pages already")
             if not num_new == num_tokens <= held.num_room_tokens:
                 allowed = f"equal, and at most {held.num_room_tokens}, for which there are slots"
@@ -578,7 +586,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             if self.enable_caching and not self._registry.share_hashes(request, new_request, num_tokens):
                 what, other = f"its first {num_tokens} tokens, or its extra keys", shown(request.request_id)
                 raise ArgumentError(f"request {shown(new_request.request_id)}: {what}, are not those of request {other}")
-            target = RequestPages(self._store, self._rules.groups, self.max_model_len)
+            target = RequestPages(self._store, self._rules.groups, self.max_model_len, new_request)
             self._registry.held[new_request.request_id] = target  # registered before it holds pages: no interrupt can lose it
             is_forked = False
             try:
@@ -649,7 +657,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         load or a later one: its state may have seen wrong tokens. O(pages).
         """
         with self._registry.lock:
-            held = self._registry.held.get(id_of(request))
+            held = self._registry.find_held(request)
             try:
                 return rewind_request(held, failed)
             finally:
@@ -752,7 +760,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Return the span of a request, with hashes up to its end; without caching there are no hashes, so no page."""
         num_tokens = read_count(request, "num_tokens")
         chain = self._registry.hash_apart(request, min(num_tokens, span.stop) if self.enable_caching else 0)
-        held = self._registry.held.get(request.request_id)
+        held = self._registry.find_held(request)
         return span.of_request(self._store, self._rules.groups, chain, num_tokens, held)
 
     # Expectations.
@@ -917,9 +925,9 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_computed_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
         term, registry = term_of(seconds), self._registry
         with registry.lock:
-            num_last_tokens = self._count_last_tokens(request, num_computed_tokens)
+            held = registry.find_held(request)
+            num_last_tokens = self._count_last_tokens(request, num_computed_tokens, held)
             hashes = registry.hashes.get(request.request_id)
-            held = registry.held.get(request.request_id)
             num_to_cache, num_named_tokens = 0, num_last_tokens
             start = num_last_tokens // self._rules.hash_page_size - 1  # the checkpoint and its parent get names
             if (self._caches_computed or (self.enable_caching and registry.hasher.lookahead)) and held is not None:
@@ -942,9 +950,9 @@ class CacheManager(KeyHolder, SlotAllocator):
             if num_computed_tokens is not None:
                 registry.forget_evicted_names()
 
-    def _count_last_tokens(self, request: Request, num_computed_tokens: int | None) -> int:
+    def _count_last_tokens(self, request: Request, num_computed_tokens: int | None, held: RequestPages | None) -> int:
         """Return the computed tokens of a request if its states become checkpoints as it ends, otherwise 0."""
-        interval, held = self._rules.checkpoint_interval, self._registry.held.get(id_of(request))
+        interval = self._rules.checkpoint_interval
         if not interval or not held:
             return 0
         num_tokens = read_count(request, "num_computed_tokens")
@@ -962,7 +970,8 @@ class CacheManager(KeyHolder, SlotAllocator):
     def free_page_hashes(self, request: Request) -> None:
         """Drop the hashes of a finished request. A preempted request with images but no features needs them to hit again."""
         with self._registry.lock:
-            self._registry.hashes.pop(id_of(request), None)
+            self._registry.find_held(request)
+            self._registry.hashes.pop(request.request_id, None)
 
     # Inspection.
 
@@ -1041,12 +1050,11 @@ class CacheManager(KeyHolder, SlotAllocator):
         scheduled or not. The count is 0 without caching, and for groups without full attention. Raise ArgumentError unless the
         request is RUNNING.
         """
-        request_id = id_of(request)
+        held = self._registry.find_held(request)
         if not has_status(request, EngineRequestStatus.RUNNING):
             status = request.status if isinstance(request.status, EngineRequestStatus) else shown(request.status)
-            raise ArgumentError(f"request {shown(request_id)}: status is {status}, allowed: RUNNING")
+            raise ArgumentError(f"request {shown(request.request_id)}: status is {status}, allowed: RUNNING")
         num_scheduled_requests = require_int("num_scheduled_requests", num_scheduled_requests)
-        held = self._registry.held.get(request_id)
         return [held.count_shared(i, num_scheduled_requests) if held else 0 for i in range(len(self.kv_cache_groups))]
 
     def create_empty_page_list(self) -> CachePages:

@@ -77,7 +77,9 @@ class Request(Protocol):
 
     @property
     def request_id(self) -> str:
-        """Unique among the requests that hold pages."""
+        """Unique among the requests that hold pages. A call for another object with the id of one that does raises
+        ArgumentError.
+        """
 
     @property
     def all_token_ids(self) -> TokenIds:

@@ -28,9 +28,9 @@ class RequestRegistry(KeyHolder, RequestMaps):
 
     __name__ = "CacheManager"  # the owner of the lock in errors of forked processes
 
-    def __init__(self, page_pool: PagePool, rules: GroupRules, hasher: PageHasher) -> None:
-        """Start without requests."""
-        self.page_pool, self.rules, self.hasher = page_pool, rules, hasher
+    def __init__(self, page_pool: PagePool, rules: GroupRules, hasher: PageHasher, shares_ids: bool) -> None:
+        """Start without requests. With `shares_ids` another request with the id of one that holds pages gets these."""
+        self.page_pool, self.rules, self.hasher, self.shares_ids = page_pool, rules, hasher, shares_ids
         self.sessions = PageSessions(page_pool.store)
         self.query_counters = QueryCounter(page_pool.store), QueryCounter(page_pool.store, is_preempted=True)
         self.event_source: EventSource | None = None
@@ -39,11 +39,10 @@ class RequestRegistry(KeyHolder, RequestMaps):
     # Pages.
 
     def require_held(self, request: Request) -> RequestPages:
-        """Return the pages of a request. Raise ArgumentError if it holds none."""
-        request_id = id_of(request)
-        held = self.held.get(request_id)
+        """Return the pages of a request. Raise ArgumentError if it holds none, and as `find_held` does."""
+        held = self.find_held(request)
         if held is None:
-            raise ArgumentError(f"request {shown(request_id)} holds no pages")
+            raise ArgumentError(f"request {shown(request.request_id)} holds no pages")
         return held
 
     def cache_due(self, request: Request, num_computed_tokens: int) -> None:
@@ -67,12 +66,15 @@ class RequestRegistry(KeyHolder, RequestMaps):
     # Hashes.
 
     def extend_hashes(self, request: Request, num_tokens: int) -> RequestHashes:
-        """Return the hashes of a request, extended to its full pages up to `num_tokens` whose lookahead is known."""
+        """Return the hashes of a request, extended to its full pages up to `num_tokens` whose lookahead is known. Raise as
+        `find_held` does: hashes under the id of a request that holds pages are its own.
+        """
         try:  # each look-up passes here: check an id only after a failure
             hashes = self.hashes.get(request.request_id)
         except (AttributeError, TypeError):
             hashes = self.hashes.get(id_of(request))
         if hashes is None or hashes.request is not request:  # another request with other tokens may have had this id
+            self.find_held(request)
             hashes = self.hashes[request.request_id] = self.hasher.start(request)
         if hashes.are_unsure and hashes.refusal is None:
             hashes.cut(self.count_sure_hashes(request))
@@ -88,7 +90,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
 
     def count_sure_hashes(self, request: Request) -> int:
         """Count the leading pages, computed and cached, whose tokens and hashes no longer change."""
-        held = self.held.get(request.request_id)
+        held = self.find_held(request)
         return 0 if held is None else held.count_entered_hashes(read_count(request, "num_computed_tokens"))
 
     def share_hashes(self, request: Request, new_request: Request, num_tokens: int) -> bool:
@@ -110,7 +112,8 @@ class RequestRegistry(KeyHolder, RequestMaps):
         """Return the hashes of a request's full pages up to `num_tokens` whose lookahead is known. Stored hashes stay as they
         are. O(tokens).
         """
-        hashes = self.hasher.start(request, self.hashes.get(id_of(request)))
+        self.find_held(request)
+        hashes = self.hasher.start(request, self.hashes.get(request.request_id))
         self.hasher.extend(hashes, request, self._count_pages(request, num_tokens))
         return hashes.chain
 
@@ -138,8 +141,13 @@ class RequestRegistry(KeyHolder, RequestMaps):
                 self.forget_evicted_names()
 
     def count_admission(self, request: Request, num_taken_tokens: int) -> None:
-        """Count the look-up of a request just admitted; `num_taken_tokens` is the number of tokens in the hits it took."""
+        """Count the look-up of a request just admitted; `num_taken_tokens` is the number of tokens in the hits it took. Forget
+        the hashes of a waiting request with the same id.
+        """
         hashes = self.hashes.get(request.request_id)
+        if hashes is not None and hashes.request is not request:
+            del self.hashes[request.request_id]
+            return
         if hashes is None or hashes.query is None:
             return
         num_queried_tokens, num_hit_tokens, is_preempted, _, lost = hashes.query

@@ -381,17 +381,17 @@ def list_locks() -> list[tuple[str, Any, list[Call]]]:
     """Return owners of locks, with calls that take the lock."""
     manager = make_manager()
     manager.enable_events()
-    names = manager.page_pool.store.names
+    names, new = manager.page_pool.store.names, EngineRequest("new", [1])
 
     def lease() -> None:
         with suppress(ArgumentError):  # it has no page
-            manager.lease(EngineRequest("new", [1]), seconds=1)
+            manager.lease(new, seconds=1)
 
     calls: list[Call] = [
-        lambda: manager.get_computed_pages(EngineRequest("new", [1])),
-        lambda: manager.allocate_slots(EngineRequest("new", [1]), 1),
-        lambda: manager.free(EngineRequest("new", [1])),
-        lambda: manager.expect(EngineRequest("new", [1]), seconds=1),
+        lambda: manager.get_computed_pages(new),
+        lambda: manager.allocate_slots(new, 1),
+        lambda: manager.free(new),
+        lambda: manager.expect(new, seconds=1),
         lambda: manager.close_session("session"),
         lease,
         manager.check,

@@ -269,11 +269,12 @@ class Client:
         self.rng = rng
         self.name = name
 
-    def run(self, num_requests: int) -> list[str]:
-        """Serve that many requests. Returns the ids of the last ones, which are left running."""
-        return [f"{self.name}-{i}" for i in range(num_requests) if self.serve(f"{self.name}-{i}", i >= num_requests - 3)]
+    def run(self, num_requests: int) -> list[EngineRequest]:
+        """Serve that many requests. Returns the last ones, which are left running."""
+        served = [self.serve(f"{self.name}-{i}", i >= num_requests - 3) for i in range(num_requests)]
+        return [request for request in served if request is not None]
 
-    def serve(self, request_id: str, is_left: bool) -> bool:
+    def serve(self, request_id: str, is_left: bool) -> EngineRequest | None:
         num_shared = self.rng.choice((0, 5, 8, 30, 30, 2 * MANY_PAGES))
         prompt = [self.rng.randrange(2)] * num_shared + self.rng.choices(range(3), k=self.rng.randint(1, 12))
         request = EngineRequest(request_id, prompt)
@@ -285,7 +286,7 @@ class Client:
         if not is_left:
             self.manager.free(request)
             self.manager.free_page_hashes(request)
-        return is_left and is_running
+        return request if is_left and is_running else None
 
     def start(self, request: EngineRequest) -> bool:
         delay = self.rng.random() < 0.3
@@ -306,9 +307,9 @@ class Client:
             request.num_computed_tokens += 1
 
 
-def page_ids_of(manager: CacheManager, request_ids: Iterable[str]) -> list[int]:
+def page_ids_of(manager: CacheManager, requests: Iterable[EngineRequest]) -> list[int]:
     """Return the pages that requests hold, in all groups."""
-    return [page_id for request_id in request_ids for ids in manager.get_page_ids(request_id) for page_id in ids]
+    return [page_id for request in requests for ids in manager.get_page_ids(request.request_id) for page_id in ids]
 
 
 @seeds
@@ -316,12 +317,12 @@ def page_ids_of(manager: CacheManager, request_ids: Iterable[str]) -> list[int]:
 def test_a_manager_of_several_groups(options: dict[str, Any], seed: int) -> None:
     """Pages that leave a window are freed while others hit them. Requests left running hold theirs; all others are free."""
     manager = make_manager(6000, FULL, WINDOW, **options)
-    left: list[str] = []
+    left: list[EngineRequest] = []
     run_threads(4, seed, lambda rng, number: left.extend(Client(manager, rng, str(number)).run(15)))
     assert left
     assert_held(manager.page_pool, page_ids_of(manager, left))
-    for request_id in left:
-        manager.free(EngineRequest(request_id, []))
+    for request in left:
+        manager.free(request)
     assert_all_free(manager.page_pool)
 
 
@@ -669,7 +670,7 @@ def test_a_manager_and_a_batch_share_a_pool(num_threads: int, seed: int) -> None
     """Half of the threads have requests of their own, half have four rows each; all hit each other's pages."""
     manager = make_manager(4000)
     batch = RunningBatch(manager, PageTable(4 * num_threads, 1200, 64))
-    left: list[str] = []
+    left: list[EngineRequest] = []
 
     def work(rng: Random, number: int) -> None:
         if number % 2:
@@ -680,8 +681,8 @@ def test_a_manager_and_a_batch_share_a_pool(num_threads: int, seed: int) -> None
     run_threads(num_threads, seed, work)
     batch.check()
     assert_held(manager.page_pool, page_ids_in(batch) + page_ids_of(manager, left))
-    for request_id in left:
-        manager.free(EngineRequest(request_id, []))
+    for request in left:
+        manager.free(request)
     release_all(manager, batch)
 
 
@@ -946,7 +947,7 @@ def test_one_thread_is_told_what_the_others_cache(seed: int) -> None:
     batch = RunningBatch(manager, PageTable(4, 1200, 64))
     owners = Owners(4000)
     reader = Reader(store)
-    left: list[str] = []
+    left: list[EngineRequest] = []
 
     def work(rng: Random, number: int) -> None:
         if number == 0:

@@ -11,6 +11,7 @@ schedule, pools are saved and restored.
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import logging
 import sys
@@ -693,6 +694,7 @@ class Simulation:
             (self.cancel, 0.03),
             (self.preempt, 0.05),
             (self.misuse, 0.1),
+            (self.impersonate, 0.1),
             (self.reset, 0.01),
         ]
         chances += [chance for feature in of_features if feature in self.features for chance in of_features[feature]]
@@ -774,6 +776,29 @@ class Simulation:
         finally:
             job.num_computed_tokens = 0
         self.counts["refused claims"] += 1
+
+    def impersonate(self) -> None:
+        """Call for another request with the id of one that holds pages: refused, and the state is unchanged."""
+        running = [job for front in self.fronts if isinstance(front, ManagerFront) for job in front.jobs.values()]
+        running = [job for job in running if any(any(pages) for pages in job.pages)]
+        if not running:
+            return
+        other, before = copy.copy(self.rng.choice(running)), self._read_state()
+        other.all_token_ids = [*other.all_token_ids[: self.rng.randint(0, other.num_tokens)], 1]
+        calls: list[Callable[[], Any]] = [
+            lambda: self.manager.get_computed_pages(other),
+            lambda: self.manager.allocate_slots(other, 1),
+            lambda: self.manager.cache_pages(other, other.num_computed_tokens),
+            lambda: self.manager.free(other),
+        ]
+        self.counts["calls"] += 1
+        try:
+            self.rng.choice(calls)()
+        except ArgumentError:
+            require(self._read_state() == before, "a call that was refused changed something", other)
+        else:
+            raise ContentsError(f"a second {other} is served")
+        self.counts["refused seconds"] += 1
 
     def _read_state(self) -> Any:
         return free_ids_of(self.manager.pools), ref_counts_of(self.manager.pools), self.manager.stats().num_cached_pages

@@ -120,7 +120,7 @@ def take(side: CacheManager | RunningBatch) -> list[tuple[int, int, int]]:
 
 def count_hits(manager: CacheManager, token_ids: list[int] | None = None, **options: Any) -> int:
     """Return the tokens that another request with the prompt, or with `token_ids`, would hit."""
-    return manager.probe(EngineRequest("other", token_ids or PROMPT, **options)).num_hit_tokens
+    return manager.probe(EngineRequest("count_hits", token_ids or PROMPT, **options)).num_hit_tokens
 
 
 def manager_state(manager: CacheManager) -> tuple[Any, ...]:

@@ -217,6 +217,7 @@ class OracleManager:
         self.writes: OracleWrites | None = None  # of rows
         self.resolved: dict[str, int] | None = None  # by row: tokens whose steps are resolved, if pages are cached then
         self.held: dict[str, list[HeldPages]] = {}
+        self.owners: dict[str, Any] = {}  # the request that holds pages under each id, or did
         self.queries: dict[str, dict[str, int]] = {}
         self.counted: set[str] = set()
         self.leases: list[OracleLease] = []  # the oldest first
@@ -232,6 +233,11 @@ class OracleManager:
     @property
     def has_state(self) -> bool:
         return any(isinstance(kind, Mamba) for kind in self.kinds)
+
+    def require_own(self, request: Any) -> None:
+        """Refuse another request with the id of one that holds pages."""
+        if request.request_id in self.held and self.owners[request.request_id] is not request:
+            raise ValueError("the id of another request")
 
     # looking up
 
@@ -664,6 +670,7 @@ class OracleManager:
         if request.request_id not in self.held:
             attached = zip(hits, self._attached(hits), strict=True)
             holder = self._holder_of(request)
+            self.owners[request.request_id] = request
             self.held[request.request_id] = [
                 HeldPages(list(pages), len(hit), len(hit), Ranking(len(hit)), len(hit), holder=holder)
                 for hit, pages in attached

@@ -215,7 +215,7 @@ class OracleStates:
             own = self.pool.tenants.holder_of(target)
             holder = held[0].holder if own.session_id is None else own
             forked = [self._fork_group(i, *group, num_computed, shard, holder) for i, group in enumerate(groups)]
-            self.manager.held[target.request_id] = forked
+            self.manager.held[target.request_id], self.manager.owners[target.request_id] = forked, target
             if self.manager.windows is not None:
                 self.manager.windows.fork(request, target)
         return True

@@ -198,6 +198,9 @@ class Side:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.manager, name)
 
+    def check_owners(self, args: Iterable[Any]) -> None:
+        """Refuse a call for a request with the id of another one that holds pages."""
+
     def evict_pages(self, records: list[int]) -> int:
         """Drop the entries of pages, given by record."""
         if isinstance(self.manager, OracleManager):
@@ -320,6 +323,11 @@ class OracleTwin(Twin):
 
     manager: OracleManager
 
+    def check_owners(self, args: Iterable[Any]) -> None:
+        for request in args:
+            if hasattr(request, "request_id"):
+                self.manager.require_own(request)
+
     def to_page_ids(self, pages: tuple[list[int], ...]) -> tuple[list[int], ...]:
         return self.manager.pools.ids_by_group(pages)
 
@@ -388,6 +396,7 @@ class Twins:
         self.num_calls += 1
         self._last_calls.append((name, args, options))
         try:
+            self.oracle.check_owners(args)
             expected = getattr(self.oracle, name)(*args, **options)
         except EXPECTED_ERRORS as error:
             expected = error

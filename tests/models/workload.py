@@ -417,6 +417,28 @@ class RandomWorkload(Workload):
         if self.running:
             self._cache(self.rng.choice(self.running))
 
+    def _impersonate(self, request: Request) -> None:
+        """Call for another request with the id of one that holds pages."""
+        other = replace(request, all_token_ids=self.rng.choice((list(request.all_token_ids), self._prompt())))
+        num_tokens = request.num_computed_tokens
+        calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+            ("look_up", (), {}),
+            ("allocate", (1,), {}),
+            ("cache_pages", (num_tokens,), {}),
+            ("commit_external", (0,), {}),
+            ("fail_external", (0,), {}),
+            ("free", (), {}),
+            ("free", (), {"num_computed_tokens": 0}),
+            ("free_page_hashes", (), {}),
+            ("fork", (replace(request, request_id="other"),), {}),
+            ("expect", (), {"seconds": 1}),
+            ("lease_span", (), {"seconds": 1}),
+            ("get_num_common_prefix_pages", (1,), {}),
+            ("find_next_checkpoint", (), {}),
+        ]
+        name, args, options = self.rng.choice(calls)
+        self.twins.call(name, other, *args, **options)
+
     def misuse(self) -> None:
         """Do what must be refused, or must do nothing."""
         if self.running:
@@ -427,6 +449,8 @@ class RandomWorkload(Workload):
                 self.twins.call("allocate", request, 1, num_hit_tokens)
             num_too_many = self.setting.max_model_len - request.num_computed_tokens + 1
             self.twins.call("allocate", request, num_too_many)
+            if request.request_id in self.twins.oracle.manager.held:
+                self._impersonate(request)
         if self.waiting:
             request = self.rng.choice(self.waiting)
             self.twins.call("free", request)

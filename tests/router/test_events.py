@@ -496,10 +496,10 @@ def test_events_that_cannot_be_enabled() -> None:
     for call in (late.take_events, late.snapshot_events):
         with pytest.raises(ArgumentError, match=r"^events: call enable_events before the first request$"):
             call()
-    run_request(late, [1, 2, 3, 4, 5])
+    request = run_request(late, [1, 2, 3, 4, 5])
     with pytest.raises(ArgumentError, match=r"^2 pages are held and 1 prefixes cached already, allowed: none$"):
         late.enable_events()
-    late.free(Request("r0", []))
+    late.free(request)
     late.reset_prefix_cache()
     late.enable_events()
     late.enable_events()

@@ -54,6 +54,7 @@ cdef class RequestPages:
     cdef int64_t max_num_tokens
     cdef Boundaries boundaries      # storage for `holding.boundaries`, unless that is NULL
     cdef public str session_id      # name of its session, for events
+    cdef readonly object owner      # the request of a manager that holds them
 
     cdef void fix_boundaries(self, int64_t num_tokens, int64_t junction, PageIds resume_at) noexcept
     cdef void plan(self) noexcept

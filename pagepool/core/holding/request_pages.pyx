@@ -197,12 +197,12 @@ cdef bint reserve_ids(Held *held, int64_t num_pages) noexcept:
 @cython.final
 @cython.auto_pickle(False)
 cdef class RequestPages:
-    """The pages of `store` that a request of at most `max_num_tokens` tokens holds in each cache group.
+    """The pages of `store` that a request of at most `max_num_tokens` tokens, `owner`, holds in each cache group.
 
     ``len()`` counts their places, including those of skipped pages. Each call is atomic.
     """
 
-    def __cinit__(self, PageStore store not None, CacheGroups groups not None, max_num_tokens):
+    def __cinit__(self, PageStore store not None, CacheGroups groups not None, max_num_tokens, owner=None):
         cdef Py_ssize_t g
         self.max_num_tokens = size_of(max_num_tokens, "max_model_len", 0, INT64_MAX)
         for g in range(0 if store.enable_caching else groups.num):
@@ -210,7 +210,7 @@ cdef class RequestPages:
                 raise ArgumentError(f"groups: got id {groups.groups[g].id}, allowed without prefix caching: None")
         if store.pool.num_banks > 1 or groups.num_banks > 1:
             require_banks(store, groups)
-        self.store, self.groups = store, groups
+        self.store, self.groups, self.owner = store, groups, owner
         self.holding = Holding(
             groups=groups.groups, held=<Held *>calloc(max(1, groups.num), sizeof(Held)), num_groups=groups.num, boundaries=NULL,
             session=NO_SESSION, num_once_cached=0,
@@ -474,8 +474,8 @@ cdef class RequestPages:
         if outcome == CACHED_OTHERWISE:
             page = f"{self.store.shown_page(step.wrong_page)} (at {step.wrong_at} of {step.wrong_num})"
             raise PageHashError(
-                f"{page} has a hash already: it was entered by hand, or tokens that it was cached for have changed since; then "
-                "free the request with num_computed_tokens"
+                f"{page} has a hash already: got other tokens than those that it was cached for, or an entry made by hand; "
+                "allowed: the same tokens, as long as the page is held"
             )
         if outcome == HELD_FREE:
             self.store.check_untaken(step.wrong_page)

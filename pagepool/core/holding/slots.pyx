@@ -75,9 +75,26 @@ cdef class RequestMaps:
     cdef readonly dict held         # request id -> RequestPages
     cdef readonly dict hashes       # request id -> RequestHashes
     cdef public object lock         # reentrant: a request's attributes and finalizers may call back
+    cdef public bint shares_ids     # another request with an id gets and gives back the pages held under it
 
     def __cinit__(self):
         self.held, self.hashes = {}, {}
+
+    def find_held(self, request):
+        """Return the pages that a request holds, or None. ArgumentError for another request with the id of one that holds
+        pages, unless requests of one id share them.
+        """
+        cdef RequestPages held
+        try:  # each look-up of a new request passes here: check an id only after a failure
+            held = find_held(self.held, request.request_id)
+        except (AttributeError, TypeError):
+            held = find_held(self.held, id_of(request))
+        if held is not None and held.owner is not request and not self.shares_ids:
+            raise ArgumentError(
+                f"request {shown(request.request_id)}: got another object than the one that holds pages under this id, allowed: that "
+                "object, or another id"
+            )
+        return held
 
 
 @cython.auto_pickle(False)
@@ -189,6 +206,8 @@ cdef class SlotAllocator:
             num_new, num_external, num_lookahead = num_new_tokens, num_external_tokens, count_of(num_lookahead_tokens)
         counts.num_tokens = counts.num_computed + counts.num_new_computed + num_external + num_new
         counts.num_slots = counts.num_tokens + num_lookahead
+        if held is not None and held.owner is not request:
+            self.registry.find_held(request)
         if held is not None and new_computed_pages is None and counts.num_new_computed == 0:
             num_filled = counts.num_tokens
             if self.caches_computed:
@@ -241,14 +260,14 @@ cdef class SlotAllocator:
         cdef RequestPages held = None
         cdef int64_t num_before = 0, num_tokens = 0
         cdef bint is_plain = False
-        if not self.enables_caching:
-            return
         try:
             held = find_held(self.held, request.request_id)
             is_plain = is_count(request.num_computed_tokens, &num_before) and is_count(num_computed_tokens, &num_tokens)
         except (AttributeError, TypeError):
             pass
-        if not is_plain or held is None or not held.is_idle(num_before, num_tokens, num_tokens):
+        if held is not None and held.owner is not request:
+            self.registry.find_held(request)
+        if self.enables_caching and (not is_plain or held is None or not held.is_idle(num_before, num_tokens, num_tokens)):
             self.registry.cache_due(request, num_computed_tokens)
 
     cdef int begin_boundaries(self, object request, RequestHashes hashes, RequestPages held) except -1:
@@ -282,6 +301,8 @@ cdef class SlotAllocator:
         cdef int64_t num_known = 0, num_hashed = 0, num_keyed
         cdef int32_t num_shards = 0
         cdef Step step
+        if not is_admission and held.owner is not request:  # of another thread, since the first check
+            self.registry.find_held(request)
         if is_admission or counts.num_new_computed or counts.num_computed > held.limits.num_room:
             self.check_computed(request_id, counts, hits, held)
         if is_admission and hashes is not None and hashes.refusal is not None and data_parallel_size is None:
@@ -308,7 +329,7 @@ cdef class SlotAllocator:
                 "RunningBatch.take_writes names; allowed: rows of a RunningBatch"
             )
         if is_admission:
-            held = RequestPages.__new__(RequestPages, self.store, self.groups, self.max_num_tokens)
+            held = RequestPages.__new__(RequestPages, self.store, self.groups, self.max_num_tokens, request)
         if self.interval and not self.restores_states:
             self.check_ahead(request, request_id, counts, held)
         if is_admission and (self.keeps_boundaries or self.has_state):
