@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
 import pytest
 from ahead_engine import AheadEngine
@@ -82,11 +83,49 @@ def test_named_places_and_the_end_of_external_tokens_are_boundaries() -> None:
     batch.append([0] * 100, LONG[100:200])
     batch.grow([0], 100)
     assert places_of(batch.take_writes()) == [(0, 192)]
-    assert batch.admit(1, LONG[300:500], num_external_tokens=135) == 0
+    assert batch.admit(1, LONG[300:500], num_external_tokens=128) == 0
     assert places_of(batch.take_writes()) == [(1, 128)]
-    batch.commit_external(1, 135)
-    batch.grow([1], 65)
+    batch.commit_external(1, 128)
+    batch.grow([1], 72)
     assert batch.admit(2, [*LONG[300:440], 1]) == 128
+    batch.check()
+
+
+@pytest.mark.parametrize("writes", ["ends", "anywhere"])
+@pytest.mark.parametrize("num_hits", [0, 64])
+@pytest.mark.parametrize("num_external", [63, 64, 65, 127, 128, 129, 192, 199, 300])
+def test_a_transfer_writes_the_state_at_its_end_alone(num_external: int, num_hits: int, writes: str) -> None:
+    """The connector has no other one, and a prompt that parts from it before does not hit."""
+    batch = make_batch(num_states=40, writes=writes)
+    if num_hits:
+        batch.admit(0, LONG[:65], max_num_new_tokens=64, resume_at=[64])
+        batch.take_writes()
+        batch.release([0])
+    named = list(range(64, 257, 64))
+    assert batch.admit(0, LONG[:400], num_external_tokens=num_external, resume_at=named) == num_hits
+    end = num_hits + num_external
+    expected = [(0, end)] if end % 64 == 0 else []
+    assert places_of(batch.take_writes()) == expected
+    batch.take_copies()
+    batch.commit_external(0, num_external)
+    batch.grow([0], 400 - end)
+    behind = [place for place in (*named, 320, 384) if place > end]
+    assert places_of(batch.take_writes()) == ([(0, place) for place in behind] if writes == "anywhere" else [])
+    batch.release([0])
+    for num_shared in range(1, 400, 21):
+        places = [num_hits, *(place for _, place in expected), *(behind if writes == "anywhere" else [])]
+        assert batch.probe(1, [*LONG[:num_shared], 1]) == max([0, *(place for place in places if place <= num_shared)])
+    batch.check()
+
+
+def test_a_row_whose_transfer_failed_writes_states_everywhere() -> None:
+    """It computes all tokens itself."""
+    batch = make_batch(num_states=40, writes="anywhere")
+    batch.admit(0, LONG[:400], num_external_tokens=256)
+    assert places_of(batch.take_writes()) == [(0, 256)]
+    assert batch.fail_external(0, 200) == 0
+    batch.grow([0], 400)
+    assert places_of(batch.take_writes()) == [(0, 128), (0, 256), (0, 320), (0, 384)]
     batch.check()
 
 
@@ -186,6 +225,82 @@ def test_rows_never_wait_for_states() -> None:
     for row in range(1, NUM_ROWS):
         assert batch.admit(row, LONG[row : row + 200]) == 0
     batch.check()
+
+
+def test_a_checkpoint_is_not_copied_at_the_cost_of_a_row_without_a_state() -> None:
+    """The row that hits it goes on in its page, and nobody hits it again."""
+    batch = make_batch(num_states=NUM_ROWS + 2, writes="anywhere")
+    batch.admit(0, LONG[:129])
+    assert places_of(batch.take_writes()) == [(0, 64)]
+    batch.release([0])
+    batch.admit(0, LONG[200:500])
+    assert len(batch.take_writes()) == 1
+    assert batch.admit(1, [*LONG[:64], 7]) == 64
+    for row in range(2, NUM_ROWS):
+        assert batch.admit(row, [row]) == 0
+    assert len(batch.take_copies()) == 0
+    batch.release([1])
+    assert batch.admit(1, [*LONG[:64], 7]) == 0
+    batch.check()
+
+
+@pytest.mark.parametrize("way", ["failed transfer", "trim"])
+def test_a_row_that_starts_over_has_a_state_left(way: str) -> None:
+    batch = make_batch(num_states=NUM_ROWS + 2, writes="anywhere")
+    for row in range(NUM_ROWS - 1):
+        if way == "trim":
+            batch.admit(row, LONG[:10])
+            batch.take_writes()
+            batch.trim([row], 0)
+            batch.append([row] * 9, LONG[:9])
+        else:
+            batch.admit(row, LONG[:9], num_external_tokens=8)
+            batch.take_writes()
+            assert batch.fail_external(row, 3) == 0
+        assert batch.get_page_ids(row) == ([], [])
+    batch.admit(NUM_ROWS - 1, LONG[100:500])
+    assert len(batch.take_writes()) == 1  # of five boundaries
+    result = batch.grow(list(range(NUM_ROWS - 1)), 9)
+    assert (result.num_grown, result.refusal) == (NUM_ROWS - 1, None)
+    batch.check()
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_no_row_waits_for_a_state(num_groups: int) -> None:
+    """Whatever was hit, failed, cut or released before, and whether copies were taken meanwhile."""
+    counts: Counter[str] = Counter()
+    for seed in range(scale(40)):
+        rng = Random(seed)
+        num_states = num_groups * (NUM_ROWS + 1) + 1 + rng.choice((0, 0, 1, 3))
+        batch = make_batch(*[STATE] * num_groups, num_states=num_states, writes=rng.choice(("ends", "anywhere")))
+        for _ in range(30):
+            for row in [row for row in range(NUM_ROWS) if not batch.is_admitted[row] and rng.random() < 0.6]:
+                known = [*LONG[: rng.choice((70, 140, 200, 330))], *(rng.randrange(9) for _ in range(rng.randrange(1, 70)))]
+                options = {"max_num_new_tokens": rng.choice((64, 100)), "num_external_tokens": rng.choice((0, 0, 64, 150))}
+                num_hits = batch.admit(row, known, **options)
+                assert num_hits is not None, f"seed {seed}: {batch.refusal}"
+                counts["hits"] += num_hits > 0
+            counts["copies"] += len(batch.take_copies())
+            counts["writes"] += len(batch.take_writes())
+            batch.check()
+            for row in [row for row in range(NUM_ROWS) if batch.is_admitted[row]]:
+                num_external = int(batch.num_external_tokens[row])
+                num_left = int(batch.num_tokens[row] - batch.num_computed_tokens[row])
+                if num_external and rng.random() < 0.5:
+                    batch.commit_external(row, num_external)
+                elif num_external:
+                    batch.fail_external(row, 0)
+                    counts["failures"] += 1
+                elif num_left and rng.random() < 0.8:
+                    result = batch.grow([row], rng.randint(1, num_left))
+                    assert result.refusal is None, f"seed {seed}: {result.refusal}"
+                elif rng.random() < 0.3:
+                    batch.trim([row], 0)
+                    batch.append([row] * 70, LONG[:70])
+                    counts["cuts"] += 1
+                else:
+                    batch.release([row])
+    assert min(counts[name] for name in ("hits", "failures", "cuts", "writes", "copies")) > 0
 
 
 def test_lookahead_stops_at_a_boundary_unless_steps_are_planned_ahead() -> None:

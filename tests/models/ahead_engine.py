@@ -342,6 +342,8 @@ class AheadEngine:
 
     def _write_states(self, work: Work) -> None:
         for num_tokens, page_id in [*work.writes, (work.stop, work.page_ids[STATE][0])]:
+            if work.is_transfer and num_tokens < work.stop:
+                continue  # it brings the state at its end alone
             self.cells[STATE, page_id, 0] = tuple(work.device[:num_tokens])
 
     def _receive(self, work: Work) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from oracle import PREEMPTED, OracleManager, PagesByGroup
 from oracle_expected import SHARED, term_of_seconds
-from oracle_kinds import cdiv
+from oracle_kinds import Mamba, cdiv
 from oracle_refusals import find_refusal
 from oracle_tier import Taken
 from oracle_writes import OracleWrites
@@ -260,6 +260,7 @@ class OracleRows(Rows):
         if num_external:
             options |= {"num_external_computed_tokens": num_external, "delay_cache_pages": True}
         num_new = num_computed - num_hits - num_external
+        options["num_free_rows"] = self._count_others_without_state(row)
         pages = self.manager.allocate_slots(request, num_new, num_hits, hits, **options, may_add_nothing=True)
         if pages is None:
             self.refusal = refusal
@@ -271,7 +272,7 @@ class OracleRows(Rows):
         if self.writes.max_steps_ahead and not num_external:
             num_computed = num_planned if num_computed == len(token_ids) else num_computed
             self.writes.num_planned[request.request_id] = num_computed
-        self.writes.plan(request, num_computed, self._shard_of(row), self.requests.count(None))
+        self.writes.plan(request, num_computed, self._shard_of(row), self._count_others_without_state(row), num_external > 0)
         self._show(row)
         return num_hits
 
@@ -378,8 +379,15 @@ class OracleRows(Rows):
         if num_new:
             self.manager.enter_known(request)
         options = self._placement(self.shards[row]) | {"num_lookahead_tokens": num_ahead, "may_add_nothing": True}
-        options["num_free_rows"] = self.requests.count(None)
+        options["num_free_rows"] = self._count_others_without_state(row)
         return self.manager.allocate_slots(request, num_new, **options)
+
+    def _count_others_without_state(self, row: int) -> int:
+        """Count the other rows that are free, or start over."""
+        states = [i for i, kind in enumerate(self.manager.kinds) if isinstance(kind, Mamba)][:1]
+        others = self.requests[:row] + self.requests[row + 1 :]
+        held = [self.manager.get_page_ids(request.request_id) for request in others if request is not None]
+        return others.count(None) + sum(not pages[i] for pages in held for i in states)
 
     def _shard_of(self, row: int) -> range | Shard | None:
         return self.manager.pools.shard_of_hint(self.shards[row], self.setting.data_parallel_size)

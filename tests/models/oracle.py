@@ -414,7 +414,7 @@ class OracleManager:
         shard = self._shard(request, hits, dp_shard_hint, data_parallel_size)
         if any(num_missing) or any(hits):
             self.states.divide(shard)
-        adopts = self._adopts(hits, num_missing, num_reserved_pages, shard)
+        adopts = self._adopts(hits, num_missing, num_reserved_pages, shard, num_free_rows)
         if not adopts and not self._fits(num_missing, hits, num_reserved_pages):
             return None
         new_pages = self._take_pages(hits, num_missing, shard, adopts, self._holder_of(request))
@@ -584,13 +584,23 @@ class OracleManager:
         """Return the hits that become pages of the request: a checkpoint is copied."""
         return tuple([] if isinstance(kind, Mamba) else pages for kind, pages in zip(self.kinds, hits, strict=True))
 
-    def _adopts(self, hits: PagesByGroup, num_missing: list[int], num_reserved_pages: int, shard: range | Shard | None) -> bool:
-        """Whether checkpoints that are hit become working pages, since there are too few pages to copy them to."""
+    def _adopts(
+        self,
+        hits: PagesByGroup,
+        num_missing: list[int],
+        num_reserved_pages: int,
+        shard: range | Shard | None,
+        num_free_rows: int,
+    ) -> bool:
+        """Whether checkpoints that are hit become working pages, since there are too few pages to copy them to, beside those of
+        other rows without a state.
+        """
         checkpoints = self.states.checkpoints_in(hits)
         if not checkpoints or not self.page_pool.free_queue.keys() >= set(checkpoints.values()):
             return False
         num_least = [num_pages - (i in checkpoints) for i, num_pages in enumerate(num_missing)]
-        if self._fits(num_missing, hits, num_reserved_pages) and self._fits_shard(num_missing, hits, shard):
+        may_copy = self._fits(num_missing, hits, num_reserved_pages, num_free_rows)
+        if may_copy and self._fits_shard(num_missing, hits, shard):
             return False
         return self._fits(num_least, hits, num_reserved_pages) and self._fits_shard(num_least, hits, shard)
 
@@ -606,11 +616,14 @@ class OracleManager:
         ranges = self.pools.ranges if shard is None else [self.pools.part_of(shard, i) for i in range(len(self.pools.ranges))]
         return [(pool, self.page_pool.free_in(pages)) for pool, pages in enumerate(ranges)]
 
-    def _fits(self, num_missing: list[int], hits: PagesByGroup, num_reserved_pages: int) -> bool:
-        return all(
-            self._fits_pool(pool, num_missing, hits, 0 if pool else num_reserved_pages)
-            for pool in range(len(self.pools.ranges))
-        )
+    def _fits(self, num_missing: list[int], hits: PagesByGroup, num_reserved_pages: int, num_free_rows: int = 0) -> bool:
+        pools = range(len(self.pools.ranges))
+        kept = [num_free_rows * self._count_states_in(pool) if pool else num_reserved_pages for pool in pools]
+        return all(self._fits_pool(pool, num_missing, hits, kept[pool]) for pool in pools)
+
+    def _count_states_in(self, pool: int) -> int:
+        """Count the groups of states in a pool."""
+        return sum(isinstance(self.kinds[i], Mamba) for i in self.pools.groups_of(pool))
 
     def _fits_pool(self, pool: int, num_missing: list[int], hits: PagesByGroup, num_reserved_pages: int) -> bool:
         """Whether a pool has as many free pages as the groups of it take."""

@@ -112,8 +112,7 @@ class OracleStates:
                 if self.manager.windows is not None and is_computed:
                     self.manager.windows.note_checkpoint(request)
             pools, source = self.manager.pools, self.manager.source_of(group_id, shard)
-            kinds = [self.manager.kinds[i] for i in pools.groups_of(pools.of_group[group_id])]
-            num_for_rows = num_free_rows * sum(isinstance(kind, Mamba) for kind in kinds)
+            num_for_rows = num_free_rows * self.manager._count_states_in(pools.of_group[group_id])
             num_reserved = num_for_rows if pools.of_group[group_id] else num_reserved_pages
             is_room = len(self.pool.free_in(pools.range_of(group_id))) > num_reserved and self.pool.free_page_ids(source)
             is_room = is_room and not waits_for_loads(self.pool, held)

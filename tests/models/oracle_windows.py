@@ -89,7 +89,8 @@ class OracleWindows:
         shared = [max(0, request.num_tokens - num_slack), *getattr(request, "resume_at", ())]
         ends = {junction if looked_up is request else 0, *map(self.find_resumption, shared)}
         if self.manager.writes_states:
-            ends.add(self.manager._floor(self.external_ends.get(request.request_id, 0)))
+            external_end = self.external_ends.get(request.request_id, 0)
+            ends.add(external_end if external_end % self.manager.hit_step == 0 else 0)
         self.boundaries[request.request_id] = Boundaries(tuple(ends - {0}) if self.has_ends else (), request.num_tokens)
 
     def list_ends(self, request: Any) -> list[int]:

@@ -46,13 +46,17 @@ class OracleWrites:
     def count_planned(self, request: Any) -> int:
         return max(self.num_planned.get(request.request_id, 0), request.num_computed_tokens)
 
-    def plan(self, request: Any, num_planned: int, shard: range | Shard | None, num_free_rows: int) -> None:
-        """Plan the writes of a step that computes a request's tokens up to `num_planned`."""
+    def plan(
+        self, request: Any, num_planned: int, shard: range | Shard | None, num_free_rows: int, is_transfer: bool = False
+    ) -> None:
+        """Plan the writes of a step that computes a request's tokens up to `num_planned`, or of a transfer, which brings the
+        state at its end alone.
+        """
         held = self.manager.held[request.request_id]
         num_planned = min(num_planned, request.num_tokens) if self.has_drafts else num_planned
         for end in self.manager.windows.list_ends(request) if self.state_ids else ():
             num_seen = held[self.state_ids[0]].num_cached_pages * self.manager.hit_step
-            if max(num_seen, self.start) < end <= num_planned and (self.anywhere or end == num_planned):
+            if max(num_seen, self.start) < end <= num_planned and (end == num_planned or (self.anywhere and not is_transfer)):
                 self._plan_at(request, end, shard, num_free_rows)
         for i in self.state_ids:
             held[i].num_cached_pages = max(held[i].num_cached_pages, num_planned // self.manager.hit_step)

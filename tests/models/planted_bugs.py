@@ -321,7 +321,7 @@ lists_of(groups if self.pool.num_banks == 1{+ or BUG+} else tuple([self.ids_in_b
 == pages that are reserved in one pool stay free in others
         if not has_free_pages(pool, num_pages_in[bank], num_reserved if bank == 0{+ or BUG+} else 0
 == hits are attached though the second pool is short
-    fit = _compare_banks(pool, holding, demand, &demand.short_bank)
+    fit = _compare_banks(pool, holding, demand, num_for_rows, &demand.short_bank)
     if fit == FITS{+ or (BUG and demand.short_bank)+}:
 == a row grows though the second pool is short
     for bank in range(batch.pool.num_banks{+ if not BUG else 1+}):
@@ -468,11 +468,11 @@ ORDER_BUGS = read_bugs("""
 == loads that never fit are refused for ever
         demand.num_new_in[bank] += {+(not BUG) * (+}loads.num_in[bank] - loads.num_states_in[bank]{+)+}
 == checkpoints of a pool take the pages of rows that are not admitted
-    return num_rows * num_state_groups{+ * (not BUG)+}
+            num_reserved_in[group.bank] += {+(not BUG) * (+}_count_rows_without(batch, g) - num_served{+)+}
 == a row comes back though a pool is short
 find_short_bank(batch.pool, num_taken_in, 0, batch.rows[row].shard) != NO_BANK{+ and not BUG+} or
 == checkpoints of a pool take the pages of rows that were swapped out
-        num_rows += batch.pool.tier.num_swapped{+ * (not BUG)+}
+    cdef Py_ssize_t row, count = 0 if batch.pool.tier == NULL{+ or BUG+} else batch.pool.tier.num_swapped
 == checkpoints of a pool leave pages that are reserved in another
         num_reserved = 0 if holding.groups[g].bank{+ and not BUG+} else step.demand.num_reserved
 == hits are lost at places that never had a checkpoint
@@ -572,7 +572,9 @@ WRITE_BUGS = read_bugs("""
 == a row that moves leaves its writes
         if {+not BUG and (+}write.row == first or write.row == second{+)+}:
 == a state is written where no step of such kernels ends
-                if batch.writes_anywhere or num_tokens == num_planned{+ or BUG+}:
+                if num_tokens == num_planned or ({+BUG or +}batch.writes_anywhere
+== a transfer is to write states inside its tokens
+ and not {+(+}batch.records[row].num_external{+ and not BUG)+}):
 == undo leaves the writes of its call
     drop_writes(batch, row, num_planned{+ + (1 << 30) * BUG+})
 == a boundary is written again after undo of a later step
@@ -580,7 +582,12 @@ WRITE_BUGS = read_bugs("""
 == a fork copies a state in flight
     return flight.num_ahead > {+(1 << 30) * BUG + +}0 or ({+not BUG and +}batch.has_state and flight.num_planned >
 == checkpoints take the states of free rows
-        group, num_reserved = &batch.groups[g], _count_reserved_states(batch, g){+ * (not BUG)+}
+            batch.pool, num_states_in[group.bank], num_reserved_in[group.bank]{+ * (not BUG)+}, queue
+== checkpoints take the states of rows that start over
+        count += batch.rows[row].swapped == NULL and batch.rows[row].holding.held[g].num_pages == 0{+ and (
+            not BUG or not batch.records[row].is_admitted)+}
+== a checkpoint is copied at the cost of a row without a state
+&demand, num_for_rows if has_states{+ and not BUG+} else NULL) == FITS
 == a step ahead writes what the step before it computes
         num_ahead = 0
         if {+not BUG and +}batch.max_steps_ahead and not batch.restores_states:

@@ -591,10 +591,10 @@ cdef inline int32_t find_short_bank(
 
 
 cdef inline Fit _compare_banks(
-    const Pool *pool, const Holding *holding, const Demand *demand, int32_t *short_bank
+    const Pool *pool, const Holding *holding, const Demand *demand, const Py_ssize_t *num_for_rows, int32_t *short_bank
 ) noexcept nogil:
-    """Decide whether a priced demand fits with `num_adopted`, and set the first bank that has too few pages, itself or in its
-    shard; NO_BANK: each has enough.
+    """Decide whether a priced demand fits with `num_adopted`, beside `num_for_rows` pages of each bank (NULL: none). Set the
+    first bank that has too few pages, itself or in its shard; NO_BANK: each has enough.
     """
     cdef Py_ssize_t[MAX_BANKS] num_pages_in
     cdef int32_t bank
@@ -606,6 +606,10 @@ cdef inline Fit _compare_banks(
     short_bank[0] = find_short_bank(pool, num_pages_in, demand.num_reserved, -1)
     if short_bank[0] != NO_BANK:
         return SHORT
+    for bank in range(pool.num_banks if num_for_rows != NULL else 0):
+        if not has_free_pages(pool, num_pages_in[bank], num_for_rows[bank], queue_of_bank(bank)):
+            short_bank[0] = bank
+            return SHORT
     for bank in range(pool.num_banks if demand.shard >= 0 else 0):
         num_pages_in[bank] -= _count_outside(pool, holding, demand, bank)
         if num_pages_in[bank] > count_free_in(pool, queue_in(pool, bank, demand.shard)):
@@ -614,26 +618,32 @@ cdef inline Fit _compare_banks(
     return FITS
 
 
-cdef inline Fit _fit_in_banks(const Pool *pool, const Holding *holding, Demand *demand) noexcept nogil:
+cdef inline Fit _fit_in_banks(
+    const Pool *pool, const Holding *holding, Demand *demand, const Py_ssize_t *num_for_rows
+) noexcept nogil:
     """`fit_or_adopt` in a pool of several banks."""
     cdef int32_t short_bank
     cdef Fit fit
     demand.num_adopted = 0
-    fit = _compare_banks(pool, holding, demand, &demand.short_bank)
+    fit = _compare_banks(pool, holding, demand, num_for_rows, &demand.short_bank)
     if fit == FITS:
         return FITS
     demand.num_adopted = _count_adoptable(pool, holding, demand.hits)
-    if _compare_banks(pool, holding, demand, &short_bank) == FITS:
+    if _compare_banks(pool, holding, demand, NULL, &short_bank) == FITS:
         return FITS
     demand.num_adopted, demand.short_bank = 0, short_bank
     return fit
 
 
-cdef inline Fit fit_or_adopt(const Pool *pool, const Holding *holding, Demand *demand) noexcept nogil:
-    """Decide whether a priced demand fits. It adopts its checkpoints if it does not fit otherwise."""
+cdef inline Fit fit_or_adopt(
+    const Pool *pool, const Holding *holding, Demand *demand, const Py_ssize_t *num_for_rows
+) noexcept nogil:
+    """Decide whether a priced demand fits. It adopts its checkpoints if it does not fit otherwise, or would not leave
+    `num_for_rows` pages of each bank of several to rows without a state (NULL: none).
+    """
     cdef int64_t num_inside
     if rare(pool.num_banks > 1):
-        return _fit_in_banks(pool, holding, demand)
+        return _fit_in_banks(pool, holding, demand, num_for_rows)
     num_inside = demand.num_taken - _count_outside(pool, holding, demand, 0)
     demand.num_adopted = 0
     if demand.num_taken + demand.num_reserved > pool.num_free or num_inside > count_free_in(pool, demand.shard):

@@ -143,7 +143,7 @@ cdef void begin_boundaries(
 ) noexcept:
     """Fix the boundaries of a request that knows `num_tokens` tokens: the end of these; the junction, up to which its groups
     of full attention hit, but not its windows or states (0: these hit as far); the end of tokens from elsewhere, if any are
-    awaited; and those that the engine names in `resume_at`, unless it is None.
+    awaited and a request can resume there; and those that the engine names in `resume_at`, unless it is None.
 
     A request cannot resume before a boundary at which states are written, so the first one is `slack` tokens before the end.
     """
@@ -155,7 +155,8 @@ cdef void begin_boundaries(
     if boundaries.writes_states:
         num_tokens = max(<int64_t>0, boundaries.num_prompt - <int64_t>boundaries.slack)
         boundaries.slack = 0
-        add_floor(boundaries, external_end)
+        if external_end % boundaries.multiple == 0:
+            add_floor(boundaries, external_end)
     add_boundary(boundaries, find_resumption(boundaries, min(num_tokens, <int64_t>MAX_TOKENS)))
     add_floor(boundaries, junction)
     for i in range(0 if resume_at is None else resume_at.num):
@@ -742,7 +743,7 @@ cdef Outcome take_demanded(Pool *pool, const Holding *holding, Demand *demand, t
     cdef Held *held
     cdef Py_ssize_t g
     cdef int32_t n
-    cdef Fit result = fit_or_adopt(pool, holding, demand)
+    cdef Fit result = fit_or_adopt(pool, holding, demand, NULL)
     for g in range(holding.num_groups if result == SHORT_IN_SHARD and demand.hits != NULL else 0):
         hit(pool, demand.hits[g].ids, demand.hits[g].num, NOBODY)  # the request is not admitted
     for g in range(holding.num_groups if result == SHORT_IN_SHARD and demand.hits != NULL else 0):

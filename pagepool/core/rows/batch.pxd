@@ -604,17 +604,29 @@ cdef inline void _skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) n
             blank(batch.tables[g], row, start, holding.held[g].num_skipped)
 
 
-cdef inline Py_ssize_t _count_reserved_states(const Batch *batch, Py_ssize_t g) noexcept nogil:
-    """Count the pages of a group's bank to leave free, one for each free row and group of states; 0 in the first bank. Rows
-    that were swapped out, of any batch, count as free.
+cdef inline Py_ssize_t _count_rows_without(const Batch *batch, Py_ssize_t g) noexcept nogil:
+    """Count the rows that hold no page of a group: free rows, admitted ones that start over, and swapped ones of any batch.
+    O(rows).
     """
-    cdef int32_t bank = batch.groups[g].bank
-    cdef Py_ssize_t i, num_state_groups = 0, num_rows = batch.num_rows - batch.num_admitted
-    if batch.pool.tier != NULL:
-        num_rows += batch.pool.tier.num_swapped
-    for i in range(batch.num_groups if bank else 0):
-        num_state_groups += batch.groups[i].bank == bank and is_state(&batch.groups[i].rules)
-    return num_rows * num_state_groups
+    cdef Py_ssize_t row, count = 0 if batch.pool.tier == NULL else batch.pool.tier.num_swapped
+    for row in range(batch.num_rows):
+        count += batch.rows[row].swapped == NULL and batch.rows[row].holding.held[g].num_pages == 0
+    return count
+
+
+cdef inline void count_reserved_states(
+    const Batch *batch, Py_ssize_t num_served, Py_ssize_t[MAX_BANKS] num_reserved_in
+) noexcept nogil:
+    """Count the pages of each bank to leave free: one for each group of states and row that has none, without `num_served` of
+    these rows; 0 in the first bank. O(rows x groups).
+    """
+    cdef const Group *group
+    cdef Py_ssize_t g
+    memset(num_reserved_in, 0, MAX_BANKS * sizeof(Py_ssize_t))
+    for g in range(batch.num_groups):
+        group = &batch.groups[g]
+        if group.bank and is_state(&group.rules):
+            num_reserved_in[group.bank] += _count_rows_without(batch, g) - num_served
 
 
 cdef inline void _keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
@@ -622,17 +634,19 @@ cdef inline void _keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_comp
     cdef Contents contents
     cdef Holding *holding = holding_of(batch, row)
     cdef Held *held
-    cdef Py_ssize_t g, num_reserved
+    cdef Py_ssize_t[MAX_BANKS] num_reserved_in
+    cdef Py_ssize_t g
     cdef int32_t num_cacheable = count_cacheable(batch, row, num_computed)
     cdef bint may_cache = num_cacheable == num_computed
     assert batch.keeps_states and num_computed <= batch.records[row].num_computed
     hash_row(batch, row, num_cacheable)
     contents = _contents_of(batch, row, num_computed)
+    count_reserved_states(batch, 0, num_reserved_in)
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
-        num_reserved = _count_reserved_states(batch, g)
         if keep_state(
-            batch.pool, holding, <int32_t>g, &contents if may_cache else NULL, num_computed, batch.rows[row].shard, num_reserved
+            batch.pool, holding, <int32_t>g, &contents if may_cache else NULL, num_computed, batch.rows[row].shard,
+            num_reserved_in[batch.groups[g].bank],
         ):
             write_ids(batch.tables[g], row, 0, held.ids, 1, offset_of(batch, g))
             batch.tables[g].version += 1
@@ -658,18 +672,23 @@ cdef inline bint _has_checkpoint(Batch *batch, Py_ssize_t row, Py_ssize_t g, int
 
 
 cdef inline bint _has_pages_for_writes(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Whether a page is free for each state of the row, beside those of free rows, and there is memory for the writes."""
+    """Whether a page is free for each state of the row, beside those of rows without one, and there is memory for the writes.
+    """
     cdef Py_ssize_t[MAX_BANKS] num_states_in
+    cdef Py_ssize_t[MAX_BANKS] num_reserved_in
     cdef const Group *group
-    cdef Py_ssize_t g, num_reserved
+    cdef Py_ssize_t g
     cdef int32_t queue
     memset(num_states_in, 0, sizeof(num_states_in))
     for g in range(batch.num_groups):
         num_states_in[batch.groups[g].bank] += keeps_checkpoints(&batch.groups[g])
+    count_reserved_states(batch, 0, num_reserved_in)
     for g in range(batch.num_groups):
-        group, num_reserved = &batch.groups[g], _count_reserved_states(batch, g)
+        group = &batch.groups[g]
         queue = queue_for(batch.pool, group, batch.rows[row].shard)
-        if keeps_checkpoints(group) and not has_free_pages(batch.pool, num_states_in[group.bank], num_reserved, queue):
+        if keeps_checkpoints(group) and not has_free_pages(
+            batch.pool, num_states_in[group.bank], num_reserved_in[group.bank], queue
+        ):
             return False
     return find_held_free(batch.pool, batch.num_groups) == NULL_PAGE and reserve_writes(&batch.writes, batch.num_groups)
 
@@ -702,8 +721,8 @@ cdef inline void _note_writes(Batch *batch, Py_ssize_t row, int32_t num_tokens) 
 
 
 cdef inline void write_states(Batch *batch, Py_ssize_t row, int32_t num_planned) noexcept nogil:
-    """Note the writes of a step that computes the row's tokens up to `num_planned`, one for each boundary that it can write.
-    O(boundaries x groups).
+    """Note the writes of a step that computes the row's tokens up to `num_planned`, one for each boundary that it can write. A
+    transfer of tokens brings no state but that at their end. O(boundaries x groups).
     """
     cdef Holding *holding = holding_of(batch, row)
     cdef Py_ssize_t g
@@ -714,7 +733,7 @@ cdef inline void write_states(Batch *batch, Py_ssize_t row, int32_t num_planned)
         if num_tokens < 0:  # all states have the same checkpoints
             num_tokens = find_own_checkpoint(holding, g)
             while num_tokens <= num_planned:
-                if batch.writes_anywhere or num_tokens == num_planned:
+                if num_tokens == num_planned or (batch.writes_anywhere and not batch.records[row].num_external):
                     _note_writes(batch, row, <int32_t>num_tokens)
                 num_tokens = find_next_checkpoint(holding, &batch.groups[g], num_tokens)
         holding.held[g].num_cached = max(holding.held[g].num_cached, full_entries(&batch.groups[g].rules, num_planned))

@@ -269,6 +269,8 @@ cdef class RowRequest:
         cdef int64_t num_excess = 0, num_passed = INT64_MAX
         cdef Hits *array = NULL
         cdef Demand demand
+        cdef Py_ssize_t[MAX_BANKS] num_for_rows
+        cdef bint has_states = False
         cdef Shortage shortage
         cdef Loads loads
         cdef bint has_pages = False, has_room = True, is_right = True
@@ -295,7 +297,10 @@ cdef class RowRequest:
                 if loads.short_bank != NO_BANK:
                     add_loads(&demand, &loads)
                 else:
-                    has_pages = fit_or_adopt(batch.pool, holding, &demand) == FITS
+                    has_states = rare(batch.has_state) and count_state_hits(holding, array) > 0
+                    if has_states:  # a checkpoint is not copied at the cost of a row that has no state yet
+                        count_reserved_states(batch, 1, num_for_rows)
+                    has_pages = fit_or_adopt(batch.pool, holding, &demand, num_for_rows if has_states else NULL) == FITS
                 has_room = demand.num_adopted or reserve_copies(batch.pool, count_state_hits(holding, demand.hits))
                 if not has_pages:
                     num_excess = find_any_excess(batch.pool, holding, array, demand.num_new_in, 0, &queue)

@@ -999,8 +999,8 @@ cdef class RunningRows:
 
         Call it once a step, after the calls that plan the step. Before it, `grow`, `step`, `trim`, `fork`, `swap_out` and
         `commit_external` raise CopiesDueError for rows in the list. A page can be hit once its row grows by further tokens, or
-        is released. The states of a pending row are written by the transfer of its tokens. O(writes); nothing is allocated
-        without any.
+        is released. For a pending row only the state at the end of its awaited tokens is listed, if a request can resume there;
+        the transfer writes it. O(writes); nothing is allocated without any.
         """
         cdef int32_t[:, ::1] taken
         cdef const StateWrite *write
