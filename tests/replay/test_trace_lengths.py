@@ -81,7 +81,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         OPENAI | {"prompt_tokens": 50},
         "prompt_tokens_details.cached_tokens: got 1000, allowed: at most 50, the tokens of the prompt",
     ),
-    "another whole": (ANTHROPIC | {"input_length": 1049}, "has input_length 1049, input_tokens 50 and cache_read_input"),
+    "another whole": (ANTHROPIC | {"input_length": 1049}, "has input_length 1049 and input_tokens 50 and cache_read_in"),
     "another total": (
         OPENAI | {"total_tokens": 2057},
         "total_tokens: got 2057, allowed: 1057, the sum of 1050 tokens of the prompt and 7 of the answer",

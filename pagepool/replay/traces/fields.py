@@ -112,7 +112,9 @@ def _require_once(names: Iterable[str]) -> None:
 
 
 def use_usual_names(fields: Fields) -> Fields:
-    """Return the fields of a record, `is_in_seconds` and `has_text`. None counts as missing, since pandas writes it."""
+    """Return the fields of a record, with `is_in_seconds` if its times are, and the error of a `missing` length. None counts as
+    missing, since pandas writes it.
+    """
     by_name = {plain_name(name): value for name, value in fields.items()}
     if len(by_name) < len(fields):
         _require_once(fields)
@@ -123,9 +125,16 @@ def use_usual_names(fields: Fields) -> Fields:
             usual[name] = by_name[found]
     if not IN_SECONDS.isdisjoint(by_name):
         usual["is_in_seconds"] = True
-    if not TEXTS.isdisjoint(by_name):
-        usual["has_text"] = True
+    if "input_length" not in usual:
+        usual["missing"] = _describe_missing(fields, by_name)
     return usual
+
+
+def _describe_missing(fields: Fields, by_name: Fields) -> str:
+    if not TEXTS.isdisjoint(by_name):
+        return "lacks input_length: only the model's tokenizer counts the tokens of its text"
+    names = ", ".join(name if name.isprintable() else shown(name) for name in fields)
+    return f"lacks input_length: it has {names or 'no fields'}"[:MAX_SHOWN]
 
 
 def as_milliseconds(name: str, value: object, factor: int) -> float:

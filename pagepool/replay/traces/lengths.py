@@ -72,6 +72,7 @@ TOTALS = _plain("total_tokens totalTokenCount")
 COUNTS = frozenset(
     (*INPUT_NAMES, *OUTPUT_NAMES, *APART, *UNCLEAR_NAMES, *WITHIN, *PARTS, TOOL_PROMPT, *GEMINI_ANSWER, *REASONING, *TOTALS)
 )
+ALONE = frozenset((*INPUT_NAMES, *OUTPUT_NAMES, *REASONING, *TOTALS))  # without cached tokens, the first length counts
 REQUEST_COUNTS = frozenset(_plain("num_model_requests num_requests request_count"))
 WRAPPERS = frozenset(_plain("usage usageMetadata token_usage tokens response body message meta cache_creation"))
 """Objects with the lengths of a line."""
@@ -160,7 +161,7 @@ def _list_counts(fields: Mapping[str, Any], path: tuple[str, ...] = ()) -> Itera
     the details of a length. Raise ArgumentError for unknown fields with cached tokens, and for a line of several requests.
     """
     for name, value in fields.items():
-        if value is None:
+        if value is None or not _may_count(name):
             continue
         steps = (*path, *name.split("."))
         *outer, plain = map(plain_name, steps)
@@ -171,7 +172,8 @@ def _list_counts(fields: Mapping[str, Any], path: tuple[str, ...] = ()) -> Itera
             continue
         if not all(step in WRAPPERS | OUTPUT_DETAILS for step in outer[: len(outer) - is_detail]):
             continue
-        count = Count(".".join(steps), value)
+        path_name = ".".join(steps)
+        count = Count(path_name if path_name.isprintable() else shown(path_name), value)
         if is_detail:
             if plain in IN_DETAILS:
                 yield None, count
@@ -181,6 +183,14 @@ def _list_counts(fields: Mapping[str, Any], path: tuple[str, ...] = ()) -> Itera
             raise ArgumentError(f"{count.name}: got {shown(value)}, allowed: 1, since a line is one request")
         elif "cach" in plain and "token" in plain and isinstance(value, int | float) and value:
             raise ArgumentError(f"has {count}: {UNCLEAR}")
+
+
+@lru_cache(maxsize=10_000)
+def _may_count(name: str) -> bool:
+    """Whether a field of this name may have tokens, or fields with tokens."""
+    plain = plain_name(name)
+    known = COUNTS | REQUEST_COUNTS | WRAPPERS | INPUT_DETAILS | OUTPUT_DETAILS | IN_DETAILS
+    return "." in name or plain in known or ("cach" in plain and "token" in plain)
 
 
 def _find_output(counts: Counts) -> Any:
@@ -193,6 +203,9 @@ def _find_output(counts: Counts) -> Any:
 
 def _find_input(counts: Counts, output_length: Any) -> Any:
     """Return the length of the whole prompt."""
+    if not counts.details and counts.by_name.keys() <= ALONE:
+        found = counts.find(INPUT_NAMES)
+        return found.value if found else None
     bases = {name: counts.by_name[name] for name in INPUT_NAMES if name in counts.by_name}
     apart = counts.count(READ) + (counts.count(WRITTEN) or counts.sum(EPHEMERAL))
     unclear = 0 if apart else counts.count(UNCLEAR_READ) + counts.count(UNCLEAR_WRITTEN)
@@ -200,18 +213,15 @@ def _find_input(counts: Counts, output_length: Any) -> Any:
     if not bases:
         return counts.sum(PARTS) if all(name in counts.by_name for name in PARTS) else None
     first = next(iter(bases.values()))
-    if not apart and not unclear and not parts and TOOL_PROMPT not in counts.by_name:
-        counts.find(INPUT_NAMES)
-        return first.value
     choices = set.intersection(*(_list_choices(name, base.number, apart, unclear, counts) for name, base in bases.items()))
     total = counts.find(TOTALS)
     if len(choices) > 1 and total is not None and total.number == max(choices) + Count("output", output_length or 0).number:
         choices = {max(choices)}  # the total says that cached tokens are not in the length
-    cached = " and ".join(str(counts.by_name[name]) for name in (*APART, *UNCLEAR_NAMES) if name in counts.by_name)
+    cached = [counts.by_name[name] for name in (*APART, *UNCLEAR_NAMES) if name in counts.by_name]
     if len(choices) > 1:
-        raise ArgumentError(f"has {first} and {cached}: {UNCLEAR}")
+        raise ArgumentError(f"has {' and '.join(map(str, [first, *cached]))}: {UNCLEAR}")
     if not choices:
-        raise ArgumentError(f"has {', '.join(map(str, bases.values()))} and {cached}, which contradict")
+        raise ArgumentError(f"has {' and '.join(map(str, [*bases.values(), *cached]))}, which contradict")
     [length] = choices
     parts += [counts.by_name[name] for name in APART if name in counts.by_name]
     for part in parts:

@@ -162,8 +162,7 @@ class Reading:
     def add(self, fields: Fields, line: int = 1) -> None:
         """Add a line's record. Raise ArgumentError or ArgumentTypeError if it is invalid, or cannot follow the last one."""
         if "input_length" not in fields:
-            text = ": only the model's tokenizer counts the tokens of its text" if fields.get("has_text") else ""
-            raise ArgumentError(f"lacks input_length{text}")
+            raise ArgumentError(fields.get("missing", "lacks input_length"))
         if fields.get("hash_id_scope") == "local":
             raise ArgumentError("hash_id_scope: got 'local', allowed: 'global', or requests of a trace of their own")
         unit = self._time_unit or ("s" if fields.get("is_in_seconds") else "ms")
