@@ -95,7 +95,9 @@ KEEPING = names(
     norm_attention_pattern nsa_block nsa_gate num_attention_gate_blocks num_retention_gate qk_rope_dim recurrent_gate_block
     residual_window rope_attention_heads rope_head_dim rope_kv_heads rope_layer_window routed_attention_heads
     router_attention_heads rwkv_gate segment_attn_gate share_attention_gate shared_kv_norm_layers sliding_gate
-    sparse_attention_gate ssm_gate_group state_gate_block swa_attention_gate swa_gate value_gate_dim window_norm
+    sparse_attention_gate ssm_gate_group state_gate_block swa_attention_gate swa_gate value_gate_dim
+    window_norm gate_attention_span
+    moe_indexer norm_v_head_size num_sinks gate_qk_dim ring_size router_index_topk norm_ring_span use_num_sinks
     """
 )
 

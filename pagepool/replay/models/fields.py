@@ -21,9 +21,9 @@ def _names(text: str) -> frozenset[str]:
 
 SUSPICIOUS = re.compile(
     "head|kv|group|layer|block|index|idx|cross|window|sliding|swa|sparse|latent|shar|chunk|attn|attention|ssm|mamba|conv|recur"
-    "|lru|rwkv|cache|compress|local|global|stride|hybrid|pattern|query|memory|loop|retention|retrieval|encoder_decoder"
-    "|(?:^|_)(?:ut|mem|key|value|mla|mha|gqa|mqa|cla|yoco|state|states|linear|lightning|delta|segment|sink|nope|nsa|dsa|moba|gdn"
-    "|kda)(?:_|$)"
+    "|lru|rwkv|cache|compress|local|global|stride|hybrid|pattern|query|memory|loop|retention|retrieval|encoder_decoder|lookback"
+    "|(?:^|_)(?:ut|mem|key|value|mla|mha|gqa|mqa|cla|yoco|state|states|linear|lightning|delta|segment|sink|sinks|nope|nsa|dsa"
+    "|moba|gdn|kda|ring|span)(?:_|$)"
     r"|(?:^|_)(?:q|k|v|qk)_(?:\w+_)?(?:dim|rank|size)$"
 )
 """Patterns of names of fields that may affect a layer's entries."""
@@ -103,7 +103,10 @@ class Words(NamedTuple):
     others: re.Pattern[str]
 
 
-ENTRIES = "kv|cache|head_dim|heads|window|sliding|swa|cross|compress|ssm|mamba|conv|recur|rwkv|lru|retention|retrieval|memory"
+ENTRIES = (
+    "kv|cache|head_dim|head_size|heads|window|sliding|swa|cross|compress|ssm|mamba|conv|recur|rwkv|lru|retention|retrieval|memory"
+    r"|lookback|indexer|index_(?:topk|head|n|dim)|(?:^|_)(?:ring|span|(?:q|k|v|qk)_(?:\w+_)?(?:dim|rank|size))(?:_|$)"
+)
 STATES = "(?:^|_)(?:ut|mem|key|value|state|states|linear|lightning|delta|sink|sinks|gdn|kda|nsa|dsa|moba|yoco|cla)(?:_|$)"
 LAYERS = "chunk|loop|stride|index|idx|shar|latent|sparse|layers|types|pattern|interval|every|freq|period|hybrid|local|global"
 SIZES = r"(?:^|_)(?:nope|segment|dim|rank|topk)(?:_|$)"
