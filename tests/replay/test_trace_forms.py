@@ -231,6 +231,17 @@ class TestTurns:
         rows = [{"session_id": "s", "timestamp": time, "input_length": 100 * time + 1} for time in range(3)]
         assert [each.input_length for each in load(tmp_path, "\n".join(map(json.dumps, rows))).records] == [1, 101, 201]
 
+    def test_lengths_that_may_be_what_a_turn_adds_are_noted(self, tmp_path: Path) -> None:
+        rows = [
+            {"session_id": "s", "timestamp": time, "input_length": length} for time, length in ((0, 300), (1, 150), (2, 200))
+        ]
+        note = "1 request shorter than the one before in a session: if lengths are what a turn adds, lines need context_mode"
+        assert load(tmp_path, "\n".join(map(json.dumps, rows))).notes[1] == f"{note} deltas_without_responses."
+        whole = [row | {"context_mode": "message_array_with_responses"} for row in rows]
+        assert len(load(tmp_path, "\n".join(map(json.dumps, whole))).notes) == 2
+        added = [row | {"context_mode": "deltas_without_responses"} for row in rows]
+        assert [each.input_length for each in load(tmp_path, "\n".join(map(json.dumps, added))).records] == [300, 450, 650]
+
     def test_ids_of_the_file_keep_their_size(self, tmp_path: Path) -> None:
         trace = load(tmp_path, json.dumps({"turns": TURNS}) + "\n" + json.dumps({"input_length": 600, "hash_ids": [1, 2]}))
         assert {each.block_size for each in trace.records} == {512}

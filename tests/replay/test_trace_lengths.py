@@ -131,6 +131,9 @@ def test_columns_of_a_table() -> None:
     assert read is not None
     assert read(b"5,50,1000,7\n") == {"timestamp": 5, "input_length": 1050, "output_length": 7}
     assert read(b"5,50,,7\n")["input_length"] == 50
+    read = find_reader(b"timestamp,usage\n")
+    assert read is not None
+    assert read(b'5,"{""prompt_tokens"": 50}"\n') == {"timestamp": 5, "input_length": 50}
 
 
 def test_a_name_for_cached_tokens_never_changes_a_length_silently() -> None:

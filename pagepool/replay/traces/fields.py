@@ -11,7 +11,7 @@ import numpy as np
 
 from pagepool.errors import ArgumentError, shown
 from pagepool.replay.traces.documents import read_json
-from pagepool.replay.traces.lengths import INPUT_NAMES, LENGTH_NAMES, TEXTS, plain_name, read_lengths
+from pagepool.replay.traces.lengths import INPUT_NAMES, LENGTH_NAMES, TEXTS, WRAPPERS, plain_name, read_lengths
 
 __all__ = [
     "Fields",
@@ -77,7 +77,7 @@ def find_reader(header: bytes) -> LineReader | None:
     columns = [column.strip() for column in columns]
     if len(columns) < 2 or not all(COLUMN.fullmatch(column) for column in columns):
         return None
-    if not any(plain_name(column.split(".")[-1]) in INPUT_NAMES for column in columns):
+    if not any(plain_name(column.split(".")[-1]) in (*INPUT_NAMES, *WRAPPERS) for column in columns):
         raise ArgumentError(f"lacks input_length: as CSV it has the columns {', '.join(columns)[:MAX_SHOWN]}")
     _require_once(columns)
 

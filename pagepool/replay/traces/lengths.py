@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pagepool.errors import ArgumentError, shown
 
-__all__ = ["INPUT_NAMES", "LENGTH_NAMES", "TEXTS", "UNCLEAR", "plain_name", "read_length", "read_lengths"]
+__all__ = ["INPUT_NAMES", "LENGTH_NAMES", "TEXTS", "UNCLEAR", "WRAPPERS", "plain_name", "read_length", "read_lengths"]
 
 SEPARATORS = re.compile(r"[\W_]+")
 MAX_DEPTH = 5
@@ -40,7 +40,7 @@ INPUT_NAMES = _plain(
 OUTPUT_NAMES = _plain(
     """
     output_length output_tokens completion_tokens num_output_tokens num_decode_tokens output_len GeneratedTokens response_tokens
-    outputTokenCount generated_token_count
+    outputTokenCount generated_token_count num_generated_tokens num_generation_tokens generation_tokens
     """
 )
 LENGTH_NAMES = {"input_length": INPUT_NAMES, "output_length": OUTPUT_NAMES}

@@ -51,7 +51,7 @@ from pagepool.replay.traces.fields import (
 from pagepool.replay.traces.lengths import read_length
 from pagepool.replay.traces.records import BLOCK_SIZE, TraceRecord
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest, Turn
-from pagepool.replay.traces.turns import Turns
+from pagepool.replay.traces.turns import ANSWERS_APART, Turns
 from pagepool.specs import cdiv
 
 __all__ = [
@@ -273,6 +273,11 @@ class Reading:
         if self._turns.num_added:
             notes.append(
                 f"{count_of(self._turns.num_added, 'turn')} of conversations: the turns before are added to their lengths."
+            )
+        if self._turns.num_shorter:
+            notes.append(
+                f"{count_of(self._turns.num_shorter, 'request')} shorter than the one before in a session: if lengths are what "
+                f"a turn adds, lines need context_mode {ANSWERS_APART}."
             )
         if len(self._clocks) > 1:
             notes.append(f"{count_of(len(self._clocks), 'trace')} with times since their own begin: all begin at once.")

@@ -9,7 +9,7 @@ from pagepool.replay.traces.fields import Fields
 from pagepool.replay.traces.records import TraceRecord
 from pagepool.specs import cdiv
 
-__all__ = ["Turns"]
+__all__ = ["ANSWERS_APART", "Turns"]
 
 ANSWERS_APART, ANSWERS_WITHIN = "deltas_without_responses", "deltas_with_responses"
 MODES = {ANSWERS_APART: True, ANSWERS_WITHIN: True, "message_array_with_responses": False}
@@ -20,8 +20,8 @@ class Turns:
     """The turns of all sessions of a trace."""
 
     def __init__(self) -> None:
-        """Know no session yet."""
-        self.num_added = 0
+        """Know no session yet. Count turns whose sessions' lengths were added, and those shorter than the turn before."""
+        self.num_added = self.num_shorter = 0
         self._lengths: dict[str, int] = {}  # tokens of the last turn of each session, and of its answer
         self._places: dict[str, list[int]] = {}  # records without ids
         self._growing: dict[str, bool] = {}  # whether answers are added too
@@ -38,7 +38,10 @@ class Turns:
             is_added = MODES[mode]
         if is_added and mode is not None and (has_ids or session_id is None):
             raise ArgumentError(f"context_mode: got {shown(mode)}, allowed: only in a session, and without hash_ids")
-        if not is_added or not isinstance(session_id, str) or type(input_length) is not int:
+        if not isinstance(session_id, str) or type(input_length) is not int:
+            return input_length
+        if not is_added:
+            self.num_shorter += mode is None and not has_ids and input_length < self._lengths.get(session_id, 0)
             return input_length
         self._growing.setdefault(session_id, mode != ANSWERS_WITHIN)
         before = self._lengths.get(session_id, 0)
