@@ -24,7 +24,8 @@ from pagepool.replay.fleets.fleet import Fleet, LocalReplicas
 from pagepool.replay.fleets.replica import HASH_SEED, ReplicaSettings
 from pagepool.replay.fleets.router import CachedPrefixRouter
 from pagepool.replay.shared.drawing import BLUE, ORANGE, save_figure
-from pagepool.replay.traces.reader import TraceRecord, read_trace
+from pagepool.replay.traces.reader import read_trace
+from pagepool.replay.traces.records import TraceRecord
 
 TRACE = Path(__file__).resolve().parents[3] / "shared/traces/mooncake_conversation.jsonl"
 IMBALANCES = (1.0, 1.1, 1.25, 2.0, inf)

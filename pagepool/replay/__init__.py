@@ -18,8 +18,9 @@ from pagepool.replay.plans.plan import Knee, Plan, Planner, PolicyFigures, PoolF
 from pagepool.replay.simulation.figures import Figures, HostFigures
 from pagepool.replay.simulation.scheduler import Scheduler
 from pagepool.replay.traces.generator import WORKLOADS, generate_chats, generate_workload
-from pagepool.replay.traces.reader import TraceError, TraceRecord, make_requests, read_trace
+from pagepool.replay.traces.reader import TraceError, make_requests, read_trace
 from pagepool.replay.traces.recorder import Recorder
+from pagepool.replay.traces.records import TraceRecord
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 
 __all__ = [

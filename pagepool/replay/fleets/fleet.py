@@ -13,7 +13,8 @@ from pagepool.errors import PagePoolError
 from pagepool.replay.fleets.replica import HASH_SEED, Replica, ReplicaReport, ReplicaSettings
 from pagepool.replay.fleets.router import ROUTERS, Router
 from pagepool.replay.simulation.figures import Figures, find_hit_rate
-from pagepool.replay.traces.reader import TraceRecord, make_requests
+from pagepool.replay.traces.reader import make_requests
+from pagepool.replay.traces.records import TraceRecord
 
 __all__ = ["Fleet", "FleetFigures", "LocalReplicas", "RayReplicas", "Replicas", "run_fleet"]
 

@@ -10,7 +10,8 @@ from pagepool.manager import CacheManager
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.scheduler import Scheduler
-from pagepool.replay.traces.reader import TraceRecord, make_requests
+from pagepool.replay.traces.reader import make_requests
+from pagepool.replay.traces.records import TraceRecord
 
 __all__ = ["Replica", "ReplicaReport", "ReplicaSettings"]
 

@@ -13,7 +13,7 @@ from pagepool.replay.plans.reuse import find_reuse
 from pagepool.replay.shared.sizes import format_bytes
 from pagepool.replay.simulation.figures import Figures, HostFigures, find_hit_rate
 from pagepool.replay.simulation.host import HostMemory
-from pagepool.replay.traces.reader import TraceRecord
+from pagepool.replay.traces.records import TraceRecord
 
 __all__ = [
     "POLICY_NAMES",

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pagepool.replay.traces.reader import TraceRecord
+from pagepool.replay.traces.records import TraceRecord
 from pagepool.specs import cdiv
 
 __all__ = ["Int64Array", "Reuse", "find_reuse"]

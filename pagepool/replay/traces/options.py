@@ -11,7 +11,8 @@ from pagepool.replay.shared.progress import Progress
 from pagepool.replay.shared.results import InputFile
 from pagepool.replay.shared.sizes import format_bytes
 from pagepool.replay.traces.generator import WORKLOADS
-from pagepool.replay.traces.reader import BLOCK_SIZE, TIME_UNITS, Trace, load_records, make_requests, source_name
+from pagepool.replay.traces.reader import TIME_UNITS, Trace, load_records, make_requests, source_name
+from pagepool.replay.traces.records import BLOCK_SIZE
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 
 __all__ = [

@@ -55,11 +55,9 @@ from pagepool.replay.traces.turns import ANSWERS_APART, Turns
 from pagepool.specs import cdiv
 
 __all__ = [
-    "BLOCK_SIZE",
     "TIME_UNITS",
     "Trace",
     "TraceError",
-    "TraceRecord",
     "load_records",
     "make_requests",
     "name_trace",
