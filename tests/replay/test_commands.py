@@ -142,7 +142,7 @@ BAD_OPTIONS: dict[str, list[tuple[list[str], str]]] = {
     ],
     "plan": [
         (["--num-pages", "1k:"], "'' is not a number with a unit"),
-        (["--num-pages", "1k:1k"], "range: got '1k:1k', allowed: one that ascends"),
+        (["--num-pages", "1k:1k"], "got '1k:1k', allowed: an ascending range"),
         (["--num-pages", "1,"], "'' is not a number with a unit"),
         (["--memory", "40GiB"], "--memory needs --bytes-per-token or --model-config"),
         (["--memory", "1kB", "--bytes-per-token", "1000"], "1,000 bytes are less than one page of 16,000 bytes"),
@@ -245,8 +245,12 @@ class TestBadTraces:
             ("mix.jsonl", (line_of() + line_of(block_size=300)).encode(), ":2: block_size is 300, but 512 in the lines before"),
             ("order.jsonl", (line_of(timestamp=5) + line_of(timestamp=4)).encode(), ":2: timestamp 4 is below 5"),
             ("answer.jsonl", line_of(output_hash_ids=[7]).encode(), ":1: got 3 ids for 1 full block of 512 in 603 tokens"),
-            ("answer.jsonl", line_of(output_hash_ids="7").encode(), ":1: output_hash_ids: got '7', allowed: a list of ints"),
-            ("zero.jsonl", line_of(block_size=0).encode(), ":1: block_size: got 0, allowed: 1 to 2147483647"),
+            (
+                "answer.jsonl",
+                line_of(output_hash_ids="7").encode(),
+                ":1: output_hash_ids: got '7', allowed: a list of integers",
+            ),
+            ("zero.jsonl", line_of(block_size=0).encode(), ":1: block_size must be at least 1, got 0"),
         ],
     )
     def test_a_sentence(self, name: str, content: bytes, message: str, tmp_path: Path) -> None:
@@ -260,7 +264,7 @@ class TestBadTraces:
         with path.open("wb") as file:
             file.write(line_of().encode())
             file.truncate(1 << 33)
-        refuse(2, f"{path}:2: the line: got more than 67108864 bytes, allowed: that many", "replay", path)
+        refuse(2, f"{path}:2: got a line of more than 67108864 bytes, allowed: 67108864", "replay", path)
 
     def test_more_than_there_is_memory_for(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*_: object) -> None:

@@ -65,10 +65,10 @@ class TestDocuments:
             ('{"input_length": 5,\n', ":1: not valid JSON: Expecting property name"),
             ('{"input_length": 5} x', ":1: not valid JSON: Expecting value"),
             ('{\n"input_length": 5\n}\n{\n"input_length": NaN\n}', ":4: not valid JSON: NaN is not a JSON number"),
-            ('[{"input_length": 5},\n\n[7]]', ":3: the line: got list, allowed: a JSON object"),
+            ('[{"input_length": 5},\n\n[7]]', ":3: got a JSON list, allowed: an object"),
             ('[{"input_length": 5},\n\n{"input_length": 0}]', ":3: input_length"),
             ("[]", ":1: the trace is empty"),
-            ("[7]", ":1: the line: got int, allowed: a JSON object"),
+            ("[7]", ":1: got a JSON int, allowed: an object"),
             ("", ":1: the trace is empty"),
             (" \n\n", ":1: the trace is empty"),
         ],
@@ -82,7 +82,9 @@ class TestDocuments:
 
     def test_a_text_that_is_too_long(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 100)
-        with pytest.raises(TraceError, match=r"the text: got more than 100 bytes, allowed: that many; jq -c '\.\[\]'"):
+        with pytest.raises(
+            TraceError, match=r"got a text of more than 100 bytes, allowed: one object a line, as jq -c '\.\[\]'"
+        ):
             load(tmp_path, json.dumps(ROWS, indent=2))
         assert load(tmp_path, "".join(json.dumps(row) + "\n" for row in ROWS)).records == RECORDS
 

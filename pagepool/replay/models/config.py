@@ -82,7 +82,7 @@ def read_config(path: str) -> Config:
         except (ValueError, RecursionError) as error:
             raise ArgumentError(f"not valid JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ArgumentError(f"the config: got {type(config).__name__}, allowed: a JSON object")
+        raise ArgumentError(f"got a JSON {type(config).__name__}, allowed: an object")
     return _use_usual_names(_find_text_model(config))
 
 
@@ -232,7 +232,7 @@ def read_layer_list(config: Config, name: str) -> list[Any]:
     """
     items = config[name]
     if not isinstance(items, list):
-        raise ArgumentTypeError(f"{name}: got {shown(items)}, allowed: a list")
+        raise ArgumentTypeError(f"{name}: got {shorten(items)}, allowed: a list")
     if len(items) > MAX_LAYERS:
         raise ArgumentError(f"{name}: got {len(items)} items, allowed: at most {MAX_LAYERS}")
     if config.get("num_hidden_layers") is None:
@@ -247,7 +247,7 @@ def read_layer_list(config: Config, name: str) -> list[Any]:
 def read_layers(items: object, name: str, num_layers: int, first: int = 0) -> set[int]:
     """Return the layer numbers in a list, counted from 0; the list counts from `first`. Raise ArgumentError for a wrong one."""
     if not isinstance(items, list):
-        raise ArgumentTypeError(f"{name}: got {shown(items)}, allowed: a list")
+        raise ArgumentTypeError(f"{name}: got {shorten(items)}, allowed: a list")
     return {require_int(f"{name}: a layer", layer, first, num_layers - 1 + first) - first for layer in items}
 
 

@@ -35,7 +35,7 @@ class Sizes:
         is_range = len(parts) == 2
         numbers = [parse_number(part, units, minimum) for part in (parts if is_range else text.split(","))]
         if is_range and numbers[0] >= numbers[1]:
-            raise ArgumentError(f"range: got {text!r}, allowed: one that ascends")
+            raise ArgumentError(f"got {text!r}, allowed: an ascending range")
         return cls(tuple(sorted(set(numbers))), is_range)
 
     def divided_by(self, divisor: int) -> "Sizes":

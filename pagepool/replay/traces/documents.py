@@ -49,7 +49,7 @@ class Lines:
             size += len(text)
             if size > MAX_DOCUMENT_BYTES:
                 raise ArgumentError(
-                    f"the text: got more than {MAX_DOCUMENT_BYTES} bytes, allowed: that many; jq -c '.[]' writes one object a line"
+                    f"got a text of more than {MAX_DOCUMENT_BYTES} bytes, allowed: one object a line, as jq -c '.[]' writes"
                 )
         self.number = number
         return _decode(b"".join(parts))
@@ -58,7 +58,7 @@ class Lines:
         self.number += 1
         text = self._file.readline(MAX_LINE_BYTES + 1)
         if len(text) > MAX_LINE_BYTES:
-            raise ArgumentError(f"the line: got more than {MAX_LINE_BYTES} bytes, allowed: that many")
+            raise ArgumentError(f"got a line of more than {MAX_LINE_BYTES} bytes, allowed: {MAX_LINE_BYTES}")
         return text.removeprefix(BYTE_ORDER_MARK) if self.number == 1 else text
 
 

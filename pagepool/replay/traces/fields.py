@@ -58,7 +58,7 @@ def read_object(text: bytes) -> Fields:
 def require_object(value: Any) -> Fields:
     """Return a JSON object. Raise ArgumentError for another value."""
     if not isinstance(value, dict):
-        raise ArgumentError(f"the line: got {type(value).__name__}, allowed: a JSON object")
+        raise ArgumentError(f"got a JSON {type(value).__name__}, allowed: an object")
     return value
 
 
@@ -87,7 +87,7 @@ def find_reader(header: bytes) -> LineReader | None:
         except (ValueError, csv.Error) as error:
             raise ArgumentError(f"not valid CSV: {error}") from error
         if len(row) != len(columns):
-            raise ArgumentError(f"has {len(row)} columns, but the header {len(columns)}")
+            raise ArgumentError(f"got {len(row)} columns, allowed: {len(columns)}, as in the header")
         return use_usual_names({name: _load_cell(cell) for name, cell in zip(columns, row, strict=True)})
 
     return read_row
@@ -166,5 +166,5 @@ def read_ids(fields: Fields, name: str) -> tuple[int | str, ...]:
     """Return the ids of blocks. Raise ArgumentError unless they are a list of integers or texts."""
     ids = fields[name]
     if not isinstance(ids, list) or any(type(hash_id) not in (int, str) for hash_id in ids):
-        raise ArgumentError(f"{name}: got {shorten(ids)}, allowed: a list of ints or texts")
+        raise ArgumentError(f"{name}: got {shorten(ids)}, allowed: a list of integers or texts")
     return tuple(ids)

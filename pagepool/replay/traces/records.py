@@ -47,9 +47,9 @@ class TraceRecord:
     def _checked_pause(self) -> float:
         pause = checked_milliseconds("pause", self.pause)
         if pause < 0:
-            raise ArgumentError(f"pause: got {shown(pause)}, allowed: at least 0")
+            raise ArgumentError(f"pause: got {shown(pause)}, allowed: a number from 0")
         if self.session_id is None:
-            raise ArgumentError("pause: got one without a session_id, allowed: one with it")
+            raise ArgumentError(f"pause: got {shown(pause)}, allowed: only with a session_id")
         return pause
 
     @property
@@ -71,4 +71,7 @@ class TraceRecord:
 
 
 def _checked_length(name: str, value: object, minimum: int) -> int:
-    return require_int(name, value, minimum, MAX_LENGTH)
+    length = require_int(name, value, minimum)
+    if length >= 2**31:
+        raise ArgumentError(f"{name}: got {shown(length)}, allowed: below 2**31")
+    return length
