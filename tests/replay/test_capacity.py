@@ -32,6 +32,7 @@ def test_full_attention(tmp_path: Path) -> None:
         "token_bytes": 131_072.0,
         "num_request_pages": 750,
         "num_peak_pages": 750,
+        "arrays": None,
         "page_size": 16,
         "page_bytes": 2 << 20,
         "pools": [{"num_pages": 20_480, "requests": 27}, {"num_pages": 40_960, "requests": 54}],
@@ -83,6 +84,20 @@ def test_so_many_fit_in_a_pool(name: str, tmp_path: Path) -> None:
         request.num_computed_tokens = mean - 1
         assert manager.allocate_slots(request, 1) is not None
     assert manager.allocate_slots(make_request("more", 2 * mean), 2 * mean) is None
+
+
+def test_states_in_one_pool(tmp_path: Path) -> None:
+    options = ["--memory", "200GiB,300GiB"]
+    shared = plan(tmp_path, MODELS["Qwen3-Next-80B-A3B"], *options)
+    assert (shared["arrays"], shared["num_request_pages"], shared["page_size"]) == ("shared", 23 + 3, 544)
+    separate = plan(tmp_path, MODELS["Qwen3-Next-80B-A3B"], *options, "--arrays", "separate")
+    assert (separate["arrays"], separate["page_bytes"]) == ("separate", 4 * shared["page_bytes"])
+    options = ["plan", "--mean-tokens", 12_000, "--model-config", tmp_path / "config.json", "--memory"]
+    assert (
+        "States and tokens are in one pool (--arrays shared).\nIts states take 3 of these"
+        in invoke(*options, "1GiB,2GiB").output
+    )
+    refuse(2, "256 requests at once (--max-num-seqs) need 9.5 GiB of 8.0 GiB", *options, "8GiB")
 
 
 def make_request(name: str, num_tokens: int) -> Any:

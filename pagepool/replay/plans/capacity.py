@@ -11,7 +11,8 @@ __all__ = ["Capacity"]
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Requests of `mean_tokens` tokens, answers included, in one pool of each of `sizes` pages, null page included.
+    """Requests of `mean_tokens` tokens, answers included, in one pool of each of `sizes` pages, null page included. `arrays`
+    says how layers with a state share the memory, None without such layers.
 
     >>> llama = ModelPages(page_size=16, page_bytes=2 << 20)
     >>> plan = Capacity(llama, 12_000, (40_960,))
@@ -22,6 +23,7 @@ class Capacity:
     model: ModelPages
     mean_tokens: int
     sizes: Sequence[int] = ()
+    arrays: str | None = None
 
     @property
     def token_bytes(self) -> float | None:
@@ -48,6 +50,7 @@ class Capacity:
         names = ("mean_tokens", "token_bytes", "num_request_pages", "num_peak_pages")
         return {
             **{name: getattr(self, name) for name in names},
+            "arrays": self.arrays,
             "page_size": self.model.page_size,
             "page_bytes": self.model.page_bytes,
             "pools": [{"num_pages": size, "requests": self.count_requests(size)} for size in self.sizes],

@@ -36,6 +36,7 @@ def describe_capacity(plan: Capacity) -> list[str]:
         step = count_of(model.step_tokens, "token")
         sentences.append(f"In steps of {step} of its prompt it takes {count_of(plan.num_peak_pages, 'page')}.")
     if model.num_state_groups:
+        sentences.append(f"States and tokens are in one pool (--arrays {plan.arrays}).")
         sentences.append(f"Its states take {model.num_state_groups:,} of these; checkpoints take as many each.")
     return [*model.describe_windows(), *sentences]
 

@@ -553,7 +553,10 @@ def plan(
     if arrays == SEPARATE:
         model = model.with_separate_arrays()
     if trace is None:
-        run_capacity(Capacity(model, mean_tokens or 0), find_sizes(num_pages, memory, model.page_bytes), wanted, json_path)
+        kind = (arrays or SHARED) if model.num_state_groups else None
+        run_capacity(
+            Capacity(model, mean_tokens or 0, arrays=kind), find_sizes(num_pages, memory, model.page_bytes), wanted, json_path
+        )
         return
     chosen_intervals = find_intervals(model, intervals)
     asked = find_sizes(num_pages, memory, model.page_bytes)

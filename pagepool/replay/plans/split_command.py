@@ -164,11 +164,16 @@ def choose_split(asked: Asked, model_options: Mapping[str, Any], max_num_seqs: i
     [memory] = asked.memory.numbers if asked.memory else [0]
     try:
         pools = read_pools(str(asked.model_config), interval=interval, **model_options)
-        split = Split(pools, memory, asked.share, asked.mean_tokens, max_num_seqs)
-        split.require_room()
-    except (PagePoolError, OSError, Refusal) as error:
+    except (PagePoolError, OSError) as error:
         if is_asked:
-            raise error if isinstance(error, Refusal) else Refusal(str(error)) from error
+            raise Refusal(str(error)) from error
+        return None
+    split = Split(pools, memory, asked.share, asked.mean_tokens, max_num_seqs)
+    try:
+        split.require_room()
+    except Refusal:
+        if is_asked or asked.mean_tokens is not None:
+            raise
         return None
     return split
 
