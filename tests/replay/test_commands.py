@@ -250,7 +250,7 @@ class TestBadTraces:
                 line_of(output_hash_ids="7").encode(),
                 ":1: output_hash_ids: got '7', allowed: a list of integers",
             ),
-            ("zero.jsonl", line_of(block_size=0).encode(), ":1: block_size must be at least 1, got 0"),
+            ("zero.jsonl", line_of(block_size=0).encode(), ":1: block_size: got 0, allowed: 1 to 2147483647"),
         ],
     )
     def test_a_sentence(self, name: str, content: bytes, message: str, tmp_path: Path) -> None:

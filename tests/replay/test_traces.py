@@ -288,9 +288,9 @@ class TestCsv:
         [
             ("a,b,c\n1,2,3\n", ":1: lacks input_length: as CSV it has the columns a, b, c"),
             (AZURE + "\n2023-11-16 18:17:05,4808\n", ":5: got 2 columns, allowed: 3, as in the header"),
-            (AZURE + "2023-11-16 18:17:05,x,10\n", ":4: input_length must be an integer, got 'x'"),
+            (AZURE + "2023-11-16 18:17:05,x,10\n", ":4: input_length: got 'x', allowed: an int"),
             (AZURE + "yesterday,7,10\n", ":4: timestamp: got 'yesterday', allowed: a number or a date"),
-            (AZURE + "2023-11-16 18:17:05,0,10\n", ":4: input_length must be at least 1, got 0"),
+            (AZURE + "2023-11-16 18:17:05,0,10\n", ":4: input_length: got 0, allowed: 1 to 2147483647"),
             (AZURE + "2023-11-16 18:17:05,,10\n", ":4: lacks input_length"),
             (AZURE + "2023-11-16 18:17:05,1.5,10\n", ":4: input_length: got 1.5, allowed: an int"),
             (AZURE + '"2023-11-16 18:17:05,1,10\n', ":4: not valid CSV"),

@@ -71,7 +71,4 @@ class TraceRecord:
 
 
 def _checked_length(name: str, value: object, minimum: int) -> int:
-    length = require_int(name, value, minimum)
-    if length >= 2**31:
-        raise ArgumentError(f"{name}: got {shown(length)}, allowed: below 2**31")
-    return length
+    return require_int(name, value, minimum, MAX_LENGTH)
