@@ -262,7 +262,8 @@ def replay(
 
     TRACE has one JSON object per line: timestamp, input_length, output_length, hash_ids (one for each 512 input
     tokens; equal ids mean equal prefixes), as in the Mooncake release, or as written by pagepool.replay.Recorder.
-    A CSV of lengths is read too, such as those of Azure and BurstGPT.
+    JSON in an array, traces of agents (Weka), turns of conversations (AIPerf), the usage of a service's responses, and a
+    CSV of lengths, such as those of Azure and BurstGPT, are read too.
     A name ending in .gz is decompressed, - is standard input. Without TRACE: 2,000 requests of a
     synthetic workload, by default turns of chats that share system prompts.
 
