@@ -5,9 +5,10 @@
 """
 
 from pagepool.stores.files import FileStore
+from pagepool.stores.folders import StoredNamespace
 from pagepool.stores.namespace import make_namespace
 from pagepool.stores.object_storage import ObjectStore
 from pagepool.stores.protocol import Done, Store
 from pagepool.stores.tier import HostRows, StoreTier
 
-__all__ = ["Done", "FileStore", "HostRows", "ObjectStore", "Store", "StoreTier", "make_namespace"]
+__all__ = ["Done", "FileStore", "HostRows", "ObjectStore", "Store", "StoreTier", "StoredNamespace", "make_namespace"]

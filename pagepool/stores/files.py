@@ -7,8 +7,8 @@ Several processes may share the folder: a file that another process removed is a
 import contextlib
 import errno
 import itertools
+import logging
 import os
-import re
 import secrets
 import stat
 import threading
@@ -23,6 +23,7 @@ import numpy as np
 
 from pagepool.arguments import require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.stores.folders import TEMPORARY, StoredNamespace, find_writer, list_namespaces, parse_name, remove_namespace
 from pagepool.stores.jobs import (
     DamagedObjectError,
     Finish,
@@ -38,10 +39,9 @@ from pagepool.stores.jobs import (
 
 __all__ = ["FileStore"]
 
-MAX_THREADS = 256
-TEMPORARY = re.compile(r"\.[0-9a-f]{16}-\d+\.tmp")
-"""Temporary names. They begin with a dot, so they are no keys."""
+logger = logging.getLogger(__name__)
 
+MAX_THREADS = 256
 SECONDS_OF_LEFTOVERS = 3600
 """Age at which a temporary file belongs to no living writer."""
 
@@ -228,8 +228,9 @@ class Room:
     processes write and remove files too. In between it adds up what this process writes.
     """
 
-    def __init__(self, root: str, max_bytes: int | None) -> None:
-        self._root, self._max_bytes, self._process_id = root, max_bytes, os.getpid()
+    def __init__(self, folder: str, namespace: str, max_bytes: int | None) -> None:
+        self._folder, self._namespace, self._root = folder, namespace, os.path.join(folder, namespace)
+        self._max_bytes, self._process_id = max_bytes, os.getpid()
         self._lock, self._is_stopped = threading.Lock(), False
         self._wakes: SimpleQueue[None] = SimpleQueue()  # unlike an event, the garbage collector may put into it at any point
         self._num_bytes = self._num_written = self._num_begun = 0
@@ -278,6 +279,10 @@ class Room:
         join_threads([self._thread])
 
     def _run(self) -> None:
+        writer = find_writer(self._folder, self._namespace)
+        if writer is not None:
+            allowed = f"folders that only user {os.geteuid()} may write to, since a store's writer decides what the model reads"
+            logger.warning("folder: got %s, allowed: %s", writer, allowed)
         self._list_files()
         while self._max_bytes is not None and not self._is_stopped:
             self._remove_oldest(self._max_bytes)
@@ -363,19 +368,6 @@ class Room:
         return size
 
 
-def parse_name(name: str, folder: str) -> bytes | None:
-    """Return the key in the name of a file, None for names that no file has in a folder of this name.
-
-    >>> parse_name("ab05", "ab"), parse_name("ab05", "05"), parse_name("README", "ab")
-    (b'\\xab\\x05', None, None)
-    """
-    try:
-        key = bytes.fromhex(name)
-    except ValueError:
-        return None
-    return key if key and split_key(key) == f"{folder}/{name}" else None
-
-
 def time_of(status: os.stat_result) -> int:
     """Return the time of a file's last use in ns, or the nearest of 64 bits."""
     return min(max(status.st_mtime_ns, -MAX_TIME), MAX_TIME)
@@ -453,15 +445,49 @@ class FileStore(JobStore):
 
         Raise ArgumentTypeError or ArgumentError for other types and values. The folder is not looked at.
         """
-        root = os.path.join(require_folder(folder), require_namespace(namespace))
+        folder, namespace = require_folder(folder), require_namespace(namespace)
         if max_bytes is not None:
             max_bytes = require_int("max_bytes", max_bytes, 1)
         num_threads = require_int("num_threads", num_threads, 1, MAX_THREADS)
-        self._room = Room(root, max_bytes)
+        self._root = os.path.join(folder, namespace)
+        self._room = Room(folder, namespace, max_bytes)
         self._touched: dict[bytes, float] = {}
-        super().__init__("pagepool-files", Files(root, require_flag("fsync", fsync), self._room), num_threads)
+        super().__init__("pagepool-files", Files(self._root, require_flag("fsync", fsync), self._room), num_threads)
         weakref.finalize(self, self._room.stop).atexit = False
         self._room.start()
+        STORES[id(self)] = self
+
+    @staticmethod
+    def list_namespaces(folder: str | os.PathLike[str]) -> list[StoredNamespace]:
+        """Return the namespaces that have files in a folder, those unused for longest first: their numbers of files, bytes, and
+        times of last use. An engine with other weights, groups or seeds leaves those of before behind.
+
+        >>> import tempfile
+        >>> FileStore.list_namespaces(tempfile.mkdtemp())
+        []
+
+        No link is followed, and no file opened. A missing folder has none. Raise ArgumentTypeError or ArgumentError for what is
+        no path, OSError for a folder that cannot be read. O(files), about 8 us each.
+        """
+        return list_namespaces(require_folder(folder))
+
+    @staticmethod
+    def remove_namespace(folder: str | os.PathLike[str], namespace: str) -> int:
+        """Remove the files of a namespace, also temporary ones, and its folders that are empty then. Return the number of
+        files, 0 if there is no such namespace.
+
+        Nothing else is removed: neither other files, nor namespaces inside this one, and no link is followed. Other processes
+        that use the namespace miss its files. Raise ArgumentError if a store of this process uses it, ArgumentTypeError or
+        ArgumentError for other folders and namespaces, and OSError, with some files left, if the system does not remove them.
+        O(files).
+        """
+        folder, namespace = require_folder(folder), require_namespace(namespace)
+        root = os.path.realpath(os.path.join(folder, namespace))
+        stores = [store for reference in STORES.valuerefs() if (store := reference()) is not None]
+        if any(store._jobs.is_open() and os.path.realpath(store._root) == root for store in stores):
+            allowed = "one that no open store of this process uses"
+            raise ArgumentError(f"namespace: got {shown(namespace)}, which is in use, allowed: {allowed}")
+        return remove_namespace(folder, namespace)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Set the time of last use of files, at most once a minute each, in the threads. Raise as `lookup`."""
@@ -487,3 +513,7 @@ class FileStore(JobStore):
             self._room.stop()
             self._jobs.join()
             self._room.join()
+
+
+STORES: weakref.WeakValueDictionary[int, FileStore] = weakref.WeakValueDictionary()
+"""The stores of this process by their ids."""

@@ -17,6 +17,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.stores.protocol import Done
 
 __all__ = [
+    "NAMESPACE",
     "DamagedObjectError",
     "Finish",
     "JobStore",
@@ -131,6 +132,10 @@ class JobThreads:
         """Whether this is a forked process, which lacks the threads and must not take the lock."""
         return os.getpid() != self._process_id
 
+    def is_open(self) -> bool:
+        """Whether jobs can be started."""
+        return not self._is_closed and not self.is_foreign()
+
     def start(self, kind: Kind, keys: list[bytes], rows: list[memoryview], finish: Finish | None = None) -> int:
         """Queue a job and return its number. Raise ArgumentError if the store is closed."""
         self.require_open()
@@ -181,7 +186,7 @@ class JobThreads:
 
     def require_open(self) -> None:
         """Raise ArgumentError if the store is closed, or made before the process forked."""
-        if self._is_closed or self.is_foreign():
+        if not self.is_open():
             raise ArgumentError(
                 "store: got a closed store, or one of another process, allowed: an open one made in this process"
             )
