@@ -50,6 +50,8 @@ class PageHasher(KeyHolder):
 
     is_native = True
     num_digest_bytes = 16
+    reads_environment = True
+    """Whether the seed is that of PYTHONHASHSEED if none is given."""
     algorithm = chain_algorithm = "siphash128"
     extra_keys: type[RequestExtraKeys] = RequestExtraKeys
 
@@ -59,6 +61,8 @@ class PageHasher(KeyHolder):
         self.keep_token_ids = False
         is_keyed = self.chain_algorithm == "siphash128"
         self.is_shared = not is_keyed or get_hash_seed(hash_seed) is not None  # others with the seed make the same keys
+        follows = self.reads_environment and hash_seed is None and "PYTHONHASHSEED" in os.environ
+        self.follows_environment = follows and self.is_shared  # others make the same keys only with the same environment
         self.chain_key = self._make_root(hash_seed)
 
     def _make_root(self, hash_seed: int | str | bytes | None) -> bytes:
@@ -142,6 +146,7 @@ class Sha256Hasher(PageHasher):
     """SHA-256, the digests of `sha256_page`."""
 
     num_digest_bytes = 32
+    reads_environment = False
     algorithm = chain_algorithm = "sha256"
 
     def _make_root(self, hash_seed: int | str | bytes | None) -> bytes:

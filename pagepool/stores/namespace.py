@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import logging
 import sys
+import weakref
 from collections.abc import Mapping, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -14,12 +16,18 @@ import numpy as np
 
 from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.hashing.algorithms import PageHasher
 from pagepool.manager import CacheManager
 
-__all__ = ["make_namespace"]
+__all__ = ["make_namespace", "warn_of_seed"]
+
+logger = logging.getLogger(__name__)
 
 VERSION = 2
 """Raised when the content of stored pages changes its meaning."""
+
+WARNED: weakref.WeakSet[PageHasher] = weakref.WeakSet()
+"""Hashers of managers whose seed was warned of."""
 
 MAX_DEPTH = 32
 """Most objects around a value in a cache group."""
@@ -33,6 +41,8 @@ def make_namespace(manager: CacheManager, layout: str, model: bytes, rank: int =
     weights: the digest of a checkpoint, with the adapters that its requests do not name. Of `num_ranks` processes that each
     hold a part of a page, each gives its `rank`. The manager's hash algorithm and seed, the byte order of the machine, and all
     fields of its cache groups and their specs are included, those of an engine's own classes too.
+
+    Logs a warning, once for a manager, if its keys follow PYTHONHASHSEED: processes with another one share no pages.
 
     Raise ArgumentError for a manager without caching, and for one whose keys differ in each process: with SipHash, without a
     `hash_seed`, and without PYTHONHASHSEED in the environment; ArgumentTypeError for other types, and for fields of a group
@@ -49,12 +59,23 @@ def make_namespace(manager: CacheManager, layout: str, model: bytes, rank: int =
     if not manager._registry.hasher.is_shared:
         allowed = "hash_algo='sha256' or 'sha256_cbor', or a hash_seed"
         raise ArgumentError(f"manager: got one whose hashes are secret to the process, allowed: {allowed}")
+    warn_of_seed(manager)
     num_ranks = require_int("num_ranks", num_ranks, 1)
     rank = require_int("rank", rank, 0, num_ranks - 1)
     groups = [describe(f"kv_cache_groups[{i}]", group) for i, group in enumerate(manager.kv_cache_groups)]
     content = [VERSION, sys.byteorder, manager._configuration, groups, layout, model.hex(), num_ranks]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
     return f"{digest[:12].hex()}/{rank}-of-{num_ranks}"
+
+
+def warn_of_seed(manager: CacheManager) -> None:
+    """Log a warning, once for a manager, unless its keys are the same in every process with these arguments."""
+    hasher = manager._registry.hasher
+    if hasher in WARNED or (hasher.is_shared and not hasher.follows_environment):
+        return
+    WARNED.add(hasher)
+    got = "PYTHONHASHSEED, which other processes may lack" if hasher.is_shared else "none, so keys are secret to the process"
+    logger.warning("hash_seed: got %s, allowed for pages that processes share: the same hash_seed in all of them", got)
 
 
 def describe(name: str, value: Any, depth: int = 0) -> Any:
