@@ -19,6 +19,7 @@ from pagepool.request import Request
 from pagepool.stats import StoreStats
 from pagepool.stores.frames import import_xxhash
 from pagepool.stores.loads import Fetch, Loads
+from pagepool.stores.namespace import warn_of_seed
 from pagepool.stores.pages import Tier
 from pagepool.stores.pending import Jobs
 from pagepool.stores.protocol import Store
@@ -108,6 +109,7 @@ class StoreTier:
         self._num_late = 0
         self._is_open, self._is_stale = True, False
         self._lock = make_lock(self, "_lock", STORES)
+        warn_of_seed(manager)
         link_storage(tier.store, write == "through", require_int("min_uses", min_uses, 1))
         manager._storage = self
 

@@ -9,22 +9,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+from lying_store import LyingStore
 
 from pagepool import (
     CacheGroupSpec,
     CacheManager,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    HostTier,
     MambaSpec,
     SlidingWindowSpec,
     specs,
 )
-from pagepool.errors import ArgumentTypeError
-from pagepool.stores import make_namespace
+from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.stores import StoreTier, make_namespace
 from pagepool.stores.namespace import describe
 
 FULL = FullAttentionSpec(4, num_kv_heads=8, head_size=16, dtype="float8_e4m3fn", use_mla=False)
@@ -222,6 +225,76 @@ def test_names_are_the_same_in_other_processes(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("PYTHONHASHSEED", seed)
         output = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True).stdout
         assert output == f"{expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "warning"),
+    [
+        ({"hash_algo": "sha256"}, None, None),
+        ({"hash_algo": "sha256"}, "5", None),
+        ({"hash_algo": "sha256", "hash_seed": 1}, "5", None),
+        ({"hash_algo": "sha256_cbor"}, None, None),
+        ({"hash_algo": "sha256_cbor"}, "5", "PYTHONHASHSEED, which other processes may lack"),
+        ({"hash_algo": "sha256_cbor"}, "random", "PYTHONHASHSEED, which other processes may lack"),
+        ({"hash_algo": "sha256_cbor"}, "", "PYTHONHASHSEED, which other processes may lack"),
+        ({"hash_algo": "sha256_cbor", "hash_seed": "secret"}, "5", None),
+        ({"hash_algo": "siphash128"}, "5", "PYTHONHASHSEED, which other processes may lack"),
+        ({"hash_algo": "siphash128", "hash_seed": 0}, "5", None),
+        ({"hash_algo": hash}, "5", "PYTHONHASHSEED, which other processes may lack"),
+        ({"hash_algo": "siphash128"}, None, "none, so keys are secret to the process"),
+        ({"hash_algo": "siphash128"}, "random", "none, so keys are secret to the process"),
+        ({"hash_algo": hash}, None, "none, so keys are secret to the process"),
+    ],
+)
+def test_a_seed_that_others_may_not_have_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    environment: str | None,
+    warning: str | None,
+) -> None:
+    """By the first that sees the manager: the function that names its pages, or what is put behind its tier."""
+    pytest.importorskip("cbor2")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", environment)
+    for is_named in (True, False):
+        manager = make_manager(CacheGroupSpec(FULL), host_tier=HostTier(8), **options)
+        caplog.clear()
+        for _ in range(2):
+            if warning is not None and warning.startswith("none"):
+                with pytest.raises(ArgumentError, match="secret to the process"):
+                    make_namespace(manager, "layout", b"weights")
+            elif is_named:
+                make_namespace(manager, "layout", b"weights")
+        StoreTier(manager, LyingStore({}, Random(0)), [np.zeros((8, 16), dtype=np.uint8)], "namespace").close()
+        expected = f"hash_seed: got {warning}, allowed for pages that processes share: the same hash_seed in all of them"
+        assert [record.getMessage() for record in caplog.records] == ([] if warning is None else [expected])
+
+
+CBOR = """
+import sys
+from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
+from pagepool.stores import make_namespace
+group = CacheGroupSpec(FullAttentionSpec(4, 8, 16, "float16", False))
+for options in ({}, {"hash_seed": "secret"}):
+    print(make_namespace(CacheManager(16, [group], 64, hash_algo="sha256_cbor", **options), "layout", b"weights"))
+"""
+
+
+def test_which_seeds_are_the_same_in_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the documents say: without a seed `sha256_cbor` has that of the environment, and vLLM's public one without any."""
+    pytest.importorskip("cbor2")
+    names: dict[str | None, list[str]] = {}
+    for environment in (None, "1", "2"):
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+        if environment is not None:
+            monkeypatch.setenv("PYTHONHASHSEED", environment)
+        outputs = [subprocess.run([sys.executable, "-c", CBOR], capture_output=True, text=True, check=True) for _ in range(2)]
+        assert outputs[0].stdout == outputs[1].stdout
+        names[environment] = outputs[0].stdout.split()
+    assert len({without_seed for without_seed, _ in names.values()}) == 3
+    assert len({with_seed for _, with_seed in names.values()}) == 1
 
 
 def test_the_order_of_bytes_is_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
