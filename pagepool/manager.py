@@ -862,10 +862,11 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Record changes of the prefix cache for `take_events`, from before the first request on.
 
         Hashes are unsigned ints, the lowest 64 bits of the digest, or the bytes of the whole digest. Other processes make the
-        same hashes only with the same `hash_seed`, or with ``"sha256"`` or ``"sha256_cbor"`` as `hash_algo`. Events cost 56
-        bytes per page (88 with these two), also of the host tier, 4 per token, and time for each cached page. Raise ImportError
-        without the extra ``pagepool[events]``; ArgumentError without prefix caching, with pages held or cached already, or if
-        enabled with the other `hashes_as_bytes`.
+        same hashes only with the same `hash_seed`. Without one they do with ``"sha256"`` as `hash_algo`, and otherwise if
+        ``PYTHONHASHSEED`` is the same, or absent with ``"sha256_cbor"``. Events cost 56 bytes per page (88 with these two),
+        also of the host tier, 4 per token, and time for each cached page. Raise ImportError without the extra
+        ``pagepool[events]``; ArgumentError without prefix caching, with pages held or cached already, or if enabled with the
+        other `hashes_as_bytes`.
         """
         hashes_as_bytes = require_flag("hashes_as_bytes", hashes_as_bytes)
         try:
