@@ -503,12 +503,12 @@ class FileStore(JobStore):
         no row is read or written.
 
         Without a limit it waits for the files that threads are reading or writing by then, since these calls cannot be
-        interrupted and a load would change its row later. So a network folder without an answer delays it. A second call has
-        no effect, and neither has one in a forked process. Raise ArgumentTypeError unless `drain_seconds` is a number,
-        ArgumentError if it is negative.
+        interrupted and a load would change its row later. So a network folder without an answer delays it. A second call has no
+        effect, and neither has one in a forked process or while the interpreter ends. Raise ArgumentTypeError unless
+        `drain_seconds` is a number, ArgumentError if it is negative.
         """
         seconds = require_drain_seconds(drain_seconds)
-        if not self._jobs.is_foreign():
+        if not self._jobs.are_gone():
             self._jobs.drain(seconds)
             self._room.stop()
             self._jobs.join()

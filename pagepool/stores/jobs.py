@@ -4,6 +4,7 @@ import itertools
 import logging
 import os
 import re
+import sys
 import threading
 import time
 import weakref
@@ -128,13 +129,15 @@ class JobThreads:
             self.stop()
             raise
 
-    def is_foreign(self) -> bool:
-        """Whether this is a forked process, which lacks the threads and must not take the lock."""
-        return os.getpid() != self._process_id
+    def are_gone(self) -> bool:
+        """Whether this is a forked process, or the interpreter is ending. Then there are no threads, and their lock may be held
+        for ever.
+        """
+        return os.getpid() != self._process_id or sys.is_finalizing()
 
     def is_open(self) -> bool:
         """Whether jobs can be started."""
-        return not self._is_closed and not self.is_foreign()
+        return not self._is_closed and not self.are_gone()
 
     def start(self, kind: Kind, keys: list[bytes], rows: list[memoryview], finish: Finish | None = None) -> int:
         """Queue a job and return its number. Raise ArgumentError if the store is closed."""
@@ -171,7 +174,7 @@ class JobThreads:
 
     def stop(self) -> None:
         """Cancel all queued jobs and let the threads end. Keys they have begun are still done."""
-        if self.is_foreign():
+        if self.are_gone():
             return
         with self._lock:
             self._is_closed = self._is_stopped = True

@@ -163,11 +163,11 @@ class ObjectStore(JobStore):
         written.
 
         Requests that are running by then are not waited for. Threads end with them: a save may still become an object, a whole
-        one. A second call has no effect, and neither has one in a forked process. Raise ArgumentTypeError unless
-        `drain_seconds` is a number, ArgumentError if it is negative.
+        one. A second call has no effect, and neither has one in a forked process or while the interpreter ends. Raise
+        ArgumentTypeError unless `drain_seconds` is a number, ArgumentError if it is negative.
         """
         seconds = require_drain_seconds(drain_seconds)
-        if not self._jobs.is_foreign():
+        if not self._jobs.are_gone():
             self._jobs.drain(seconds)
             self._bucket.close()
 

@@ -762,6 +762,33 @@ class TestThreads:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         assert (ended.returncode, ended.stdout, ended.stderr) == (0, "end\n", "")
 
+    @pytest.mark.parametrize("at", ["exit", "end"])
+    def test_the_interpreter_ends_with_close(self, tmp_path: Path, at: str) -> None:
+        """The end of its threads leaves locks held. Functions at exit run before."""
+        code = f"""if True:
+            import atexit, threading
+            from pagepool.stores import FileStore
+            class Engine:
+                def __init__(self):
+                    self.store = FileStore({str(tmp_path)!r}, "n", max_bytes=1 << 20)
+                def __del__(self):
+                    print("close")
+                    self.store.close(drain_seconds=60)
+            engine = Engine()
+            engine.store.save([i.to_bytes(2, "big") for i in range(200)], [memoryview(bytes(1000))] * 200)
+            if {at!r} == "exit":
+                atexit.register(engine.store.close, drain_seconds=60)
+            else:
+                thread = threading.Thread(target=engine.store._jobs._lock.acquire)
+                thread.start()
+                thread.join()
+                del thread
+        """
+        command = [sys.executable, "-W", "error", "-c", code]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "close\n", "")
+        assert at != "exit" or len(list_files(tmp_path)) == 200
+
     @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
     def test_a_forked_process_needs_a_store_of_its_own(self, tmp_path: Path) -> None:
         code = f"""if True:
