@@ -29,7 +29,6 @@ from pagepool.stores.jobs import (
     Finish,
     JobStore,
     Kind,
-    join_threads,
     refuse_size,
     require_drain_seconds,
     require_keys,
@@ -275,8 +274,9 @@ class Room:
             self._wakes.put(None)
 
     def join(self) -> None:
-        """Wait for the end of the thread."""
-        join_threads([self._thread])
+        """Wait for the end of the thread, unless it is the caller."""
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join()
 
     def _run(self) -> None:
         writer = find_writer(self._folder, self._namespace)

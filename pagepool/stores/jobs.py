@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Protocol
 
@@ -24,7 +24,6 @@ __all__ = [
     "JobStore",
     "Kind",
     "Objects",
-    "join_threads",
     "refuse_size",
     "require_drain_seconds",
     "require_keys",
@@ -113,6 +112,8 @@ class JobThreads:
         self._process_id = os.getpid()
         self._lock = threading.RLock()  # the garbage collector may call `stop` inside
         self._has_work, self._has_saved = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._has_ended = threading.Condition(self._lock)
+        self._num_running = 0
         self._numbers = itertools.count(1)
         self._queues: list[deque[Job]] = [deque() for _ in Kind]
         self._answered: list[Done] = []
@@ -124,7 +125,9 @@ class JobThreads:
         self._threads = [threading.Thread(target=self._run, args=(objects,), name=each, daemon=True) for each in names]
         try:
             for thread in self._threads:
-                thread.start()
+                with self._lock:
+                    thread.start()
+                    self._num_running += 1
         except BaseException:
             self.stop()
             raise
@@ -184,8 +187,12 @@ class JobThreads:
             self._has_work.notify_all()
 
     def join(self) -> None:
-        """Wait for the end of the threads."""
-        join_threads(self._threads)
+        """Wait for the end of the threads, and release the lock meanwhile: the caller may be a function for a signal, which has
+        interrupted another call of this object.
+        """
+        with self._lock:
+            while self._num_running > (threading.current_thread() in self._threads):
+                self._has_ended.wait()
 
     def require_open(self) -> None:
         """Raise ArgumentError if the store is closed, or made before the process forked."""
@@ -197,6 +204,9 @@ class JobThreads:
     def _run(self, objects: Objects) -> None:
         while self._do_next(objects):
             pass
+        with self._lock:
+            self._num_running -= 1
+            self._has_ended.notify_all()
 
     def _do_next(self, objects: Objects) -> bool:
         """Wait for a key of a job, and do it. Return False at the end. No variable outlives the call, since it holds rows."""
@@ -233,13 +243,6 @@ class JobThreads:
     def _answer(self, job: Job) -> None:
         if job.kind != Kind.TOUCH:
             self._answered.append(Done(job.number, bytes(job.is_done), job.error))
-
-
-def join_threads(threads: Iterable[threading.Thread]) -> None:
-    """Wait for the end of threads that have begun. A store may be closed by one of them, in which an engine is deleted."""
-    for thread in threads:
-        if thread.ident is not None and thread is not threading.current_thread():
-            thread.join()
 
 
 class JobStore:

@@ -660,7 +660,7 @@ class TestThreads:
         assert not closing.is_alive()
         assert len(list_files(tmp_path)) == 200
 
-    @pytest.mark.parametrize("name", ["finish", "touch"])
+    @pytest.mark.parametrize("name", ["finish", "touch", "remove"])
     def test_a_thread_of_the_store_may_close_it(
         self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch, name: str
     ) -> None:
@@ -676,6 +676,9 @@ class TestThreads:
 
         if name == "finish":
             store.save([b"key"], [memoryview(bytearray(4))], finish=close)
+        elif name == "remove":
+            monkeypatch.setattr(files, "os", FaultyOs(unlink=close))
+            store.save([b"a", b"b"], [memoryview(bytes(600_000))] * 2)
         else:
             monkeypatch.setattr(files, "os", FaultyOs(utime=close))
             store.touch([b"key"])
@@ -683,6 +686,29 @@ class TestThreads:
         assert errors == []
         with pytest.raises(ArgumentError, match="closed store"):
             store.poll()
+
+    @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that interrupts calls")
+    def test_a_signal_may_close_it(self, tmp_path: Path) -> None:
+        """In the middle of another call, whose thread holds the lock."""
+        code = f"""if True:
+            import signal
+            from pagepool.stores import FileStore
+            def close(*_):
+                store.close(drain_seconds=0.01)
+            signal.signal(signal.SIGALRM, close)
+            for i in range(30):
+                store = FileStore({str(tmp_path)!r}, "n", max_bytes=1 << 20)
+                signal.setitimer(signal.ITIMER_REAL, 0.002 + i * 0.0001)
+                try:
+                    while True:
+                        store.lookup([b"key"])
+                        store.poll()
+                except ValueError:
+                    pass
+            print("end")
+        """
+        output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS, check=True)
+        assert output.stdout == "end\n"
 
     @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, BaseException])
     def test_no_error_ends_a_thread(self, make_store: Callable[..., FileStore], error: type[BaseException]) -> None:
