@@ -204,7 +204,7 @@ class Engine:
         streamed = self.end_step()
         self.move_pages()
         if self.is_idle and self.store is not None:
-            self.save_pages(self.store)
+            self.save_pages()
         return streamed
 
     def start_step(self, step: StepResult, requests: list[Request]) -> None:
@@ -287,12 +287,14 @@ class Engine:
             if len(failed):
                 self.scheduler.rewind(failed)
 
-    def save_pages(self, store: StoreTier) -> None:
-        """Let the pages of the last steps reach the host and the store. While steps follow, these do it."""
+    def save_pages(self) -> None:
+        """Let the pages of the last steps reach the host, then the store, which gets a page only once the steps planned behind
+        its own have begun. While steps follow, these do it.
+        """
         self.manager.end_step()
-        self.move_pages()
-        self.end_transfers(must_wait=True)
-        store.poll()
+        for _ in range(2 + self.scheduler.max_steps_ahead):
+            self.move_pages()
+            self.end_transfers(must_wait=True)
 
     def close(self, drain_seconds: float = 10.0) -> None:
         """End the use of the store, if there is one, after the saves under way, which may take up to `drain_seconds`."""
