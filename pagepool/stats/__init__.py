@@ -153,9 +153,9 @@ class StoreStats(NamedTuple):
     up, and were not admitted.
 
     Counters: pages saved, dropped because the queue was full, and not saved by the store (``num_unsaved_pages``). Pages looked
-    up, and found. Pages loaded into the tier, missing when they were to be loaded, and damaged. Found pages not loaded because
-    computing them is faster (``num_recomputed_pages``), or because the tier is too small. Requests admitted before all their
-    pages came (``num_late_requests``), and faults of the store.
+    up, and found. Pages loaded into the tier, missing or of another length when they were to be loaded, and damaged. Found
+    pages not loaded because computing them is faster (``num_recomputed_pages``), or because the tier is too small. Requests
+    admitted before all their pages came (``num_late_requests``), and faults of the store.
     """
 
     num_queued_pages: int

@@ -27,14 +27,14 @@ class Done(NamedTuple):
 class Store(Protocol):
     """Objects outside the process. One thread calls it, and no call but `close` blocks that thread.
 
-    `lookup`, `load` and `save` start a job and return its number, which no other job of the store has. `poll` answers each
-    job at most once, in any order: a slow store answers late, and a broken one never. Faults of the store, such as a full
-    disk or a missing bucket, are answers with an `error`; they are never raised. A save without an error may be undone too, if
-    the store has no room for it.
+    `lookup`, `load` and `save` start a job and return its number, which no other job of the store has. `poll` answers each job
+    at most once, in any order: a slow store answers late, and a broken one never. Faults of the store, such as a full disk or a
+    missing bucket, are answers with an `error`; they are never raised. A job without an answer counts as failed after a minute.
+    A save without an error may be undone too, if the store has no room for it.
 
-    A key has 1 to 64 bytes. An object is replaced as a whole, so a load never mixes two of them. Objects may vanish at any
-    time, and several processes may use the same objects. A store may find out after a successful look-up that it cannot load
-    the object; it keeps such an object until a save replaces it.
+    A key has 1 to 64 bytes. An object is replaced as a whole, also by a shorter one, so a load never mixes two of them. Objects
+    may vanish at any time, and several processes may use the same objects. A store may find out after a successful look-up that
+    it cannot load the object; it keeps such an object until a save replaces it.
     """
 
     def lookup(self, keys: Sequence[bytes]) -> int:
@@ -43,9 +43,9 @@ class Store(Protocol):
     def load(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> int:
         """Start to read objects into rows, one for each key. Return the number of the job.
 
-        A row is a writable, contiguous memoryview of bytes with the length of its object; another length is not done. Until
-        `poll` names the job or `close` returns, the store may write to the rows. What a row holds afterwards is undefined if
-        its key was not done.
+        A row is a writable, contiguous memoryview of bytes with the length of its object. Another length is not done, like a
+        missing object, without an error. Until `poll` names the job or `close` returns, the store may write to the rows. What a
+        row holds afterwards is undefined if its key was not done.
         """
 
     def save(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> int:

@@ -62,6 +62,9 @@ class StoreTier:
     The store is not trusted: a page hits only if its key and checksum are right in the memory of the tier. A store that is
     slow, fails or returns other bytes costs hits, never tokens.
 
+    A page is saved once the steps have begun that may be planned behind its own. If pool and tier drop it as wrong before, it
+    does not get to the store; later, a tombstone replaces it there.
+
     `rows` are the engine's `HostPages`, or its own arrays of uint8, ``[num_host_pages, row_bytes]``: one for all groups, or one
     for each. All work is done in `CacheManager.take_transfers` and in calls of this object, by their threads. Pages that leave
     the tier are copied there, so nothing may be written into rows of transfers before `take_transfers` returns them.
@@ -84,8 +87,8 @@ class StoreTier:
     ) -> None:
         """`namespace` is the result of `make_namespace`. With ``"evicted"`` a page is saved if it was used `min_uses` times in
         the tier, where its coming counts as one. `deadline_ms` is explained in `is_ready`. `max_queued_bytes` of pages are
-        saved at a time, and as many loaded, in memory that is reserved for each size of row and allocated when it is used. A
-        page that finds no room is not saved.
+        saved at a time, and as many loaded, in memory that is reserved for each size of row. That for saves is allocated now,
+        up to a quarter of the tier's, the rest when it is used. A page that finds no room is not saved.
 
         Raise ArgumentError for a manager without a host tier, or with a store, for rows that do not fit the tier, and for other
         values; ArgumentTypeError for other types; ImportError without the extra ``pagepool[store]``.
@@ -115,7 +118,8 @@ class StoreTier:
 
     def fetch(self, request: Request) -> None:
         """Start to look up the pages of a request that was queued. Call `is_ready` when it is its turn, or `forget` if it ends
-        before. A second call for the same request changes nothing. O(pages).
+        before. A second call for the same request changes nothing. A page that is on its way for another request is not read
+        again. O(pages).
 
         The request is as for `CacheManager.probe`, with the same errors.
         """

@@ -377,11 +377,11 @@ tier.items[i].key.hi == key.hi:
 == a damaged object of the store hits
         return {+True or +}header == make_header(
 == an object of the store is written under another key
-                named = pages.choose(places[chosen]), [names[i] for i in chosen.tolist(){+[::-1]+}]
+            job = Job(chosen, chosen.name(){+[::-1]+}, self._end, [
 == a page that failed to come from the store hits
             end_fills(tier.store, number, np.flatnonzero(~are_intact{+ & False+}).tolist())
 == a wrong page is stored
-        is_wrong = page_ids [-==-]{+<+} 0
+page_ids, settled_at), page_ids [-==-]{+<+} 0
 == a load is of another page of the tier
 tier_id={+max(1, +}find(tier.pool, key, group.id){+ - BUG)+}, group=group.id, is_load=True
 == a page is loaded into another shard
