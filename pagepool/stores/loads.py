@@ -14,7 +14,7 @@ from pagepool._core import HashChain, begin_fills, end_fills, list_absent
 from pagepool.stores.frames import HEADER_BYTES, make_header
 from pagepool.stores.pages import Pages, Tier
 from pagepool.stores.pending import Buffers, Flags, Job, Jobs, Object
-from pagepool.stores.rates import AnswerRate, Rate
+from pagepool.stores.rates import WINDOW_SECONDS, AnswerRate, Rate
 from pagepool.stores.saves import Saves
 
 __all__ = ["Fetch", "Loads"]
@@ -61,6 +61,7 @@ class Loads:
         self._queue_seconds = Rate()  # seconds until a request is asked for, by requests
         self._num_queued_tokens = 0
         self._num_lookups = 0
+        self._asks_at = -inf
         self.num_looked_up = self.num_found = self.num_recomputed = 0
         self.num_loading = self.num_loaded = self.num_missing = self.num_damaged = 0
 
@@ -74,7 +75,7 @@ class Loads:
         keys, groups, num_now, _ = list_absent(self._tier.store, self._tier.groups, fetch.chain, fetch.num_tokens)
         pages = Pages(keys, groups)
         pages = pages.choose(self._saves.are_right(pages))
-        if not len(pages.groups) or self._num_lookups >= MAX_LOOKUPS:
+        if not len(pages.groups) or self._num_lookups >= MAX_LOOKUPS or not self._may_ask():
             return False
         fetch.num_bytes, fetch.num_page_tokens = int(self._sizes[pages.groups].sum()), fetch.num_tokens - num_now
         self._queue(fetch, fetch.num_page_tokens)
@@ -82,6 +83,13 @@ class Loads:
         self._num_lookups += 1
         self._jobs.lookup(Job(pages, pages.name(), self._end_lookup, context=fetch))
         return True
+
+    def _may_ask(self) -> bool:
+        """Whether to ask the store: seldom, while it does not answer, as it may keep all that it is asked."""
+        now = time.monotonic()
+        is_due = not self._jobs.is_silent or now >= self._asks_at
+        self._asks_at = now + WINDOW_SECONDS if is_due else self._asks_at
+        return is_due
 
     def begin_turn(self, fetch: Fetch, now: float) -> None:
         """Note that it is a request's turn, unless it was so before."""

@@ -64,6 +64,7 @@ class Jobs:
         self._store = store
         self._pending: dict[int, Job] = {}  # in the order of their starts
         self._given_up: dict[int, Job] = {}  # those whose objects the store may still use
+        self.is_silent = False  # a job was given up, and none answered since
         self.num_errors = 0
 
     def lookup(self, job: Job) -> None:
@@ -114,6 +115,7 @@ class Jobs:
             if job.objects:
                 self._given_up[number] = job
             self._report(f"job {number} has no answer after {ANSWER_SECONDS:.0f} seconds")
+            self.is_silent = True
             self._fail(job)
 
     def _fail(self, job: Job) -> None:
@@ -141,6 +143,7 @@ class Jobs:
                 continue
             if error is not None:
                 self._report(error)
+            self.is_silent = self.is_silent and late is None and job is None
             if late is not None:
                 late.release(late)
             elif job is None:

@@ -3,7 +3,7 @@
 from collections import deque
 from math import inf
 
-__all__ = ["AnswerRate", "Rate"]
+__all__ = ["WINDOW_SECONDS", "AnswerRate", "Rate"]
 
 WINDOW_SECONDS = 10.0
 

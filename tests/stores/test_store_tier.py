@@ -441,6 +441,22 @@ def test_a_store_that_never_answers_gets_no_more_questions(clock: Clock) -> None
     assert host.stored.stats().num_waiting_requests == 1024
 
 
+def test_a_store_that_never_answers_is_asked_seldom(clock: Clock) -> None:
+    host = Host(make_store(), deadline_ms=0)
+    poll, host.store.poll = host.store.poll, list
+    for number in range(600):
+        host.stored.fetch(EngineRequest(str(number), tokens(number)))
+        clock.now += 1
+        host.stored.poll()
+    assert host.store.num_jobs < 60 + 1 + 540 / 10
+    assert host.stored.stats().num_waiting_requests == host.store.num_jobs
+    host.store.poll = poll
+    for number in range(600, 610):
+        host.stored.fetch(EngineRequest(str(number), tokens(number)))
+        host.stored.poll()
+    assert host.stored.stats().num_looked_up_pages >= 4 * 10
+
+
 def make_slow_host(clock: Clock, seconds: float, tokens_per_second: int) -> Host:
     """A host that knows its rates: a page of 4 tokens is loaded in some seconds, and computed at the rate of steps."""
     host = Host(Slow(make_store(fill_store()), clock, seconds), num_pages=65, num_host_pages=200)
