@@ -177,6 +177,7 @@ class Loads:
         self._num_lookups -= 1
         self.num_looked_up += len(are_stored)
         self.num_found += int(are_stored.sum())
+        are_stored &= self._saves.are_right(job.pages)  # they may have been found to be wrong meanwhile
         self._saves.note_stored(job.pages, are_stored)
         tier, found = self._tier, job.pages.choose(are_stored).sort()
         keys, groups, num_now, num_then = list_absent(tier.store, tier.groups, fetch.chain, fetch.num_tokens, *found)

@@ -1,7 +1,7 @@
 """Steps that fail behind a store: nothing that was never computed may hit, now or after a restart.
 
-An engine plans steps one or more ahead, its tier and its store write through, and a failure is found some steps later, usually
-once the pages have been saved. Pages hold their tokens, and states a checksum of all tokens. A step that fails writes nothing.
+An engine plans steps one or more ahead, and a failure is found some steps later, when its pages may have been saved. Pages hold
+their tokens, and states a checksum of all tokens. A step that fails writes nothing.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def find_state(token_ids: Sequence[int]) -> list[int]:
     return [zlib.crc32(np.array(token_ids, dtype=np.int64).tobytes()) | 1 << 40] * PAGE_SIZE
 
 
-def make_manager(kind: str) -> CacheManager:
+def make_manager(kind: str, policy: Any = "write_through", num_host_pages: int = NUM_HOST_PAGES) -> CacheManager:
     pools = [{"pool": "states"} if isinstance(spec, MambaSpec) else {} for spec in KINDS[kind]]
     groups = [CacheGroupSpec(spec, **pool) for spec, pool in zip(KINDS[kind], pools, strict=True)]
     has_states = kind == "hybrid"
     sizes: Any = {"kv": NUM_PAGES, "states": NUM_STATES} if has_states else NUM_PAGES
-    host_sizes: Any = {"kv": NUM_HOST_PAGES, "states": 2 * NUM_STATES} if has_states else NUM_HOST_PAGES
-    tier = HostTier(host_sizes, policy="write_through")
+    host_sizes: Any = {"kv": num_host_pages, "states": 2 * NUM_STATES} if has_states else num_host_pages
+    tier = HostTier(host_sizes, policy=policy)
     return CacheManager(sizes, groups, MAX_TOKENS, host_tier=tier, hash_algo="sha256")
 
 
@@ -80,10 +80,11 @@ class Engine:
 
     def __init__(self, kind: str, front: str, objects: dict[bytes, bytes], rng: Random, num_ahead: int, write: str) -> None:
         self.kind, self.front, self.rng = kind, front, rng
-        self.manager = make_manager(kind)
+        policy, num_host_pages = rng.choice((("write_through", NUM_HOST_PAGES), ("write_back", 25)))
+        self.manager = make_manager(kind, policy, num_host_pages)
         self.has_states = kind == "hybrid"
         sizes = [NUM_STATES if isinstance(spec, MambaSpec) else NUM_PAGES for spec in KINDS[kind]]
-        host_sizes = [2 * NUM_STATES if isinstance(spec, MambaSpec) else NUM_HOST_PAGES for spec in KINDS[kind]]
+        host_sizes = [2 * NUM_STATES if isinstance(spec, MambaSpec) else num_host_pages for spec in KINDS[kind]]
         self.device = [np.full((size, PAGE_SIZE), -1) for size in sizes]
         self.host = [np.full((size, PAGE_SIZE), -2) for size in host_sizes]
         table = MultiGroupPageTable(NUM_ROWS, MAX_TOKENS, MAX_TOKENS, page_sizes=[PAGE_SIZE] * len(sizes))

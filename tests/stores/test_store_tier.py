@@ -710,6 +710,24 @@ def test_a_page_whose_load_into_the_pool_failed_is_replaced() -> None:
     assert count_intact(host) == 3
 
 
+def test_a_look_up_on_its_way_of_a_page_found_to_be_wrong_leads_to_no_load() -> None:
+    host = Host(make_store(), write="through")
+    host.run(tokens(1))
+    poll, host.store.poll = host.store.poll, list
+    host.manager.take_transfers()
+    [page_ids] = host.manager.get_computed_pages(EngineRequest("other", tokens(1)))[0].get_page_ids()
+    host.manager.page_pool.evict_pages(page_ids)
+    request = host.fetch(tokens(1))
+    assert host.store.num_jobs > 0
+    host.store.poll = poll
+    num_jobs = host.store.num_jobs
+    host.stored.poll()
+    assert host.stored.is_ready(request)
+    assert host.store.num_jobs == num_jobs + 1  # the tombstones
+    assert host.compute(request) == 0
+    assert count_intact(host) == 4
+
+
 def test_a_load_on_its_way_of_a_page_found_to_be_wrong_does_not_hit() -> None:
     """The page is in the store, and is computed by another request, whose step fails, while it is loaded."""
     objects = fill_store()
