@@ -766,6 +766,31 @@ def test_a_page_that_several_requests_need_is_read_once(clock: Clock) -> None:
     assert host.stored.stats().num_loaded_pages == 16
 
 
+@pytest.mark.parametrize("kinds", ["fw", "fs", "fws"])
+def test_pages_of_all_groups_are_read_once(kinds: str) -> None:
+    specs = [{"f": FULL, "w": WINDOW, "s": STATE}[kind] for kind in kinds]
+    objects: dict[bytes, bytes] = {}
+    first = Host(make_store(objects), specs, num_pages=65, num_host_pages=200, write="through")
+    first.run(tokens(1, 8))
+    first.stored.close()
+    host = Host(make_store(objects, delay=2), specs, num_pages=65, num_host_pages=200)
+    load, names = host.store.load, []
+
+    def start_load(keys: Sequence[bytes], rows: Sequence[memoryview]) -> Any:
+        names.extend(keys)
+        return load(keys, rows)
+
+    host.store.load = start_load
+    requests = [EngineRequest(f"request {i}", [*tokens(1, 8)[: 33 - 4 * (i % 3)], i]) for i in range(8)]
+    for request in requests:
+        host.stored.fetch(request)
+    for request in requests:
+        while not host.stored.is_ready(request):
+            pass
+    assert sorted(names) == sorted({*names})
+    assert [host.manager.probe(request).num_hit_tokens for request in requests[:2]] == ([32, 24] if "s" in kinds else [32, 28])
+
+
 def test_a_load_goes_on_for_the_requests_that_still_wait(clock: Clock) -> None:
     """The first request is computed before its pages are loaded; there is room for one page at a time."""
     store = Slow(make_store(fill_store()), clock, 0.01)
