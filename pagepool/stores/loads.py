@@ -146,8 +146,6 @@ class Loads:
                 self._waiting.appendleft((fetch, pages.choose(slice(num, None))))
             self._num_waiting_bytes -= int(sizes[:num].sum())
             chosen = pages.choose(slice(num))
-            for item in objects:
-                item[:HEADER_BYTES] = 0  # what was loaded there before is not taken for this page
             self.num_loading += num
             self._load_rate.start(time.monotonic())
             self._jobs.load(Job(chosen, chosen.name(), self._end_load, objects, places, fetch, self._release))
@@ -270,6 +268,10 @@ class Loads:
             self._end_waits(job.names)
 
     def _release(self, job: Job) -> None:
+        """Give back memory, without headers: what is there is not taken for the page of a later load that ends early."""
+        for item in job.objects:
+            if item[:HEADER_BYTES].any():  # memory that was never used is not allocated by this
+                item[:HEADER_BYTES] = 0
         self._buffers.give_back(job.objects, job.places)
 
     def _fill(self, job: Job, places: npt.NDArray[np.intp]) -> None:

@@ -188,7 +188,7 @@ class Buffers:
         that their first use costs no more than later ones.
         """
         self._max_bytes = max_bytes
-        self.arrays = {size: np.empty((max_bytes // size, size), dtype=np.uint8) for size in {*sizes}}
+        self.arrays = {size: np.zeros((max_bytes // size, size), dtype=np.uint8) for size in {*sizes}}
         self._spare: dict[int, list[int]] = {size: [] for size in self.arrays}
         self._unused = {size: count() for size in self.arrays}
         self.num_bytes = 0

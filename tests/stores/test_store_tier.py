@@ -728,6 +728,33 @@ def test_a_look_up_on_its_way_of_a_page_found_to_be_wrong_leads_to_no_load() -> 
     assert count_intact(host) == 4
 
 
+@pytest.mark.parametrize("num_bytes", [0, 1, 40, 60, 64, 80])
+def test_what_was_loaded_before_is_not_taken_for_a_page_whose_load_ends_early(num_bytes: int) -> None:
+    """A page was found to be wrong, and is in the store again. Its load gets the memory of the one before."""
+    prompt = tokens(1, 1)
+    host = Host(make_store(), num_pages=65, num_host_pages=200, max_queued_bytes=64 + ROW_BYTES)
+    [name] = name_pages(host, prompt)
+    contents = []
+    for byte in (7, 8):
+        contents.append(bytearray([byte]) * (64 + ROW_BYTES))
+        write_header(contents[-1], NAMESPACE, name, memoryview(contents[-1])[64:])
+    host.store.objects[name] = bytes(contents[0])
+    assert host.run(prompt) == 4
+    find_wrong(host, prompt)
+    for _ in range(2):
+        host.stored.poll()
+    assert count_intact(host) == 0
+    host.store.objects[name] = bytes(contents[1])
+
+    def load_part(_key: bytes, row: memoryview) -> bool:
+        row[:num_bytes] = contents[1][:num_bytes]
+        return True
+
+    host.store._load = load_part
+    assert host.run(prompt) == 0
+    assert host.stored.stats().num_damaged_pages == 1
+
+
 def test_a_load_on_its_way_of_a_page_found_to_be_wrong_does_not_hit() -> None:
     """The page is in the store, and is computed by another request, whose step fails, while it is loaded."""
     objects = fill_store()
