@@ -66,7 +66,10 @@ class Request(Protocol):
     Optional attributes: `cache_salt` (requests with different salts share no pages), `lora_id` (requests with different
     adapters share no pages: an int, a string, or a pair of name and path), `mm_features` (images and the like: objects with
     `mm_hash` or `identifier`, and `placeholder_range` or `mm_position` with `offset` and `length` in tokens), and `has_vision`
-    (if true without features, the request shares pages with no other, even one of the same id).
+    (if true without features, the request shares pages with no other, even one of the same id). So does media in an attribute
+    such as `pixel_values` or `multi_modal_data`. Embeddings in place of tokens, in `prompt_embeds`, `inputs_embeds`,
+    `input_embeds` or `input_embeddings`, are read at the first look-up: arrays in the host's memory and lists of numbers share
+    the pages with equal rows, others none.
 
     More optional attributes, read when the request gets its first pages: `resume_at` (up to four numbers of tokens where other
     requests are likely to diverge, such as the end of a system prompt: with ``windows="ends"`` they can resume there; none for

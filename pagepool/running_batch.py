@@ -12,7 +12,6 @@ Native methods of `RunningBatch`, and the native work of others:
 """
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -212,7 +211,8 @@ class RunningBatch(RunningRows):
         `cache_salt`, `lora_id` and `mm_features` keep prefixes apart as in `CacheManager`. With `dp_shard`, taken modulo
         `data_parallel_size`, hits and all pages, also later ones, come from this shard. With `look_up` False no prefix is
         taken, as needed for ``prompt_logprobs``. A request with images but no features needs its own salt, such as
-        ``secrets.token_hex(16)``, and the same one when it returns, since a row does not know the id of its request.
+        ``secrets.token_hex(16)``, and the same one when it returns, since a row does not know the id of its request. For
+        embeddings in place of tokens the salt is a digest of them, such as ``sha256(embeddings.tobytes()).hexdigest()``.
         `is_preempted` marks a request that ran before; `CacheManager.stats` counts it separately.
 
         With `step` an admitted row becomes part of this step, unless it waits for tokens from elsewhere: see `resolve`.
@@ -326,14 +326,12 @@ class RunningBatch(RunningRows):
         features = list_features(mm_features)
         if cache_salt is None and lora_id is None and not features:
             return None, []
-        request = SimpleNamespace(cache_salt=cache_salt, lora_id=lora_id)
-        keys = self._hasher.extra_keys.of(request)
+        keys = self._hasher.extra_keys.of(_Keyed(cache_salt, lora_id))
         if not features:
             return keys, self._list_keyed(keys)
         known = self._last_features[row]
         if known is None or not known.are_same(features, keys):
-            request.mm_features = features
-            keys = self._hasher.extra_keys.of(request)
+            keys = self._hasher.extra_keys.of(_Keyed(cache_salt, lora_id, features))
             try:
                 references = [ref(feature) for feature in features]
             except TypeError:  # features without weak references are read each time
@@ -372,9 +370,8 @@ class RunningBatch(RunningRows):
         Raise ArgumentError for inputs or a step of another batch, for a step resolved or taken back, or whose rows were grown,
         cut, moved or released since, for a set whose step is not resolved, for rows that are not admitted, pending or repeated,
         for a row without tokens or with a token without a page, for more tokens or rows than there is room for, for too few
-        drafts, and with the field ``sources`` for a row whose token is sampled by another step than the one filled before, in any
-        `StepInputs` of the batch;
-        RowIndexError outside the table; ArgumentTypeError for other types. Nothing has been written then. O(tokens + rows), and
+        drafts, and with the field ``sources`` for a row whose token is sampled by another step than the one filled before, in
+        any `StepInputs` of the batch; RowIndexError outside the table; ArgumentTypeError for other types. Nothing has been written then. O(tokens + rows), and
         with ``page_ids`` O(pages), native; it allocates nothing.
         """
         if not isinstance(out, InputArrays):
@@ -417,6 +414,14 @@ class RunningBatch(RunningRows):
         """
         check_holders(self._manager._store, list(self._registry.held.values()), self)
         self._manager._page_pool.check()
+
+
+class _Keyed(NamedTuple):
+    """The attributes of a request from which extra keys are made."""
+
+    cache_salt: str | None
+    lora_id: LoraId | None
+    mm_features: tuple[Any, ...] = ()
 
 
 class _ReadFeatures(NamedTuple):

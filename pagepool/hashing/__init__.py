@@ -255,7 +255,8 @@ def hash_page_tokens(
 def hash_request_tokens(hash_function: HashFunction, page_size: int, request: Any) -> list[PageHash]:
     """Hash every full page of ``request.all_token_ids``, each with the preceding page as its parent. O(tokens).
 
-    A request with ``has_vision`` and without features gets different hashes in each call.
+    A request with ``has_vision`` and without features gets different hashes in each call, as do other contents that cannot be
+    compared.
     """
     return hash_next_pages(hash_function, require_int("page_size", page_size, 1), request, [], None)
 

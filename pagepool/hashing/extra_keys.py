@@ -1,5 +1,6 @@
-"""Extra keys: a LoRA adapter, an image, a tenant's salt. They change a page's keys and values without being in its tokens."""
+"""Extra keys: a LoRA adapter, an image, embeddings, a tenant's salt. They change keys and values without being in tokens."""
 
+import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from pagepool.arguments import MAX_SIZE, require_int, require_short
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.hashing.contents import has_unnamed_media, may_have_contents, read_embeddings
 
 __all__ = [
     "LORA",
@@ -25,7 +27,8 @@ ExtraKeys = tuple[tuple[Any, ...], ...]
 
 LORA = "lora"
 VISION = "vision"
-"""First items of an adapter's key, and of a nonce's."""
+EMBEDS = "prompt_embeds"
+"""First items of an adapter's key, of a nonce's, and of one of embeddings."""
 
 FeatureRange = tuple[int, int, Any, Any]
 """Start, end, modality and content hash of a feature: a half-open range of tokens."""
@@ -113,8 +116,13 @@ class RequestExtraKeys:
     A ``cache_salt`` and a ``lora_id`` enter the first page; each multimodal feature enters the pages it overlaps. Since hashes
     are chained, they affect every later page. A feature is any object with ``mm_hash`` (or ``identifier``) and a position
     ``placeholder_range`` (or ``mm_position``) with ``offset`` and ``length`` in tokens; one without a position enters the first
-    page. A request with ``has_vision`` and without features has a nonce in its first page, new for each call of `of`: only
-    hashes made with the same `RequestExtraKeys` share pages. ``request_keys`` are all keys but features.
+    page. A request with ``has_vision``, or with media such as ``pixel_values``, and without features has a nonce in its first
+    page, new for each call of `of`: only hashes made with the same `RequestExtraKeys` share pages. ``request_keys`` are all
+    keys but those of parts of the prompt.
+
+    Embeddings, such as ``prompt_embeds``, are compared by their bytes, type and shape. If there is a row for each of the first
+    tokens, each page has a digest of its rows, and equal prefixes share pages; otherwise the first page has one of all. Bytes
+    that cannot be read exactly, or lie on another device, are a nonce.
     """
 
     SALT: ClassVar[str] = "salt"
@@ -124,18 +132,28 @@ class RequestExtraKeys:
 
     request_keys: ExtraKeys
     features: Features
+    embedded: tuple[bytes, ...] = ()
+    """Digests of the embeddings of the first tokens."""
 
     @classmethod
     def of(cls, request: Any, names: ExtraKeyNames = REQUEST_NAMES) -> Self | None:
-        """Return the extra keys of `request`, or None if it has none. O(features x log features)."""
+        """Return the extra keys of `request`, or None if it has none. O(features x log features + bytes of embeddings)."""
         lora_id, salt = getattr(request, "lora_id", None), getattr(request, "cache_salt", None)
+        mm_features = list_features(getattr(request, "mm_features", None), names.features)
+        is_nameless = not mm_features and getattr(request, "has_vision", False)
+        embedded: tuple[bytes, ...] = ()
+        whole: tuple[bytes, ...] = ()
+        if may_have_contents(type(request)):  # type: ignore[arg-type]  # mypy does not take classes for hashable
+            embedded, whole, are_known = read_embeddings(request)
+            is_nameless = is_nameless or not are_known or (not mm_features and has_unnamed_media(request))
+        if lora_id is None and salt is None and not (mm_features or is_nameless or embedded or whole):
+            return None
         keys = [] if lora_id is None else [_lora_key(names.adapter, lora_id)]
         keys += [] if salt is None else [(cls.SALT, _plain(names.salt, salt))]
-        mm_features = list_features(getattr(request, "mm_features", None), names.features)
-        if not mm_features and getattr(request, "has_vision", False):
-            keys.append((VISION, os.urandom(16).hex()))
-        ranges = tuple(_feature_range(names.features, feature, cls.FEATURE_NAMES) for feature in mm_features)
-        return cls(tuple(keys), Features(ranges) if ranges else NO_FEATURES) if keys or ranges else None
+        keys += [(VISION, os.urandom(16).hex())] if is_nameless else []
+        keys += [(EMBEDS, digest) for digest in whole]
+        ranges = tuple([_feature_range(names.features, feature, cls.FEATURE_NAMES) for feature in mm_features])
+        return cls(tuple(keys), Features(ranges) if ranges else NO_FEATURES, embedded)
 
     @property
     def has_nonce(self) -> bool:
@@ -145,7 +163,15 @@ class RequestExtraKeys:
     def of_page(self, start: int, end: int) -> ExtraKeys | None:
         """Return the keys of the page with tokens ``[start, end)``, or None. Offsets are relative to the page."""
         first: ExtraKeys = self.request_keys if start == 0 else ()
-        return (*first, *self._feature_keys(start, end)) or None
+        return (*first, *self._feature_keys(start, end), *self._embedded_keys(start, end)) or None
+
+    def _embedded_keys(self, start: int, end: int) -> ExtraKeys:
+        rows = self.embedded[start:end]
+        return ((EMBEDS, hashlib.sha256(b"".join(rows)).digest()),) if rows else ()
+
+    def _find_part(self, start: int) -> int | None:
+        """Return the first token from `start` on with a feature or an embedding; None if there is none. O(log features)."""
+        return start if start < len(self.embedded) else self.features.find_next(start)
 
     def _feature_keys(self, start: int, end: int) -> ExtraKeys:
         return tuple(
@@ -162,7 +188,7 @@ class RequestExtraKeys:
         start = start_page * page_size
         # A list, since closing a generator could raise MemoryError where nobody can catch it.
         is_keyed = bool([key for key in self.request_keys if start == 0 or key[0] in self.IN_ALL_PAGES])
-        token = start if is_keyed else self.features.find_next(start)
+        token = start if is_keyed else self._find_part(start)
         if token is None:
             return None, None
         page = max(start_page, (token - lookahead) // page_size)
@@ -174,7 +200,7 @@ class RequestExtraKeys:
         """
         keyed: list[tuple[int | None, ExtraKeys]] = []
         page = 0
-        token = 0 if self.request_keys else self.features.find_next(0)
+        token = 0 if self.request_keys else self._find_part(0)
         while token is not None:
             page = max(page, (token - lookahead) // page_size)
             if page >= num_pages:
@@ -183,7 +209,7 @@ class RequestExtraKeys:
             if keys:  # a feature without tokens has no keys
                 keyed.append((page, keys))
             page += 1
-            token = self.features.find_next(page * page_size)
+            token = self._find_part(page * page_size)
         others = tuple([key for key in self.request_keys if key[0] in self.IN_ALL_PAGES])
         return [*keyed, (None, others)] if others else keyed
 
@@ -209,7 +235,7 @@ class VllmExtraKeys(RequestExtraKeys):
         """Return the keys of the page with tokens ``[start, end)``, or None."""
         lora = [key for key in self.request_keys if key[0] == LORA]
         first = [key for key in self.request_keys if key[0] != LORA and start == 0]
-        return (*lora, *self._feature_keys(start, end), *first) or None
+        return (*lora, *self._feature_keys(start, end), *first, *self._embedded_keys(start, end)) or None
 
     def _feature_keys(self, start: int, end: int) -> ExtraKeys:
         whole = RequestExtraKeys._feature_keys(self, start, end)

@@ -6,8 +6,7 @@ Native methods of `PrefixIndex`:
 """
 
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -85,8 +84,7 @@ class PrefixIndex(PrefixTable):
         has_length = hasattr(token_ids, "__len__") and getattr(token_ids, "shape", None) != ()
         if not has_length or isinstance(token_ids, dict | set | frozenset):
             raise ArgumentTypeError(f"token_ids: got {type(token_ids).__name__}, allowed: a list or an array of ints")
-        keys = {"cache_salt": salt, "lora_id": adapter, "mm_features": images}
-        request: Any = SimpleNamespace(request_id="prompt", all_token_ids=token_ids, **keys)
+        request: Any = _Prompt(token_ids, salt, adapter, images)
         hashes = self._hasher.start(request, names=ARGUMENTS)
         num_pages = max(0, len(token_ids) - max(1, self._hasher.lookahead)) // self.page_size
         try:
@@ -108,6 +106,16 @@ class PrefixIndex(PrefixTable):
     ) -> npt.NDArray[np.int32]:
         """Return how many tokens of a prompt each worker has: `find` after `hash_tokens`. O(tokens)."""
         return self.find(self.hash_tokens(token_ids, salt=salt, adapter=adapter, images=images), medium)
+
+
+class _Prompt(NamedTuple):
+    """The attributes of a request that are hashed."""
+
+    all_token_ids: Any
+    cache_salt: str | None
+    lora_id: int | str | None
+    mm_features: Sequence[Any]
+    request_id: str = "prompt"
 
 
 def require_worker(worker: object) -> int:

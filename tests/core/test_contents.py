@@ -88,6 +88,12 @@ def test_a_salt_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
         run_rounds()
 
 
+def test_embeddings_that_are_left_out_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RequestExtraKeys, "_embedded_keys", lambda self, start, end: ())
+    with pytest.raises(ContentsError, match="to repeat"):
+        run_rounds()
+
+
 def test_a_hit_that_is_too_long_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     look_up = CacheManager.get_computed_pages
 

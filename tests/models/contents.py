@@ -26,6 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 from contents_device import ContentsError, Device, Histories, find_first_read, require
 from contents_fronts import NUM_ROWS, BatchFront, Entry, Front, ManagerFront, Work, World
 from contents_holds import Holds
@@ -235,7 +236,7 @@ class Simulation:
     def _make_special(self, job: Job) -> None:
         """Give a request a salt, an adapter, images, or a wish for the log probabilities of its prompt."""
         rng, page_size = self.rng, self.setting.page_size
-        kind = rng.randrange(6)
+        kind = rng.randrange(7)
         if kind == 0:
             job.sampling_params = WITH_LOGPROBS
         elif kind in (1, 2):
@@ -243,6 +244,9 @@ class Simulation:
             job.lora_id = rng.choice((None, 1, "1", "tuned"))
         elif kind == 3:
             job.has_vision = True
+        elif kind == 6:
+            num_rows = min(job.num_tokens, rng.choice((1, page_size, 2 * page_size + 1)))
+            job.prompt_embeds = np.array(rng.choices((0.0, 1.0), (3, 1), k=num_rows)).reshape(-1, 1)
         elif kind == 4:
             job.mm_features = (Feature("cat", "image", SimpleNamespace(offset=rng.choice((0, 1)), length=1)),)
         else:
@@ -325,15 +329,15 @@ class Simulation:
                 self.preempt()
 
     def _may_enter(self, job: Job, front: Front) -> bool:
-        """Whether a front accepts a job; a batch accepts no unnamed images. If all fronts are batches, the job loses its
-        images.
+        """Whether a front accepts a job; a batch accepts neither unnamed images nor embeddings. If all fronts are batches, the
+        job loses them.
         """
-        if not (job.has_vision and isinstance(front, BatchFront)):
+        if not (job.has_contents and isinstance(front, BatchFront)):
             return True
         if not any(isinstance(other, ManagerFront) for other in self.fronts):
-            job.has_vision = False
+            job.has_vision, job.prompt_embeds = False, None
             job.renew()
-        return not job.has_vision
+        return not job.has_contents
 
     def preempt(self) -> Job | None:
         """Preempt a job, and the jobs that hit pages which this step was to compute for it."""

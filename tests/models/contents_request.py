@@ -24,6 +24,7 @@ class Job:
     sampling_params: Any = None
     mm_features: tuple[Feature, ...] = ()
     has_vision: bool = False
+    prompt_embeds: Any = None  # [tokens, 1]
     lora_id: Any = None
     cache_salt: str | None = None
     resume_at: Sequence[int] = ()
@@ -56,6 +57,11 @@ class Job:
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
 
+    @property
+    def has_contents(self) -> bool:
+        """Whether it has images without names, or embeddings."""
+        return self.has_vision or self.prompt_embeds is not None
+
     def __repr__(self) -> str:
         return f"{self.request_id}({self.num_computed_tokens} of {self.num_tokens}, row {self.row})"
 
@@ -86,6 +92,8 @@ class Job:
         """Return the inputs at a position besides the token."""
         seen = [self._part_of(feature, position) for feature in self.mm_features]
         inputs: tuple[Any, ...] = (token_id, *[part for part in seen if part])
+        if self.prompt_embeds is not None and position < len(self.prompt_embeds):
+            inputs += ("embedding", float(self.prompt_embeds[position, 0]))
         if position == 0:
             inputs += ("salt", self.cache_salt, type(self.lora_id).__name__, self.lora_id)
             inputs += (self._serial,) if self.has_vision and not self.mm_features else ()
