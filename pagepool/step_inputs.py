@@ -231,8 +231,8 @@ class StepInputs(InputArrays):
 
     @property
     def sources(self) -> Array:
-        """Place of each row in the inputs that were filled before, in these or others of the batch, whose step samples the row's
-        first token; -1 if it is known ``[num_reqs]``.
+        """Place of each row in the inputs filled before, in these or others of the batch, whose step samples the row's first
+        token; -1 if it is known ``[num_reqs]``.
         """
         return self._array("sources")  # type: ignore[no-any-return]
 
