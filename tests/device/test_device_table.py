@@ -45,12 +45,14 @@ GROUPS = [[16], [16, 16], [16, 1, 7]]
 # Random work.
 
 
+@pytest.mark.usefixtures("word")
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_commits_send_what_changed(shape: tuple[int, int], donate: bool) -> None:
     run_work(make_work(shape, seed=1, donate=donate), 100 * NUM_OPERATIONS // 200_000 + 20)
 
 
+@pytest.mark.usefixtures("word")
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("page_sizes", GROUPS, ids=str)
 def test_commits_send_all_groups(page_sizes: list[int], donate: bool) -> None:
@@ -120,6 +122,7 @@ def test_what_was_sent_is_never_used_again(monkeypatch: pytest.MonkeyPatch) -> N
 # The choice between segments and full uploads.
 
 
+@pytest.mark.usefixtures("word")
 def test_windows_or_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for name in ("scatter_payload", "upload"):
@@ -366,6 +369,7 @@ def test_warmup_changes_nothing() -> None:
     assert read(table.commit(8)).sum() == 1
 
 
+@pytest.mark.usefixtures("word")
 @pytest.mark.parametrize("donate", [True, False])
 def test_no_compilation_after_warmup(donate: bool) -> None:
     """For any number of requests, amount of work, and way of sending."""
@@ -383,6 +387,7 @@ def test_no_compilation_after_warmup(donate: bool) -> None:
     assert not compilations
 
 
+@pytest.mark.usefixtures("word")
 def test_no_compilation_after_warmup_of_groups() -> None:
     tables = MultiGroupPageTable(16, 2000, 64, [16, 2])
     assert count_compilations_of_warmup(tables) == 2
@@ -430,6 +435,7 @@ def test_commits_pass_a_transfer_guard(guard: Any) -> None:
 # Slots.
 
 
+@pytest.mark.usefixtures("word")
 @pytest.mark.parametrize("page_size", [1, 7, 16])
 def test_device_slots_are_those_of_numpy(page_size: int) -> None:
     rng = np.random.default_rng(page_size)
@@ -448,8 +454,12 @@ def test_device_slots_are_those_of_numpy(page_size: int) -> None:
 # Many devices.
 
 
-@pytest.mark.parametrize("num_devices", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_several_devices(num_devices: int) -> None:
+@pytest.mark.parametrize(
+    ("num_devices", "is_wide"),
+    [(4, False), pytest.param(4, True, marks=pytest.mark.slow), pytest.param(8, False, marks=pytest.mark.slow)],
+)
+def test_several_devices(num_devices: int, is_wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_ENABLE_X64", str(int(is_wide)))
     await_programs([Program("many_devices.py", num_devices=num_devices)], timeout=600)
 
 

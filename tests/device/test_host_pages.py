@@ -20,6 +20,7 @@ from pagepool.host_pages import FinishedTransfers, HostPages, Pack, get_writer  
 
 NUM_PAGES = 24
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int32", "bool", "complex64"]
+WIDE = ["float64", "int64", "complex128"]
 KINDS = ["pinned_host", "unpinned_host", None]
 NUMS_OF_TURNS = (1, 4, 16, 64)
 """Amounts of slow work, larger ones for a machine on which the calling thread had to wait."""
@@ -35,6 +36,7 @@ def done(transfers: Transfers) -> FinishedTransfers:
 # Values.
 
 
+@pytest.mark.usefixtures("word")
 @pytest.mark.parametrize(
     ("page_axis", "memory_kind", "dtypes"),
     [
@@ -46,7 +48,7 @@ def test_transfers_are_those_of_numpy(page_axis: int, memory_kind: str | None, d
     rng = np.random.default_rng(page_axis)
     shape = [2, 3, 5]
     shape[page_axis] = NUM_PAGES
-    hosts = [draw_array(rng, tuple(shape), dtype) for dtype in dtypes]
+    hosts = [draw_array(rng, tuple(shape), dtype) for dtype in [*dtypes, *(WIDE if jax.config.jax_enable_x64 else [])]]
     for is_aligned in (True, False):
         pages = TransferredPages(hosts, page_axis=page_axis, memory_kind=memory_kind, is_aligned=is_aligned)
         for _ in range(10):
@@ -54,6 +56,7 @@ def test_transfers_are_those_of_numpy(page_axis: int, memory_kind: str | None, d
             pages.check()
 
 
+@pytest.mark.usefixtures("word")
 def test_pytrees_of_several_dtypes() -> None:
     arrays = {"keys": jnp.arange(8).reshape(4, 2), "none": None, "scales": [jnp.arange(4.0), jnp.arange(8.0).reshape(4, 2)]}
     structure = jax.tree_util.tree_structure(arrays)
@@ -71,6 +74,7 @@ class Cache(NamedTuple):
     states: Any
 
 
+@pytest.mark.usefixtures("word")
 def test_groups_have_their_own_arrays() -> None:
     """The same page of the host may hold a page of each; places count over all groups."""
     cache = Cache([jnp.arange(5).reshape(1, 5)], {"state": jnp.arange(5) * 10})
@@ -152,10 +156,11 @@ def test_calls_return_before_the_device_has_computed(memory_kind: str | None) ->
     pytest.fail("the calls waited for the device")
 
 
+@pytest.mark.usefixtures("word")
 @pytest.mark.parametrize("num_pages", [1, 64])
 def test_programs_of_loads_are_too_long_for_the_calling_thread(num_pages: int) -> None:
     """XLA counts their operations on the CPU."""
-    array = jnp.zeros((NUM_PAGES, 2))
+    array = jnp.zeros((NUM_PAGES, 2), jnp.float32)
     (pack,) = HostPages(array, NUM_PAGES)._groups[0].packs
     moves = np.zeros((2, num_pages), np.int32)
     for shape, first_item in (((1, num_pages, 2), None), ((NUM_PAGES, 16), 0)):
@@ -378,8 +383,8 @@ def test_a_number_in_flight_is_not_taken_again() -> None:
     [
         (lambda: [jnp.arange(8)], ArgumentError, "arrays: got the pytree .*, allowed: as at first, .*"),
         (lambda: [jnp.arange(8), np.arange(8)], ArgumentTypeError, "arrays: got ndarray, allowed: jax arrays, .*"),
-        (lambda: [jnp.arange(8), jnp.arange(9)], ArgumentError, r"arrays: got int32 \(9,\) .*, allowed: as at first, .*"),
-        (lambda: [jnp.arange(8), jnp.arange(8.0)], ArgumentError, r"arrays: got float32 \(8,\) .*, allowed: as at first, .*"),
+        (lambda: [jnp.arange(8), jnp.arange(9)], ArgumentError, r"arrays: got int\d\d \(9,\) .*, allowed: as at first, .*"),
+        (lambda: [jnp.arange(8), jnp.arange(8.0)], ArgumentError, r"arrays: got float\d\d \(8,\) .*, allowed: as at first, .*"),
     ],
 )
 def test_wrong_arrays(call: Callable[..., Any], make: Callable[[], Any], error: type[Exception], message: str) -> None:

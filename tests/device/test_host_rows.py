@@ -70,9 +70,10 @@ def test_a_row_has_all_arrays_of_a_page_by_dtype() -> None:
 
 
 def test_the_text_of_the_layout() -> None:
-    keys, scales = jnp.zeros((8, 4, 2)), jnp.zeros((8, 3), jnp.bfloat16)
+    keys, scales = jnp.zeros((8, 4, 2), jnp.float32), jnp.zeros((8, 3), jnp.bfloat16)
     assert HostPages([keys, scales, keys + 1], 5).layout == "all groups: 1 x 128 bytes, 2 x float32[4,2], 1 x bfloat16[3]"
-    other = HostPages([jnp.zeros((4, 16, 2)), jnp.zeros((3, 16), jnp.bfloat16), jnp.zeros((4, 16, 2))], 9, page_axis=1)
+    wide = jnp.zeros((4, 16, 2), jnp.float32)
+    other = HostPages([wide, jnp.zeros((3, 16), jnp.bfloat16), wide + 1], 9, page_axis=1)
     assert other.layout == HostPages([keys, scales, keys + 1], 5).layout
     grouped = HostPages([[keys], [], [scales]], 5, groups=[2, 0, 1])
     assert (
@@ -85,7 +86,7 @@ def test_the_text_of_the_layout() -> None:
 @pytest.mark.parametrize("make", [bytearray, lambda size: mmap.mmap(-1, size), lambda size: np.zeros(size, np.uint8)])
 def test_rows_are_in_the_memory_that_was_given(make: Any) -> None:
     memory = [make(10 * 64 + 4), make(7 * 64)]
-    caches = [[jnp.arange(8)], [jnp.arange(8.0)]]
+    caches = [[jnp.arange(8, dtype=jnp.int32)], [jnp.arange(8, dtype=jnp.float32)]]
     host_pages = HostPages(caches, (10, 7), groups=[0, 1], memory=memory)
     caches = host_pages.run(host_pages.warmup(caches, 1), make_transfers([(3, 9), (4, 6)], save_groups=[0, 1]))
     host_pages.wait()
@@ -93,6 +94,7 @@ def test_rows_are_in_the_memory_that_was_given(make: Any) -> None:
     assert float(np.frombuffer(memory[1], np.float32)[6 * 16]) == 4.0
 
 
+@pytest.mark.usefixtures("word")
 def test_rows_that_others_wrote_are_loaded() -> None:
     array = jnp.arange(8)
     host_pages = HostPages(array, 8)
@@ -122,7 +124,7 @@ def test_rows_that_others_wrote_are_loaded() -> None:
 def test_up_to_64_pages_or_16_mib_cross_together(num_kib: int, num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, save = [], Pack.save
     monkeypatch.setattr(Pack, "save", lambda *args: sizes.append(len(args[2])) or save(*args))
-    array = jnp.zeros((140, num_kib * 256)).at[:, 7].set(jnp.arange(140))
+    array = jnp.zeros((140, num_kib * 256), jnp.float32).at[:, 7].set(jnp.arange(140))
     host_pages = HostPages(array, 140)
     ids = np.arange(1, 140)
     array = host_pages.run(array, make_transfers(np.stack([ids, ids], axis=1)))
@@ -158,6 +160,7 @@ def test_loads_from_rows_and_from_saves_under_way_use_the_same_programs(
 # Loads that do not wait for saves.
 
 
+@pytest.mark.usefixtures("word")
 def test_pages_on_their_way_are_loaded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also into two places, and after the page was saved again."""
     held, pages = HeldCopies(monkeypatch), make_pages(*DTYPES)
@@ -172,6 +175,7 @@ def test_pages_on_their_way_are_loaded_at_once(monkeypatch: pytest.MonkeyPatch) 
     pages.check()
 
 
+@pytest.mark.usefixtures("word")
 @pytest.mark.parametrize("memory_kind", ["pinned_host", None])
 @pytest.mark.parametrize("is_aligned", [True, False])
 def test_random_transfers_with_a_slow_thread(
@@ -366,6 +370,7 @@ def test_rows_that_jax_deleted_are_copied() -> None:
     assert array.tolist() == [0, 1, 2, 3, 4, 3, 6, 7]
 
 
+@pytest.mark.usefixtures("word")
 @pytest.mark.parametrize("page_axis", [0, 1])
 @pytest.mark.parametrize("dtype", [*DTYPES, "float8_e4m3fn"])
 def test_programs_copy_none_but_their_rows(dtype: str, page_axis: int) -> None:

@@ -34,22 +34,26 @@ from pagepool.page_copies import copy_pages, warmup  # noqa: E402
 NUM_PAGES = 40
 both_kinds = pytest.mark.parametrize("kind", [CopiedPages, TransferredPages])
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int32", "bool", "complex64"]
+WIDE = ["float64", "int64", "complex128"]
 
 
 # Values.
 
 
+@pytest.mark.usefixtures("word")
 @pytest.mark.parametrize("page_axis", [0, 1, 2])
 def test_copies_are_those_of_numpy(page_axis: int) -> None:
     rng = np.random.default_rng(page_axis)
     shape = [2, 3, 5]
     shape[page_axis] = NUM_PAGES
-    pages = CopiedPages([draw_array(rng, tuple(shape), dtype) for dtype in DTYPES], page_axis=page_axis)
+    dtypes = [*DTYPES, *(WIDE if jax.config.jax_enable_x64 else [])]
+    pages = CopiedPages([draw_array(rng, tuple(shape), dtype) for dtype in dtypes], page_axis=page_axis)
     for num_copies in (8, 3, 0, 1, 5, 7):
         pages.move(rng, num_copies)
         pages.check()
 
 
+@pytest.mark.usefixtures("word")
 def test_pytrees_keep_their_structure() -> None:
     state = {"conv": jnp.arange(8.0).reshape(4, 2), "none": None, "layers": [jnp.arange(4), (jnp.arange(6) * 2,), []]}
     copied = copy_pages(state, make_copies([(3, 1)]))
@@ -148,6 +152,7 @@ def test_moves_pass_a_transfer_guard(guard: Any, kind: type[CopiedPages]) -> Non
 # Compilations.
 
 
+@pytest.mark.usefixtures("word")
 @pytest.mark.parametrize(
     ("kind", "num_pages", "max_num", "num_programs", "is_committed"),
     [
@@ -232,6 +237,8 @@ def deleted() -> jax.Array:
 
 
 def wide() -> jax.Array:
+    if jax.config.jax_enable_x64:
+        pytest.skip("types of 64 bits are allowed")
     enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
     with enable_x64(True):
         return jnp.full((8, 2), 2**40, jnp.int64)
