@@ -371,8 +371,8 @@ class RunningBatch(RunningRows):
         cut, moved or released since, for a set whose step is not resolved, for rows that are not admitted, pending or repeated,
         for a row without tokens or with a token without a page, for more tokens or rows than there is room for, for too few
         drafts, and with the field ``sources`` for a row whose token is sampled by another step than the one filled before, in
-        any `StepInputs` of the batch; RowIndexError outside the table; ArgumentTypeError for other types. Nothing has been written then. O(tokens + rows), and
-        with ``page_ids`` O(pages), native; it allocates nothing.
+        any `StepInputs` of the batch; RowIndexError outside the table; ArgumentTypeError for other types. Nothing has been
+        written then. O(tokens + rows), and with ``page_ids`` O(pages), native; it allocates nothing.
         """
         if not isinstance(out, InputArrays):
             raise ArgumentTypeError(f"out: got {type(out).__name__}, allowed: StepInputs")

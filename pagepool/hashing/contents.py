@@ -32,7 +32,7 @@ class Embeddings(NamedTuple):
 
 @lru_cache(maxsize=256)
 def may_have_contents(kind: type[Any]) -> bool:
-    """Whether a request of this class may have embeddings or media: not if it has none, and only the attributes of its class."""
+    """Whether a request of this class may have embeddings or media. O(1) for a class that was asked before."""
     return kind.__dictoffset__ != 0 or any(hasattr(kind, name) for name in ("__getattr__", *EMBEDDINGS, *MEDIA))
 
 
