@@ -29,6 +29,8 @@ class GroupRules(NamedTuple):
     """Tokens per hash: the greatest common divisor of the page sizes of groups with attention."""
     max_cached_page_size: int
     """Largest of these page sizes."""
+    hit_tokens: int
+    """Hits are multiples of this many tokens."""
     checkpoint_interval: int | None
     """Tokens between checkpoints of states; None if no states are kept."""
     has_state: bool
@@ -98,6 +100,7 @@ def make_rules(
         ),
         hash_page_size,
         max_cached_page_size=max(page_sizes, default=hash_page_size),
+        hit_tokens=num_hit_tokens,
         checkpoint_interval=(state_interval if writes_states else num_hit_tokens) if intervals and enable_caching else None,
         has_state="Mamba" in kinds,
         writes_states=writes_states,

@@ -879,7 +879,9 @@ class CacheManager(KeyHolder, SlotAllocator):
         with registry.lock:
             if registry.event_source is None:
                 self._store.keep_token_ids(self._rules.max_cached_page_size + registry.hasher.lookahead)
-                registry.event_source = EventSource(self._store, self.kv_cache_groups, registry.hasher, hashes_as_bytes)
+                registry.event_source = EventSource(
+                    self._store, self.kv_cache_groups, self._rules.hit_tokens, registry.hasher, hashes_as_bytes
+                )
                 registry.hasher.keep_token_ids = True
                 registry.hashes.clear()  # existing hashes have no tokens
             elif registry.event_source.hashes_as_bytes != hashes_as_bytes:

@@ -39,7 +39,7 @@ class BlockStored(Event):
     ``kv_cache_spec_sliding_window`` (tokens): its kind of attention. ``session_id``: the session of the request or row that
     cached the pages, None in the host tier; other sessions may hit them too. ``num_groups``: the manager's number of cache
     groups; None for one. ``lookahead_token_ids``: for each page the tokens behind it that its hash covers; None without a
-    `lookahead`, and where ``token_ids`` is empty.
+    `lookahead`, and where ``token_ids`` is empty. ``hit_tokens``: hits are multiples of this many tokens; None for one group.
     """
 
     block_hashes: Any
@@ -56,6 +56,7 @@ class BlockStored(Event):
     session_id: str | None = None
     num_groups: int | None = None
     lookahead_token_ids: list[list[int]] | None = None
+    hit_tokens: int | None = None
 
 
 class BlockRemoved(Event):

@@ -76,20 +76,27 @@ class Contexts:
 class EventSource:
     """Source of events, from the journal of a pool and its tier. ``contexts`` has the extra keys and sessions of its pages."""
 
-    def __init__(self, store: PageStore, groups: Sequence[CacheGroupSpec], hasher: PageHasher, hashes_as_bytes: bool) -> None:
-        """Start the journal of `store`. Raise ArgumentError if pages are held or cached already."""
+    def __init__(
+        self,
+        store: PageStore,
+        groups: Sequence[CacheGroupSpec],
+        hit_tokens: int,
+        hasher: PageHasher,
+        hashes_as_bytes: bool,
+    ) -> None:
+        """Start the journal of `store`. Hits are multiples of `hit_tokens` tokens. Raise ArgumentError if pages are held or
+        cached already.
+        """
         self.hashes_as_bytes = hashes_as_bytes
         self._journal = EntryJournal(store)
         self.contexts = Contexts(self._journal)
         self._store = store
         self._num_digest_bytes, self._lookahead = hasher.num_digest_bytes, hasher.lookahead
         self._num_words = hasher.num_digest_bytes // 8
-        no_session, num_groups = None, len(groups) if len(groups) > 1 else None
+        no_session, no_lookahead, has_groups = None, None, len(groups) > 1
+        of_all = no_session, len(groups) if has_groups else None, no_lookahead, hit_tokens if has_groups else None
         self._described = {
-            medium: [
-                (*_describe(group.kv_cache_spec, i, hasher.page_size, medium), no_session, num_groups)
-                for i, group in enumerate(groups)
-            ]
+            medium: [(*_describe(group.kv_cache_spec, i, hasher.page_size, medium), *of_all) for i, group in enumerate(groups)]
             for medium in (GPU, CPU)
         }
         self._lock = make_lock(self, "_lock", EVENTS)

@@ -84,6 +84,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
         hash_algo: str = "siphash128",
         hash_seed: int | str | None = None,
         num_groups: int | None = None,
+        use_eagle: bool = False,
         lookahead: int = 0,
         max_imbalance: float | None = None,
         max_age: float | None = None,
@@ -100,7 +101,12 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
         except (ImportError, AttributeError, ValueError) as error:
             raise ArgumentError(f"tokenize: got {shown(tokenize)}, allowed: 'module:function': {error}") from error
         self._index = PrefixIndex(
-            page_size, hash_algo=hash_algo, hash_seed=hash_seed, num_groups=num_groups, lookahead=lookahead
+            page_size,
+            hash_algo=hash_algo,
+            hash_seed=hash_seed,
+            num_groups=num_groups,
+            use_eagle=use_eagle,
+            lookahead=lookahead,
         )
         self._choice = PrefixRouter(
             self._index,

@@ -15,7 +15,7 @@ class StreamStats:
 
     ``is_complete``: whether, according to its batches, the index has everything the worker has cached. ``num_lost``: batches
     neither received nor replayed. ``num_bad``: refused batches. ``num_restarts``: replacements of the worker. ``num_replays``:
-    requests for batches.
+    requests for batches. ``num_skipped``: events in applied batches that the index left out, wholly or in part.
     """
 
     is_complete: bool = False
@@ -24,6 +24,7 @@ class StreamStats:
     num_bad: int = 0
     num_restarts: int = 0
     num_replays: int = 0
+    num_skipped: int = 0
 
 
 class WorkerStream:
@@ -49,12 +50,14 @@ class WorkerStream:
         self._expected: int | None = None  # the batch after it, once a replay was empty
         self._is_doubted = self._is_late = self._is_whole = self._has_replayed = False
         self._stats = StreamStats()
+        self._num_skipped_before = index.count_skipped(worker)
         self.wanted: int | None = 0 if has_replay else None
 
     @property
     def stats(self) -> StreamStats:
         """A copy of the counts."""
-        return replace(self._stats, is_complete=self._is_whole and self.wanted is None)
+        num_skipped = self._index.count_skipped(self._worker) - self._num_skipped_before
+        return replace(self._stats, is_complete=self._is_whole and self.wanted is None, num_skipped=num_skipped)
 
     def receive(self, number: int, payload: bytes) -> None:
         """Process a published batch. One that does not follow the last is not applied: it will be replayed."""

@@ -63,7 +63,8 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
     batches; pagepool sends a snapshot if it no longer has them. During a replay, up to `hwm` new batches wait in their socket.
     If a replay pauses for `replay_seconds`, it is requested again, at intervals that double up to a minute. A worker was
     replaced if its numbers restart, or if its last batch differs after a connection was lost or made: its entries are dropped.
-    The entries of a worker are also dropped when the index refuses one of its batches.
+    The entries of a worker are also dropped when the index refuses one of its batches; events that it only leaves out are
+    counted.
 
     A message of more than `max_message_bytes` closes its connection; libzmq then reconnects. In a forked process all calls
     raise ArgumentError, except `close`, which does nothing; the copy of the index stays usable.

@@ -81,8 +81,8 @@ class OracleIndex:
         return [self.find_worker(worker, hashes, medium) for worker in range(self.num_workers)]
 
     def find_worker(self, worker: int, hashes: list[int], medium: str | None) -> int:
-        """Try all lengths, the longest first. Nothing hits while a group is unknown."""
-        if len(self.specs) < (self.num_groups or max(self.specs, default=0) + 1):
+        """Try all lengths, the longest first. Nothing hits while one of the groups that events count is unknown."""
+        if len(self.specs) < (self.num_groups or 0):
             return 0
         pages = {group: self.list_pages(worker, group, hashes, medium) for group in self.specs}
         multiple = lcm(*(spec.block_size // self.page_size for spec in self.specs.values()))

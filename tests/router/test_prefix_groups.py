@@ -21,8 +21,9 @@ from pagepool import (
     RunningBatch,
     SlidingWindowSpec,
 )
+from pagepool.errors import ArgumentTypeError
 from pagepool.events import EventBatch, encode_batch
-from pagepool.router import PrefixIndex
+from pagepool.router import PrefixIndex, PrefixRouter, Route
 
 WINDOWS = {"a window": [40], "a window of a page": [16], "two windows": [100, 20], "no window": []}
 
@@ -96,3 +97,90 @@ def test_a_group_that_told_nothing_yet_hits_nothing(name: str, lookahead: int) -
                 asked = [prompt[0]] + [1] * num
                 expected = manager.probe(EngineRequest("p", asked)).num_hit_tokens
                 assert index.find_tokens(asked).tolist() == [expected], (seed, len(prompt), num)
+
+
+def full(page_size: int) -> FullAttentionSpec:
+    return FullAttentionSpec(page_size, **SHAPE)
+
+
+def window(page_size: int, size: int) -> SlidingWindowSpec:
+    return SlidingWindowSpec(page_size, **SHAPE, sliding_window=size)
+
+
+def state(**options: Any) -> MambaSpec:
+    return MambaSpec(4, ((2, 2),), "float16", **options)
+
+
+DRAFTED: dict[str, list[Any]] = {
+    "one group": [full(4)],
+    "two groups alike": [full(4), full(4)],
+    "three page sizes": [full(8), full(4), full(16)],
+    "a window": [full(4), window(4, 20)],
+    "a window alone": [window(4, 9)],
+    "a window of a token": [full(4), window(8, 1)],
+    "windows alike around others": [window(4, 9), full(4), window(4, 30), window(4, 9)],
+    "a window of large pages": [full(4), window(32, 40)],
+    "large pages and a window": [full(64), window(4, 9)],
+    "a state": [full(4), state(checkpoint_interval=16)],
+    "a state first": [state(checkpoint_interval=64), full(4)],
+    "a window and a state": [window(4, 9), state(checkpoint_interval=16), full(8)],
+    "states written at ends": [full(4), state(checkpoints="ends")],
+    "a state that is never kept": [full(4), state()],
+}
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_a_drafter_drops_the_same_pages(name: str) -> None:
+    """With eagle and no lookahead, in pools that evict, for prompts that share beginnings."""
+    specs, num_hits, num_drops = DRAFTED[name], 0, 0
+    for seed in range(scale(24)):
+        rng = Random(f"{name} {seed}")
+        windows = rng.choice(("all", "ends")) if name != "states written at ends" else "ends"
+        lookahead = rng.choice((0, 0, 0, 1))
+        options: Any = {"use_eagle": True, "lookahead": lookahead, "windows": windows, "hash_seed": "s"}
+        manager = CacheManager(rng.choice((130, 200)) * len(specs), [CacheGroupSpec(spec) for spec in specs], 512, **options)
+        manager.enable_events()
+        batch = RunningBatch(manager, MultiGroupPageTable(2, 512, 512, [spec.page_size for spec in specs]))
+        index = PrefixIndex(4, use_eagle=True, lookahead=lookahead, hash_seed="s")
+        plain = PrefixIndex(4, lookahead=lookahead, hash_seed="s")
+        for _ in range(10):
+            prompt = [rng.randrange(2)] + [1] * rng.choice((10, 31, 32, 63, 64, 100, 200))
+            prompt = prompt[: len(prompt) // rng.choice((1, 2))] + [5] * rng.choice((0, 16, 50))
+            if batch.admit(0, prompt, ends_at_checkpoint=True) is None:
+                continue
+            while batch.num_computed_tokens[0] < len(prompt):
+                batch.take_copies()
+                batch.take_writes()
+                batch.grow([0], min(rng.choice((16, 70, 800)), len(prompt) - int(batch.num_computed_tokens[0])))
+            batch.take_writes()
+            batch.release([0])
+            payload = encode_batch(EventBatch(1.0, manager.take_events()))
+            index.apply(0, payload)
+            plain.apply(0, payload)
+            for num in range(rng.randrange(1, 9), 210, 7):
+                asked = rng.choice(([prompt[0]] + [1] * num, (prompt + [1] * 200)[:num]))
+                expected = manager.probe(EngineRequest("p", asked)).num_hit_tokens
+                assert index.find_tokens(asked).tolist() == [expected], (seed, len(prompt), num)
+                num_hits += expected > 0
+                num_drops += plain.find_tokens(asked).tolist() != [expected]
+        index.check()
+        assert index.num_skipped == 0
+    assert (num_hits > 0 and num_drops > 0) or name == "a state that is never kept"
+
+
+def test_a_router_drops_pages_too() -> None:
+    manager = CacheManager(40, [CacheGroupSpec(full(4))], 64, use_eagle=True, hash_seed="s")
+    manager.enable_events()
+    request = EngineRequest("a", list(range(20)))
+    manager.allocate_slots(request, 20)
+    index = PrefixIndex(4, use_eagle=True, hash_seed="s")
+    index.apply(0, encode_batch(EventBatch(0.0, manager.take_events())))
+    assert PrefixRouter(index, range(2)).choose("b", list(range(20))) == Route(0, 12)
+    assert manager.probe(EngineRequest("b", list(range(20)))).num_hit_tokens == 12
+    assert index.find([]).tolist() == index.find_tokens(range(4)).tolist() == [0]
+
+
+@pytest.mark.parametrize("flag", ["no", 1, None, [True]])
+def test_use_eagle_is_a_flag(flag: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"^use_eagle: got .*, allowed: True or False$"):
+        PrefixIndex(4, use_eagle=flag)

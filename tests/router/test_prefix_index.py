@@ -83,6 +83,10 @@ def stored(hashes: list[Any], **fields: Any) -> dict[str, Any]:
     return {"type": "BlockStored", "block_hashes": hashes, "block_size": 16, **fields}
 
 
+def removed(hashes: list[Any], **fields: Any) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": hashes, **fields}
+
+
 def batch_of(*events: Any) -> bytes:
     return msgspec.msgpack.encode([0.0, events])
 
@@ -97,26 +101,6 @@ BAD = {
     "an int": b"\x01",
     "no events": msgspec.msgpack.encode([1.0]),
     "events are an int": msgspec.msgpack.encode([1.0, 5]),
-    "an unknown event": batch_of(["BlockMoved", [1]]),
-    "no type": batch_of({"block_hashes": [1]}),
-    "an empty event": batch_of([]),
-    "no hashes": batch_of(["BlockRemoved"]),
-    "no block size": batch_of({"type": "BlockStored", "block_hashes": [1]}),
-    "block size 0": batch_of(stored([1], block_size=0)),
-    "another block size": batch_of(stored([1], block_size=24)),
-    "two block sizes": batch_of(stored([1]), stored([2], block_size=32)),
-    "a block size that the group has not": batch_of(stored([1], block_size=32)),
-    "a group out of range": batch_of(stored([1], group_idx=64)),
-    "a negative group": batch_of(stored([1], group_idx=-1)),
-    "text as hash": batch_of(stored(["abc"])),
-    "a float as hash": batch_of(stored([1.5])),
-    "bytes of a short hash": batch_of(stored([b"1234567"])),
-    "None as hash": batch_of(stored([None])),
-    "a map as hashes": batch_of(stored({})),  # type: ignore[arg-type]
-    "a long medium": batch_of(stored([1], medium="x" * 33)),
-    "many media": batch_of(*(stored([1], medium=f"m{i}") for i in range(8))),
-    "a medium that is an int": batch_of(stored([1], medium=7)),
-    "names that are ints": msgspec.msgpack.encode([0.0, [{5: 6}]]),
     "bytes behind": batch_of() + b"\x00",
     "a long array": b"\x92\x00\xdd\xff\xff\xff\xff",
     "a long array of hashes": b"\x92\x00\x91\x92\xacBlockRemoved\xdd\xff\xff\xff\xff\x01",
@@ -131,13 +115,200 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_batches_change_nothing(name: str) -> None:
     index = PrefixIndex(16, max_worker_blocks=50)
-    index.apply(0, batch_of(stored([100, 101])))
+    index.apply(0, batch_of(stored([100, 101]), ["BlockMoved"]))
     before = index.stats(), index.media
     with pytest.raises(EventBatchError):
         index.apply(0, BAD[name])
     assert (index.stats(), index.media) == before
     assert index.find([100, 101]).tolist() == [32]
     index.check()
+
+
+GROUP = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+MISFITS: dict[str, Any] = {
+    "an unknown event": ["BlockMoved", [102]],
+    "an unknown event with names": {"type": "BlockMoved", "block_hashes": [102]},
+    "no type": {"block_hashes": [102]},
+    "an empty event": [],
+    "an empty map": {},
+    "an int as event": 5,
+    "text as event": "BlockStored",
+    "None as event": None,
+    "events within": [[["BlockStored"]]],
+    "an int as type": [7, [102]],
+    "names that are ints": {5: 6},
+    "no hashes": ["BlockRemoved"],
+    "None as hashes": stored(None),  # type: ignore[arg-type]
+    "a map as hashes": stored({}),  # type: ignore[arg-type]
+    "text as hash": stored(["abc"]),
+    "a float as hash": stored([1.5]),
+    "bytes of a short hash": stored([102, b"1234567"]),
+    "None as hash": stored([102, None]),
+    "no block size": {"type": "BlockStored", "block_hashes": [102]},
+    "block size 0": stored([102], block_size=0),
+    "block size 0 in another medium": stored([102], block_size=0, medium="CPU"),
+    "a negative block size": stored([102], block_size=-16),
+    "a huge block size": stored([102], block_size=1 << 62),
+    "a float as block size": stored([102], block_size=16.0),
+    "less than a page": stored([102], block_size=8),
+    "no multiple of a page": stored([102], block_size=24),
+    "a larger block": stored([102], block_size=32, **GROUP),
+    "larger blocks": stored([102, 103], block_size=64, **GROUP),
+    "a chunk of another cache": stored([102], block_size=256, medium="cpu"),
+    "chunks without a medium": stored([102, 103], block_size=256, medium=None),
+    "a window": stored([102], **GROUP | {"kv_cache_spec_kind": "sliding_window"}, kv_cache_spec_sliding_window=40),
+    "a state": stored([102], **GROUP | {"kv_cache_spec_kind": "mamba"}),
+    "an unknown kind": stored([102], **GROUP | {"kv_cache_spec_kind": "quantum"}),
+    "an unknown kind of another group": stored([102], group_idx=1, kv_cache_spec_kind="cross_attention"),
+    "a kind that is an int": stored([102], kv_cache_spec_kind=3),
+    "a group out of range": stored([102], group_idx=64),
+    "a negative group": stored([102], group_idx=-1),
+    "text as group": stored([102], group_idx="0"),
+    "a group beyond the number of groups": stored([102], group_idx=1, num_groups=1),
+    "too many groups": stored([102], num_groups=65),
+    "text as number of groups": stored([102], num_groups="2"),
+    "hits of half pages": stored([102], hit_tokens=24),
+    "a long medium": stored([102], medium="x" * 33),
+    "a medium that is an int": stored([102], medium=7),
+    "a medium that is a list": stored([102], medium=["GPU"]),
+}
+
+
+@pytest.mark.parametrize("form", ["alone", "between others", "in a map"])
+@pytest.mark.parametrize("name", MISFITS)
+def test_an_event_without_a_place_is_left_out_and_its_removal_too(name: str, form: str) -> None:
+    """Whatever else the worker has stays known, in the same batch and after it."""
+    event, index = MISFITS[name], PrefixIndex(16)
+    chain = list(range(101, 133))
+    index.apply(0, batch_of(stored(chain, medium="GPU", **GROUP)))
+    events = [stored([133], parent_block_hash=132, **GROUP), event] if form == "between others" else [event]
+    chain += [133] if form == "between others" else []
+    payload = batch_of(*events, stored([999], **GROUP))
+    index.apply(
+        0, msgspec.msgpack.encode({"ts": 0.0, "events": [*events, stored([999], **GROUP)]}) if form == "in a map" else payload
+    )
+    assert index.find(chain, "GPU").tolist() == index.find(chain).tolist() == [16 * len(chain)]
+    assert index.num_skipped == index.count_skipped(0) == index.stats()["num_skipped"] == 1
+    assert index.media == ("GPU",)
+    assert index.stats()["held"] == [len(chain) + 1]
+    if isinstance(event, dict) and event.get("type") == "BlockStored" and event.get("block_hashes"):
+        place = {key: event[key] for key in ("medium", "group_idx") if key in event}
+        index.apply(0, batch_of(removed(event["block_hashes"], **place)))
+        assert index.find(chain).tolist() == [16 * len(chain)]
+        assert index.count_skipped(0) == 2
+    index.apply(0, batch_of(removed([102], medium="GPU", group_idx=0)))
+    assert index.find(chain).tolist() == [16]
+    assert index.count_skipped(1) == index.count_skipped(65_535) == 0
+    index.check()
+
+
+def test_media_beyond_the_eighth_are_left_out() -> None:
+    index = PrefixIndex(16)
+    index.apply(0, batch_of(*(stored([1], medium=f"m{i}") for i in range(9)), stored([1, 2])))
+    assert (len(index.media), index.num_skipped) == (8, 2)
+    assert index.find([1, 2]).tolist() == index.find([1, 2], "GPU").tolist() == [32]
+    index.apply(0, batch_of(removed([1], medium="m8"), removed([1], medium="GPU")))
+    assert index.find([1, 2], "GPU").tolist() == [0]
+    assert index.find([1, 2], "m3").tolist() == [16]
+
+
+def test_removals_of_blocks_left_out() -> None:
+    """As many as were left out, before or after the block of that hash that has a place; none where batches were lost."""
+    chunk, block = stored([1], block_size=256), stored([1], **GROUP)
+    orders = [[block, chunk, chunk], [chunk, block, chunk], [chunk, chunk, block]]
+    for order in [*orders, [*orders[2], {"type": "AllBlocksCleared"}, *orders[0]]]:
+        index = PrefixIndex(16, max_worker_blocks=2)
+        index.apply(0, batch_of(stored([2], **GROUP)))
+        for event in order:
+            index.apply(0, batch_of(event))
+        for expected in (16, 16, 0):
+            assert index.find([1]).tolist() == [16]
+            index.apply(0, batch_of(removed([1], group_idx=0)))
+            assert index.find([1]).tolist() == [expected]
+        index.apply(0, batch_of(*order, removed([1])))
+        index.note_loss(0)
+        index.apply(0, batch_of(removed([1])))
+        assert index.find([1]).tolist() == [0]
+        index.apply(0, batch_of(chunk, block, removed([1])))
+        assert index.find([1]).tolist() == [0]
+        index.remove_worker(0)
+        index.apply(0, batch_of(chunk))
+        index.clear()
+        index.apply(0, batch_of(block, removed([1])))
+        assert index.find([1]).tolist() == [0]
+        index.check()
+
+
+def test_a_removal_concerns_its_worker_medium_and_group() -> None:
+    index = PrefixIndex(16)
+    places = [{"medium": medium, "group_idx": group} for medium in ("GPU", "CPU") for group in (0, 1)]
+    index.apply(0, batch_of(*(stored([1], **place) for place in places)))
+    index.apply(0, batch_of(*(stored([1], block_size=0, **place) for place in places)))
+    index.apply(1, batch_of(stored([1], block_size=0, group_idx=1)))
+    index.apply(1, batch_of(removed([1], group_idx=1)))
+    for place in places:
+        index.apply(0, batch_of(removed([1], **place)))
+        index.apply(0, batch_of(removed([1], medium="DISK"), removed([1], group_idx=5)))
+        assert index.stats()["held"][0] == 4
+    for i, place in enumerate(places):
+        index.apply(0, batch_of(removed([1], **place)))
+        assert index.stats()["held"][0] == 3 - i
+
+
+def test_blocks_left_out_take_little_memory() -> None:
+    """And none once they are removed, or the worker is."""
+    index = PrefixIndex(16)
+    index.apply(0, batch_of(stored([1], **GROUP)))
+    before = index.stats()["bytes"]
+    for first in range(0, 300_000, 30_000):
+        index.apply(0, batch_of(stored(list(range(first, first + 30_000)), block_size=0)))
+        assert index.stats()["bytes"] < before + 4_000_000
+    index.remove_worker(0)
+    assert index.stats()["bytes"] <= before
+    index.apply(0, batch_of(stored(list(range(30_000)), block_size=0), stored([1], **GROUP)))
+    index.apply(0, batch_of(removed(list(range(30_000)))))
+    assert index.stats()["bytes"] <= before + 8192
+    index.check()
+
+
+FIRST = {
+    "placeholders": stored([900], block_size=0),
+    "chunks": stored([900], block_size=256),
+    "several chunks": stored([900, 901], block_size=256, medium=None),
+    "chunks in another medium": stored([900, 901], block_size=256, medium="cpu", group_idx=0),
+    "an offloaded part": stored([900, 901], block_size=32, medium="CPU", **GROUP),
+    "a larger block": stored([900], block_size=256, **GROUP),
+    "another kind": stored([900], kv_cache_spec_kind="mamba", group_idx=0, medium="CPU"),
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_other_caches_may_report_first(name: str) -> None:
+    """The pool's own events decide what a block is."""
+    index, chain = PrefixIndex(16), list(range(101, 109))
+    index.apply(0, batch_of(FIRST[name]))
+    for _ in range(2):
+        index.apply(0, batch_of(stored(chain, medium="GPU", **GROUP)))
+        assert index.find(chain).tolist() == [128]
+        index.apply(0, batch_of(FIRST[name]))
+        assert index.find(chain).tolist() == [128]
+    index.check()
+
+
+def test_a_group_without_kinds_gets_its_kind_later() -> None:
+    index = PrefixIndex(16)
+    index.apply(0, batch_of(stored([2], group_idx=1), stored([1, 2])))
+    assert index.find([1, 2]).tolist() == [0]
+    index.apply(0, batch_of(stored([2], group_idx=1, kv_cache_spec_kind="mamba")))
+    assert index.find([1, 2]).tolist() == [32]
+
+
+def test_a_worker_of_another_model_is_left_out() -> None:
+    index = PrefixIndex(16)
+    index.apply(0, batch_of(stored([1, 2], **GROUP)))
+    index.apply(1, batch_of(stored([1, 2], block_size=32, **GROUP)))
+    assert index.find([1, 2]).tolist() == [32, 0]
+    assert (index.count_skipped(0), index.count_skipped(1)) == (0, 1)
 
 
 def test_cut_and_garbled_batches_do_no_harm() -> None:
@@ -222,10 +393,6 @@ def test_hypothesis_finds_no_payload_that_does_harm(payload: bytes) -> None:
     except EventBatchError:
         assert index.stats() == before
     index.check()
-
-
-def removed(hashes: list[Any], **fields: Any) -> dict[str, Any]:
-    return {"type": "BlockRemoved", "block_hashes": hashes, **fields}
 
 
 FORMS: dict[str, Any] = {"maps": lambda event: event, "arrays": as_array}
@@ -349,10 +516,10 @@ def test_blocks_that_come_and_go_in_a_batch_of_a_full_worker_take_no_memory() ->
     assert index.stats() == before
 
 
-def test_nothing_hits_while_a_group_is_unknown() -> None:
-    """Unless nobody said how many there are: then those that were told, and those before them, count."""
+def test_nothing_hits_while_a_counted_group_is_unknown() -> None:
+    """pagepool's events count the groups. A group that was never counted, and tells nothing, is never cached."""
     full, window = stored([1, 2]), stored([1, 2], group_idx=1, kv_cache_spec_sliding_window=20)
-    for index, told in ((PrefixIndex(16), {"num_groups": 2}), (PrefixIndex(16, num_groups=2), {})):
+    for index, told in ((PrefixIndex(16), {"num_groups": 2}), (PrefixIndex(16, num_groups=2), {"num_groups": 2})):
         for first, second in ((full, window), (window, full)):
             index.apply(0, batch_of(first | told))
             assert not index.find([1, 2]).any()
@@ -362,39 +529,45 @@ def test_nothing_hits_while_a_group_is_unknown() -> None:
             assert index.find([1, 2]).tolist() == [32, 0, 0, 0]
             index.clear()
             assert index.find([1, 2]).tolist() == [0, 0, 0, 0]
-    index = PrefixIndex(16)
-    index.apply(0, batch_of(full))
-    assert index.find([1, 2]).tolist() == [32]
-    index.clear()
-    index.apply(0, batch_of(window))
-    assert index.find([1, 2]).tolist() == [0]
-    index.apply(0, batch_of(full))
-    assert index.find([1, 2]).tolist() == [32]
+
+
+@pytest.mark.parametrize("num_groups", [None, 3])
+def test_a_group_that_is_never_cached_changes_no_answer(num_groups: int | None) -> None:
+    """One that sends its first event later counts from then on, for every worker."""
+    for silent in range(3):
+        index = PrefixIndex(16, num_groups=num_groups)
+        chain, others = [1, 2, 3, 4], [group for group in range(3) if group != silent]
+        kinds = {0: "full_attention", 1: "mamba", 2: "mla_attention"}
+        for worker in (0, 2):
+            index.apply(
+                worker, batch_of(*(stored(chain, group_idx=group, kv_cache_spec_kind=kinds[group]) for group in others))
+            )
+        assert index.find(chain).tolist() == [64, 0, 64]
+        index.apply(0, batch_of(removed([4], group_idx=silent)))
+        index.apply(0, batch_of(stored([1], group_idx=silent, block_size=0)))
+        assert index.find(chain).tolist() == [64, 0, 64]
+        index.apply(2, batch_of(stored([1, 2], group_idx=silent, kv_cache_spec_kind=kinds[silent])))
+        assert index.find(chain).tolist() == [0, 0, 32]
+        index.apply(2, batch_of(removed([1, 2], group_idx=silent)))
+        assert index.find(chain).tolist() == [0, 0, 0]
 
 
 def test_the_number_of_groups_may_change_while_nobody_has_blocks() -> None:
     index = PrefixIndex(16)
     index.apply(0, batch_of(stored([1], num_groups=3)))
-    for bad in (
-        stored([2], num_groups=2),
-        stored([2], group_idx=3),
-        stored([2], group_idx=3, num_groups=4),
-        stored([2], num_groups=65),
-        stored([2], num_groups=-1),
-        stored([2], num_groups="3"),
-    ):
-        with pytest.raises(EventBatchError):
-            index.apply(1, batch_of(bad))
+    for bad in (stored([2], num_groups=2), stored([2], group_idx=3), stored([2], group_idx=3, num_groups=4)):
+        index.apply(1, batch_of(bad))
+        assert index.stats()["held"] == [1, 0]
     index.apply(0, batch_of(removed([1])))
     index.apply(0, batch_of(stored([1])))
-    assert index.find([1]).tolist() == [0]  # still one of three
+    assert index.find([1]).tolist() == [0, 0]  # still one of three
     index.remove_worker(0)
-    with pytest.raises(EventBatchError):
-        index.apply(1, batch_of(stored([1], num_groups=1), stored([1], num_groups=2)))
-    index.apply(1, batch_of(stored([1], num_groups=1)))
-    assert index.find([1]).tolist() == [0, 16]
-    with pytest.raises(EventBatchError):
-        PrefixIndex(16, num_groups=1).apply(0, batch_of(stored([1], num_groups=2)))
+    index.apply(1, batch_of(stored([1], num_groups=1), stored([2], num_groups=2)))
+    assert index.find([1, 2]).tolist() == [0, 16]
+    assert (index.count_skipped(0), index.count_skipped(1)) == (0, 4)
+    index = PrefixIndex(16, num_groups=1)
+    index.apply(0, batch_of(stored([1], num_groups=2), stored([1], group_idx=1)))
+    assert index.stats()["held"] == [0]
     for num_groups in (0, 65, -1):
         with pytest.raises(ArgumentError, match="num_groups"):
             PrefixIndex(16, num_groups=num_groups)

@@ -34,13 +34,15 @@ cdef struct GainedBlock:      # current or earlier block of a worker
     uint32_t entry
 
 cdef struct Worker:
+    DuplicateTable *left_out  # copies of blocks that have no place, by `_left_out_key`; NULL: none
+    int64_t num_skipped       # events left out, wholly or in part
     int64_t num_bits
     int64_t num_duplicates    # bits with duplicates
     bint is_lossy             # batches were lost, so duplicates are not counted
+    bint is_incomplete        # `gained` was too short for all of them
     GainedBlock *gained       # [num_gained] blocks gained since it last had none
     Py_ssize_t num_gained
     Py_ssize_t capacity       # blocks for which `gained` has room
-    bint is_incomplete        # `gained` was too short for all of them
 
 cdef struct BlockTable:
     Space[MAX_EVENT_GROUPS] spaces
@@ -48,7 +50,8 @@ cdef struct BlockTable:
     Media media
     int32_t num_words         # words of workers
     int32_t num_workers       # highest number of a worker with a batch, plus 1
-    int32_t num_groups        # groups of the workers; 0: unknown
+    Told told                 # numbers in pagepool's events that concern all groups
+    int32_t page_size         # tokens per hash of a prompt
     Worker *workers           # [num_words * WORD]
     DuplicateTable duplicates
     uint64_t multiplier
@@ -235,6 +238,7 @@ cdef inline void remove_worker_blocks(BlockTable *table, int32_t worker) noexcep
     cdef GainedBlock block
     cdef uint32_t entry
     table.workers[worker].is_lossy = False
+    forget_left_out(&table.workers[worker])
     if table.workers[worker].num_bits == 0:
         return
     if not table.workers[worker].is_incomplete:
@@ -247,6 +251,18 @@ cdef inline void remove_worker_blocks(BlockTable *table, int32_t worker) noexcep
             if table.workers[worker].num_bits == 0:
                 return
             _clear_bits(table, space, entry, worker)
+
+
+cdef inline void free_left_out(DuplicateTable *left_out) noexcept nogil:
+    if left_out != NULL:
+        raw_free(left_out.slots)
+    raw_free(left_out)
+
+
+cdef inline void forget_left_out(Worker *worker) noexcept nogil:
+    """Forget the blocks of a worker that have no place."""
+    free_left_out(worker.left_out)
+    worker.left_out = NULL
 
 
 cdef inline void trim_table(BlockTable *table) noexcept nogil:
@@ -333,11 +349,11 @@ cdef inline bint add_medium(Media *media, Text name) noexcept nogil:
     return True
 
 
-cdef inline bint start_table(BlockTable *table, uint64_t multiplier) noexcept nogil:
+cdef inline bint start_table(BlockTable *table, int32_t page_size, uint64_t multiplier) noexcept nogil:
     """Make a zeroed table an empty one, with the GPU as its medium; return False if memory is short."""
     assert multiplier & 1
     table.multiplier = table.duplicates.multiplier = multiplier
-    table.media.num, table.num_words = 1, 1
+    table.page_size, table.media.num, table.num_words = page_size, 1, 1
     _set_strides(table)
     memcpy(table.media.items[0].name, b"GPU", 3)
     table.media.items[0].size = 3
@@ -348,11 +364,15 @@ cdef inline bint start_table(BlockTable *table, uint64_t multiplier) noexcept no
 cdef inline void take_blocks_out(BlockTable *table, BlockTable *taken) noexcept nogil:
     """Move all blocks and groups to `taken`, which the caller frees. Workers keep their numbers."""
     cdef int32_t worker
+    cdef int64_t num_skipped
     taken[0] = table[0]
     taken.workers = NULL
     for worker in range(table.num_words * WORD):
         raw_free(table.workers[worker].gained)
-    memset(table.workers, 0, table.num_words * WORD * sizeof(Worker))
+        forget_left_out(&table.workers[worker])
+        num_skipped = table.workers[worker].num_skipped
+        memset(&table.workers[worker], 0, sizeof(Worker))
+        table.workers[worker].num_skipped = num_skipped
     memset(table.spaces, 0, sizeof(table.spaces))
     _set_strides(table)
     table.num_spaces = 0
@@ -366,6 +386,7 @@ cdef inline void free_table(BlockTable *table) noexcept nogil:
         free_space(&table.spaces[g])
     for g in range(table.num_words * WORD if table.workers != NULL else 0):
         raw_free(table.workers[g].gained)
+        forget_left_out(&table.workers[g])
     raw_free(table.workers)
     raw_free(table.duplicates.slots)
 
@@ -392,6 +413,8 @@ cdef inline Py_ssize_t table_bytes(const BlockTable *table) noexcept nogil:
         num_bytes += table.spaces[i].num_slots * <Py_ssize_t>sizeof(BlockSlot)
     for i in range(table.num_words * WORD):
         num_bytes += sizeof(Worker) + table.workers[i].capacity * <Py_ssize_t>sizeof(GainedBlock)
+        if table.workers[i].left_out != NULL:
+            num_bytes += sizeof(DuplicateTable) + table.workers[i].left_out.num_slots * <Py_ssize_t>sizeof(Duplicate)
     return num_bytes + table.duplicates.num_slots * <Py_ssize_t>sizeof(Duplicate)
 
 

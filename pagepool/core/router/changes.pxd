@@ -1,6 +1,6 @@
 # Batches of events, applied to the index of a router.
 #
-# A batch is compared with the index, and its memory is reserved, before anything changes. If its events could exceed the blocks
+# A batch is compared with the index, and its memory is reserved, before anything changes. Events that do not fit are left out. If its events could exceed the blocks
 # that a worker may have, the net changes of the batch are computed and applied instead. Always:
 #
 # * Net changes have one `Change` for each block, group and medium in the batch, and a slot for each change.
@@ -9,7 +9,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memset
 
-from pagepool.core.router.block_table cimport *
+from pagepool.core.router.left_out cimport *
 
 cdef enum:
     MAX_BLOCKS = 1 << 30      # blocks of a group
@@ -29,43 +29,83 @@ cdef struct NetChanges:       # net changes of a batch; NULL: not computed
     uint64_t multiplier
 
 
-cdef inline const char *settle_groups(
-    const BlockTable *table, EventBatch *batch, Py_ssize_t page_size, int32_t num_groups
-) noexcept nogil:
-    """Compare the groups of a batch with each other and with the index; return the contradiction, or NULL.
-
-    Sets the batch's number of groups. `num_groups` is the number given to the index, or 0. Numbers and groups may change while
-    no worker has blocks.
+cdef inline int32_t _trust_of(const Event *event) noexcept nogil:
+    """Return how far an event is trusted to describe its group. Events of other caches beside the pool name no kind, or another
+    medium. On the device a block that no prompt fills comes alone, so several blocks have the size of their group.
     """
-    cdef Spec[MAX_EVENT_GROUPS] specs
+    cdef bint is_of_pool = is_on_device(event)
+    return 4 * event.has_kind + 2 * is_of_pool + (is_of_pool and event.num > 1)
+
+
+cdef inline bint _fits_group(GroupSpec *known, const Event *event, bint has_others) noexcept nogil:
+    """Whether the index has a place for a stored event in a group. Learn the spec of the group. `has_others` says that other
+    groups are known: only then have prompts blocks that they do not fill.
+    """
+    cdef int32_t size = event.spec.block_size, known_size = known.spec.block_size, trust = _trust_of(event)
+    cdef bint has_kinds = event.has_kind and known.has_kind
+    cdef bint is_alike = not has_kinds or (event.spec.is_state == known.spec.is_state and event.spec.window == known.spec.window)
+    cdef bint has_parts = has_kinds and is_alike and event.spec.window == 0
+    cdef bint is_larger = has_parts and size > known_size and known_size and size % known_size == 0
+    cdef bint is_more_trusted = trust > known.trust and (trust - trust % 2 > known.trust or has_others or size < known_size)
+    if known_size and is_alike and size == known_size:
+        if event.has_kind and not known.has_kind:
+            known.spec, known.has_kind = event.spec, True
+        known.trust = max(known.trust, trust)
+        return True
+    if has_parts and size < known_size and known_size % size == 0 and (event.num == 1 or trust <= known.trust):
+        known.has_tails = True
+        return True
+    if known_size and not is_more_trusted and not (is_larger and has_others and known.trust % 2 == 0):
+        return False
+    known.spec, known.has_kind, known.has_tails, known.trust = event.spec, event.has_kind, is_larger, trust
+    return True
+
+
+cdef inline bint _fits_model(
+    const EventBatch *batch, const Event *event, int32_t page_size, int32_t max_groups, int32_t num_known
+) noexcept nogil:
+    """Whether a stored event agrees with the numbers known for all groups. There are `num_known` groups up to the highest one."""
+    cdef int32_t num_groups = batch.told.num_groups or event.told.num_groups
+    cdef int32_t hit_tokens = batch.told.hit_tokens or event.told.hit_tokens
+    if event.spec.block_size % page_size or hit_tokens % page_size:
+        return False
+    if event.told.num_groups and (event.told.num_groups != num_groups or num_groups < num_known):
+        return False
+    if event.told.hit_tokens and event.told.hit_tokens != hit_tokens:
+        return False
+    return event.group < (num_groups or MAX_EVENT_GROUPS) and max(num_groups, event.group + 1) <= max_groups
+
+
+cdef inline void settle_groups(const BlockTable *table, EventBatch *batch, int32_t max_groups) noexcept nogil:
+    """Compare the groups of a batch with each other and with the index, leave out what contradicts them, and set the batch's
+    specs. They may change while no worker has blocks.
+    """
     cdef const Event *event
     cdef Py_ssize_t i
-    cdef int32_t highest = -1
-    memset(&specs, 0, sizeof(specs))
-    batch.num_groups = num_groups
+    cdef int32_t num_known = 0, num_specs = 0
+    cdef bint is_new
     for i in range(table.num_spaces):
         if table.spaces[i].num_blocks:
-            specs[i] = table.spaces[i].spec
-            batch.num_groups = table.num_groups
+            batch.specs[i], batch.told = table.spaces[i].known, table.told
+            num_known, num_specs = <int32_t>i + 1, num_specs + 1
     for i in range(batch.num_events):
         event = &batch.events[i]
         if event.kind != STORED:
             continue
-        if event.num_groups and batch.num_groups and event.num_groups != batch.num_groups:
-            return "num_groups differs from that which the index has"
-        batch.num_groups = max(batch.num_groups, event.num_groups)
-        if batch.num_groups and event.group >= batch.num_groups:
-            return "group_idx is not below num_groups"
-        if event.spec.block_size % page_size:
-            return "block_size is not a multiple of the page size of the index"
-        if specs[event.group].block_size == 0:
-            specs[event.group] = event.spec
-        if memcmp(&specs[event.group], &event.spec, sizeof(Spec)):
-            return "block_size, kind or window differ from those that the group has"
-        highest = max(highest, event.group)
-    if batch.num_groups == 0 and highest < table.num_groups:
-        batch.num_groups = table.num_groups
-    return NULL
+        if not _fits_model(batch, event, table.page_size, max_groups, num_known):
+            leave_out(batch, i)
+            continue
+        is_new = batch.specs[event.group].spec.block_size == 0
+        if not _fits_group(&batch.specs[event.group], event, num_specs > (not is_new)):
+            leave_out(batch, i)
+            continue
+        num_known, num_specs = max(num_known, event.group + 1), num_specs + is_new
+        batch.told = Told(
+            num_groups=batch.told.num_groups or event.told.num_groups,
+            hit_tokens=batch.told.hit_tokens or event.told.hit_tokens,
+        )
+    if batch.told.num_groups == 0 and num_known <= table.told.num_groups:
+        batch.told = table.told
 
 
 cdef inline Py_ssize_t _count_unknown(
@@ -90,9 +130,9 @@ cdef inline Py_ssize_t _count_unknown(
     return num
 
 
-cdef inline bint _settle_media(const BlockTable *table, EventBatch *batch, Media *media) noexcept nogil:
-    """Find the media of the index and the batch, and the medium of each event; return False if there are too many, or a name is
-    too long. Names are copied now, because another thread may change the payload later.
+cdef inline void _settle_media(const BlockTable *table, EventBatch *batch, Media *media) noexcept nogil:
+    """Find the media of the index and the batch, and the medium of each event. Leave out events for which there are too many,
+    or the name is too long. Names are copied now, because another thread may change the payload later.
     """
     cdef Event *event
     cdef Py_ssize_t i
@@ -102,12 +142,10 @@ cdef inline bint _settle_media(const BlockTable *table, EventBatch *batch, Media
         event.plane = find_medium(media, event.medium)
         if event.plane < media.num:
             continue
+        if event.kind == STORED and not add_medium(media, event.medium):
+            leave_out(batch, i)
         if event.kind != STORED:
             event.plane = -1
-            continue
-        if not add_medium(media, event.medium):
-            return False
-    return True
 
 
 cdef inline const char *_reserve_changes(
@@ -173,6 +211,8 @@ cdef inline bint _compute_changes(
         return False
     for i in range(batch.num_void, batch.num_events):
         event = &batch.events[i]
+        if event.kind == LEFT_OUT:
+            continue
         space = &table.spaces[event.group]
         for j in range(event.first, event.first + event.num if event.plane >= 0 else event.first):
             slot = _find_change(net, event, batch.hashes[j])
@@ -212,16 +252,18 @@ cdef inline void _apply_changes(
     cdef uint32_t parent
     if batch.is_cleared:
         remove_worker_blocks(table, worker)
-    table.num_groups = batch.num_groups
+    table.told = batch.told
     for i in range(net.num):
         change = &net.items[i]
         if change.num_before:
             set_copies(table, &table.spaces[change.group], change.block_hash, 0, change.plane, worker, change.num)
     for i in range(batch.num_events):
         event = &batch.events[i]
+        if event.kind == LEFT_OUT:
+            continue
         space = &table.spaces[event.group]
         if event.kind == STORED:
-            space.spec, space.is_known = event.spec, True
+            space.known = batch.specs[event.group]
             table.num_spaces = max(table.num_spaces, event.group + 1)
         if i < batch.num_void:
             continue
@@ -255,10 +297,12 @@ cdef inline const char *apply_events(BlockTable *table, EventBatch *batch, int32
     cdef const char *error = NULL
     cdef NetChanges net
     cdef Media media
+    cdef DuplicateTable *left_out
     cdef int64_t num_held = table.workers[worker].num_bits if worker < table.num_workers and not batch.is_cleared else 0
     memset(&net, 0, sizeof(net))
-    if not _settle_media(table, batch, &media):
-        return "too many media, or a long name of one"
+    _settle_media(table, batch, &media)
+    if not settle_left_out(table, batch, worker, &left_out):
+        return NO_MEMORY
     if num_held + batch.num_stored > max_blocks:
         if not _compute_changes(table, batch, worker, &net):
             error = NO_MEMORY
@@ -270,6 +314,10 @@ cdef inline const char *apply_events(BlockTable *table, EventBatch *batch, int32
         _apply_changes(table, batch, worker, &net)
         table.num_workers = max(table.num_workers, worker + 1)
         trim_table(table)
+        forget_left_out(&table.workers[worker])
+        table.workers[worker].left_out, left_out = left_out, NULL
+        table.workers[worker].num_skipped += batch.num_skipped
+    free_left_out(left_out)
     raw_free(net.items)
     raw_free(net.slots)
     return error

@@ -2,7 +2,8 @@
 #
 # A batch is ``[ts, events, rank]`` or a map with these names. An event is a map with ``type``, or an array that begins with it.
 # Payloads are not trusted: each length is compared with the remaining bytes before memory is reserved, there is no recursion,
-# and each step consumes a byte. Always:
+# and each step consumes a byte. An event that is valid msgpack never fails the batch: if its fields are not what the index
+# needs, the event is left out. Always:
 #
 # * A `Reader` is at or before its end. After an error its values are meaningless, and callers stop.
 # * The hashes of an event lie within those of its batch. Events before `num_void` are void.
@@ -21,6 +22,7 @@ cdef enum EventKind:
     STORED
     REMOVED
     CLEARED
+    LEFT_OUT                  # stored, but the index has no place for it
 
 cdef enum Field:
     TYPE
@@ -33,6 +35,7 @@ cdef enum Field:
     SPEC_KIND
     WINDOW
     NUM_GROUPS
+    HIT_TOKENS
     EVENTS
     OTHER
 
@@ -50,11 +53,24 @@ cdef struct Spec:             # properties of a cache group, from a stored event
     int32_t window            # tokens; 0: none
     bint is_state
 
+cdef struct GroupSpec:        # description of a group by events
+    Spec spec                 # block_size 0: unknown
+    bint has_kind             # whether an event said the kind
+    bint has_tails            # whether there are shorter blocks: each is the part of a block that a prompt fills
+    int32_t trust             # in these events: see `_trust_of`
+
+cdef struct Told:             # numbers in pagepool's events that concern all groups; 0: unknown
+    int32_t num_groups
+    int32_t hit_tokens        # hits are multiples of this many tokens
+
 cdef struct Event:
     EventKind kind
     int32_t group
-    int32_t num_groups        # groups of the worker; 0: unknown
+    Told told
     Spec spec
+    bint has_kind             # whether the event says the kind of its group
+    bint is_misfit            # a field has a value that the index cannot use
+    bint is_nowhere           # its group or medium cannot be read
     Text medium
     int32_t plane             # number of the medium in the index, set when the batch is applied; -1: none
     Py_ssize_t first          # index of the first hash in the batch
@@ -72,8 +88,10 @@ cdef struct EventBatch:
     Py_ssize_t hash_capacity
     Py_ssize_t num_stored     # hashes of stored events
     bint is_cleared
-    int32_t num_groups        # groups of the workers, set by `settle_groups`
+    Told told                 # set by `settle_groups`, as are the specs
+    GroupSpec[MAX_EVENT_GROUPS] specs
     Py_ssize_t num_void       # leading events that a later one clears; only their groups count
+    int64_t num_skipped       # events left out, wholly or in part
 
 cdef extern from *:
     """
@@ -225,15 +243,6 @@ cdef inline uint64_t _read_int(Reader *reader) noexcept nogil:
     return 0
 
 
-cdef inline int32_t _read_size(Reader *reader, int32_t highest) noexcept nogil:
-    """Read an int from 0 to `highest`."""
-    cdef uint64_t number = _read_int(reader)
-    if number > <uint64_t>highest:
-        _fail(reader, "an int is out of range")
-        return 0
-    return <int32_t>number
-
-
 cdef inline Text _read_text(Reader *reader) noexcept nogil:
     """Read a string or bytes; return empty text after an error."""
     cdef uint8_t first = _read_byte(reader)
@@ -260,6 +269,26 @@ cdef inline bint _is_int(const Reader *reader) noexcept nogil:
         return True
     first = reader.at[0]
     return first < 0x80 or first >= 0xe0 or 0xcc <= first <= 0xd3
+
+
+cdef inline int32_t _read_size(Reader *reader, int32_t highest) noexcept nogil:
+    """Read an int from 0 to `highest`; return -1 for any other value."""
+    cdef uint64_t number = 0
+    if _is_int(reader):
+        number = _read_int(reader)
+    else:
+        _skip_values(reader, 1)
+        return -1
+    return <int32_t>number if number <= <uint64_t>highest else -1
+
+
+cdef inline bint _is_string(const Reader *reader) noexcept nogil:
+    """Whether a string or bytes follow."""
+    cdef uint8_t first
+    if reader.at == reader.end:
+        return False
+    first = reader.at[0]
+    return 0xa0 <= first < 0xc0 or 0xd9 <= first <= 0xdb or 0xc4 <= first <= 0xc6
 
 
 cdef inline uint64_t _read_hash(Reader *reader) noexcept nogil:
@@ -303,6 +332,8 @@ cdef inline Field _field_of(Text name) noexcept nogil:
         return WINDOW
     if _is_text(name, "num_groups", 10):
         return NUM_GROUPS
+    if _is_text(name, "hit_tokens", 10):
+        return HIT_TOKENS
     if _is_text(name, "events", 6):
         return EVENTS
     return OTHER
@@ -328,7 +359,6 @@ cdef inline EventKind _read_kind(Reader *reader) noexcept nogil:
             return REMOVED
         if _is_text(name, "AllBlocksCleared", 16):
             return CLEARED
-        _fail(reader, "got another event, allowed: BlockStored, BlockRemoved or AllBlocksCleared")
     return NO_EVENT
 
 
@@ -346,8 +376,24 @@ cdef inline void _read_hashes(Reader *reader, EventBatch *batch, Event *event) n
     assert batch.num_hashes <= batch.hash_capacity
 
 
+cdef inline void _read_spec_kind(Text name, Event *event) noexcept nogil:
+    """Take the kind of a group's attention. Chunks count as full attention, because no event has their size."""
+    event.has_kind = True
+    event.spec.is_state = _is_text(name, "mamba", 5)
+    if event.spec.is_state or _is_text(name, "sliding_window", 14) or _is_text(name, "sliding_window_mla", 18):
+        return
+    if _is_text(name, "full_attention", 14) or _is_text(name, "mla_attention", 13):
+        return
+    if _is_text(name, "sink_full_attention", 19) or _is_text(name, "chunked_local_attention", 23):
+        return
+    event.has_kind = False
+    event.is_misfit |= name.size > 0
+
+
 cdef inline void _read_field(Reader *reader, EventBatch *batch, Event *event, Field field) noexcept nogil:
-    """Read a field of an event. None leaves the field unchanged."""
+    """Read a field of an event. None leaves the field unchanged, and so do most fields with a value of another type.
+    """
+    cdef int32_t size
     if field == TYPE:
         event.kind = _read_kind(reader)
     elif field in (OTHER, EVENTS):
@@ -359,37 +405,57 @@ cdef inline void _read_field(Reader *reader, EventBatch *batch, Event *event, Fi
     elif field == HASHES:
         _read_hashes(reader, batch, event)
     elif field == PARENT:
-        event.parent, event.has_parent = _read_hash(reader), True
-    elif field == BLOCK_SIZE:
-        event.spec.block_size = _read_size(reader, MAX_BLOCK_SIZE)
-    elif field == MEDIUM:
-        event.medium = _read_text(reader)
-    elif field == GROUP:
-        event.group = _read_size(reader, MAX_EVENT_GROUPS - 1)
-    elif field == NUM_GROUPS:
-        event.num_groups = _read_size(reader, MAX_EVENT_GROUPS)
-    elif field == SPEC_KIND:
-        event.spec.is_state = _is_text(_read_text(reader), "mamba", 5)
+        event.has_parent = _is_int(reader) or _is_string(reader)
+        if event.has_parent:
+            event.parent = _read_hash(reader)
+        else:
+            _skip_values(reader, 1)
+    elif field == MEDIUM or field == SPEC_KIND:
+        if not _is_string(reader):
+            event.is_nowhere |= field == MEDIUM
+            event.is_misfit = True
+            _skip_values(reader, 1)
+        elif field == MEDIUM:
+            event.medium = _read_text(reader)
+        else:
+            _read_spec_kind(_read_text(reader), event)
     else:
-        event.spec.window = _read_size(reader, MAX_BLOCK_SIZE)
+        size = _read_size(reader, MAX_EVENT_GROUPS - (field == GROUP) if field in (GROUP, NUM_GROUPS) else MAX_BLOCK_SIZE)
+        event.is_misfit |= size < 0
+        event.is_nowhere |= size < 0 and field == GROUP
+        _take_size(event, field, max(size, <int32_t>0))
 
 
-cdef inline void _add_event(Reader *reader, EventBatch *batch, const Event *event) noexcept nogil:
+cdef inline void _take_size(Event *event, Field field, int32_t size) noexcept nogil:
+    if field == BLOCK_SIZE:
+        event.spec.block_size = size
+    elif field == GROUP:
+        event.group = size
+    elif field == NUM_GROUPS:
+        event.told.num_groups = size
+    elif field == HIT_TOKENS:
+        event.told.hit_tokens = size
+    else:
+        event.spec.window = size
+
+
+cdef inline void _add_event(Reader *reader, EventBatch *batch, Event *event) noexcept nogil:
     """Add an event to the batch. An event that clears everything makes the events before it void."""
     if event.kind == CLEARED:
         batch.num_hashes = batch.num_stored = 0
         batch.num_void, batch.is_cleared = batch.num_events, True
         assert batch.num_void <= batch.capacity
         return
-    if event.kind == NO_EVENT or not event.has_hashes:
-        _fail(reader, "an event has no type, or no block_hashes")
-    elif event.kind == STORED and event.spec.block_size == 0:
-        _fail(reader, "an event has no block_size")
+    if event.kind == STORED and (event.is_misfit or event.spec.block_size == 0):
+        event.kind = LEFT_OUT
+    if event.kind == NO_EVENT or event.is_nowhere or not event.has_hashes:
+        batch.num_skipped += 1
     elif not reserve_items(<void **>&batch.events, &batch.capacity, batch.num_events + 1, sizeof(Event)):
         _fail(reader, NO_MEMORY)
     else:
         batch.events[batch.num_events] = event[0]
         batch.num_events += 1
+        batch.num_skipped += event.kind == LEFT_OUT
         batch.num_stored += event.num if event.kind == STORED else 0
         assert 0 <= event.first <= event.first + event.num <= batch.num_hashes
         assert batch.num_void < batch.num_events <= batch.capacity
@@ -397,18 +463,31 @@ cdef inline void _add_event(Reader *reader, EventBatch *batch, const Event *even
         assert event.kind != STORED or 0 < event.spec.block_size <= MAX_BLOCK_SIZE
 
 
-cdef inline void _read_event(Reader *reader, EventBatch *batch) noexcept nogil:
-    cdef Event event
+cdef inline bint is_on_device(const Event *event) noexcept nogil:
+    """Whether blocks are in the memory of the GPU, where they also are without a medium."""
+    return event.medium.at == NULL or _is_text(event.medium, "GPU", 3)
+
+
+cdef inline void leave_out(EventBatch *batch, Py_ssize_t i) noexcept nogil:
+    """Leave out a stored event."""
+    cdef Event *event = &batch.events[i]
+    assert event.kind == STORED
+    event.kind = LEFT_OUT
+    batch.num_stored -= event.num if i >= batch.num_void else 0
+    batch.num_skipped += 1
+    assert batch.num_stored >= 0
+
+
+cdef inline void _read_fields(Reader *reader, EventBatch *batch, Event *event) noexcept nogil:
     cdef Py_ssize_t i, num, _
     cdef Text name
-    memset(&event, 0, sizeof(Event))
     if _is_map(reader):
         num = _read_map(reader)
         for _ in range(num):
             name = _read_text(reader)
             if rare(reader.error != NULL):
                 return
-            _read_field(reader, batch, &event, _field_of(name))
+            _read_field(reader, batch, event, _field_of(name))
     else:
         num = _read_array(reader)
         if num:
@@ -416,9 +495,23 @@ cdef inline void _read_event(Reader *reader, EventBatch *batch) noexcept nogil:
         for i in range(num - 1):
             if rare(reader.error != NULL):
                 return
-            _read_field(reader, batch, &event, _field_at(event.kind, i))
+            _read_field(reader, batch, event, _field_at(event.kind, i))
+
+
+cdef inline void _read_event(Reader *reader, EventBatch *batch) noexcept nogil:
+    """Read an event. One that is none of ours is skipped like any value of msgpack, which fails only if its bytes are broken."""
+    cdef Event event
+    cdef const uint8_t *start = reader.at
+    cdef Py_ssize_t num_hashes = batch.num_hashes
+    memset(&event, 0, sizeof(Event))
+    _read_fields(reader, batch, &event)
     if reader.error == NULL:
         _add_event(reader, batch, &event)
+    elif reader.error != NO_MEMORY:
+        reader.at, reader.error = start, NULL
+        _skip_values(reader, 1)
+        batch.num_hashes = num_hashes
+        batch.num_skipped += 1
 
 
 cdef inline void _read_events(Reader *reader, EventBatch *batch) noexcept nogil:

@@ -80,16 +80,19 @@ cdef class PrefixTable:
     cdef BlockTable table
     cdef readonly Py_ssize_t page_size
     cdef readonly Py_ssize_t max_worker_blocks
-    cdef int32_t num_groups   # argument of the index; 0: not given
+    cdef int32_t max_groups   # argument `num_groups`, or the limit
+    cdef bint use_eagle
     cdef tuple locks
 
-    def __cinit__(self, page_size, *, max_worker_blocks=1 << 24, num_groups=None, **_):
+    def __cinit__(self, page_size, *, max_worker_blocks=1 << 24, num_groups=None, use_eagle=False, lookahead=0, **_):
         self.page_size = size_of(page_size, "page_size", 1, MAX_TOKENS)
         self.max_worker_blocks = size_of(max_worker_blocks, "max_worker_blocks", 1, MAX_BLOCKS)
-        self.num_groups = 0 if num_groups is None else <int32_t>size_of(num_groups, "num_groups", 1, MAX_EVENT_GROUPS)
-        self.table.num_groups = self.num_groups
+        self.max_groups = <int32_t>size_of(MAX_EVENT_GROUPS if num_groups is None else num_groups, "num_groups", 1, MAX_EVENT_GROUPS)
+        if not isinstance(use_eagle, (bool, np.bool_)):
+            raise ArgumentTypeError(f"use_eagle: got {type(use_eagle).__name__}, allowed: True or False")
+        self.use_eagle = use_eagle and not lookahead
         self.locks = tuple([ReaderLock() for _ in range(NUM_LOCKS)])
-        if not start_table(&self.table, <uint64_t>int.from_bytes(os.urandom(8), "little") | 1):
+        if not start_table(&self.table, <int32_t>self.page_size, <uint64_t>int.from_bytes(os.urandom(8), "little") | 1):
             raise MemoryError("a prefix index")
 
     def __dealloc__(self):
@@ -111,9 +114,10 @@ cdef class PrefixTable:
     def apply(self, worker, payload) -> bool:
         """Apply an encoded batch of events of a worker. Return whether it has `AllBlocksCleared`, and so is complete in itself.
 
-        `worker` is an int from 0 on, `payload` is bytes or another buffer. Raise EventBatchError, with nothing changed, if the
-        batch is malformed, contradicts the groups of the index, or exceeds a limit. O(bytes); `AllBlocksCleared` costs at most
-        a constant for each block stored before it.
+        `worker` is an int from 0 on, `payload` is bytes or another buffer. Events that the index cannot place are left out and
+        counted. Raise EventBatchError, with nothing changed, if the bytes are not msgpack or not a batch, or if the worker
+        would have more than `max_worker_blocks`. O(bytes); `AllBlocksCleared` costs at most a constant for each block stored
+        before it.
         """
         cdef int32_t number = <int32_t>size_of(worker, "worker", 0, MAX_WORKERS - 1)
         cdef Py_buffer view
@@ -142,12 +146,11 @@ cdef class PrefixTable:
         cdef const char *error
         cdef void *thread
         self.begin_write()
-        error = settle_groups(&self.table, batch, self.page_size, self.num_groups)
-        if error == NULL:
-            thread = let_others_run(batch.num_hashes)
-            error = apply_events(&self.table, batch, worker, self.max_worker_blocks)
-            go_on(thread)
-            assert error != NULL or self.table.workers[worker].num_bits <= self.max_worker_blocks
+        settle_groups(&self.table, batch, self.max_groups)
+        thread = let_others_run(batch.num_hashes)
+        error = apply_events(&self.table, batch, worker, self.max_worker_blocks)
+        go_on(thread)
+        assert error != NULL or self.table.workers[worker].num_bits <= self.max_worker_blocks
         self.end_write()
         return error
 
@@ -167,12 +170,13 @@ cdef class PrefixTable:
         text = None if medium is None else medium_of(medium)
         PyObject_GetBuffer(as_hashes(hashes), &view, PyBUF_SIMPLE)
         search.hashes = <const uint64_t *>view.buf
+        search.use_eagle = self.use_eagle
         search.num_hashes = min(view.len // <Py_ssize_t>sizeof(uint64_t), MAX_TOKENS // self.page_size)
         lock[0].acquire()
         search.planes = <uint32_t>-1 if text is None else self.plane_of(text)
         num_workers = self.table.num_workers
         thread = let_others_run(search.num_hashes * self.table.num_words // HASHES_OF_A_PAGE)
-        has_room = search_prefix(&self.table, &search, self.page_size)
+        has_room = search_prefix(&self.table, &search)
         go_on(thread)
         lock[0].release()
         PyBuffer_Release(&view)
@@ -197,6 +201,7 @@ cdef class PrefixTable:
         self.begin_write()
         if number < self.table.num_workers:
             self.table.workers[number].is_lossy = True
+            forget_left_out(&self.table.workers[number])
         self.end_write()
 
     def remove_worker(self, worker) -> None:
@@ -212,7 +217,7 @@ cdef class PrefixTable:
         cdef BlockTable forgotten
         self.begin_write()
         take_blocks_out(&self.table, &forgotten)
-        self.table.num_groups = self.num_groups
+        self.table.told = Told(num_groups=0, hit_tokens=0)
         self.end_write()
         free_table(&forgotten)
 
@@ -244,6 +249,21 @@ cdef class PrefixTable:
         return self.table.num_workers
 
     @property
+    def num_skipped(self) -> int:
+        """Events that were left out, wholly or in part, since the index was made."""
+        cdef int32_t i
+        return sum([self.count_skipped(i) for i in range(self.table.num_workers)])
+
+    def count_skipped(self, worker) -> int:
+        """Return how many events of a worker were left out, wholly or in part, since the index was made. O(1)."""
+        cdef int32_t number = <int32_t>size_of(worker, "worker", 0, MAX_WORKERS - 1)
+        cdef int64_t num
+        self.begin_write()
+        num = self.table.workers[number].num_skipped if number < self.table.num_workers else 0
+        self.end_write()
+        return num
+
+    @property
     def media(self) -> tuple:
         """Names of the media in events, ``"GPU"`` first."""
         cdef Media media
@@ -254,14 +274,17 @@ cdef class PrefixTable:
         return tuple([media.items[i].name[:media.items[i].size].decode(errors="surrogateescape") for i in range(media.num)])
 
     def stats(self) -> dict:
-        """Return ``blocks`` (entries of all groups), ``held`` (a list of the blocks of each worker) and ``bytes`` of memory."""
+        """Return ``blocks`` (entries of all groups), ``held`` (a list of the blocks of each worker), ``bytes`` of memory, and
+        ``num_skipped``.
+        """
         cdef Py_ssize_t i, num_bytes, num_blocks = 0
         self.begin_write()
         num_bytes = table_bytes(&self.table)
         for i in range(self.table.num_spaces):
             num_blocks += self.table.spaces[i].num_blocks
         self.end_write()
-        return {"blocks": num_blocks, "held": [self.num_held(i) for i in range(self.table.num_workers)], "bytes": num_bytes}
+        held = [self.num_held(i) for i in range(self.table.num_workers)]
+        return {"blocks": num_blocks, "held": held, "bytes": num_bytes, "num_skipped": self.num_skipped}
 
     cdef int64_t num_held(self, int32_t worker) noexcept:
         """Count the blocks of a worker below `num_workers`."""

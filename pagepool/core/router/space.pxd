@@ -36,8 +36,7 @@ cdef struct Space:
     uint32_t num_entries      # entry 0 included
     uint32_t num_slots
     uint32_t num_blocks
-    Spec spec
-    bint is_known             # whether a stored event has set `spec`
+    GroupSpec known           # block_size 0: no event has stored a block
     int32_t stride            # words of an entry
     uint64_t multiplier       # odd, and secret: nobody can choose colliding hashes
 
