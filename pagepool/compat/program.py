@@ -9,7 +9,17 @@ from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from types import ModuleType, TracebackType
 from typing import Any
 
-__all__ = ["run_module", "run_path"]
+__all__ = ["in_a_line", "run_module", "run_path"]
+
+
+def in_a_line(error: Exception) -> str:
+    """Return the type of an error and the first line of its message, for a program that ends with it.
+
+    >>> in_a_line(ValueError("too short: give two\\nsecond line"))
+    'ValueError: too short: give two'
+    """
+    lines = str(error).splitlines()
+    return ": ".join((type(error).__name__, *lines[:1]))
 
 
 def run_path(path: str, arguments: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import count
 from random import Random
@@ -16,6 +17,7 @@ from random_hints import make_fields
 from settings import NUM_OPERATIONS
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import Request, RequestStatus
 from vllm_engine import BLOCK_SIZE, make_hasher, make_manager
@@ -199,6 +201,88 @@ def test_an_aborted_request_says_nothing_and_a_preempted_one_comes_back() -> Non
     engine.end(request, RequestStatus.RUNNING)
     assert engine.queue.store.expectations[0][1:3] == [4, 0]
     assert engine.queue.num_turns == 0
+
+
+STREAM_ENDS = ["input", "input, freed later", "abort", "abort in an answer", "more input, abort"]
+
+
+@pytest.mark.parametrize("end", STREAM_ENDS)
+def test_a_streaming_request_ends_without_further_input(end: str) -> None:
+    """vLLM ends it as it does an aborted one, which says nothing."""
+    engine = Engine()
+    scheduler: Any = object.__new__(Scheduler)
+    request = engine.start(1, 8, session_id="s1", pagepool_close=1, resumable=True)
+    request.streaming_queue = deque()
+    scheduler.requests, scheduler.kv_cache_manager = {request.request_id: request}, engine.manager
+    scheduler.num_waiting_for_streaming_input = 1
+    later: list[Any] = []
+
+    def finish(request_id: str, status: Any) -> None:
+        assert (request_id, status) == (request.request_id, RequestStatus.FINISHED_ABORTED)
+        if "later" in end:
+            later.append(lambda: engine.end(request, status))
+        else:
+            engine.end(request, status)
+
+    scheduler.finish_requests = finish
+    has_more = end in ("abort in an answer", "more input, abort")
+    request.status = RequestStatus.RUNNING if has_more else RequestStatus.WAITING_FOR_STREAMING_REQ
+    if end != "abort":
+        sampling = SamplingParams(max_tokens=9)
+        more = Request(request.request_id, [0], sampling, None, resumable=end == "more input, abort")
+        scheduler.add_request(more)
+        assert len(request.streaming_queue) == has_more
+    if end.startswith("input"):
+        for call in later:
+            call()
+        assert engine.count_expected() == 8
+    else:
+        finish(request.request_id, RequestStatus.FINISHED_ABORTED)
+        assert engine.count_expected() == 0
+    assert engine.queue.num_turns == 0
+    engine.run(2, 8, session_id="s2")
+    expected = engine.count_expected()
+    engine.end(engine.start(3, 4, session_id="s3", pagepool_close=1, resumable=True), RequestStatus.FINISHED_ABORTED)
+    assert engine.count_expected() == expected
+
+
+def test_streams_and_other_requests_are_added_as_without() -> None:
+    """Also where nobody listens."""
+    scheduler: Any = object.__new__(Scheduler)
+    scheduler.requests, scheduler.num_waiting_for_streaming_input = {}, 0
+    scheduler.kv_cache_manager = make_manager(NUM_BLOCKS, 4096, enable_caching=False)
+    scheduler.spec_decode_metrics_level, scheduler.connector, scheduler.log_stats = "none", None, False
+    added: list[Any] = []
+    scheduler._enqueue_waiting_request = added.append
+    ended: list[Any] = []
+    scheduler.finish_requests = lambda *arguments: ended.append(arguments)
+    for is_resumable in (True, False):
+        request = Request(f"r{is_resumable}", [1], SamplingParams(max_tokens=9), None, resumable=is_resumable)
+        scheduler.add_request(request)
+        assert added[-1] is request is scheduler.requests[request.request_id]
+    scheduler.requests["rTrue"].status = RequestStatus.WAITING_FOR_STREAMING_REQ
+    scheduler.add_request(Request("rTrue", [0], SamplingParams(max_tokens=9), None))
+    assert ended == [("rTrue", RequestStatus.FINISHED_ABORTED)]
+
+
+def test_a_request_whose_load_failed_is_counted_once() -> None:
+    """vLLM frees it unfinished, and looks it up again, without a preemption."""
+    engine = Engine()
+    engine.run(1, 6, session_id="s1")
+    said = envelope_of(("kv.retain", {"seconds": 30, "session_id": "s1"}), ("kv.fetch", {}))
+    request = engine.start(2, session_id="s2", pagepool_seconds=600, envelope=said)
+    for status in (RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS):
+        engine.end(request, status)
+        assert engine.queue.num_turns == 0
+        request.num_preemptions += status == RequestStatus.RUNNING
+        found, num_hits, *_ = engine.manager.get_computed_blocks(request)
+        assert engine.manager.allocate_slots(request, request.num_tokens - num_hits, num_hits, found) is not None
+        request.num_preemptions = 0
+    assert dict(compat.report().heard) == {"sessions": 2, "seconds": 1, "retains": 1}
+    assert compat.report().ignored == (("kv.fetch 1.0", 1),)
+    engine.end(request)
+    engine.end(engine.start(3, session_id="s2", envelope=said))
+    assert dict(compat.report().heard) == {"sessions": 3, "seconds": 1, "retains": 2}
 
 
 def test_blocks_that_are_freed_later() -> None:

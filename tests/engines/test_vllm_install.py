@@ -48,6 +48,7 @@ from pagepool.compat.vllm.engine import (
     PARTS,
     POOL,
     REPLACEMENTS,
+    SCHEDULER,
     UTILS,
     Replacement,
 )
@@ -321,10 +322,13 @@ def test_each_replacement_is_recorded_in_its_part() -> None:
         assert all(f"{item.home}:{item.name}" in DIGESTS[part.name] for item in part.replacements)
 
 
+WITH_METHODS = (MANAGER, COORDINATOR, GROUPS, REQUEST, SCHEDULER)
+
+
 @pytest.mark.parametrize("home", RECORDED)
 def test_a_definition_that_is_gone(folder: Path, home: str) -> None:
     engine_module(ENGINE_CORE)
-    name = next(name for name in RECORDED[home] if "." not in name or home in (MANAGER, COORDINATOR, GROUPS, REQUEST))
+    name = next(name for name in RECORDED[home] if "." not in name or home in WITH_METHODS)
     owner, _, method = name.rpartition(".")
     module = engine_module(home)
     delattr(getattr(module, owner) if owner else module, method)
@@ -635,6 +639,25 @@ def test_the_command(folder: Path) -> None:
     process = run_python(folder, *command)
     assert (process.returncode, process.stdout) == (1, "")
     assert process.stderr.startswith(f"pagepool: vLLM 0.34.0 {DIFFERS}blocks: ")
+
+
+FAULTS = ["import nothing_there", "raise RuntimeError('too old:\\nmore')", "1 / 0"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("module", ["vllm", POOL])
+@pytest.mark.parametrize("options", [(), ("--record",)])
+def test_an_import_of_vllm_that_fails_is_told_in_a_line(
+    folder: Path, fault: str, module: str, options: tuple[str, ...]
+) -> None:
+    write_engine(folder, "0.33.0")
+    path = folder / "vllm" / "__init__.py" if module == "vllm" else path_of(folder, module)
+    path.write_text(fault)
+    process = run_python(folder, "-m", "pagepool.compat.vllm", *options)
+    assert (process.returncode, process.stdout) == (1, "")
+    assert process.stderr.startswith("pagepool: vLLM cannot be imported: ")
+    assert process.stderr.count("\n") == 1
+    assert any(reason in process.stderr for reason in ("'nothing_there'", "too old:\n", "division by zero"))
 
 
 def test_the_canary_shows_what_changed(folder: Path) -> None:

@@ -1,16 +1,20 @@
 """``python -m pagepool.compat.easydel PROGRAM``: run a program with pagepool as the allocator of EasyDeL's engine."""
 
 import os
+import sys
 from optparse import OptionParser
 
 from pagepool.compat.easydel import VARIABLE, install_if_asked
 from pagepool.compat.program import run_module, run_path
+from pagepool.errors import CompatError
 
 USAGE = "%prog PROGRAM [ARGUMENT ...]\n       %prog -m MODULE [ARGUMENT ...]"
 
 
 def main() -> None:
-    """Parse the command line up to the program, and run the program with the remaining arguments."""
+    """Parse the command line up to the program, and run the program with the remaining arguments. If EasyDeL is refused, print
+    the reason and exit with code 1.
+    """
     parser = OptionParser(
         USAGE,
         prog="python -m pagepool.compat.easydel",
@@ -23,9 +27,12 @@ def main() -> None:
     if not arguments:
         parser.error("got no PROGRAM and no -m MODULE, allowed: one of them")
     os.environ[VARIABLE] = "1"
-    install_if_asked()
     run = run_module if options.is_module else run_path
-    run(arguments[0], arguments[1:])
+    try:
+        install_if_asked()
+        run(arguments[0], arguments[1:])
+    except CompatError as error:
+        sys.exit(f"pagepool: {error}")
 
 
 if __name__ == "__main__":

@@ -4,13 +4,16 @@ import json
 import sys
 from optparse import OptionParser
 
+from pagepool.compat.program import in_a_line
 from pagepool.compat.vllm import install, report
 from pagepool.compat.vllm.checks import import_homes, record, version_of
 from pagepool.errors import CompatError
 
 
 def main() -> None:
-    """Install pagepool in this process and print the report. If vLLM is refused, print the reason and exit with code 1."""
+    """Install pagepool in this process and print the report. If vLLM is refused, or cannot be
+    imported, print the reason and exit with code 1.
+    """
     parser = OptionParser(
         "%prog [--record]",
         prog="python -m pagepool.compat.vllm",
@@ -21,8 +24,14 @@ def main() -> None:
     if arguments:
         parser.error(f"got {arguments[0]!r}, allowed: no arguments")
     try:
+        homes = import_homes()
+    except CompatError as error:
+        sys.exit(f"pagepool: {error}")
+    except Exception as error:  # whatever vLLM, and what it imports, raise
+        sys.exit(f"pagepool: vLLM cannot be imported: {in_a_line(error)}")
+    try:
         if options.record:
-            print(json.dumps({version_of(): record(import_homes())}))
+            print(json.dumps({version_of(): record(homes)}))
         else:
             install()
             print(report())

@@ -78,6 +78,7 @@ POOL = "vllm.v1.core.block_pool"
 MANAGER = "vllm.v1.core.kv_cache_manager"
 COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
 GROUPS = "vllm.v1.core.single_type_kv_cache_manager"
+SCHEDULER = "vllm.v1.core.sched.scheduler"
 
 PARTS = (
     Part(
@@ -130,6 +131,7 @@ HINTS = Part(
     (
         Replacement(MANAGER, "KVCacheManager.free", "turns", "free"),
         Replacement(MANAGER, "KVCacheManager.pop_blocks_for_free", "turns", "pop_blocks_for_free"),
+        Replacement(SCHEDULER, "Scheduler.add_request", "turns", "add_request"),
     ),
     needs="slots",
 )
@@ -137,7 +139,7 @@ HINTS = Part(
 
 REPLACEMENTS = tuple(item for part in PARTS for item in part.replacements)
 
-BOUND = (UTILS, POOL, MANAGER, COORDINATOR, GROUPS, "vllm.v1.core.sched.scheduler", "vllm.v1.engine.core")
+BOUND = (UTILS, POOL, MANAGER, COORDINATOR, GROUPS, SCHEDULER, "vllm.v1.engine.core")
 """Modules that must bind names of `DIGESTS`, if at all, to vLLM's definitions."""
 
 INHERITED = ""

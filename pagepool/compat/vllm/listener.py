@@ -62,16 +62,16 @@ class Listener:
         self.shares.update((self.key_of(salt, ""), share) for salt, share in named.items())
         self._num_one_shots = 0
 
-    def hear(self, request: Any) -> Heard | None:
-        """Read what a request says; None if that is nothing. What it says of other sessions is read before its first turn
-        alone, and counted once. O(actions).
+    def hear(self, request: Any, was_heard: bool = False) -> Heard | None:
+        """Read what a request says; None if that is nothing. What it says of other sessions is read once, and counted once: not
+        if it `was_heard`, or returns after a preemption. O(actions).
         """
         hints = read(request, reads_times=self.reads_times)
         salt = getattr(request, "cache_salt", None)
         tenant = self._tenant_of(salt) if self.shares or self._share_of_others else None
         if hints == _NOTHING and tenant is None:
             return None
-        is_first = getattr(request, "num_preemptions", 0) == 0
+        is_first = not was_heard and getattr(request, "num_preemptions", 0) == 0
         if is_first:
             self._count(hints)
         session, seconds, closes = None, hints.seconds, hints.closes

@@ -14,6 +14,7 @@ cdef class Turn:
     cdef int32_t number        # of the session, held until the turn ends
     cdef tuple pins            # numbers of first tokens, each with the seconds for which their blocks are held
     cdef int32_t term          # expected return of the blocks that it gives back
+    cdef bint has_all_input    # whether it was a streaming request, and all its input was answered
 
 
 cdef class SessionQueue(PolicyQueue):
@@ -24,8 +25,10 @@ cdef class SessionQueue(PolicyQueue):
     cdef readonly Py_ssize_t num_pinned_blocks
     cdef Py_ssize_t num_pins
     cdef dict turns                     # by request id: requests that have blocks, or wait for some, and said something
+    cdef set heard                      # ids of requests that gave their blocks back unfinished: what they say was counted
 
     cdef Turn hear(self, object request)
+    cdef int end_input(self, object request_id) except -1
     cdef int end_turn(self, object request_id, list groups, Outcome outcome) except -1
     cdef int pin(self, list groups, int64_t num_tokens, double seconds) except -1
     cdef int end_pins(self) except -1

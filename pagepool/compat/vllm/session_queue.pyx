@@ -39,7 +39,7 @@ cdef class SessionQueue(PolicyQueue):
     def __init__(self, blocks, eviction="adaptive", listener=None):
         self.sessions = PageSessions(self.store)
         self.listener = get_listener() if listener is None else listener
-        self.turns, self.shares, self.pins = {}, {}, []
+        self.turns, self.shares, self.pins, self.heard = {}, {}, [], set()
         self.listens = True
 
     # Calls for a request.
@@ -61,7 +61,7 @@ cdef class SessionQueue(PolicyQueue):
     cdef Turn hear(self, object request):
         """Read what a request says, and remember it until `end_turn`, if that is anything."""
         cdef Turn turn
-        heard = self.listener.hear(request)
+        heard = self.listener.hear(request, request.request_id in self.heard)
         if heard is None:
             return None
         for session, seconds in heard.others:
@@ -90,12 +90,25 @@ cdef class SessionQueue(PolicyQueue):
 
     # The end of a turn.
 
+    cdef int end_input(self, object request_id) except -1:
+        """Note that a streaming request, which has answered all its input, ends without further input."""
+        cdef Turn turn = self.turns.get(request_id)
+        if turn is not None:
+            turn.has_all_input = True
+        return 0
+
     cdef int end_turn(self, object request_id, list groups, Outcome outcome) except -1:
         """Note that a request gives back the blocks in `groups`, or will do so once vLLM permits. The time of an expectation
         begins then.
         """
         cdef Turn turn = self.turns.pop(request_id, None)
         cdef int32_t term = UNKNOWN
+        if outcome == Outcome.PREEMPTED and turn is not None:
+            self.heard.add(request_id)
+        elif outcome != Outcome.PREEMPTED and self.heard:
+            self.heard.discard(request_id)
+        if outcome == Outcome.ABORTED and turn is not None and turn.has_all_input:
+            outcome = Outcome.FINISHED
         try:
             if turn is not None:
                 self.sessions.release(turn.number)
