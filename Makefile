@@ -158,6 +158,7 @@ lint: $(VENV)/with-lint  ## style, English, types, whether the stub agrees with 
 	PATH="$(abspath $(VENV))/bin:$$PATH" cython-lint pagepool
 	$(VENV)/bin/mypy
 	$(VENV)/bin/stubtest pagepool._core --ignore-disjoint-bases
+	$(VENV)/bin/python tools/stub_docs.py --check
 	$(PYTEST) $(CURDIR)/tests/project/test_style.py
 
 .PHONY: actionlint

@@ -6,8 +6,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import cache, reduce
-from importlib import import_module
+from functools import cache
 
 import griffe
 from public_api import ROOT, SECTIONS, Public, Section, exports_of, find_constructor, list_members, list_names, load
@@ -93,16 +92,8 @@ def introduce(package: griffe.Module, section: Section, headings: Headings) -> I
 
 
 def docstring_of(value: Public) -> str:
-    """Return the docstring, without indentation. For stubs, which have none, return the compiled object's."""
-    if value.docstring is not None:
-        return inspect.cleandoc(value.docstring.value)
-    path = value.final_target.path if isinstance(value, griffe.Alias) else value.path
-    if not path.startswith("pagepool._core."):
-        return ""
-    *names, last = path.removeprefix("pagepool._core.").split(".")
-    owner = reduce(getattr, names, import_module("pagepool._core"))
-    found = getattr(owner, last)
-    return inspect.cleandoc(found.__doc__ or "") if callable(found) or inspect.isdatadescriptor(found) else ""
+    """Return the docstring, without indentation."""
+    return "" if value.docstring is None else inspect.cleandoc(value.docstring.value)
 
 
 def markdown(text: str, headings: Headings, owner: str = "") -> str:

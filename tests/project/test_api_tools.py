@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import subprocess
 import sys
@@ -15,6 +16,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import api_check
 import api_reference
 import public_api
+import stub_docs
 
 import pagepool
 
@@ -112,6 +114,24 @@ def test_the_reference_has_every_public_name() -> None:
     assert {link for link in links if link.startswith("#")} <= anchors
 
 
-@pytest.mark.parametrize("module", [api_check, api_reference, public_api])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("a list or an int array with the token ids", "a list with the token ids"),
+        ('        """Return the ids as a new list."""\n', "        ...\n"),
+        ("def __len__(self) -> int: ...", 'def __len__(self) -> int:\n        """Return what nobody documented."""'),
+        ('eviction: str = "lru"', "eviction: str = ..."),
+        ("num_threads: int = 1", "num_threads: int = 2"),
+        ("num_tokens: int | None = None,", "num_tokens: int | None = 0,"),
+    ],
+)
+def test_the_stub_gets_docstrings_and_defaults_of_the_core(old: str, new: str) -> None:
+    stub = stub_docs.STUB.read_text()
+    assert old in stub
+    wanted, mended = (ast.unparse(ast.parse(stub_docs.rewrite(text))) for text in (stub, stub.replace(old, new)))
+    assert mended == wanted == ast.unparse(ast.parse(stub))
+
+
+@pytest.mark.parametrize("module", [api_check, api_reference, public_api, stub_docs])
 def test_examples(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
