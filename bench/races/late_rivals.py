@@ -148,12 +148,15 @@ class PlainPages:
 
 
 class Scheduler:
-    """The scheduler over any pages. It caches those of each step before it counts the step's tokens; over a manager with
-    ``caches="computed"`` only those of prompts, after that, so that the prompts of the next step hit them.
+    """The scheduler over any pages. With "plain" and "cache_pages" it caches those of each step before it counts the step's
+    tokens; with "computed", after that, only those of prompts, so that the prompts of the next step hit them; with "scheduled"
+    none, since the manager has.
     """
 
-    def __init__(self, settings: Settings, pages: Any, caches_each_step: bool) -> None:
-        self.settings, self.pages, self.caches_each_step = settings, pages, caches_each_step
+    def __init__(self, settings: Settings, pages: Any, way: str) -> None:
+        self.settings, self.pages = settings, pages
+        self.caches_each_step, self.caches_prompts = way in ("plain", "cache_pages"), way == "computed"
+        self.num_preempted = 0
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
 
@@ -199,6 +202,7 @@ class Scheduler:
         return scheduled, False
 
     def preempt(self, sequence: Sequence) -> None:
+        self.num_preempted += 1
         self.pages.free(sequence)
         sequence.status, sequence.is_admitted, sequence.num_computed_tokens = PREEMPTED, False, 0
         self.waiting.appendleft(sequence)
@@ -212,7 +216,7 @@ class Scheduler:
             sequence.num_computed_tokens += sequence.num_scheduled_tokens
             sequence.num_scheduled_tokens = 0
             if is_prefill:
-                if not caches_each_step:
+                if self.caches_prompts:
                     cache_pages(sequence, sequence.num_computed_tokens)
                 if sequence.num_computed_tokens < sequence.num_tokens:
                     continue
@@ -233,14 +237,13 @@ class Late:
 
     def prepare(self) -> None:
         page_size, num_pages = self.settings[:2]
-        is_computed = self.name == "computed"
+        caches = "computed" if self.name == "computed" else "scheduled"
         pages: Any
         if self.name == "plain":
             pages = PlainPages(num_pages, page_size)
         else:
-            caches = "computed" if is_computed else "scheduled"
             pages = CacheManager(num_pages + 1, [make_group(specs, page_size)], 1 << 20, caches=caches)  # type: ignore[arg-type]
-        self.scheduler = Scheduler(self.settings, pages, not is_computed)
+        self.scheduler = Scheduler(self.settings, pages, self.name)
         self.sequences = [Sequence(f"{i}", *prompt) for i, prompt in enumerate(self.prompts)]
         self.scheduler.waiting.extend(self.sequences)
 
@@ -252,6 +255,10 @@ class Late:
             if is_prefill:
                 self.num_computed_tokens += sum([sequence.num_scheduled_tokens for sequence in scheduled])
             scheduler.end_step(scheduled, [7] * len(scheduled), is_prefill)
+
+    @property
+    def num_preempted(self) -> int:
+        return 0 if self.scheduler is None else self.scheduler.num_preempted
 
     @property
     def page_ids(self) -> list[int]:

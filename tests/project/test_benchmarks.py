@@ -76,6 +76,19 @@ def test_ports_that_cache_late_decide_alike(page_size: int, num_pages: int) -> N
     assert computed[0] == computed[1] == computed[2] < 2 * sum(len(tokens) for tokens, _ in prompts)
 
 
+def test_a_port_with_the_default_manager_computes_equal_prompts_of_a_step_once() -> None:
+    """nano-vllm's layers write the keys of a step before they read any."""
+    prompts = [(list(range(40)), 20)] * 8
+    ports = {name: Late(name, Settings(4, 60), prompts) for name in ("scheduled", "computed")}
+    for port in ports.values():
+        port.prepare()
+        port.run()
+        assert port.page_ids == [60] * 8
+    assert ports["scheduled"].num_computed_tokens == 40 + 7 * 4
+    assert ports["computed"].num_computed_tokens > 3 * 40
+    assert ports["scheduled"].num_preempted == 0 < ports["computed"].num_preempted
+
+
 def test_contrast() -> None:
     """And names of groups are text, not markup."""
     assert "decode <row>" not in speed.draw((speed.Group("decode <row>", {"easydel": 5.0}, {}),), "a caption")
