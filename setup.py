@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 import runpy
+import subprocess
 import sys
 import tomllib
 from contextlib import redirect_stderr
@@ -31,6 +32,13 @@ from setuptools.errors import CompileError
 
 def is_set(name: str) -> bool:
     return os.environ.get(name, "0") not in ("", "0")
+
+
+def count_processors() -> int:
+    """Count the processors that this process may use: a container or `taskset` may allow it fewer than the machine has."""
+    if hasattr(os, "process_cpu_count"):  # from Python 3.13 on
+        return os.process_cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 FUZZ = is_set("PAGEPOOL_FUZZ")
@@ -58,6 +66,11 @@ DIRECTIVES = {
 }
 DEBUG_DIRECTIVES = {"boundscheck": True, "initializedcheck": True} if DEBUG else {}
 
+
+REMEDY = (
+    f"Debian, Ubuntu: apt install gcc python3-dev (or python{sys.version_info.major}.{sys.version_info.minor}-dev); "
+    "Fedora: dnf install gcc python3-devel; macOS: xcode-select --install. CC names another compiler."
+)
 
 SHARED = "pagepool.core._memoryviews"
 """The module with Cython's own code for memoryviews. Without it each module with a memoryview would compile this code again."""
@@ -93,7 +106,7 @@ class BuildCore(build_ext):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.parallel = self.parallel or os.cpu_count()
+        self.parallel = self.parallel or count_processors()
         self.force = True  # setuptools compares times, which do not show a changed switch
         if self.editable_mode:  # pip builds in a new folder each time
             build = self.distribution.get_command_class("build")(self.distribution)
@@ -101,6 +114,7 @@ class BuildCore(build_ext):
             self.build_lib, self.build_temp = build.build_lib, build.build_temp
 
     def build_extensions(self) -> None:
+        self.require_compiler()
         tree = create_dependency_tree(quiet=True)
         commands = []
         for ext in self.extensions:
@@ -121,6 +135,25 @@ class BuildCore(build_ext):
         if any(process.exitcode for process in processes):
             raise CompileError("an error, a warning or a performance hint of Cython: see above")
         super().build_extensions()
+
+    def require_compiler(self) -> None:
+        """Exit with one line if no module could be compiled, before they are translated, which takes a minute."""
+        probe = Path(self.build_temp, "probe.c")
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.write_text("#include <Python.h>\n")
+        compiler, folders = self.compiler.compiler_so, self.compiler.include_dirs
+        command = [*compiler, *(f"-I{folder}" for folder in folders), "-E", str(probe), "-o", str(probe.with_suffix(".i"))]
+        try:
+            process = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            sys.exit(f"pagepool needs a C compiler: {compiler[0]!r} cannot be run ({error.strerror}). {REMEDY}")
+        if process.returncode == 0:
+            return
+        if not any(Path(folder, "Python.h").exists() for folder in folders):
+            sys.exit(f"pagepool needs the headers of Python: no Python.h in {', '.join(folders)}. {REMEDY}")
+        lines = process.stderr.splitlines() or [f"status {process.returncode}"]
+        found = next((line for line in lines if "error" in line), lines[0])
+        sys.exit(f"pagepool needs a C compiler: {compiler[0]!r} fails: {found}. {REMEDY}")
 
     def build_extension(self, ext: Extension) -> None:
         text = Path(ext.sources[0]).read_bytes()

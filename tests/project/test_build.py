@@ -46,13 +46,17 @@ class Tree:
         compiler.write_text(COMPILER.format(log=self.log))
         compiler.chmod(0o755)
 
-    def build(self, **switches: str) -> set[str]:
-        """Build in place; return the modules that were compiled."""
+    def run(self, *arguments: str, **switches: str) -> subprocess.CompletedProcess[str]:
+        """Build in place."""
         self.log.write_text("")
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PAGEPOOL_")}
         environment |= {"CC": str(self.folder / "cc"), "LDSHARED": str(self.folder / "cc")} | switches
-        command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-        process = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
+        command = [sys.executable, *(arguments or ["setup.py"]), "--quiet", "build_ext", "--inplace"]
+        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
+
+    def build(self, **switches: str) -> set[str]:
+        """Build in place; return the modules that were compiled."""
+        process = self.run(**switches)
         assert process.returncode == 0, process.stderr
         paths = re.findall(r" -c build/\S+?/(pagepool/\S+)[.]c ", self.log.read_text())
         return {path.replace("/", ".") for path in paths}
@@ -90,3 +94,50 @@ def test_what_failed_is_built_again(tmp_path: Path) -> None:
     tree.edit("alone.pyx", "return b", "return a")
     assert tree.build() == {SHARED, "pagepool.core.room.user", "pagepool.core.alone"}
     assert tree.build() == set()
+
+
+WITHOUT_HEADERS = """
+import runpy
+import setuptools
+from distutils import sysconfig
+sysconfig.get_python_inc = lambda *_, **__: "/nowhere/include"
+runpy.run_path("setup.py", run_name="__main__")
+"""
+FAILING = """#!/bin/sh
+echo "note: no developer tools were found" >&2
+exit 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("compiler", "arguments", "message"),
+    [
+        ("/nowhere/cc", (), "pagepool needs a C compiler: '/nowhere/cc' cannot be run (No such file or directory). "),
+        ("{folder}", (), "cannot be run (Permission denied). "),
+        ("{folder}/failing", (), "failing' fails: note: no developer tools were found. "),
+        ("{folder}/failing", ("-c", WITHOUT_HEADERS), "pagepool needs the headers of Python: no Python.h in "),
+    ],
+)
+def test_without_a_compiler_or_headers_one_line_says_so_at_once(
+    compiler: str, arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    tree = Tree(tmp_path)
+    (tmp_path / "failing").write_text(FAILING)
+    (tmp_path / "failing").chmod(0o755)
+    process = tree.run(*arguments, CC=compiler.format(folder=tmp_path))
+    assert process.returncode == 1
+    (line,) = process.stderr.splitlines()
+    assert message in line
+    assert "apt install gcc python3-dev" in line
+    assert not list(tmp_path.glob("build/**/pagepool/**/*.c"))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind processes to processors")
+def test_the_build_takes_the_processors_that_it_may_use(tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    count = (
+        "import os, runpy; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); import sys; sys.argv[1:] = ['--version']; "
+    )
+    count += "print(runpy.run_path('setup.py')['count_processors']())"
+    process = tree.run("-c", count)
+    assert process.stdout.splitlines()[-1] == "1", process.stderr
