@@ -105,10 +105,16 @@ FUZZ_ASAN = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_allocati
     LD_PRELOAD="$$(echo $(CURDIR)/$(FUZZ_VENV)/lib/python3*/site-packages/asan_with_fuzzer.so)"
 
 fuzz:  ## calls of everything in the compiled core with arguments of any kind, for FUZZ_SECONDS
-	if clang --version && $(WITH_CLANG) $(MAKE) $(FUZZ_VENV)/with-fuzz VENV=$(FUZZ_VENV); then \
+	@if ! command -v clang > /dev/null; then \
+	    why='clang is not on PATH'; \
+	elif ! $(WITH_CLANG) $(MAKE) $(FUZZ_VENV)/with-fuzz VENV=$(FUZZ_VENV); then \
+	    why='the environment above could not be made'; \
+	    test -e $(FUZZ_VENV)/corpus || rm -rf $(FUZZ_VENV); \
+	fi; \
+	if test -z "$$why"; then \
 	    $(FUZZ_ASAN) $(call FUZZ,$(FUZZ_VENV)) --corpus $(FUZZ_VENV)/corpus; \
 	else \
-	    $(MAKE) $(VENV)/with-test && $(call FUZZ,$(VENV)); \
+	    echo "fuzz: without coverage, since $$why" && $(MAKE) $(VENV)/with-test && $(call FUZZ,$(VENV)); \
 	fi
 
 # Each line of the core calls the tracer, which is slow, so files run in parallel. The tracer runs Python inside the core, also

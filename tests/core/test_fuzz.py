@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from settings import NUM_OPERATIONS
 
@@ -24,6 +25,8 @@ def test_nothing_public_breaks_whatever_is_passed() -> None:
     print(run_fuzz("--seed", "50000", "--num-inputs", str(NUM_OPERATIONS // 40), "--require-all", "--seconds", "100"))
 
 
-def test_a_seed_makes_the_same_calls_again() -> None:
-    first, second = (run_fuzz("--num-inputs", "5", "--seed", "7") for _ in range(2))
+def test_a_seed_makes_the_same_calls_again(tmp_path: Path) -> None:
+    """And no file is left of inputs without a finding."""
+    first, second = (run_fuzz("--num-inputs", "5", "--seed", "7", "--note", str(tmp_path / "note")) for _ in range(2))
+    assert not list(tmp_path.iterdir())
     assert first.split(" boundary calls")[0].split()[-1] == second.split(" boundary calls")[0].split()[-1]

@@ -1,7 +1,8 @@
 """Fuzzes the boundary of the compiled core: everything public, with arguments of any kind; see `fuzz_world`.
 
 With atheris, and a core that was built for it (PAGEPOOL_FUZZ=1), coverage leads to new inputs; otherwise a seed makes them.
-Ends with status 1 on a finding. After a crash or a hang the last input stands in the file that is named at the start.
+Ends with status 1 on a finding. After a finding, a crash or a hang the last input stands in the file that is named at the
+start; otherwise the file is removed.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Fuzzer:
     """Runs inputs and counts calls. `note` is a file for the running input, in case it is the last."""
 
     def __init__(self, note: Path, seconds: float) -> None:
+        self.path = note
         self.note = os.open(note, os.O_CREAT | os.O_RDWR | os.O_TRUNC)
         self.start = time.monotonic()
         self.deadline = self.start + seconds
@@ -75,9 +77,14 @@ class Fuzzer:
         """Run an input from atheris, whose own end would leave no time for a report."""
         if time.monotonic() > self.deadline:
             self.report()
+            self.end()
             sys.stdout.flush()
             os._exit(0)
         self.run(data)
+
+    def end(self) -> None:
+        """Remove the file, after inputs without a finding."""
+        self.path.unlink(missing_ok=True)
 
     def report(self) -> None:
         seconds = time.monotonic() - self.start
@@ -131,6 +138,7 @@ def main() -> None:
         run(fuzzer, options)
     finally:
         fuzzer.report()
+    fuzzer.end()
     if options.require_all and fuzzer.missed():
         sys.exit(f"never called, or never with success: {', '.join(fuzzer.missed())}")
 
