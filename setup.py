@@ -36,7 +36,7 @@ def is_set(name: str) -> bool:
 
 def count_processors() -> int:
     """Count the processors that this process may use: a container or `taskset` may allow it fewer than the machine has."""
-    if hasattr(os, "process_cpu_count"):  # from Python 3.13 on
+    if hasattr(os, "process_cpu_count"):  # since Python 3.13
         return os.process_cpu_count() or 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
