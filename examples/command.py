@@ -6,6 +6,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import jax
 from attention import attend_by_gather, attend_by_pallas
 from beams import BeamSearch
 from engine import Engine
@@ -15,6 +16,7 @@ from request import SamplingParams
 from stopwatch import Stopwatch, format_profile
 from text import ALPHABET, FOLLOW_UP, PROMPTS, decode, encode
 
+NUM_PAGES = 48
 ATTENTIONS = {"gather": attend_by_gather, "pallas": attend_by_pallas}
 
 HELP = """Generate text with a small transformer and a paged KV cache. Weights, and therefore the text, are random without
@@ -42,7 +44,7 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--hybrid", action="store_true", help="random weights of a model that has linear attention too")
     add("--attention", "gather", "plain jnp, or jax's GPU kernel, interpreted on other devices", choices=list(ATTENTIONS))
     add("--num-devices", 1, "number of devices over which the heads are divided")
-    add("--num-pages", 48, "pages of the KV cache, including the null page")
+    add("--num-pages", 0, f"pages of the KV cache, including the null page; 0: {NUM_PAGES}, or more if beams need them")
     add("--num-state-pages", 0, "states of a hybrid, including the null page; 0: four for each request that runs at once")
     add("--num-host-pages", 0, "pages in host memory, for what is evicted and for preempted requests; 0: none")
     add("--host-bandwidth", 1e10, "bytes a second to or from the host: decides whether a preempted request is moved there")
@@ -54,7 +56,9 @@ def make_parser() -> ArgumentParser:
     add("--max-num-reqs", 6, "maximum number of requests running at once")
     add("--max-num-batched-tokens", 64, "maximum number of tokens computed in a step")
     add("--max-model-len", 256, "maximum number of tokens in a prompt and its answer")
-    parser.add_argument("--profile", action="store_true", help="print the shares of allocator, commit and model in a step")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the shares of a step's parts, work on the device included"
+    )
     return parser
 
 
@@ -79,44 +83,62 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def watch_parts(engine: Engine) -> dict[str, Stopwatch]:
-    """Replace the parts of the engine that `--profile` times by measuring proxies."""
+    """Replace the parts of the engine that `--profile` times by measuring proxies, which wait for the device: else the engine's
+    own Python would be charged for the model's time, in which it waits for the tokens.
+    """
     watches = {}
     for part, owner, name in (
         ("allocator", engine.scheduler, "batch"),
         ("commit", engine, "table"),
         ("model", engine, "runner"),
     ):
-        watches[part] = Stopwatch(getattr(owner, name))
+        watches[part] = Stopwatch(getattr(owner, name), jax.block_until_ready)
         setattr(owner, name, watches[part])
     return watches
 
 
 def make_engine(args: Namespace) -> Engine:
     """Make the engine for these arguments. Raise ValueError or OSError if they cannot work."""
+    if not 0 <= args.seed < 2**31:
+        raise ValueError(f"--seed: got {args.seed}, allowed: 0 to 2**31 - 1")
     weights = make_weights(args.seed, is_hybrid=args.hybrid) if args.weights is None else load_weights(args.weights)
     if len(weights["embedding"]) != len(ALPHABET):
         raise ValueError(f"weights: got a vocabulary of {len(weights['embedding'])}, allowed: {len(ALPHABET)}, 1 per character")
-    return Engine(
-        weights,
-        num_pages=args.num_pages,
-        num_state_pages=args.num_state_pages,
-        page_size=args.page_size,
-        checkpoint_interval=args.checkpoint_interval,
-        max_num_reqs=args.max_num_reqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        max_model_len=args.max_model_len,
-        attend=ATTENTIONS[args.attention],
-        num_devices=args.num_devices,
-        num_host_pages=args.num_host_pages,
-        host_bandwidth=args.host_bandwidth,
-        prefill_rate=args.prefill_rate,
-        max_steps_ahead=args.steps_ahead,
-        store=args.store,
-    )
+    try:
+        return Engine(
+            weights,
+            num_pages=args.num_pages or choose_num_pages(args),
+            num_state_pages=args.num_state_pages,
+            page_size=args.page_size,
+            checkpoint_interval=args.checkpoint_interval,
+            max_num_reqs=args.max_num_reqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_model_len=args.max_model_len,
+            attend=ATTENTIONS[args.attention],
+            num_devices=args.num_devices,
+            num_host_pages=args.num_host_pages,
+            host_bandwidth=args.host_bandwidth,
+            prefill_rate=args.prefill_rate,
+            max_steps_ahead=args.steps_ahead,
+            store=args.store,
+        )
+    except jax.errors.JaxRuntimeError as error:  # the device has not enough memory
+        raise ValueError(f"the cache: {error}") from None
+
+
+def choose_num_pages(args: Namespace) -> int:
+    """Return the default number of pages: enough for the beams of the longest prompt in its last turn, without shared pages."""
+    num_tokens = max(map(len, args.prompts or PROMPTS)) + args.turns * args.max_tokens + (args.turns - 1) * len(FOLLOW_UP)
+    num_beams, page_size = min(args.beams, args.max_num_reqs), max(1, args.page_size)
+    return max(NUM_PAGES, 1 + num_beams * -(-min(num_tokens, args.max_model_len) // page_size))
 
 
 def add_prompts(engine: Engine, args: Namespace, prompts: Sequence[str]) -> list[Answer]:
     """Queue the prompts as samples or beam searches. Raise ValueError for a prompt that cannot run."""
+    if args.beams and args.samples != 1:
+        raise ValueError(f"--samples: got {args.samples} with --beams {args.beams}, allowed: one of both")
+    if args.turns < 1:
+        raise ValueError(f"--turns: got {args.turns}, allowed: at least 1")
     if args.stop is not None and len(args.stop) != 1:
         raise ValueError(f"--stop: got {args.stop!r}, allowed: one character")
     stop_token_id = None if args.stop is None else encode(args.stop)[0]

@@ -30,6 +30,7 @@ from pagepool import (
 from pagepool.host_pages import HostPages
 from pagepool.stores import FileStore, StoreTier, make_namespace
 
+MAX_SAMPLES, MAX_SIZE = 1024, 2**30
 Step = tuple[StepResult, list[Chunk], Any]
 """A step in flight: its chunks, and its `NextTokens` on the device."""
 
@@ -66,12 +67,24 @@ class Engine:
         engines and others with the same weights; then the host has twice the pages of the pool, or more. Raise ValueError for
         values that cannot work.
         """
-        for name, value in (("max_num_reqs", max_num_reqs), ("max_num_batched_tokens", max_num_batched_tokens)):
-            if value < 1:
-                raise ValueError(f"{name}: got {value}, allowed: at least 1")
+        sizes = {
+            "num_pages": (num_pages, 2),
+            "num_state_pages": (num_state_pages, 0),
+            "page_size": (page_size, 1),
+            "checkpoint_interval": (checkpoint_interval, 1),
+            "max_num_reqs": (max_num_reqs, 1),
+            "max_num_batched_tokens": (max_num_batched_tokens, 1),
+            "num_host_pages": (num_host_pages, 0),
+        }
+        for name, (size, least) in sizes.items():
+            if not least <= size <= MAX_SIZE:
+                raise ValueError(f"{name}: got {size}, allowed: {least} to {MAX_SIZE}")
+        for name, rate in {"host_bandwidth": host_bandwidth, "prefill_rate": prefill_rate}.items():
+            if not rate > 0:
+                raise ValueError(f"{name}: got {rate}, allowed: above 0")
         is_hybrid = "linear_query" in weights
         num_state_pages = (num_state_pages or 4 * max_num_reqs) if is_hybrid else num_pages
-        sizes, host_sizes = [num_pages, num_state_pages], []
+        pool_sizes, host_sizes = [num_pages, num_state_pages], []
         if store is not None:
             num_host_pages = max(num_host_pages, 2 * num_pages)
         if num_host_pages:
@@ -79,10 +92,10 @@ class Engine:
         pools = ("kv", "states") if is_hybrid else ("kv",)
         policy = "write_back" if store is None else "write_through"
         self.host_tier = HostTier(dict(zip(pools, host_sizes, strict=False)), policy=policy) if host_sizes else None
-        self.runner = ModelRunner(weights, *sizes, page_size, attend, num_devices, host_sizes)
+        self.runner = ModelRunner(weights, *pool_sizes, page_size, attend, num_devices, host_sizes)
         groups = make_groups(self.runner, page_size, checkpoint_interval)
         self.manager = CacheManager(
-            dict(zip(pools, sizes, strict=False)),
+            dict(zip(pools, pool_sizes, strict=False)),
             groups,
             max_model_len,
             host_tier=self.host_tier,
@@ -101,9 +114,9 @@ class Engine:
         limits = max_num_reqs, max_num_batched_tokens
         self.scheduler = Scheduler(self.manager, self.table, *limits, costs, max_steps_ahead, self.store)
         self.padded_sizes = list_padded_sizes(max_num_batched_tokens)
-        sizes = {"num_tokens": self.padded_sizes[-1], "num_reqs": max_num_reqs, "depth": max_steps_ahead + 1}
+        lengths = {"num_tokens": self.padded_sizes[-1], "num_reqs": max_num_reqs, "depth": max_steps_ahead + 1}
         fields = ["token_ids", "rows", "positions", "last_tokens", "starts", "seq_lens"]
-        self.inputs = StepInputs(self.scheduler.batch, fields=fields, **sizes)
+        self.inputs = StepInputs(self.scheduler.batch, fields=fields, **lengths)
         self.in_flight: deque[Step] = deque()  # the oldest first
         self.numbers = count()
         self.num_copied_pages = 0
@@ -118,8 +131,8 @@ class Engine:
         """Queue requests with seeds ``seed``, ``seed + 1``, ..., which fork after their common prompt is computed. Errors as in
         `add`.
         """
-        if num_samples < 1:
-            raise ValueError(f"num_samples: got {num_samples}, allowed: at least 1")
+        if not 1 <= num_samples <= MAX_SAMPLES:
+            raise ValueError(f"num_samples: got {num_samples}, allowed: 1 to {MAX_SAMPLES}")
         params, number = params or SamplingParams(), next(self.numbers)
         first, *others = (Request(prompt, replace(params, seed=params.seed + i), number) for i in range(num_samples))
         self.require_capacity(first, 1)
@@ -166,6 +179,7 @@ class Engine:
         for padded_size in self.padded_sizes:
             packed = pack(self.inputs, 0, padded_size, self.num_rows, [], self.scheduler.batch.take_writes())
             self.runner.run(self.table.commit(self.num_rows), *packed)
+        self.runner.wait()  # the first step is as fast as others
 
     @property
     def is_idle(self) -> bool:
@@ -350,6 +364,7 @@ def make_groups(runner: ModelRunner, page_size: int, checkpoint_interval: int) -
 
 def make_store_tier(manager: CacheManager, host_pages: HostPages, weights: Weights, folder: Path) -> StoreTier:
     """Put files in a folder behind the host tier. Engines with equal weights and layouts share them."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # an error is one of the command, and not of each page
     namespace = make_namespace(manager, host_pages.layout, digest_weights(weights))
     return StoreTier(manager, FileStore(folder, namespace), host_pages, namespace, write="through")
 

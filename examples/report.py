@@ -26,7 +26,7 @@ def find_symbol(engine: Engine, answer: Answer, streamed: Mapping[Request, int])
 
 def print_answers(answers: Sequence[Answer]) -> None:
     """Print the answers; those of a beam search with scores, best first."""
-    print("\nPrompt -> answer (tokens cached at the request's last admission)")
+    print("\nPrompt -> answer (tokens cached, or shared by a fork, at the request's last admission)")
     for answer in answers:
         for request in answer.beams if isinstance(answer, BeamSearch) else [answer]:
             prompt, text = decode(request.token_ids[: request.num_prompt_tokens]), decode(request.output)

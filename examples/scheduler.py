@@ -228,6 +228,8 @@ class Scheduler:
             rows = []
         for child, row in zip(children, rows, strict=False):
             child.row = row
+            if child.num_cached_tokens is None:  # a sample; a beam has the number of the beam that it extends
+                child.num_cached_tokens = int(self.batch.num_computed_tokens[row])
             insort(self.running, child, key=by_arrival)
         for child in children[len(rows) :]:
             insort(self.waiting, child, key=by_arrival)

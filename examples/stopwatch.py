@@ -12,9 +12,9 @@ __all__ = ["Stopwatch", "format_profile"]
 class Stopwatch:
     """A proxy that adds up the time of an object's method calls until the next lap."""
 
-    def __init__(self, watched: Any) -> None:
-        """Watch the calls of methods; other attributes are passed through."""
-        self._watched = watched
+    def __init__(self, watched: Any, wait: Callable[[Any], Any]) -> None:
+        """Watch the calls of methods; other attributes are passed through. A call takes until `wait` returns for its result."""
+        self._watched, self._wait = watched, wait
         self._seconds = 0.0
         self.laps: list[float] = []
 
@@ -26,7 +26,7 @@ class Stopwatch:
     def _time(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         start = perf_counter()
         try:
-            return call(*args, **options)
+            return self._wait(call(*args, **options))
         finally:
             self._seconds += perf_counter() - start
 

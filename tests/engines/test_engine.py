@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -39,6 +40,7 @@ from engine_workload import (  # noqa: E402
 from pagepool.errors import RequestTooLargeError  # noqa: E402
 
 command = pytest.importorskip("command")
+from stopwatch import Stopwatch  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -244,6 +246,32 @@ def test_the_command_streams_and_profiles(tmp_path: Path, capsys: pytest.Capture
         assert f"\n{prompt!r} -> {command.decode(answer)!r} (" in text
 
 
+def test_the_profile_of_a_part_waits_for_its_result() -> None:
+    """Otherwise the time of the model would be charged to the engine's own Python, which reads the tokens."""
+    waited: list[object] = []
+
+    def wait(result: object) -> object:
+        time.sleep(0.001)
+        waited.append(result)
+        return result
+
+    watch = Stopwatch([1, 2, 2], wait)
+    assert watch.count(2) == 2
+    watch.end_lap()
+    assert waited == [2]
+    assert watch.laps[0] >= 0.001
+
+
+@pytest.mark.parametrize("options", [["--beams", "4"], ["--beams", "6", "--turns", "3"], ["--beams", "4", "--hybrid"]])
+def test_the_default_pool_has_pages_for_beams(options: list[str]) -> None:
+    args = command.make_parser().parse_args(options)
+    engine = command.make_engine(args)
+    last_turn = (args.turns - 1) * ("x" * args.max_tokens + command.FOLLOW_UP)
+    prompts = [prompt + last_turn for prompt in command.PROMPTS]
+    assert len(command.add_prompts(engine, args, prompts)) == len(prompts)
+    assert engine.manager.pools["kv"].num_pages > 48
+
+
 @pytest.mark.slow
 def test_the_program_answers_as_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On other devices, and with another kernel."""
@@ -266,6 +294,7 @@ def test_the_command_chats_with_a_hybrid(
     run_command(HYBRID_WEIGHTS, tmp_path, option, "2", "--turns", "2", "--max-tokens", "6", prompt)
     text = capsys.readouterr().out
     assert text.count(", score -") == num_scores
+    assert "None" not in text
     num_tokens = 36 + len(num_hits) * (36 + 6 + 9) - (option == "--samples") * (1 + len(num_hits))
     assert f"Cached prompt tokens: {sum(num_hits)} of {num_tokens} " in text
     page_bytes, state_bytes = 2 * 2 * 4 * 2 * 8 * 4, 2 * 4 * 8 * 8 * 4  # layers, keys and values, tokens, heads
@@ -287,6 +316,16 @@ def test_the_command_chats_with_a_hybrid(
         (["--weights", __file__], "was not saved by numpy.savez"),
         (["--num-devices", "99"], "devices: got 99"),
         (["--samples", "0"], "num_samples: got 0"),
+        (["--samples", "99999999999999999999"], "num_samples: got 99999999999999999999, allowed: 1 to 1024"),
+        (["--samples", "2", "--beams", "2"], "--samples: got 2 with --beams 2, allowed: one of both"),
+        (["--num-pages", "-1"], "num_pages: got -1, allowed: 2 to 1073741824"),
+        (["--page-size", "-1"], "page_size: got -1"),
+        (["--num-pages", "1000000000"], "the cache: RESOURCE_EXHAUSTED"),
+        (["--host-bandwidth", "0"], "host_bandwidth: got 0.0, allowed: above 0"),
+        (["--prefill-rate", "nan"], "prefill_rate: got nan, allowed: above 0"),
+        (["--store", "/dev/null"], "File exists: '/dev/null'"),
+        (["--turns", "0"], "--turns: got 0, allowed: at least 1"),
+        (["--seed", "-1"], "--seed: got -1, allowed: 0 to 2**31 - 1"),
         (["--beams", "9"], "num_beams: got 9"),
         (["--hybrid", "--num-state-pages", "8"], "num_pages['states']: got 8, allowed for 7 rows: at least 9"),
     ],
