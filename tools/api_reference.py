@@ -1,37 +1,57 @@
-"""Writes build/api.md, the site's page of the API, from signatures and docstrings."""
+"""Writes the site's pages of the API, from signatures and docstrings: build/api.md with all names, and build/api/ with a page
+for each class, and one for the functions, constants and errors of a module. build/api.json has their order.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
+from typing import NamedTuple
 
 import griffe
 from public_api import ROOT, SECTIONS, Public, Section, exports_of, find_constructor, list_members, list_names, load
 
-TARGET = ROOT / "build" / "api.md"
+TARGET = ROOT / "build"
 WIDTH = 100  # longest signature on one line, in columns
 MAX_VALUE = 60  # longest value of a constant, in characters
 
-Headings = Mapping[str, str]
+Links = Mapping[str, str]
+"""Where names in docstrings lead, relative to build/api/: in full, or without the module if the short name is unique."""
 
 HEAD = """# API reference
 
-All public names, with their types and docstrings. [Stability](stability.md) says what may change when. Names without a module
+All public names, each with its types and docstring. [Stability](stability.md) says what may change when. Names without a module
 are imported from `pagepool`; for others the module stands before the name, after `pagepool.`.
 """
 
 
+class Page(NamedTuple):
+    """A page below build/api/."""
+
+    path: str
+    title: str
+    text: str
+
+
 def main() -> None:
-    """Write the reference to its file."""
-    TARGET.parent.mkdir(exist_ok=True)
-    TARGET.write_text(render(load(ROOT)))
+    """Write the pages to their files."""
+    shutil.rmtree(TARGET / "api", ignore_errors=True)
+    (TARGET / "api").mkdir(parents=True)
+    index, sections = render(load(ROOT))
+    for page in [page for pages in sections.values() for page in pages]:
+        (TARGET / "api" / page.path).write_text(page.text)
+    navigation = {title: [[page.title, f"api/{page.path}"] for page in pages] for title, pages in sections.items()}
+    (TARGET / "api.json").write_text(json.dumps(navigation, indent=1))
+    (TARGET / "api.md").write_text(index)
 
 
-def render(package: griffe.Module) -> str:
-    """Return the whole reference. Raise LookupError for a public name without a section."""
+def render(package: griffe.Module) -> tuple[str, dict[str, list[Page]]]:
+    """Return the page of all names, and the pages of each section. Raise LookupError for a public name without a section."""
     contents: dict[Section, dict[str, Public]] = {}
     for section in SECTIONS:
         before = {name for names in contents.values() for name in names}
@@ -40,52 +60,80 @@ def render(package: griffe.Module) -> str:
     missing = set(exports_of(package)) - listed - {"__version__", "errors"}
     if missing:
         raise LookupError(f"in no section of tools/public_api.py: {', '.join(sorted(missing))}")
-    headings = find_headings(contents)
-    parts = [HEAD, *(f"- [{section.title}]({anchor(section.title)}): {links(names)}" for section, names in contents.items())]
+    links = find_links(contents)
+    parts = [HEAD]
     for section, names in contents.items():
-        parts += ["", f"## {section.title}", "", *introduce(package, section, headings)]
+        parts += ["", f"## {section.title}", "", *introduce(package, section, links), "| name | |", "|---|---|"]
+        parts += [f"| [`{name}`](api/{links[name]}) | {summarize(value, links, name)} |" for name, value in names.items()]
+    return "\n".join(parts) + "\n", {
+        section.title: list(write_pages(section, names, links)) for section, names in contents.items()
+    }
+
+
+def has_page(section: Section, value: Public) -> bool:
+    """Whether a public name has a page of its own: a class has, unless it is an error, which says all in a line or two."""
+    return value.is_class and section.module != "errors"
+
+
+def find_links(contents: dict[Section, dict[str, Public]]) -> Links:
+    """Return where each name leads."""
+    full: dict[str, str] = {}
+    for section, names in contents.items():
         for name, value in names.items():
-            parts += describe(name, value, headings)
-    return "\n".join(parts).rstrip() + "\n"
+            path = f"{name}.md" if has_page(section, value) else f"{section.module}.md"
+            full[name] = path if has_page(section, value) else f"{path}#{anchor(name)}"
+            if has_page(section, value):
+                full |= {f"{name}.{method}": f"{path}#{anchor(method)}" for method in methods_of(value)}
+    shorts = Counter(name.rpartition(".")[2] for names in contents.values() for name in names)
+    unique = {name: name.rpartition(".")[2] for names in contents.values() for name in names}
+    return {short: full[name] for name, short in unique.items() if shorts[short] == 1} | full
 
 
-def find_headings(contents: dict[Section, dict[str, Public]]) -> Headings:
-    """Return the headings by their names in docstrings: in full, or without the module if the short name is unique."""
-    values = {name: value for names in contents.values() for name, value in names.items()}
-    shorts = Counter(name.rpartition(".")[2] for name in values)
-    titles = {name: title_of(name, value) for name, value in values.items()}
-    headings = {short: title for name, title in titles.items() if shorts[short := name.rpartition(".")[2]] == 1}
-    return (
-        headings
-        | titles
-        | {path: path for name, value in values.items() for path in (f"{name}.{item}" for item in methods_of(value))}
-    )
-
-
-def title_of(name: str, value: Public) -> str:
-    """Return the heading of a public name, as text. Headings of classes say so, since anchors lack dots and capitals."""
-    return f"class {name}" if value.is_class else name
+def write_pages(section: Section, names: dict[str, Public], links: Links) -> Iterator[Page]:
+    """Yield the pages of a section: its names without a page of their own, then each class."""
+    short = {name: value for name, value in names.items() if not has_page(section, value)}
+    if short:
+        lines = [f"# {section.title}", ""]
+        for name, value in short.items():
+            lines += [f"## `{name}`", "", *describe(name, value, links)]
+        yield Page(f"{section.module}.md", section.title, "\n".join(lines).rstrip() + "\n")
+    for name, value in names.items():
+        if has_page(section, value):
+            lines = [f"# class `{name}`", "", *describe(name, value, links)]
+            yield Page(f"{name}.md", name.rpartition(".")[2], "\n".join(lines).rstrip() + "\n")
 
 
 def anchor(heading: str) -> str:
-    """Return the link to a heading, as GitHub and Python-Markdown make it.
+    """Return the anchor of a heading, as GitHub and Python-Markdown make it.
 
-    >>> anchor("Copies on the device"), anchor("`CacheManager.free`")
-    ('#copies-on-the-device', '#cachemanagerfree')
+    >>> anchor("Copies on the device"), anchor("`read_trace`")
+    ('copies-on-the-device', 'read_trace')
     """
-    return "#" + re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
+    return re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
 
 
-def links(names: dict[str, Public]) -> str:
-    """Return links to the headings of names."""
-    return ", ".join(f"[`{name}`]({anchor(title_of(name, value))})" for name, value in names.items())
-
-
-def introduce(package: griffe.Module, section: Section, headings: Headings) -> Iterator[str]:
+def introduce(package: griffe.Module, section: Section, links: Links) -> Iterator[str]:
     """Yield the docstring of a module imported by users."""
     if not section.is_top:
-        yield f"`pagepool.{section.module}`. {markdown(docstring_of(package[section.module]), headings)}"
+        text = markdown(docstring_of(package[section.module]), links)
+        yield f"`pagepool.{section.module}`. {move_up(text)}"
         yield ""
+
+
+def summarize(value: Public, links: Links, name: str) -> str:
+    """Return the first sentence of a docstring, for a cell of a table."""
+    text = markdown(docstring_of(value), links, name).partition("\n\n")[0].replace("\n", " ")
+    sentence = re.match(r".*?\.(?=\s|$)", text)
+    return move_up(sentence[0] if sentence else text).replace("|", "\\|")
+
+
+def move_up(text: str) -> str:
+    """Return Markdown of a page in build/api/ for build/api.md.
+
+    >>> move_up("[`a`](b.md#a), [`c`](../d.md)")
+    '[`a`](api/b.md#a), [`c`](d.md)'
+    """
+    return re.sub(r"\]\((?!\w+:)", "](api/", text).replace("](api/../", "](")
 
 
 # Docstrings.
@@ -96,8 +144,8 @@ def docstring_of(value: Public) -> str:
     return "" if value.docstring is None else inspect.cleandoc(value.docstring.value)
 
 
-def markdown(text: str, headings: Headings, owner: str = "") -> str:
-    """Return a docstring as Markdown: examples in fences, a blank line before lists, and links to headings."""
+def markdown(text: str, links: Links, owner: str = "") -> str:
+    """Return a docstring as Markdown: examples in fences, a blank line before lists, and links to names."""
     lines: list[str] = []
     is_example = False
     for line in text.splitlines():
@@ -109,19 +157,19 @@ def markdown(text: str, headings: Headings, owner: str = "") -> str:
             is_example = False
         if not is_example and re.match(r"[-*] ", line) and lines and lines[-1] and not re.match(r"[-*] |  ", lines[-1]):
             lines += [""]
-        lines += [line if is_example else link_names(line, headings, owner)]
+        lines += [line if is_example else link_names(line, links, owner)]
     return "\n".join([*lines, "```"] if is_example else lines)
 
 
-def link_names(line: str, headings: Headings, owner: str) -> str:
-    """Return a line with links to documents, and from names in code to their headings. A name may be a member of `owner`."""
+def link_names(line: str, links: Links, owner: str) -> str:
+    """Return a line with links to documents, and from names in code to their pages. A name may be a member of `owner`."""
 
     def link(match: re.Match[str]) -> str:
         name = match[1].removeprefix("pagepool.")
-        heading = headings.get(f"{owner}.{name}", headings.get(name))
-        return match[0] if heading in (None, headings.get(owner)) else f"[{match[0]}]({anchor(heading)})"
+        target = links.get(f"{owner}.{name}", links.get(name))
+        return match[0] if target in (None, links.get(owner)) else f"[{match[0]}]({target})"
 
-    return re.sub(r"\bdocs/(\w+\.md)", r"[\g<0>](\1)", re.sub(r"(?<!`)`([\w.]+)`(?!`)", link, line))
+    return re.sub(r"\bdocs/(\w+\.md)", r"[\g<0>](../\1)", re.sub(r"(?<!`)`([\w.]+)`(?!`)", link, line))
 
 
 # Signatures.
@@ -208,16 +256,15 @@ def shown_bases(cls: Public, known: list[griffe.Class]) -> list[str]:
     return [text for text, path in found if path in paths or not path.startswith("pagepool.")]
 
 
-def describe(name: str, value: Public, headings: Headings) -> Iterator[str]:
-    """Yield the lines of a public name."""
-    yield from (f"### {title_of(f'`{name}`', value)}", "")
+def describe(name: str, value: Public, links: Links) -> Iterator[str]:
+    """Yield the lines of a public name, below its heading."""
     if value.is_class:
-        yield from describe_class(name, value, headings)
+        yield from describe_class(name, value, links)
     else:
-        yield from describe_item(name, value, headings, name.rpartition(".")[0])
+        yield from describe_item(name, value, links, name.rpartition(".")[0])
 
 
-def describe_class(name: str, cls: Public, headings: Headings) -> Iterator[str]:
+def describe_class(name: str, cls: Public, links: Links) -> Iterator[str]:
     """Yield the constructor, docstrings, attributes and methods of a class."""
     constructor, short = find_constructor(cls), name.rpartition(".")[2]
     known = documented_bases(cls)
@@ -225,9 +272,9 @@ def describe_class(name: str, cls: Public, headings: Headings) -> Iterator[str]:
     head = f"class {short}({', '.join(bases)})" if bases else f"class {short}"
     of_class = "" if constructor is None else "\n" + signature_of(short, constructor, of_class=True)
     yield from ("```python", head + of_class, "```", "")
-    yield from (markdown(docstring_of(cls), headings, name), "")
+    yield from (markdown(docstring_of(cls), links, name), "")
     if constructor is not None and constructor.docstring is not None:
-        yield from (markdown(docstring_of(constructor), headings, name), "")
+        yield from (markdown(docstring_of(constructor), links, name), "")
     inherited = {base.canonical_path for base in known}
     attributes = {
         attribute: item
@@ -235,21 +282,21 @@ def describe_class(name: str, cls: Public, headings: Headings) -> Iterator[str]:
         if item.is_attribute and (attribute in cls.members or parent_of(item) not in inherited)
     }
     if attributes:
-        yield from (*(describe_attribute(key, item, headings, name) for key, item in attributes.items()), "")
+        yield from (*(describe_attribute(key, item, links, name) for key, item in attributes.items()), "")
     for method, item in methods_of(cls).items():
-        yield from (f"#### `{name}.{method}`", "", *describe_item(f"{name}.{method}", item, headings, name))
+        yield from (f"## `{method}`", "", *describe_item(f"{name}.{method}", item, links, name))
 
 
-def describe_attribute(name: str, item: Public, headings: Headings, owner: str) -> str:
+def describe_attribute(name: str, item: Public, links: Links, owner: str) -> str:
     """Return a line of a list: the name, its type or value, and the docstring."""
     annotation, value = item.annotation, str(item.value)  # type: ignore[union-attr]
     text = re.sub(r"^Final\[(.*)\]$", r"\1", type_of(annotation)) if annotation is not None else ""
     shown = f"{name}: {text}" if text else f"{name} = {value}" if value.isdecimal() else name
-    described = " ".join(markdown(docstring_of(item), headings, owner).split())
+    described = " ".join(markdown(docstring_of(item), links, owner).split())
     return f"- `{shown}`" + (f": {described}" if described else "")
 
 
-def describe_item(name: str, item: Public, headings: Headings, owner: str) -> Iterator[str]:
+def describe_item(name: str, item: Public, links: Links, owner: str) -> Iterator[str]:
     """Yield the signature of a function, or the value of a constant, and the docstring."""
     target = item.final_target if isinstance(item, griffe.Alias) else item
     if isinstance(target, griffe.Function):
@@ -259,7 +306,7 @@ def describe_item(name: str, item: Public, headings: Headings, owner: str) -> It
         annotation = f": {type_of(target.annotation)}" if target.annotation is not None else ""
         value = f" = {double_quoted(target.value)}" if len(str(target.value)) <= MAX_VALUE else ""
         yield from ("```python", f"{name}{annotation}{value}", "```", "")
-    yield from (markdown(docstring_of(item), headings, owner), "")
+    yield from (markdown(docstring_of(item), links, owner), "")
 
 
 if __name__ == "__main__":

@@ -81,13 +81,13 @@ def measure_all(limit: int) -> Measured:
 
 
 def draw(measured: Measured) -> Figure:
-    """Draw hits and waiting time by each limit."""
-    figure = Figure(figsize=(11, 3.2), layout="constrained")
-    for axes, (case, rows) in zip(figure.subplots(1, len(measured)), measured.items(), strict=True):
+    """Draw hits and waiting time by each limit, one below the other, so that a telephone shows the text."""
+    figure = Figure(figsize=(5.5, 2.4 * len(measured)), layout="constrained")
+    for axes, (case, rows) in zip(figure.subplots(len(measured), 1), measured.items(), strict=True):
         labels = ["none" if value == inf else f"{value:g}" for value, _ in rows]
         axes.plot(labels, [100 * each["hit_rate"] for _, each in rows], color=BLUE, marker="o", label="hit rate, %")
         axes.set_ylim(0, 20)
-        axes.set_xlabel(case, fontsize="small")
+        axes.set_xlabel(case)
         waits = axes.twinx()
         waited = [each["p90"] for _, each in rows]
         waits.plot(labels, waited, color=ORANGE, marker="s", linestyle="--", label="90 % wait less, s")
@@ -95,7 +95,7 @@ def draw(measured: Measured) -> Figure:
         waits.grid(visible=False)
         waits.spines["right"].set_visible(True)
     lines = [*axes.get_lines(), *waits.get_lines()]
-    figure.legend(lines, [str(line.get_label()) for line in lines], loc="outside upper center", ncols=2, fontsize="small")
+    figure.legend(lines, [str(line.get_label()) for line in lines], loc="outside upper center", ncols=2)
     return figure
 
 

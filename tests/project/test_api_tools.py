@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import doctest
+import posixpath
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,17 +103,33 @@ def test_what_breaks_nobody_passes(old: str, new: str, repository: Path, capsys:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    """Compiled classes too, with the types of their stub, and docstrings and examples of the compiled object."""
-    text = api_reference.render(public_api.load(ROOT))
-    headings = {line.split("`")[1] for line in text.splitlines() if line.startswith("### ")}
-    assert set(pagepool.__all__) - {"__version__", "errors"} <= headings
-    assert "#### `RunningBatch.step`\n\n```python\nRunningBatch.step(\n    rows: " in text
-    assert "Append one token to each row and give its next token a slot" in text
-    assert "```python\n>>> " in text
-    assert not [name for name in headings if name.rpartition(".")[2].startswith("_")]
-    anchors = {api_reference.anchor(line.lstrip("# ")) for line in text.splitlines() if line.startswith("#")}
-    links = {part.split(")")[0] for part in text.split("](")[1:]}
-    assert {link for link in links if link.startswith("#")} <= anchors
+    """Compiled classes too, with types, docstrings and examples; each class that is no error has a page."""
+    index, sections = api_reference.render(public_api.load(ROOT))
+    pages = {page.path: page.text for section in sections.values() for page in section}
+    assert len(pages) == sum(map(len, sections.values()))
+    names = {line.split("`")[1] for line in index.splitlines() if line.startswith("| [`")}
+    assert set(pagepool.__all__) - {"__version__", "errors"} <= names
+    assert not [name for name in names if name.rpartition(".")[2].startswith("_")]
+    batch = pages["RunningBatch.md"]
+    assert batch.startswith("# class `RunningBatch`\n")
+    assert "## `step`\n\n```python\nRunningBatch.step(\n    rows: " in batch
+    assert "Append one token to each row and give its next token a slot" in batch
+    assert "```python\n>>> " in batch
+    assert "## `errors.RequestTooLargeError`\n" in pages["errors.md"]
+    assert "# Copies on the device\n\n## `page_copies.copy_pages`\n" in pages["page_copies.md"]
+
+
+def test_links_of_the_reference_lead_somewhere() -> None:
+    """From the page of all names, below build/, and from pages in build/api/, to these and to the documents."""
+    index, sections = api_reference.render(public_api.load(ROOT))
+    texts = {"api.md": index} | {f"api/{page.path}": page.text for pages in sections.values() for page in pages}
+    headings = {path: [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")] for path, text in texts.items()}
+    targets = {f"{path}#{api_reference.anchor(title)}" for path, titles in headings.items() for title in titles}
+    targets |= {*texts, *(path.name for path in (ROOT / "docs").glob("*.md"))}
+    for path, text in texts.items():
+        links = {link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link}
+        found = {posixpath.normpath(posixpath.join(posixpath.dirname(path), link)) for link in links}
+        assert found <= targets, path
 
 
 @pytest.mark.parametrize(
