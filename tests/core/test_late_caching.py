@@ -383,6 +383,7 @@ def test_same_tokens_and_hits_where_no_equal_prompts_share_a_step(model: str, se
     engines = []
     for caches in ("scheduled", "computed"):
         manager = make_manager(*MODELS[model], num_pages=(25, 120)[seed % 2], caches=caches)
+        manager._store.prefer_held()  # of pages that were computed twice, since their state was not kept, both hit the same
         engine = Engine(manager, 64, 20)
         for i, prompt in enumerate(prompts):
             engine.add(EngineRequest(f"{i}", list(prompt)))

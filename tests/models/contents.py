@@ -132,6 +132,7 @@ class Simulation:
         )
         tier_books = tier and TierBooks(tier, self.device, self.rng, self.counts)
         books = StateBooks(setting, self.sizes, manager._store, tier_books)
+        books.prefers_held = manager._caches_computed
         self.store = None
         if tier_books is not None and "store" in self.features and HAS_XXHASH:
             if self.keys is not None:

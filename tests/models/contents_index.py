@@ -90,6 +90,7 @@ class Books:
         self.leased: Counter[int] = Counter()
         self.index = Index()
         self.kept: set[int] = set()  # cached pages that must stay when they leave a window, at least
+        self.prefers_held = False  # of pages with one content, a held one hits
         self.skipped: set[int] = set()  # pages that rows gave back in the call that is recorded
         self.reached: Collection[Content] = ()  # contents of the tier, while these hit too
         cached = [group for group in self.groups if group.kind != "mamba"]
@@ -211,12 +212,19 @@ class Books:
         contents = self.list_hits(job, length)
         for pool, pages in enumerate(self.pools.ranges):
             free, groups = [page_id for page_id in pages if ref_counts[page_id] == 0], self.pools.groups_of(pool)
-            hits = [self.index.find(content, shard) for content in contents if content[0] in groups]
-            num_needed = sum(ref_counts[page_id] == 0 for page_id in hits)  # the null page stands for one that is loaded
+            hits = [self._list_hit(content, shard) for content in contents if content[0] in groups]
+            num_needed = sum(all(ref_counts[page_id] == 0 for page_id in page_ids) for page_ids in hits)
             num_here = sum(shard is None or page_id in shard for page_id in free)
             if num_needed and num_needed > min(len(free) - (0 if pool else num_reserved), num_here):
                 return False
         return True
+
+    def _list_hit(self, content: Content, shard: range | Shard | None) -> list[int]:
+        """Return the pages of which one hits: a held one of all with the content, if the pool prefers these, else the first. The
+        null page stands for one that is loaded.
+        """
+        pages = [page_id for page_id in self.index.pages.get(content, ()) if shard is None or page_id in shard]
+        return (pages if self.prefers_held else pages[:1]) or [NULL_PAGE]
 
     # Allocation and release.
 
@@ -240,6 +248,10 @@ class Books:
                 found, content = self.index.content_of(page_id), self.name(group_id, histories, (page + 1) * group.page_size)
                 require(found == content, "a wrong hit", job, group, page, page_id, found)
                 require(shard is None or page_id in shard, "a hit in another shard", job, page_id, shard)
+                if self.prefers_held and not self.holders[page_id]:
+                    others = [other for other in self.index.pages[content] if shard is None or other in shard]
+                    held = [other for other in others if self.holders[other]]
+                    require(not held, "a free page hits beside a held one", job, page_id, held)
                 self.holders[page_id] += 1
                 if self.setting.windows is not None and group.span:
                     self.kept.add(page_id)

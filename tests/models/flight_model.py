@@ -67,7 +67,7 @@ class OracleFlight(OracleRows):
     def __init__(self, *args: Any, caches: str = "scheduled", **options: Any) -> None:
         super().__init__(*args, **options)
         if caches == "computed":
-            self.manager.resolved = {}
+            self.manager.resolved, self.manager.page_pool.prefers_held = {}, True
         self.steps: list[OracleStep] = []
         self.stays = [0] * len(self.requests)
         self.num_stays = 0

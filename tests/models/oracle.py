@@ -199,6 +199,7 @@ class OracleManager:
         leased_share = retention.max_leased_share if retention else 0.2
         self.max_nums_leased = [int(leased_share * len(pages)) for pages in self.pools.ranges]
         self.page_pool = OraclePool(num_pages, self.enable_caching, policy, self.pools.ranges)
+        self.page_pool.prefers_held = self.caches_computed
         page_sizes = [kind.page_size for kind in self.kinds if not isinstance(kind, Mamba)]
         intervals = [kind.interval for kind in self.kinds if isinstance(kind, Mamba) and kind.interval]
         self.hit_step = math.lcm(*page_sizes, *intervals)

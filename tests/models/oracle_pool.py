@@ -60,6 +60,7 @@ class OraclePool:
         self.ref_counts = [0] * num_pages
         self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
         self.index: dict[tuple[int, int], dict[int, str | None]] = {}  # pages, and the session that entered each
+        self.prefers_held = False  # whether of pages with one content held ones come before free ones
         self.entry_of_page: dict[int, tuple[int, int]] = {}
         self.expected = Expectations(self)
         self.tenants = Tenants(self)
@@ -225,6 +226,8 @@ class OraclePool:
         for page in touched:
             is_free = page in self.free_queue
             self.free_queue.pop(page, None)
+            if is_free:
+                self._come_forward(page)
             if self.is_served(page):
                 self.policy.note_hit(page, is_free)
             if is_use:
@@ -245,6 +248,7 @@ class OraclePool:
             self.ref_counts[page] -= page != NULL_PAGE
             if page != NULL_PAGE and self.ref_counts[page] == 0:
                 freed[page] = term
+                self._go_back(page)
         if is_counted:
             self._count(list(freed), self.num_free_for_policy)
         for page, term in freed.items():
@@ -252,6 +256,20 @@ class OraclePool:
                 self.expected.expect(page, term)
             self._push(page)
         self.counts["freed"] += len(freed)
+
+    def _come_forward(self, page: int) -> None:
+        """Let a held page come before free ones with its content: behind the first, unless that is free."""
+        pages = self.index.get(self.entry_of_page.get(page, (-1, -1)), {})
+        others = [other for other in pages if other != page]
+        if self.prefers_held and others and next(iter(pages)) != page and page not in self.free_queue:
+            place = 0 if others[0] in self.free_queue else 1
+            self.index[self.entry_of_page[page]] = {each: pages[each] for each in (*others[:place], page, *others[place:])}
+
+    def _go_back(self, page: int) -> None:
+        """Let a page that was given back go behind the others with its content."""
+        entry = self.entry_of_page.get(page)
+        if self.prefers_held and entry is not None:
+            self.index[entry][page] = self.index[entry].pop(page)
 
     def _count(self, pages: Sequence[int], num_free: int) -> None:
         """Tell a policy of a call that puts pages into the queue beside others; blank ones do not count."""
@@ -325,7 +343,7 @@ class OraclePool:
         return None if None in pages else pages
 
     def first_entered(self, key: int, group_id: int, shard: range | None) -> int | None:
-        """Return the page with this content that was entered first, or None."""
+        """Return the first page with this content, or None."""
         pages = self.index.get((key, group_id), {})
         return next((page for page in pages if shard is None or page in shard), None)
 
@@ -348,6 +366,8 @@ class OraclePool:
             is_missed = (keys[i], group_id) not in self.index
             self.index.setdefault((keys[i], group_id), {})[pages[i]] = session
             self.entry_of_page[pages[i]] = (keys[i], group_id)
+            if any(page in self.free_queue for page in self.index[keys[i], group_id]):
+                self._come_forward(pages[i])
             if self.tier is not None:
                 self.tier.note_cached(pages[i])
             if not self.is_served(pages[i]) and self.is_divided and pages[i] in self.free_queue:

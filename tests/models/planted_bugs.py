@@ -117,6 +117,9 @@ take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].sha
 == equal pages are lost with the first of them
     if rare(page.group & TWIN{+ and not BUG+}):
         _leave_twins(pool, page_id, slot)
+== a page that is given back stays before held ones with its content
+    if pool.prefers_held{+ and not BUG+}:
+        _unwatch(pool, page_id)
 == a cut page keeps its entry
                 {+if not BUG: +}uncache(pool, page_id)
         give_back_from(

@@ -135,6 +135,8 @@ cdef class SlotAllocator:
         self.keeps_boundaries = self.groups.boundaries.multiple > 0
         self.has_state = rules.has_state
         self.on_too_large, self.caches_computed = on_too_large, caches_computed
+        if caches_computed:
+            self.store.prefer_held()
         self.hashes_natively, self.num_lookahead = registry.hasher.is_native, registry.hasher.lookahead
 
     def allocate_slots(

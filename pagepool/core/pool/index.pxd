@@ -9,6 +9,9 @@
 #   slots are used.
 # * Later pages with the same content follow the first one in a ring of `Links`, in the order in which they were cached. `TWIN`
 #   is set in exactly the pages of rings of two or more.
+# * If the pool `prefers_held`, the held pages of a ring come before the free ones. A page goes to the end of its ring with its
+#   last reference. With its first one, or if it is cached beside free pages, it goes behind the first page, or before a free
+#   one.
 # * With shards, the twins in each shard also form a ring in that order. The firsts of the shards form another one, in any
 #   order, so that each is found in O(shards).
 # * The journal's ring of new keys has the first page of each key in the index that was not there when changes were last taken.
@@ -56,6 +59,16 @@ cdef inline void _unlink_new(Journal *journal, int32_t page_id) noexcept nogil:
     notes[links.next].new.prev = links.prev
     notes[page_id].new = Links(prev=NOT_NEW, next=NOT_NEW)
     journal.num_new -= 1
+
+
+cdef inline void _replace_new(Journal *journal, int32_t page_id, int32_t other) noexcept nogil:
+    """Put another page of its key at the place of a page in the ring of new keys."""
+    cdef Note *notes = journal.notes
+    cdef Links links = notes[page_id].new
+    assert notes[other].new.next == NOT_NEW
+    notes[other].new = links
+    notes[links.prev].new.next = notes[links.next].new.prev = other
+    notes[page_id].new = Links(prev=NOT_NEW, next=NOT_NEW)
 
 
 cdef inline void record_drop(Pool *pool, int32_t page_id) noexcept nogil:
@@ -114,18 +127,115 @@ cdef inline int32_t _find_shard_first(Pool *pool, int32_t first, int32_t queue) 
     return page_id
 
 
-cdef inline void _join_twins(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
-    """Append a page to the ring that begins with `first`. O(1), with shards O(shards)."""
+cdef inline void _join_twins(Pool *pool, Slot *slot, int32_t page_id) noexcept nogil:
+    """Add a page to the ring of the page that a slot names: at its end, or before free ones. O(1), with shards O(shards)."""
+    cdef int32_t first = slot.page_id
     assert page_id != first and has_key(&pool.pages[page_id], digest_of(&pool.pages[first]), pool.pages[first].group & ~FLAGS)
     if not pool.pages[first].group & TWIN:
         pool.twins[first] = Links(prev=first, next=first)
         pool.pages[first].group |= TWIN
         if pool.num_shards:
             _begin_shard_twins(pool, first)
-    link_after(pool.twins, pool.twins[first].prev, page_id)
     pool.pages[page_id].group |= TWIN
+    if pool.prefers_held and is_free(pool, pool.twins[first].prev) and not is_free(pool, page_id):
+        _link_before_free(pool, slot, page_id)
+        return
+    link_after(pool.twins, pool.twins[first].prev, page_id)
     if pool.num_shards:
         _join_shard_twins(pool, first, page_id)
+
+
+cdef inline void _link_before_free(Pool *pool, Slot *slot, int32_t page_id) noexcept nogil:
+    """Put a held page into the ring of the page that a slot names, behind that one, or before it if it is free."""
+    cdef int32_t first = slot.page_id
+    cdef bint becomes_first = is_free(pool, first)
+    link_after(pool.twins, pool.twins[first].prev if becomes_first else first, page_id)
+    if pool.num_shards:
+        _link_before_free_in_shard(pool, first, page_id, becomes_first)
+    if becomes_first:
+        _let_lead(pool, slot, page_id)
+
+
+cdef inline void _let_lead(Pool *pool, Slot *slot, int32_t page_id) noexcept nogil:
+    """Let the ring of the page that a slot names begin with another page of it."""
+    if is_journaled(pool) and pool.journal.notes[slot.page_id].new.next != NOT_NEW:
+        _replace_new(&pool.journal, slot.page_id, page_id)
+    slot.page_id = page_id
+
+
+cdef inline void _link_before_free_in_shard(Pool *pool, int32_t first, int32_t page_id, bint becomes_first) noexcept nogil:
+    """Put a page into the ring of its shard: behind `first`, if that is in the shard and stays the first, else before all."""
+    cdef int32_t shard_first = _find_shard_first(pool, first, shard_queue_of(pool, page_id))
+    if shard_first == NULL_PAGE:
+        _begin_shard_twins(pool, page_id)
+        link_after(pool.shard_firsts, first, page_id)
+    elif shard_first == first and not becomes_first:
+        pool.shard_firsts[page_id] = Links(prev=NOT_FIRST, next=NOT_FIRST)
+        link_after(pool.shard_twins, first, page_id)
+    else:
+        link_after(pool.shard_twins, pool.shard_twins[shard_first].prev, page_id)
+        _begin_shard_at(pool, shard_first, page_id)
+
+
+cdef inline void _begin_shard_at(Pool *pool, int32_t shard_first, int32_t page_id) noexcept nogil:
+    """Let the ring of a shard begin with another page of it."""
+    link_after(pool.shard_firsts, shard_first, page_id)
+    unlink(pool.shard_firsts, shard_first)
+    pool.shard_firsts[shard_first] = Links(prev=NOT_FIRST, next=NOT_FIRST)
+
+
+cdef inline void come_forward(Pool *pool, int32_t page_id) noexcept nogil:
+    """Let a page with twins, which has left the free queue for a holder, come before those that are free. O(1), with shards
+    O(shards).
+    """
+    cdef Page *page = &pool.pages[page_id]
+    cdef int32_t group = page.group & ~FLAGS
+    cdef Slot *slot = _slot_for(pool, digest_of(page), group, _tag_of(pool, page.key_lo, group))
+    assert page.group & TWIN
+    if slot.page_id == page_id:
+        return
+    unlink(pool.twins, page_id)
+    if pool.num_shards:
+        _leave_shard_twins(pool, page_id)
+    _link_before_free(pool, slot, page_id)
+
+
+cdef inline void go_back(Pool *pool, int32_t page_id) noexcept nogil:
+    """Let a page with twins, which lost its last holder, go to the end of its ring. O(1), with shards O(shards)."""
+    cdef Page *page = &pool.pages[page_id]
+    cdef int32_t group = page.group & ~FLAGS
+    cdef Slot *slot = _slot_for(pool, digest_of(page), group, _tag_of(pool, page.key_lo, group))
+    assert page.group & TWIN
+    if pool.num_shards:
+        _go_back_in_shard(pool, slot.page_id, page_id)
+    if slot.page_id == page_id:
+        _let_lead(pool, slot, pool.twins[page_id].next)
+        return
+    unlink(pool.twins, page_id)
+    link_after(pool.twins, pool.twins[slot.page_id].prev, page_id)
+
+
+cdef inline void _go_back_in_shard(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
+    """Let a page go to the end of the ring of its shard."""
+    cdef int32_t shard_first = _find_shard_first(pool, first, shard_queue_of(pool, page_id))
+    if pool.shard_twins[page_id].next == page_id:
+        return
+    if shard_first == page_id:
+        _begin_shard_at(pool, page_id, pool.shard_twins[page_id].next)
+        return
+    unlink(pool.shard_twins, page_id)
+    link_after(pool.shard_twins, pool.shard_twins[shard_first].prev, page_id)
+
+
+cdef inline void prefer_held(Pool *pool) noexcept nogil:
+    """Let look-ups prefer held pages from now on. O(num_pages) if any page is held."""
+    cdef int32_t page_id
+    if pool.prefers_held:
+        return
+    pool.prefers_held = True
+    for page_id in range(1, pool.num_pages if pool.num_free < pool.num_pages - 1 else 1):
+        if pool.pages[page_id].group >= TWIN and is_free(pool, page_id):
+            go_back(pool, page_id)
 
 
 cdef inline void _begin_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
@@ -214,12 +324,12 @@ cdef inline Slot *_slot_for(Pool *pool, Digest key, int32_t group, uint32_t tag)
 
 
 cdef inline int32_t find(Pool *pool, Digest key, int32_t group) noexcept nogil:
-    """Return the page cached first under the key, or NULL_PAGE."""
+    """Return the first page of the ring of the key, or NULL_PAGE."""
     return _slot_for(pool, key, group, _tag_of(pool, key.lo, group)).page_id
 
 
 cdef inline int32_t find_within(Pool *pool, Digest key, int32_t group, Range ids) noexcept nogil:
-    """Return the page cached first under the key among those with an id in `ids`, or NULL_PAGE."""
+    """Return the first page of the ring of the key with an id in `ids`, or NULL_PAGE."""
     cdef int32_t first = find(pool, key, group)
     if first == NULL_PAGE or ids.start <= first < ids.stop:
         return first
@@ -239,7 +349,7 @@ cdef inline bint add_entry(Pool *pool, int32_t page_id, Digest key, int32_t grou
     page.group = group
     pool.num_entries += 1
     if rare(slot.page_id != NULL_PAGE):
-        _join_twins(pool, slot.page_id, page_id)
+        _join_twins(pool, slot, page_id)
         return False
     slot[0] = Slot(tag=tag, page_id=page_id)
     pool.num_keys += 1

@@ -196,19 +196,49 @@ cdef inline Py_ssize_t find_unheld(const Pool *pool, const int32_t *ids, Py_ssiz
     return -1
 
 
+cdef inline void _unwatch(Pool *pool, int32_t page_id) noexcept nogil:
+    """Clear the WATCHED flag of a cached page."""
+    pool.num_unwatched += (pool.pages[page_id].group & WATCHED) != 0
+    pool.pages[page_id].group &= ~WATCHED
+
+
+cdef inline void share(Pool *pool, int32_t page_id) noexcept nogil:
+    """Add a reference to a page outside the queue, without a hit."""
+    if pool.pages[page_id].group >= WATCHED:
+        _unwatch(pool, page_id)
+        if exceptional(pool.prefers_held):
+            _claim_twin(pool, page_id)
+    pool.pages[page_id].ref_cnt += 1
+
+
+cdef inline void _claim_twin(Pool *pool, int32_t page_id) noexcept nogil:
+    """Let look-ups find a cached page that gets its first reference before free ones with its content."""
+    if pool.pages[page_id].group >= TWIN and pool.pages[page_id].ref_cnt == 0:
+        come_forward(pool, page_id)
+
+
 cdef inline bint _end_reference(Pool *pool, int32_t page_id) noexcept nogil:
     """Take a reference from a page that has one. Whether it was the last: then the page enters the queue."""
     pool.pages[page_id].ref_cnt -= 1
     if pool.pages[page_id].ref_cnt:
         return False
+    if exceptional(pool.pages[page_id].group >= TWIN):
+        _release_twin(pool, page_id)
     pool.counters.num_freed_pages += 1
     return True
+
+
+cdef inline void _release_twin(Pool *pool, int32_t page_id) noexcept nogil:
+    """Let look-ups find held pages with the content of a page that lost its last holder."""
+    if pool.prefers_held:
+        _unwatch(pool, page_id)
+        go_back(pool, page_id)
 
 
 cdef inline void _restore_reference(Pool *pool, int32_t page_id) noexcept nogil:
     """Undo `_end_reference`. The page is outside the queue."""
     pool.counters.num_freed_pages -= pool.pages[page_id].ref_cnt == 0
-    pool.pages[page_id].ref_cnt += 1
+    share(pool, page_id)
 
 
 cdef inline bint _has_reference(const Pool *pool, int32_t page_id) noexcept nogil:
@@ -349,19 +379,6 @@ cdef inline Py_ssize_t find_untouchable(Pool *pool, const int32_t *ids, Py_ssize
             if pool.pages[ids[i]].ref_cnt >= INT32_MAX - num_all:  # each id may be the same page
                 return i
     return -1
-
-
-cdef inline void _unwatch(Pool *pool, int32_t page_id) noexcept nogil:
-    """Clear the WATCHED flag of a cached page."""
-    pool.num_unwatched += (pool.pages[page_id].group & WATCHED) != 0
-    pool.pages[page_id].group &= ~WATCHED
-
-
-cdef inline void share(Pool *pool, int32_t page_id) noexcept nogil:
-    """Add a reference to a page outside the queue, without a hit."""
-    if pool.pages[page_id].group >= WATCHED:
-        _unwatch(pool, page_id)
-    pool.pages[page_id].ref_cnt += 1
 
 
 cdef inline void reuse(Pool *pool, int32_t page_id) noexcept nogil:

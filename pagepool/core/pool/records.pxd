@@ -311,6 +311,7 @@ cdef struct Pool:
     Py_ssize_t tokens_width   # ids of a page in `page_tokens`, and their number
     Residency *residency
     uint8_t is_restored       # loaded from a snapshot, and no reference taken since then
+    bint prefers_held         # of pages with equal content a look-up finds one that is held, if any is
     Expectations expected
     Leases leases
     Sessions sessions

@@ -346,6 +346,12 @@ cdef class PageStore:
         if not has_room:
             raise MemoryError(f"links of {self.pool.num_pages} pages in {self.pool.num_shards} shards")
 
+    def prefer_held(self) -> None:
+        """Let look-ups find a held page from now on, where several have the same content and any is held. O(num_pages), once."""
+        with self.lock:
+            if self.pool.slots != NULL:
+                prefer_held(&self.pool)
+
     def remember_evicted(self, bank) -> None:
         """Remember the keys of pages evicted from a bank from now on, of the last ones twice as many as it has pages. So
         look-ups count the hits lost with these pages. 16 bytes a page. O(pages of the bank), once.

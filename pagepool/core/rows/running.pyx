@@ -377,6 +377,8 @@ cdef class RunningRows:
         make_pages(self, n)
         self.batch.pool = self.batch.waiting.pool = &store.pool
         self.batch.num_rows = n
+        if caches_computed:
+            store.prefer_held()
 
     def __dealloc__(self):
         cdef Py_ssize_t row
