@@ -4,7 +4,7 @@ Each check returns the value in its canonical form, or raises an error naming th
 """
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -27,6 +27,7 @@ __all__ = [
     "require_group_ids",
     "require_int",
     "require_list",
+    "require_mapping",
     "require_name",
     "require_number",
     "require_share",
@@ -81,19 +82,17 @@ def _index_of(name: str, value: object) -> int:
 
 
 def require_flag(name: str, value: object) -> bool:
-    """Return whether `value` is true. Raise ArgumentTypeError for an array, or an object without a truth value.
+    """Return a flag as a bool. Raise ArgumentTypeError unless it is a bool, also one of NumPy, or the int 0 or 1: text such as
+    "no" is true in Python.
 
     >>> require_flag("enable_caching", 1)
     True
     """
     if type(value) is bool:
         return value
-    try:
-        if isinstance(value, np.ndarray) and value.ndim:
-            raise TypeError
+    if isinstance(value, np.bool_) or (isinstance(value, int | np.integer) and value in (0, 1)):
         return bool(value)
-    except (TypeError, ValueError):
-        raise ArgumentTypeError(f"{name}: got {shown(value)}, allowed: True or False") from None
+    raise ArgumentTypeError(f"{name}: got {shown(value)}, allowed: True or False")
 
 
 def require_name(what: str, name: object) -> str | None:
@@ -164,18 +163,35 @@ def require_token_counts(name: str, values: Iterable[int], most: int) -> list[in
     >>> require_token_counts("resume_at", [24, 1 << 40], 4096)
     [24, 4096]
     """
-    counts = [min(require_int(name, num, 0), most) for num in as_list(name, values, "ints")]
+    counts = [min(require_int(name, num, 0), most) for num in as_list(name, values, "ints", is_ordered=False)]
     if len(counts) > MAX_TOKEN_COUNTS:
         raise ArgumentError(f"{name}: got {len(counts)} numbers of tokens, allowed: at most {MAX_TOKEN_COUNTS}")
     return counts
 
 
-def as_list(name: str, values: Iterable[T], allowed: str) -> list[T]:
-    """Return `values` as a list. Raise ArgumentTypeError unless it is iterable."""
+def as_list(name: str, values: Iterable[T], allowed: str, *, is_ordered: bool = True) -> list[T]:
+    """Return `values` as a list. Raise ArgumentTypeError for text, for bytes and for what is not iterable, and for a set or a
+    mapping if the order counts.
+
+    >>> as_list("rows", (2, 0), "ints")
+    [2, 0]
+    """
     try:
-        return list(values)
+        if isinstance(values, str | bytes | bytearray) or (is_ordered and isinstance(values, set | frozenset | Mapping)):
+            raise TypeError
+        if isinstance(values, memoryview) and values.ndim != 1:  # Python iterates over no others
+            raise TypeError
+        iterator = iter(values)
     except TypeError:
         raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: {allowed}") from None
+    return list(iterator)  # outside, since the items may raise errors of their own
+
+
+def require_mapping(name: str, values: Any) -> Mapping[Any, Any]:
+    """Return `values`. Raise ArgumentTypeError unless they are a mapping."""
+    if not isinstance(values, Mapping):
+        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: a mapping")
+    return values
 
 
 def require_list(name: str, values: Iterable[T], item_class: type[T]) -> list[T]:

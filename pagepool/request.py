@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import are_plain_token_ids
-from pagepool.arguments import require_int
+from pagepool.arguments import as_list, require_int
 from pagepool.errors import ArgumentTypeError
 
 __all__ = [
@@ -151,11 +151,9 @@ class EngineRequest:
 
 def _list_token_ids(name: str, token_ids: Iterable[int]) -> list[int]:
     """Return the token ids as a new list."""
-    if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
-        raise ArgumentTypeError(f"{name}: got {type(token_ids).__name__}, allowed: a sequence of ints")
     if isinstance(token_ids, np.ndarray) and token_ids.ndim != 1:
         raise ArgumentTypeError(f"{name}: got an array of {token_ids.ndim} dimensions, allowed: 1")
-    listed = token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
+    listed = token_ids.tolist() if isinstance(token_ids, np.ndarray) else as_list(name, token_ids, "a sequence of ints")
     if are_plain_token_ids(listed):
         return listed
     return [require_int(f"{name}[{i}]", token_id, 0) for i, token_id in enumerate(listed)]

@@ -354,10 +354,8 @@ class MambaSpec(CacheSpec):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        try:
-            shapes = [list(shape) for shape in self.shapes]
-        except TypeError:
-            raise ArgumentTypeError(f"shapes: got {shown(self.shapes)}, allowed: a tuple of tuples of ints") from None
+        allowed = "a tuple of tuples of ints"
+        shapes = [as_list("shapes", shape, allowed) for shape in as_list("shapes", self.shapes, allowed)]
         if not shapes:
             raise ArgumentError("shapes: got no state, allowed: at least one")
         checked = tuple(tuple(require_int("shapes: a dimension", each, 1, MAX_SIZE) for each in shape) for shape in shapes)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import INPUT_FIELDS, InputArrays
-from pagepool.arguments import as_list, require_choice, require_flag, require_int
+from pagepool.arguments import as_list, require_choice, require_flag, require_int, require_mapping
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.host_table import HostTables
 from pagepool.running_batch import RunningBatch
@@ -25,6 +25,7 @@ Array = npt.NDArray[Any]
 
 BY_GROUP = ("slots", "page_ids", "state_pages")
 MAX_DEPTH = 1024
+MAX_NUM_TOKENS, MAX_NUM_REQS = 2**31 - 2, 2**30
 
 
 class StepInputs(InputArrays):
@@ -113,19 +114,23 @@ class StepInputs(InputArrays):
         if not isinstance(source, RunningBatch | HostTables):
             raise ArgumentTypeError(f"source: got {type(source).__name__}, allowed: RunningBatch or MultiGroupPageTable")
         require_choice("order", order, "given", "decodes")
-        num_tokens, num_reqs = require_int("num_tokens", num_tokens, 1), require_int("num_reqs", num_reqs, 1)
+        num_tokens, num_reqs = (
+            require_int("num_tokens", num_tokens, 1, MAX_NUM_TOKENS),
+            require_int("num_reqs", num_reqs, 1, MAX_NUM_REQS),
+        )
         depth = require_int("depth", depth, 1, MAX_DEPTH)
         tables, is_state = _groups_of(source)
         if isinstance(source, RunningBatch) and token_ids is not None:
             raise ArgumentError("token_ids: got an array, allowed with a batch, which has its own: None")
         by_name = _shapes_of(_names_in(fields), [t.max_num_pages_per_req for t in tables], is_state, num_tokens, num_reqs)
-        types = _types_of(by_name, dtypes or {})
+        types = _types_of(by_name, {} if dtypes is None else require_mapping("dtypes", dtypes))
         is_packed = require_flag("packed", packed)
         layout, size = _offsets_of(by_name, types) if is_packed else ({}, 0)
         shapes = {name: by_group for name, by_group in by_name.items() if name not in layout}
         if layout:
             shapes["packed"], types["packed"] = {0: (size,)}, np.dtype(np.int32)
-        made = _make_arrays(shapes, types, depth, arrays or {}, len(tables))
+        given = {} if arrays is None else require_mapping("arrays", arrays)
+        made = _make_arrays(shapes, types, depth, given, len(tables))
         for name, by_group in layout.items():
             made[name] = {
                 group: [_part_of(whole, start, by_name[name][group]) for whole in made["packed"][0]]
@@ -258,7 +263,7 @@ def _groups_of(source: RunningBatch | HostTables) -> tuple[Sequence[Any], list[b
 def _names_in(fields: Iterable[str]) -> list[str]:
     names = as_list("fields", fields, "a list of names")
     for i, name in enumerate(names):
-        if name not in INPUT_FIELDS:
+        if not isinstance(name, str) or name not in INPUT_FIELDS:
             raise ArgumentError(f"fields: got {shown(name)}, allowed: {', '.join(INPUT_FIELDS)}")
         if name in names[:i]:
             raise ArgumentError(f"fields: got {name!r} twice, allowed: each once")
@@ -283,16 +288,16 @@ def _shapes_of(names: list[str], widths: list[int], is_state: list[bool], num_to
 
 
 def _types_of(shapes: Shapes, dtypes: Mapping[str, Any]) -> dict[str, np.dtype[Any]]:
-    types = dict.fromkeys(shapes, np.dtype(np.int32))
-    for name, dtype in dict(dtypes).items():
+    types: dict[str, np.dtype[Any]] = dict.fromkeys(shapes, np.dtype(np.int32))
+    for name, dtype in dtypes.items():
         if name not in types:
             raise ArgumentError(f"dtypes: got {shown(name)}, allowed: the chosen fields, {', '.join(types)}")
         try:
             types[name] = np.dtype(dtype)
-        except TypeError:
-            raise ArgumentTypeError(f"dtypes: got {shown(dtype)} for {name}, allowed: int32 or int64") from None
-        if types[name] not in (np.int32, np.int64):
-            raise ArgumentTypeError(f"dtypes: got {types[name]} for {name}, allowed: int32 or int64")
+        except (TypeError, ValueError, SyntaxError):  # NumPy reads text such as "4,,i" as a list of types
+            types[name] = np.dtype(object)
+        if types[name] not in (np.int32, np.int64) or not types[name].isnative:
+            raise ArgumentTypeError(f"dtypes: got {shown(dtype)} for {name}, allowed: int32 or int64")
     return types
 
 
@@ -349,7 +354,7 @@ def _require_array(name: str, array: Any, shape: Shape, dtype: np.dtype[Any]) ->
     if plain.dtype != dtype or not plain.flags.c_contiguous or not plain.flags.writeable or not plain.flags.aligned:
         raise ArgumentTypeError(
             f"{name}: got an array of {plain.dtype}, {'' if plain.flags.writeable else 'not '}writable, "
-            f"{'' if plain.flags.c_contiguous else 'not '}contiguous; allowed: {dtype}, writable and contiguous"
+            f"{'' if plain.flags.c_contiguous else 'not '}contiguous, allowed: {dtype}, writable and contiguous"
         )
     if plain.shape != shape:
         raise ArgumentError(f"{name}: got an array of {plain.shape}, allowed: {shape}")

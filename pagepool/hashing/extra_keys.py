@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, Self
 
-from pagepool.arguments import MAX_SIZE, require_int, require_short
+from pagepool.arguments import MAX_SIZE, as_list, require_int, require_short
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing.contents import has_unnamed_media, may_have_contents, read_embeddings
 
@@ -244,10 +244,7 @@ class VllmExtraKeys(RequestExtraKeys):
 
 def list_features(features: Any, name: str = "mm_features") -> tuple[Any, ...]:
     """Return features as a tuple. Raise ArgumentTypeError unless they are a sequence or None."""
-    try:
-        return () if features is None else tuple(features)
-    except (TypeError, ValueError):
-        raise ArgumentTypeError(f"{name}: got {type(features).__name__}, allowed: a sequence, or None") from None
+    return () if features is None else tuple(as_list(name, features, "a sequence, or None"))
 
 
 def _feature_range(argument: str, feature: Any, names: Sequence[str]) -> FeatureRange:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import CachePage, EntryJournal, HashChain, Lease, PageIds, PageStore, give_back_restored, lease_pages
-from pagepool.arguments import require_flag, require_group_ids, require_int, require_list, require_slice
+from pagepool.arguments import as_list, require_flag, require_group_ids, require_int, require_list, require_slice
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, shown
 from pagepool.hashing import PageHash, checked_hash, hash_next_pages
 from pagepool.page_pool.integrity import check_store
@@ -238,10 +238,8 @@ class PagePool:
 
         Raise PageIdError, without a change, for pages of another pool and for pages outside the queue without a holder.
         """
-        try:
-            touched = [page for group in pages for page in group]
-        except TypeError:
-            raise ArgumentTypeError("pages: got no list for each group, allowed: lists of CachePage") from None
+        allowed = "a list of CachePage for each group"
+        touched = [page for group in as_list("pages", pages, allowed) for page in as_list("pages", group, allowed)]
         self.store.touch(self.store.ids_of_pages(touched))
 
     def touch_page_ids(self, page_ids: AnyPageIds) -> None:
@@ -401,9 +399,9 @@ class PagePool:
         `RunningBatch.trim` its row, and append the tokens again). These pages, and later ones without entries, are then cached
         again with their tokens. Raise PageIdError, without a change, for the null page or an id outside the pool.
         """
-        ids = self._records(PageIds(_require_ids(page_ids)))
+        ids = self._records(PageIds(list(page_ids) if isinstance(page_ids, set | frozenset) else _require_ids(page_ids)))
         if 0 in ids:
-            raise PageIdError("page 0, the null page, is never cached")
+            raise PageIdError("page_ids: got page 0, the null page, allowed: pages that can be cached")
         return self.store.drop(ids)
 
     def _maybe_evict_cached_page(self, page: CachePage) -> bool:

@@ -63,7 +63,7 @@ class PrefixRouter:
         self._loads: dict[int, int] = {}
         self._heard_at: dict[int, float] = {}
         self._routed: dict[Hashable, tuple[int, int]] = {}
-        for worker in as_list("workers", workers, "ints"):
+        for worker in _list_workers("workers", workers):
             self.add_worker(worker)
 
     @property
@@ -104,6 +104,8 @@ class PrefixRouter:
         `among` names the allowed workers, None allows all. `keys` are as in `PrefixIndex.hash_tokens`. Raise ArgumentError
         without workers, or for a request that has not ended. O(tokens + workers).
         """
+        if not hasattr(token_ids, "__len__"):
+            token_ids = as_list("token_ids", token_ids, "ints")
         hashes = self._index.hash_tokens(token_ids, **keys)
         return self.choose_by_hashes(request, len(token_ids), hashes, among=among)
 
@@ -116,7 +118,7 @@ class PrefixRouter:
         num_tokens = require_int("num_tokens", num_tokens, 0)
         if self._is_under_way(request):
             raise ArgumentError(f"request: got {shown(request)}, allowed: one that is not under way")
-        chosen_among = self._loads if among is None else as_list("among", among, "ints")
+        chosen_among = self._loads if among is None else _list_workers("among", among)
         loads = {worker: load for worker, load in self._loads.items() if worker in chosen_among}
         if not self._loads:
             raise ArgumentError("workers: got none, allowed: at least one")
@@ -161,3 +163,8 @@ class PrefixRouter:
         total, least = sum(self._loads.values()), min(loads.values())
         balanced = [worker for worker, load in loads.items() if load * len(self._loads) <= self._max_imbalance * total]
         return balanced or [worker for worker, load in loads.items() if load == least]
+
+
+def _list_workers(name: str, workers: Iterable[int]) -> list[int]:
+    """Return the numbers of workers, in the order given."""
+    return [require_int(name, worker) for worker in as_list(name, workers, "ints", is_ordered=False)]

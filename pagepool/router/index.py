@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import PrefixTable, require_token_ids
-from pagepool.arguments import require_int
+from pagepool.arguments import as_list, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import ExtraKeyNames
 from pagepool.hashing.algorithms import make_page_hasher
@@ -88,9 +88,10 @@ class PrefixIndex(PrefixTable):
         `salt`, `adapter` and `images` are as `cache_salt`, `lora_id` and `mm_features` of a request. One token is left to
         compute. Raise ArgumentTypeError or ArgumentError for an invalid token id, also after the last page.
         """
-        has_length = hasattr(token_ids, "__len__") and getattr(token_ids, "shape", None) != ()
-        if not has_length or isinstance(token_ids, dict | set | frozenset):
+        if not hasattr(token_ids, "__len__") or getattr(token_ids, "shape", None) == ():
             raise ArgumentTypeError(f"token_ids: got {type(token_ids).__name__}, allowed: a list or an array of ints")
+        if not hasattr(token_ids, "dtype"):
+            token_ids = as_list("token_ids", token_ids, "a list or an array of ints")
         request: Any = _Prompt(token_ids, salt, adapter, images)
         hashes = self._hasher.start(request, names=ARGUMENTS)
         num_pages = max(0, len(token_ids) - max(1, self._hasher.lookahead)) // self.page_size

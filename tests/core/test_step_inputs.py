@@ -567,7 +567,7 @@ WRONG = [
     ({"fields": ["state_pages"]}, ArgumentError, "no group of the model has"),
     ({"fields": ["distribution"]}, ArgumentError, "allowed with order='decodes' only"),
     ({"dtypes": {"rows": "int32"}}, ArgumentError, "dtypes: got 'rows', allowed: the chosen fields"),
-    ({"dtypes": {"slots": "int8"}}, ArgumentTypeError, "dtypes: got int8 for slots"),
+    ({"dtypes": {"slots": "int8"}}, ArgumentTypeError, "dtypes: got 'int8' for slots"),
     ({"dtypes": {"slots": "no type"}}, ArgumentTypeError, "dtypes: got 'no type' for slots"),
     ({"num_tokens": 0}, ArgumentError, "num_tokens: got .*, allowed: (at least )?1"),
     ({"num_tokens": 1 << 31}, ArgumentError, "num_tokens"),

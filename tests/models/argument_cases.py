@@ -188,12 +188,12 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "bytes": lambda value: isinstance(value, bytes),
     "float": lambda value: isinstance(value, float | np.floating),
     "fraction": lambda value: isinstance(value, Fraction),
-    "list": lambda value: isinstance(value, list | tuple | dict | np.ndarray | bytes),
+    "list": lambda value: isinstance(value, list | tuple | np.ndarray),
     "mapping": lambda value: isinstance(value, dict),
     "hashable": lambda value: not isinstance(value, list | dict | np.ndarray),
     "type": lambda value: isinstance(value, type),
     "dtype": lambda value: isinstance(value, np.generic),
-    "flag": lambda value: not (isinstance(value, np.ndarray) and value.ndim),
+    "flag": lambda value: isinstance(value, bool | np.bool_) or (isinstance(value, int | np.integer) and value in (0, 1)),
 }
 
 
@@ -307,7 +307,7 @@ def write_table() -> None:
 def in_use_for(name: str, **options: Any) -> InUse:
     """Return objects for a call, with the batch if it is one of a batch."""
     use = InUse(**options)
-    if "use.batch." in name:
+    if "use.batch." in name or name.startswith("inputs_of"):
         use.with_batch()
     return use
 
@@ -395,6 +395,12 @@ def add_request_cases() -> None:
 
 
 add_request_cases()
+
+
+def inputs_of(use: InUse, **options: Any) -> Any:
+    """Return the fields of a batch's inputs."""
+    sizes: dict[str, Any] = {"num_tokens": 8, "num_reqs": 2, "fields": ["token_ids"]}
+    return repr(pagepool.StepInputs(use.with_batch(), **(sizes | options)))
 
 
 def hash_with(algorithm: Any, **attributes: Any) -> Any:
@@ -591,9 +597,9 @@ use.table.append_rows_batch([<[3]|list typed>], [<1>])
 use.table.clear_row(row_idx=<0>)
 use.table.move_row(src=<0>, tgt=<2>)
 use.table.swap_row(src=<0>, tgt=<2>)
-use.table.mark_dirty(<[0]|list None typed>)
+use.table.mark_dirty(<[0]|list mapping None typed>)
 use.table.mark_dirty([<0>])
-use.tables.mark_dirty(<[0]|list None typed>)
+use.tables.mark_dirty(<[0]|list mapping None typed>)
 use.tables.mark_dirty([<0>])
 use.table.slot_mapping(rows=[<0>], positions=[<1>], page_size=<4|None typed>)
 use.tables.append_row(page_ids=<[[3], [6]]|list>, row_idx=<1>)
@@ -616,6 +622,8 @@ use.batch.probe(row=<1>, token_ids=<[1, 2, 3, 4, 5]|list>, dp_shard=<None|None>,
 use.batch.probe(1, [1, 2, <3>])
 use.batch.admit(1, [1, 2, <3>])
 use.batch.undo(result=<None>)
+inputs_of(use, num_tokens=<8>, num_reqs=<2>, depth=<2>, pad_slot=<-1>, pad_last=<-1>, packed=<False|flag typed>)
+inputs_of(use, fields=<["positions"]|list>, dtypes=<None|None mapping>, order=<"given"|str>, arrays=<None|None mapping>)
 use.batch.rewind(failed=<FAILED_LOADS>)
 use.batch.swap_out(row=<0>)
 use.batch.swap_in(row=<0>)

@@ -194,7 +194,20 @@ def test_wrong_arguments_change_nothing(name: str) -> None:
     assert router.loads == {0: 40, 1: 0}
 
 
-@pytest.mark.parametrize("among", [[], [2], ["0"], [0.5], {-1}])
+@pytest.mark.parametrize("among", ["01", b"01", ["0"], [0.5], [True], np.zeros((2, 2), np.int32)], ids=repr)
+def test_what_names_no_workers_is_refused(among: Any) -> None:
+    router = PrefixRouter(PrefixIndex(16), [0, 1])
+    with pytest.raises(ArgumentTypeError, match=r"^among: got .*, allowed: (an int|ints)$"):
+        router.choose("a", range(40), among=among)
+
+
+def test_any_collection_of_workers_and_any_iterable_of_tokens() -> None:
+    router = PrefixRouter(PrefixIndex(16), {0, 1})
+    for name, among in enumerate(({1}, {1: 0.5}, np.array([1]), iter([1]))):
+        assert router.choose(name, iter(range(40)), among=among) == Route(1, 0)
+
+
+@pytest.mark.parametrize("among", [[], [2], {-1}])
 def test_none_of_the_workers_among_those_named_is_refused(among: Any) -> None:
     router = PrefixRouter(PrefixIndex(16), [0, 1])
     with pytest.raises(ArgumentError, match=r"^among: got .*, allowed: at least one of the 2 workers$"):

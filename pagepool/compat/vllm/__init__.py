@@ -20,6 +20,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from pagepool.arguments import require_flag
 from pagepool.compat.children import call_in_children, stop_calling_in_children
 from pagepool.compat.import_hook import AfterImport
 from pagepool.compat.patching import check_unused, find_objects, installing, swap
@@ -107,7 +108,7 @@ def install(*, known: bool = False, strict: bool = False) -> None:
         _check_same(homes)
         parts, shares, max_pinned = wanted_parts(), read_shares(), read_pins()
         obstacles = find_obstacles(homes, parts)
-        _check_wanted(obstacles, known, strict)
+        _check_wanted(obstacles, require_flag("known", known), require_flag("strict", strict))
         items = replacements([part for part in parts if not obstacles[part.name]])
         check_unused(tuple(found for found in map(_found, items) if isinstance(found, type)), "vLLM")
         compiled = {item: _import(item) for item in items}

@@ -47,7 +47,7 @@ def check_holders(PageStore store not None, requests, RunningRows rows=None, Cac
 
 cdef list requests_of(PageStore store, object values):
     """Return `values` as a list of `RequestPages` of the store, or raise."""
-    cdef list requests = list(as_list(values, "requests"))
+    cdef list requests = list(as_list(values, "requests", False))
     for item in requests:
         if not isinstance(item, RequestPages):
             raise ArgumentTypeError(f"requests: got {type(item).__name__}, allowed: RequestPages")

@@ -372,7 +372,7 @@ cdef class TableGroup:
         cdef PageIds row_ids
         if self.num_tables:
             numbers = range(table_at(self, 0).num_rows) if rows is None else rows
-            row_ids = PageIds([self.checked_row(row) for row in as_list(numbers, "rows")])
+            row_ids = PageIds([self.checked_row(row) for row in as_list(numbers, "rows", False)])
             lock_tables(self)
             for i in range(self.num_tables):
                 set_rows_dirty(table_at(self, i), row_ids.ids, row_ids.num)

@@ -249,7 +249,7 @@ def end_fills(PageStore store not None, number, failed=()) -> None:
     cdef PageTier tier_pages = tier_of(store)
     cdef Tier *tier = &tier_pages.tier
     cdef int64_t checked = size_of(number, "number", 1, INT64_MAX)
-    cdef list wrong = list(as_list(failed, "failed"))
+    cdef list wrong = list(as_list(failed, "failed", False))
     cdef Py_ssize_t i, at, num
     cdef bytearray is_failed
     cdef char *flags

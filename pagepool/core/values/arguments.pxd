@@ -23,7 +23,7 @@ cdef int32_t page_id_of(object value) except? -1
 cdef int32_t group_of(object group) except -1
 cdef object as_int32_array(object values, str name)
 cdef object array_of(const int32_t *values, Py_ssize_t n)
-cdef list as_list(object values, str name)
+cdef list as_list(object values, str name, bint is_ordered=*)
 cdef object require_instance(object value, type kind, str name)
 cdef object require_matrix(object values, object dtype, str name)
 cdef int32_t as_shard(object shard, int32_t num_shards) except? -1

@@ -12,6 +12,7 @@ from operator import index as as_index
 
 import numpy as np
 
+from pagepool.arguments import as_list as listed
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 
 cdef extern from "Python.h":
@@ -60,8 +61,10 @@ cdef object INT32 = np.dtype(np.int32)
 
 
 cdef object index_of(object value, str name):
-    """Return `value` as an int."""
+    """Return `value` as an int. A bool is refused."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return as_index(value)
     except TypeError:
         raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: an int") from None
@@ -106,7 +109,14 @@ cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t 
 
 cdef int32_t int32_of_index(object value) except? -1:
     """Convert any other int: the rare part of `int32_of`, apart so that the rest is inlined."""
-    cdef long long number = as_index(value)
+    cdef long long number
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        value = as_index(value)
+    except TypeError:
+        raise TypeError(f"got {type(value).__name__}") from None
+    number = value
     if not INT32_MIN <= number <= INT32_MAX:
         raise OverflowError(f"got {number}")
     return <int32_t>number
@@ -156,15 +166,13 @@ cdef object array_of(const int32_t *values, Py_ssize_t n):
     return array
 
 
-cdef list as_list(object values, str name):
+cdef list as_list(object values, str name, bint is_ordered=True):
     """Return `values` if it is a list, else a list of its items."""
     if type(values) is list:
         return values
-    try:
-        values = iter(values)
-    except TypeError:
-        raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: a list or an array") from None
-    return list(values)
+    if type(values) is tuple:
+        return list(values)
+    return listed(name, values, "a list or an array", is_ordered=is_ordered)
 
 
 cdef object require_instance(object value, type kind, str name):
