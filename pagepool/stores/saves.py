@@ -1,4 +1,4 @@
-"""Pages of the host tier on their way to a store."""
+"""Pages of the host tier on their way to a store, and tombstones for those whose content was found to be wrong."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -33,9 +33,7 @@ NO_PAGES = Pages(np.empty((0, 2), np.uint64), np.empty(0, np.int32))
 
 
 class Due(NamedTuple):
-    """Pages that are due for a save: their ids in the tier, and the steps from which on nobody finds out that they were never
-    computed.
-    """
+    """Pages that are due for a save, their ids in the tier, and the steps in which they are settled: see `take_unstored`."""
 
     pages: Pages
     page_ids: npt.NDArray[np.int32]
@@ -58,9 +56,9 @@ class Waiting(NamedTuple):
 class Saves:
     """Saves of pages, each page once. Pages beyond the room of the queue are dropped.
 
-    A page is saved once the steps planned behind its own have begun, so one that was never computed usually does not get to the
-    store. If its content is found to be wrong later, a tombstone replaces it. A key has one save at a time, since two could end
-    in either order: another one waits until the store has answered.
+    A page is saved once the steps planned behind its own have begun: a failure is usually found before. If its content is found
+    to be wrong later, a tombstone replaces it. A key has one save at a time, since two could end in either order: another one
+    waits until the store has answered.
     """
 
     def __init__(self, tier: Tier, jobs: Jobs, namespace: str, max_bytes: int) -> None:
@@ -107,7 +105,8 @@ class Saves:
         return num_clears > 0
 
     def note_stored(self, pages: Pages, are_stored: Flags) -> None:
-        """Take a store's word about which pages it has. Those that are being saved count as stored."""
+        """Take a store's word about which pages it has. Those being saved count as stored, those with wrong contents do not."""
+        are_stored = are_stored & self.are_right(pages)
         self._mark(pages.choose(are_stored), True)
         if self._saving:
             are_stored = are_stored | np.array([name in self._saving for name in pages.name()], dtype=bool)
