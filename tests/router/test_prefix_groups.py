@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("msgspec")
 
+import msgspec
 from settings import scale
 
 from pagepool import (
@@ -184,3 +185,31 @@ def test_a_router_drops_pages_too() -> None:
 def test_use_eagle_is_a_flag(flag: Any) -> None:
     with pytest.raises(ArgumentTypeError, match=r"^use_eagle: got .*, allowed: True or False$"):
         PrefixIndex(4, use_eagle=flag)
+
+
+def test_ends_of_prompts_that_fill_no_block_hit_as_in_vllm() -> None:
+    """Blocks of four hashes in a hybrid: the shorter ones come first, and the longer ones say what a block is."""
+
+    def told(hashes: list[int], size: int, group: int, kind: str) -> dict[str, Any]:
+        fields = {"group_idx": group, "kv_cache_spec_kind": kind, "medium": "GPU"}
+        return {"type": "BlockStored", "block_hashes": hashes, "block_size": size, **fields}
+
+    def apply(*events: dict[str, Any]) -> None:
+        index.apply(0, msgspec.msgpack.encode([0.0, events]))
+
+    index, chain = PrefixIndex(16), list(range(1, 13))
+    kinds = ("full_attention", "mamba")
+    apply(*(told([2], 16, group, kind) for group, kind in enumerate(kinds)))
+    apply(*(told([104, 108], 64, group, kind) for group, kind in enumerate(kinds)))
+    assert index.find(chain).tolist() == [32]
+    apply(*(told([4], 64, group, kind) for group, kind in enumerate(kinds)))
+    assert index.find(chain).tolist() == index.find(chain[:4]).tolist() == [64]
+    assert index.find(chain[:3]).tolist() == [32]
+    apply(*(told([7], 16, group, kind) for group, kind in enumerate(kinds)))
+    assert [index.find(chain[:num]).tolist() for num in (8, 7, 6)] == [[112], [112], [64]]
+    apply(told([6], 16, 1, "mamba"))
+    assert index.find(chain[:6]).tolist() == [64]  # the keys and values under 7 are not found
+    apply({"type": "BlockRemoved", "block_hashes": [4], "group_idx": 0, "medium": "GPU"})
+    assert index.find(chain).tolist() == [32]
+    assert index.num_skipped == 0
+    index.check()

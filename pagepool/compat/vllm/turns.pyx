@@ -31,8 +31,8 @@ def pop_blocks_for_free(self, request):
 
 
 def add_request(self, request):
-    """Add a request, or the next input of a streaming one. Without further input vLLM ends that as if it were aborted, so the
-    queue is told before.
+    """Add a request, or the next input of a streaming one. Without further input vLLM ends that as if it were aborted, so this
+    function informs the queue before.
     """
     waiting = self.requests.get(request.request_id)
     if waiting is not None and waiting.status == WAITING_FOR_INPUT and not request.resumable:
