@@ -696,9 +696,9 @@ class TestThreads:
             def close(*_):
                 store.close(drain_seconds=0.01)
             signal.signal(signal.SIGALRM, close)
-            for i in range(30):
+            for i in range(8):
                 store = FileStore({str(tmp_path)!r}, "n", max_bytes=1 << 20)
-                signal.setitimer(signal.ITIMER_REAL, 0.002 + i * 0.0001)
+                signal.setitimer(signal.ITIMER_REAL, 0.002 + i * 0.0004)
                 try:
                     while True:
                         store.lookup([b"key"])
