@@ -22,7 +22,7 @@ class OutOfPagesError(PagePoolError, ValueError):
 
 
 class RequestTooLargeError(OutOfPagesError):
-    """A request needs more pages than the whole pool has, so it could never be allocated."""
+    """A request needs more pages than the whole pool has, or more tokens than the model allows, so it can never run."""
 
 
 class LeaseBudgetError(PagePoolError, ValueError):

@@ -466,8 +466,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         dp_shard_hint: int | None = None,
         data_parallel_size: int | None = None,
     ) -> None:
-        """Raise RequestTooLargeError if a request of `num_tokens` tokens, its answer included, cannot run even alone, in an
-        empty pool without leases: call this when it arrives.
+        """Raise RequestTooLargeError if a request of `num_tokens` tokens, its answer included, is longer than `max_model_len`,
+        or cannot run even alone, in an empty pool without leases: call this when it arrives.
 
         Each step computes up to `max_num_new_tokens` tokens (None: the manager's `max_num_batched_tokens`), with slots for
         `num_lookahead_tokens` more. `num_reserved_pages` of the pool stay free. With `data_parallel_size` the request has the
@@ -484,7 +484,9 @@ class CacheManager(KeyHolder, SlotAllocator):
         Traceback (most recent call last):
         pagepool.errors.RequestTooLargeError: a request of 1,000 tokens in steps of up to 64 needs 19 pages, the pool has 12
         """
-        num_tokens = min(require_int("num_tokens", num_tokens, 0), self.max_model_len)
+        num_tokens = require_int("num_tokens", num_tokens, 0)
+        if num_tokens > self.max_model_len:
+            raise RequestTooLargeError(f"num_tokens: got {shown(num_tokens)}, allowed: max_model_len, {self.max_model_len}")
         most = self.max_num_batched_tokens if max_num_new_tokens is None else max_num_new_tokens
         num_new_tokens = num_tokens if most is None else min(require_int("max_num_new_tokens", most, 1), num_tokens)
         num_ahead = min(require_int("num_lookahead_tokens", num_lookahead_tokens, 0), self.max_model_len)
@@ -729,7 +731,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         `release` or ``with`` ends a lease; until then it is in `leases`, even without other references to the object. A lease
         is a reference: its pages are held, and `reset_prefix_cache` returns False. Their holders can still write there, or drop
         prefix entries. A lease cannot be pickled. An error leaves nothing leased. Raise ArgumentError unless ``0 <= start <=
-        stop`` and seconds are finite and above 0. The first call takes O(num_pages).
+        stop <= num_tokens`` and seconds are finite and above 0. The first call takes O(num_pages).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -768,6 +770,8 @@ class CacheManager(KeyHolder, SlotAllocator):
     def expect(self, request: Request, start: int = 0, stop: int | None = None, *, seconds: float | None) -> int:
         """Expect the cached pages wholly within tokens ``[start, stop)`` of a request to be used again in `seconds`. Infinity
         means never, None means unknown. Return the number of these pages.
+
+        Tokens behind the last known one are left out.
 
         An expectation orders eviction and promises nothing. Pages without a prefix entry are evicted first, then pages never
         expected back, then the page expected furthest in the future. Times are compared by powers of two, up to 2**18 seconds,

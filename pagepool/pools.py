@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from pagepool._core import PageStore
-from pagepool.arguments import MAX_SIZE, require_int, require_name
+from pagepool.arguments import require_int, require_name
 from pagepool.errors import ArgumentError, shown
 from pagepool.group_rules import kind_of
 from pagepool.page_pool import PagePool
@@ -15,6 +17,7 @@ __all__ = ["MIN_PAGES", "PoolSizes", "link_checkpoints", "make_pools", "read_hos
 
 MAX_POOLS = 4
 MIN_PAGES = 2  # the null page and one more
+MAX_PAGES = 1 << 30
 
 
 class PoolSizes(NamedTuple):
@@ -43,6 +46,8 @@ def read_sizes(
         if len(set(names)) > 1:
             allowed = f"a size for each pool, such as {dict.fromkeys(names, 1024)}"
             raise ArgumentError(f"num_pages: got {shown(num_pages)}, allowed for groups of several pools: {allowed}")
+        if names and isinstance(num_pages, int | np.integer) and num_pages == 1:
+            raise ArgumentError("num_pages: got 1, which is the null page, allowed with groups: at least 2")
         return PoolSizes((names[0] if names else "kv",), (num_pages,), [0] * len(names))
     if set(num_pages) != set(names):
         raise ArgumentError(
@@ -53,7 +58,7 @@ def read_sizes(
     of_attention = {name for name, group in zip(names, groups, strict=True) if not _has_state(group)}
     order = [*page_pool._list_sizes(), *num_pages] if isinstance(page_pool, PagePool) else [*num_pages]
     ordered = sorted(num_pages, key=lambda name: (name not in of_attention, order.index(name)))
-    sizes = tuple(require_int(f"num_pages[{name!r}]", num_pages[name], MIN_PAGES, MAX_SIZE) for name in ordered)
+    sizes = tuple(require_int(f"num_pages[{name!r}]", num_pages[name], MIN_PAGES, MAX_PAGES) for name in ordered)
     return PoolSizes(tuple(ordered), sizes, [ordered.index(name) for name in names])
 
 
@@ -86,7 +91,7 @@ def make_pools(sizes: PoolSizes, enable_caching: bool, page_pool: PagePool | Non
         found, allowed = page_pool._list_sizes(), dict(zip(sizes.names, sizes.sizes, strict=True))
         if [*found.items()] != [*allowed.items()] or page_pool.enable_caching != enable_caching:
             got = f"{found}, caching {page_pool.enable_caching}"
-            raise ArgumentError(f"page_pool: got pools {got}; allowed: {allowed}, caching {enable_caching}")
+            raise ArgumentError(f"page_pool: got pools {got}, allowed: {allowed}, caching {enable_caching}")
         store, configuration = page_pool.store, page_pool.configuration
         return {name: PagePool.of_bank(store, bank, configuration) for bank, name in enumerate(sizes.names)}
     first, *further = sizes.sizes

@@ -503,7 +503,7 @@ def choose_pool(page_pool: PagePool | None, num_pages: int, enable_caching: bool
     require_eviction(page_pool, eviction)
     if (page_pool.num_pages, page_pool.enable_caching) != (num_pages, enable_caching):
         got = f"{page_pool.num_pages} pages, caching {page_pool.enable_caching}"
-        raise ArgumentError(f"page_pool: got {got}; allowed: {shown(num_pages)} pages, caching {enable_caching}")
+        raise ArgumentError(f"page_pool: got {got}, allowed: {shown(num_pages)} pages, caching {enable_caching}")
     return page_pool
 
 

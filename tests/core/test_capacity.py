@@ -141,7 +141,7 @@ def test_steps_count_when_a_request_arrives() -> None:
     for num_pages, passes in ((8583, False), (11_648, False), (11_655, True)):
         manager = make_manager(*gemma, num_pages=num_pages, max_model_len=131_072, max_num_batched_tokens=8192)
         assert refuses(lambda manager=manager: manager.require_capacity(131_072)) != passes
-    manager.require_capacity(8582 * 16, 1)
+    manager.require_capacity(131_072, 1)
 
 
 def refuses(call: Callable[[], object]) -> bool:
@@ -158,7 +158,10 @@ def test_lookahead_reserved_pages_and_shards_count() -> None:
     manager.require_capacity(76)
     manager.require_capacity(72, num_reserved_pages=1)
     manager.require_capacity(72, num_lookahead_tokens=100)  # slots end at max_model_len
-    manager.require_capacity(10**30, num_lookahead_tokens=10**30)
+    manager.require_capacity(76, num_lookahead_tokens=10**30)
+    for num_tokens in (77, 10**30):
+        with pytest.raises(RequestTooLargeError, match=f"^num_tokens: got {num_tokens}, allowed: max_model_len, 76$"):
+            manager.require_capacity(num_tokens)
     message = "a request of 72 tokens, with slots for 4 more, needs 19 pages, the pool has 19, and 1 of the pool's 19 stay free"
     with pytest.raises(RequestTooLargeError) as caught:
         manager.require_capacity(72, num_lookahead_tokens=4, num_reserved_pages=1)

@@ -153,7 +153,7 @@ def test_pages_that_lru_would_have_hit(eviction: str) -> None:
 
 
 def test_without_caching_and_without_pages() -> None:
-    stats = make_manager(num_pages=1, enable_caching=False, eviction="adaptive").stats()
+    stats = pagepool.CacheManager(1, [], 64, enable_caching=False, eviction="adaptive").stats()
     assert stats.num_hit_pages is None
     assert (stats.num_pages, stats.usage, stats.num_cached_pages) == (0, 0.0, 0)
     with pytest.raises(FrozenInstanceError):

@@ -171,8 +171,10 @@ cdef class SlotAllocator:
         RequestTooLargeError, and no change, for a request that would hold more pages than the pool, or its shard, has at all:
         no waiting helps, but steps of fewer tokens may (see `CacheManager.require_capacity`).
 
-        ArgumentError, and no change, for 0 new tokens, for more tokens than `max_model_len`, and for computed tokens that
-        cannot be: beyond the hits of a request that holds nothing (a preempted request starts at 0 again), or beyond the slots
+        New tokens may be unknown ones, such as drafts and tokens in flight: they get slots, but are not cached yet.
+
+        ArgumentError, and no change, for 0 new tokens, for more tokens than `max_model_len`, for hits that are counted among
+        the new tokens too, and for computed tokens that cannot be: beyond the hits of a request that holds nothing (a preempted request starts at 0 again), or beyond the slots
         of one that does. StateAheadError, and no change, if lookahead, or tokens that the request does not know, pass a
         checkpoint of a state that is due later: the step would move the state on (see `CacheManager`, `restores_states`). The
         state of a state group cannot go back: free a request whose ``num_computed_tokens`` decreases, or restore its state. One
@@ -307,6 +309,8 @@ cdef class SlotAllocator:
             self.registry.find_held(request)
         if is_admission or counts.num_new_computed or counts.num_computed > held.limits.num_room:
             self.check_computed(request_id, counts, hits, held)
+        if is_admission and has_hits and self.on_too_large is None:  # the drop-in takes what its engine's own manager takes
+            self.check_known(request_id, counts, count_of(read_num_tokens(request)))
         if is_admission and hashes is not None and hashes.refusal is not None and data_parallel_size is None:
             if hashes.request is request and self.is_refused_still(hashes.refusal, hits, counts):
                 return None
@@ -510,6 +514,16 @@ cdef class SlotAllocator:
             raise ArgumentError(
                 f"request {shown(request_id)}: got num_computed_tokens {counts.num_computed} and "
                 f"num_new_computed_tokens {counts.num_new_computed}, allowed: {allowed} {reason}"
+            )
+        return 0
+
+    cdef int check_known(self, object request_id, const Counts *counts, int64_t num_known) except -1:
+        """Raise ArgumentError for hits that are counted twice: behind them the new tokens are the whole request again."""
+        num_hits = counts.num_computed + counts.num_new_computed
+        if counts.num_tokens - num_hits >= num_known:
+            raise ArgumentError(
+                f"request {shown(request_id)}: got {counts.num_tokens - num_hits} tokens behind {num_hits} hit ones, allowed: "
+                f"fewer than its {num_known} known ones, since hits are not new"
             )
         return 0
 

@@ -398,8 +398,8 @@ cdef class TokenSpan:
 
     def lease(self, max_num_leased, seconds) -> Lease:
         """Lease the cached pages for `seconds`. LeaseBudgetError, and nothing changed, if leases with an end would have more
-        pages of a bank than `max_num_leased` lists for it; ArgumentError if a page of the span is no longer cached, or a page
-        that requests need to resume at its end, and for a span without pages. O(pages).
+        pages of a bank than `max_num_leased` lists for it; ArgumentError if the span ends behind the known tokens, if a page of
+        it is no longer cached, or a page that requests need to resume at its end, and for a span without pages. O(pages).
         """
         cdef PageStore store = self.require_store()
         cdef PageIds most = as_page_ids(max_num_leased, "max_num_leased")
@@ -408,15 +408,18 @@ cdef class TokenSpan:
         cdef int32_t bank, over = -1
         cdef Py_ssize_t bad = -1
         cdef Lease lease
-        cdef bint is_listed, is_held = False
+        cdef bint is_inside, is_listed, is_held = False
+        cdef int64_t num_tokens
         if most.num != store.pool.num_banks:
             raise ArgumentError(f"max_num_leased: got {most.num}, allowed: one for each of the {store.pool.num_banks} pools")
         lease = new_lease(store)
         try:
             self.lock()
             end_leases(&store.pool)
+            num_tokens = self.num_tokens
+            is_inside = self.stop == INT64_MAX or self.stop <= num_tokens
             lost, lost_end = self.find_lost_token(), self.find_lost_end()
-            is_listed = lost < 0 and lost_end == 0 and self.collect_cached(lease.ids)
+            is_listed = is_inside and lost < 0 and lost_end == 0 and self.collect_cached(lease.ids)
             leased = in_all = store.pool.leases
             count_by_bank(&store.pool, lease.ids.ids, lease.ids.num if is_listed else 0, 1, &in_all.num_pages_in[0])
             for bank in range(store.pool.num_banks if is_listed else 0):
@@ -429,6 +432,8 @@ cdef class TokenSpan:
         finally:
             if not is_held:
                 self.store.leases.pop(lease)
+        if not is_inside:
+            raise ArgumentError(f"stop: got {self.stop}, allowed: {self.start} to {num_tokens}, the known tokens")
         if lost >= 0 or lost_end:
             self.refuse_lost(lost, lost_end)
         if is_listed and lease.ids.num == 0:

@@ -1,0 +1,79 @@
+"""Numbers of tokens and pages that no request and no pool can have."""
+
+import pytest
+
+from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, PageTable, RunningBatch
+from pagepool.compat import easydel
+from pagepool.errors import ArgumentError
+
+FULL = CacheGroupSpec(FullAttentionSpec(page_size=4, num_kv_heads=1, head_size=8, dtype="float16", use_mla=False))
+PROMPT = list(range(12))
+
+
+def make_manager() -> CacheManager:
+    """Make a manager that has cached two pages of the prompt."""
+    manager = CacheManager(16, [FULL], 64)
+    first = EngineRequest("first", PROMPT)
+    manager.allocate_slots(first, 8)
+    manager.free(first)
+    return manager
+
+
+@pytest.mark.parametrize("num_new_tokens", [12, 50])
+def test_hits_are_not_counted_among_the_new_tokens(num_new_tokens: int) -> None:
+    """The usual mistake is to pass the tokens of the whole prompt behind its hits."""
+    manager = make_manager()
+    request = EngineRequest("second", PROMPT)
+    hits, num_hits = manager.get_computed_pages(request)
+    with pytest.raises(
+        ArgumentError, match=rf"^request 'second': got {num_new_tokens} tokens behind 8 hit ones, allowed: fewer than"
+    ):
+        manager.allocate_slots(request, num_new_tokens, num_hits, hits)
+    pages = manager.allocate_slots(request, 4, num_hits, hits)
+    assert pages is not None
+    assert pages.get_page_ids() == ([3],)
+    request.num_computed_tokens = 8
+    with pytest.raises(ArgumentError, match="allowed: 0 new ones for a request that holds pages already"):
+        manager.allocate_slots(request, 4, num_hits)
+
+
+def test_unknown_tokens_get_slots_and_are_not_cached() -> None:
+    manager = CacheManager(16, [FULL], 64)
+    request = EngineRequest("a", [1, 2, 3, 4, 5])
+    manager.allocate_slots(request, 9)
+    request.num_computed_tokens = 5
+    manager.allocate_slots(request, 6)  # drafts, or tokens in flight: of a request that runs they may be unknown
+    assert manager.get_page_ids("a") == ([1, 2, 3],)
+    assert manager.stats().num_cached_pages == 1
+    manager.check()
+
+
+def test_the_drop_in_takes_what_its_engine_takes() -> None:
+    manager = easydel.CacheManager(16, [FULL], 64)
+    pages = manager.allocate_slots(EngineRequest("a", [1, 2, 3, 4, 5]), 50)
+    assert pages is not None
+    assert len(pages.get_page_ids()[0]) == 13
+
+
+@pytest.mark.parametrize("stop", [13, 16, 2**40])
+def test_a_lease_ends_within_the_known_tokens(stop: int) -> None:
+    manager = make_manager()
+    batch = RunningBatch(manager, PageTable(2, 16, 64))
+    batch.admit(0, PROMPT)
+    for lease in (
+        lambda: batch.lease(0, 0, stop, seconds=60),
+        lambda: manager.lease(EngineRequest("b", PROMPT), 0, stop, seconds=60),
+    ):
+        with pytest.raises(ArgumentError, match=rf"^stop: got {stop}, allowed: 0 to 12, the known tokens$"):
+            lease()
+    assert manager.leases == ()
+    assert batch.lease(0, 0, 12, seconds=60).page_ids == [1, 2, 3]
+    assert batch.expect(0, 0, stop, seconds=60) == 3  # a hint: tokens behind the last are left out
+
+
+def test_a_pool_has_a_page_beside_the_null_page() -> None:
+    with pytest.raises(ArgumentError, match=r"^num_pages: got 1, which is the null page, allowed with groups: at least 2$"):
+        CacheManager(1, [FULL], 64)
+    assert CacheManager(1, [], 64).num_pages == 1
+    with pytest.raises(ArgumentError, match=r"^num_pages\['kv'\]: got 1099511627776, allowed: 2 to 1073741824$"):
+        CacheManager({"kv": 2**40}, [FULL], 64)
