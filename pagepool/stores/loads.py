@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf
@@ -208,14 +208,15 @@ class Loads:
                 places.setdefault(heir, []).append(place)
         return [(heir, pages.choose(own)) for heir, own in places.items()]
 
-    def _end_waits(self, names: Iterable[bytes]) -> None:
+    def _end_waits(self, names: list[bytes]) -> None:
         """Let requests wait for pages no longer."""
         for name in names:
             for fetch in self._waiters.pop(name, ()):
                 fetch.num_on_the_way -= 1
-            self._wrong.discard(name)
+        if self._wrong:
+            self._wrong.difference_update(names)
 
-    def _heed_wrong(self, names: Iterable[bytes]) -> None:
+    def _heed_wrong(self, names: list[bytes]) -> None:
         """Note that what the store has of pages is wrong, also where it is on its way."""
         self._wrong.update(name for name in names if name in self._waiters)
 
@@ -269,9 +270,10 @@ class Loads:
 
     def _release(self, job: Job) -> None:
         """Give back memory, without headers: what is there is not taken for the page of a later load that ends early."""
-        for item in job.objects:
-            if item[:HEADER_BYTES].any():  # memory that was never used is not allocated by this
-                item[:HEADER_BYTES] = 0
+        left = np.array(job.places)
+        for size, equal in groupby(map(len, job.objects)):
+            headers, (places, left) = self._buffers.arrays[size][:, :HEADER_BYTES], np.split(left, [len(list(equal))])
+            headers[places[headers[places].any(axis=1)]] = 0  # memory that was never used stays so
         self._buffers.give_back(job.objects, job.places)
 
     def _fill(self, job: Job, places: npt.NDArray[np.intp]) -> None:
