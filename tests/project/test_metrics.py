@@ -81,6 +81,7 @@ def manager() -> CacheManager:
     manager.end_step()
     saves = manager.take_transfers()
     manager.fail_transfers(saves.number, saves=[1])
+    manager.take_transfers()  # the store gets pages a step later
     stored.fetch(EngineRequest("d", list(range(100, 120))))
     for _ in range(2):
         stored.poll()
