@@ -461,8 +461,10 @@ class SlotAllocator:
         RequestTooLargeError, and no change, for a request that would hold more pages than the pool, or its shard, has at all:
         no waiting helps, but steps of fewer tokens may (see `CacheManager.require_capacity`).
 
-        ArgumentError, and no change, for 0 new tokens, for more tokens than `max_model_len`, and for computed tokens that
-        cannot be: beyond the hits of a request that holds nothing (a preempted request starts at 0 again), or beyond the slots
+        New tokens may be unknown ones, such as drafts and tokens in flight: they get slots, but are not cached yet.
+
+        ArgumentError, and no change, for 0 new tokens, for more tokens than `max_model_len`, for hits that are counted among
+        the new tokens too, and for computed tokens that cannot be: beyond the hits of a request that holds nothing (a preempted request starts at 0 again), or beyond the slots
         of one that does. StateAheadError, and no change, if lookahead, or tokens that the request does not know, pass a
         checkpoint of a state that is due later: the step would move the state on (see `CacheManager`, `restores_states`). The
         state of a state group cannot go back: free a request whose ``num_computed_tokens`` decreases, or restore its state. One
@@ -870,8 +872,8 @@ class TokenSpan:
         """
     def lease(self, max_num_leased: _Ids, seconds: float) -> Lease:
         """Lease the cached pages for `seconds`. LeaseBudgetError, and nothing changed, if leases with an end would have more
-        pages of a bank than `max_num_leased` lists for it; ArgumentError if a page of the span is no longer cached, or a page
-        that requests need to resume at its end, and for a span without pages. O(pages).
+        pages of a bank than `max_num_leased` lists for it; ArgumentError if the span ends behind the known tokens, if a page of
+        it is no longer cached, or a page that requests need to resume at its end, and for a span without pages. O(pages).
         """
 
 class EntryJournal:
