@@ -220,8 +220,8 @@ class Books:
         return True
 
     def _list_hit(self, content: Content, shard: range | Shard | None) -> list[int]:
-        """Return the pages of which one hits: a held one of all with the content, if the pool prefers these, else the first. The
-        null page stands for one that is loaded.
+        """Return the pages that may hit: all with the content if the pool prefers held ones, else the first. The null page
+        stands for one that is loaded.
         """
         pages = [page_id for page_id in self.index.pages.get(content, ()) if shard is None or page_id in shard]
         return (pages if self.prefers_held else pages[:1]) or [NULL_PAGE]

@@ -91,8 +91,8 @@ cdef class RequestMaps:
             held = find_held(self.held, id_of(request))
         if held is not None and held.owner is not request and not self.shares_ids:
             raise ArgumentError(
-                f"request {shown(request.request_id)}: got another object than the one that holds pages under this id, allowed: that "
-                "object, or another id"
+                f"request {shown(request.request_id)}: got another object than the one that holds pages under this id, "
+                "allowed: that object, or another id"
             )
         return held
 
@@ -174,11 +174,12 @@ cdef class SlotAllocator:
         New tokens may be unknown ones, such as drafts and tokens in flight: they get slots, but are not cached yet.
 
         ArgumentError, and no change, for 0 new tokens, for more tokens than `max_model_len`, for hits that are counted among
-        the new tokens too, and for computed tokens that cannot be: beyond the hits of a request that holds nothing (a preempted request starts at 0 again), or beyond the slots
-        of one that does. StateAheadError, and no change, if lookahead, or tokens that the request does not know, pass a
-        checkpoint of a state that is due later: the step would move the state on (see `CacheManager`, `restores_states`). The
-        state of a state group cannot go back: free a request whose ``num_computed_tokens`` decreases, or restore its state. One
-        native transaction; if nothing is due, the manager's lock is not taken. Amortised O(new pages).
+        the new tokens too, and for computed tokens that cannot be: beyond the hits of a request that holds nothing (a preempted
+        request starts at 0 again), or beyond the slots of one that does. StateAheadError, and no change, if lookahead, or
+        tokens that the request does not know, pass a checkpoint of a state that is due later: the step would move the state on
+        (see `CacheManager`, `restores_states`). The state of a state group cannot go back: free a request whose
+        ``num_computed_tokens`` decreases, or restore its state. One native transaction; if nothing is due, the manager's lock
+        is not taken. Amortised O(new pages).
         """
         cdef Counts counts
         cdef RequestPages held = None

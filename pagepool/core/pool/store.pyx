@@ -347,7 +347,7 @@ cdef class PageStore:
             raise MemoryError(f"links of {self.pool.num_pages} pages in {self.pool.num_shards} shards")
 
     def prefer_held(self) -> None:
-        """Let look-ups find a held page from now on, where several have the same content and any is held. O(num_pages), once."""
+        """Let look-ups find a held page from now on, if any page with the content is held. O(num_pages), once."""
         with self.lock:
             if self.pool.slots != NULL:
                 prefer_held(&self.pool)

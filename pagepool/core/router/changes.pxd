@@ -1,7 +1,8 @@
 # Batches of events, applied to the index of a router.
 #
-# A batch is compared with the index, and its memory is reserved, before anything changes. Events that do not fit are left out. If its events could exceed the blocks
-# that a worker may have, the net changes of the batch are computed and applied instead. Always:
+# A batch is compared with the index, and its memory is reserved, before anything changes. Events that do not fit are left out.
+# If the others could exceed the blocks that a worker may have, the net changes of the batch are computed and applied instead.
+# Always:
 #
 # * Net changes have one `Change` for each block, group and medium in the batch, and a slot for each change.
 # * A worker has at most `max_blocks` blocks after a batch.
@@ -43,7 +44,8 @@ cdef inline bint _fits_group(GroupSpec *known, const Event *event, bint has_othe
     """
     cdef int32_t size = event.spec.block_size, known_size = known.spec.block_size, trust = _trust_of(event)
     cdef bint has_kinds = event.has_kind and known.has_kind
-    cdef bint is_alike = not has_kinds or (event.spec.is_state == known.spec.is_state and event.spec.window == known.spec.window)
+    cdef bint has_same_kind = event.spec.is_state == known.spec.is_state and event.spec.window == known.spec.window
+    cdef bint is_alike = not has_kinds or has_same_kind
     cdef bint has_parts = has_kinds and is_alike and event.spec.window == 0
     cdef bint is_larger = has_parts and size > known_size and known_size and size % known_size == 0
     cdef bint is_more_trusted = trust > known.trust and (trust - trust % 2 > known.trust or has_others or size < known_size)
@@ -64,7 +66,7 @@ cdef inline bint _fits_group(GroupSpec *known, const Event *event, bint has_othe
 cdef inline bint _fits_model(
     const EventBatch *batch, const Event *event, int32_t page_size, int32_t max_groups, int32_t num_known
 ) noexcept nogil:
-    """Whether a stored event agrees with the numbers known for all groups. There are `num_known` groups up to the highest one."""
+    """Whether a stored event agrees with the numbers known for all groups. `num_known` is the highest known group plus one."""
     cdef int32_t num_groups = batch.told.num_groups or event.told.num_groups
     cdef int32_t hit_tokens = batch.told.hit_tokens or event.told.hit_tokens
     if event.spec.block_size % page_size or hit_tokens % page_size:

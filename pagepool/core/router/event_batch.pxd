@@ -499,7 +499,7 @@ cdef inline void _read_fields(Reader *reader, EventBatch *batch, Event *event) n
 
 
 cdef inline void _read_event(Reader *reader, EventBatch *batch) noexcept nogil:
-    """Read an event. One that is none of ours is skipped like any value of msgpack, which fails only if its bytes are broken."""
+    """Read an event. An unknown one is skipped like any value of msgpack, which fails only if its bytes are broken."""
     cdef Event event
     cdef const uint8_t *start = reader.at
     cdef Py_ssize_t num_hashes = batch.num_hashes

@@ -87,7 +87,8 @@ cdef class PrefixTable:
     def __cinit__(self, page_size, *, max_worker_blocks=1 << 24, num_groups=None, use_eagle=False, lookahead=0, **_):
         self.page_size = size_of(page_size, "page_size", 1, MAX_TOKENS)
         self.max_worker_blocks = size_of(max_worker_blocks, "max_worker_blocks", 1, MAX_BLOCKS)
-        self.max_groups = <int32_t>size_of(MAX_EVENT_GROUPS if num_groups is None else num_groups, "num_groups", 1, MAX_EVENT_GROUPS)
+        num_groups = MAX_EVENT_GROUPS if num_groups is None else num_groups
+        self.max_groups = <int32_t>size_of(num_groups, "num_groups", 1, MAX_EVENT_GROUPS)
         if not isinstance(use_eagle, (bool, np.bool_)):
             raise ArgumentTypeError(f"use_eagle: got {type(use_eagle).__name__}, allowed: True or False")
         self.use_eagle = use_eagle and not lookahead

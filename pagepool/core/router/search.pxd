@@ -247,7 +247,9 @@ cdef inline Py_ssize_t _find_longest_prefix(
     return num_hashes
 
 
-cdef inline Kind *_kind_of(const BlockTable *table, const Search *search, const Spec *spec, Kind *kinds, Py_ssize_t *num) noexcept nogil:
+cdef inline Kind *_kind_of(
+    const BlockTable *table, const Search *search, const Spec *spec, Kind *kinds, Py_ssize_t *num
+) noexcept nogil:
     """Return the kind of a group. A new one has no pages yet."""
     cdef Kind *kind = kinds
     while kind < kinds + num[0]:
@@ -266,7 +268,9 @@ cdef inline Kind *_kind_of(const BlockTable *table, const Search *search, const 
     return kind
 
 
-cdef inline Py_ssize_t _hit_multiple(const BlockTable *table, const Search *search, const Kind *kinds, Py_ssize_t num) noexcept nogil:
+cdef inline Py_ssize_t _hit_multiple(
+    const BlockTable *table, const Search *search, const Kind *kinds, Py_ssize_t num
+) noexcept nogil:
     """Return the common divisor, in hashes, of the lengths of hits; if it is longer than the prompt, any number above that."""
     cdef Py_ssize_t i, rest, divisor, multiple = max(1, table.told.hit_tokens // table.page_size)
     for i in range(num):

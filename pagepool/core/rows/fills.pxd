@@ -1,6 +1,6 @@
-# The rows of the inputs that were filled last. A step begins with tokens that the step before samples, and the device puts these
-# in the place of their ids. So `sources` needs to know which rows the step before had, in which order, and which token of each it
-# sampled, whichever inputs of the batch were filled for it.
+# The rows of the inputs that were filled last. A step begins with tokens that the step before samples, and the device puts
+# these in the place of their ids. So `sources` needs the rows of the step before, in order, and the token of each that it
+# samples, whichever inputs of the batch were filled for it.
 #
 # The tokens that steps sample are numbered within a row's stay, so no step is taken for an earlier one of the same row. A step
 # that is filled again, in any inputs, replaces its fill. A step that is taken back leaves none.

@@ -36,8 +36,8 @@ cdef void queue_unstored(Pool *pool, int32_t page_id) noexcept nogil:
         storage.counters.num_refused_pages += 1
         return
     queue_transfer(storage, Transfer(
-        key=digest_of(page), number=storage.arrivals[page_id], page_id=page_id, tier_id=NULL_PAGE, group=page.group & ~FLAGS, is_load=False,
-        is_void=False,
+        key=digest_of(page), number=storage.arrivals[page_id], page_id=page_id, tier_id=NULL_PAGE, group=page.group & ~FLAGS,
+        is_load=False, is_void=False,
     ))
 
 

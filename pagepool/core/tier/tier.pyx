@@ -402,7 +402,8 @@ def end_transfers(PageStore store not None, number, failed_saves=(), failed_load
     cdef Tier *tier = pool.tier
     cdef int64_t checked = size_of(number, "number", 1, INT64_MAX)
     cdef FailedLoads failed = FailedLoads.__new__(FailedLoads)
-    cdef list wrong_saves = list(as_list(failed_saves, "saves", False)), wrong_loads = list(as_list(failed_loads, "loads", False))
+    cdef list wrong_saves = list(as_list(failed_saves, "saves", False))
+    cdef list wrong_loads = list(as_list(failed_loads, "loads", False))
     cdef Py_ssize_t num_saves, num_loads
     cdef bytearray is_failed
     if store.pool.tier == NULL:
