@@ -118,8 +118,8 @@ take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].sha
     if rare(page.group & TWIN{+ and not BUG+}):
         _leave_twins(pool, page_id, slot)
 == a page that is given back stays before held ones with its content
-    if pool.prefers_held{+ and not BUG+}:
-        _unwatch(pool, page_id)
+pool.pages[page_id].group >= TWIN and pool.pages[page_id].ref_cnt == 0{+ and not BUG+}:
+            _unwatch(pool, page_id)
 == a cut page keeps its entry
                 {+if not BUG: +}uncache(pool, page_id)
         give_back_from(

@@ -222,23 +222,25 @@ cdef inline bint _end_reference(Pool *pool, int32_t page_id) noexcept nogil:
     pool.pages[page_id].ref_cnt -= 1
     if pool.pages[page_id].ref_cnt:
         return False
-    if exceptional(pool.pages[page_id].group >= TWIN):
-        _release_twin(pool, page_id)
     pool.counters.num_freed_pages += 1
     return True
 
 
-cdef inline void _release_twin(Pool *pool, int32_t page_id) noexcept nogil:
-    """Let look-ups find held pages with the content of a page that lost its last holder."""
-    if pool.prefers_held:
-        _unwatch(pool, page_id)
-        go_back(pool, page_id)
+cdef inline void _release_twins(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil:
+    """Let look-ups find held pages with the content of those that were just given back and lost their last reference."""
+    cdef Py_ssize_t i
+    cdef int32_t page_id
+    for i in range(n):
+        page_id = ids[n - 1 - i if tail_first else i]
+        if page_id != NULL_PAGE and pool.pages[page_id].group >= TWIN and pool.pages[page_id].ref_cnt == 0:
+            _unwatch(pool, page_id)
+            go_back(pool, page_id)
 
 
 cdef inline void _restore_reference(Pool *pool, int32_t page_id) noexcept nogil:
     """Undo `_end_reference`. The page is outside the queue."""
     pool.counters.num_freed_pages -= pool.pages[page_id].ref_cnt == 0
-    share(pool, page_id)
+    pool.pages[page_id].ref_cnt += 1
 
 
 cdef inline bint _has_reference(const Pool *pool, int32_t page_id) noexcept nogil:
@@ -252,6 +254,8 @@ cdef inline void give_back(Pool *pool, int32_t page_id) noexcept nogil:
     """
     if _has_reference(pool, page_id) and _end_reference(pool, page_id):
         enqueue(pool, page_id)
+        if exceptional(pool.prefers_held):
+            _release_twins(pool, &page_id, 1, False)
 
 
 cdef inline Py_ssize_t give_back_all(
@@ -261,13 +265,23 @@ cdef inline Py_ssize_t give_back_all(
     `terms` at the same indices, unless these are UNKNOWN. Return -1, or, with nothing changed, the index of a page that has no
     reference to give.
     """
-    cdef Py_ssize_t i, at
+    cdef Py_ssize_t at = -1
     if GUARDS and pool.num_held_free:
         at = find_unheld(pool, ids, 0, n)
         if at >= 0:
             return at
     if rare(pool.num_parts > NEW + 1):  # with a policy, or terms
-        return _give_back_to_parts(pool, ids, n, tail_first, terms)
+        at = _give_back_to_parts(pool, ids, n, tail_first, terms)
+    else:
+        at = _give_back_each(pool, ids, n, tail_first)
+    if exceptional(pool.prefers_held) and at < 0:
+        _release_twins(pool, ids, n, tail_first)
+    return at
+
+
+cdef inline Py_ssize_t _give_back_each(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil:
+    """`give_back_all` without a policy and terms."""
+    cdef Py_ssize_t i, at
     for i in range(n):
         at = n - 1 - i if tail_first else i
         if ids[at] == NULL_PAGE:
@@ -366,6 +380,8 @@ cdef inline bint skip(Pool *pool, int32_t page_id, bint stays, bint may_hit) noe
     if not may_hit:
         pool.policy.marks[page_id] = BLANK
     push(pool, page_id)
+    if exceptional(pool.prefers_held):
+        _release_twins(pool, &page_id, 1, False)
     return is_counted(pool, page_id)
 
 
