@@ -12,7 +12,7 @@ Native methods of `RunningBatch`, and the native work of others:
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -89,8 +89,8 @@ class RunningBatch(RunningRows):
         dedupe: bool = False,
         restores_states: bool = False,
         max_steps_ahead: int = 0,
-        writes: str = "ends",
-        caches: str = "scheduled",
+        writes: Literal["ends", "anywhere"] = "ends",
+        caches: Literal["scheduled", "computed"] = "scheduled",
     ) -> None:
         """`page_table`, a table of pagepool or of `pagepool.torch`, has a table for each group of the manager; a `PageTable`
         serves one group. `data_parallel_size` divides the pool into shards for `admit`'s `dp_shard`. With `dedupe` a row whose
@@ -182,7 +182,7 @@ class RunningBatch(RunningRows):
         session_id: str | None = None,
         tenant: str | None = None,
         num_lookahead_tokens: int = 0,
-        reserve: str | None = None,
+        reserve: Literal["prompt"] | None = None,
         step: StepResult | None = None,
     ) -> int | None:
         """Start a request in a free row: take its longest cached prefix, allocate slots, and fill the table's row.

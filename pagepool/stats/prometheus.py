@@ -16,6 +16,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pagepool.arguments import require_mapping
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.manager import CacheManager
 from pagepool.stats import CacheStats, TimeHistogram
@@ -45,6 +46,8 @@ class CacheCollector(Collector):
         Raise ArgumentError unless its labels have the same names and other values, and the names are letters, digits and
         underscores; ArgumentTypeError unless values are strings.
         """
+        if not isinstance(manager, CacheManager):
+            raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
         labels = _require_labels(labels or {})
         if sorted(labels) != self._label_names:
             raise ArgumentError(f"labels: got {sorted(labels)}, allowed: {self._label_names}")
@@ -191,7 +194,7 @@ with a leading ``__`` to the server.
 
 
 def _require_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
-    for name, value in labels.items():
+    for name, value in require_mapping("labels", labels).items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise ArgumentTypeError(f"labels: got {name!r}: {value!r}, allowed: strings")
         if not LABEL_NAME.fullmatch(name):

@@ -405,3 +405,11 @@ def test_label_names_that_would_not_arrive(manager: CacheManager, name: str) -> 
     """They would be rewritten for some servers, or have another meaning."""
     with pytest.raises(ArgumentError, match=r"^labels: got .*, allowed: letters, digits and underscores"):
         CacheCollector(manager, {name: "x"})
+
+
+@pytest.mark.parametrize(("manager", "labels", "name"), [(None, None, "manager"), (7, {}, "manager")])
+def test_what_is_no_manager_is_refused(manager: Any, labels: Any, name: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=f"^{name}: got .*, allowed: "):
+        CacheCollector(manager, labels)
+    with pytest.raises(ArgumentTypeError, match=r"^labels: got list, allowed: a mapping$"):
+        CacheCollector(manager, ["model"])  # type: ignore[arg-type]
