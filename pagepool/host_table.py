@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
+from weakref import ref
 
 import numpy as np
 
@@ -25,6 +27,8 @@ FULL_UPLOAD_SHARE = 16
 
 class HostTable(TableRows):
     """The page ids of each row on the host: the base of `pagepool.PageTable` and `pagepool.torch.PageTable`."""
+
+    _batch: ref[Any] | None = None  # the batch that fills the rows
 
     def __repr__(self) -> str:
         """Return the size and use of the table."""

@@ -93,7 +93,10 @@ class RunningBatch(RunningRows):
         caches: Literal["scheduled", "computed"] = "scheduled",
     ) -> None:
         """`page_table`, a table of pagepool or of `pagepool.torch`, has a table for each group of the manager; a `PageTable`
-        serves one group. `data_parallel_size` divides the pool into shards for `admit`'s `dp_shard`. With `dedupe` a row whose
+        serves one group. A table serves one batch at a time; while another
+        one fills it, ArgumentError is raised.
+
+        `data_parallel_size` divides the pool into shards for `admit`'s `dp_shard`. With `dedupe` a row whose
         filled page equals an earlier one takes the earlier page the next time it grows or is forked, and gives its own back
         unless others hold it. This costs a look-up per page, and the table shows the change. After a failed step `release` and
         `undo` also drop the entries of pages taken in this way. `restores_states` is for engines that restore the state of a
@@ -144,6 +147,8 @@ class RunningBatch(RunningRows):
             hasher.chain_algorithm,
             hasher.lookahead,
         )
+        for table in tables:
+            table._batch = ref(self)
         self._manager = manager
         manager._max_steps_ahead = max(manager._max_steps_ahead, max_steps_ahead)
         self._hasher = hasher
@@ -456,4 +461,6 @@ def _tables_of(page_table: HostTable | HostTables, manager: CacheManager) -> tup
         raise ArgumentTypeError(f"page_table: got {type(page_table).__name__}, allowed: PageTable or MultiGroupPageTable")
     if not page_sizes or len(tables) != len(page_sizes):
         raise ArgumentError(f"page_table: got {len(tables)} tables for {len(page_sizes)} groups, allowed: one each, at least 1")
+    if any(table._batch is not None and table._batch() is not None for table in tables):
+        raise ArgumentError("page_table: got one that another batch fills, allowed: one of its own, or of a batch that is gone")
     return tables

@@ -1,8 +1,18 @@
-"""Numbers of tokens and pages that no request and no pool can have."""
+"""Numbers of tokens and pages that no request and no pool can have, and tables of two owners."""
+
+import gc
 
 import pytest
 
-from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, PageTable, RunningBatch
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    EngineRequest,
+    FullAttentionSpec,
+    MultiGroupPageTable,
+    PageTable,
+    RunningBatch,
+)
 from pagepool.compat import easydel
 from pagepool.errors import ArgumentError
 
@@ -77,3 +87,18 @@ def test_a_pool_has_a_page_beside_the_null_page() -> None:
     assert CacheManager(1, [], 64).num_pages == 1
     with pytest.raises(ArgumentError, match=r"^num_pages\['kv'\]: got 1099511627776, allowed: 2 to 1073741824$"):
         CacheManager({"kv": 2**40}, [FULL], 64)
+
+
+def test_a_table_is_filled_by_one_batch() -> None:
+    table, groups = PageTable(2, 16, 64), MultiGroupPageTable(2, 64, 64, [4])
+    for shared, again in ((table, table), (groups, groups), (groups, groups.page_tables[0])):
+        manager = make_manager()
+        batch = RunningBatch(manager, shared)
+        with pytest.raises(ArgumentError, match=r"^page_table: got one that another batch fills, allowed: one of its own"):
+            RunningBatch(manager, again)
+        batch.admit(0, PROMPT)
+        batch.release([0])
+        del batch
+        gc.collect()
+        RunningBatch(manager, again).admit(0, PROMPT)
+        gc.collect()
