@@ -262,7 +262,7 @@ class PageStore:
     def put_blank_first(self) -> None:
         """Hand out pages without an entry first from now on, as with a policy. O(num_pages)."""
     def prefer_held(self) -> None:
-        """Let look-ups find a held page from now on, where several have the same content and any is held. O(num_pages), once."""
+        """Let look-ups find a held page from now on, if any page with the content is held. O(num_pages), once."""
     def remember_evicted(self, bank: int) -> None:
         """Remember the keys of pages evicted from a bank from now on, of the last ones twice as many as it has pages. So
         look-ups count the hits lost with these pages. 16 bytes a page. O(pages of the bank), once.
@@ -464,11 +464,12 @@ class SlotAllocator:
         New tokens may be unknown ones, such as drafts and tokens in flight: they get slots, but are not cached yet.
 
         ArgumentError, and no change, for 0 new tokens, for more tokens than `max_model_len`, for hits that are counted among
-        the new tokens too, and for computed tokens that cannot be: beyond the hits of a request that holds nothing (a preempted request starts at 0 again), or beyond the slots
-        of one that does. StateAheadError, and no change, if lookahead, or tokens that the request does not know, pass a
-        checkpoint of a state that is due later: the step would move the state on (see `CacheManager`, `restores_states`). The
-        state of a state group cannot go back: free a request whose ``num_computed_tokens`` decreases, or restore its state. One
-        native transaction; if nothing is due, the manager's lock is not taken. Amortised O(new pages).
+        the new tokens too, and for computed tokens that cannot be: beyond the hits of a request that holds nothing (a preempted
+        request starts at 0 again), or beyond the slots of one that does. StateAheadError, and no change, if lookahead, or
+        tokens that the request does not know, pass a checkpoint of a state that is due later: the step would move the state on
+        (see `CacheManager`, `restores_states`). The state of a state group cannot go back: free a request whose
+        ``num_computed_tokens`` decreases, or restore its state. One native transaction; if nothing is due, the manager's lock
+        is not taken. Amortised O(new pages).
         """
     def cache_pages(self, request: Request, num_computed_tokens: int) -> None:
         """Cache the pages filled by the first `num_computed_tokens` tokens, after a delayed allocation.
