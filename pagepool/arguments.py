@@ -176,6 +176,8 @@ def as_list(name: str, values: Iterable[T], allowed: str, *, is_ordered: bool = 
     >>> as_list("rows", (2, 0), "ints")
     [2, 0]
     """
+    if type(values) is list or type(values) is tuple:
+        return list(values)
     try:
         if isinstance(values, str | bytes | bytearray) or (is_ordered and isinstance(values, set | frozenset | Mapping)):
             raise TypeError

@@ -153,7 +153,10 @@ def _list_token_ids(name: str, token_ids: Iterable[int]) -> list[int]:
     """Return the token ids as a new list."""
     if isinstance(token_ids, np.ndarray) and token_ids.ndim != 1:
         raise ArgumentTypeError(f"{name}: got an array of {token_ids.ndim} dimensions, allowed: 1")
-    listed = token_ids.tolist() if isinstance(token_ids, np.ndarray) else as_list(name, token_ids, "a sequence of ints")
+    if type(token_ids) is list:
+        listed = list(token_ids)
+    else:
+        listed = token_ids.tolist() if isinstance(token_ids, np.ndarray) else as_list(name, token_ids, "a sequence of ints")
     if are_plain_token_ids(listed):
         return listed
     return [require_int(f"{name}[{i}]", token_id, 0) for i, token_id in enumerate(listed)]

@@ -244,6 +244,8 @@ class VllmExtraKeys(RequestExtraKeys):
 
 def list_features(features: Any, name: str = "mm_features") -> tuple[Any, ...]:
     """Return features as a tuple. Raise ArgumentTypeError unless they are a sequence or None."""
+    if type(features) is tuple:
+        return features
     return () if features is None else tuple(as_list(name, features, "a sequence, or None"))
 
 
