@@ -1126,8 +1126,9 @@ class RunningRows:
         """Append one token to each row and give its next token a slot: the decode step of the whole batch.
 
         `rows` and `token_ids` are lists or int arrays of one length; rows do not repeat. The first row that does not fit stops
-        the call and gets no token. With `step` the rows are added to a step, which is returned. RowOverflowError, and nothing
-        changed, for a row that is full; other errors as in `grow`. O(rows + new pages), native.
+        the call and gets no token. With `step` the rows are added to a step, which is returned. Nothing has changed after an
+        error: RowOverflowError for a row that is full, ArgumentError for one with known tokens to compute, such as one in the
+        middle of its prompt, and the errors of `grow`. O(rows + new pages), native.
         """
     def step_ahead(self, rows: _Ids, num_drafts: _Amounts = 0, step: StepResult | None = None) -> StepResult:
         """Plan the next step of rows whose last token is not known yet, since the step that samples it is in flight: give that

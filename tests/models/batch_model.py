@@ -286,6 +286,9 @@ class OracleRows(Rows):
         return self._grow(rows, num_new_tokens, num_lookahead_tokens, [[] for _ in rows])
 
     def step(self, rows: list[int], token_ids: list[int]) -> Grown:
+        self.require_running(rows)
+        if any(self.requests[row].num_computed_tokens < self.requests[row].num_tokens for row in rows):
+            raise ValueError("a token behind others that are not computed")
         return self._grow(rows, 1, 0, [[token_id] for token_id in token_ids])
 
     def _grow(self, rows: list[int], num_new_tokens: Amounts, num_ahead_tokens: Amounts, appended: list[list[int]]) -> Grown:

@@ -9,7 +9,7 @@
 #   slots are used.
 # * Later pages with the same content follow the first one in a ring of `Links`, in the order in which they were cached. `TWIN`
 #   is set in exactly the pages of rings of two or more.
-# * If the pool `prefers_held`, the held pages of a ring come before the free ones. A page goes to the end of its ring with its
+# * If the pool prefers held pages (`prefer_held`), those of a ring come before the free ones. A page goes to the end of its ring with its
 #   last reference. With its first one, or if it is cached beside free pages, it goes behind the first page, or before a free
 #   one.
 # * With shards, the twins in each shard also form a ring in that order. The firsts of the shards form another one, in any
@@ -137,15 +137,15 @@ cdef inline void _join_twins(Pool *pool, Slot *slot, int32_t page_id) noexcept n
         if pool.num_shards:
             _begin_shard_twins(pool, first)
     pool.pages[page_id].group |= TWIN
-    if pool.prefers_held and is_free(pool, pool.twins[first].prev) and not is_free(pool, page_id):
-        _link_before_free(pool, slot, page_id)
+    if pool.join_held_twin != NULL and is_free(pool, pool.twins[first].prev) and not is_free(pool, page_id):
+        pool.join_held_twin(pool, slot, page_id)
         return
     link_after(pool.twins, pool.twins[first].prev, page_id)
     if pool.num_shards:
         _join_shard_twins(pool, first, page_id)
 
 
-cdef inline void _link_before_free(Pool *pool, Slot *slot, int32_t page_id) noexcept nogil:
+cdef inline void link_before_free(Pool *pool, Slot *slot, int32_t page_id) noexcept nogil:
     """Put a held page into the ring of the page that a slot names, behind that one, or before it if it is free."""
     cdef int32_t first = slot.page_id
     cdef bint becomes_first = is_free(pool, first)
@@ -197,7 +197,7 @@ cdef inline void come_forward(Pool *pool, int32_t page_id) noexcept nogil:
     unlink(pool.twins, page_id)
     if pool.num_shards:
         _leave_shard_twins(pool, page_id)
-    _link_before_free(pool, slot, page_id)
+    link_before_free(pool, slot, page_id)
 
 
 cdef inline void go_back(Pool *pool, int32_t page_id) noexcept nogil:
@@ -225,17 +225,6 @@ cdef inline void _go_back_in_shard(Pool *pool, int32_t first, int32_t page_id) n
         return
     unlink(pool.shard_twins, page_id)
     link_after(pool.shard_twins, pool.shard_twins[shard_first].prev, page_id)
-
-
-cdef inline void prefer_held(Pool *pool) noexcept nogil:
-    """Let look-ups prefer held pages from now on. O(num_pages) if any page is held."""
-    cdef int32_t page_id
-    if pool.prefers_held:
-        return
-    pool.prefers_held = True
-    for page_id in range(1, pool.num_pages if pool.num_free < pool.num_pages - 1 else 1):
-        if pool.pages[page_id].group >= TWIN and is_free(pool, page_id):
-            go_back(pool, page_id)
 
 
 cdef inline void _begin_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:

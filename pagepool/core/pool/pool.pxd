@@ -206,15 +206,37 @@ cdef inline void share(Pool *pool, int32_t page_id) noexcept nogil:
     """Add a reference to a page outside the queue, without a hit."""
     if pool.pages[page_id].group >= WATCHED:
         _unwatch(pool, page_id)
-        if exceptional(pool.prefers_held):
-            _claim_twin(pool, page_id)
+        if exceptional(pool.claim_twin != NULL):
+            pool.claim_twin(pool, page_id)
     pool.pages[page_id].ref_cnt += 1
 
 
-cdef inline void _claim_twin(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void claim_twin(Pool *pool, int32_t page_id) noexcept nogil:
     """Let look-ups find a cached page that gets its first reference before free ones with its content."""
     if pool.pages[page_id].group >= TWIN and pool.pages[page_id].ref_cnt == 0:
         come_forward(pool, page_id)
+
+
+cdef inline void release_twins(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil:
+    """Let look-ups find held pages with the content of those that were just given back and lost their last reference."""
+    cdef Py_ssize_t i
+    cdef int32_t page_id
+    for i in range(n):
+        page_id = ids[n - 1 - i if tail_first else i]
+        if page_id != NULL_PAGE and pool.pages[page_id].group >= TWIN and pool.pages[page_id].ref_cnt == 0:
+            _unwatch(pool, page_id)
+            go_back(pool, page_id)
+
+
+cdef inline void prefer_held(Pool *pool) noexcept nogil:
+    """Let look-ups prefer held pages from now on. O(num_pages) if any page is held."""
+    cdef int32_t page_id
+    if pool.release_twins != NULL:
+        return
+    pool.join_held_twin, pool.claim_twin, pool.release_twins = link_before_free, claim_twin, release_twins
+    for page_id in range(1, pool.num_pages if pool.num_free < pool.num_pages - 1 else 1):
+        if pool.pages[page_id].group >= TWIN and is_free(pool, page_id):
+            go_back(pool, page_id)
 
 
 cdef inline bint _end_reference(Pool *pool, int32_t page_id) noexcept nogil:
@@ -224,17 +246,6 @@ cdef inline bint _end_reference(Pool *pool, int32_t page_id) noexcept nogil:
         return False
     pool.counters.num_freed_pages += 1
     return True
-
-
-cdef inline void _release_twins(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil:
-    """Let look-ups find held pages with the content of those that were just given back and lost their last reference."""
-    cdef Py_ssize_t i
-    cdef int32_t page_id
-    for i in range(n):
-        page_id = ids[n - 1 - i if tail_first else i]
-        if page_id != NULL_PAGE and pool.pages[page_id].group >= TWIN and pool.pages[page_id].ref_cnt == 0:
-            _unwatch(pool, page_id)
-            go_back(pool, page_id)
 
 
 cdef inline void _restore_reference(Pool *pool, int32_t page_id) noexcept nogil:
@@ -254,8 +265,8 @@ cdef inline void give_back(Pool *pool, int32_t page_id) noexcept nogil:
     """
     if _has_reference(pool, page_id) and _end_reference(pool, page_id):
         enqueue(pool, page_id)
-        if exceptional(pool.prefers_held):
-            _release_twins(pool, &page_id, 1, False)
+        if exceptional(pool.release_twins != NULL):
+            pool.release_twins(pool, &page_id, 1, False)
 
 
 cdef inline Py_ssize_t give_back_all(
@@ -274,8 +285,8 @@ cdef inline Py_ssize_t give_back_all(
         at = _give_back_to_parts(pool, ids, n, tail_first, terms)
     else:
         at = _give_back_each(pool, ids, n, tail_first)
-    if exceptional(pool.prefers_held) and at < 0:
-        _release_twins(pool, ids, n, tail_first)
+    if exceptional(pool.release_twins != NULL) and at < 0:
+        pool.release_twins(pool, ids, n, tail_first)
     return at
 
 
@@ -380,8 +391,8 @@ cdef inline bint skip(Pool *pool, int32_t page_id, bint stays, bint may_hit) noe
     if not may_hit:
         pool.policy.marks[page_id] = BLANK
     push(pool, page_id)
-    if exceptional(pool.prefers_held):
-        _release_twins(pool, &page_id, 1, False)
+    if exceptional(pool.release_twins != NULL):
+        pool.release_twins(pool, &page_id, 1, False)
     return is_counted(pool, page_id)
 
 

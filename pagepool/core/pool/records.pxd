@@ -311,7 +311,6 @@ cdef struct Pool:
     Py_ssize_t tokens_width   # ids of a page in `page_tokens`, and their number
     Residency *residency
     uint8_t is_restored       # loaded from a snapshot, and no reference taken since then
-    bint prefers_held         # of pages with equal content a look-up finds one that is held, if any is
     Expectations expected
     Leases leases
     Sessions sessions
@@ -319,6 +318,11 @@ cdef struct Pool:
     Dependents dependents
     Copies copies
     Tier *tier                # NULL: none
+    # Keep held pages before free ones with the same content; NULL: look-ups find the page cached first. Calls through these
+    # pointers keep the code of rings out of the loops that cache, hit and give back pages.
+    void (*join_held_twin)(Pool *pool, Slot *slot, int32_t page_id) noexcept nogil
+    void (*claim_twin)(Pool *pool, int32_t page_id) noexcept nogil
+    void (*release_twins)(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil
 
 
 # Digests of 32 bytes: their lower halves are the keys, and the pool keeps the upper halves beside them. `Pool.uppers` has three

@@ -938,6 +938,8 @@ cdef inline bint note_due_row(Batch *batch, Growth *growth, Py_ssize_t i, int32_
     cdef bint is_step = growth.token_ids != NULL
     if GUARDS and not (record.is_admitted and record.num_tokens + is_step <= batch.max_num_tokens):
         return False
+    if GUARDS and is_step and record.num_computed < record.num_tokens:
+        return False
     if rare(record.next_event == 1) and (batch.records[row].num_external or has_row_due(batch, row)):
         return False
     if GUARDS and rare(batch.skips_pages or (batch.keeps_states and are_checkpoints_due(holding, record.num_computed))):
@@ -1001,7 +1003,8 @@ cdef inline void revert_counts(Batch *batch, const Growth *growth, Py_ssize_t st
 # Counts are advanced while rows are checked. A free row is never plain: its `next_event` is 0.
 
 cdef inline void _advance_by_token(RowRecord *record, Grown *grown) noexcept nogil:
-    """Count one more token as known and computed."""
+    """Count one more token as known and computed, for a row whose known tokens are all computed."""
+    assert record.num_tokens == record.num_computed
     grown[0] = Grown(num_tokens=record.num_tokens + 1, num_computed=record.num_computed + 1)
     record.num_tokens, record.num_computed = grown.num_tokens, grown.num_computed
 
@@ -1018,11 +1021,11 @@ cdef inline Py_ssize_t _step_plain_rows(Batch *batch, Growth *growth, Py_ssize_t
     cdef int32_t signs = 0
     while i < n:
         record = &records[rows[i]]
-        if record.num_computed + 1 >= record.next_event:
+        if record.num_computed + 1 >= record.next_event or record.num_computed != record.num_tokens:
             break
         assert record.is_admitted and not record.num_external and record.num_tokens < batch.max_num_tokens
         signs |= new_ids[i]
-        token_ids[rows[i] * stride + record.num_tokens] = new_ids[i]
+        token_ids[rows[i] * stride + record.num_computed] = new_ids[i]
         _advance_by_token(record, &grown[i])
         i += 1
     growth.signs |= signs

@@ -495,8 +495,9 @@ cdef class RunningRows:
         """Append one token to each row and give its next token a slot: the decode step of the whole batch.
 
         `rows` and `token_ids` are lists or int arrays of one length; rows do not repeat. The first row that does not fit stops
-        the call and gets no token. With `step` the rows are added to a step, which is returned. RowOverflowError, and nothing
-        changed, for a row that is full; other errors as in `grow`. O(rows + new pages), native.
+        the call and gets no token. With `step` the rows are added to a step, which is returned. Nothing has changed after an
+        error: RowOverflowError for a row that is full, ArgumentError for one with known tokens to compute, such as one in the
+        middle of its prompt, and the errors of `grow`. O(rows + new pages), native.
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
@@ -1969,6 +1970,11 @@ cdef int refuse_growth(RunningRows running, const Growth *growth, Py_ssize_t at,
         running.refuse_row_length(row, <int64_t>running.batch.records[row].num_tokens + 1)
     cdef Holding *holding = holding_of(&running.batch, row)
     refuse_unready(&running.batch, row, is_due, False, at)
+    if growth.token_ids != NULL and num_left:
+        raise ArgumentError(
+            f"row {row} (at {at}): got a token behind {num_left} known ones that are not computed, allowed: one behind computed "
+            "ones; grow computes them"
+        )
     if growth.num_excess:
         running.store.refuse_size(f"row {row} (at {at})", growth.num_excess, growth.short_queue)
     if find_lost_page(&running.store.pool, holding, num_computed) != NULL_PAGE:
