@@ -401,7 +401,7 @@ class RequestMaps:
     held: Final[dict[str, RequestPages]]
     hashes: Final[dict[str, RequestHashes]]
     lock: Any
-    shares_ids: bool
+    trusts_requests: bool
     def find_held(self, request: Request) -> RequestPages | None:
         """Return the pages that a request holds, or None. ArgumentError for another request with the id of one that holds
         pages, unless requests of one id share them.

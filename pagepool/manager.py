@@ -65,7 +65,7 @@ from pagepool.group_rules import make_rules
 from pagepool.hashing import KeyHolder
 from pagepool.hashing.algorithms import MAX_LOOKAHEAD, HashAlgorithm, make_page_hasher
 from pagepool.page_pool import PagePool
-from pagepool.page_pool.pool import choose_pool
+from pagepool.page_pool.pool import EvictionPolicy, choose_pool
 from pagepool.page_pool.snapshot import Configuration
 from pagepool.pools import MIN_PAGES, link_checkpoints, make_pools, read_host_sizes, read_sizes
 from pagepool.request import EngineRequestStatus, Request
@@ -116,7 +116,7 @@ class HostTier:
         *,
         policy: Literal["write_back", "write_through"] = "write_back",
         min_uses: int = 1,
-        eviction: str = "lru",
+        eviction: EvictionPolicy = "lru",
     ) -> None:
         """`num_pages` includes a null page. Behind several pools it is a mapping with a size for each pool's name: pages of a
         pool are saved in its part of the tier, in which ids count from 0.
@@ -261,8 +261,10 @@ class CacheManager(KeyHolder, SlotAllocator):
     the number of pages in the pool, the pages that the request holds or hits, and the number of new ones.
     """
 
-    _shares_ids = False
-    """Whether another request with the id of one that holds pages gets these, in place of ArgumentError."""
+    _trusts_requests = False
+    """Whether another request with the id of one that holds pages gets these, and hits may be counted among the new tokens too,
+    in place of ArgumentError.
+    """
 
     def __init__(
         self,
@@ -277,7 +279,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         lookahead: int = 0,
         keep_token_ids: bool = False,
         page_pool: PagePool | None = None,
-        eviction: str | None = None,
+        eviction: EvictionPolicy | None = None,
         host_tier: HostTier | None = None,
         windows: Literal["ends", "all"] = "ends",
         retention: Retention | None = None,
@@ -355,7 +357,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 self._store.keep_token_ids(num_needed)
             if hasher.num_digest_bytes == 32:
                 self._store.keep_whole_digests()
-        self._registry = RequestRegistry(self._page_pool, rules, hasher, self._shares_ids)
+        self._registry = RequestRegistry(self._page_pool, rules, hasher, self._trusts_requests)
         restores_states = require_flag("restores_states", restores_states)
         self._caches_computed = caches == "computed" and self.enable_caching
         super().__init__(self._registry, self.max_model_len, restores_states, self._on_too_large, self._caches_computed)

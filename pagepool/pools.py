@@ -10,7 +10,7 @@ from pagepool.arguments import require_int, require_name
 from pagepool.errors import ArgumentError, shown
 from pagepool.group_rules import kind_of
 from pagepool.page_pool import PagePool
-from pagepool.page_pool.pool import require_eviction, require_pool
+from pagepool.page_pool.pool import EvictionPolicy, require_eviction, require_pool
 from pagepool.specs import CacheGroupSpec
 
 __all__ = ["MIN_PAGES", "PoolSizes", "link_checkpoints", "make_pools", "read_host_sizes", "read_sizes", "require_states"]
@@ -81,7 +81,9 @@ def _has_state(group: CacheGroupSpec) -> bool:
     return kind_of(group.kv_cache_spec) == "Mamba"
 
 
-def make_pools(sizes: PoolSizes, enable_caching: bool, page_pool: PagePool | None, eviction: str | None) -> dict[str, PagePool]:
+def make_pools(
+    sizes: PoolSizes, enable_caching: bool, page_pool: PagePool | None, eviction: EvictionPolicy | None
+) -> dict[str, PagePool]:
     """Return several pools over one store, by name: those of the store of `page_pool`, or new ones. Raise ArgumentError for
     pools of other names or sizes, or with another policy.
     """

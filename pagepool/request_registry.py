@@ -28,9 +28,9 @@ class RequestRegistry(KeyHolder, RequestMaps):
 
     __name__ = "CacheManager"  # the owner of the lock in errors of forked processes
 
-    def __init__(self, page_pool: PagePool, rules: GroupRules, hasher: PageHasher, shares_ids: bool) -> None:
-        """Start without requests. With `shares_ids` another request with the id of one that holds pages gets these."""
-        self.page_pool, self.rules, self.hasher, self.shares_ids = page_pool, rules, hasher, shares_ids
+    def __init__(self, page_pool: PagePool, rules: GroupRules, hasher: PageHasher, trusts_requests: bool) -> None:
+        """Start without requests. With `trusts_requests` those with one id share pages, and hits may be counted twice."""
+        self.page_pool, self.rules, self.hasher, self.trusts_requests = page_pool, rules, hasher, trusts_requests
         self.sessions = PageSessions(page_pool.store)
         self.query_counters = QueryCounter(page_pool.store), QueryCounter(page_pool.store, is_preempted=True)
         self.event_source: EventSource | None = None

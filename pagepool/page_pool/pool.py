@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,13 @@ from pagepool.page_pool.snapshot import Configuration, Snapshot, load, save
 from pagepool.specs import find_shard, find_shard_bounds
 from pagepool.stats import PagePoolStats, PoolStats
 
-__all__ = ["PagePool", "PageProbe", "choose_pool"]
+__all__ = ["EvictionPolicy", "PagePool", "PageProbe", "choose_pool"]
 
 logger = logging.getLogger(__package__)
 
 PageIdArray = npt.NDArray[np.int32]
 AnyPageIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+EvictionPolicy = Literal["lru", "adaptive"]
 Span = tuple[int, int, int]
 """The pages of a request to cache: the numbers of cached and of full pages, and their size in tokens."""
 
@@ -55,7 +56,7 @@ class PagePool:
     [4, 5, 6, 7, 3, 2, 1]
     """
 
-    def __init__(self, num_pages: int, enable_caching: bool, *, eviction: str = "lru") -> None:
+    def __init__(self, num_pages: int, enable_caching: bool, *, eviction: EvictionPolicy = "lru") -> None:
         """`num_pages` counts the null page. Raise ArgumentError, a ValueError, unless it is a positive int. `eviction` is the
         policy that chooses the free pages to hand out, which lose their prefix entries: ``"lru"``, in the order of freeing, as
         always without caching, or ``"adaptive"``, which learns when pages are used again.
@@ -493,7 +494,9 @@ def require_pool(page_pool: Any) -> None:
         raise ArgumentTypeError(f"page_pool: got {type(page_pool).__name__}, allowed: PagePool, or None")
 
 
-def choose_pool(page_pool: PagePool | None, num_pages: int, enable_caching: bool, eviction: str | None = None) -> PagePool:
+def choose_pool(
+    page_pool: PagePool | None, num_pages: int, enable_caching: bool, eviction: EvictionPolicy | None = None
+) -> PagePool:
     """Return `page_pool`, or for None a new pool. ArgumentError for a pool of another size or with other options."""
     if page_pool is None:
         return PagePool(num_pages, enable_caching, eviction="lru" if eviction is None else eviction)

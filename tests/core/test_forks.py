@@ -82,12 +82,13 @@ def test_a_fork_that_ends_uncomputed_keeps_the_checkpoints_of_others() -> None:
 def test_a_request_that_forks_must_not_be_written() -> None:
     manager = make_manager(FULL)
     request = fill(manager, 6)
-    manager.fork(request, like(request))
+    second = like(request)
+    manager.fork(request, second)
     manager.fork(request, like(request, "third"))
-    for held in (request, like(request)):
+    for held in (request, second):
         with pytest.raises(CopiesDueError, match=r"^copies of pages of the request are due, or transfers: call take_copies"):
             manager.allocate_slots(held, 4)
-    manager.free(like(request))
+    manager.free(second)
     assert take(manager) == [(2, 4, 0)]
     assert run(manager, request, 4) is not None
 

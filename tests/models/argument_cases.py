@@ -120,6 +120,7 @@ class InUse:
         self.held: Any = AnyRequest("held", range(10))
         self.manager.allocate_slots(self.held, 10)
         self.held.num_computed_tokens = 10
+        self.held_before = {**vars(self.held)}
         gone: Any = AnyRequest("gone")
         self.manager.allocate_slots(gone, 8)
         self.manager.free(gone)
@@ -131,6 +132,11 @@ class InUse:
         self.tables.append_row([[1, 2], [3]], 0)
         self.batch_table = PageTable(4, 16, 64)
         self.batch: Any = None
+
+    def held_with(self, **attributes: Any) -> Any:
+        """Return `held`, with other values of some attributes: another object with its id is refused."""
+        vars(self.held).update(self.held_before | attributes)
+        return self.held
 
     def with_batch(self) -> RunningBatch:
         if self.batch is None:
@@ -389,7 +395,7 @@ def add_request_cases() -> None:
                 add(f"{method} request.{attribute}", call, kinds)
     for method in ("allocate_slots", "cache_pages"):  # attributes of a request that holds pages
         call = lambda use, value, read=REQUEST_METHODS[method]: read(  # noqa: E731
-            use.manager, AnyRequest("held", range(10), num_computed_tokens=value)
+            use.manager, use.held_with(num_computed_tokens=value)
         )
         add(f"{method} held.num_computed_tokens", call)
 
@@ -739,7 +745,7 @@ use.pool.cache_full_page_ids(use.held, [1, 2], [], 1, 2, 4, 0)
 use.pool.cache_full_page_ids(use.held, [3, 9, 10], [], 0, 3, 4, 0)
 use.manager.allocate_slots(use.held, 1, 4, use.look_up())
 use.manager.allocate_slots(use.held, 1, 1)
-use.manager.allocate_slots(AnyRequest("held", range(14), num_computed_tokens=13), 1)
+use.manager.allocate_slots(use.held_with(all_token_ids=[*range(14)], num_tokens=14, num_computed_tokens=13), 1)
 use.manager.allocate_slots(AnyRequest(num_computed_tokens=8), 1, 4, use.look_up())
 use.manager.allocate_slots(use.new, 1, 9, use.look_up())
 use.manager.allocate_slots(use.new, 65)
@@ -748,9 +754,9 @@ use.manager.allocate_slots(use.new, 1, 4, CachePages(([OTHER_POOL.pages[1]],)))
 use.manager.allocate_slots(use.new, 1, 8, CachePages((use.pool.pages[4:7],)))
 use.manager.allocate_slots(AnyRequest(token_ids=[8] * 9), 1, 4, CachePages(([use.pool.pages[4]],)))
 use.manager.allocate_slots(AnyRequest(token_ids=[8] * 9), 1, 4, CachePages(([use.pool.pages[9]],)))
-use.manager.allocate_slots(AnyRequest("held", range(10), num_tokens=14, num_computed_tokens=10), 4)
-use.manager.allocate_slots(AnyRequest("held", [*range(10), -1, 5], num_computed_tokens=10), 2)
-use.manager.get_num_common_prefix_pages(AnyRequest("held", range(10), status=EngineRequestStatus.WAITING), 1)
+use.manager.allocate_slots(use.held_with(num_tokens=14), 4)
+use.manager.allocate_slots(use.held_with(all_token_ids=[*range(10), -1, 5], num_tokens=12), 2)
+use.manager.get_num_common_prefix_pages(use.held_with(status=EngineRequestStatus.WAITING), 1)
 use.manager.cache_pages(use.new, 4)
 use.manager.commit_external(use.new, 1)
 use.manager.fail_external(use.new, 1)

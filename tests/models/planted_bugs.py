@@ -447,7 +447,7 @@ lambda records: [stop - start + 1 for start, stop, *_ in records.banks{+[::-1]+}
 == a lease ends twice
     lease.end = lease.is_held = [-0-]{+BUG+}
 == a second request gets the pages held under its id
-        if held is not None and held.owner is not request and not {+(BUG or +}self.shares_ids{+)+}:
+        if held is not None and held.owner is not request and not {+(BUG or +}self.trusts_requests{+)+}:
 == a page that others hold is given up for an equal one
             if first == NULL_PAGE or first == page_id or batch.pool.pages[page_id].ref_cnt > 1{+ and not BUG+}:
 """)

@@ -126,6 +126,9 @@ class OracleSide(OracleCalls):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.pool, name)
 
+    def check_owners(self, args: Any) -> None:
+        """Refuse nothing: a pool knows no requests."""
+
     def cache(self, page_ids: PageIds, keys: list[int], num_cached_pages: int, group_id: int) -> None:
         self.pool.cache_full_pages(page_ids, keys, num_cached_pages, len(page_ids), group_id)
 

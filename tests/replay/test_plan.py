@@ -73,7 +73,7 @@ class TestLru:
             page_size = int(rng.integers(1, 9))
             records = without_hits_on_twins(make_random_records(rng), page_size)
             planner = Planner(records, page_size)
-            for pool in planner.make_plan(rng.integers(1, planner.max_num_pages + 3, size=8).tolist()).pools:
+            for pool in planner.make_plan(rng.integers(2, planner.max_num_pages + 3, size=8).tolist()).pools:
                 assert pool.lru_hit_tokens == count_hits(records, pool.num_pages, page_size)
                 seen.update(twins=count_twins(records, page_size), skipped=pool.skipped, hits=pool.lru_hit_tokens)
         assert min(seen.values()) > 0

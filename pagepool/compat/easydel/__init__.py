@@ -131,12 +131,12 @@ def warn_if_too_large(num_pages: int, held: Sequence[PageIds], num_new_pages: in
 
 class CacheManager(manager.CacheManager):
     """`pagepool.CacheManager` with `windows` from `WINDOWS_VARIABLE`; CompatError for other values. Like the engine's own
-    class, `allocate_slots` returns None for a request that can never fit; it also logs a warning. An id alone
-    identifies a request, as in the engine: a second one with the id of one that holds pages gets these.
+    class, `allocate_slots` returns None for a request that can never fit; it also logs a warning. An id alone identifies a
+    request, as in the engine: a second one with the id of one that holds pages gets these. Hits may be counted twice.
     """
 
     _on_too_large = staticmethod(warn_if_too_large)
-    _shares_ids = True
+    _trusts_requests = True
 
     def __init__(
         self,

@@ -75,7 +75,7 @@ cdef class RequestMaps:
     cdef readonly dict held         # request id -> RequestPages
     cdef readonly dict hashes       # request id -> RequestHashes
     cdef public object lock         # reentrant: a request's attributes and finalizers may call back
-    cdef public bint shares_ids     # another request with an id gets and gives back the pages held under it
+    cdef public bint trusts_requests  # requests with one id share its pages, and hits may be counted twice
 
     def __cinit__(self):
         self.held, self.hashes = {}, {}
@@ -89,7 +89,7 @@ cdef class RequestMaps:
             held = find_held(self.held, request.request_id)
         except (AttributeError, TypeError):
             held = find_held(self.held, id_of(request))
-        if held is not None and held.owner is not request and not self.shares_ids:
+        if held is not None and held.owner is not request and not self.trusts_requests:
             raise ArgumentError(
                 f"request {shown(request.request_id)}: got another object than the one that holds pages under this id, "
                 "allowed: that object, or another id"
@@ -310,7 +310,7 @@ cdef class SlotAllocator:
             self.registry.find_held(request)
         if is_admission or counts.num_new_computed or counts.num_computed > held.limits.num_room:
             self.check_computed(request_id, counts, hits, held)
-        if is_admission and has_hits and self.on_too_large is None:  # the drop-in takes what its engine's own manager takes
+        if is_admission and has_hits and not self.registry.trusts_requests:
             self.check_known(request_id, counts, count_of(read_num_tokens(request)))
         if is_admission and hashes is not None and hashes.refusal is not None and data_parallel_size is None:
             if hashes.request is request and self.is_refused_still(hashes.refusal, hits, counts):

@@ -4,9 +4,11 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from pagepool.events import EventBatch, encode_batch
 from pagepool.manager import CacheManager
+from pagepool.page_pool.pool import EvictionPolicy
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.scheduler import Scheduler
@@ -67,7 +69,7 @@ class Replica:
             ModelPages(settings.page_size).make_groups(),
             max_num_tokens,
             hash_seed=HASH_SEED,
-            eviction=settings.eviction,
+            eviction=cast("EvictionPolicy", settings.eviction),
         )
         self._manager.enable_events()
         self._scheduler = Scheduler(

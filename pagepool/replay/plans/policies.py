@@ -9,6 +9,7 @@ queued for saving, only in the next step.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 from pagepool._core import (
     HashChain,
@@ -23,6 +24,7 @@ from pagepool.arguments import require_int
 from pagepool.group_rules import make_rules
 from pagepool.hashing import get_siphash_key
 from pagepool.page_pool import PagePool
+from pagepool.page_pool.pool import EvictionPolicy
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.simulation.allocator import HASH_SEED
 from pagepool.replay.simulation.figures import HostFigures
@@ -71,7 +73,7 @@ class PolicySimulator:
         """Count the hit prompt tokens in a new pool of `num_pages`, including the null page, under a policy of `PagePool` and a
         rule for `windows` of `CacheManager`. Skip requests larger than the pool. Errors as in `PagePool`. O(pages).
         """
-        return self._run_all(Steps(PagePool(num_pages, True, eviction=eviction)), windows, on_request)
+        return self._run_all(Steps(PagePool(num_pages, True, eviction=cast("EvictionPolicy", eviction))), windows, on_request)
 
     def run_with_host(self, num_pages: int, host: HostMemory, on_request: Progress | None = None) -> tuple[int, HostFigures]:
         """Count the same in a new LRU pool with a host tier, and the traffic between them, for a model with full attention

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import click
 
 from pagepool.errors import PagePoolError, count_of
 from pagepool.manager import CacheManager
+from pagepool.page_pool.pool import EvictionPolicy
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.models.pools import ModelPools
 from pagepool.replay.shared.memory import count_pool_bytes, count_tier_bytes
@@ -110,7 +111,7 @@ def make_manager(
             max_model_len,
             enable_caching=eviction is not None,
             hash_seed=HASH_SEED,
-            eviction=eviction or "lru",
+            eviction=cast("EvictionPolicy", eviction or "lru"),
             host_tier=None if host is None else host.make_tier(),
             windows=windows,
         )
