@@ -17,6 +17,7 @@ __all__ = [
     "EngineRequestStatus",
     "LoraId",
     "Request",
+    "Salt",
     "TokenIds",
 ]
 
@@ -24,7 +25,10 @@ TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 """Token ids by position: a list, or an array of ints. An int32 array is read without a copy."""
 
 
-LoraId: TypeAlias = int | str | tuple[str, str]
+Salt: TypeAlias = int | str | bytes
+"""A salt: a name, or a number of at most 256 bits."""
+
+LoraId: TypeAlias = Salt | tuple[Salt, Salt]
 """The id of an adapter: a number of at most 256 bits, a name, or a pair of name and path, as vLLM hashes it."""
 
 
@@ -126,7 +130,7 @@ class EngineRequest:
     sampling_params: Any = None
     status: EngineRequestStatus = EngineRequestStatus.WAITING
     mm_features: Sequence[Any] = ()
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     lora_id: LoraId | None = None
     resume_at: Sequence[int] = ()
     session_id: str | None = None

@@ -37,7 +37,7 @@ from pagepool.hashing import RequestExtraKeys, list_features
 from pagepool.host_table import HostTable, HostTables
 from pagepool.manager import CacheManager
 from pagepool.pools import require_states
-from pagepool.request import LoraId, TokenIds
+from pagepool.request import LoraId, Salt, TokenIds
 from pagepool.specs import find_shard
 
 __all__ = ["FailedLoads", "PageCopies", "RunningBatch", "StateWrites", "StepResult", "Transfers"]
@@ -174,7 +174,7 @@ class RunningBatch(RunningRows):
         *,
         num_tokens: int | None = None,
         max_num_new_tokens: int | None = None,
-        cache_salt: str | None = None,
+        cache_salt: Salt | None = None,
         lora_id: LoraId | None = None,
         mm_features: Sequence[Any] | None = None,
         dp_shard: int | None = None,
@@ -298,7 +298,7 @@ class RunningBatch(RunningRows):
         row: int,
         token_ids: TokenIds,
         *,
-        cache_salt: str | None = None,
+        cache_salt: Salt | None = None,
         lora_id: LoraId | None = None,
         mm_features: Sequence[Any] | None = None,
         dp_shard: int | None = None,
@@ -325,7 +325,7 @@ class RunningBatch(RunningRows):
         return None if found is None else found[0]
 
     def _find_extra_keys(
-        self, row: int, cache_salt: str | None, lora_id: LoraId | None, mm_features: Sequence[Any] | None
+        self, row: int, cache_salt: Salt | None, lora_id: LoraId | None, mm_features: Sequence[Any] | None
     ) -> tuple[RequestExtraKeys | None, KeyedPages]:
         """Return the extra keys of a request and its keyed pages. Features of the row's last request are not read again."""
         features = list_features(mm_features)
@@ -424,7 +424,7 @@ class RunningBatch(RunningRows):
 class _Keyed(NamedTuple):
     """The attributes of a request from which extra keys are made."""
 
-    cache_salt: str | None
+    cache_salt: Salt | None
     lora_id: LoraId | None
     mm_features: tuple[Any, ...] = ()
 

@@ -277,15 +277,15 @@ def _text(name: str, value: object) -> str:
 def _lora_key(name: str, lora_id: Any) -> tuple[Any, ...]:
     """Return the key of an adapter: its number or name, or its name and path."""
     if type(lora_id) is not tuple:
-        return LORA, _plain(name, lora_id)
+        return LORA, _plain(name, lora_id, " or a pair of these")
     if len(lora_id) != 2:
         raise ArgumentError(f"{name}: got a tuple of {len(lora_id)}, allowed: a pair of name and path")
     return LORA, *[_plain(name, part) for part in lora_id]
 
 
-def _plain(name: str, value: Any) -> int | str | bytes:
-    """Return `value` if its repr identifies it."""
+def _plain(name: str, value: Any, others: str = "") -> int | str | bytes:
+    """Return `value` if its repr identifies it. An error also names the `others` that are allowed."""
     if type(value) not in (int, str, bytes):
-        raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: int, str or bytes")
+        raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: int, str or bytes{others and ',' + others}")
     checked: int | str | bytes = require_short(name, value)
     return checked

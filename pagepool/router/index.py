@@ -17,6 +17,7 @@ from pagepool.arguments import as_list, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import ExtraKeyNames
 from pagepool.hashing.algorithms import make_page_hasher
+from pagepool.request import LoraId, Salt
 
 __all__ = ["PrefixIndex", "require_worker"]
 
@@ -79,8 +80,8 @@ class PrefixIndex(PrefixTable):
         self,
         token_ids: Sequence[int] | npt.NDArray[Any],
         *,
-        salt: str | None = None,
-        adapter: int | str | None = None,
+        salt: Salt | None = None,
+        adapter: LoraId | None = None,
         images: Sequence[Any] = (),
     ) -> Any:
         """Return the hashes of a prompt's pages that may hit, as a `HashChain` for `find`. O(tokens).
@@ -107,8 +108,8 @@ class PrefixIndex(PrefixTable):
         self,
         token_ids: Sequence[int] | npt.NDArray[Any],
         *,
-        salt: str | None = None,
-        adapter: int | str | None = None,
+        salt: Salt | None = None,
+        adapter: LoraId | None = None,
         images: Sequence[Any] = (),
         medium: str | None = None,
     ) -> npt.NDArray[np.int32]:
@@ -120,8 +121,8 @@ class _Prompt(NamedTuple):
     """The attributes of a request that are hashed."""
 
     all_token_ids: Any
-    cache_salt: str | None
-    lora_id: int | str | None
+    cache_salt: Salt | None
+    lora_id: LoraId | None
     mm_features: Sequence[Any]
     request_id: str = "prompt"
 

@@ -694,7 +694,7 @@ def test_arguments() -> None:
 @pytest.mark.parametrize(
     ("keys", "error", "message"),
     [
-        ({"adapter": 1.5}, ArgumentTypeError, "^adapter: got float, allowed: int, str or bytes$"),
+        ({"adapter": 1.5}, ArgumentTypeError, "^adapter: got float, allowed: int, str or bytes, or a pair of these$"),
         ({"adapter": ("name",)}, ArgumentError, "^adapter: got a tuple of 1, allowed: a pair of name and path$"),
         ({"salt": 2.5}, ArgumentTypeError, "^salt: got float"),
         ({"images": 5}, ArgumentTypeError, "^images: got int, allowed: a sequence, or None$"),
