@@ -153,7 +153,7 @@ def test_a_row_ends_at_its_length_however_it_got_there(seed: int) -> None:
         for _ in range(rng.randint(1, 6)):
             known, computed = (int(values[0]) for values in (batch.num_tokens, batch.num_computed_tokens))
             assert known <= 21, f"seed {seed}"
-            call = rng.choice([batch.step, batch.step, batch.append, batch.grow, batch.trim])
+            call = rng.choice([batch.append if known > computed else batch.step] * 2 + [batch.append, batch.grow, batch.trim])
             if call == batch.grow:
                 batch.grow([0], rng.randint(0, known - computed), rng.randint(0, 30))
             elif call == batch.trim:
@@ -300,7 +300,10 @@ def spoil(table: PageTable, value: int) -> None:
 
 
 ON_SPOILED: dict[str, Callable[[RunningBatch], Any]] = {
-    "step": lambda batch: [batch.step([0, 2], [token_id] * 2).new_page_ids.tolist() for token_id in range(7)],
+    "step": lambda batch: [
+        batch.grow([2], int(batch.num_tokens[2] - batch.num_computed_tokens[2])).new_page_ids.tolist(),
+        *(batch.step([0, 2], [token_id] * 2).new_page_ids.tolist() for token_id in range(7)),
+    ],
     "grow": lambda batch: batch.grow([2, 0], [3, 0], 30).new_page_ids.tolist(),
     "trim": lambda batch: batch.trim([0, 1, 2], [6, 0, 6]),
     "release": lambda batch: batch.release([2, 1]),
@@ -346,7 +349,7 @@ NEEDS_PAGES: dict[str, Callable[[RunningBatch], Any]] = {
         batch.commit_external(3, 8),
     ),
     "grow": lambda batch: batch.grow([2, 0], [3, 0], [0, 1]),
-    "step": lambda batch: batch.step([2, 0], [1, 3]),
+    "step": lambda batch: batch.step([0], [3]),
     "admit": lambda batch: batch.admit(3, [5] * 5),
     "admit with hits": lambda batch: batch.admit(3, list(range(12))),
 }

@@ -102,3 +102,25 @@ def test_a_table_is_filled_by_one_batch() -> None:
         gc.collect()
         RunningBatch(manager, again).admit(0, PROMPT)
         gc.collect()
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_step_does_not_put_its_token_behind_a_prompt_that_is_not_computed(row: int) -> None:
+    batch = RunningBatch(make_manager(), PageTable(2, 16, 64))
+    batch.admit(row, PROMPT, max_num_new_tokens=5, look_up=False)
+    batch.admit(1 - row, PROMPT[:6], look_up=False)
+    before = batch.num_tokens.tolist(), batch.num_computed_tokens.tolist(), batch.get_page_ids(row)
+    message = (
+        rf"^row {row} \(at {row}\): got a token behind 7 known ones that are not computed, allowed: one behind computed ones"
+    )
+    with pytest.raises(ArgumentError, match=message):
+        batch.step([0, 1], [1, 2])
+    assert (batch.num_tokens.tolist(), batch.num_computed_tokens.tolist(), batch.get_page_ids(row)) == before
+    batch.grow([row], 7)
+    assert batch.step([0, 1], [1, 2]).num_grown == 2
+    batch.append([row], [3])
+    with pytest.raises(ArgumentError, match="behind 1 known one"):
+        batch.step([row], [4])
+    batch.grow([row], 1)
+    assert batch.step([row], [4]).num_grown == 1
+    batch.check()

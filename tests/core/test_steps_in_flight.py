@@ -346,7 +346,6 @@ def test_a_row_is_in_a_step_once() -> None:
     batch.admit(0, PROMPT[:9], max_num_new_tokens=4, step=step)
     for call in (
         lambda: batch.grow([0], 5, step=step),
-        lambda: batch.step([0], [1], step=step),
         lambda: batch.grow([0], 0, 1, step=step),
     ):
         with refused(

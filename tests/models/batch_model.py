@@ -286,19 +286,18 @@ class OracleRows(Rows):
         return self._grow(rows, num_new_tokens, num_lookahead_tokens, [[] for _ in rows])
 
     def step(self, rows: list[int], token_ids: list[int]) -> Grown:
-        self.require_running(rows)
-        if any(self.requests[row].num_computed_tokens < self.requests[row].num_tokens for row in rows):
-            raise ValueError("a token behind others that are not computed")
         return self._grow(rows, 1, 0, [[token_id] for token_id in token_ids])
 
     def _grow(self, rows: list[int], num_new_tokens: Amounts, num_ahead_tokens: Amounts, appended: list[list[int]]) -> Grown:
         """Grow rows in turn, each with the tokens that are appended to it first, until one has no room."""
         self.require_running(rows)
         news, aheads = (by_row(amounts, len(rows)) for amounts in (num_new_tokens, num_ahead_tokens))
-        for row, num_new, num_ahead in zip(rows, news, aheads, strict=True):
+        for row, num_new, num_ahead, token_ids in zip(rows, news, aheads, appended, strict=True):
             request = self.requests[row]
             self.require_no_copies([row])
             self.require_no_writes([row])
+            if token_ids and request.num_computed_tokens < request.num_tokens:
+                raise ValueError("a token behind others that are not computed")
             if num_ahead:
                 self.manager.states.require_behind(request, 0, request.num_computed_tokens + num_new, num_ahead)
         for row, num_new, num_ahead in zip(rows, news, aheads, strict=True):

@@ -91,6 +91,9 @@ class BatchWorkload(Workload):
     def num_appendable(self, row: int) -> int:
         return self.max_tokens - self.num_tokens(row)
 
+    def is_computed(self, row: int) -> bool:
+        return bool(self.model.requests[row].num_computed_tokens == self.num_tokens(row))
+
     # admission
 
     def admit(self) -> None:
@@ -227,8 +230,9 @@ class BatchWorkload(Workload):
         self._persist(rows, call)
 
     def step(self) -> None:
-        """Decode a token of some rows."""
-        rows = self.some([row for row in self.rows() if self.num_appendable(row)])
+        """Decode a token of some rows; rarely also of rows with known tokens to compute, which are refused."""
+        takes_all = self.rng.random() < 0.05
+        rows = self.some([row for row in self.rows() if self.num_appendable(row) and (takes_all or self.is_computed(row))])
         token_ids = dict(zip(rows, self._tokens(len(rows)), strict=True))
         self._persist(rows, lambda rows: self.twins.call("step", rows, [token_ids[row] for row in rows]))
 
