@@ -73,13 +73,19 @@ class RequestRegistry(KeyHolder, RequestMaps):
             hashes = self.hashes.get(request.request_id)
         except (AttributeError, TypeError):
             hashes = self.hashes.get(id_of(request))
-        if hashes is None or hashes.request is not request:  # another request with other tokens may have had this id
+        if hashes is None or not self._belong_to(hashes, request):
             self.find_held(request)
             hashes = self.hashes[request.request_id] = self.hasher.start(request)
         if hashes.are_unsure and hashes.refusal is None:
             hashes.cut(self.count_sure_hashes(request))
         self.hasher.extend(hashes, request, self._count_pages(request, num_tokens))
         return hashes
+
+    def _belong_to(self, hashes: RequestHashes, request: Request) -> bool:
+        """Whether hashes are those of a request: another one may have had its id, or it came back with other names."""
+        if hashes.request is not request:
+            return False
+        return self.hasher.extra_keys.have_same_names(request, hashes.extra_keys) or self.find_held(request) is not None
 
     def _count_pages(self, request: Request, num_tokens: int) -> int:
         """Count the full pages of a request up to `num_tokens` whose lookahead is known."""
@@ -98,6 +104,8 @@ class RequestRegistry(KeyHolder, RequestMaps):
         known, num_pages = self.extend_hashes(request, num_tokens), self.hasher.count_pages(num_tokens)
         hashes = self.hasher.start(new_request)
         if known.extra_keys is not None and known.extra_keys.has_nonce:
+            if hashes.extra_keys is not None and hashes.extra_keys.name_contents() != known.extra_keys.name_contents():
+                return False
             hashes.extra_keys = known.extra_keys
         self.hasher.extend(hashes, new_request, num_pages)
         rest = slice(num_pages * self.rules.hash_page_size, num_tokens)
@@ -113,7 +121,8 @@ class RequestRegistry(KeyHolder, RequestMaps):
         are. O(tokens).
         """
         self.find_held(request)
-        hashes = self.hasher.start(request, self.hashes.get(request.request_id))
+        known = self.hashes.get(request.request_id)
+        hashes = self.hasher.start(request, known if known is not None and self._belong_to(known, request) else None)
         self.hasher.extend(hashes, request, self._count_pages(request, num_tokens))
         return hashes.chain
 

@@ -8,11 +8,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Embeddings", "has_unnamed_media", "may_have_contents", "read_embeddings"]
+__all__ = ["Embeddings", "has_unnamed_adapter", "has_unnamed_media", "may_have_contents", "read_embeddings"]
 
-EMBEDDINGS = ("prompt_embeds", "inputs_embeds", "input_embeds", "input_embeddings", "inputs_embeddings", "prompt_embeddings")
-MEDIA = ("pixel_values", "pixel_values_videos", "image_embeds", "video_embeds", "audio_embeds", "multi_modal_data")
-"""Attributes of engines' requests. What they hold is not compared if features name it."""
+EMBEDDINGS = (
+    "prompt_embeds", "inputs_embeds", "input_embeds", "input_embeddings", "inputs_embeddings", "prompt_embeddings",
+    "prompt_embedding", "input_embedding", "prompt_embedding_table", "embeds", "embeddings", "token_embeds", "soft_prompt",
+)  # fmt: skip
+MEDIA = (
+    "pixel_values", "pixel_values_videos", "image_embeds", "video_embeds", "audio_embeds", "vision_embeds", "speech_embeds",
+    "multi_modal_data", "multi_modal_inputs", "multi_modal_kwargs", "multimodal_data", "multimodal_inputs", "input_multimodals",
+    "mm_data", "mm_inputs", "mm_kwargs", "image_data", "audio_data", "video_data", "images", "videos", "audios",
+    "input_features", "encoder_input_ids", "encoder_prompt_token_ids",
+)  # fmt: skip
+ADAPTERS = ("lora_request", "prompt_adapter_request")
+"""Attributes of engines' requests. Media are not compared if features name them, nor adapters if ``lora_id`` does."""
 
 MAX_EXACT = 2**53
 """Ints from here on are not all exact as float64, which lists with floats become."""
@@ -30,15 +39,28 @@ class Embeddings(NamedTuple):
     are_known: bool = True
 
 
-@lru_cache(maxsize=256)
 def may_have_contents(kind: type[Any]) -> bool:
-    """Whether a request of this class may have embeddings or media. O(1) for a class that was asked before."""
-    return kind.__dictoffset__ != 0 or any(hasattr(kind, name) for name in ("__getattr__", *EMBEDDINGS, *MEDIA))
+    """Whether a request of this class may have embeddings, media or adapters. O(1) for a class that was asked before."""
+    try:
+        return _may_have_contents(kind)
+    except TypeError:  # a class that cannot be hashed
+        return True
+
+
+@lru_cache(maxsize=256)
+def _may_have_contents(kind: type[Any]) -> bool:
+    has_own = kind.__dictoffset__ != 0 or kind.__getattribute__ is not object.__getattribute__
+    return has_own or any(hasattr(kind, name) for name in ("__getattr__", *EMBEDDINGS, *MEDIA, *ADAPTERS))
 
 
 def has_unnamed_media(request: Any) -> bool:
     """Whether a request holds media."""
     return any(not _is_empty(getattr(request, name, None)) for name in MEDIA)
+
+
+def has_unnamed_adapter(request: Any) -> bool:
+    """Whether a request asks for an adapter."""
+    return any(not _is_empty(getattr(request, name, None)) for name in ADAPTERS)
 
 
 def read_embeddings(request: Any) -> Embeddings:

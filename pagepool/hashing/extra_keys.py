@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from pagepool.arguments import MAX_SIZE, as_list, require_int, require_short
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
-from pagepool.hashing.contents import has_unnamed_media, may_have_contents, read_embeddings
+from pagepool.hashing.contents import has_unnamed_adapter, has_unnamed_media, may_have_contents, read_embeddings
 
 __all__ = [
     "LORA",
@@ -146,19 +146,35 @@ class RequestExtraKeys:
         if may_have_contents(type(request)):  # type: ignore[arg-type]  # mypy does not take classes for hashable
             embedded, whole, are_known = read_embeddings(request)
             is_nameless = is_nameless or not are_known or (not mm_features and has_unnamed_media(request))
+            is_nameless = is_nameless or (lora_id is None and has_unnamed_adapter(request))
         if lora_id is None and salt is None and not (mm_features or is_nameless or embedded or whole):
             return None
-        keys = [] if lora_id is None else [_lora_key(names.adapter, lora_id)]
-        keys += [] if salt is None else [(cls.SALT, _plain(names.salt, salt))]
+        keys = cls._name(lora_id, salt, names)
         keys += [(VISION, os.urandom(16).hex())] if is_nameless else []
         keys += [(EMBEDS, digest) for digest in whole]
         ranges = tuple([_feature_range(names.features, feature, cls.FEATURE_NAMES) for feature in mm_features])
         return cls(tuple(keys), Features(ranges) if ranges else NO_FEATURES, embedded)
 
+    @classmethod
+    def _name(cls, lora_id: Any, salt: Any, names: ExtraKeyNames = REQUEST_NAMES) -> list[tuple[Any, ...]]:
+        """Return the keys of an adapter and a salt; none for None."""
+        keys = [] if lora_id is None else [_lora_key(names.adapter, lora_id)]
+        return keys + ([] if salt is None else [(cls.SALT, _plain(names.salt, salt))])
+
+    @classmethod
+    def have_same_names(cls, request: Any, keys: Self | None) -> bool:
+        """Whether the adapter and the salt of a request are those of its `keys`, read before. O(1)."""
+        known = [] if keys is None else [key for key in keys.request_keys if key[0] in (LORA, cls.SALT)]
+        return cls._name(getattr(request, "lora_id", None), getattr(request, "cache_salt", None)) == known
+
     @property
     def has_nonce(self) -> bool:
         """Whether the request shares pages only with requests that have this very object."""
         return any(key[0] == VISION for key in self.request_keys)
+
+    def name_contents(self) -> tuple[ExtraKeys, Features, tuple[bytes, ...]]:
+        """Return all keys but the nonce, by which requests with one are compared."""
+        return tuple([key for key in self.request_keys if key[0] != VISION]), self.features, self.embedded
 
     def of_page(self, start: int, end: int) -> ExtraKeys | None:
         """Return the keys of the page with tokens ``[start, end)``, or None. Offsets are relative to the page."""

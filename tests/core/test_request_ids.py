@@ -151,3 +151,40 @@ def test_the_drop_in_tells_requests_apart_by_id_alone() -> None:
     assert manager.get_page_ids("a") == ([1],)
     manager.free(second)
     assert manager.get_page_ids("a") == ([],)
+
+
+@pytest.mark.parametrize(("name", "value"), [("cache_salt", "bob"), ("lora_id", 2), ("cache_salt", None)])
+def test_a_request_that_comes_back_with_another_salt_or_adapter_does_not_hit_its_old_pages(name: str, value: Any) -> None:
+    manager = make_manager(FULL, num_pages=32)
+    request = EngineRequest("chat", list(range(13)), cache_salt="alice", lora_id=1)
+    manager.allocate_slots(request, 13)
+    request.num_computed_tokens = 13
+    manager.free(request)
+    assert manager.probe(request).num_hit_tokens == 12
+    setattr(request, name, value)
+    request.num_computed_tokens = 0
+    assert manager.probe(request).num_hit_tokens == 0
+    assert manager.get_computed_pages(request)[1] == 0
+    setattr(request, name, "alice" if name == "cache_salt" else 1)
+    manager.free(request)
+    assert manager.get_computed_pages(request)[1] == 12
+
+
+@pytest.mark.parametrize("others", [{"lora_id": 2}, {"cache_salt": "bob"}, {"prompt_embeds": np.ones((13, 2))}])
+def test_a_fork_of_images_without_features_has_the_other_keys_of_its_source(others: dict[str, Any]) -> None:
+    manager = make_manager(FULL, num_pages=32)
+
+    def make(request_id: str, **attributes: Any) -> Any:
+        request: Any = type("Own", (), {})()
+        vars(request).update(request_id=request_id, all_token_ids=[0] * 13, num_tokens=13, num_computed_tokens=0)
+        vars(request).update(sampling_params=None, status=1, has_vision=True, lora_id=1)
+        vars(request).update(attributes)
+        return request
+
+    source = make("source")
+    manager.allocate_slots(source, 13)
+    source.num_computed_tokens = 12
+    with pytest.raises(ArgumentError, match="are not those of request 'source'"):
+        manager.fork(source, make("child", num_computed_tokens=12, **others))
+    manager.fork(source, make("child", num_computed_tokens=12))
+    manager.check()

@@ -351,7 +351,7 @@ def engine() -> Any:
 
 def engine_twin(engine: Any, spec: CacheSpec) -> Any:
     """Return the engine's spec with the same values. It keeps no states."""
-    values = {name: value for name, value in vars(spec).items() if name != "checkpoint_interval"}
+    values = {name: value for name, value in vars(spec).items() if not name.startswith("checkpoint")}
     return getattr(engine, type(spec).__name__)(**values)
 
 
