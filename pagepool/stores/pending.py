@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any
@@ -94,9 +95,10 @@ class Jobs:
         """End the jobs that the store has answered, or that it should have answered by now."""
         answers = self._call(self._store.poll)
         if isinstance(answers, list):
-            for job, is_done in list(self._read_answers(answers)):
-                job.end(job, is_done)
-                job.release(job)
+            with ExitStack() as ends:  # all jobs end, also if one raises
+                for job, is_done in reversed(list(self._read_answers(answers))):
+                    ends.callback(job.release, job)
+                    ends.callback(job.end, job, is_done)
         elif answers is not RAISED:
             self._report(f"poll returned {type(answers).__name__}, allowed: a list")
         self._give_up(time.monotonic() - ANSWER_SECONDS)
@@ -170,7 +172,9 @@ class Jobs:
         """Call the store. Return `RAISED` if it raises."""
         try:
             return call(*arguments, **options)
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # a panic of a store in Rust is no Exception
             self._report(error)
             return RAISED
 

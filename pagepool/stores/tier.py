@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import link_storage, unlink_storage
-from pagepool.arguments import id_of, require_choice, require_int, require_number
+from pagepool.arguments import as_list, id_of, require_choice, require_int, require_number
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.manager import CacheManager
 from pagepool.process_forks import STORES, make_lock
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 Rows = npt.NDArray[np.uint8]
 
+MAX_QUEUED_BYTES = 1 << 48
+MAX_DEADLINE_MS = 1 << 48
 MAX_POLLS_AT_END = 1000
 SECONDS_BETWEEN_POLLS = 0.001
 
@@ -101,8 +103,8 @@ class StoreTier:
             raise ArgumentTypeError(f"namespace: got {type(namespace).__name__}, allowed: a string")
         require_choice("write", write, "evicted", "through")
         import_xxhash()
-        self._deadline = require_number("deadline_ms", deadline_ms) / 1000
-        max_queued_bytes = require_int("max_queued_bytes", max_queued_bytes, 0)
+        self._deadline = min(require_number("deadline_ms", deadline_ms), MAX_DEADLINE_MS) / 1000
+        max_queued_bytes = require_int("max_queued_bytes", max_queued_bytes, 0, MAX_QUEUED_BYTES)
         tier = read_tier(manager, rows)
         self._manager, self._store = manager, store
         self._jobs = Jobs(store)
@@ -252,7 +254,7 @@ def read_tier(manager: CacheManager, rows: HostRows | Sequence[Rows]) -> Tier:
         if rows.groups is not None:  # a group without arrays is none of the model's
             groups = [group for group, array in zip(rows.groups, rows.rows, strict=True) if np.size(array)]
     else:
-        arrays = list(rows)
+        arrays = as_list("rows", rows, "HostPages, or a list of uint8 arrays")
     has_groups = groups is not None
     arrays = arrays * num_groups if len(arrays) == 1 and not has_groups else arrays
     of_group = dict(zip(range(len(arrays)) if groups is None else groups, arrays, strict=True))
