@@ -12,6 +12,7 @@ Native methods of `RunningBatch`, and the native work of others:
 """
 
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any, Literal, NamedTuple
 from weakref import ref
 
@@ -41,6 +42,9 @@ from pagepool.request import LoraId, Salt, TokenIds
 from pagepool.specs import find_shard
 
 __all__ = ["FailedLoads", "PageCopies", "RunningBatch", "StateWrites", "StepResult", "Transfers"]
+
+BINDING = Lock()
+"""Held while a batch takes its tables."""
 
 RowNumbers = Sequence[int] | npt.NDArray[Any]
 
@@ -119,6 +123,7 @@ class RunningBatch(RunningRows):
         """
         if not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
+        max_steps_ahead = require_int("max_steps_ahead", max_steps_ahead, 0, MAX_SIZE)
         size = 0 if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size, 1)
         manager._store.require_even(size or None)
         is_divided = size > 0 and find_shard(manager._page_pool.num_pages, 0, size) is not None
@@ -141,14 +146,13 @@ class RunningBatch(RunningRows):
             size if is_divided else 0,
             require_flag("dedupe", dedupe),
             require_flag("restores_states", restores_states),
-            require_int("max_steps_ahead", max_steps_ahead, 0, MAX_SIZE),
+            max_steps_ahead,
             writes == "anywhere",
             caches == "computed",
             hasher.chain_algorithm,
             hasher.lookahead,
         )
-        for table in tables:
-            table._batch = ref(self)
+        _bind(tables, self)
         self._manager = manager
         manager._max_steps_ahead = max(manager._max_steps_ahead, max_steps_ahead)
         self._hasher = hasher
@@ -461,6 +465,22 @@ def _tables_of(page_table: HostTable | HostTables, manager: CacheManager) -> tup
         raise ArgumentTypeError(f"page_table: got {type(page_table).__name__}, allowed: PageTable or MultiGroupPageTable")
     if not page_sizes or len(tables) != len(page_sizes):
         raise ArgumentError(f"page_table: got {len(tables)} tables for {len(page_sizes)} groups, allowed: one each, at least 1")
+    _require_unbound(tables)
+    return tables
+
+
+def _require_unbound(tables: tuple[HostTable, ...]) -> None:
+    """Raise ArgumentError unless nobody fills the tables, and their rows are empty."""
     if any(table._batch is not None and table._batch() is not None for table in tables):
         raise ArgumentError("page_table: got one that another batch fills, allowed: one of its own, or of a batch that is gone")
-    return tables
+    filled = [row for table in tables for row in table.num_pages_per_row.nonzero()[0][:1].tolist()]
+    if filled:
+        raise ArgumentError(f"page_table: got one with pages in row {filled[0]}, allowed: empty rows; clear_row empties one")
+
+
+def _bind(tables: tuple[HostTable, ...], batch: "RunningBatch") -> None:
+    """Let a batch fill the tables, unless another one was faster."""
+    with BINDING:
+        _require_unbound(tables)
+        for table in tables:
+            table._batch = ref(batch)

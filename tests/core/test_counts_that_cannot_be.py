@@ -102,6 +102,9 @@ def test_a_table_is_filled_by_one_batch() -> None:
         gc.collect()
         RunningBatch(manager, again).admit(0, PROMPT)
         gc.collect()
+        with pytest.raises(ArgumentError, match=r"^page_table: got one with pages in row 0, allowed: empty rows; clear_row"):
+            RunningBatch(manager, again)
+        again.clear_row(0)
 
 
 @pytest.mark.parametrize("row", [0, 1])
