@@ -16,6 +16,7 @@ from command_line import figures_of, refuse
 from pagepool.errors import ArgumentError
 from pagepool.replay.traces.fields import find_reader, read_object
 from pagepool.replay.traces.lengths import UNCLEAR, read_lengths
+from pagepool.replay.traces.reader import read_trace
 
 ANTHROPIC = {"input_tokens": 50, "cache_read_input_tokens": 1000, "output_tokens": 7}
 OPENAI = {"prompt_tokens": 1050, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 1000}}
@@ -129,7 +130,7 @@ def test_what_can_be_read_in_two_ways_is_refused(name: str) -> None:
 def test_columns_of_a_table() -> None:
     read = find_reader(b"timestamp,usage.input_tokens,usage.cache_read_input_tokens,usage.output_tokens\n")
     assert read is not None
-    assert read(b"5,50,1000,7\n") == {"timestamp": 5, "input_length": 1050, "output_length": 7}
+    assert read(b"5,50,1000,7\n") == {"timestamp": 5, "input_length": 1050, "output_length": 7, "is_whole": True}
     assert read(b"5,50,,7\n")["input_length"] == 50
     read = find_reader(b"timestamp,usage\n")
     assert read is not None
@@ -167,3 +168,13 @@ def test_commands_say_it_too(tmp_path: Path) -> None:
     assert figures_of("replay", path)["prompt_tokens"] == 2100
     path.write_text(json.dumps(ANTHROPIC) + "\n" + json.dumps(REFUSED["cached in a prompt or not"][0]) + "\n")
     refuse(2, "log.jsonl:2: has prompt_tokens 2000 and cache_read_input_tokens 1000", "plan", path)
+
+
+def test_turns_that_count_cached_tokens_are_whole_prompts(tmp_path: Path) -> None:
+    usages = [
+        {"prompt_tokens": 1050, "completion_tokens": 7},
+        {"prompt_tokens": 1100, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 1024}},
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps({"session_id": "s", "turns": [{"usage": usage} for usage in usages]}))
+    assert [record.input_length for record in read_trace(path)] == [1050, 1100]

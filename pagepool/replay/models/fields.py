@@ -23,7 +23,7 @@ SUSPICIOUS = re.compile(
     "head|kv|group|layer|block|index|idx|cross|window|sliding|swa|sparse|latent|shar|chunk|attn|attention|ssm|mamba|conv|recur"
     "|lru|rwkv|cache|compress|local|global|stride|hybrid|pattern|query|memory|loop|retention|retrieval|encoder_decoder|lookback"
     "|(?:^|_)(?:ut|mem|key|value|mla|mha|gqa|mqa|cla|yoco|state|states|linear|lightning|delta|segment|sink|sinks|nope|nsa|dsa"
-    "|moba|gdn|kda|ring|span)(?:_|$)"
+    "|moba|gdn|kda|ring|span|mixer)(?:_|$)|expand_[kv]$|k_equals_v"
     r"|(?:^|_)(?:q|k|v|qk)_(?:\w+_)?(?:dim|rank|size)$"
 )
 """Patterns of names of fields that may affect a layer's entries."""
@@ -93,6 +93,7 @@ WITHOUT_INFLUENCE_ENDS = re.compile(
 
 CACHED = re.compile(
     r"kv|cache|head_dim|heads$|window|cross\w*(?:layers|every|freq|interval)"
+    r"|(?:size|expand|chunk|conv|value|state)_(?:\w+_)?(?:multipliers?|scale|scaling|alpha)$"
 )  # still suspicious in a name with a harmless prefix or suffix
 
 

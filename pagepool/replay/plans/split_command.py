@@ -47,9 +47,20 @@ arrays_option = click.option(
     f"other. {SEPARATE}: one pool, with a row for each page id in the array of each layer.",
     show_default=f"{APART} with one --memory, otherwise {SHARED}",
 )
+
+
+class Share(click.FloatRange):
+    """A range of numbers without NaN, which compares as if it were in any range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number. Fail for NaN."""
+        number = super().convert(value, param, ctx)
+        return self.fail(f"{value} is not in the range 0<x<1.", param, ctx) if number != number else number
+
+
 state_share_option = click.option(
     "--state-share",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    type=Share(0, 1, min_open=True, max_open=True),
     metavar="SHARE",
     help=f"Share of the memory for states, such as 0.3, with --arrays {APART}.  [default: searched]",
 )

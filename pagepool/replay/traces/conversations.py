@@ -99,15 +99,19 @@ class Agent:
     def _complete_ids(self, usual: Fields, owner: str, names: dict[Any, Any]) -> None:
         """Name ids by the trace or agent that they belong to, and add ids for the tokens behind the last full block."""
         ids, size, length = usual.get("hash_ids"), usual.get("block_size"), usual.get("input_length")
-        if not isinstance(ids, list) or not ids:
+        if ids is None or ids == []:
             usual.pop("hash_ids", None)
             return
+        if not isinstance(ids, list):
+            raise ArgumentError(f"hash_ids: got {shown(ids)}, allowed: a list of ints or texts")
         if self._scope != "global":
             known = (int, str)
             ids = [names.setdefault(each, f"{owner}: {each!r}") if type(each) in known else each for each in ids]
         if type(length) is int and type(size) is int:
             self._num_tails += 1
             num_missing = max(0, cdiv(length, size) - len(ids))
+            if num_missing > MAX_MISSING_IDS:
+                raise ArgumentError(f"hash_ids: got {len(ids)} for {length} tokens, allowed: one for each block of {size}")
             ids = ids + [f"{self._number}: end {self._num_tails}.{place}" for place in range(num_missing)]
         usual["hash_ids"] = ids
 
@@ -117,6 +121,9 @@ def _find_begin(subagent: Fields, begin: float, time: float | None) -> float:
     first = next((each for each in subagent["requests"] if isinstance(each, dict) and "t" in each), None)
     return begin if first is None or time is None or begin + _read_seconds(first, "t") >= time else time
 
+
+MAX_MISSING_IDS = 1 << 20
+"""The most blocks behind the last id of a request."""
 
 NAMES = {"in": "input_length", "out": "output_length"}
 

@@ -11,7 +11,15 @@ import numpy as np
 
 from pagepool.errors import ArgumentError, shown
 from pagepool.replay.traces.documents import read_json
-from pagepool.replay.traces.lengths import INPUT_NAMES, LENGTH_NAMES, TEXTS, WRAPPERS, plain_name, read_lengths
+from pagepool.replay.traces.lengths import (
+    INPUT_NAMES,
+    LENGTH_NAMES,
+    TEXTS,
+    WRAPPERS,
+    has_cached_count,
+    plain_name,
+    read_lengths,
+)
 
 __all__ = [
     "Fields",
@@ -112,8 +120,8 @@ def _require_once(names: Iterable[str]) -> None:
 
 
 def use_usual_names(fields: Fields) -> Fields:
-    """Return the fields of a record, with `is_in_seconds` if its times are, and the error of a `missing` length. None counts as
-    missing, since pandas writes it.
+    """Return the fields of a record, with `is_in_seconds` if its times are, `is_whole` if its length is that of a whole prompt,
+    and the error of a `missing` length. None counts as missing, since pandas writes it.
     """
     by_name = {plain_name(name): value for name, value in fields.items()}
     if len(by_name) < len(fields):
@@ -125,6 +133,8 @@ def use_usual_names(fields: Fields) -> Fields:
             usual[name] = by_name[found]
     if not IN_SECONDS.isdisjoint(by_name):
         usual["is_in_seconds"] = True
+    if any("cache" in name or isinstance(value, dict) for name, value in by_name.items()) and has_cached_count(fields):
+        usual["is_whole"] = True
     if "input_length" not in usual:
         usual["missing"] = _describe_missing(fields, by_name)
     return usual

@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 
 from pagepool.errors import ArgumentError, shown
 
-__all__ = ["INPUT_NAMES", "LENGTH_NAMES", "TEXTS", "UNCLEAR", "WRAPPERS", "plain_name", "read_length", "read_lengths"]
+__all__ = [
+    "INPUT_NAMES",
+    "LENGTH_NAMES",
+    "TEXTS",
+    "UNCLEAR",
+    "WRAPPERS",
+    "has_cached_count",
+    "plain_name",
+    "read_length",
+    "read_lengths",
+]
 
 SEPARATORS = re.compile(r"[\W_]+")
 MAX_DEPTH = 5
@@ -154,6 +164,16 @@ def read_lengths(fields: Mapping[str, Any]) -> dict[str, Any]:
         output_length = _check_total(counts, input_length, output_length)
     lengths = {"input_length": input_length, "output_length": output_length}
     return {name: length for name, length in lengths.items() if length is not None}
+
+
+def has_cached_count(fields: Mapping[str, Any]) -> bool:
+    """Whether a line says how many of its tokens were cached: then its length is that of a whole prompt.
+
+    >>> has_cached_count({"usage": {"prompt_tokens": 1100, "prompt_tokens_details": {"cached_tokens": 1024}}})
+    True
+    """
+    names = {*APART, *UNCLEAR_NAMES, *WITHIN, *PARTS, None}
+    return any(name in names for name, _ in _list_counts(fields))
 
 
 def _list_counts(fields: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str | None, Count]]:

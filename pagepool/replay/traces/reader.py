@@ -351,7 +351,7 @@ def _read_fields(lines: Lines) -> Iterator[Fields]:
 
 
 def read_trace(
-    path: str,
+    path: str | os.PathLike[str],
     limit: int | None = None,
     block_size: int | None = None,
     on_record: Callable[[int], object] = int,
@@ -364,7 +364,7 @@ def read_trace(
     Raise `TraceError` for an invalid line, a line out of order, or an empty trace, and `OSError` if the file cannot be read.
     Lines after `limit` are not read. O(lines + ids), in time and memory.
     """
-    return load_records(path, limit, block_size, on_record, time_unit).records
+    return load_records(os.fspath(path), limit, block_size, on_record, time_unit).records
 
 
 def load_records(

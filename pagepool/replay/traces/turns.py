@@ -12,6 +12,9 @@ from pagepool.specs import cdiv
 __all__ = ["ANSWERS_APART", "Turns"]
 
 ANSWERS_APART, ANSWERS_WITHIN = "deltas_without_responses", "deltas_with_responses"
+MAX_LENGTH = 1 << 24
+"""The most tokens of a conversation whose blocks are given ids."""
+
 MODES = {ANSWERS_APART: True, ANSWERS_WITHIN: True, "message_array_with_responses": False}
 """AIPerf's names of what a turn has, and whether it adds to the turns before."""
 
@@ -31,7 +34,8 @@ class Turns:
         mode = fields.get("context_mode")
         has_ids = bool(fields.get("hash_ids"))
         if mode is None:
-            is_added = not has_ids and ("is_turn" in fields or ("delay" in fields and "timestamp" not in fields))
+            is_turn = "is_turn" in fields or ("delay" in fields and "timestamp" not in fields)
+            is_added = is_turn and not has_ids and "is_whole" not in fields
         elif not isinstance(mode, str) or mode not in MODES:
             raise ArgumentError(f"context_mode: got {shown(mode)}, allowed: {', '.join(MODES)}")
         else:
@@ -45,6 +49,10 @@ class Turns:
             return input_length
         self._growing.setdefault(session_id, mode != ANSWERS_WITHIN)
         before = self._lengths.get(session_id, 0)
+        if before + input_length > MAX_LENGTH:
+            raise ArgumentError(
+                f"input_length: got {before + input_length} with the turns before, allowed: at most {MAX_LENGTH}"
+            )
         self.num_added += before > 0
         return before + input_length
 
