@@ -42,14 +42,15 @@ class Embeddings(NamedTuple):
 def may_have_contents(kind: type[Any]) -> bool:
     """Whether a request of this class may have embeddings, media or adapters. O(1) for a class that was asked before."""
     try:
-        return _may_have_contents(kind)
+        return _may_have_contents(kind)  # type: ignore[arg-type]  # mypy does not take classes for hashable
     except TypeError:  # a class that cannot be hashed
         return True
 
 
 @lru_cache(maxsize=256)
 def _may_have_contents(kind: type[Any]) -> bool:
-    has_own = kind.__dictoffset__ != 0 or kind.__getattribute__ is not object.__getattribute__
+    reads_own = kind.__getattribute__ is not object.__getattribute__  # type: ignore[comparison-overlap]
+    has_own = kind.__dictoffset__ != 0 or reads_own
     return has_own or any(hasattr(kind, name) for name in ("__getattr__", *EMBEDDINGS, *MEDIA, *ADAPTERS))
 
 

@@ -143,7 +143,7 @@ class RequestExtraKeys:
         is_nameless = not mm_features and getattr(request, "has_vision", False)
         embedded: tuple[bytes, ...] = ()
         whole: tuple[bytes, ...] = ()
-        if may_have_contents(type(request)):  # type: ignore[arg-type]  # mypy does not take classes for hashable
+        if may_have_contents(type(request)):
             embedded, whole, are_known = read_embeddings(request)
             is_nameless = is_nameless or not are_known or (not mm_features and has_unnamed_media(request))
             is_nameless = is_nameless or (lora_id is None and has_unnamed_adapter(request))

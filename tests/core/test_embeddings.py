@@ -266,3 +266,33 @@ def test_requests_without_such_attributes_are_not_searched() -> None:
 
     assert may_have_contents(Slotted)
     assert may_have_contents(Asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [("images", False), ("prompt_embedding_table", True), ("lora_request", False), ("encoder_input_ids", False)],
+)
+def test_contents_of_other_names_and_behind_proxies(name: str, shares: bool) -> None:
+    """Those of equal embeddings share pages; media and adapters without a name share none."""
+    manager = make_hybrid(FULL, num_pages=64)
+
+    class Proxy:
+        __slots__ = ("other",)
+
+        def __init__(self, other: Any) -> None:
+            object.__setattr__(self, "other", other)
+
+        def __getattribute__(self, name: str) -> Any:
+            return getattr(object.__getattribute__(self, "other"), name)
+
+    def make(request_id: str, value: Any) -> Any:
+        request = EngineRequest(request_id, [0] * 13)
+        values = {attribute: getattr(request, attribute) for attribute in ("request_id", "all_token_ids", "num_tokens")}
+        others = {"num_computed_tokens": 0, "sampling_params": None, "status": 1, name: value}
+        return Proxy(type("Own", (), values | others)())
+
+    contents = np.arange(26, dtype=np.float32).reshape(13, 2)
+    manager.allocate_slots(make("a", contents), 13)
+    assert manager.get_computed_pages(make("b", contents + 1))[1] == 0
+    assert manager.get_computed_pages(make("c", contents.copy()))[1] == (12 if shares else 0)
+    assert manager.get_computed_pages(make("d", None))[1] == 0

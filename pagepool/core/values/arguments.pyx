@@ -72,7 +72,7 @@ cdef object index_of(object value, str name):
 
 cdef object float_of(object value, str name):
     """Return a number as a float. Raise ArgumentTypeError for other types, ArgumentError for numbers outside the range."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if isinstance(value, (bool, np.timedelta64)) or not isinstance(value, Real):  # a time is an int for NumPy
         raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: a number")
     try:
         return float(value)
