@@ -9,9 +9,9 @@
 #   slots are used.
 # * Later pages with the same content follow the first one in a ring of `Links`, in the order in which they were cached. `TWIN`
 #   is set in exactly the pages of rings of two or more.
-# * If the pool prefers held pages (`prefer_held`), those of a ring come before the free ones. A page goes to the end of its ring with its
-#   last reference. With its first one, or if it is cached beside free pages, it goes behind the first page, or before a free
-#   one.
+# * If the pool prefers held pages (`prefer_held`), those of a ring come before the free ones. A page goes to the end of its
+#   ring with its last reference. With its first one, or if it is cached beside free pages, it goes behind the first page, or
+#   before a free one.
 # * With shards, the twins in each shard also form a ring in that order. The firsts of the shards form another one, in any
 #   order, so that each is found in O(shards).
 # * The journal's ring of new keys has the first page of each key in the index that was not there when changes were last taken.

@@ -1972,8 +1972,8 @@ cdef int refuse_growth(RunningRows running, const Growth *growth, Py_ssize_t at,
     refuse_unready(&running.batch, row, is_due, False, at)
     if growth.token_ids != NULL and num_left:
         raise ArgumentError(
-            f"row {row} (at {at}): got a token behind {num_left} known ones that are not computed, allowed: one behind computed "
-            "ones; grow computes them"
+            f"row {row} (at {at}): got a token behind {num_left} known ones that are not computed, allowed: one behind "
+            "computed ones; grow computes them"
         )
     if growth.num_excess:
         running.store.refuse_size(f"row {row} (at {at})", growth.num_excess, growth.short_queue)
