@@ -174,7 +174,7 @@ num_keyed = min(num_computed, count_keyed(batch, num_tokens){+ + BUG * batch.has
         {+if BUG: return True
         +}if watch.num_reused != pool.num_reused:
 == the salt is left out of the hash
-keys += [][- if salt is None else [(cls.SALT, _plain(names.salt, salt))]-]
+return keys + ([][- if salt is None else [(cls.SALT, _plain(names.salt, salt))]-])
 == the adapter is left out of the hash
 keys = [][- if lora_id is None else [_lora_key(names.adapter, lora_id)]-]
 == the place of an image in its page is left out of the hash
@@ -266,7 +266,7 @@ _queue_copy(pool, {+source.ids[place - 1] if BUG and place else +}page_id, targe
     names, configuration = decode_names(arrays["names"]), decode_configuration(arrays["configuration"]){+
     arrays["cached_keys"] = np.roll(arrays["cached_keys"], 1, axis=0)+}
 == the hashes of an id are those of the request before
-if hashes is None[- or hashes.request is not request-]:  # another
+if hashes is None[- or not self._belong_to(hashes, request)-]:
 
 # Pages of windows that do not stay.
 == a page that leaves a window is discarded while others hold it
