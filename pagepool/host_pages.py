@@ -267,8 +267,9 @@ class HostPages:
 
     def close(self) -> None:
         """Wait until no row is written or read any more, end the thread, and take the rows back from jax, so that `memory` can
-        be closed as soon as this object is gone. Later saves fail; `poll` and `wait` still report. In a forked process do
-        nothing.
+        be closed once this object is gone. After a load jax's own threads may hold it for some ms more: then ``mmap.close``
+        raises BufferError until they and a garbage collection have run. Later saves fail; `poll` and `wait` still report. In a
+        forked process do nothing.
         """
         if os.getpid() != self._process:
             return
