@@ -4,7 +4,8 @@ A trace of an agent has `requests` with the seconds `t` since its begin, lengths
 An item with `requests` of its own is a subagent. Equal ids are equal blocks in traces whose `hash_id_scope` is `global`, in one
 trace if it is `local`, and within one agent if it is missing.
 
-A conversation has `turns`: without `hash_ids` their lengths are what each turn adds to those before it, answers included.
+A conversation has `turns`: without `hash_ids` their lengths are what each turn adds to those before it, answers included. The
+length of a turn that counts cached tokens is that of its whole prompt.
 """
 
 from collections.abc import Iterator
@@ -20,6 +21,9 @@ __all__ = ["list_requests"]
 SECOND = 1000  # ms
 SCOPES = ("local", "global")
 MARKS = frozenset({"id", "session_id", "agent_id", "models", "block_size"})
+
+MAX_MISSING_IDS = 1 << 20
+"""The most blocks behind the last id of a request."""
 
 
 def list_requests(fields: Fields, number: int) -> list[Fields]:
@@ -121,9 +125,6 @@ def _find_begin(subagent: Fields, begin: float, time: float | None) -> float:
     first = next((each for each in subagent["requests"] if isinstance(each, dict) and "t" in each), None)
     return begin if first is None or time is None or begin + _read_seconds(first, "t") >= time else time
 
-
-MAX_MISSING_IDS = 1 << 20
-"""The most blocks behind the last id of a request."""
 
 NAMES = {"in": "input_length", "out": "output_length"}
 
