@@ -4,8 +4,8 @@ A trace of an agent has `requests` with the seconds `t` since its begin, lengths
 An item with `requests` of its own is a subagent. Equal ids are equal blocks in traces whose `hash_id_scope` is `global`, in one
 trace if it is `local`, and within one agent if it is missing.
 
-A conversation has `turns`: without `hash_ids` their lengths are what each turn adds to those before it, answers included. The
-length of a turn that counts cached tokens is that of its whole prompt.
+A conversation has `turns`: without `hash_ids` their lengths are what each turn adds to those before it, answers included. If a
+turn counts cached tokens, its length is that of the whole prompt.
 """
 
 from collections.abc import Iterator
