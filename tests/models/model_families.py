@@ -85,7 +85,7 @@ OPENELM = {"model_type": "openelm", "ffn_multipliers": [0.5, 1.0, 2.0, 4.0], "he
 
 def block(group: int | None = None, **attention: Any) -> dict[str, Any]:
     attention = {"n_heads_in_group": group, "no_op": False, "replace_with_linear": False, "window_length": None} | attention
-    return {"attention": attention, "ffn": {"ffn_mult": 2.0, "no_op": False}}
+    return {"attention": attention, "ffn": {"ffn_mult": 2.0, "no_op": False, "replace_with_linear": True}}
 
 
 NAS = base(6, 32, None, 2048, model_type="nemotron-nas", num_key_value_heads=None)
@@ -145,7 +145,8 @@ KEPT: dict[str, tuple[dict[str, Any], Kept]] = {
     "fields that change nothing": (base(32, 32, 8, 4096, **HARMLESS), (keeps(32, 8, 128), 0, 0)),
     "Llama 3.1": (base(32, 32, 8, 4096, mlp_bias=False, pretraining_tp=1), (keeps(32, 8, 128), 0, 0)),
     "Mistral 0.1": (base(32, 32, 8, 4096, model_type="mistral", sliding_window=4096), (0, keeps(32, 8, 128), 0)),
-    "Qwen2.5 1M": (base(48, 40, 8, 5120, dual_chunk_attention_config={"chunk_size": 262144, "local_size": 8192}),
+    "Qwen2.5 1M": (base(48, 40, 8, 5120, dual_chunk_attention_config={"chunk_size": 262144, "local_size": 8192,
+        "original_max_position_embeddings": 262144, "sparse_attention_config": {"0": {"0": ["vertical_and_slash", 30]}}}),
         (keeps(48, 8, 128), 0, 0)),
     "Qwen3-Next": (base(48, 16, 2, 2048, model_type="qwen3_next", head_dim=256, full_attention_interval=4, **GDN, **MOE),
         (keeps(12, 2, 256), 0, 36)),
@@ -303,6 +304,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "attn_config": {"clip_qkv": 8}}, "attn_config"),
     "a field inside another": (base(4, 8, 2, 1024, some_config={"deep": {"num_kv_groups": 4}}),
         "some_config.deep.num_kv_groups"),
+    "a field of another's place inside": (base(4, 8, 2, 1024, some_config={"num_key_value_heads": 4}),
+        "some_config.num_key_value_heads"),
+    "a field in a list": (base(4, 8, 2, 1024, stages=[{"dim": 8}, {"kv_heads": 4}]), r"stages\[1\].kv_heads"),
+    "a field inside of delta attention": (base(8, 32, 32, 2304, kv_lora_rank=512, qk_rope_head_dim=64,
+        linear_attn_config=KIMI_LAYERS | {"kv_groups": 4}), "linear_attn_config.kv_groups"),
+    "a field inside of double chunks": (base(48, 40, 8, 5120, dual_chunk_attention_config={"chunk_size": 8, "window": 4}),
+        "dual_chunk_attention_config.window"),
+    "a field inside of the experts": (base(4, 8, 2, 1024, ffn_config={"moe_top_k": 4, "kv_heads": 2}), "ffn_config.kv_heads"),
+    "a field inside of a block": (NAS | {"block_configs": [block(8)] * 5 + [block(8) | {"cache": 4}]},
+        r"block_configs\[5\].cache"),
+    "a field inside of the experts of a block": (NAS | {"block_configs": [block(8) | {"ffn": {"kv_heads": 4}}] * 6},
+        r"block_configs\[0\].ffn.kv_heads"),
+    "latents of no rank": (base(32, 32, 8, 4096, use_mla=True), "use_mla, but lacks kv_lora_rank"),
     "a list by layer": (base(32, 32, 8, 4096, widths=[1] * 32), "widths"),
     "too few types": (base(32, 32, 8, 4096, layer_types=[FULL] * 31), "layer_types"),
     "too many types": (base(32, 32, 8, 4096, layer_types=[FULL] * 33), "layer_types"),

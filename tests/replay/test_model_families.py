@@ -77,6 +77,9 @@ HARMLESS = names(
     residual_block_scale rope_attention_factor rope_global_base routed_expert_block_size router_aux_group router_group_score
     shared_expert_gate shared_expert_gate_bias shared_experts_fused swiglu_block_limit training_attention_dropout
     use_attention_gate use_head_wise_attn_gate use_head_wise_gate use_qk_head_norm use_rope_in_attention
+    attention_logit_cap attn_logit_soft_cap attn_output_gate_rank attn_rope_freq_base cross_dropout_rate kv_a_layernorm_type
+    kv_dropout kv_norm kv_norm_eps moe_norm_layers output_gate_layers post_attention_norm_pattern sandwich_norm_layers
+    sliding_window_rope_theta use_kv_norm use_memory_efficient_attention value_norm_init_std
     vision_attention_pool vision_global_attn_indexes visual_layer_count weight_init_block z_loss_group
     """
 )
@@ -97,6 +100,8 @@ KEEPING = names(
     router_attention_heads rwkv_gate segment_attn_gate share_attention_gate shared_kv_norm_layers sliding_gate
     sparse_attention_gate ssm_gate_group state_gate_block swa_attention_gate swa_gate value_gate_dim
     window_norm gate_attention_span
+    attention_loop_norm_layers kv_norm_heads kv_norm_rank mlp_loop_count moe_loop_layers num_expert_loops
+    window_rope_base_span shared_norm_layers_kv soft_cap_kv_heads
     moe_indexer norm_v_head_size num_sinks gate_qk_dim ring_size router_index_topk norm_ring_span use_num_sinks
     """
 )

@@ -55,7 +55,9 @@ def list_attention(config: Config, types: list[str], page_size: int, kv_dtype: s
         return _list_compressed(config, types, kv_dtype)
     if not layers:
         return []
-    is_latent = config.get("kv_lora_rank") is not None and config.get("use_mla") is not False
+    is_latent = config.get("kv_lora_rank") is not None and _may_be_latent(config)
+    if config.get("use_mla") and not is_latent:
+        raise ArgumentError("has use_mla, but lacks kv_lora_rank")
     masks = {layer: _read_mask(config, types[layer]) for layer in layers}
     has_local = any(mask.size or mask.chunks for mask in masks.values())
     if is_latent and has_local:
@@ -85,6 +87,10 @@ def list_attention(config: Config, types: list[str], page_size: int, kv_dtype: s
         key_bytes = _count_indexer_bytes(config)
         kinds += [kind._replace(num_bytes=page_size * key_bytes) for kind in kinds]
     return kinds
+
+
+def _may_be_latent(config: Config) -> bool:
+    return config.get("use_mla") is None or bool(config["use_mla"])
 
 
 def _read_mask(config: Config, name: str) -> SimpleNamespace:
@@ -136,7 +142,7 @@ def _head_geometry(config: Config, layers: list[int]) -> tuple[int, int]:
     """Return KV heads and head size. A list of KV heads by layer is read with the layers, and checked here."""
     head_size = _find_head_size(config)
     for name in ("qk_nope_head_dim", "qk_rope_head_dim"):
-        if config.get(name) and config.get("use_mla") is not False:
+        if config.get(name) and _may_be_latent(config):
             raise ArgumentError(f"has {name}, but lacks kv_lora_rank")
     if config.get("v_head_dim") and config["v_head_dim"] != head_size:
         raise ArgumentError(f"has v_head_dim, but heads of {head_size}: keys and values of two sizes are not understood")

@@ -11,7 +11,17 @@ from typing import Any, TypeAlias
 from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 
-__all__ = ["MAX_LAYERS", "Config", "find_dtype", "is_set", "read_config", "read_int", "read_layer_list", "read_layers"]
+__all__ = [
+    "BLOCK_FIELDS",
+    "MAX_LAYERS",
+    "Config",
+    "find_dtype",
+    "is_set",
+    "read_config",
+    "read_int",
+    "read_layer_list",
+    "read_layers",
+]
 
 MAX_LAYERS = 100_000
 MAX_NUMBER = 10**9
@@ -65,6 +75,7 @@ SAME = {
 
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_key_value_heads_per_layer", "num_query_groups")
 BLOCK_FIELDS = frozenset({"no_op", "replace_with_linear", "n_heads_in_group", "num_key_value_heads"})
+"""The fields that `_read_blocks` reads of the attention of a block."""
 
 
 def is_set(value: object) -> bool:
@@ -196,9 +207,6 @@ def _read_blocks(config: Config) -> None:
         attention = block.get("attention") if isinstance(block, dict) else None
         if not isinstance(attention, dict):
             raise ArgumentError(f"block_configs: layer {layer} lacks attention")
-        others = [name for name, value in attention.items() if name not in BLOCK_FIELDS and is_set(value)]
-        if others:
-            raise ArgumentError(f"has block_configs.attention.{others[0]} (layer {layer}), which is not understood")
         has_cache = not (attention.get("no_op") or attention.get("replace_with_linear"))
         types.append("full_attention" if has_cache else "mlp")
         num = 1
@@ -214,7 +222,6 @@ def _read_blocks(config: Config) -> None:
         num_kv_heads.append(num)
     if config.get("layer_types"):
         raise ArgumentError("has block_configs and layer_types: which of them counts is not understood")
-    del config["block_configs"]
     config.update(layer_types=types, num_key_value_heads=num_kv_heads)
 
 

@@ -8,7 +8,7 @@ import re
 from typing import Any, NamedTuple
 
 from pagepool.errors import ArgumentError, shown
-from pagepool.replay.models.config import Config, is_set
+from pagepool.replay.models.config import BLOCK_FIELDS, Config, is_set
 
 __all__ = ["REMEDY", "check_fields"]
 
@@ -30,11 +30,11 @@ SUSPICIOUS = re.compile(
 
 UNDERSTOOD = _names(
     """
-    attention_chunk_size attention_head_dim attention_k_eq_v attn_type_list compress_rates compress_ratios compress_rope_theta
-    full_attention_interval global_head_dim head_dim hidden_size index_head_dim index_n_heads index_topk kv_channels
-    kv_lora_rank layer_types layers_block_type max_window_layers no_rope_layer_interval no_rope_layers num_attention_heads
-    num_global_key_value_heads num_hidden_layers num_key_value_heads num_kv_shared_layers q_lora_rank qk_head_dim
-    qk_nope_head_dim qk_rope_head_dim sliding_window sliding_window_pattern use_mla use_sliding_window v_head_dim
+    attention_chunk_size attention_head_dim attention_k_eq_v attn_type_list block_configs compress_rates compress_ratios
+    compress_rope_theta full_attention_interval global_head_dim head_dim hidden_size index_head_dim index_n_heads index_topk
+    kv_channels kv_lora_rank layer_types layers_block_type max_window_layers no_rope_layer_interval no_rope_layers
+    num_attention_heads num_global_key_value_heads num_hidden_layers num_key_value_heads num_kv_shared_layers q_lora_rank
+    qk_head_dim qk_nope_head_dim qk_rope_head_dim sliding_window sliding_window_pattern use_mla use_sliding_window v_head_dim
     """
 )
 """Fields read by `layers` and `caches`, which raise errors for unknown values."""
@@ -58,6 +58,18 @@ STATE_FIELDS = _names(
 LISTED_FIELDS = frozenset({"global_attn_every_n_layers", "order_of_interleaved_layers"})
 """Fields with the same content as `layer_types`."""
 
+INSIDE: dict[str, frozenset[str]] = {
+    "attention": BLOCK_FIELDS,
+    "block_configs": _names("attention ffn"),
+    "ffn": _names("replace_with_linear"),
+    "compress_rates": _names("compressed_sparse_attention heavily_compressed_attention"),
+    "dual_chunk_attention_config": _names(
+        "chunk_size local_size sparse_attention_config sparse_attention_enabled sparse_attention_last_q"
+    ),
+    "linear_attn_config": _names("full_attn_layers head_dim kda_layers num_heads short_conv_kernel_size"),
+}
+"""The fields inside others that are read, or that choose which keys a token attends to while all of them are kept."""
+
 WITHOUT_INFLUENCE = _names(
     """
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal _flash_attn_2_enabled
@@ -76,8 +88,8 @@ WITHOUT_INFLUENCE = _names(
     query_num query_pre_attn_scalar reorder_and_upcast_attn rm_head rope_interleave scale_attn_by_inverse_layer_idx
     scale_attn_weights share_input_output_layers shared_expert_intermediate_size shared_intermediate_size shared_moe_mode
     tie_encoder_decoder topk_group use_bidirectional_attention use_cache use_cache_kernel use_double_wide_mlp
-    use_embedding_sharing use_flash_attention use_flash_attn use_grouped_mm use_grouped_topk use_logn_attn use_mixed_mlp_moe
-    use_parallel_block use_parallel_residual vocab_size_per_layer_input
+    use_embedding_sharing use_flash_attention use_flash_attn use_grouped_mm use_grouped_topk use_logn_attn
+    use_memory_efficient_attention use_mixed_mlp_moe use_parallel_block use_parallel_residual vocab_size_per_layer_input
     """
 )
 """Fields of attention, experts, norms and drafters without an effect on cached bytes."""
@@ -86,15 +98,42 @@ WITHOUT_INFLUENCE_ENDS = re.compile(
     "^(?:activation|rope|rotary|vision|image|audio|video|speech|vit|visual|talker|talker_config|code2wav"
     "|token2wav|tts|projector|mm|img|embd|mtp|time_step|qk_norm|qk_layernorm|use_qk|layernorm|quantization|generation|mup"
     "|altup|laurel|perceiver|vq)(?:_|$)"
-    "|_(?:eps|epsilon|norm|norms|layernorm|layernorms|dropout|pdrop|bias|token_id|token_ids|token_index|act|experts|expert"
-    "|loss_coef|init|std|multiplier|multipliers|theta|softcapping|softcap|in_fp32|scale|scaling|alpha|lr|prob)$"
+    "|_(?:norm|norms|layernorm|layernorms|bias|token_id|token_ids|token_index|act|experts|expert|init|multiplier|multipliers"
+    "|in_fp32|scale|scaling|alpha|lr|prob)$"
 )
-"""Prefixes of names of rotations and other towers; suffixes of names of norms, biases, dropouts and factors."""
+"""Prefixes of names of rotations and other towers; suffixes of names of norms, biases and factors."""
 
 CACHED = re.compile(
     r"kv|cache|head_dim|heads$|window|cross\w*(?:layers|every|freq|interval)"
     r"|(?:size|expand|chunk|conv|value|state)_(?:\w+_)?(?:multipliers?|scale|scaling|alpha)$"
 )  # still suspicious in a name with a harmless prefix or suffix
+
+NUMBERS = re.compile(
+    "(?:^|_)(?:eps|epsilon|theta|dropout|pdrop|drop_?rate|std|loss_coef|softcap|softcapping|temperature"
+    "|(?:dropout|drop)_(?:p|prob|rate))$"
+)
+"""The last word of names whose value is a number that no size of a cache can be, whatever the words before it say."""
+
+PHRASES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile("qkv"), ""),
+    (re.compile("soft_cap(?:ping)?(?=_|$)|logits?_cap(?:ping)?(?=_|$)"), "softcap"),
+    (
+        re.compile(
+            "(?:^|(?<=_))(?:kv|qk|q|k|v|query|key|value)_(?:(?:a|b|lora)_)?(?=(?:layer|rms)?norms?(?:_(?!dim|rank|size)|$))"
+        ),
+        "",
+    ),
+    (
+        re.compile(
+            "(norms?|bias|residuals?|loss)_(?:layers?|pattern|period|interval|freq|every|types?|idx|index|indices)(?=_|$)"
+        ),
+        r"\1",
+    ),
+    (re.compile("(?<=rope)_(?:base|freqs?)(?=_|$)"), ""),
+    (re.compile("(?:^|(?<=_))(?:o|out|output)_gate_(?:layers?|dim|rank|size|types?)(?=_|$)"), "gate"),
+)
+"""Phrases whose words mean something else alone, with the words that they leave: projections of queries, keys and values
+together, caps of logits, norms of keys, places of norms and biases, frequencies of rotations, and gates of outputs."""
 
 
 class Words(NamedTuple):
@@ -105,11 +144,11 @@ class Words(NamedTuple):
 
 
 ENTRIES = (
-    "kv|cache|head_dim|head_size|heads|window|sliding|swa|cross|compress|ssm|mamba|conv|recur|rwkv|lru|retention|retrieval|memory"
-    r"|lookback|indexer|index_(?:topk|head|n|dim)|(?:^|_)(?:ring|span|(?:q|k|v|qk)_(?:\w+_)?(?:dim|rank|size))(?:_|$)"
+    "kv|cache|head_dim|head_size|heads|window|sliding|swa|cross|compress|ssm|mamba|conv|recur|rwkv|lru|loop|retention|retrieval"
+    r"|memory|lookback|indexer|index_(?:topk|head|n|dim)|(?:^|_)(?:ring|span|(?:q|k|v|qk)_(?:\w+_)?(?:dim|rank|size))(?:_|$)"
 )
 STATES = "(?:^|_)(?:ut|mem|key|value|state|states|linear|lightning|delta|sink|sinks|gdn|kda|nsa|dsa|moba|yoco|cla)(?:_|$)"
-LAYERS = "chunk|loop|stride|index|idx|shar|latent|sparse|layers|types|pattern|interval|every|freq|period|hybrid|local|global"
+LAYERS = "chunk|stride|index|idx|shar|latent|sparse|layers|types|pattern|interval|every|freq|period|hybrid|local|global"
 SIZES = r"(?:^|_)(?:nope|segment|dim|rank|topk)(?:_|$)"
 EXPERTS = Words(
     _names("moe expert experts router routers routed routing mlp mlps ffn swiglu"),
@@ -145,23 +184,34 @@ def check_fields(config: Config, *, has_listed_layers: bool, has_states: bool) -
 
 def _check(config: Config, known: frozenset[str], num_layers: object, path: str = "") -> None:
     for name, value in config.items():
-        if not is_set(value) or name in known or _is_without_influence(name):
+        if not is_set(value) or _is_without_influence(name):
             continue
-        is_suspicious = SUSPICIOUS.search(name.replace("qkv", "")) or _is_by_layer(value, num_layers)
-        if is_suspicious and not _has_harmless_words(name):
+        rest = _without_phrases(name)
+        is_suspicious = SUSPICIOUS.search(rest) or _is_by_layer(value, num_layers)
+        if name not in known and is_suspicious and not _has_harmless_words(rest):
             named = f"{path}{name}" if name.isidentifier() else shown(f"{path}{name}")
             raise ArgumentError(f"has {named}, which is not understood: {REMEDY}")
-        if isinstance(value, dict):
-            _check(value, known, num_layers, f"{path}{name}.")
+        inside = INSIDE.get(name, frozenset()) if name in known else frozenset()
+        items = [(f"[{place}]", item) for place, item in enumerate(value)] if isinstance(value, list) else [("", value)]
+        for place, item in items:
+            if isinstance(item, dict):
+                _check(item, WITHOUT_INFLUENCE | inside, num_layers, f"{path}{name}{place}.")
 
 
 def _is_without_influence(name: str) -> bool:
-    return bool(WITHOUT_INFLUENCE_ENDS.search(name)) and not CACHED.search(name.replace("qkv", ""))
+    is_harmless = WITHOUT_INFLUENCE_ENDS.search(name) and not CACHED.search(_without_phrases(name))
+    return bool(is_harmless or NUMBERS.search(name))
+
+
+def _without_phrases(name: str) -> str:
+    for phrase, words in PHRASES:
+        name = phrase.sub(words, name)
+    return name
 
 
 def _has_harmless_words(name: str) -> bool:
-    words, rest = {*name.split("_")}, name.replace("qkv", "")
-    return any(not kind.words.isdisjoint(words) and not kind.others.search(rest) for kind in WITHOUT_INFLUENCE_WORDS)
+    words = {*name.split("_")}
+    return any(not kind.words.isdisjoint(words) and not kind.others.search(name) for kind in WITHOUT_INFLUENCE_WORDS)
 
 
 def _is_by_layer(value: Any, num_layers: object) -> bool:
