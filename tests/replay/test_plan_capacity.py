@@ -57,12 +57,11 @@ def test_without_a_model() -> None:
 
 @pytest.mark.parametrize("name", [*MODELS, *KEPT])
 def test_every_model(name: str, tmp_path: Path) -> None:
-    """One memory divides the pool of models with states; otherwise as many requests fit as the report says."""
+    """One memory is divided for models with states and attention; otherwise as many requests fit as the report says."""
     config = MODELS[name] if name in MODELS else KEPT[name][0]
-    figures = plan(tmp_path, config, "--memory", "80GiB", "--max-num-seqs", 8)
-    if figures.get("arrays") == "apart":
-        assert figures["requests"] > 0
-        figures = plan(tmp_path, config, "--memory", "80GiB,90GiB")
+    figures = plan(tmp_path, config, "--memory", "80GiB,90GiB")
+    if figures["arrays"] and figures["token_bytes"]:
+        assert plan(tmp_path, config, "--memory", "80GiB", "--max-num-seqs", 8)["requests"] > 0
     [pool, *_] = figures["pools"]
     assert pool["num_pages"] == 80 * GIB // figures["page_bytes"]
     assert 0 < pool["requests"] * figures["num_request_pages"] < pool["num_pages"]
@@ -97,7 +96,24 @@ def test_states_in_one_pool(tmp_path: Path) -> None:
         "States and tokens are in one pool (--arrays shared).\nIts states take 3 of these"
         in invoke(*options, "1GiB,2GiB").output
     )
-    refuse(2, "256 requests at once (--max-num-seqs) need 9.5 GiB of 8.0 GiB", *options, "8GiB")
+    message = "--memory 8.0 GiB is too little for states: 256 requests at once (the default of --max-num-seqs) need 9.5 GiB of"
+    refuse(2, message, *options, "8GiB")
+    refuse(2, "300 requests at once (--max-num-seqs) need 11.1 GiB of 8.0 GiB", *options, "8GiB", "--max-num-seqs", 300)
+    condition = "has no meaning with --mean-tokens unless --arrays apart divides the memory"
+    for option, value in (("--max-num-seqs", 256), ("--checkpoint-interval", 2176)):
+        refuse(2, f"{option} {condition}", *options, "80GiB", option, value, "--arrays", "shared")
+        invoke(*options, "80GiB", option, value)
+    refuse(
+        2,
+        "--max-batched-tokens has no meaning with --arrays",
+        *options,
+        "80GiB",
+        "--arrays",
+        "apart",
+        "--max-batched-tokens",
+        9,
+    )
+    invoke(*options, "80GiB", "--max-batched-tokens", 99)
 
 
 def make_request(name: str, num_tokens: int) -> Any:
@@ -114,6 +130,10 @@ def make_request(name: str, num_tokens: int) -> Any:
         (["--replays", "0"], "--replays has no meaning with --mean-tokens"),
         (["--limit", "5"], "--limit has no meaning with --mean-tokens"),
         (["--block-size", "5"], "--block-size has no meaning with --mean-tokens"),
+        (["--host-policy", "write_back"], "--host-policy has no meaning with --mean-tokens"),
+        (["--host-min-uses", "1"], "--host-min-uses has no meaning with --mean-tokens"),
+        (["--seed", "0"], "--seed has no meaning with --mean-tokens"),
+        (["--max-num-seqs", "256"], "--max-num-seqs has no meaning with --mean-tokens unless"),
         (["--memory", "1GiB"], "--memory needs --bytes-per-token or --model-config"),
         (["--memory", "1KiB", "--bytes-per-token", "1MiB"], "are less than one page of"),
         (["--state-share", "0.5"], "--arrays apart needs --model-config, one --memory"),

@@ -219,7 +219,11 @@ class TestCommand:
         refuse(2, "pools apart need layers of full attention and layers with states", *options, write_config(tmp_path, LLAMA))
         qwen = write_config(tmp_path, QWEN)
         refuse(2, "60 requests at once (--max-num-seqs) need 2.3 GiB of 1.0 GiB", *options, qwen, "--max-num-seqs", 60)
-        refuse(2, "a share of 10.0% for states: 4 requests", *self.plan(trace, qwen, "--state-share", 0.1))
+        refuse(
+            2,
+            "--state-share 10.0% is too little for states: 4 requests",
+            *self.plan(trace, qwen, "--state-share", 0.1),
+        )
         refuse(2, "Missing argument 'TRACE'", "plan", "--model-config", qwen)
         refuse(2, "--arrays needs --model-config with states", "plan", trace, "--arrays", "shared")
 

@@ -9,6 +9,7 @@ from typing import BinaryIO, TypeAlias
 
 import click
 import numpy as np
+from click.core import ParameterSource
 
 from pagepool.errors import ArgumentError
 from pagepool.replay.models.options import (
@@ -36,6 +37,7 @@ from pagepool.replay.plans.plan import (
 from pagepool.replay.plans.policies import PolicySimulator
 from pagepool.replay.plans.report import print_plan
 from pagepool.replay.plans.split_command import (
+    APART,
     SEPARATE,
     SHARED,
     Asked,
@@ -354,16 +356,22 @@ def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
     file.write(make_page(plan, name_trace(source)).encode())
 
 
-def require_no_others(options: Mapping[str, object]) -> None:
-    """Raise UsageError for an option that only a trace gives a meaning."""
+def find_given(name: str, value: int) -> int | None:
+    """Return the value of the parameter `name` of the command, None if it was not given."""
+    return None if click.get_current_context().get_parameter_source(name) is ParameterSource.DEFAULT else value
+
+
+def require_no_others(options: Mapping[str, object], condition: str = "") -> None:
+    """Raise UsageError for an option that means nothing without a trace, under a condition or always."""
     for name, value in options.items():
         if value is not None:
-            raise click.UsageError(f"{name} has no meaning with --mean-tokens")
+            raise click.UsageError(f"{name} has no meaning with --mean-tokens{condition}")
 
 
 def run_capacity(plan: Capacity, sizes: Sizes | None, asked: Asked, json_path: str | None) -> None:
     """Plan without a trace. Raise UsageError for options that only a trace gives a meaning."""
-    require_no_others({name: value for name, value in asked.others.items() if name not in ("--num-pages", "--bytes-per-token")})
+    used = ("--num-pages", "--bytes-per-token", "--max-batched-tokens")
+    require_no_others({name: value for name, value in asked.others.items() if name not in used})
     plan = replace(plan, sizes=tuple(sizes.list()) if sizes else ())
     with open_result(json_path) as json_file:
         if json_file:
@@ -528,18 +536,23 @@ def plan(
         "--replays": replays,
         "--eviction": eviction,
         "--host-pages": host_pages,
+        "--host-policy": host_policy,
+        "--host-min-uses": host_min_uses,
         "--host-bandwidth": host_bandwidth,
         "--store-pages": store_pages,
         "--store-bandwidth": store_bandwidth,
         "--prefill-rate": prefill_rate,
+        "--max-batched-tokens": find_given("max_batched_tokens", max_batched_tokens),
         "--plot": plot_path,
         "--html": html_path,
     }
     wanted = Asked(arrays, model_config, memory, intervals, state_share, mean_tokens, trace, others)
     model_options = {"page_size": page_size, "kv_dtype": kv_dtype, "state_dtype": state_dtype}
     if mean_tokens is not None:
-        require_no_others({"--limit": limit, "--block-size": block_size, "--time-unit": time_unit})
-    split = choose_split(wanted, model_options, max_num_seqs)
+        given_seed = find_given("seed", seed)
+        require_no_others({"--limit": limit, "--block-size": block_size, "--time-unit": time_unit, "--seed": given_seed})
+    given_num_seqs = find_given("max_num_seqs", max_num_seqs)
+    split = choose_split(wanted, model_options, max_num_seqs, is_default=given_num_seqs is None)
     if split is not None:
         options = {"limit": limit, "block_size": block_size, "time_unit": time_unit, "seed": seed}
         run_split(split, trace, json_path, options)
@@ -553,6 +566,11 @@ def plan(
     if arrays == SEPARATE:
         model = model.with_separate_arrays()
     if trace is None:
+        given_intervals = intervals if model_config else None  # without one they say that requests have a state
+        require_no_others(
+            {"--max-num-seqs": given_num_seqs, "--checkpoint-interval": given_intervals},
+            f" unless --arrays {APART} divides the memory",
+        )
         kind = (arrays or SHARED) if model.num_state_groups else None
         run_capacity(
             Capacity(model, mean_tokens or 0, arrays=kind), find_sizes(num_pages, memory, model.page_bytes), wanted, json_path

@@ -80,12 +80,13 @@ class Split(NamedTuple):
     share: float | None
     mean_tokens: int | None
     max_num_seqs: int
+    is_default: bool  # whether --max-num-seqs was not given
 
     def plan(self, trace: str | None, progress: Progress, trace_options: Mapping[str, Any]) -> SplitPlan:
         """Choose the share: by simulations of the trace, or by the rule if only the mean tokens are known."""
         least = self.pools.find_least_share(self.memory, self.max_num_seqs)
         if self.share and self.share < least:
-            raise Refusal(self._refuse(f"a share of {self.share:.1%}", least))
+            raise Refusal(self._refuse(f"--state-share {self.share:.1%}", least))
         if trace is None:
             mean_tokens = self.mean_tokens or 0
             share = self.share or max(least, self.pools.find_share(mean_tokens))
@@ -112,12 +113,13 @@ class Split(NamedTuple):
         """Raise Refusal if states for `max_num_seqs` requests leave no memory for keys and values."""
         least = self.pools.find_least_share(self.memory, self.max_num_seqs)
         if least > 0.9:
-            raise Refusal(self._refuse(format_bytes(self.memory), least))
+            raise Refusal(self._refuse(f"--memory {format_bytes(self.memory)}", least))
 
-    def _refuse(self, what: str, least: float) -> str:
-        needed = format_bytes(int(least * self.memory))
-        requests = count_of(self.max_num_seqs, "request")
-        return f"{what} for states: {requests} at once (--max-num-seqs) need {needed} of {format_bytes(self.memory)}"
+    def _refuse(self, option: str, least: float) -> str:
+        needed, requests = format_bytes(int(least * self.memory)), count_of(self.max_num_seqs, "request")
+        source = "the default of --max-num-seqs" if self.is_default else "--max-num-seqs"
+        memory = f"{needed} of {format_bytes(self.memory)}"
+        return f"{option} is too little for states: {requests} at once ({source}) need {memory}, fewer need less"
 
 
 class Asked(NamedTuple):
@@ -163,9 +165,10 @@ class Asked(NamedTuple):
         return True
 
 
-def choose_split(asked: Asked, model_options: Mapping[str, Any], max_num_seqs: int) -> Split | None:
+def choose_split(asked: Asked, model_options: Mapping[str, Any], max_num_seqs: int, *, is_default: bool) -> Split | None:
     """Return what is planned if arrays are apart, None for a plan of one pool. Raise UsageError or Refusal for what such a plan
-    needs, if it is asked for; otherwise it is chosen where nothing is against it.
+    needs, if it is asked for; otherwise it is chosen where nothing is against it. `is_default` says that `max_num_seqs` is the
+    default.
     """
     is_asked = asked.require_usage()
     has_requests = asked.trace is not None or asked.mean_tokens is not None
@@ -179,7 +182,7 @@ def choose_split(asked: Asked, model_options: Mapping[str, Any], max_num_seqs: i
         if is_asked:
             raise Refusal(str(error)) from error
         return None
-    split = Split(pools, memory, asked.share, asked.mean_tokens, max_num_seqs)
+    split = Split(pools, memory, asked.share, asked.mean_tokens, max_num_seqs, is_default)
     try:
         split.require_room()
     except Refusal:
