@@ -41,6 +41,10 @@ class TestDocuments:
             ("[" + json.dumps(ROWS[0]) + "]\n" + json.dumps(ROWS[1:], indent=0), [1, 3, 13]),
             ("[] " + json.dumps(ROWS), [1, 1, 1]),
             ("\ufeff" + json.dumps(ROWS) + "\r\n", [1, 1, 1]),
+            (json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[1:], indent=0), [1, 3, 13]),
+            (json.dumps(ROWS[0]) + "\n" + "".join(json.dumps(row, indent=1) + "\n" for row in ROWS[1:]), [1, 2, 12]),
+            (json.dumps(ROWS[0]) + "\n\ufeff" + "".join(map(json.dumps, ROWS[1:])), [1, 2, 2]),
+            (json.dumps(ROWS[:1], indent=1) + json.dumps(ROWS[1:], indent=1), [2, 13, 23]),
         ],
     )
     def test_arrays_and_several_lines(self, text: str, lines: list[int], tmp_path: Path) -> None:
@@ -68,6 +72,15 @@ class TestDocuments:
             ('[{"input_length": 5},\n\n[7]]', ":3: got a JSON list, allowed: an object"),
             ('[{"input_length": 5},\n\n{"input_length": 0}]', ":3: input_length"),
             ("[]", ":1: the trace is empty"),
+            (
+                '{"input_length": 5}\n{"input_length": 5, "input_length": 6}',
+                ":2: not valid JSON: an object has the name 'input_l",
+            ),
+            (
+                '[\n{"input_length": 5, "x": {"a": 1, "b": 1, "a": 1}}]',
+                ":2: not valid JSON: an object has the name 'a' more than o",
+            ),
+            ('{"input_length": 5}\n{"input_length": 5,\n', ":2: not valid JSON: Expecting property name"),
             ("[7]", ":1: got a JSON int, allowed: an object"),
             ("", ":1: the trace is empty"),
             (" \n\n", ":1: the trace is empty"),
@@ -170,6 +183,8 @@ class TestAgents:
             (agent([step(0, 64, [1]) | {"in": None}]), "lacks input_length"),
             (agent(STEPS, block_size=0), "block_size"),
             (agent(STEPS, input_length=5), "has requests and a length of its own: which of them counts is not understood"),
+            (agent(STEPS, turns=[]), "has requests and turns: which of them counts is not understood"),
+            (agent(STEPS, context_mode="half"), "context_mode: got 'half', allowed: deltas_without_responses, deltas"),
             (agent([step(0, 64, [1]), {"in": 64, "out": 1}]), "lacks timestamp"),
             ({"hash_id_scope": "local", "input_length": 5, "hash_ids": [1]}, "hash_id_scope: got 'local', allowed: 'global'"),
         ],
@@ -184,6 +199,16 @@ class TestAgents:
             load(tmp_path, json.dumps(agent(STEPS)) + "\n" + json.dumps({"timestamp": 5, "input_length": 5}))
         with pytest.raises(TraceError, match=":2: has times since its own begin, but the lines before have timestamps"):
             load(tmp_path, json.dumps({"timestamp": 5, "input_length": 5}) + "\n" + json.dumps(agent(STEPS)))
+
+    def test_contexts_may_shrink(self, tmp_path: Path) -> None:
+        """Lengths of agents are those of whole prompts, unless the trace or a request says otherwise."""
+        steps = [step(0, 300, []), step(1, 100, [])]
+        trace = load(tmp_path, json.dumps(agent(steps)))
+        assert [each.input_length for each in trace.records] == [300, 100]
+        assert len(trace.notes) == 1
+        assert "Prefixes are not known" in trace.notes[0]
+        trace = load(tmp_path, json.dumps(agent(steps, context_mode="deltas_without_responses")))
+        assert [each.input_length for each in trace.records] == [300, 403]
 
     def test_a_list_of_requests_with_the_usual_names(self, tmp_path: Path) -> None:
         assert load(tmp_path, json.dumps({"requests": ROWS})).records == RECORDS
@@ -263,6 +288,11 @@ class TestTurns:
                 {"context_mode": "deltas_with_responses", "input_length": 5},
                 "context_mode: got 'deltas_with_responses', allowed: only in a session, and without hash_ids",
             ),
+            (
+                {"turns": [TURNS[0] | {"hash_ids": [7]}, TURNS[1]]},
+                "lacks hash_ids, unlike the turns before in session 'conversation 1': whether its length is that of the whole",
+            ),
+            ({"turns": [TURNS[0], TURNS[1] | {"hash_ids": [7]}]}, "has hash_ids, unlike the turns before in session 'conv"),
             ({"turns": [{"prompt_tokens": 9, "cached_tokens": 10}]}, "turn 1: cached_tokens: got 10, allowed: at most 9"),
         ],
     )

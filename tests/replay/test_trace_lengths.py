@@ -61,6 +61,13 @@ SAME = {
     | {"completion_tokens_details": {"reasoning_tokens": 2}},
     "columns": {"usage.input_tokens": 50, "usage.cache_read_input_tokens": 1000, "usage.output_tokens": 7},
     "columns of details": {"prompt_tokens": 1050, "prompt_tokens_details.cached_tokens": 1000, "completion_tokens": 7},
+    "a total alone": {"prompt_tokens": 1050, "total_tokens": 1057},
+    "Gemini Live": {"usageMetadata": {"promptTokenCount": 1050, "cachedContentTokenCount": 1000, "responseTokenCount": 5}
+        | {"thoughtsTokenCount": 2, "totalTokenCount": 1057, "cacheTokensDetails": [{"modality": "TEXT", "tokenCount": 1000}]}},
+    "Gemini, both names of an answer": {"usageMetadata": GEMINI | {"responseTokenCount": 5}},
+    "Anthropic, one request": {"usage": ANTHROPIC | {"iterations": [{"type": "message"} | ANTHROPIC]}},
+    "Anthropic, what it costs": {"usage": ANTHROPIC | {"cost": {"cache_read": 0.003}, "info": {"cached_tokens": 1000}}},
+    "own name, and cached tokens of an unknown name": {"input_length": 1050, "output_length": 7, "tokens_from_cache": 9},
     "own name": {"input_length": 1050, "output_length": 7, "cache_read_input_tokens": 1000},
 }  # fmt: skip
 
@@ -76,6 +83,29 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two meanings": (RESPONSES | {"cache_read_input_tokens": 1000}, "has input_tokens 1050 and cache_read_input_tokens 1000"),
     "an unknown name": ({"input_tokens": 5, "tokens_from_cache": 9}, "has tokens_from_cache 9: whether cached tokens are"),
     "an unknown name inside": ({"usage": {"input_tokens": 5, "tokensCached": 9}}, "has usage.tokensCached 9: whether"),
+    "an unknown object": (
+        {"usage": {"input_tokens": 5, "input_info": {"cached_tokens": 9}}},
+        "has usage.input_info.cached_tokens 9: whether cached tokens are",
+    ),
+    "an unknown object of columns": ({"input_tokens": 5, "input_info.cached_tokens": 9}, "has input_info.cached_tokens 9: whe"),
+    "an object for the cache": ({"input_tokens": 5, "usage": {"cache": {"read": 9}}}, "has usage.cache.read 9: whether cached"),
+    "other cached tokens": (ANTHROPIC | {"info": {"cached_tokens": 9}}, "has info.cached_tokens 9: whether cached tokens are"),
+    "a new part of what is written": (
+        {"input_tokens": 5, "cache_creation": {"ephemeral_2h_input_tokens": 9}},
+        "has cache_creation.ephemeral_2h_input_tokens 9: whether",
+    ),
+    "a total below the prompt": (
+        {"prompt_tokens": 50, "total_tokens": 40},
+        "total_tokens: got 40, allowed: at least 50, the tokens of the prompt",
+    ),
+    "a total of a prompt or of its rest": (
+        {"input_tokens": 50, "cache_read_input_tokens": 1000, "total_tokens": 1057},
+        "has total_tokens 1057 and no output_length: whether",
+    ),
+    "requests behind one answer": (
+        {"usage": ANTHROPIC | {"iterations": [ANTHROPIC, ANTHROPIC]}},
+        "usage.iterations: got 2 items, allowed: 1, since a line is one request",
+    ),
     "more cached than there are": ({"prompt_tokens": 5, "cached_tokens": 9}, "cached_tokens: got 9, allowed: at most 5"),
     "more cached than the whole": ({"input_length": 5, "cache_read_input_tokens": 9}, "got 9, allowed: at most 5"),
     "more in the details": (

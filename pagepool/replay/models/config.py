@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.replay.shared.objects import make_object
 
 __all__ = [
     "BLOCK_FIELDS",
@@ -89,7 +90,7 @@ def read_config(path: str) -> Config:
     """
     with open(path, "rb") as file:
         try:
-            config = json.load(file)
+            config = json.load(file, object_pairs_hook=make_object)
         except (ValueError, RecursionError) as error:
             raise ArgumentError(f"not valid JSON: {error}") from error
     if not isinstance(config, dict):

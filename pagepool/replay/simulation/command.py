@@ -51,7 +51,7 @@ from pagepool.replay.simulation.runs import (
     run,
 )
 from pagepool.replay.simulation.scheduler import Scheduler
-from pagepool.replay.simulation.sessions import Told
+from pagepool.replay.simulation.sessions import TOLD, Told
 from pagepool.replay.traces.generator import WORKLOADS, generate_workload
 from pagepool.replay.traces.options import (
     TRACE,
@@ -72,7 +72,6 @@ DEFAULT_NUM_REQUESTS = 2000
 MAX_SKIPPED_SHOWN = 10
 PATHS = ("manager", "batched")
 WINDOW_RULES: tuple[WindowRule, ...] = ("ends", "all")
-TOLD: tuple[Told, ...] = ("nothing", "ends", "pauses")
 
 
 class Run(NamedTuple):

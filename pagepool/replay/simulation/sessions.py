@@ -1,16 +1,18 @@
 """Reports of a simulated engine to the pool about the sessions of a trace."""
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
+from pagepool.errors import ArgumentError, shown
 from pagepool.manager import CacheManager
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 
-__all__ = ["SessionReports", "Told"]
+__all__ = ["TOLD", "SessionReports", "Told"]
 
 Told: TypeAlias = Literal["nothing", "ends", "pauses"]
 """Contents of the reports: nothing, the ends of sessions, or also the exact pause before each next request."""
 
+TOLD: tuple[Told, ...] = get_args(Told)
 MAX_CLOCK_SECONDS = 2**26  # two years; a pool's clock is limited
 
 
@@ -20,7 +22,9 @@ class SessionReports:
     """
 
     def __init__(self, manager: CacheManager, told: Told) -> None:
-        """Start before the first arrival."""
+        """Start before the first arrival. Raise ArgumentError for another value of `told`."""
+        if not isinstance(told, str) or told not in TOLD:
+            raise ArgumentError(f"told: got {shown(told)}, allowed: {', '.join(TOLD)}")
         self._manager = manager
         self._told = told
         self._start: float | None = None

@@ -1,11 +1,12 @@
 """Lines with several requests: the agents of Weka's kv-cache-tester (AgentX), and the turns of a conversation (AIPerf).
 
 A trace of an agent has `requests` with the seconds `t` since its begin, lengths `in` and `out`, and `hash_ids` of full blocks.
-An item with `requests` of its own is a subagent. Equal ids are equal blocks in traces whose `hash_id_scope` is `global`, in one
-trace if it is `local`, and within one agent if it is missing.
+Lengths are those of whole prompts, which may shrink, unless `context_mode` says otherwise. An item with `requests` of its own
+is a subagent. Equal ids are equal blocks in traces whose `hash_id_scope` is `global`, in one trace if it is `local`, and within
+one agent if it is missing.
 
-A conversation has `turns`: without `hash_ids` their lengths are what each turn adds to those before it, answers included. If a
-turn counts cached tokens, its length is that of the whole prompt.
+A conversation has `turns`, all of them with `hash_ids` or none: without them their lengths are what each turn adds to those
+before it, answers included. If a turn counts cached tokens, its length is that of the whole prompt.
 """
 
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ def list_requests(fields: Fields, number: int) -> list[Fields]:
     """Return the fields of each request of a line by their usual names. `number` tells the lines of a file apart. Raise
     ArgumentError for requests that are not understood.
     """
+    if isinstance(fields.get("requests"), list) and isinstance(fields.get("turns"), list):
+        raise ArgumentError("has requests and turns: which of them counts is not understood")
     for name, read in (("requests", _list_agent), ("turns", _list_turns)):
         if isinstance(fields.get(name), list):
             if "input_length" in use_usual_names({key: value for key, value in fields.items() if key != name}):
@@ -52,20 +55,24 @@ def _list_agent(trace: Fields, number: int) -> Iterator[Fields]:
     scope = trace.get("hash_id_scope", "global" if is_list else None)
     if scope is not None and scope not in SCOPES:
         raise ArgumentError(f"hash_id_scope: got {shown(scope)}, allowed: {', '.join(SCOPES)}")
-    size = trace.get("block_size")
+    if trace.get("block_size") is not None:
+        require_int("block_size", trace["block_size"], 1)
     name = next((trace[name] for name in ("session_id", "id") if trace.get(name) is not None), f"trace {number}")
-    agent = Agent(number, scope, None if size is None else require_int("block_size", size, 1))
+    shared = {name: trace[name] for name in ("block_size", "context_mode") if trace.get(name) is not None}
+    agent = Agent(number, scope, shared)
     yield from agent.list_requests(trace, str(name), 0.0)
 
 
 class Agent:
     """Reader of one trace of an agent."""
 
-    def __init__(self, number: int, scope: str | None, block_size: int | None) -> None:
-        """`scope` says where equal ids are equal blocks, as in the file."""
+    def __init__(self, number: int, scope: str | None, shared: Fields) -> None:
+        """`scope` says where equal ids are equal blocks, as in the file; requests have the fields in `shared` unless they have
+        their own.
+        """
         self._number = number
         self._scope = scope
-        self._block_size = block_size
+        self._shared = shared
         self._num_tails = self._num_agents = 0
 
     def list_requests(self, fields: Fields, session_id: str, begin: float) -> Iterator[Fields]:
@@ -96,9 +103,7 @@ class Agent:
             usual |= {"since_start": time, "clock": self._number, "session_id": session_id}
         if time is not None and request.get("think_time") is not None:
             usual["pause_ms"] = _read_seconds(request, "think_time")
-        if self._block_size is not None:
-            usual.setdefault("block_size", self._block_size)
-        return usual
+        return self._shared | usual
 
     def _complete_ids(self, usual: Fields, owner: str, names: dict[Any, Any]) -> None:
         """Name ids by the trace or agent that they belong to, and add ids for the tokens behind the last full block."""

@@ -3,9 +3,11 @@
 import json
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, BinaryIO, NoReturn
 
 from pagepool.errors import ArgumentError
+from pagepool.replay.shared.objects import make_object
 
 __all__ = ["Lines", "read_json", "read_values"]
 
@@ -19,11 +21,13 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=make_object)
 
 
 class Lines:
-    """The lines of a file that are not blank, without a byte order mark. `number` is the number of the last one, from 1."""
+    """The lines of a file that are not blank. Byte order marks are left out, also where a joined file begins. `number` is the
+    number of the last one, from 1.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         """Read nothing yet."""
@@ -59,7 +63,7 @@ class Lines:
         text = self._file.readline(MAX_LINE_BYTES + 1)
         if len(text) > MAX_LINE_BYTES:
             raise ArgumentError(f"got a line of more than {MAX_LINE_BYTES} bytes, allowed: {MAX_LINE_BYTES}")
-        return text.removeprefix(BYTE_ORDER_MARK) if self.number == 1 else text
+        return text.removeprefix(BYTE_ORDER_MARK)
 
 
 def _decode(text: bytes) -> str:
@@ -79,27 +83,27 @@ def read_json(text: bytes) -> Any:
 
 def read_values(first: bytes, lines: Lines) -> Iterator[Any]:
     """Yield the JSON values from the line `first` on, and the items of arrays; `lines.number` is the line of the last one.
-    Lines with a value each are read one by one, anything else at once. Raise ArgumentError if a text is not valid.
+    Lines with a value each are read one by one, all from the first other line on at once. Raise ArgumentError if a text is not
+    valid.
     """
-    if _is_part(first):
-        yield from _read_document(lines.read_with(first), lines)
-        return
-    yield read_json(first)
-    for text in lines:
-        yield read_json(text)
+    for text in chain([first], lines):
+        if text.lstrip()[:1] == b"[":
+            yield from _read_document(lines.read_with(text), lines)
+            return
+        try:
+            value = DECODER.decode(_decode(text))
+        except (ValueError, RecursionError) as error:
+            if not _is_part(text, error):
+                raise error if isinstance(error, ArgumentError) else ArgumentError(f"not valid JSON: {error}") from error
+            yield from _read_document(lines.read_with(text), lines)
+            return
+        yield value
 
 
-def _is_part(text: bytes) -> bool:
-    """Whether a line begins an array, or a value that ends in another line, or has several values."""
-    if text.lstrip()[:1] != b"{":
-        return text.lstrip()[:1] == b"["
-    try:
-        DECODER.decode(text.decode())
-    except json.JSONDecodeError as error:
-        return error.msg == "Extra data" or error.pos >= len(error.doc.rstrip())
-    except (ValueError, RecursionError):
-        pass
-    return False
+def _is_part(text: bytes, error: Exception) -> bool:
+    """Whether a line with this error has several objects, or one that ends in another line."""
+    is_cut = isinstance(error, json.JSONDecodeError) and (error.msg == "Extra data" or error.pos >= len(error.doc.rstrip()))
+    return is_cut and text.lstrip()[:1] == b"{"
 
 
 def _read_document(text: str, lines: Lines) -> Iterator[Any]:

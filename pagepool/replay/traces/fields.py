@@ -4,7 +4,6 @@ import csv
 import re
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
-from reprlib import repr as shorten
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -27,7 +26,6 @@ __all__ = [
     "as_milliseconds",
     "checked_milliseconds",
     "find_reader",
-    "read_ids",
     "read_object",
     "read_session",
     "require_object",
@@ -170,11 +168,3 @@ def checked_milliseconds(name: str, value: object) -> float:
 def read_session(value: object) -> object:
     """Return a session's number as text; return anything else unchanged."""
     return str(value) if type(value) is int else value
-
-
-def read_ids(fields: Fields, name: str) -> tuple[int | str, ...]:
-    """Return the ids of blocks. Raise ArgumentError unless they are a list of integers or texts."""
-    ids = fields[name]
-    if not isinstance(ids, list) or any(type(hash_id) not in (int, str) for hash_id in ids):
-        raise ArgumentError(f"{name}: got {shorten(ids)}, allowed: a list of integers or texts")
-    return tuple(ids)

@@ -75,15 +75,16 @@ PARTS = _plain("prompt_cache_hit_tokens prompt_cache_miss_tokens")  # DeepSeek's
 IN_DETAILS = frozenset(
     _plain("cached_tokens cache_read cache_creation cache_read_tokens cache_write_tokens cache_creation_tokens")
 )
+CACHED = (*APART, *UNCLEAR_NAMES, *WITHIN, *PARTS)
 [TOOL_PROMPT] = _plain("toolUsePromptTokenCount")  # Gemini counts it beside the prompt
-GEMINI_ANSWER = frozenset(_plain("candidatesTokenCount thoughtsTokenCount"))
+GEMINI_ANSWER = _plain("candidatesTokenCount responseTokenCount")
+GEMINI_THOUGHTS = _plain("thoughtsTokenCount")  # counted beside the answer
 REASONING = _plain("reasoning_tokens")
 TOTALS = _plain("total_tokens totalTokenCount")
-COUNTS = frozenset(
-    (*INPUT_NAMES, *OUTPUT_NAMES, *APART, *UNCLEAR_NAMES, *WITHIN, *PARTS, TOOL_PROMPT, *GEMINI_ANSWER, *REASONING, *TOTALS)
-)
+COUNTS = frozenset((*INPUT_NAMES, *OUTPUT_NAMES, *REASONING, *TOTALS, *CACHED, TOOL_PROMPT, *GEMINI_ANSWER, *GEMINI_THOUGHTS))
 ALONE = frozenset((*INPUT_NAMES, *OUTPUT_NAMES, *REASONING, *TOTALS))  # without cached tokens, the first length counts
 REQUEST_COUNTS = frozenset(_plain("num_model_requests num_requests request_count"))
+[ITERATIONS] = _plain("iterations")  # Anthropic's requests to the model behind one answer
 WRAPPERS = frozenset(_plain("usage usageMetadata token_usage tokens response body message meta cache_creation"))
 """Objects with the lengths of a line."""
 
@@ -91,6 +92,8 @@ INPUT_DETAILS = frozenset(_plain("prompt_tokens_details input_tokens_details inp
 OUTPUT_DETAILS = frozenset(_plain("completion_tokens_details output_tokens_details output_token_details"))
 TEXTS = frozenset(_plain("text texts text_input messages prompt input_text payload"))
 """Fields with a prompt itself."""
+
+DETAIL, UNKNOWN = "a detail", "unknown"  # no plain names
 
 
 class Count(NamedTuple):
@@ -113,10 +116,13 @@ class Count(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """The fields with tokens of a line, and the cached tokens in the details of a length, which are part of the length."""
+    """The fields with tokens of a line, the cached tokens in the details of a length, which are part of the length, and those
+    in unknown places.
+    """
 
     by_name: dict[str, Count]
     details: list[Count]
+    unknown: list[Count]
 
     def find(self, names: Iterable[str]) -> Count | None:
         """Return the first field of these names. Raise ArgumentError if another one of them differs."""
@@ -150,17 +156,19 @@ def read_lengths(fields: Mapping[str, Any]) -> dict[str, Any]:
     >>> read_lengths({"prompt_tokens": 1050, "prompt_tokens_details": {"cached_tokens": 1000}})
     {'input_length': 1050}
     """
-    counts = Counts({}, [])
+    counts = Counts({}, [], [])
+    others = {DETAIL: counts.details, UNKNOWN: counts.unknown}
     for name, count in _list_counts(fields):
-        if name is None:
-            counts.details.append(count)
+        if name in others:
+            others[name].append(count)
             continue
         known = counts.by_name.setdefault(name, count)
         if known is not count and read_length(known.value) != read_length(count.value):
             raise ArgumentError(f"has {known} and {count}, which contradict")
+    _check_unknown(counts)
     output_length = _find_output(counts)
     input_length = _find_input(counts, output_length)
-    if input_length is not None and output_length is not None:
+    if input_length is not None:
         output_length = _check_total(counts, input_length, output_length)
     lengths = {"input_length": input_length, "output_length": output_length}
     return {name: length for name, length in lengths.items() if length is not None}
@@ -172,52 +180,69 @@ def has_cached_count(fields: Mapping[str, Any]) -> bool:
     >>> has_cached_count({"usage": {"prompt_tokens": 1100, "prompt_tokens_details": {"cached_tokens": 1024}}})
     True
     """
-    names = {*APART, *UNCLEAR_NAMES, *WITHIN, *PARTS, None}
+    names = {*CACHED, DETAIL}
     return any(name in names for name, _ in _list_counts(fields))
 
 
-def _list_counts(fields: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str | None, Count]]:
-    """Yield the fields with tokens, also those in wrappers and in columns such as `usage.input_tokens`; without a name those in
-    the details of a length. Raise ArgumentError for unknown fields with cached tokens, and for a line of several requests.
+def _list_counts(fields: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Count]]:
+    """Yield the fields with tokens by their plain names, also those in wrappers and in columns such as `usage.input_tokens`; as
+    DETAIL those in the details of a length, as UNKNOWN cached tokens in other places. Raise ArgumentError for a line of several
+    requests.
     """
     for name, value in fields.items():
-        if value is None or not _may_count(name):
+        if value is None or not (isinstance(value, dict) or _may_count(name)):
             continue
         steps = (*path, *name.split("."))
         *outer, plain = map(plain_name, steps)
-        is_detail = bool(outer) and outer[-1] in INPUT_DETAILS
         if isinstance(value, dict):
-            if plain in WRAPPERS | INPUT_DETAILS | OUTPUT_DETAILS and len(steps) <= MAX_DEPTH:
+            if len(steps) <= MAX_DEPTH:
                 yield from _list_counts(value, steps)
             continue
-        if not all(step in WRAPPERS | OUTPUT_DETAILS for step in outer[: len(outer) - is_detail]):
-            continue
+        is_detail = bool(outer) and outer[-1] in INPUT_DETAILS
+        is_known_place = all(step in WRAPPERS | OUTPUT_DETAILS for step in outer[: len(outer) - is_detail])
         path_name = ".".join(steps)
         count = Count(path_name if path_name.isprintable() else shown(path_name), value)
-        if is_detail:
-            if plain in IN_DETAILS:
-                yield None, count
-        elif plain in COUNTS:
+        if is_known_place and is_detail and plain in IN_DETAILS:
+            yield DETAIL, count
+        elif is_known_place and not is_detail and plain in COUNTS:
             yield plain, count
-        elif plain in REQUEST_COUNTS and count.number > 1:
+        elif is_known_place and plain in REQUEST_COUNTS and count.number > 1:
             raise ArgumentError(f"{count.name}: got {shown(value)}, allowed: 1, since a line is one request")
-        elif "cach" in plain and "token" in plain and isinstance(value, int | float) and value:
+        elif is_known_place and outer and plain == ITERATIONS and isinstance(value, list) and len(value) > 1:
+            raise ArgumentError(f"{count.name}: got {len(value)} items, allowed: 1, since a line is one request")
+        elif type(read_length(value)) is int and value and _is_cached([*outer[-1:], plain]):
+            yield UNKNOWN, count
+
+
+def _is_cached(words: list[str]) -> bool:
+    """Whether a field is a number of cached tokens by its own plain name and that of its object."""
+    joined = "".join(words).replace("tokeniz", "")
+    return ("cach" in joined and "token" in joined) or not IN_DETAILS.isdisjoint((joined, words[-1]))
+
+
+def _check_unknown(counts: Counts) -> None:
+    """Raise ArgumentError for cached tokens in an unknown place, unless the line has the whole prompt or their number."""
+    if WHOLE in counts.by_name:
+        return
+    known = [count.number for count in (*counts.details, *(counts.by_name[name] for name in CACHED if name in counts.by_name))]
+    for count in counts.unknown:
+        if read_length(count.value) not in (*known, sum(known)):
             raise ArgumentError(f"has {count}: {UNCLEAR}")
 
 
 @lru_cache(maxsize=10_000)
 def _may_count(name: str) -> bool:
-    """Whether a field of this name may have tokens, or fields with tokens."""
+    """Whether a field of this name may have tokens, or say that a line has several requests."""
     plain = plain_name(name)
-    known = COUNTS | REQUEST_COUNTS | WRAPPERS | INPUT_DETAILS | OUTPUT_DETAILS | IN_DETAILS
-    return "." in name or plain in known or ("cach" in plain and "token" in plain)
+    is_cached = "cach" in plain or "token" in plain or plain in ("read", "write", "creation")
+    return is_cached or "." in name or plain in COUNTS | REQUEST_COUNTS | {ITERATIONS}
 
 
 def _find_output(counts: Counts) -> Any:
     """Return the length of the answer, with the thoughts that Gemini counts beside it."""
     found = counts.find(OUTPUT_NAMES)
-    if found is None and not GEMINI_ANSWER.isdisjoint(counts.by_name):
-        return counts.sum(GEMINI_ANSWER)
+    if found is None and not counts.by_name.keys().isdisjoint((*GEMINI_ANSWER, *GEMINI_THOUGHTS)):
+        return counts.count(GEMINI_ANSWER) + counts.count(GEMINI_THOUGHTS)
     return found.value if found else None
 
 
@@ -264,15 +289,22 @@ def _list_choices(name: str, number: int, apart: int, unclear: int, counts: Coun
 
 
 def _check_total(counts: Counts, input_length: Any, output_length: Any) -> Any:
-    """Return the length of the answer, with the reasoning that some services count beside it. Raise ArgumentError if the sum of
-    the lengths is not the total of the line.
+    """Return the length of the answer, with the reasoning that some services count beside it; without one, what the total of
+    the line leaves. Raise ArgumentError if the sum of the lengths is not the total.
     """
     total = counts.find(TOTALS)
     if total is None or not total.number:
         return output_length
-    prompt, answer = Count("input_length", input_length).number, Count("output_length", output_length).number
-    uncached = [counts.by_name[name].number for name in APART_BASES if name in counts.by_name]
-    if total.number in {length + answer for length in (prompt, *uncached)}:
+    prompt = Count("input_length", input_length).number
+    prompts = {prompt, *(counts.by_name[name].number for name in APART_BASES if name in counts.by_name)}
+    if output_length is None:
+        if len(prompts) > 1:
+            raise ArgumentError(f"has {total} and no output_length: {UNCLEAR}")
+        if total.number < prompt:
+            raise ArgumentError(f"{total.name}: got {shown(total.value)}, allowed: at least {prompt}, the tokens of the prompt")
+        return total.number - prompt
+    answer = Count("output_length", output_length).number
+    if total.number in {length + answer for length in prompts}:
         return output_length
     if total.number == prompt + answer + counts.count(REASONING):
         return answer + counts.count(REASONING)

@@ -1,9 +1,10 @@
 """A record of a trace."""
 
 from dataclasses import dataclass
+from reprlib import repr as shorten
 
 from pagepool.arguments import require_int, require_name
-from pagepool.errors import ArgumentError, shown
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.replay.traces.fields import checked_milliseconds
 from pagepool.replay.traces.simulated_request import count_slots
 
@@ -18,8 +19,8 @@ class TraceRecord:
     """One request of a trace: arrival in ms, lengths in tokens, one id for each `block_size` tokens of input, or none if
     prefixes are unknown. If known, also ids of the full blocks of the answer, the session, and the ms since the end of the
     session's previous request. Raises ArgumentError or ArgumentTypeError unless the timestamp is a number below 2**53, the
-    pause a number from 0 to below 2**53, the lengths are ints below 2**31, and the session is a string; a pause needs a
-    session.
+    pause a number from 0 to below 2**53, the lengths are ints below 2**31, the ids are lists or tuples of ints or strings, and
+    the session is a string; a pause needs a session.
 
     >>> record = TraceRecord(timestamp=0, input_length=6, output_length=7, hash_ids=(4, 9), output_hash_ids=(5,), block_size=4)
     >>> record.block_ids, record.num_known_tokens, record.num_slots
@@ -38,6 +39,9 @@ class TraceRecord:
     def __post_init__(self) -> None:
         """Check the fields, and convert numbers to Python's, since differences of NumPy numbers wrap around."""
         object.__setattr__(self, "timestamp", checked_milliseconds("timestamp", self.timestamp))
+        object.__setattr__(self, "hash_ids", _checked_ids("hash_ids", self.hash_ids))
+        if self.output_hash_ids is not None:
+            object.__setattr__(self, "output_hash_ids", _checked_ids("output_hash_ids", self.output_hash_ids))
         object.__setattr__(self, "session_id", require_name("session_id", self.session_id))
         if self.pause is not None:
             object.__setattr__(self, "pause", self._checked_pause())
@@ -72,3 +76,9 @@ class TraceRecord:
 
 def _checked_length(name: str, value: object, minimum: int) -> int:
     return require_int(name, value, minimum, MAX_LENGTH)
+
+
+def _checked_ids(name: str, ids: object) -> tuple[int | str, ...]:
+    if not isinstance(ids, list | tuple) or not {*map(type, ids)} <= {int, str}:
+        raise ArgumentTypeError(f"{name}: got {shorten(ids)}, allowed: a list of integers or texts")
+    return tuple(ids)

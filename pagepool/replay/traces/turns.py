@@ -27,6 +27,7 @@ class Turns:
         self.num_added = self.num_shorter = 0
         self._lengths: dict[str, int] = {}  # tokens of the last turn of each session, and of its answer
         self._places: dict[str, list[int]] = {}  # records without ids
+        self._with_ids: dict[str, bool] = {}  # whether the turns of a session have ids
         self._growing: dict[str, bool] = {}  # whether answers are added too
 
     def find_length(self, fields: Fields, session_id: object, input_length: object) -> object:
@@ -44,8 +45,13 @@ class Turns:
             raise ArgumentError(f"context_mode: got {shown(mode)}, allowed: only in a session, and without hash_ids")
         if not isinstance(session_id, str) or type(input_length) is not int:
             return input_length
+        if mode is None:
+            self._require_one_kind(session_id, is_turn=is_turn, has_ids=has_ids)
         if not is_added:
-            self.num_shorter += mode is None and not has_ids and input_length < self._lengths.get(session_id, 0)
+            is_agent = "since_start" in fields  # its context may shrink
+            self.num_shorter += (
+                mode is None and not has_ids and not is_agent and input_length < self._lengths.get(session_id, 0)
+            )
             return input_length
         self._growing.setdefault(session_id, mode != ANSWERS_WITHIN)
         before = self._lengths.get(session_id, 0)
@@ -55,6 +61,12 @@ class Turns:
             )
         self.num_added += before > 0
         return before + input_length
+
+    def _require_one_kind(self, session_id: str, *, is_turn: bool, has_ids: bool) -> None:
+        """Raise ArgumentError if turns of a session have ids and others have none, so that their lengths differ in meaning."""
+        if is_turn and self._with_ids.setdefault(session_id, has_ids) != has_ids:
+            difference = f"{'has' if has_ids else 'lacks'} hash_ids, unlike the turns before in session {shown(session_id)}"
+            raise ArgumentError(f"{difference}: whether its length is that of the whole prompt is not understood")
 
     def add(self, record: TraceRecord, place: int) -> None:
         """Remember a record of the trace by its place."""
