@@ -3,6 +3,7 @@
 Each check returns the value in its canonical form, or raises an error naming the argument.
 """
 
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
@@ -33,6 +34,7 @@ __all__ = [
     "require_share",
     "require_short",
     "require_slice",
+    "require_text",
     "require_token_counts",
 ]
 
@@ -117,15 +119,16 @@ def require_share(name: str, value: Any) -> float:
     return float(value)
 
 
-def require_number(name: str, value: Any, minimum: float = 0.0) -> float:
-    """Return `value`. Raise ArgumentTypeError unless it is a number (no bool), ArgumentError below `minimum` and for NaN.
+def require_number(name: str, value: Any, minimum: float = 0.0, maximum: float = math.inf) -> float:
+    """Return `value`. Raise ArgumentTypeError unless it is a number (no bool), ArgumentError outside the range and for NaN.
 
     >>> require_number("max_age", 2)
     2
     """
     _require_real(name, value, f"a number of at least {minimum}")
-    if not value >= minimum:
-        raise ArgumentError(f"{name}: got {shown(value)}, allowed: at least {minimum}")
+    if not minimum <= value <= maximum:
+        allowed = f"at least {minimum}" if maximum == math.inf else f"{minimum} to {maximum}"
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: {allowed}")
     return value  # type: ignore[no-any-return]
 
 
@@ -146,6 +149,21 @@ def require_choice(name: str, value: Any, first: str, second: str) -> str:
     """Return `value`. Raise ArgumentError unless it is one of two words."""
     if not isinstance(value, str) or value not in (first, second):
         raise ArgumentError(f"{name}: got {shown(value)}, allowed: {first} or {second}")
+    return value
+
+
+def require_text(name: str, value: object) -> str:
+    """Return `value`. Raise ArgumentTypeError unless it is a string, ArgumentError unless it is valid Unicode.
+
+    >>> require_text("namespace", "llama-8b")
+    'llama-8b'
+    """
+    if not isinstance(value, str):
+        raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: valid Unicode") from error
     return value
 
 

@@ -93,14 +93,18 @@ _BITS_OF_DTYPES = {
 }
 """Bits of accelerator dtypes that NumPy does not know by name, or reports as one byte each although caches pack them."""
 
-_BITS_OF_NAMES = {
-    **dict.fromkeys(("fp64", "f64"), 64),
-    **dict.fromkeys(("fp32", "f32", "float"), 32),
-    **dict.fromkeys(("bf16", "fp16", "f16"), 16),
-    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e4m3fn", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz", "fp8_e8m0fnu", "float8"), 8),
-    **dict.fromkeys(("fp4", "fp4_e2m1", "fp4_e2m1fn"), 4),
+_FULL_NAMES = {
+    **dict.fromkeys(("fp64", "f64"), "float64"),
+    **dict.fromkeys(("fp32", "f32", "float"), "float32"),
+    **dict.fromkeys(("fp16", "f16"), "float16"),
+    "bf16": "bfloat16",
+    **{f"fp8_{kind}": f"float8_{kind}" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")},
+    "fp4_e2m1fn": "float4_e2m1fn",
 }
-"""Bits of short names of PyTorch, its engines and XLA. NumPy lacks them, or means another type: its `float` has 64 bits."""
+"""Short names of PyTorch, its engines and XLA. NumPy lacks them, or means another type: its `float` has 64 bits."""
+
+_BITS_OF_NAMES = {"fp8": 8, "fp8_e4m3": 8, "float8": 8, "fp4": 4, "fp4_e2m1": 4}
+"""Bits of short names that mean different types in different engines."""
 
 _AMBIGUOUS_NAMES = frozenset(("f4", "f8", "i4", "i8", "u4", "u8"))
 """Texts whose number counts bytes in NumPy, and bits in XLA and the files of weights."""
@@ -117,6 +121,7 @@ def dtype_bits(dtype: object) -> int:
     """
     if type(dtype).__module__ == "torch" or isinstance(dtype, str):
         dtype = str(dtype).removeprefix("torch.")
+        dtype = _FULL_NAMES.get(dtype.lower(), dtype)
         bits = _BITS_OF_NAMES.get(dtype.lower())
         if bits is not None:
             return bits
@@ -135,6 +140,33 @@ def dtype_bits(dtype: object) -> int:
     if dtype is None or resolved.kind not in "biufc":
         raise ArgumentTypeError(f"dtype: got {shown(dtype)}, allowed: a number type")
     return resolved.itemsize * 8
+
+
+def dtype_name(dtype: object) -> str | None:
+    """Return the name of a dtype of NumPy, JAX or PyTorch, or of its short name, which is the same for equal dtypes; with the
+    order of its bytes if that is not the machine's. Texts that name no known dtype are returned as they are; None for other
+    objects.
+
+    >>> dtype_name("bf16"), dtype_name(np.float16), dtype_name("<f2"), dtype_name(">f2"), dtype_name("fp8")
+    ('bfloat16', 'float16', 'float16', '>f2', 'fp8')
+    """
+    if type(dtype).__module__ == "torch" and type(dtype).__name__ == "dtype":
+        return str(dtype).removeprefix("torch.")
+    if isinstance(dtype, str):
+        dtype = dtype.removeprefix("torch.")
+        lower = dtype.lower()
+        if lower in _FULL_NAMES or lower in _BITS_OF_NAMES:
+            return _FULL_NAMES.get(lower, lower)
+        if dtype in _BITS_OF_DTYPES or lower in _AMBIGUOUS_NAMES:
+            return dtype
+    if not isinstance(dtype, str | np.dtype | type):
+        return None
+    unknown = dtype if isinstance(dtype, str) else None
+    try:
+        resolved = np.dtype(dtype)
+    except (TypeError, ValueError, SyntaxError):
+        return unknown
+    return unknown if resolved.kind == "O" else str(resolved)
 
 
 def num_bytes(num_elements: int, dtype: object) -> int:

@@ -14,6 +14,8 @@ from pagepool.router.index import PrefixIndex, require_worker
 
 __all__ = ["PrefixRouter", "Route"]
 
+MAX_CLOCK = 1 << 62  # more than clocks in nanoseconds show
+
 
 class Route(NamedTuple):
     """The worker chosen for a request, and the number of prompt tokens cached there."""
@@ -87,8 +89,10 @@ class PrefixRouter:
         return lost
 
     def note_report(self, worker: int, seconds: float | None = None) -> None:
-        """Note that the index was up to date for a worker at this time of the clock, by default now."""
-        at = self._clock() if seconds is None else require_number("seconds", seconds, -math.inf)
+        """Note that the index was up to date for a worker at this time of the clock, by default now. Raise ArgumentError
+        or ArgumentTypeError for other times than finite numbers.
+        """
+        at = self._clock() if seconds is None else require_number("seconds", seconds, -MAX_CLOCK, MAX_CLOCK)
         self._heard_at[require_worker(worker)] = at
 
     def choose(

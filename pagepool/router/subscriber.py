@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 NUMBER_SIZE = 8  # bytes of a batch's number
 END = (1 << 64) - 1  # number that marks the end of a replay
 MAX_READ = 64  # messages of a worker per turn
+MAX_REPLAY_SECONDS = 1_000_000  # eleven days
 MAX_FRAMES = 8  # limit of frames in a message
 CURVE_OPTIONS = ("curve_serverkey", "curve_publickey", "curve_secretkey")
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
@@ -89,7 +90,7 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
             raise ArgumentError(f"replay_seconds: got {shown(replay_seconds)}, allowed: more than 0")
         self._index = index
         self._on_report = None if on_report is None else require_callable("on_report", on_report)
-        self._replay_seconds = replay_seconds
+        self._replay_seconds = min(replay_seconds, MAX_REPLAY_SECONDS)
         self._options = {
             "rcvhwm": require_int("hwm", hwm, 1, (1 << 31) - 1),
             "maxmsgsize": require_int("max_message_bytes", max_message_bytes, 1, 1 << 40),

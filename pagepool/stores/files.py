@@ -160,10 +160,17 @@ def make_folder(path: str, synced: set[str] | None = None) -> None:
     """Make a folder, and those above it, which only their owner may read: names of files are digests of prompts. With a set of
     folders whose names are on the disk, write the names of the others too, and add them.
     """
+    missing = []
+    while path != os.path.dirname(path) and not (os.path.isdir(path) if synced is None else path in synced):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for each in reversed(missing):
+        make_inner_folder(each, synced)
+
+
+def make_inner_folder(path: str, synced: set[str] | None) -> None:
+    """Make a folder inside one that is there. See `make_folder`."""
     is_new, parent = not os.path.isdir(path), os.path.dirname(path)
-    if path == parent or (path in synced if synced is not None else not is_new):
-        return
-    make_folder(parent, synced)
     if is_new:
         with contextlib.suppress(FileExistsError):  # another thread or process made it meanwhile
             os.mkdir(path, 0o700)
@@ -392,6 +399,10 @@ def require_folder(folder: object) -> str:
         raise ArgumentTypeError(f"folder: got {type(folder).__name__}, allowed: a path as a string")
     if not path or "\0" in path:
         raise ArgumentError(f"folder: got {shown(path)}, allowed: a path that is not empty, without null characters")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"folder: got {shown(path)}, allowed: a path that the file system can encode") from error
     return os.path.abspath(path)
 
 
@@ -467,7 +478,7 @@ class FileStore(JobStore):
         []
 
         No link is followed, and no file opened. A missing folder has none. Raise ArgumentTypeError or ArgumentError for what is
-        no path, OSError for a folder that cannot be read. O(files), about 8 us each.
+        no path, OSError for a folder that cannot be read, also one inside that may have a namespace. O(files), about 8 us each.
         """
         return list_namespaces(require_folder(folder))
 

@@ -1,6 +1,7 @@
 """Folders of a `FileStore`: the names of its files, the namespaces that a folder has, and who else may write there."""
 
 import contextlib
+import errno
 import itertools
 import os
 import re
@@ -62,7 +63,7 @@ def list_namespaces(folder: str) -> list[StoredNamespace]:
         parts = waiting.pop()
         namespace, _, digits = parts.rpartition("/")
         for entry in scan(folder, parts):
-            with contextlib.suppress(OSError):  # it may have been removed
+            with contextlib.suppress(FileNotFoundError):  # it was removed
                 inner = f"{parts}/{entry.name}" if parts else entry.name
                 if entry.is_dir(follow_symlinks=False) and NAMESPACE.fullmatch(inner):
                     waiting.append(inner)
@@ -77,10 +78,15 @@ def list_namespaces(folder: str) -> list[StoredNamespace]:
 
 
 def scan(folder: str, parts: str) -> Iterator["os.DirEntry[str]"]:
-    """Yield what is in a folder, or below it at a path. There is nothing if that is missing, or cannot be read below."""
-    ignored = OSError if parts else FileNotFoundError
-    with contextlib.suppress(ignored), os.scandir(os.path.join(folder, parts)) as entries:
-        yield from entries
+    """Yield what is in a folder, or below it at a path. There is nothing if that is missing, or its path longer than any of a
+    namespace. Raise OSError for what cannot be read.
+    """
+    try:
+        with os.scandir(os.path.join(folder, parts)) as entries:
+            yield from entries
+    except OSError as error:
+        if error.errno != errno.ENOENT and not (parts and error.errno in (errno.ENAMETOOLONG, errno.ENOTDIR)):
+            raise
 
 
 def remove_namespace(folder: str, namespace: str) -> int:

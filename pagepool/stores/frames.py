@@ -18,6 +18,7 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
+from pagepool.arguments import require_text
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["HEADER_BYTES", "is_intact", "write_header"]
@@ -63,8 +64,7 @@ def is_intact(stored: Any, namespace: str, key: bytes) -> bool:
 
 def make_header(namespace: str, key: bytes, row: memoryview) -> bytes:
     """Return the header of a row."""
-    if not isinstance(namespace, str):
-        raise ArgumentTypeError(f"namespace: got {type(namespace).__name__}, allowed: a string")
+    require_text("namespace", namespace)
     if not isinstance(key, bytes):
         raise ArgumentTypeError(f"key: got {type(key).__name__}, allowed: bytes")
     of_namespace, namespace_seed = digest_namespace(namespace)

@@ -18,6 +18,7 @@ from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing.algorithms import PageHasher
 from pagepool.manager import CacheManager
+from pagepool.specs import dtype_name
 
 __all__ = ["make_namespace", "warn_of_seed"]
 
@@ -80,7 +81,8 @@ def warn_of_seed(manager: CacheManager) -> None:
 
 def describe(name: str, value: Any, depth: int = 0) -> Any:
     """Return a value as JSON that is the same in every process, and another one for a value that differs in any field. Equal
-    dtypes have equal JSON. Raise ArgumentTypeError for objects that only their address tells apart.
+    dtypes have equal JSON, and so have their names in fields for dtypes. Raise ArgumentTypeError for objects that only their
+    address tells apart.
 
     >>> describe("shapes", ((16, 64), np.int64(3)))
     [['0x10', '0x40'], '0x3']
@@ -110,7 +112,7 @@ def describe(name: str, value: Any, depth: int = 0) -> Any:
         return {"set": sorted((describe(name, item, depth + 1) for item in value), key=json.dumps)}
     if isinstance(value, list | tuple):
         return [describe(f"{name}[{i}]", item, depth + 1) for i, item in enumerate(value)]
-    dtype = name_dtype(value)
+    dtype = dtype_name(value)
     if dtype is not None:
         return dtype
     if isinstance(value, type):
@@ -119,23 +121,14 @@ def describe(name: str, value: Any, depth: int = 0) -> Any:
     if not found and not is_dataclass(value):
         allowed = "numbers, strings, bytes, dtypes, enums, classes, None, and collections or objects with fields of these"
         raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: {allowed}")
-    described = {each: describe(f"{name}.{each}", getattr(value, each), depth + 1) for each in found}
+    described = {each: describe(f"{name}.{each}", read_field(value, each), depth + 1) for each in found}
     return {"object": type(value).__qualname__, "fields": described}
 
 
-def name_dtype(value: object) -> str | None:
-    """Return the name of a dtype of NumPy, JAX or PyTorch, with the order of its bytes if that is not the machine's. None for
-    other objects.
-    """
-    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
-        return str(value).removeprefix("torch.")
-    if not isinstance(value, np.dtype | type):
-        return None
-    try:
-        dtype = np.dtype(value)
-    except (TypeError, ValueError):
-        return None
-    return None if dtype.kind == "O" else str(dtype)
+def read_field(value: object, name: str) -> Any:
+    """Return a field of an object. Texts in a field of a dtype get the same name as the dtype."""
+    found = getattr(value, name)
+    return dtype_name(found) if isinstance(found, str) and name.endswith("dtype") else found
 
 
 def list_fields(value: object) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import link_storage, unlink_storage
-from pagepool.arguments import as_list, id_of, require_choice, require_int, require_number
+from pagepool.arguments import as_list, id_of, require_choice, require_int, require_number, require_text
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.manager import CacheManager
 from pagepool.process_forks import STORES, make_lock
@@ -33,6 +33,8 @@ Rows = npt.NDArray[np.uint8]
 
 MAX_QUEUED_BYTES = 1 << 48
 MAX_DEADLINE_MS = 1 << 48
+MAX_STEP_TOKENS = (1 << 31) - 1
+MAX_STEP_SECONDS = 1e9  # thirty years
 MAX_POLLS_AT_END = 1000
 SECONDS_BETWEEN_POLLS = 0.001
 
@@ -99,8 +101,7 @@ class StoreTier:
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
         if not isinstance(store, Store):
             raise ArgumentTypeError(f"store: got {type(store).__name__}, allowed: an object with the methods of Store")
-        if not isinstance(namespace, str):
-            raise ArgumentTypeError(f"namespace: got {type(namespace).__name__}, allowed: a string")
+        require_text("namespace", namespace)
         require_choice("write", write, "evicted", "through")
         import_xxhash()
         self._deadline = min(require_number("deadline_ms", deadline_ms), MAX_DEADLINE_MS) / 1000
@@ -170,8 +171,11 @@ class StoreTier:
         """Report that a step took some seconds to compute tokens of prompts. Pages are loaded only if that is expected to end
         before their tokens could be computed: by the rates of the last ten seconds, and the time for which requests waited for
         their turn. Without rates, and after ten seconds without a load, all are loaded. O(1).
+
+        Raise ArgumentError or ArgumentTypeError for other numbers than a step can have.
         """
-        num_tokens, seconds = require_int("num_tokens", num_tokens, 0), require_number("seconds", seconds)
+        num_tokens = require_int("num_tokens", num_tokens, 0, MAX_STEP_TOKENS)
+        seconds = require_number("seconds", seconds, 0.0, MAX_STEP_SECONDS)
         with self._lock:
             self._loads.record_step(num_tokens, seconds)
 
@@ -280,7 +284,10 @@ def count_steps_of(manager: CacheManager) -> int:
 def check_rows(name: str, array: Rows, num_pages: int) -> None:
     """Raise ArgumentTypeError or ArgumentError unless an array has a writable row of bytes for each page of the tier."""
     if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 2:
-        raise ArgumentTypeError(f"{name}: got {type(array).__name__}, allowed: a uint8 array with 2 dimensions")
+        got = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise ArgumentTypeError(f"{name}: got {got}, allowed: a uint8 array with 2 dimensions")
+    if not array.shape[1]:
+        raise ArgumentError(f"{name}: got shape {array.shape}, allowed: rows of at least 1 byte")
     if len(array) != num_pages or not array.flags.c_contiguous or not array.flags.writeable:
         got = f"shape {array.shape}{'' if array.flags.writeable else ', read-only'}"
         raise ArgumentError(f"{name}: got {got}, allowed: a writable row for each of the tier's {num_pages} pages")

@@ -180,6 +180,9 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
     "text as hashes": (lambda router: router.choose_by_hashes("b", 1, "12345678"), ArgumentTypeError),
     "a report": (lambda router: router.note_report("a"), ArgumentTypeError),
     "its time": (lambda router: router.note_report(0, "a"), ArgumentTypeError),
+    "a report without an end": (lambda router: router.note_report(0, float("inf")), ArgumentError),
+    "a report before all": (lambda router: router.note_report(0, -(10**400)), ArgumentError),
+    "a report of no time": (lambda router: router.note_report(0, float("nan")), ArgumentError),
     "a worker that goes": (lambda router: router.remove_worker("a"), ArgumentTypeError),
 }
 

@@ -1220,7 +1220,17 @@ class TestArguments:
         with pytest.raises(ArgumentTypeError, match=r"^folder: got \w+, allowed: a path as a string"):
             FileStore(folder, "n")
 
-    @pytest.mark.parametrize("folder", ["", "a\0b"])
+    def test_a_deep_folder(self, tmp_path: Path) -> None:
+        """Deeper than Python's stack."""
+        folder = tmp_path / "/".join(["a"] * 1900)
+        for fsync in (True, False):
+            store = FileStore(folder, "n", fsync=fsync)
+            save(store, {b"k": b"1"})
+            store.close(drain_seconds=0)
+            assert [each.namespace for each in FileStore.list_namespaces(folder)] == ["n"]
+            subprocess.run(["rm", "-r", str(tmp_path / "a")], check=True)
+
+    @pytest.mark.parametrize("folder", ["", "a\0b", "\ud800"])
     def test_impossible_folders_are_refused(self, folder: str) -> None:
         with pytest.raises(ArgumentError, match=r"^folder: got"):
             FileStore(folder, "n")

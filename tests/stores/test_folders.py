@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from privileges import without_privileges
 from store_jobs import SECONDS, load, save, wait_for, wait_until
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
@@ -102,6 +104,19 @@ class TestList:
         (tmp_path / "file").write_bytes(b"1")
         with pytest.raises(NotADirectoryError):
             FileStore.list_namespaces(tmp_path / "file")
+
+    @pytest.mark.parametrize("place", ["", "a", "a/6b"])
+    @pytest.mark.parametrize("mode", [0o000, 0o666])  # neither listed nor looked into
+    def test_folders_without_permission_are_no_empty_ones(self, place: str, mode: int) -> None:
+        with without_privileges(), tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            fill(folder, "a", {b"key": b"1"})
+            (folder / place).chmod(mode)
+            try:
+                with pytest.raises(PermissionError):
+                    FileStore.list_namespaces(folder)
+            finally:
+                (folder / place).chmod(0o700)
 
     def test_deep_folders_end(self, tmp_path: Path) -> None:
         """Their paths are longer than the system allows."""

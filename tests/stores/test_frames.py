@@ -90,6 +90,8 @@ def test_other_arguments_are_refused() -> None:
         write_header(bytearray(64), "n", "k", b"row")  # type: ignore[arg-type]
     with pytest.raises(ArgumentTypeError, match="namespace: got bytes"):
         write_header(bytearray(64), b"n", b"k", b"row")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"namespace: got '\\ud800', allowed: valid Unicode"):
+        write_header(bytearray(64), "\ud800", b"k", b"row")
     with pytest.raises(ArgumentTypeError, match="stored: got ndarray"):
         is_intact(np.zeros((8, 8))[:, :4], "n", b"k")
 

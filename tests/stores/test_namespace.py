@@ -191,10 +191,26 @@ def test_equal_fields_have_equal_names() -> None:
     assert describe("x", {"a": {2, 1}, "b": pair}) == describe("x", {"b": (1, 2), "a": frozenset((1, 2))})
 
 
-def test_jax_dtypes_are_those_of_numpy() -> None:
+class TorchDtype:
+    """What `torch.bfloat16` is, as far as it is looked at."""
+
+    def __str__(self) -> str:
+        return "torch.bfloat16"
+
+
+TorchDtype.__module__, TorchDtype.__name__ = "torch", "dtype"
+
+
+def test_equal_dtypes_have_equal_names() -> None:
     jnp = pytest.importorskip("jax.numpy")
-    for dtype in (jnp.bfloat16, jnp.dtype("bfloat16")):
+    for dtype in ("bf16", "BF16", "torch.bfloat16", TorchDtype(), jnp.bfloat16, jnp.dtype("bfloat16")):
         assert name_of(replace(FULL, dtype=dtype)) == name_of(replace(FULL, dtype="bfloat16"))
+    for dtype in ("half", "fp16", "<f2", np.dtype("<f2"), jnp.float16):
+        assert name_of(replace(FULL, dtype=dtype)) == name_of(replace(FULL, dtype="float16"))
+    others = ("fp8", "fp8_e4m3", "float8_e4m3", "fp8_e4m3fn", "fp8_e5m2", ">f2", "<f2", "float", "double", "bf16", "int8")
+    assert len({name_of(replace(FULL, dtype=dtype)) for dtype in others}) == len(others)
+    specs = [QuantizedSpec(4, 8, 16, "int8", False, extra=extra) for extra in ("bf16", "bfloat16")]
+    assert name_of(specs[0]) != name_of(specs[1])  # any text, in a field of another kind
 
 
 @pytest.mark.parametrize("value", [object(), len, lambda: 1, sys, iter(()), 1j, [[object()]], {"a": print}])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from math import inf, nan
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -24,7 +26,7 @@ from pagepool import (
     SlidingWindowSpec,
 )
 from pagepool._core import list_absent
-from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.stores import FileStore, StoreTier, make_namespace, saves
 from pagepool.stores.frames import is_intact, write_header
 from pagepool.stores.pages import Pages, Tier
@@ -991,7 +993,11 @@ ROWS = [np.zeros((40, ROW_BYTES), dtype=np.uint8)]
         (0, make_store(), ROWS * 2, {}, ArgumentError, "^rows: got 2 arrays"),
         (0, make_store(), [ROWS[0][:39]], {}, ArgumentError, r"^rows\[0\]: got shape \(39, 32\), allowed: .* 40 pages"),
         (0, make_store(), [ROWS[0][:, :8]], {}, ArgumentError, r"^rows\[0\]: got shape"),
-        (0, make_store(), [ROWS[0].astype(np.int8)], {}, ArgumentTypeError, r"^rows\[0\]: got ndarray"),
+        (0, make_store(), [ROWS[0].astype(np.int8)], {}, ArgumentTypeError, r"^rows\[0\]: got int8 \(40, 32\), allow"),
+        (0, make_store(), [ROWS[0][:, :0]], {}, ArgumentError, r"^rows\[0\]: got shape \(40, 0\), allowed: rows of at least 1"),
+        (0, make_store(), [ROWS[0][0]], {}, ArgumentTypeError, r"^rows\[0\]: got uint8 \(32,\), allowed: a uint8 array with 2"),
+        (0, make_store(), ROWS, {"namespace": "\udc80"}, ArgumentError, r"^namespace: got '\\udc80', allowed: valid Unicode"),
+        (0, make_store(), ROWS, {"namespace": b"n"}, ArgumentTypeError, "^namespace: got bytes, allowed: a string"),
         (0, make_store(), ROWS, {"write": "back"}, ArgumentError, "^write: got 'back'"),
         (0, make_store(), ROWS, {"min_uses": 0}, ArgumentError, "^min_uses: got 0, allowed: at least 1"),
         (0, make_store(), ROWS, {"deadline_ms": -1}, ArgumentError, "^deadline_ms"),
@@ -1005,9 +1011,21 @@ def test_wrong_arguments(
     if manager == 0:
         manager = make_manager(host_tier=HostTier(40))
     with pytest.raises(error, match=message):
-        StoreTier(manager, store, rows, NAMESPACE, **options)
+        StoreTier(manager, store, rows, **{"namespace": NAMESPACE} | options)
     if isinstance(manager, CacheManager):
         assert manager.stats().store is None
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "seconds"),
+    [(1, inf), (1, nan), (1, -1.0), (1, 1 << 2000), (1 << 2000, 1.0), (-1, 1.0), (1.5, 1.0), (1, "1")],
+    ids=shown,
+)
+def test_steps_that_cannot_be_are_refused(num_tokens: Any, seconds: Any) -> None:
+    stored = StoreTier(make_manager(host_tier=HostTier(40)), make_store(), ROWS, NAMESPACE)
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=r"^(num_tokens|seconds): got .*, allowed: "):
+        stored.record_step(num_tokens, seconds)
+    assert stored._loads._step_rate.per_second(time.monotonic()) is None
 
 
 def test_a_manager_has_one_store() -> None:
