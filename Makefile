@@ -1,4 +1,4 @@
-# Each target sets up its environment; only Python 3.11+, make and a C compiler are needed.
+# Each target sets up its environment; only Python 3.11+ with its headers, make and a C compiler are needed.
 # PYTHON=python3.13 selects the interpreter, PYTEST_ARGS="-k fork" the tests, VENV=... the environment.
 
 PYTHON ?= python3

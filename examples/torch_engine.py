@@ -73,15 +73,14 @@ class Engine:
         self.model, self.manager = Model(args.seed), CacheManager(num_pages, [CacheGroupSpec(spec)], MAX_MODEL_LEN)
         self.table = PageTable(num_reqs, MAX_MODEL_LEN // PAGE_SIZE, device=DEVICE)
         self.batch = RunningBatch(self.manager, self.table, max_steps_ahead=args.steps_ahead)
-        self.max_num_tokens = num_tokens
-        self.waiting: deque[Request] = deque()
+        self.max_num_tokens, self.waiting, self.is_short = num_tokens, deque[Request](), False
         self.running: dict[int, Request] = {}  # by row, the newest last
         self.in_flight: deque[tuple[Any, ...]] = deque()
         fields = {"token_ids": num_tokens, "positions": num_tokens, "slots": num_tokens, "query_start_loc": num_reqs + 1}
         fields |= {"last_tokens": num_reqs, "sources": num_reqs}
         self.pinned = torch.zeros(depth, sum(fields.values()), dtype=torch.int32, pin_memory=HAS_GPU)
         options: dict[str, Any] = {"packed": True, "arrays": {"packed": self.pinned.numpy()}, "pad_slot": 0, "pad_last": 0}
-        self.host = StepInputs(self.batch, num_tokens=num_tokens, num_reqs=num_reqs, fields=fields, depth=depth, **options)
+        self.host = StepInputs(self.batch, num_tokens=num_tokens, num_reqs=num_reqs, fields=[*fields], depth=depth, **options)
         self.packed = self.pinned[0].to(DEVICE, copy=True)
         self.inputs = dict(zip(fields, self.packed.split(list(fields.values())), strict=True))
         self.page_ids = torch.zeros(num_reqs, MAX_MODEL_LEN // PAGE_SIZE, dtype=torch.int32, device=DEVICE)
@@ -122,13 +121,13 @@ class Engine:
         (self.graphs[size].replay if size in self.graphs else partial(self.compute, size))()
         result.copy_(self.sampled, non_blocking=True)
         is_sampled = self.batch.num_computed_tokens[step.rows] == self.batch.num_tokens[step.rows]
-        self.in_flight.append((step, is_sampled, result, torch.cuda.current_stream().record_event() if HAS_GPU else None))
+        wait = torch.cuda.current_stream().record_event().synchronize if HAS_GPU else int
+        self.in_flight.append((step, is_sampled, result, wait))
 
     def end(self) -> None:
         """Wait for the oldest step in flight, and continue its requests."""
-        step, is_sampled, result, ended = self.in_flight.popleft()
-        if ended:
-            ended.synchronize()
+        step, is_sampled, result, wait = self.in_flight.popleft()
+        wait()
         token_ids = result.numpy()[: len(step)][is_sampled]
         rows = self.batch.resolve(step, token_ids, is_sampled.astype(int))[is_sampled]
         for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
@@ -138,24 +137,28 @@ class Engine:
                     self.batch.release([row])
                     del self.running[row]
 
-    def grow(self, rows: list[int], call: Callable[[list[int]], StepResult]) -> None:
-        """Give rows slots by a call of the batch. While pages are short preempt the last of them."""
+    def grow(self, rows: list[int], step: StepResult, call: Callable[[list[int]], StepResult]) -> None:
+        """Give rows slots by a call of the batch. While pages are short preempt the newest row that is not in the step."""
         while rows and (rows := rows[call(rows).num_grown :]):
-            self.batch.release(rows[-1:])
-            self.waiting.appendleft(self.running.pop(rows.pop()))
+            newest, self.is_short = next(row for row in reversed(self.running) if row not in step.rows), True
+            if any(newest in flight.rows for flight, *_ in self.in_flight):
+                break  # its token is on the way: plan again once that step has ended
+            self.batch.release([newest])
+            self.waiting.appendleft(self.running.pop(newest))
+            rows = [row for row in rows if row != newest]
 
     def plan(self) -> StepResult:
         """Plan a step: rows whose last token is in flight, then rows with known tokens, then waiting requests."""
-        batch, step = self.batch, self.batch.new_step()
+        batch, step, self.is_short = self.batch, self.batch.new_step(), False
         num_new = batch.num_tokens - batch.num_computed_tokens
         ahead = [row for row, request in self.running.items() if not num_new[row] and request.num_left > 1]
-        self.grow(ahead[: self.max_num_tokens], partial(batch.step_ahead, step=step))
+        self.grow(ahead[: self.max_num_tokens], step, partial(batch.step_ahead, step=step))
         budget = self.max_num_tokens - len(step)
         for row in self.running:
             num_new[row] = min(num_new[row], budget)
             budget -= num_new[row]
-        self.grow([row for row in self.running if num_new[row]], lambda rows: batch.grow(rows, num_new[rows], step=step))
-        for row in np.flatnonzero(~batch.is_admitted)[: len(self.waiting)].tolist():
+        self.grow([row for row in self.running if num_new[row]], step, lambda rows: batch.grow(rows, num_new[rows], step=step))
+        for row in np.flatnonzero(~batch.is_admitted)[: len(self.waiting) * (not self.is_short)].tolist():
             request = self.waiting[0]
             options = {"max_num_new_tokens": budget, "reserve": "prompt", "is_preempted": bool(request.answer)}
             num_cached = batch.admit(row, request.prompt + request.answer, step=step, **options) if budget else None
@@ -187,10 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokens = rng.integers(0, VOCAB, (args.num_requests, 64)).tolist()
     prompts = [tokens[i % 3][: 13 * (i % 3 + 1)] + own[: rng.integers(1, 24)] for i, own in enumerate(tokens)]
     engine.run(requests := [Request(prompt, int(rng.integers(1, 32))) for prompt in prompts])
-    for request in requests:
-        print(f"{len(request.prompt)} tokens -> {' '.join(map(str, request.answer))}")
-    stats = engine.manager.stats()
-    print(f"All: {stats.queries}\nPreempted: {stats.preempted_queries}")
+    print(*(f"{len(each.prompt)} tokens -> {' '.join(map(str, each.answer))}" for each in requests), sep="\n")
+    print(f"All: {(stats := engine.manager.stats()).queries}\nPreempted: {stats.preempted_queries}")
     if args.check and any(request.answer != engine.model.answer(request.prompt, request.max_tokens) for request in requests):
         parser.exit(1, "An answer differs from that of the model without a cache.\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from random import Random
 from typing import Any
 
@@ -102,6 +103,24 @@ def test_a_group_that_told_nothing_yet_hits_nothing(name: str, lookahead: int) -
 
 def full(page_size: int) -> FullAttentionSpec:
     return FullAttentionSpec(page_size, **SHAPE)
+
+
+@pytest.mark.parametrize("intervals", [[8], [8, 8], [8, 12]])
+def test_states_alone_are_hashed_by_their_interval(intervals: list[int]) -> None:
+    """Whatever their page size: by the greatest common divisor of several intervals."""
+    groups = [CacheGroupSpec(state(checkpoint_interval=interval)) for interval in intervals]
+    manager = CacheManager(40, groups, 512, hash_seed="s")
+    manager.enable_events()
+    batch = RunningBatch(manager, MultiGroupPageTable(1, 512, 512, [4] * len(groups)))
+    prompt = list(range(60))
+    assert batch.admit(0, prompt, ends_at_checkpoint=True) == 0
+    while batch.num_computed_tokens[0] < len(prompt):
+        batch.take_copies()
+        batch.grow([0], min(4, len(prompt) - int(batch.num_computed_tokens[0])))
+    batch.release([0])
+    index = PrefixIndex(gcd(*intervals), hash_seed="s")
+    index.apply(0, encode_batch(EventBatch(1.0, manager.take_events())))
+    assert index.find_tokens(prompt)[0] == manager.probe(EngineRequest("a", prompt)).num_hit_tokens > 0
 
 
 def window(page_size: int, size: int) -> SlidingWindowSpec:
