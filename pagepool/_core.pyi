@@ -240,7 +240,7 @@ class PageStore:
     def records_in_bank(self, page_ids: _Ids, bank: int) -> PageIds:
         """Return the pages with these ids in a bank. PageIdError for an id outside the bank. O(n) with several banks."""
     def require_even(self, data_parallel_size: int | None) -> None:
-        """Raise ArgumentError in a store of several banks unless a number of shards divides the size of each."""
+        """Raise ArgumentError for less than one shard, and in a store of several banks unless the number divides all sizes."""
     def require_one_bank(self, what: str) -> None:
         """Raise ArgumentError in a store of several banks, which `what` does not support."""
     def name_banks(self, names: Sequence[str]) -> None:
@@ -406,6 +406,9 @@ class RequestMaps:
         """Return the pages that a request holds, or None. ArgumentError for another request with the id of one that holds
         pages, unless requests of one id share them.
         """
+
+    def refuse_nested(self, request_id: str) -> None:
+        """Raise the error for a request whose attributes allocate, fork or free pages under its id while a call reads them."""
 
 class SlotAllocator:
     """The native half of `CacheManager`. It reaches the façade only through a `RequestRegistry`."""

@@ -5,7 +5,7 @@ Each check returns the value in its canonical form, or raises an error naming th
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MappingView, Sequence, Set
 from numbers import Real
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -36,6 +36,7 @@ __all__ = [
     "require_slice",
     "require_text",
     "require_token_counts",
+    "require_unmasked",
 ]
 
 T = TypeVar("T")
@@ -120,7 +121,8 @@ def require_share(name: str, value: Any) -> float:
 
 
 def require_number(name: str, value: Any, minimum: float = 0.0, maximum: float = math.inf) -> float:
-    """Return `value`. Raise ArgumentTypeError unless it is a number (no bool), ArgumentError outside the range and for NaN.
+    """Return `value`. Raise ArgumentTypeError unless it is a number (no bool), ArgumentError outside the range, for NaN, and for
+    ints too large for a float.
 
     >>> require_number("max_age", 2)
     2
@@ -129,6 +131,10 @@ def require_number(name: str, value: Any, minimum: float = 0.0, maximum: float =
     if not minimum <= value <= maximum:
         allowed = f"at least {minimum}" if maximum == math.inf else f"{minimum} to {maximum}"
         raise ArgumentError(f"{name}: got {shown(value)}, allowed: {allowed}")
+    try:
+        float(value)
+    except OverflowError:
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: a number within the range of floats") from None
     return value  # type: ignore[no-any-return]
 
 
@@ -188,8 +194,8 @@ def require_token_counts(name: str, values: Iterable[int], most: int) -> list[in
 
 
 def as_list(name: str, values: Iterable[T], allowed: str, *, is_ordered: bool = True) -> list[T]:
-    """Return `values` as a list. Raise ArgumentTypeError for text, for bytes and for what is not iterable, and for a set or a
-    mapping if the order counts.
+    """Return `values` as a list. Raise ArgumentTypeError for text, for bytes and views of bytes, and for what is not iterable,
+    and for a set, a mapping or a view of one if the order counts.
 
     >>> as_list("rows", (2, 0), "ints")
     [2, 0]
@@ -197,9 +203,9 @@ def as_list(name: str, values: Iterable[T], allowed: str, *, is_ordered: bool = 
     if type(values) is list or type(values) is tuple:
         return list(values)
     try:
-        if isinstance(values, str | bytes | bytearray) or (is_ordered and isinstance(values, set | frozenset | Mapping)):
+        if isinstance(values, str | bytes | bytearray) or (is_ordered and isinstance(values, Set | Mapping | MappingView)):
             raise TypeError
-        if isinstance(values, memoryview) and values.ndim != 1:  # Python iterates over no others
+        if isinstance(values, memoryview) and (values.ndim != 1 or values.itemsize == 1):  # Python iterates over 1 dimension
             raise TypeError
         iterator = iter(values)
     except TypeError:
@@ -227,6 +233,13 @@ def require_group_ids(group_ids: Sequence[int]) -> list[int]:
     """Return ids of cache groups as ints."""
     listed = as_list("kv_cache_group_ids", group_ids, "a sequence of ints")
     return [require_int("kv_cache_group_ids", group_id, 0) for group_id in listed]
+
+
+def require_unmasked(name: str, values: T) -> T:
+    """Return an array. Raise ArgumentTypeError for masked items: their values, which do not count, would be read."""
+    if np.ma.is_masked(values):
+        raise ArgumentTypeError(f"{name}: got an array with masked items, allowed: one without")
+    return values
 
 
 def require_slice(name: str, values: Any, start: int, stop: int) -> Any:

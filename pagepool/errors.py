@@ -99,6 +99,21 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__}"
 
 
+def not_made(what: str) -> ArgumentError:
+    """Return the error for an object whose constructor did not run, or failed."""
+    return ArgumentError(f"{what}: got one whose constructor did not run, or failed, allowed: one that was made")
+
+
+def made_twice(what: str) -> ArgumentError:
+    """Return the error for a second call of a constructor."""
+    return ArgumentError(f"{what}: got a second call of the constructor, allowed: one call")
+
+
+def not_unicode(what: str, error: UnicodeError) -> ArgumentError:
+    """Return the error for text that cannot be encoded or decoded."""
+    return ArgumentError(f"{what}: got text that is not valid Unicode ({error}), allowed: text that UTF-8 can encode")
+
+
 def count_of(number: int, noun: str) -> str:
     """Return a number with its noun for messages.
 

@@ -494,7 +494,7 @@ class GroupPages:
             elif saving and saving.error is None:
                 in_rows.append(i)
             else:
-                error = PageIdError(f"page {page_id} of the host: allowed: pages that were saved")
+                error = PageIdError(f"page {page_id} of the host: got one that was not saved, allowed: pages that were saved")
                 copies.append((np.array([i]), Copy(error=saving.error if saving else error)))
         for pages, own in under_way.values():
             left = np.array(own)

@@ -143,7 +143,7 @@ class HostTier:
         sizes of other pools.
         """
         if self._bound is not None:
-            raise ArgumentError("host_tier: got one that is behind another pool")
+            raise ArgumentError("host_tier: got one that is behind another pool, allowed: a new one")
         first, *further = sizes = read_host_sizes(self.num_pages, store.bank_names)
         nums = [(usable_pages_count(size), store.count_pages(bank)) for bank, size in enumerate(sizes)]
         small = [bank for bank, (num_pages, num_device_pages) in enumerate(nums) if num_pages < 2 * num_device_pages]
@@ -582,14 +582,17 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_tokens, num_new = (read_count(each, "num_computed_tokens") for each in (request, new_request))
             held = self._registry.require_held(request)
             if self._registry.find_held(new_request) is not None:
-                raise ArgumentError(f"request {shown(new_request.request_id)} holds pages already")
+                name = f"request {shown(new_request.request_id)}"
+                raise ArgumentError(f"{name}: got one that holds pages already, allowed: one without")
             if not num_new == num_tokens <= held.num_room_tokens:
                 allowed = f"equal, and at most {held.num_room_tokens}, for which there are slots"
                 raise ArgumentError(f"num_computed_tokens: got {shown(num_tokens)} and {shown(num_new)}, allowed: {allowed}")
             held.require_copies_taken(may_be_read=True)
             if self.enable_caching and not self._registry.share_hashes(request, new_request, num_tokens):
-                what, other = f"its first {num_tokens} tokens, or its extra keys", shown(request.request_id)
-                raise ArgumentError(f"request {shown(new_request.request_id)}: {what}, are not those of request {other}")
+                got = f"{num_tokens} first tokens, or extra keys, that are not those of request {shown(request.request_id)}"
+                raise ArgumentError(f"request {shown(new_request.request_id)}: got {got}, allowed: the same")
+            self._registry.require_same(request, held)
+            self._registry.require_same(new_request, None)
             target = RequestPages(self._store, self._rules.groups, self.max_model_len, new_request)
             self._registry.held[new_request.request_id] = target  # registered before it holds pages: no interrupt can lose it
             is_forked = False
@@ -700,11 +703,15 @@ class CacheManager(KeyHolder, SlotAllocator):
             if num_tokens > num_most_tokens:
                 raise ArgumentError(f"{name}: got {shown(num_tokens)}, allowed: at most {num_most_tokens}, which have slots")
             held.require_copies_taken()
-            if is_failed and self._rules.has_state:
+            gives_all_back = is_failed and self._rules.has_state
+            hashes = None
+            if self.enable_caching and not gives_all_back:
+                hashes = self._registry.extend_hashes(request, start + num_tokens)
+            self._registry.require_same(request, held)
+            if gives_all_back:
                 held.give_back()
                 del self._registry.held[request.request_id]
                 return 0
-            hashes = self._registry.extend_hashes(request, start + num_tokens) if self.enable_caching else None
             with self._registry.naming(held, hashes, held.count_entered_hashes(start), start + num_tokens) as context:
                 held.end_external(None if hashes is None else hashes.chain, start + num_tokens, is_failed, context)
             return start + num_tokens
@@ -880,7 +887,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         except ImportError:
             raise ImportError("events need msgspec: pip install 'pagepool[events]'") from None
         if not self.enable_caching:
-            raise ArgumentError("events: got a manager without prefix caching, which has none")
+            raise ArgumentError("events: got a manager without prefix caching, which has none, allowed: one with it")
         registry = self._registry
         with registry.lock:
             if registry.event_source is None:
@@ -911,7 +918,7 @@ class CacheManager(KeyHolder, SlotAllocator):
     def _require_event_source(self) -> "EventSource":
         """Return the source of events. Raise ArgumentError unless they are enabled."""
         if self._registry.event_source is None:
-            raise ArgumentError("events: call enable_events before the first request")
+            raise ArgumentError("events: got a manager without them, allowed: one whose enable_events was called first")
         return self._registry.event_source
 
     # Freeing.
@@ -949,6 +956,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 num_hashed_tokens = max(num_hashed_tokens, min(held.num_cached_tokens, read_count(request, "num_tokens")))
             if num_hashed_tokens:
                 hashes = registry.extend_hashes(request, num_hashed_tokens)
+            registry.require_same(request, held)
             chain = None if hashes is None else hashes.chain
             with registry.naming(held, hashes, start, num_named_tokens) if num_named_tokens else NO_CONTEXT as context:
                 if held is not None:
@@ -1062,7 +1070,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         held = self._registry.find_held(request)
         if not has_status(request, EngineRequestStatus.RUNNING):
             status = request.status if isinstance(request.status, EngineRequestStatus) else shown(request.status)
-            raise ArgumentError(f"request {shown(request.request_id)}: status is {status}, allowed: RUNNING")
+            raise ArgumentError(f"request {shown(request.request_id)}: got status {status}, allowed: RUNNING")
         num_scheduled_requests = require_int("num_scheduled_requests", num_scheduled_requests)
         return [held.count_shared(i, num_scheduled_requests) if held else 0 for i in range(len(self.kv_cache_groups))]
 

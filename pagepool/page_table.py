@@ -350,7 +350,7 @@ class LocalScatter:
         num_rows, num_columns = tables[0].shape
         slices = self._sharding.addressable_devices_indices_map(tables[0].shape)
         if any(columns.indices(num_columns) != (0, num_columns, 1) for _, columns in slices.values()):
-            raise ArgumentError("sharding: a table that spans processes may be sharded by rows, not by columns")
+            raise ArgumentError("sharding: got one of the columns of a table that spans processes, allowed: one of its rows")
         first_rows = [slices[device][0].indices(num_rows)[0] for device in self._devices]
         return tuple([self._as_local(table) for table in tables]), segments, starts, np.array(first_rows, dtype=np.int32)
 

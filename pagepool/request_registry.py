@@ -42,8 +42,13 @@ class RequestRegistry(KeyHolder, RequestMaps):
         """Return the pages of a request. Raise ArgumentError if it holds none, and as `find_held` does."""
         held = self.find_held(request)
         if held is None:
-            raise ArgumentError(f"request {shown(request.request_id)} holds no pages")
+            raise ArgumentError(f"request {shown(request.request_id)}: got one that holds no pages, allowed: one that does")
         return held
+
+    def require_same(self, request: Request, held: RequestPages | None) -> None:
+        """Raise ArgumentError unless a request holds the same pages as before its attributes were read: these may call back."""
+        if self.held.get(request.request_id) is not held:
+            self.refuse_nested(request.request_id)
 
     def cache_due(self, request: Request, num_computed_tokens: int) -> None:
         """Do the work of `cache_pages`, called if pages may be due. Take the lock."""
@@ -57,6 +62,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
             if hashes is not None and num_before < held.num_cached_tokens:
                 hashes.cut(start)
             hashes = self.extend_hashes(request, num_tokens)
+            self.require_same(request, held)
             if hashes.page_hashes or hashes.extra_keys is not None or held.session_id is not None:
                 with self.naming(held, hashes, start, num_tokens) as context:
                     held.enter(hashes.chain, num_tokens, num_before, context)

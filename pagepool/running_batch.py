@@ -324,7 +324,7 @@ class RunningBatch(RunningRows):
         """Return the number of the shard that `dp_shard` names; None if the pool is not divided."""
         size = self._data_parallel_size
         if size is None:
-            raise ArgumentError(f"dp_shard: got {dp_shard}, allowed without data_parallel_size: None")
+            raise ArgumentError(f"dp_shard: got {shown(dp_shard)}, allowed without data_parallel_size: None")
         found = find_shard(self._manager._page_pool.num_pages, require_int("dp_shard", dp_shard, 0), size)
         return None if found is None else found[0]
 

@@ -275,7 +275,7 @@ def _shapes_of(names: list[str], widths: list[int], is_state: list[bool], num_to
     for name in names:
         wanted = [g for g, state in enumerate(is_state) if state == (name == "state_pages")] if name in BY_GROUP else [0]
         if not wanted:
-            raise ArgumentError(f"fields: got {name!r}, which no group of the model has")
+            raise ArgumentError(f"fields: got {name!r}, which no group of the model has, allowed: those of its groups")
         shape: Shape = (num_reqs,)
         if name in ("token_ids", "positions", "rows", "slots"):
             shape = (num_tokens,)

@@ -95,7 +95,8 @@ def encode_batch(batch: EventBatch) -> bytes:
         events = [msgspec.Raw(_encoder.encode(event)) for event in require_list("events", batch.events, Event)]
         return _encoder.encode((require_seconds("ts", batch.ts), events, rank))
     except (OverflowError, UnicodeEncodeError) as error:
-        raise ArgumentError(f"events: {error}") from None
+        allowed = "ints of 64 bits, and valid Unicode"
+        raise ArgumentError(f"events: got values that msgpack cannot encode ({error}), allowed: {allowed}") from None
 
 
 def require_seconds(name: str, value: Any) -> float:

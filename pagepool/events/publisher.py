@@ -173,7 +173,7 @@ class Worker:
         except (zmq.ZMQError, UnicodeError) as error:
             is_in_use = isinstance(error, zmq.ZMQError) and error.errno == zmq.EADDRINUSE
             got = f"{endpoint!r}: {'the port is in use' if is_in_use else error}"
-            raise EndpointError(f"{name}: got {got}; allowed: a free one, such as {DEFAULT_ENDPOINT!r}") from None
+            raise EndpointError(f"{name}: got {got}, allowed: a free one, such as {DEFAULT_ENDPOINT!r}") from None
 
     def _close_sockets(self, linger_seconds: float) -> None:
         """Close all sockets once pending messages are gone, or after this time."""
@@ -190,7 +190,7 @@ class Worker:
     def require_open(self) -> None:
         """Raise ArgumentError if the publisher is not open."""
         if not self.is_open:
-            raise ArgumentError("the publisher is closed, or belongs to another process")
+            raise ArgumentError("publisher: got one that is closed, or belongs to another process, allowed: an open one")
 
     def wake(self) -> None:
         """Wake the thread to look for work."""
@@ -442,7 +442,7 @@ class EventPublisher(contextlib.AbstractContextManager["EventPublisher"]):
         source = None if manager is None else manager._require_event_source()
         other = WORKERS.get(id(source))
         if other is not None and other.is_open:
-            raise ArgumentError("manager: got one whose events another publisher takes")
+            raise ArgumentError("manager: got one whose events another publisher takes, allowed: others")
         if not isinstance(topic, str):
             raise ArgumentTypeError(f"topic: got {type(topic).__name__}, allowed: a string")
         self._worker = Worker(
@@ -521,7 +521,7 @@ def require_ports(name: str, endpoint: str) -> None:
         is_number = port.isascii() and port.isdecimal() and int(port.lstrip("0")[:6] or 0) <= MAX_PORT
         if not is_number and port != "*":
             wanted = f"a free one, such as {DEFAULT_ENDPOINT!r}"
-            raise EndpointError(f"{name}: got {endpoint!r}: {shown(port)} is no port up to {MAX_PORT}; allowed: {wanted}")
+            raise EndpointError(f"{name}: got {endpoint!r}: {shown(port)} is no port up to {MAX_PORT}, allowed: {wanted}")
 
 
 def as_key(name: str, key: object) -> bytes:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from pagepool.arguments import as_list, read, require_int, require_short, require_slice
-from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.errors import ArgumentError, ArgumentTypeError, not_unicode, shown
 from pagepool.hashing.extra_keys import (
     LORA,
     REQUEST_NAMES,
@@ -84,7 +84,7 @@ def get_hash_seed(hash_seed: int | str | bytes | None = None) -> bytes | None:
     try:
         return str(require_short("hash_seed", hash_seed)).encode()
     except UnicodeEncodeError as error:
-        raise ArgumentError(f"hash_seed: got text that is not valid Unicode: {error}") from None
+        raise not_unicode("hash_seed", error) from None
 
 
 def get_siphash_key(hash_seed: int | str | bytes | None = None) -> bytes:
@@ -152,7 +152,7 @@ def checked_hash(page_hash: Any) -> PageHash:
     try:
         hash(page_hash)
     except TypeError as error:
-        raise ArgumentTypeError(f"page_hash: {error}, allowed: hashable values") from None
+        raise ArgumentTypeError(f"page_hash: got one that cannot be hashed ({error}), allowed: hashable values") from None
     checked: PageHash = page_hash if value is page_hash.hash_value else page_hash._replace(hash_value=value)
     return checked
 
@@ -274,7 +274,8 @@ def hash_next_pages(
         token_ids = require_slice("all_token_ids", all_token_ids, start, start + page_size)
         if len(token_ids) != page_size:
             name = f"request {shown(getattr(request, 'request_id', None))}"
-            raise ArgumentError(f"{name}: no full page of {shown(page_size)} tokens from {shown(start)} on")
+            allowed = f"{shown(page_size)}, a full page"
+            raise ArgumentError(f"{name}: got {len(token_ids)} tokens from {shown(start)} on, allowed: {allowed}")
         page_extra_keys = extra_keys.of_page(start, start + page_size) if extra_keys else None
         new_hashes.append(hash_page_tokens(hash_function, parent, token_ids, page_extra_keys))
         parent = new_hashes[-1].hash_value

@@ -11,7 +11,7 @@ import numpy as np
 
 from pagepool._core import CONSTANTS, HashChain, PageIds, RequestHashes, require_token_ids, siphash128
 from pagepool.arguments import read, require_int
-from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.errors import ArgumentError, ArgumentTypeError, not_unicode, shown
 from pagepool.hashing import (
     REQUEST_NAMES,
     ExtraKeyNames,
@@ -130,8 +130,8 @@ class PageHasher(KeyHolder):
             token_ids = PageIds(token_ids)
         if len(token_ids) != stop - start:
             raise ArgumentError(
-                f"request {shown(request.request_id)}: all_token_ids ends at {start + len(token_ids)}, "
-                f"but its pages up to token {shown(stop)} are to be hashed"
+                f"request {shown(request.request_id)}: got all_token_ids up to {start + len(token_ids)}, "
+                f"allowed: up to at least {shown(stop)}, since the pages up to there are to be hashed"
             )
         require_token_ids(token_ids, start)
         return token_ids
@@ -174,7 +174,8 @@ class VllmHasher(PageHasher):
         try:
             return sha256_cbor((get_hash_seed(hash_seed) or b"").decode())
         except UnicodeDecodeError as error:
-            raise ArgumentError(f"hash_seed: {error}, allowed with hash_algo='sha256_cbor': text, as str or UTF-8") from None
+            allowed = "allowed with hash_algo='sha256_cbor': text, as str or UTF-8"
+            raise ArgumentError(f"hash_seed: got bytes that are not UTF-8 ({error}), {allowed}") from None
 
     def encode(self, extra_keys: ExtraKeys | None) -> bytes:
         """Return extra keys in canonical CBOR; none for None, which the core writes."""
@@ -217,7 +218,7 @@ def sha256_page(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys |
     try:
         tokens = struct.pack(f"<{len(token_ids)}i", *token_ids)
     except struct.error as error:
-        raise ArgumentError(f"token ids: {error}, allowed: ints that fit int32") from None
+        raise ArgumentError(f"token ids: got one that does not fit ({error}), allowed: ints that fit int32") from None
     return hashlib.sha256(parent + tokens + encode_extra_keys(extra_keys)).digest()
 
 
@@ -234,7 +235,7 @@ def _encode_cbor(content: Any) -> bytes:
     try:
         return cbor2.dumps(content, canonical=True)
     except UnicodeEncodeError as error:
-        raise ArgumentError(f"hash_algo='sha256_cbor': got text that is not valid Unicode: {error}") from None
+        raise not_unicode("hash_algo='sha256_cbor'", error) from None
 
 
 def make_page_hasher(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, Self
 
-from pagepool.arguments import MAX_SIZE, as_list, require_int, require_short
+from pagepool.arguments import MAX_SIZE, as_list, require_flag, require_int, require_short
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing.contents import has_unnamed_adapter, has_unnamed_media, may_have_contents, read_embeddings
 
@@ -140,7 +140,8 @@ class RequestExtraKeys:
         """Return the extra keys of `request`, or None if it has none. O(features x log features + bytes of embeddings)."""
         lora_id, salt = getattr(request, "lora_id", None), getattr(request, "cache_salt", None)
         mm_features = list_features(getattr(request, "mm_features", None), names.features)
-        is_nameless = not mm_features and getattr(request, "has_vision", False)
+        has_vision = getattr(request, "has_vision", None)
+        is_nameless = not mm_features and has_vision is not None and require_flag("has_vision", has_vision)
         embedded: tuple[bytes, ...] = ()
         whole: tuple[bytes, ...] = ()
         if may_have_contents(type(request)):
@@ -269,7 +270,7 @@ def _feature_range(argument: str, feature: Any, names: Sequence[str]) -> Feature
     """Return the range, modality and hash of a feature. The hash is the first attribute in `names` that it has."""
     content_hash = next((value for name in names if (value := getattr(feature, name, None)) is not None), None)
     if content_hash is None:
-        raise ArgumentError(f"{argument}: {shown(feature)} has neither mm_hash nor identifier")
+        raise ArgumentError(f"{argument}: got {shown(feature)}, allowed: features with mm_hash or identifier")
     position = getattr(feature, "placeholder_range", None)
     if position is None:
         position = getattr(feature, "mm_position", None)

@@ -9,7 +9,7 @@ from typing import overload
 
 from pagepool._core import CachePage, EntryJournal, PageStore, copy_records
 from pagepool.arguments import require_int, require_list
-from pagepool.errors import ArgumentTypeError
+from pagepool.errors import ArgumentTypeError, shown
 from pagepool.hashing import PageHash, PageHashWithGroupId, checked_hash
 
 __all__ = ["FreeCachePageQueue", "Pages", "PrefixIndex", "find_page_id", "forget_names", "is_own_key"]
@@ -36,8 +36,8 @@ class Pages(Sequence[CachePage]):
         if isinstance(index, slice):
             try:
                 page_ids = range(len(self))[index]
-            except TypeError as error:
-                raise ArgumentTypeError(f"a slice of pages: {error}, allowed: ints") from None
+            except TypeError:
+                raise ArgumentTypeError(f"a slice of pages: got {shown(index)}, allowed: ints") from None
             return [self._store.page_in_bank(page_id, self._bank) for page_id in page_ids]
         index = require_int("page id", index)
         return self._store.page_in_bank(index if index >= 0 else index + len(self), self._bank)

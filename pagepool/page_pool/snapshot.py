@@ -127,10 +127,10 @@ def unseal(snapshot: Mapping[str, Any]) -> Snapshot:
         raise ArgumentTypeError(f"snapshot: got {type(snapshot).__name__}, allowed: a dict of arrays, or a file of numpy.load")
     found_format = _read(snapshot, "format").tobytes()
     if found_format != FORMAT:
-        raise SnapshotError(f"snapshot: format is {found_format!r}, allowed: {FORMAT!r}")
+        raise SnapshotError(f"snapshot: got the format {found_format!r}, allowed: {FORMAT!r}")
     version = int(_read(snapshot, "version")[0])
     if version != VERSION:
-        raise SnapshotError(f"snapshot: version {version} is not known, allowed: {VERSION}")
+        raise SnapshotError(f"snapshot: got version {version}, allowed: {VERSION}")
     arrays = {name: _read(snapshot, name) for name in FIELDS}
     if arrays.pop("checksum").tobytes() != _checksum(arrays):
         raise SnapshotError("snapshot: the checksum does not match the arrays; one of them was changed")
@@ -148,10 +148,10 @@ def _read(snapshot: Mapping[str, Any], name: str) -> npt.NDArray[Any]:
     dtype, shape, _ = FIELDS[name]
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
         got = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
-        raise SnapshotError(f"snapshot: {name!r} is of {got}, allowed: an array of {np.dtype(dtype)}")
+        raise SnapshotError(f"snapshot: got {name!r} of {got}, allowed: an array of {np.dtype(dtype)}")
     if len(array.shape) != len(shape) or any(n not in (None, got) for n, got in zip(shape, array.shape, strict=True)):
         allowed = str(shape).replace("None", "any")
-        raise SnapshotError(f"snapshot: {name!r} has the shape {array.shape}, allowed: {allowed}")
+        raise SnapshotError(f"snapshot: got {name!r} of shape {array.shape}, allowed: {allowed}")
     return np.ascontiguousarray(array)
 
 

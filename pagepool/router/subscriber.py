@@ -31,6 +31,7 @@ MAX_READ = 64  # messages of a worker per turn
 MAX_REPLAY_SECONDS = 1_000_000  # eleven days
 MAX_FRAMES = 8  # limit of frames in a message
 CURVE_OPTIONS = ("curve_serverkey", "curve_publickey", "curve_secretkey")
+ALLOWED_ENDPOINTS = "an address that ZeroMQ can connect to, such as 'tcp://127.0.0.1:5557'"
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 
 T = TypeVar("T")
@@ -165,12 +166,12 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         """Call a function in the thread; only the thread uses connections and sockets."""
         future: Future[T] = Future()
         if self._pid != os.getpid():
-            raise ArgumentError("the subscriber belongs to another process")
+            raise ArgumentError("subscriber: got one that belongs to another process, allowed: one of this process")
         if self._is_open and threading.current_thread() is self._thread:
             return function()
         with self._lock:
             if not self._is_open:
-                raise ArgumentError("the subscriber is closed")
+                raise _closed()
             self._calls.put((function, future))
             self._waker.send(b"")
         return future.result()
@@ -190,7 +191,7 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
             monitor = published.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         except zmq.ZMQError as error:
             published.close()
-            raise EndpointError(f"endpoint: got {shown(endpoint)}: {error}") from None
+            raise EndpointError(f"endpoint: got {shown(endpoint)}: {error}, allowed: {ALLOWED_ENDPOINTS}") from None
         for each in (published, monitor):
             self._poller.register(each, zmq.POLLIN)
         self._connections[worker] = Connection(stream, published, monitor, replay_endpoint, options)
@@ -215,7 +216,7 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         except (zmq.ZMQError, OSError, ValueError) as error:
             if opened is not None:
                 opened.close()
-            raise EndpointError(f"endpoint: got {shown(endpoint)}: {error}") from None
+            raise EndpointError(f"endpoint: got {shown(endpoint)}: {error}, allowed: {ALLOWED_ENDPOINTS}") from None
         return opened
 
     def _run(self) -> None:
@@ -235,7 +236,7 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         finally:
             self._end()
             while not self._calls.empty():
-                self._calls.get()[1].set_exception(ArgumentError("the subscriber is closed"))
+                self._calls.get()[1].set_exception(_closed())
             self._context.destroy()
 
     def _report(self, worker: int) -> None:
@@ -354,3 +355,8 @@ def read_some(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
             frames = socket.recv_multipart(zmq.DONTWAIT)
             if 3 <= len(frames) <= MAX_FRAMES and len(frames[-2]) == NUMBER_SIZE:
                 yield frames
+
+
+def _closed() -> ArgumentError:
+    """Return the error for a call of a closed subscriber."""
+    return ArgumentError("subscriber: got one that is closed, allowed: an open one")

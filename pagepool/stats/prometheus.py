@@ -53,7 +53,7 @@ class CacheCollector(Collector):
             raise ArgumentError(f"labels: got {sorted(labels)}, allowed: {self._label_names}")
         values = tuple(labels[name] for name in self._label_names)
         if values in self._managers:
-            raise ArgumentError(f"labels: got {values}, which another manager has")
+            raise ArgumentError(f"labels: got {values}, which another manager has, allowed: others")
         self._managers[values] = manager
 
     def collect(self) -> Iterator[Metric]:

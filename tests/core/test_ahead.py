@@ -74,7 +74,9 @@ def test_a_state_that_a_step_in_flight_moves_on_is_no_checkpoint() -> None:
     batch.admit(0, TOKENS[:7])
     batch.grow([0], 0, 1)  # the step that computes the 8th token, which is not known
     batch.append([0], [TOKENS[7]])
-    with refused(lambda: batch_state(batch), StateAheadError, "^row 0: lookahead to token 9 passes the checkpoint after 8, "):
+    with refused(
+        lambda: batch_state(batch), StateAheadError, "^row 0: got lookahead to token 9, which passes the checkpoint after 8, "
+    ):
         batch.grow([0], 1, 1)
     batch.grow([0], 1, 0)
     batch.append([0], [TOKENS[8]])
@@ -173,7 +175,9 @@ def test_lookahead_at_admission_ends_at_checkpoints() -> None:
             manager.allocate_slots(request, 7, num_lookahead_tokens=num_ahead)
     hits, num_hit_tokens = manager.get_computed_pages(request)
     assert num_hit_tokens == 8
-    with refused(lambda: manager_state(manager), StateAheadError, "lookahead to token 17 passes the checkpoint after 16, "):
+    with refused(
+        lambda: manager_state(manager), StateAheadError, "lookahead to token 17, which passes the checkpoint after 16, "
+    ):
         manager.allocate_slots(request, 7, 8, hits, 2)
     assert manager.allocate_slots(request, 7, 8, hits, 1) is not None  # behind the checkpoint that was hit
 
@@ -181,7 +185,9 @@ def test_lookahead_at_admission_ends_at_checkpoints() -> None:
 def test_tokens_from_elsewhere_count_for_lookahead() -> None:
     manager, request = make_manager(), EngineRequest("a", TOKENS[:20])
     options: dict[str, Any] = {"num_external_computed_tokens": 15, "delay_cache_pages": True}
-    with refused(lambda: manager_state(manager), StateAheadError, "lookahead to token 17 passes the checkpoint after 16, "):
+    with refused(
+        lambda: manager_state(manager), StateAheadError, "lookahead to token 17, which passes the checkpoint after 16, "
+    ):
         manager.allocate_slots(request, 0, num_lookahead_tokens=2, **options)
     assert manager.allocate_slots(request, 0, num_lookahead_tokens=1, **options) is not None
 

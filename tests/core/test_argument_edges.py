@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Iterator
@@ -35,10 +36,12 @@ from pagepool import (
     PageTable,
     RunningBatch,
     SlidingWindowSpec,
+    StepInputs,
 )
 from pagepool.arguments import ATTRIBUTES
 from pagepool.compat.easydel import estimate_runtime_page_budget
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.router import PrefixIndex, PrefixRouter
 from pagepool.specs import cdiv
 
 SCALARS = (np.uint8, np.int8, np.uint64, np.int64)
@@ -210,6 +213,119 @@ def test_batches_and_seeds_have_that_limit_too(max_digits: int) -> None:
     for seed, message in ((HUGE, "an int of 16610 bits"), ("\ud800", "text that is not valid Unicode")):
         with pytest.raises(ArgumentError, match=f"hash_seed: got {message}"):
             CacheManager(16, [CacheGroupSpec(SPEC)], 64, hash_seed=seed)
+
+
+def test_numbers_in_messages_have_that_limit(max_digits: int) -> None:
+    batch = RunningBatch(CacheManager(16, [CacheGroupSpec(SPEC)], 64), PageTable(2, 16, 64))
+    huge = "got an int of 16610 bits, allowed"
+    with pytest.raises(ArgumentError, match=f"dp_shard: {huge} without data_parallel_size: None"):
+        batch.admit(0, [1, 2, 3], dp_shard=HUGE)
+    with pytest.raises(ArgumentError, match=f"max_age: {huge}: a number within the range of floats"):
+        PrefixRouter(PrefixIndex(4), [0], max_age=HUGE)
+    with pytest.raises(ArgumentError, match="pad_slot: got an int beyond 64 bits, allowed: ints that fit int32"):
+        StepInputs(batch, num_tokens=8, num_reqs=2, fields=["token_ids"], pad_slot=HUGE)
+
+
+@pytest.mark.parametrize("value", [np.array([]), np.array([True]), [], "no", 2])
+def test_vision_is_a_flag(value: Any) -> None:
+    use = InUse()
+    use.new.has_vision = value
+    with refused(use.state, ArgumentTypeError, "has_vision: got .*, allowed: True or False"):
+        use.manager.get_computed_pages(use.new)
+
+
+# Requests whose attributes call back.
+
+
+class Busy(AnyRequest):
+    """A request of which reading the number of tokens, or the salt, does something with its own pages, once."""
+
+    act: Any = None
+
+    @property
+    def cache_salt(self) -> None:
+        act, self.act = self.act, None
+        if act is not None:
+            act(self)
+
+    @property
+    def num_tokens(self) -> int:
+        _ = self.cache_salt
+        return len(self.all_token_ids)
+
+    @num_tokens.setter
+    def num_tokens(self, _: int) -> None:
+        """Ignore what is set."""
+
+
+@pytest.mark.parametrize("enable_caching", [True, False])
+def test_a_request_that_allocates_while_it_is_read_is_refused(enable_caching: bool) -> None:
+    manager = CacheManager(16, [CacheGroupSpec(SPEC)], 64, enable_caching=enable_caching, hash_seed=1)
+    request: Any = Busy("new")
+    request.act = lambda each: manager.allocate_slots(each, 5)
+    if enable_caching:
+        with pytest.raises(ArgumentError, match="request 'new': got attributes that allocate or free its pages"):
+            manager.allocate_slots(request, 9)
+        assert manager.get_page_ids("new") == ([1, 2],)
+    else:  # nothing is read after the check
+        assert manager.allocate_slots(request, 9) is not None
+    manager.check()
+    manager.free(request)
+    assert manager.page_pool.get_num_free_pages() == 15
+
+
+def test_a_request_that_frees_while_it_is_read_is_refused() -> None:
+    manager = CacheManager(16, [CacheGroupSpec(SPEC)], 64, hash_seed=1)
+    request: Any = Busy("new")
+    manager.allocate_slots(request, 4)
+    request.num_computed_tokens = 4
+    request.act = manager.free
+    with pytest.raises(ArgumentError, match="request 'new': got attributes that allocate or free its pages"):
+        manager.allocate_slots(request, 5)
+    manager.check()
+    assert manager.page_pool.get_num_free_pages() == 15
+
+
+@pytest.mark.parametrize(
+    ("call", "act"),
+    [
+        (lambda manager, request: manager.cache_pages(request, 8), lambda manager, request: manager.free(request)),
+        (lambda manager, request: manager.commit_external(request, 4), lambda manager, request: manager.free(request)),
+        (
+            lambda manager, request: manager.free(request, num_computed_tokens=4),
+            lambda manager, request: (manager.free(request), manager.allocate_slots(request, 4)),
+        ),
+    ],
+    ids=["cache_pages", "commit_external", "free"],
+)
+def test_pages_are_those_from_before_attributes_were_read(call: Any, act: Any) -> None:
+    manager = CacheManager(16, [CacheGroupSpec(SPEC)], 64, hash_seed=1)
+    request: Any = Busy("new")
+    manager.allocate_slots(request, 8, delay_cache_pages=True)
+    request.num_computed_tokens = 4
+    request.act = lambda each: act(manager, each)
+    with contextlib.suppress(ArgumentError):
+        call(manager, request)
+    manager.check()
+    request.act = None
+    manager.free(request)
+    assert manager.page_pool.get_num_free_pages() == 15
+    manager.check()
+
+
+def test_a_fork_is_not_begun_by_its_own_attributes() -> None:
+    manager = CacheManager(16, [CacheGroupSpec(SPEC)], 64, hash_seed=1)
+    request: Any = AnyRequest("source")
+    copy: Any = Busy("copy", num_computed_tokens=4)
+    manager.allocate_slots(request, 8)
+    request.num_computed_tokens = 4
+    copy.act = lambda each: manager.fork(request, each)
+    with pytest.raises(ArgumentError, match="request 'copy': got attributes that allocate or free its pages"):
+        manager.fork(request, copy)
+    manager.check()
+    manager.free(copy)
+    manager.free(request)
+    assert manager.page_pool.get_num_free_pages() == 15
 
 
 # Requests with missing attributes.

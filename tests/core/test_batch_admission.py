@@ -165,7 +165,9 @@ def test_a_refused_request_does_not_pass_a_checkpoint(restores_states: bool) -> 
     if restores_states:
         assert batch.admit(1, tokens, **options) is None
     else:
-        with refused(lambda: batch_state(batch), StateAheadError, "lookahead to token 15 passes the checkpoint after 8, "):
+        with refused(
+            lambda: batch_state(batch), StateAheadError, "lookahead to token 15, which passes the checkpoint after 8, "
+        ):
             batch.admit(1, tokens, **options)
 
 
@@ -311,12 +313,14 @@ def test_drafts_of_a_reserved_prompt_follow_its_last_chunk() -> None:
     """So the first chunk may end before a checkpoint that the slots for drafts pass."""
     batch = make_batch(make_manager(FULL, STATE))
     options = {"num_lookahead_tokens": 3, "reserve": "prompt"}
-    with refused(lambda: batch_state(batch), StateAheadError, "^row 0: lookahead to token 9 passes the checkpoint after 8, "):
+    with refused(
+        lambda: batch_state(batch), StateAheadError, "^row 0: got lookahead to token 9, which passes the checkpoint after 8, "
+    ):
         batch.admit(0, PROMPT[:6], **options)
     assert batch.admit(0, PROMPT[:22], num_tokens=6, **options) == 0
     assert len(batch.get_page_ids(0)[0]) == 7
     assert batch.grow([0], 10).new_page_ids.size == 0
-    with pytest.raises(StateAheadError, match="lookahead to token 25 passes the checkpoint after 24, "):
+    with pytest.raises(StateAheadError, match="lookahead to token 25, which passes the checkpoint after 24, "):
         batch.grow([0], 6, 3)
     ahead = make_written_batch(max_steps_ahead=1)
     assert ahead.admit(0, PROMPT[:22], num_tokens=6, **options) == 0
@@ -485,7 +489,7 @@ def test_a_probe_needs_a_free_row_and_tokens() -> None:
     batch = make_batch(make_manager(FULL))
     batch.admit(0, PROMPT[:9])
     for row, tokens, error, message in (
-        (0, PROMPT, ArgumentError, "row 0 is admitted already"),
+        (0, PROMPT, ArgumentError, "row 0: got a row that is admitted already"),
         (4, PROMPT, RowIndexError, "row: got 4, allowed: 0 to 3"),
         (1, [], ArgumentError, "token_ids: got none"),
         (1, [-1] * 8, ArgumentError, "token_ids: got -1"),

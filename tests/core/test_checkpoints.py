@@ -287,7 +287,9 @@ WHILE_DUE: dict[str, Callable[[Due], Any]] = {
 def test_while_copies_are_due(name: str) -> None:
     due = Due()
     with refused(
-        due.state, CopiesDueError, r"^(row [013].*: )?copies .*are due, or transfers: call take_copies, .*and do them, before$"
+        due.state,
+        CopiesDueError,
+        r"^(row [013].*|request): got copies or transfers of its pages that are due, allowed: none; .* before$",
     ) as caught:
         WHILE_DUE[name](due)
     assert isinstance(caught.value, RuntimeError)

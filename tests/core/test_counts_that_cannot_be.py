@@ -65,7 +65,7 @@ def test_the_drop_in_takes_what_its_engine_takes() -> None:
     assert len(pages.get_page_ids()[0]) == 13
 
 
-@pytest.mark.parametrize("stop", [13, 16, 2**40])
+@pytest.mark.parametrize("stop", [13, 16, 2**40, 2**63 - 2])
 def test_a_lease_ends_within_the_known_tokens(stop: int) -> None:
     manager = make_manager()
     batch = RunningBatch(manager, PageTable(2, 16, 64))
@@ -79,6 +79,30 @@ def test_a_lease_ends_within_the_known_tokens(stop: int) -> None:
     assert manager.leases == ()
     assert batch.lease(0, 0, 12, seconds=60).page_ids == [1, 2, 3]
     assert batch.expect(0, 0, stop, seconds=60) == 3  # a hint: tokens behind the last are left out
+
+
+def test_a_lease_has_no_end_that_stands_for_another() -> None:
+    manager = make_manager()
+    batch = RunningBatch(manager, PageTable(2, 16, 64))
+    batch.admit(0, PROMPT)
+    with pytest.raises(ArgumentError, match=rf"^stop: got {2**63 - 1}, allowed: 0 to {2**63 - 2}$"):
+        batch.lease(0, 0, 2**63 - 1, seconds=60)
+    with pytest.raises(ArgumentError, match=r"^start: got 14, allowed: 0 to 12, the known tokens$"):
+        batch.lease(0, 14, 16, seconds=60)
+    assert batch.lease(0, 0, seconds=60).page_ids == [1, 2, 3]
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_there_is_a_shard_at_least(size: int) -> None:
+    manager = make_manager()
+    request = EngineRequest("a", PROMPT)
+    for call in (
+        lambda: manager.allocate_slots(request, 12, data_parallel_size=size),
+        lambda: manager.get_computed_pages(request, dp_shard_hint=0, data_parallel_size=size),
+    ):
+        with pytest.raises(ArgumentError, match=rf"^data_parallel_size: got {size}, allowed: 1 to "):
+            call()
+    assert manager.page_pool.get_num_free_pages() == manager.page_pool.num_pages - 1
 
 
 def test_a_pool_has_a_page_beside_the_null_page() -> None:

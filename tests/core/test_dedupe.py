@@ -106,7 +106,9 @@ def test_a_refused_fork_changes_nothing() -> None:
     batch.append([0, 0], PROMPT[18:20])
     batch.grow([0], 2)
     taken = manager.page_pool.get_new_page_ids(manager.page_pool.get_num_free_pages())
-    with refused(lambda: batch_state(batch), OutOfPagesError, "its forks need 1 pages, 0 are free"):
+    with refused(
+        lambda: batch_state(batch), OutOfPagesError, "got forks that need 1 pages, allowed: at most the 0 that are free"
+    ):
         batch.fork(0, [1])
     assert batch.get_page_ids(0)[0][:4] == manager.get_page_ids("first")[0][:4]
     assert batch.get_page_ids(0)[0][4] != manager.get_page_ids("first")[0][4]

@@ -94,7 +94,7 @@ def test_transfers_of_a_host_tier_come_first() -> None:
     batch.commit_external(0, 22)
     batch.release([0])
     assert batch.admit(0, [token_id + 1 for token_id in PROMPT[:23]], num_external_tokens=22) == 0
-    with refused(lambda: state_of(batch), CopiesDueError, "^row 0: copies of its pages are due, or transfers"):
+    with refused(lambda: state_of(batch), CopiesDueError, "^row 0: got copies or transfers of its pages that are due"):
         batch.commit_external(0, 22)
     assert len(batch.take_transfers().save_src) == 4
     batch.commit_external(0, 22)
@@ -167,7 +167,7 @@ def test_a_page_that_got_another_entry_is_refused() -> None:
     manager.page_pool.evict_pages([bad - 1, bad])
     manager.page_pool.pages[bad].page_hash = PageHashWithGroupId(PageHash(5, ()), 0)
     request.num_computed_tokens = 0
-    with pytest.raises(PageHashError, match=rf"page {bad} \(at 3 of 7\) has a hash already"):
+    with pytest.raises(PageHashError, match=rf"page {bad} \(at 3 of 7\), which has a hash already"):
         manager.allocate_slots(request, 25)
     assert count_hits(manager) == 8
     manager.page_pool.check()

@@ -86,7 +86,10 @@ def test_a_request_that_forks_must_not_be_written() -> None:
     manager.fork(request, second)
     manager.fork(request, like(request, "third"))
     for held in (request, second):
-        with pytest.raises(CopiesDueError, match=r"^copies of pages of the request are due, or transfers: call take_copies"):
+        with pytest.raises(
+            CopiesDueError,
+            match=r"^request: got copies or transfers of its pages that are due, allowed: none; call take_copies",
+        ):
             manager.allocate_slots(held, 4)
     manager.free(second)
     assert take(manager) == [(2, 4, 0)]
@@ -130,7 +133,11 @@ def make_forkable(num_pages: int = 40) -> Any:
 
 def test_too_few_pages_for_rows() -> None:
     batch = make_forkable(num_pages=9)
-    with refused(lambda: batch_state(batch), OutOfPagesError, r"^row 0: its forks need 4 pages, 3 are free$") as caught:
+    with refused(
+        lambda: batch_state(batch),
+        OutOfPagesError,
+        r"^row 0: got forks that need 4 pages, allowed: at most the 3 that are free$",
+    ) as caught:
         batch.fork(0, [1, 3])
     assert isinstance(caught.value, ValueError)
     assert take(batch) == []
@@ -143,7 +150,7 @@ def test_rows_of_another_batch() -> None:
     manager = make_manager(FULL)
     batch, other = make_batch(manager), make_batch(manager)
     batch.admit(0, PROMPT[:6])
-    with pytest.raises(ArgumentError, match=r"^row 0 is not admitted$"):
+    with pytest.raises(ArgumentError, match=r"^row 0: got a row that is not admitted, allowed: an admitted one$"):
         other.fork(0, [1])
     other.admit(1, [8] * 6)
     other.fork(1, [0])
@@ -157,7 +164,11 @@ def test_a_refused_fork_leaves_no_copies() -> None:
     """What is refused is in the table of errors."""
     manager = make_manager()
     request = fill(manager, 6)
-    with refused(lambda: manager_state(manager), ArgumentError, "^request 'first' holds pages already$"):
+    with refused(
+        lambda: manager_state(manager),
+        ArgumentError,
+        "^request 'first': got one that holds pages already, allowed: one without$",
+    ):
         manager.fork(request, request)
     assert take(manager) == []
     pages = manager.fork(request, like(request))

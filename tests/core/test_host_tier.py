@@ -449,7 +449,7 @@ def test_a_row_that_goes_on_otherwise_lets_go_of_the_tier(way: str) -> None:
         batch.trim([0], 3)
     else:
         batch.release([0])
-    with pytest.raises(ArgumentError, match="row 0 has no pages in the host tier"):
+    with pytest.raises(ArgumentError, match="row 0: got a row that has no pages in the host tier"):
         batch.swap_in(0)
     batch.check()
     stats = manager.stats().host_tier  # type: ignore[union-attr]
@@ -482,7 +482,11 @@ def test_swapping_waits_for_transfers_that_were_due_for_a_row_that_is_gone() -> 
     assert batch.admit(0, FIRST) == 20
     batch.release([0])
     batch.admit(2, OTHER[10:15])
-    with refused(lambda: batch_state(batch), CopiesDueError, "^row 2: copies of its pages are due, or transfers: call"):
+    with refused(
+        lambda: batch_state(batch),
+        CopiesDueError,
+        "^row 2: got copies or transfers of its pages that are due, allowed: none; call",
+    ):
         batch.swap_out(2)
     assert batch.swap_out(1), "it took its pages before"
     assert batch.take_transfers().load_dst.size == 5
@@ -519,7 +523,9 @@ def test_a_step_is_not_undone_while_the_open_page_is_loaded() -> None:
     loads = batch.take_transfers()
     assert batch.get_page_ids(0)[0][4] in loads.load_dst
     result = batch.step([0], [5])
-    with refused(lambda: batch_state(batch), ArgumentError, r"^row 0 \(at 0\): cannot go back: .* or have other holders"):
+    with refused(
+        lambda: batch_state(batch), ArgumentError, r"^row 0 \(at 0\): got a row that cannot go back, .* or have other holders"
+    ):
         batch.undo(result)
     manager.complete_transfers(loads.number)
     batch.undo(result)
@@ -529,13 +535,13 @@ def test_a_step_is_not_undone_while_the_open_page_is_loaded() -> None:
 
 def test_rows_that_cannot_be_swapped() -> None:
     batch = make_batch(make_tiered())
-    with pytest.raises(ArgumentError, match="row 0 is not admitted"):
+    with pytest.raises(ArgumentError, match="row 0: got a row that is not admitted"):
         batch.swap_out(0)
     with pytest.raises(RowIndexError):
         batch.swap_out(4)
     batch.admit(0, FIRST)
     assert batch.swap_out(0)
-    with pytest.raises(ArgumentError, match="row 0 holds no computed tokens"):
+    with pytest.raises(ArgumentError, match="row 0: got a row without computed tokens"):
         batch.swap_out(0)
     alone = make_batch(make_manager(FULL))
     alone.admit(0, FIRST)

@@ -144,7 +144,14 @@ SPOILT: list[tuple[Callable[[InUse], Any], Case]] = [
     (enter_before_caching, (lambda u: u.manager.cache_pages(u.held, 14), PageHashError, "has a hash already")),
     (enter_before_caching, (lambda u: u.manager.commit_external(u.held, 4), PageHashError, "has a hash already")),
     (enter_before_caching, (lambda u: u.manager.fail_external(u.held, 3), PageHashError, "has a hash already")),
-    (shorten_before_caching, (lambda u: u.manager.commit_external(u.held, 4), ArgumentError, "all_token_ids ends at 10")),
+    (
+        shorten_before_caching,
+        (
+            lambda u: u.manager.commit_external(u.held, 4),
+            ArgumentError,
+            "got all_token_ids up to 10, allowed: up to at least 12",
+        ),
+    ),
 ]
 
 
@@ -301,7 +308,7 @@ def test_check_names_a_page_that_was_popped_and_never_given_a_holder() -> None:
     page = in_use.pool.free_page_queue.popleft()
     with pytest.raises(IntegrityError, match=f"page {page.page_id} "):
         in_use.pool.check()
-    with pytest.raises(PageIdError, match="not in the free queue"):
+    with pytest.raises(PageIdError, match="got ref count 0, allowed for a touch: at least 1"):
         in_use.pool.touch(([page],))
     in_use.pool.free_page_queue.append(page)
     in_use.pool.check()

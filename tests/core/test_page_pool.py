@@ -54,7 +54,7 @@ def test_a_queue_of_pages_made_alone():
     queue.append(pages[2])
     queue.append_n([pages[0]])
     assert ids(queue.popleft_n(4)) == [11, 13, 12, 10]
-    with pytest.raises(ValueError, match="1 asked for, 0 free"):
+    with pytest.raises(ValueError, match="got 1 asked for, 0 free, allowed: at most the free ones"):
         queue.popleft()
 
 
@@ -109,7 +109,7 @@ def test_a_page_made_alone_has_all_its_fields():
     null = CachePage(0, is_null=True)
     assert null.is_null
     queue = FreeCachePageQueue([])
-    with pytest.raises(PageIdError, match="page 0 cannot be appended: it is a null page"):
+    with pytest.raises(PageIdError, match="page 0: got a null page, allowed: others"):
         queue.append(null)
     for call, error in (
         (lambda: CachePage(7, prev_free_page=page), ArgumentError),
@@ -209,7 +209,7 @@ class Meddler:
 def test_a_list_that_shrinks_while_it_is_read_is_refused():
     items = [0, 1, 2]
     items[1] = Meddler(items.clear)
-    with pytest.raises(ArgumentError, match="page_ids: the list shrank while it was read"):
+    with pytest.raises(ArgumentError, match="page_ids: got values that changed while they were read"):
         PageIds(items)
 
 
@@ -366,7 +366,7 @@ def test_the_prefix_cache_is_reset_only_when_nothing_is_held(caplog):
 
 def test_without_caching_nothing_is_cached():
     pool = PagePool(8, False)
-    with pytest.raises(PageHashError, match="caching is off"):
+    with pytest.raises(PageHashError, match="without prefix caching"):
         cache(pool, 1, 8)
     assert pool.get_cached_page(PageHash(8, ()), [0]) is None
     assert len(pool.cached_page_hash_to_page) == 0

@@ -319,7 +319,7 @@ def test_a_shard_has_pages_of_each_pool() -> None:
     assert (batch.get_page_ids(0), batch.get_page_ids(1)) == (([16, 17, 18, 19, 20], [6]), ([1, 2], [1]))
     assert kv.get_new_page_ids(2, dp_shard_hint=3, data_parallel_size=2).tolist() == [21, 22]
     assert states.get_new_page_ids(5, dp_shard_hint=1, data_parallel_size=2).tolist() == [7, 8, 9, 10, 11]
-    with pytest.raises(OutOfPagesError, match=r"^pages: 1 asked for, 0 free in shard 1$"):
+    with pytest.raises(OutOfPagesError, match=r"^pages: got 1 asked for, 0 free in shard 1, allowed: at most the free ones$"):
         states.get_new_page_ids(1, dp_shard_hint=1, data_parallel_size=2)
     assert batch.admit(2, [7] * 8, dp_shard=1) is None
     assert batch.refusal == Refusal(1, 0, 0, 0, pool="states", shard=1, can_wait=True)
@@ -371,7 +371,7 @@ def test_restored_pools_have_their_shards() -> None:
 @pytest.mark.parametrize(("name", "call"), UNSUPPORTED.items(), ids=list(UNSUPPORTED))
 def test_what_is_not_supported_is_named(name: str, call: Callable[[CacheManager], Any]) -> None:
     manager = make_manager({"kv": 32, "states": 12})
-    with pytest.raises(ArgumentError, match=rf"^{name}: not supported with several pools \(kv, states\)$"):
+    with pytest.raises(ArgumentError, match=rf"^{name}: got several pools \(kv, states\), allowed: one pool$"):
         call(manager)
     manager.check()
 
@@ -382,7 +382,7 @@ def test_options_of_one_pool() -> None:
     with pytest.raises(ArgumentError, match=r"^page_pool: got 2 pools, allowed: one; name it, as in pools\['kv'\]$"):
         assert make_manager({"kv": 32, "states": 12}).page_pool
     for call in (lambda pool: pool.stats, lambda pool: pool.reset_prefix_cache()):
-        with pytest.raises(ArgumentError, match=r"of one pool, where CacheManager.*: not supported with several pools"):
+        with pytest.raises(ArgumentError, match=r"of one pool, where CacheManager.*: got several pools"):
             call(make_manager({"kv": 32, "states": 12}).pools["kv"])
 
 

@@ -204,7 +204,7 @@ class TestRows:
         assert waiting.num_looked_up == 2
         waiting.batch.move_row(0, 1)
         assert waiting.retry(row=0) is None
-        with pytest.raises(ArgumentError, match="row 1 is admitted already"):
+        with pytest.raises(ArgumentError, match="row 1: got a row that is admitted already"):
             waiting.retry()
 
     def test_wrong_arguments_are_refused_all_the_same(self) -> None:

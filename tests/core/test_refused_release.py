@@ -70,7 +70,7 @@ def test_a_page_of_a_request(seconds: float | None, manager: CacheManager, batch
     pages = manager.allocate_slots(request, 9)
     assert pages is not None
     manager.page_pool.free_page_ids(pages.get_page_ids()[0][:1])
-    with refused(lambda: state_of(manager, batch), DoubleFreeError, "freed more often than it is held"):
+    with refused(lambda: state_of(manager, batch), DoubleFreeError, "got more frees than references, allowed: one for each"):
         manager.free(request, seconds=seconds)
 
 

@@ -162,7 +162,9 @@ def test_a_row_grows_once_its_writes_are_taken() -> None:
     batch = make_batch(writes="anywhere")
     batch.admit(0, LONG[:200])
     for call in (lambda: batch.step([0], [7]), lambda: batch.trim([0], 200), lambda: batch.fork(0, [1])):
-        with pytest.raises(CopiesDueError, match=r"row 0.*: writes of its states are due: call take_writes"):
+        with pytest.raises(
+            CopiesDueError, match=r"row 0.*: got writes of its states that are due, allowed: none; call take_writes"
+        ):
             call()
     batch.move_row(0, 3)
     writes = batch.take_writes()
@@ -306,7 +308,7 @@ def test_no_row_waits_for_a_state(num_groups: int) -> None:
 def test_lookahead_stops_at_a_boundary_unless_steps_are_planned_ahead() -> None:
     batch = make_batch(writes="anywhere")
     batch.admit(0, LONG[:200], num_tokens=120)
-    with pytest.raises(StateAheadError, match="lookahead to token 130 passes the checkpoint after 128"):
+    with pytest.raises(StateAheadError, match="lookahead to token 130, which passes the checkpoint after 128"):
         batch.grow([0], 5, 5)
     ahead = make_batch(writes="anywhere", max_steps_ahead=1)
     ahead.admit(0, LONG[:100], resume_at=[128])
@@ -314,7 +316,7 @@ def test_lookahead_stops_at_a_boundary_unless_steps_are_planned_ahead() -> None:
     ahead.append([0] * 27, LONG[100:127])
     ahead.grow([0], 27, 1)
     assert places_of(ahead.take_writes()) == [(0, 128)]  # of a token that is not known yet
-    with pytest.raises(StateAheadError, match="row 0: a planned step computes its tokens up to 128"):
+    with pytest.raises(StateAheadError, match="row 0: got a planned step that computes its tokens up to 128"):
         ahead.fork(0, [1])
     ahead.append([0], [LONG[127]])
     ahead.grow([0], 1)

@@ -435,7 +435,7 @@ def test_an_engine_of_the_manager_has_its_own_tables_and_tokens() -> None:
     assert [slots[:5].tolist() for slots in inputs.slots] == [[30, 31, 32, 33, -1], [17, 18, 19, 20, -1]]
     assert inputs.page_ids[1][0].tolist() == [5, 6, 9, 0, 0, 0, 0, 0]
     assert inputs.kv_start_loc.tolist() == [0, 6, 6, 6]
-    with pytest.raises(ArgumentError, match="token 8 has page 0 in group 0"):
+    with pytest.raises(ArgumentError, match="token 8 in page 0 of group 0"):
         inputs.fill(rows=[1], starts=[2], stops=[9])
     with pytest.raises(ArgumentError, match="allowed without a batch"):
         make_inputs(tables)
@@ -513,12 +513,12 @@ def test_wrong_calls_write_nothing() -> None:
     refuse(ArgumentError, "allowed: as many as rows, 1", rows=[0], starts=[0, 1], stops=[2])
     refuse(RowIndexError, r"row: got 6 \(at 1\), allowed: 0 to 5", rows=[0, 6], starts=[9, 9], stops=[10, 10])
     refuse(RowIndexError, r"row: got -1 \(at 0\)", rows=[-1], starts=[9], stops=[10])
-    refuse(ArgumentError, r"row 4 \(at 1\) is not admitted", rows=[0, 4], starts=[9, 9], stops=[10, 10])
+    refuse(ArgumentError, r"row 4 \(at 1\): got a row that is not admitted", rows=[0, 4], starts=[9, 9], stops=[10, 10])
     refuse(ArgumentError, r"rows: got 1 twice \(the second at 2\)", rows=[1, 0, 1], starts=[9, 9, 9], stops=[10, 10, 10])
     refuse(ArgumentError, "got tokens 5 to 5, allowed: at least one", rows=[0], starts=[5], stops=[5])
     refuse(ArgumentError, "got tokens -1 to 5", rows=[0], starts=[-1], stops=[5])
     refuse(ArgumentError, "got tokens 9 to 97", rows=[0], starts=[9], stops=[97])
-    refuse(ArgumentError, "token 12 has page 0 in group 0", rows=[0], starts=[9], stops=[13])
+    refuse(ArgumentError, "token 12 in page 0 of group 0", rows=[0], starts=[9], stops=[13])
     refuse(ArgumentError, "tokens: got 33, allowed: 24", rows=[0, 1, 2], starts=[0, 0, 0], stops=[10, 11, 12])
     refuse(ArgumentError, "tokens: got 2, allowed: 1, which is num_tokens", num_tokens=1, **few)
     refuse(ArgumentError, "rows: got 2, allowed: 1, which is num_reqs", num_reqs=1, **few)
@@ -530,24 +530,29 @@ def test_wrong_calls_write_nothing() -> None:
     refuse(ArgumentError, "got tokens 10 to 10", batch.grow([0], 0))
 
     ahead = batch.grow([0, 1], 0, [1, 2])
-    refuse(ArgumentError, r"got 1 a row, fewer .* of row 1", ahead, draft_token_ids=np.zeros((2, 1), np.int32))
+    refuse(
+        ArgumentError,
+        r"got 1 a row, allowed: at least the unknown tokens of row 1",
+        ahead,
+        draft_token_ids=np.zeros((2, 1), np.int32),
+    )
     batch.undo(ahead)
     refuse(ArgumentError, "step: got one that was taken back already", ahead)
     stale = batch.step([0, 1, 2], [1, 2, 3])
     batch.step([2], [4])
-    refuse(ArgumentError, r"row 2 \(at 2\): was grown, cut, moved or released since", stale)
+    refuse(ArgumentError, r"row 2 \(at 2\): got a row that was grown, cut, moved or released since", stale)
     batch.swap_row(0, 1)
-    refuse(ArgumentError, r"row 0 \(at 0\): was grown", stale)
+    refuse(ArgumentError, r"row 0 \(at 0\): got a row that was grown", stale)
     last = batch.step([1], [5])
     batch.release([1])
-    refuse(ArgumentError, r"row 1 \(at 0\): was grown", last)
+    refuse(ArgumentError, r"row 1 \(at 0\): got a row that was grown", last)
     batch.admit(1, list(range(12)))
-    refuse(ArgumentError, r"row 1 \(at 0\): was grown", last)
+    refuse(ArgumentError, r"row 1 \(at 0\): got a row that was grown", last)
     batch.step([1], [3])
-    refuse(ArgumentError, r"row 1 \(at 0\): was grown", last)
+    refuse(ArgumentError, r"row 1 \(at 0\): got a row that was grown", last)
     batch.release([2])
     batch.admit(2, list(range(5)), num_external_tokens=4)
-    refuse(ArgumentError, r"row 2 \(at 0\) .* waits for tokens", rows=[2], starts=[0], stops=[4])
+    refuse(ArgumentError, r"row 2 \(at 0\): got a row .* waits for tokens", rows=[2], starts=[0], stops=[4])
 
 
 def test_tokens_behind_a_window_have_no_slots() -> None:
@@ -555,7 +560,7 @@ def test_tokens_behind_a_window_have_no_slots() -> None:
     inputs = make_inputs(batch)
     batch.admit(0, list(range(40)), num_tokens=30)
     batch.grow([0], 10)
-    with pytest.raises(ArgumentError, match="token 20 has page 0 in group 1"):
+    with pytest.raises(ArgumentError, match="token 20 in page 0 of group 1"):
         batch.inputs(rows=[0], starts=[20], stops=[31], out=inputs)
     assert batch.inputs(rows=[0], starts=[30], stops=[40], out=inputs) == 10
 
@@ -609,7 +614,7 @@ def test_inputs_need_rows_and_writable_arrays() -> None:
         make_inputs(PageTable(2, 4, 8))
     with pytest.raises(ArgumentError, match="rows: got a field that was not chosen"):
         _ = make_inputs(batch).rows
-    with pytest.raises(ArgumentError, match="the inputs were not made"):
+    with pytest.raises(ArgumentError, match="inputs: got one whose constructor did not run"):
         StepInputs.__new__(StepInputs).fill(rows=[], starts=[], stops=[])
 
 

@@ -295,7 +295,7 @@ def planned_ahead(batch: RunningBatch) -> Any:
 
 
 STEPS_AHEAD: dict[str, tuple[Callable[[RunningBatch], Any], type[Exception], str]] = {
-    "a free row": (lambda b: b.step_ahead([3]), ArgumentError, "row 3 .* is not admitted"),
+    "a free row": (lambda b: b.step_ahead([3]), ArgumentError, "row 3 .*: got a row that is not admitted"),
     "outside the table": (lambda b: b.step_ahead([9]), RowIndexError, "row: got 9"),
     "twice": (lambda b: (start(b), b.step_ahead([0, 0])), ArgumentError, "got 0 twice"),
     "a prompt's rest": (lambda b: (start(b, max_num_new_tokens=3), b.step_ahead([0])), ArgumentError, "row 0"),
@@ -349,7 +349,9 @@ def test_a_row_is_in_a_step_once() -> None:
         lambda: batch.grow([0], 0, 1, step=step),
     ):
         with refused(
-            lambda: (flight_state(batch), step.rows.tolist()), ArgumentError, r"row 0 \(at 0\) is in the step already"
+            lambda: (flight_state(batch), step.rows.tolist()),
+            ArgumentError,
+            r"row 0 \(at 0\): got a row that is in the step already",
         ):
             call()
     batch.resolve(step, [], [0])
@@ -525,7 +527,9 @@ def test_sources_are_places_of_steps_that_were_not_taken_back() -> None:
     second = batch.step_ahead([1, 0])
     assert fill(second) == [1, 0]
     third = batch.step_ahead([2])
-    with refused(lambda: flight_state(batch), ArgumentError, r"row 2 \(at 0\): its first token is sampled by another step"):
+    with refused(
+        lambda: flight_state(batch), ArgumentError, r"row 2 \(at 0\): got a first token that is sampled by another step"
+    ):
         fill(third)
 
 
@@ -550,7 +554,7 @@ class Filling:
         return out.sources[: len(step or rows["rows"])].tolist()
 
     def refuses(self, out: StepInputs, step: Any) -> bool:
-        with refused(lambda: flight_state(self.batch), ArgumentError, "its first token is sampled by another step"):
+        with refused(lambda: flight_state(self.batch), ArgumentError, "got a first token that is sampled by another step"):
             self.batch.inputs(step, out=out)
         return True
 
@@ -627,7 +631,7 @@ def test_inputs_filled_before_any_had_sources_are_not_known() -> None:
     batch.inputs(start(batch), out=StepInputs(batch, num_tokens=64, num_reqs=4, fields=["token_ids"]))
     inputs = StepInputs(batch, num_tokens=64, num_reqs=4, fields=["sources"])
     second = batch.step_ahead([0])
-    with refused(lambda: flight_state(batch), ArgumentError, "its first token is sampled by another step"):
+    with refused(lambda: flight_state(batch), ArgumentError, "got a first token that is sampled by another step"):
         batch.inputs(second, out=inputs)
 
 
@@ -639,7 +643,7 @@ def test_sources_in_inputs_of_named_rows() -> None:
     assert it.fill(it.big, rows=[0, 1], starts=[3, 2], stops=[4, 3]) == [1, 0]
     third = it.batch.step_ahead([1])
     assert it.fill(it.small, third) == [1]
-    with refused(lambda: flight_state(it.batch), ArgumentError, "its first token is sampled by another step"):
+    with refused(lambda: flight_state(it.batch), ArgumentError, "got a first token that is sampled by another step"):
         it.fill(it.small, rows=[1], starts=[3], stops=[4])  # of several steps in flight the batch cannot know which one
     chunk = Filling()
     chunk.start(3)

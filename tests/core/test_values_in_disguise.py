@@ -30,7 +30,9 @@ from pagepool.stores import FileStore
 
 SPEC = FullAttentionSpec(page_size=4, num_kv_heads=1, head_size=8, dtype="float16", use_mla=False)
 NO_SEQUENCE: list[Any] = [
-    *({1, 2}, frozenset([1, 2]), {1: 2}, MappingProxyType({1: 2}), b"ab", bytearray(b"ab"), "12"),
+    *({1, 2}, frozenset([1, 2]), {1: 2}, MappingProxyType({1: 2}), b"ab", bytearray(b"ab"), memoryview(b"ab"), "12"),
+    *({1: 2, 2: 1}.keys(), {1: 2, 2: 1}.values(), np.ma.array([1, 2], mask=[False, True])),
+    *(np.ma.array([1, 2], dtype=np.int32, mask=True), np.array([1, None], dtype=object)),
     *([1, True], [1, np.True_], (1, False), [1, 1.0], [1, "2"], [1, None]),
     *(np.array([1.0, 2.0]), np.array([True, False]), np.array(["1", "2"]), np.array([[1, 2], [3, 4]]), np.array(1)),
 ]
@@ -81,7 +83,11 @@ def test_what_is_no_sequence_of_ints_is_refused(call: Callable[[Any], Any], valu
 
 
 @pytest.mark.parametrize(
-    "form", [list, tuple, iter, np.array, lambda ids: (i for i in ids), lambda ids: [np.int64(i) for i in ids]]
+    "form",
+    [
+        *(list, tuple, iter, np.array, lambda ids: (i for i in ids), lambda ids: [np.int64(i) for i in ids]),
+        *(lambda ids: memoryview(np.array(ids)), lambda ids: memoryview(np.array(ids, dtype=np.int32)), np.ma.array),
+    ],
 )
 def test_any_sequence_of_ints_is_taken(form: Callable[[list[int]], Any]) -> None:
     assert make_batch().admit(0, form([1, 2, 3])) == 0

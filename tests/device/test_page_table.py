@@ -273,7 +273,7 @@ def test_a_row_may_come_twice_in_a_batch() -> None:
     tables.append_rows_batch([[[1], [2]], [[3, 4], []], [[5], [6]]], np.array([2, 2, 2]))
     assert tables[0].page_table_cpu[2].tolist() == [1, 3, 4, 5]
     assert tables[1].page_table_cpu[2].tolist() == [2, 6]
-    with refused(lambda: state_of(tables), RowOverflowError, "row 1 has 4 pages, 1 more were given, allowed: 4 in all"):
+    with refused(lambda: state_of(tables), RowOverflowError, "row 1: got 1 pages behind 4 that it has, allowed: 4 in all"):
         tables.append_rows_batch([[[1, 2], []], [[3, 4], [7]], [[5], []]], [1, 1, 1])
 
 

@@ -388,7 +388,7 @@ def test_several_managers_stand_side_by_side(manager: CacheManager) -> None:
     registry.register(collector)
     values = [registry.get_sample_value("pagepool_pages", {"engine": engine, "model_name": "tiny"}) for engine in "01"]
     assert values == [8, 4]
-    with pytest.raises(ArgumentError, match=r"labels: got \('1', 'tiny'\), which another manager has"):
+    with pytest.raises(ArgumentError, match=r"labels: got \('1', 'tiny'\), which another manager has, allowed: others"):
         collector.add(manager, {"engine": "1", "model_name": "tiny"})
     with pytest.raises(ArgumentError, match=r"labels: got \[\], allowed: \['engine', 'model_name'\]"):
         collector.add(manager)

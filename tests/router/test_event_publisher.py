@@ -518,7 +518,9 @@ def test_a_publisher_is_closed_once(publisher: EventPublisher, manager: pagepool
         assert subscriber.receive()[1].events[0].token_ids == list(range(8))
     publisher.close()
     for call in (publisher.flush, lambda: publisher.publish([])):
-        with pytest.raises(ArgumentError, match=r"^the publisher is closed, or belongs to another process$"):
+        with pytest.raises(
+            ArgumentError, match=r"^publisher: got one that is closed, or belongs to another process, allowed: an open one$"
+        ):
             call()
     with EventPublisher(manager, publisher.endpoint, publisher.replay_endpoint) as again:
         assert_serves(again, manager)
@@ -574,7 +576,7 @@ def test_a_port_that_is_in_use(publisher: EventPublisher) -> None:
     for name in ("endpoint", "replay_endpoint"):
         endpoints = {"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK, name: publisher.endpoint}
         expected = (
-            f"^{name}: got '{publisher.endpoint}': the port is in use; allowed: a free one, such as 'tcp://127.0.0.1:5557'$"
+            f"^{name}: got '{publisher.endpoint}': the port is in use, allowed: a free one, such as 'tcp://127.0.0.1:5557'$"
         )
         with pytest.raises(EndpointError, match=expected) as caught:
             EventPublisher(None, **endpoints)
@@ -603,7 +605,7 @@ WRONG_ADDRESSES = {
 @pytest.mark.parametrize("endpoint", WRONG_ADDRESSES.values(), ids=WRONG_ADDRESSES)
 def test_an_address_that_is_none(endpoint: str) -> None:
     num_threads = threading.active_count()
-    with pytest.raises(EndpointError, match=r"^endpoint: got '.*': .+; allowed: a free one, such as 'tcp://127.0.0.1:5557'$"):
+    with pytest.raises(EndpointError, match=r"^endpoint: got '.*': .+, allowed: a free one, such as 'tcp://127.0.0.1:5557'$"):
         EventPublisher(None, endpoint)
     assert threading.active_count() == num_threads
 
@@ -660,8 +662,10 @@ def test_a_thread_that_cannot_be_started(manager: pagepool.CacheManager, monkeyp
 
 
 def test_a_manager_has_one_publisher_and_events(publisher: EventPublisher, manager: pagepool.CacheManager) -> None:
-    with pytest.raises(ArgumentError, match=r"^manager: got one whose events another publisher takes$"):
+    with pytest.raises(ArgumentError, match=r"^manager: got one whose events another publisher takes, allowed: others$"):
         EventPublisher(manager, LOOPBACK)
     without = pagepool.CacheManager(8, [pagepool.CacheGroupSpec(FULL)], 64)
-    with pytest.raises(ArgumentError, match=r"^events: call enable_events before the first request$"):
+    with pytest.raises(
+        ArgumentError, match=r"^events: got a manager without them, allowed: one whose enable_events was called first$"
+    ):
         EventPublisher(without, LOOPBACK)

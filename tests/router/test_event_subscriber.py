@@ -475,7 +475,7 @@ def test_misuse(index: PrefixIndex, subscriber: EventSubscriber, worker: Worker)
         subscriber.connect(1, "nonsense")
     for port in ("99999999", "65536", "-5", "80x", ""):
         address = f"tcp://127.0.0.1:{port}"
-        with pytest.raises(EndpointError, match=f"^endpoint: got '{address}': '{port}' is no port up to 65535; allowed: "):
+        with pytest.raises(EndpointError, match=f"^endpoint: got '{address}': '{port}' is no port up to 65535, allowed: "):
             subscriber.connect(1, address)
         with pytest.raises(EndpointError, match=f"^replay_endpoint: got '{address}': "):
             subscriber.connect(1, "tcp://127.0.0.1:1", address)

@@ -468,10 +468,10 @@ def test_events_begin_with_nothing_in_the_tier() -> None:
     run_once(manager, 16)
     ids = manager.page_pool.get_new_page_ids(5)
     manager.page_pool.free_page_ids(ids)
-    with pytest.raises(ArgumentError, match=r"^4 pages are held and 0 prefixes cached already, allowed: none$"):
+    with pytest.raises(ArgumentError, match=r"^pool: got one with 4 held pages and 0 cached prefixes, allowed: 0 and 0$"):
         manager.enable_events()
     manager.complete_transfers(manager.take_transfers().number)
-    with pytest.raises(ArgumentError, match=r"^0 pages are held and 4 prefixes cached already, allowed: none$"):
+    with pytest.raises(ArgumentError, match=r"^pool: got one with 0 held pages and 4 cached prefixes, allowed: 0 and 0$"):
         manager.enable_events()
 
 
@@ -490,14 +490,18 @@ def test_events_without_msgspec(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_events_that_cannot_be_enabled() -> None:
     groups = [pagepool.CacheGroupSpec(FULL)]
     uncached = pagepool.CacheManager(8, groups, 64, enable_caching=False)
-    with pytest.raises(ArgumentError, match=r"^events: got a manager without prefix caching, which has none$"):
+    with pytest.raises(
+        ArgumentError, match=r"^events: got a manager without prefix caching, which has none, allowed: one with it$"
+    ):
         uncached.enable_events()
     late = pagepool.CacheManager(8, groups, 64)
     for call in (late.take_events, late.snapshot_events):
-        with pytest.raises(ArgumentError, match=r"^events: call enable_events before the first request$"):
+        with pytest.raises(
+            ArgumentError, match=r"^events: got a manager without them, allowed: one whose enable_events was called first$"
+        ):
             call()
     request = run_request(late, [1, 2, 3, 4, 5])
-    with pytest.raises(ArgumentError, match=r"^2 pages are held and 1 prefixes cached already, allowed: none$"):
+    with pytest.raises(ArgumentError, match=r"^pool: got one with 2 held pages and 1 cached prefixes, allowed: 0 and 0$"):
         late.enable_events()
     late.free(request)
     late.reset_prefix_cache()
@@ -505,5 +509,5 @@ def test_events_that_cannot_be_enabled() -> None:
     late.enable_events()
     with pytest.raises(ArgumentError, match=r"^hashes_as_bytes: got True, allowed: False$"):
         late.enable_events(hashes_as_bytes=True)
-    with pytest.raises(ArgumentError, match=r"^the pool has a journal already$"):
+    with pytest.raises(ArgumentError, match=r"^pool: got one that has a journal already, allowed: one without$"):
         pagepool.CacheManager(8, groups, 64, page_pool=late.page_pool).enable_events()

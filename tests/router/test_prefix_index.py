@@ -698,7 +698,7 @@ def test_arguments() -> None:
         ({"adapter": ("name",)}, ArgumentError, "^adapter: got a tuple of 1, allowed: a pair of name and path$"),
         ({"salt": 2.5}, ArgumentTypeError, "^salt: got float"),
         ({"images": 5}, ArgumentTypeError, "^images: got int, allowed: a sequence, or None$"),
-        ({"images": [5]}, ArgumentError, "^images: 5 has neither mm_hash nor identifier$"),
+        ({"images": [5]}, ArgumentError, "^images: got 5, allowed: features with mm_hash or identifier$"),
     ],
 )
 def test_wrong_keys_are_refused_by_the_name_of_the_argument(keys: dict[str, Any], error: type, message: str) -> None:

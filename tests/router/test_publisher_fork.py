@@ -49,7 +49,7 @@ def call_each():
         try:
             call()
         except ArgumentError as error:
-            assert str(error) == "the publisher is closed, or belongs to another process"
+            assert str(error) == "publisher: got one that is closed, or belongs to another process, allowed: an open one"
         else:
             sys.exit(5)
     publisher.close()

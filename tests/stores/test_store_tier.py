@@ -1031,7 +1031,7 @@ def test_steps_that_cannot_be_are_refused(num_tokens: Any, seconds: Any) -> None
 def test_a_manager_has_one_store() -> None:
     manager = make_manager(host_tier=HostTier(40))
     StoreTier(manager, make_store(), ROWS, NAMESPACE)
-    with pytest.raises(ArgumentError, match="the host tier has storage behind it"):
+    with pytest.raises(ArgumentError, match="host_tier: got one that has storage behind it"):
         StoreTier(manager, make_store(), ROWS, NAMESPACE)
 
 

@@ -37,7 +37,7 @@ def check_holders(PageStore store not None, requests, RunningRows rows=None, Cac
     else:
         rows.check_made()
         if rows.store is not store:
-            raise ArgumentError("rows: got those of another pool")
+            raise ArgumentError("rows: got those of another pool, allowed: those of this pool")
         rows.acquire_locks()
         flaw = find_flaw(store, checked, rows, rows.groups, &counts[0], &tier_counts[0])
         rows.release_locks()
@@ -52,7 +52,7 @@ cdef list requests_of(PageStore store, object values):
         if not isinstance(item, RequestPages):
             raise ArgumentTypeError(f"requests: got {type(item).__name__}, allowed: RequestPages")
         if (<RequestPages>item).store is not store:
-            raise ArgumentError("requests: got one of another pool")
+            raise ArgumentError("requests: got one of another pool, allowed: those of this pool")
     return requests
 
 

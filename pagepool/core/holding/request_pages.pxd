@@ -68,6 +68,8 @@ cdef class RequestPages:
 
 
 cdef int refuse_ahead(str name, int64_t num_slots, int64_t num_passed) except -1
+cdef int refuse_due(str name) except -1
+cdef int refuse_unshareable(str name) except -1
 cdef int require_banks(PageStore store, CacheGroups groups) except -1
 cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noexcept
 cdef Hits *list_hits(tuple hits) noexcept

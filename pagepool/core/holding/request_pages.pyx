@@ -8,13 +8,12 @@ from libc.stdint cimport INT64_MAX
 
 from pagepool.core.base cimport GIL_DISABLED, MAX_LOOKAHEAD, NEVER, resize
 from pagepool.core.pool cimport (
-    NOBODY, count_changes, count_refusal, give_back_all, is_cached_otherwise, queue_of_bank, set_session, shard_of,
+    NOBODY, count_changes, count_refusal, give_back_all, is_cached_otherwise, overdrawn_page, queue_of_bank, set_session,
+    shard_of,
 )
 from pagepool.core.values cimport as_list, ids_in, new_ids, size_of
 
-from pagepool.errors import (
-    ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, PageHashError, PageIdError, StateAheadError,
-)
+from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, PageHashError, PageIdError, StateAheadError
 
 
 cdef void lock_chain(HashChain chain) noexcept:
@@ -31,8 +30,24 @@ cdef void unlock_chain(HashChain chain) noexcept:
 cdef int refuse_ahead(str name, int64_t num_slots, int64_t num_passed) except -1:
     """Raise the error for lookahead that passes a checkpoint."""
     raise StateAheadError(
-        f"{name}: lookahead to token {num_slots} passes the checkpoint after {num_passed}, which would be made of a state that "
-        f"has seen more; allowed: up to {num_passed}, or further with restores_states=True"
+        f"{name}: got lookahead to token {num_slots}, which passes the checkpoint after {num_passed}, made of a state that "
+        f"would have seen more, allowed: up to {num_passed}, or further with restores_states=True"
+    )
+
+
+cdef int refuse_due(str name) except -1:
+    """Raise the error for copies or transfers that are due."""
+    raise CopiesDueError(
+        f"{name}: got copies or transfers of its pages that are due, allowed: none; call take_copies, and with a host tier "
+        "take_transfers, and do them, before"
+    )
+
+
+cdef int refuse_unshareable(str name) except -1:
+    """Raise the error for a fork of pages that cannot get a further reference."""
+    raise PageIdError(
+        f"{name}: got a page that cannot have a further reference, or was given back, or is free and has one, allowed: pages "
+        "that it holds"
     )
 
 
@@ -405,7 +420,10 @@ cdef class RequestPages:
         cdef int32_t shard
         cdef bint is_past_pages
         if target is self or target.store is not self.store or target.groups is not self.groups or len(target):
-            raise ArgumentError("target: got one of another pool or other groups, or that holds pages")
+            raise ArgumentError(
+                "target: got one of another pool or other groups, or that holds pages, allowed: another request, with the same "
+                "pool and groups, without pages"
+            )
         with self.store.lock:
             shard = find_shard(pool, &self.holding)
             is_past_pages = lacks_pages(&self.holding, <int32_t>num_computed)
@@ -426,9 +444,7 @@ cdef class RequestPages:
         if outcome == SHORT_OF_MEMORY:
             raise MemoryError("the page ids of a request")
         if outcome == UNSHAREABLE:
-            raise PageIdError(
-                "a page of the request cannot have a further reference, or was given back, or a free page has one"
-            )
+            refuse_unshareable("request")
         return outcome == FORKED
 
     def enter(self, HashChain chain not None, num_tokens, num_computed_tokens, context=0) -> None:
@@ -462,21 +478,18 @@ cdef class RequestPages:
     cdef int refuse(self, Outcome outcome, const Step *step, tuple hits, HashChain chain) except -1:
         """Raise the error for a step that was not done."""
         if outcome == COPIES_DUE:
-            raise CopiesDueError(
-                "copies of pages of the request are due, or transfers: call take_copies, and with a host tier take_transfers, "
-                "and do them, before"
-            )
+            refuse_due("request")
         if outcome == NOT_EMPTY:
             raise ArgumentError("hits: got some for a request that holds pages, allowed: none")
         if outcome == WRONG_HIT:
             refuse_hits(self, hits, chain)
         if outcome == LOST_PAGE:
-            raise DoubleFreeError(f"{self.store.shown_page(step.wrong_page)} is freed more often than it is held")
+            raise overdrawn_page(self.store.shown_page(step.wrong_page))
         if outcome == CACHED_OTHERWISE:
             page = f"{self.store.shown_page(step.wrong_page)} (at {step.wrong_at} of {step.wrong_num})"
             raise PageHashError(
-                f"{page} has a hash already: got other tokens than those that it was cached for, or an entry made by hand; "
-                "allowed: the same tokens, as long as the page is held"
+                f"{page}, which has a hash already: got other tokens than those that it was cached for, or an entry made by "
+                "hand, allowed: the same tokens, as long as the page is held"
             )
         if outcome == HELD_FREE:
             self.store.check_untaken(step.wrong_page)
@@ -540,7 +553,7 @@ cdef class RequestPages:
         self.store.lock.release()
         unlock_chain(chain)
         if overdrawn != NULL_PAGE:
-            raise DoubleFreeError(f"{self.store.shown_page(overdrawn)} of the request is freed more often than it is held")
+            raise overdrawn_page(f"{self.store.shown_page(overdrawn)} of the request")
         if not has_room:
             raise MemoryError("the page ids of a request, or their terms")
         if bad >= 0:
@@ -878,4 +891,6 @@ cdef int refuse_hits(RequestPages request, tuple hits, HashChain chain) except -
     page = "a page"  # none is wrong any more
     if flaw < 0:
         page = f"{request.store.shown_page(ids[i])} (at {i} of group {group.id})"
-    raise PageHashError(f"{page} does not hold this prefix: look it up again, right before allocate_slots")
+    raise PageHashError(
+        f"{page}: got a hit that does not hold this prefix, allowed: hits of a look-up right before allocate_slots"
+    )

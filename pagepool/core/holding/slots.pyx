@@ -96,6 +96,13 @@ cdef class RequestMaps:
             )
         return held
 
+    def refuse_nested(self, request_id) -> None:
+        """Raise the error for a request whose attributes allocate, fork or free pages under its id while a call reads them."""
+        raise ArgumentError(
+            f"request {shown(request_id)}: got attributes that allocate or free its pages while they are read, allowed: "
+            "attributes that leave the pages alone"
+        )
+
 
 @cython.auto_pickle(False)
 cdef class SlotAllocator:
@@ -333,7 +340,7 @@ cdef class SlotAllocator:
         if is_admission and self.groups.boundaries.writes_states:
             raise ArgumentError(
                 f"request {shown(request_id)}: got states with checkpoints=\"ends\", which a step writes to pages that "
-                "RunningBatch.take_writes names; allowed: rows of a RunningBatch"
+                "RunningBatch.take_writes names, allowed: rows of a RunningBatch"
             )
         if is_admission:
             held = RequestPages.__new__(RequestPages, self.store, self.groups, self.max_num_tokens, request)
@@ -425,6 +432,8 @@ cdef class SlotAllocator:
             tenant = require_name("tenant", getattr(request, "tenant", None))
         if hashes is not None and hashes.page_hashes:
             self.name_pages(hashes, held, hits, step.num_computed, num_hashed)
+        if self.held.get(request_id) is not (None if is_admission else held):
+            self.registry.refuse_nested(request_id)
         if needs_pages and is_admission:
             self.held[request_id] = held  # before anything is taken, so that no interrupt can lose it
         try:
@@ -470,7 +479,7 @@ cdef class SlotAllocator:
             raise ArgumentError("new_computed_pages: got pages, allowed without prefix caching: none")
         if self.held.get(request_id):
             raise ArgumentError(
-                f"new_computed_pages: got pages for request {shown(request_id)}, which holds some already; allowed: none"
+                f"new_computed_pages: got pages for request {shown(request_id)}, which holds some already, allowed: none"
             )
         return hits
 
@@ -495,7 +504,7 @@ cdef class SlotAllocator:
             if any([length != num_tokens for length in lengths]):
                 raise ArgumentError(
                     f"request {shown(request_id)}: got {num_tokens} computed tokens, and new_computed_pages of "
-                    f"{lengths} tokens by group; allowed with a state: all equal"
+                    f"{lengths} tokens by group, allowed with a state: all equal"
                 )
         if num_tokens == 0 or not self._no_ids:
             return 0

@@ -361,9 +361,9 @@ cdef class EntryJournal:
         if not has_room:
             raise MemoryError(f"the journal of {pool.num_pages} pages")
         if has_journal:
-            raise ArgumentError("the pool has a journal already")
+            raise ArgumentError("pool: got one that has a journal already, allowed: one without")
         if num_held or num_keys:
-            raise ArgumentError(f"{num_held} pages are held and {num_keys} prefixes cached already, allowed: none")
+            raise ArgumentError(f"pool: got one with {num_held} held pages and {num_keys} cached prefixes, allowed: 0 and 0")
 
     def add_context(self) -> int:
         """Return a new context: a small int for the extra keys and the session of a request; 0 means neither. It is kept while
@@ -501,5 +501,5 @@ cdef class EntryJournal:
 
     cdef int check_journaled(self) except -1:
         if not self.store.read(&self.pool.journal.num_contexts):
-            raise ArgumentError("the pool has no journal")
+            raise ArgumentError("pool: got one without a journal, allowed: one that has one")
         return 0

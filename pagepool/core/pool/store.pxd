@@ -11,6 +11,7 @@ from pagepool.core.values cimport HashChain, PageIds
 
 cdef Links *new_shard_links(const Pool *pool, Py_ssize_t num_shards) noexcept
 cdef void use_shard_links(Pool *pool, Links *links, int32_t num_shards) noexcept
+cdef object overdrawn_page(str page)
 
 
 cdef class CachePage
@@ -53,6 +54,7 @@ cdef class PageStore:
     cdef int check_untaken(self, int32_t bad) except -1
     cdef str shown_queue(self, int32_t queue)
     cdef str shown_page(self, int32_t page_id)
+    cdef int check_caching(self) except -1
     cdef int refuse_size(self, str what, int64_t num_pages, int32_t queue) except -1
     cdef Py_ssize_t give_back_ids(self, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept
     cdef Py_ssize_t give_back_row(self, PageIds ids, Py_ssize_t num_staying, const int32_t *terms=*) noexcept

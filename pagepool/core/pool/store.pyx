@@ -21,7 +21,7 @@ import os
 from pagepool.arguments import require_flag, require_name
 from pagepool.errors import (
     ArgumentError, ArgumentTypeError, DoubleFreeError, IntegrityError, OutOfPagesError, PageHashError, PageIdError,
-    RequestTooLargeError, shown,
+    RequestTooLargeError, made_twice, shown,
 )
 from pagepool.hashing import HashNames, PageHash, PageHashWithGroupId, checked_hash
 
@@ -83,12 +83,27 @@ cdef void use_shard_links(Pool *pool, Links *links, int32_t num_shards) noexcept
     link_shard_twins(pool)
 
 
+cdef object short_of_pages(Py_ssize_t num, Py_ssize_t num_free, str where=""):
+    """Return the error for pages that are not free."""
+    return OutOfPagesError(f"pages: got {num} asked for, {num_free} free{where}, allowed: at most the free ones")
+
+
+cdef object hashed_page(str page):
+    """Return the error for a hash of a page that has one."""
+    return PageHashError(f"{page}, which has a hash already: got another one, allowed: none")
+
+
+cdef object overdrawn_page(str page):
+    """Return the error for a page that is freed more often than it is held."""
+    return DoubleFreeError(f"{page}: got more frees than references, allowed: one for each")
+
+
 cdef inline int32_t record_of(PageStore store, object page) except -1:
     """Return the page id of a view; PageIdError for one of another pool."""
     if type(page) is not CachePage:
         raise ArgumentTypeError(f"pages: got {type(page).__name__}, allowed: CachePage")
     if (<CachePage>page).store is not store:
-        raise PageIdError(f"page {(<CachePage>page).page_id} belongs to another pool")
+        raise PageIdError(f"page {(<CachePage>page).page_id}: got one that belongs to another pool, allowed: this pool's")
     return (<CachePage>page).index
 
 
@@ -654,19 +669,29 @@ cdef class PageStore:
         cdef Py_ssize_t stop = self.pool.num_pages if stop_id is None else size_of(stop_id, "stop")
         return Range(start=<int32_t>size_of(first_id, "start"), stop=<int32_t>stop)
 
+    cdef int check_caching(self) except -1:
+        """Raise PageHashError without prefix caching."""
+        if not self.enable_caching:
+            raise PageHashError("page hash: got one without prefix caching, allowed: none")
+        return 0
+
     cdef int check_fixed(self) except -1:
         """Raise ArgumentError for the store of a queue: it grows, and arrays beside its records do not."""
         if not self.is_pool:
-            raise ArgumentError("the store of a queue has no shards, keeps no token ids and no journal")
+            raise ArgumentError(
+                "store: got that of a queue, which has no shards, token ids and journal, allowed: that of a pool"
+            )
         return 0
 
     def require_even(self, data_parallel_size) -> None:
-        """Raise ArgumentError in a store of several banks unless a number of shards divides the size of each."""
+        """Raise ArgumentError for less than one shard, and in a store of several banks unless the number divides all sizes."""
         cdef Pool *pool = &self.pool
         cdef Py_ssize_t i, n
-        if pool.num_banks == 1 or data_parallel_size is None:
+        if data_parallel_size is None:
             return
-        n = size_of(data_parallel_size, "data_parallel_size", 1)
+        n = size_of(data_parallel_size, "data_parallel_size", 1, INT64_MAX)
+        if pool.num_banks == 1:
+            return
         sizes = {name: count_pages_in(pool, queue_of_bank(<int32_t>i)) + 1 for i, name in enumerate(self.bank_names)}
         if any([size % n for size in sizes.values()]):
             allowed = f"a divisor of each size of {sizes}"
@@ -675,7 +700,7 @@ cdef class PageStore:
     def require_one_bank(self, what) -> None:
         """Raise ArgumentError in a store of several banks, which `what` does not support."""
         if self.pool.num_banks > 1:
-            raise ArgumentError(f"{what}: not supported with several pools ({', '.join(self.bank_names)})")
+            raise ArgumentError(f"{what}: got several pools ({', '.join(self.bank_names)}), allowed: one pool")
 
     cdef int32_t checked_context(self, object context) except -1:
         """Return a context as a valid number."""
@@ -760,8 +785,8 @@ cdef class PageStore:
 
     cdef int refuse_touch(self, int32_t page_id) except -1:
         cdef int32_t ref_cnt = self.record(page_id).ref_cnt
-        where = f"allowed: fewer than {INT32_MAX}" if ref_cnt else "and it is not in the free queue"
-        raise PageIdError(f"{self.shown_page(page_id)} cannot be touched: its ref count is {ref_cnt}, {where}")
+        allowed = f"fewer than {INT32_MAX}" if ref_cnt else "at least 1 outside the free queue"
+        raise PageIdError(f"{self.shown_page(page_id)}: got ref count {ref_cnt}, allowed for a touch: {allowed}")
 
     # Pages taken, and given back.
 
@@ -793,7 +818,7 @@ cdef class PageStore:
         self.lock.release()
         if num > num_free:
             where = "" if queue < 0 else f" in shard {checked_shard}"
-            raise OutOfPagesError(f"pages: {num} asked for, {num_free} free{where}")
+            raise short_of_pages(num, num_free, where)
         self.check_untaken(bad)
         return ids
 
@@ -852,7 +877,7 @@ cdef class PageStore:
         return bad
 
     cdef int refuse_give_back(self, PageIds ids, Py_ssize_t bad) except -1:
-        raise DoubleFreeError(f"{self.shown_page(ids[bad])} (at {bad} of {len(ids)}) is freed more often than it is held")
+        raise overdrawn_page(f"{self.shown_page(ids[bad])} (at {bad} of {len(ids)})")
 
     # The free queue.
 
@@ -904,7 +929,7 @@ cdef class PageStore:
                 assert not is_free(&self.pool, ids.ids[ids.num])
                 ids.num += 1
         if num > num_free:
-            raise OutOfPagesError(f"pages: {num} asked for, {num_free} free")
+            raise short_of_pages(num, num_free)
         if not has_room:
             raise MemoryError(f"{num} page ids")
         return ids
@@ -919,7 +944,7 @@ cdef class PageStore:
                 reuse(&self.pool, page_id)
                 assert not is_free(&self.pool, page_id)
         if not was_free:
-            raise PageIdError(f"page {page.page_id} is not in the free queue")
+            raise PageIdError(f"page {page.page_id}: got one that is not in the free queue, allowed: one that is")
 
     def append(self, page_ids) -> None:
         """Append pages to the queue in order. PageIdError for pages that are in it, or held."""
@@ -930,7 +955,7 @@ cdef class PageStore:
             assert bad >= 0 or ids.num == 0 or is_free(&self.pool, ids.ids[0])
         if bad >= 0:
             raise PageIdError(
-                f"page {self.page(ids[bad]).page_id} cannot be appended: it is in the free queue, held, or the null page"
+                f"page {self.page(ids[bad]).page_id}: got one in the free queue, a held one, or the null page, allowed: others"
             )
 
     def adopt(self, CachePage page not None) -> None:
@@ -942,9 +967,9 @@ cdef class PageStore:
         if home is self:
             return
         if page.is_null:
-            raise PageIdError(f"page {page.page_id} cannot be appended: it is a null page")
+            raise PageIdError(f"page {page.page_id}: got a null page, allowed: others")
         if home.is_pool or self.is_pool or home.is_free(index):
-            raise PageIdError(f"page {page.page_id} belongs to another pool or queue")
+            raise PageIdError(f"page {page.page_id}: got one that belongs to another pool or queue, allowed: others")
         record = home.record(index)
         with self.lock:
             has_room = add_records(self, self.pool.num_pages + <Py_ssize_t>1)
@@ -1053,10 +1078,9 @@ cdef class PageStore:
         cdef int32_t checked_group = group_of(group)
         cdef Entry entry
         cdef bint is_cached
-        if not self.enable_caching:
-            raise PageHashError("prefix caching is off")
+        self.check_caching()
         if checked == NULL_PAGE:
-            raise PageIdError("the null page cannot be cached")
+            raise PageIdError("page: got the null page, allowed: others, which can be cached")
         with self.lock:
             is_cached = self.pool.pages[checked].group != NO_GROUP
             if not is_cached:
@@ -1065,7 +1089,7 @@ cdef class PageStore:
                 cache(&self.pool, checked, &entry, NULL, NULL, 0)
             assert 0 < self.pool.num_keys <= self.pool.num_entries < self.pool.num_pages
         if is_cached:
-            raise PageHashError(f"page {checked} has a hash already")
+            raise hashed_page(f"page {checked}")
 
     def enter_pages(self, PageIds ids not None, HashChain chain not None, start, group, context=0, first_place=0) -> None:
         """Cache ``ids[start:]`` under their digests in the chain, all or nothing. Null pages are ignored.
@@ -1082,8 +1106,8 @@ cdef class PageStore:
         cdef Entry entry
         first_page.place = <int32_t>size_of(first_place, "first_place", 0, MAX_PAGES - ids.num)
         size_of(last, "num_full_pages", 0, len(chain))
-        if last > first and not self.enable_caching:
-            raise PageHashError("prefix caching is off")
+        if last > first:
+            self.check_caching()
         if self.pool.page_tokens != NULL and chain.count_tokens(1) >= self.pool.tokens_width:
             kept = self.pool.tokens_width - 1
             raise ArgumentError(f"page size: got {chain.count_tokens(1)} tokens, allowed: {kept}, as many as are kept")
@@ -1094,7 +1118,7 @@ cdef class PageStore:
                     entry = entry_of(chain, i, checked_group, first_page)
                     cache(&self.pool, ids.ids[i], &entry, &ranking, ids.ids, <int32_t>i)
         if bad >= 0:
-            raise PageHashError(f"{self.shown_page(ids.ids[bad])} (at {bad} of {ids.num}) has a hash already")
+            raise hashed_page(f"{self.shown_page(ids.ids[bad])} (at {bad} of {ids.num})")
 
     def drop(self, page_ids) -> int:
         """Drop the prefix entries of pages, which stay where they are. Return how many had one."""
@@ -1318,7 +1342,7 @@ cdef class CachePage:
         store.pop(1)
         store.set_ref_count(1, ref_cnt)
         if self.store is not None:  # last, because reading arguments may run Python code
-            raise ArgumentError("a page is made once")
+            raise made_twice("page")
         self.page_id, self.store, self.index, self.is_made_null = checked_id, store, 1, is_made_null
         self.own_hash = page_hash
         store.views[1] = self
@@ -1357,13 +1381,13 @@ cdef class CachePage:
     def incr_ref(self) -> None:
         """Add a reference."""
         if not change_ref_count(self.store, self.index, 1):
-            raise ArgumentError(f"page {self.page_id} has {self.ref_cnt} references, allowed: fewer than {INT32_MAX}")
+            raise ArgumentError(f"page {self.page_id}: got {self.ref_cnt} references before, allowed: fewer than {INT32_MAX}")
 
     def decr_ref(self) -> None:
         """Take a reference; DoubleFreeError at 0. The page does not enter the free queue; `PagePool.free_pages` puts it there.
         """
         if not change_ref_count(self.store, self.index, -1):
-            raise DoubleFreeError(f"page {self.page_id} has no reference to give back")
+            raise overdrawn_page(f"page {self.page_id}")
 
     @property
     def page_hash(self):
@@ -1387,7 +1411,7 @@ cdef class CachePage:
             if not is_cached:
                 self.own_hash = checked
         if is_cached:
-            raise PageHashError(f"page {self.page_id} has a hash already")
+            raise hashed_page(f"page {self.page_id}")
 
     def reset_hash(self) -> None:
         """Drop the page's prefix entry, if it has one."""

@@ -16,7 +16,7 @@ from pagepool.core.values cimport explained, int32_of, require_matrix
 
 import numpy as np
 
-from pagepool.errors import ArgumentError, ArgumentTypeError, RowIndexError, shown
+from pagepool.errors import ArgumentError, ArgumentTypeError, RowIndexError, made_twice, not_made, shown
 
 
 cdef enum:
@@ -576,7 +576,7 @@ cdef class InputArrays:
             if token_ids.shape[0] != n or not token_ids.flags.c_contiguous:
                 raise ArgumentError(f"token_ids: got {token_ids.shape[0]} rows, allowed: {n}, in a contiguous array")
         if self.numbers != NULL:  # checked after everything that may run Python code
-            raise ArgumentError("the arrays of inputs are given once")
+            raise made_twice("arrays of inputs")
         self.numbers = <int32_t *>calloc(13 * max_num_reqs + 1 + 2 * checked_sizes.num, sizeof(int32_t))
         self.seen = <int64_t *>calloc(n, sizeof(int64_t))
         self.source.tables = <Table **>calloc(checked_sizes.num, sizeof(Table *))
@@ -753,7 +753,7 @@ cdef class InputArrays:
         reader = self.steps[next_set] if self.steps is not None else None
         if reader is not None and reader is not result and is_read(reader):
             raise ArgumentError(
-                f"out: got {self.depth} sets, which steps that are not resolved read; allowed: more sets than steps in flight"
+                f"out: got {self.depth} sets, which steps that are not resolved read, allowed: more sets than steps in flight"
             )
         self.lock()
         filling.num_rows, filling.num_padded_tokens, filling.num_padded_rows = n, num_padded_tokens, num_padded_rows
@@ -875,7 +875,7 @@ cdef class InputArrays:
 
     cdef int lock(self) except -1:
         if self.numbers == NULL or self.lock_order is None:
-            raise ArgumentError("the inputs were not made: their constructor did not run, or failed")
+            raise not_made("inputs")
         if self.batch is not None:
             self.batch.lock.acquire()
         for table in self.lock_order:
@@ -894,27 +894,32 @@ cdef class InputArrays:
         if fault.kind == OUTSIDE_TABLE:
             raise RowIndexError(f"row: got {fault.row} (at {fault.at}), allowed: 0 to {self.source.num_rows - 1}")
         if fault.kind == NOT_READY:
-            raise ArgumentError(f"{name} is not admitted, or waits for tokens from elsewhere")
+            raise ArgumentError(
+                f"{name}: got a row that is not admitted, or waits for tokens from elsewhere, allowed: an admitted one that "
+                "waits for none"
+            )
         if fault.kind == REPEATED:
             raise ArgumentError(f"rows: got {fault.row} twice (the second at {fault.at}), allowed: each once")
         if fault.kind == STALE:
-            raise ArgumentError(f"{name}: was grown, cut, moved or released since the step; allowed: the row's last step")
+            raise ArgumentError(
+                f"{name}: got a row that was grown, cut, moved or released since the step, allowed: the row's last step"
+            )
         if fault.kind == WRONG_SPAN:
             raise ArgumentError(
                 f"{name}: got tokens {fault.start} to {fault.stop}, allowed: at least one of 0 to {self.source.max_num_tokens}"
             )
         if fault.kind == WITHOUT_SOURCE:
             raise ArgumentError(
-                f"{name}: its first token is sampled by another step than the one whose inputs were filled before, in any "
-                "StepInputs of the batch; allowed: with `sources`, rows of that step"
+                f"{name}: got a first token that is sampled by another step than the one whose inputs were filled before, in "
+                "any StepInputs of the batch, allowed: with `sources`, rows of that step"
             )
         if fault.kind == FEW_DRAFTS:
-            raise ArgumentError(f"draft_token_ids: got {num_drafts} a row, fewer than the unknown tokens of {name}")
+            raise ArgumentError(f"draft_token_ids: got {num_drafts} a row, allowed: at least the unknown tokens of {name}")
         if fault.kind == MANY_TOKENS:
             raise ArgumentError(f"tokens: got {fault.stop}, allowed: {num_tokens}, which is num_tokens")
         if fault.kind == LONG_KEYS:
             raise ArgumentError("kv_start_loc: got more keys than int32 can count, allowed: with int64 in `dtypes`")
         raise ArgumentError(
-            f"{name}: token {fault.start} has page {fault.page_id} in group {fault.group}, allowed: one whose slots fit the "
+            f"{name}: got token {fault.start} in page {fault.page_id} of group {fault.group}, allowed: one whose slots fit the "
             "array's type; tokens need slots, and lie not behind a window"
         )

@@ -202,7 +202,7 @@ cdef class RowRequest:
             is_claimed = self.rows.batch.records[self.row].is_claimed
             self.rows.batch.records[self.row].is_claimed = 1
         if is_claimed:
-            raise ArgumentError(f"row {self.row} is admitted already, or being admitted")
+            raise ArgumentError(f"row {self.row}: got a row that is admitted already, or being admitted, allowed: a free one")
         return 0
 
     cdef int set_contents(self, list extra_keys) except -1:
@@ -319,7 +319,9 @@ cdef class RowRequest:
         if num_passed < INT64_MAX:
             refuse_ahead(f"row {self.row}", self.num_step_slots, num_passed)
         if not is_right:
-            raise PageHashError(f"row {self.row}: a page that was hit cannot be held")
+            raise PageHashError(
+                f"row {self.row}: got a hit on a page that cannot be held, allowed: pages that take a further reference"
+            )
         rows.store.check_untaken(held_free)
         if not has_room:
             raise MemoryError("the pages that were hit")

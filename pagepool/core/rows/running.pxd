@@ -72,6 +72,7 @@ cdef class RunningRows:
 
 cdef int lock_for(RunningRows running, StepResult step, str name) except -1
 cdef StepResult checked_step(RunningRows running, object step, str name)
+cdef object not_admitted(str name)
 cdef int check_drafts(const Batch *batch, str name, int64_t num_drafts) except -1
 cdef StepResult add_call(StepResult step, StepResult call)
 cdef StepResult new_admission(RunningRows running, Py_ssize_t row)

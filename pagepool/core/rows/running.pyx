@@ -13,24 +13,25 @@ from pagepool.core.holding cimport (
     FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkExtent, ForkOutcome, awaits_copies, copy_ids, count_places,
     draw_references, drop_copies, find_fork_shortage, find_overdrawn, find_short_bank, find_wrong, fork_extent, fork_group,
     give_back_behind, has_copies, has_window, keeps_checkpoints, list_last_first, pages_for, prepare_fork, queue_for,
-    rate_and_list, rate_pages, record_loads, record_taken, refuse_ahead, require_banks, shortage_beside, skip_unread,
-    waits_for_loads,
+    rate_and_list, rate_pages, record_loads, record_taken, refuse_ahead, refuse_due, refuse_unshareable, require_banks,
+    shortage_beside, skip_unread, waits_for_loads,
 )
 from pagepool.core.pool cimport (
-    FILLED, FILLING, MAX_BANKS, NO_BANK, Ranking, Tier, Transfer, bank_of_queue, count_free, count_refusal, take,
+    FILLED, FILLING, MAX_BANKS, NO_BANK, Ranking, Tier, Transfer, bank_of_queue, count_free, count_refusal,
+    overdrawn_page, take,
 )
 from pagepool.core.rows.steps cimport *
 from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport FailedLoads, find_oldest_load, queue_save, queue_transfer, reserve_transfers
-from pagepool.core.values cimport array_of, hashing_of, ids_in, require_instance
+from pagepool.core.values cimport array_of, changed_values, hashing_of, ids_in, require_instance
 
 from numbers import Real
 
 import numpy as np
 
 from pagepool.errors import (
-    ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, OutOfPagesError, PageIdError, RowIndexError,
-    RowOverflowError, StateAheadError,
+    ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, OutOfPagesError, RowIndexError, RowOverflowError,
+    StateAheadError, made_twice, not_made,
 )
 from pagepool.refusal import Refusal
 
@@ -194,9 +195,12 @@ cdef StepResult checked_step(RunningRows running, object step, str name):
     """Return a step of the batch that was neither taken back nor resolved."""
     cdef StepResult checked = require_instance(step, StepResult, name)
     if checked.batch is not running:
-        raise ArgumentError(f"{name}: got one {'of another batch' if checked.batch else 'that was taken back already'}")
+        raise ArgumentError(
+            f"{name}: got one {'of another batch' if checked.batch else 'that was taken back already'}, allowed: a step of "
+            "this batch, before it is taken back"
+        )
     if checked.is_resolved:
-        raise ArgumentError(f"{name}: got one that was resolved already")
+        raise ArgumentError(f"{name}: got one that was resolved already, allowed: one that was not")
     return checked
 
 
@@ -342,7 +346,7 @@ cdef class RunningRows:
         cdef Py_ssize_t num_hash_tokens = size_of(hash_page_size, "hash_page_size", 0, MAX_TOKENS)
         cdef Py_ssize_t num_steps_ahead = size_of(max_steps_ahead, "max_steps_ahead", 0, MAX_TOKENS)
         if self.batch.groups != NULL:  # checked after the arguments, which may run Python code
-            raise ArgumentError("the rows of a batch are made once")
+            raise made_twice("rows of a batch")
         if not checked.num or checked.num != len(by_group):
             raise ArgumentError(f"groups: got {checked.num} for {len(by_group)} tables, allowed: one each, at least 1")
         if num_hash_tokens and not store.enable_caching:
@@ -427,7 +431,7 @@ cdef class RunningRows:
 
     cdef int check_made(self) except -1:
         if not self.batch.num_rows:
-            raise ArgumentError("the batch was not made: its constructor did not run, or failed")
+            raise not_made("batch")
         return 0
 
     cdef int acquire_locks(self) except -1:
@@ -852,12 +856,12 @@ cdef class RunningRows:
         self.release_locks()
         if overdrawn != NULL_PAGE:
             page = self.store.shown_page(overdrawn)
-            raise DoubleFreeError(f"row {source}: {page}, which it holds, was given back by somebody else")
+            raise lost_page(f"row {source}", page)
         if not is_running or is_due:
             if is_moving:
                 refuse_in_flight(batch, source)
             refuse_unready(batch, source, is_due)
-            raise ArgumentError(f"row {source} holds no computed tokens: there is nothing to swap out")
+            raise ArgumentError(f"row {source}: got a row without computed tokens, allowed: one with some, to swap out")
         if not has_memory:
             raise MemoryError(f"the pages of row {source}")
         return is_saved
@@ -888,7 +892,7 @@ cdef class RunningRows:
             drop_swapped(batch, target)
         self.release_locks()
         if not is_swapped:
-            raise ArgumentError(f"row {target} has no pages in the host tier")
+            raise ArgumentError(f"row {target}: got a row that has no pages in the host tier, allowed: a row swapped out")
         self.store.check_untaken(held_free)
         return num_computed if is_back or fill != FILLED and fill != FILLING else None
 
@@ -907,7 +911,7 @@ cdef class RunningRows:
         cdef int32_t row, first, num_tokens
         self.check_made()
         if loads.store is not self.store:
-            raise ArgumentError("failed: got loads of another pool")
+            raise ArgumentError("failed: got loads of another pool, allowed: those of the batch's pool")
         rewound.reserve(self.batch.num_rows)
         lost.reserve(self.batch.num_rows)
         self.acquire_locks()
@@ -1199,7 +1203,10 @@ cdef StepResult run_growth(
     is_due = num_right < growth.num_rows and at_joined < 0 and has_due(running, growth.rows[num_right], True)
     running.release_locks()
     if at_joined >= 0:
-        raise ArgumentError(f"row {running.batch.checked_rows[at_joined]} (at {at_joined}) is in the step already")
+        raise ArgumentError(
+            f"row {running.batch.checked_rows[at_joined]} (at {at_joined}): got a row that is in the step already, "
+            "allowed: others"
+        )
     if num_right < growth.num_rows:
         if tokens is not None:
             refuse_negative(tokens.ids, tokens.num, 0)
@@ -1520,8 +1527,8 @@ cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bin
     free(by_row)
     if not is_right:
         raise ArgumentError(
-            f"rows {source} and {target}: {'admitted' if has_source else 'free'} and "
-            f"{'admitted' if has_target else 'free'}, allowed: "
+            f"rows {source} and {target}: got {'an admitted' if has_source else 'a free'} and "
+            f"{'an admitted' if has_target else 'a free'} one, allowed: "
             f"{'an admitted row and a free one' if is_move else 'rows that are not being admitted'}"
         )
     return 0
@@ -1666,7 +1673,7 @@ cdef void fail_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept no
 
 cdef int check_tier(RunningRows running) except -1:
     if running.store.pool.tier == NULL:
-        raise ArgumentError("row: cannot be swapped without a host tier; allowed: a manager with host_tier")
+        raise ArgumentError("row: got one of a manager without a host tier, allowed with host_tier: rows to swap")
     return 0
 
 
@@ -1880,25 +1887,34 @@ cdef int check_lengths(PageIds tokens, PageIds rows) except -1:
     return 0
 
 
+cdef object not_admitted(str name):
+    """Return the error for a row that is not admitted."""
+    return ArgumentError(f"{name}: got a row that is not admitted, allowed: an admitted one")
+
+
+cdef object lost_page(str name, str page):
+    """Return the error for a page of a row that was given back."""
+    return DoubleFreeError(f"{name}: got {page} given back by somebody else, allowed: pages that the row gives back itself")
+
+
 cdef int refuse_unready(const Batch *batch, Py_ssize_t row, bint is_due, bint may_wait=False, Py_ssize_t at=-1) except -1:
     """Raise if a row is not admitted, had copies due when a call stopped at it (`is_due`), or, unless it `may_wait`, waits for
     tokens from elsewhere. `at` is its index in a list of rows.
     """
     cdef str name = f"row {row} (at {at})" if at >= 0 else f"row {row}"
     if not batch.records[row].is_admitted:
-        raise ArgumentError(f"{name} is not admitted")
+        raise not_admitted(name)
     if batch.records[row].num_external and not may_wait:
         raise ArgumentError(
-            f"{name} waits for {batch.records[row].num_external} tokens from elsewhere: "
-            "call commit_external or fail_external before"
+            f"{name}: got a row that waits for {batch.records[row].num_external} tokens from elsewhere, allowed: one that "
+            "waits for none; call commit_external or fail_external before"
         )
     if is_due and has_writes_due(batch, row):
-        raise CopiesDueError(f"{name}: writes of its states are due: call take_writes, and let its step do them, before")
-    if is_due:
         raise CopiesDueError(
-            f"{name}: copies of its pages are due, or transfers: call take_copies, and with a host tier take_transfers, and do "
-            "them, before"
+            f"{name}: got writes of its states that are due, allowed: none; call take_writes, and let its step do them, before"
         )
+    if is_due:
+        refuse_due(name)
     return 0
 
 
@@ -1922,9 +1938,9 @@ cdef int32_t refuse_row(RunningRows running, const int32_t *rows, Py_ssize_t at)
 
 cdef int refuse_in_flight(const Batch *batch, Py_ssize_t row) except -1:
     raise StateAheadError(
-        f"row {row}: a planned step computes its tokens up to {batch.flights[row].num_planned}; allowed: none behind its "
-        f"{batch.records[row].num_tokens} known tokens, and with a state none behind the {batch.records[row].num_computed} "
-        "computed ones; resolve the step before"
+        f"row {row}: got a planned step that computes its tokens up to {batch.flights[row].num_planned}, allowed: none behind "
+        f"its {batch.records[row].num_tokens} known tokens, and with a state none behind the "
+        f"{batch.records[row].num_computed} computed ones; resolve the step before"
     )
 
 
@@ -1945,10 +1961,10 @@ cdef int refuse_step_ahead(RunningRows running, int32_t row, Py_ssize_t at, int3
     if num_drafts < 0:
         raise ArgumentError(f"row {row} (at {at}): got {num_drafts} drafts, allowed: at least 0")
     if num_left:
-        raise ArgumentError(f"row {row} (at {at}): has {num_left} known tokens to compute, allowed: 0; grow it")
+        raise ArgumentError(f"row {row} (at {at}): got {num_left} known tokens to compute, allowed: 0; grow it")
     if not 0 < flight.num_launched - flight.num_told <= batch.max_steps_ahead:
         raise ArgumentError(
-            f"row {row} (at {at}): {flight.num_launched - flight.num_told} of its steps that sample a token are not resolved, "
+            f"row {row} (at {at}): got {flight.num_launched - flight.num_told} steps that sample a token and are not resolved, "
             f"allowed: 1 to {batch.max_steps_ahead}, which is max_steps_ahead; resolve some, or append its token and grow it"
         )
     if num_drafts:
@@ -1978,7 +1994,7 @@ cdef int refuse_growth(RunningRows running, const Growth *growth, Py_ssize_t at,
     if growth.num_excess:
         running.store.refuse_size(f"row {row} (at {at})", growth.num_excess, growth.short_queue)
     if find_lost_page(&running.store.pool, holding, num_computed) != NULL_PAGE:
-        raise DoubleFreeError(f"row {row} (at {at}): a page that it holds was given back by somebody else")
+        raise lost_page(f"row {row} (at {at})", "a page")
     if 0 <= num_new <= num_left and num_ahead > 0:
         num_room_tokens = room_for(&running.batch, num_computed + num_new, num_ahead)
         num_passed = find_passed(&running.batch, row, num_new, num_room_tokens)
@@ -2001,7 +2017,9 @@ cdef int refuse_resolution(RunningRows running, const Resolution *resolution, Re
         num_drafts = drafts_of(&running.batch, resolution.growth, at)
         raise ArgumentError(f"{name}: got {num} tokens, allowed: at most {num_drafts + 1}, with {num_drafts} drafts")
     if fault == TOO_EARLY:
-        raise ArgumentError(f"{name}: an earlier step of it is not resolved; allowed: steps in the order of their launch")
+        raise ArgumentError(
+            f"{name}: got a step before an earlier one that is not resolved, allowed: steps in the order of their launch"
+        )
     if fault == NONE_TOLD:
         raise ArgumentError(f"{name}: got no token, allowed: at least 1, which a later step in flight computes")
     raise ArgumentError(f"{name}: got {num} tokens, allowed: 0, since it was grown or got tokens otherwise since the step")
@@ -2012,10 +2030,13 @@ cdef int refuse_undo(RunningRows running, const Growth *growth, Py_ssize_t at, b
     if is_due:
         refuse_unready(&running.batch, row, True, True, at)
     if growth.is_admission or not is_as_grown(&running.batch, growth, at):
-        raise ArgumentError(f"row {row} (at {at}): was grown, cut, moved or released since; allowed: the last call first")
+        raise ArgumentError(
+            f"row {row} (at {at}): got a row that was grown, cut, moved or released since, allowed: the last call first"
+        )
     raise ArgumentError(
-        f"row {row} (at {at}): cannot go back: pages that it had or needs again were given back, when they fell out of the "
-        "attention window or by somebody else, or have other holders; release it, or these, with num_computed_tokens"
+        f"row {row} (at {at}): got a row that cannot go back, since pages that it had or needs again were given back, when "
+        "they fell out of the attention window or by somebody else, or have other holders, allowed: a row with these pages to "
+        "itself; release it, or the holders, with num_computed_tokens"
     )
 
 
@@ -2041,8 +2062,8 @@ cdef int refuse_trim(RunningRows running, PageIds rows, Py_ssize_t at, int32_t n
             f"0, or from {running.batch.records[row].num_computed} on"
         )
     raise ArgumentError(
-        f"row {row} (at {at}): cannot be cut to {num_tokens} tokens: pages that they need were given back, "
-        "when they fell out of the attention window or by somebody else"
+        f"num_tokens: got {num_tokens} (at {at}), which need pages that were given back, when they fell out of the attention "
+        f"window or by somebody else, allowed: a number of tokens whose pages row {row} holds"
     )
 
 
@@ -2054,11 +2075,11 @@ cdef int refuse_release(RunningRows running, PageIds rows, PageIds counts, const
         raise MemoryError("the pages of the rows, or their terms")
     if release.outcome == OVERDRAWN:
         page = running.store.shown_page(release.page_id)
-        raise DoubleFreeError(f"{page} is given back by a row more often than it is held")
+        raise overdrawn_page(f"{page} of a row")
     if release.outcome == WRONG_ROW:
         row = refuse_row(running, rows.ids, release.at)
         if counts is None:
-            raise ArgumentError("rows: changed during the call")
+            raise changed_values("rows")
         computed = amounts_in(counts)
         raise ArgumentError(
             f"num_computed_tokens: got {amount(&computed, release.at)} (at {release.at}), "
@@ -2080,17 +2101,18 @@ cdef int refuse_fork(RunningRows running, Py_ssize_t source, PageIds targets, Py
         extent = extent_of(batch, source)
         shortage = find_fork_shortage(batch.pool, holding, &extent, targets.num, batch.rows[source].shard)
         where = "" if batch.pool.num_banks == 1 else f" in {running.store.shown_queue(shortage.queue)}"
-        raise OutOfPagesError(f"row {source}: its forks need {shortage.num_needed} pages, {shortage.num_free} are free{where}")
-    if outcome == UNSHAREABLE:
-        raise PageIdError(
-            f"row {source}: a page that it holds cannot have a further reference, or was given back, or a free page has one"
+        raise OutOfPagesError(
+            f"row {source}: got forks that need {shortage.num_needed} pages, allowed: at most the {shortage.num_free} that are "
+            f"free{where}"
         )
+    if outcome == UNSHAREABLE:
+        refuse_unshareable(f"row {source}")
     raise MemoryError(f"forks of row {source}")
 
 
 cdef int refuse_end(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_external, bint is_due) except -1:
     if num_external == 0:
-        raise ArgumentError(f"row {row} waits for no tokens from elsewhere")
+        raise ArgumentError(f"row {row}: got a row that waits for no tokens from elsewhere, allowed: one that waits for some")
     refuse_unready(batch, row, is_due, True)
     if num_tokens > num_external:
         raise ArgumentError(f"row {row}: got {num_tokens} tokens, allowed: at most the {num_external} for which it waits")

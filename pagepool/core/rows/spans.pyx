@@ -139,7 +139,7 @@ cdef class Lease:
                 if has_end:
                     set_end(&self.store.pool, &self.span, duration)
         if not has_end:
-            raise ArgumentError("the lease has ended, or is one of page ids, which has no end")
+            raise ArgumentError("lease: got one that has ended, or that never ends, since it is of page ids, allowed: others")
 
     def release(self) -> None:
         """Give the references back, the last page's first; a second call does nothing. DoubleFreeError, and nothing changed, if
@@ -233,34 +233,40 @@ cdef class TokenSpan:
     cdef const Held *own            # [groups] pages that the request or row holds; NULL: none
 
     def __cinit__(self, start=0, stop=None):
-        self.start = size_of(start, "start", 0, INT64_MAX)
-        self.stop = INT64_MAX if stop is None else size_of(stop, "stop", self.start, INT64_MAX)
+        self.start = size_of(start, "start", 0, INT64_MAX - 1)
+        self.stop = INT64_MAX if stop is None else size_of(stop, "stop", self.start, INT64_MAX - 1)
 
     def __reduce__(self):
         raise ArgumentTypeError("a span of tokens cannot be pickled")
+
+    cdef TokenSpan unbound(self):
+        """Return the same span of no request and no row."""
+        cdef TokenSpan span = TokenSpan.__new__(TokenSpan, self.start)
+        span.stop = self.stop
+        return span
 
     def of_request(
         self, PageStore store not None, CacheGroups groups not None, HashChain chain not None, num_tokens,
         RequestPages held=None,
     ) -> TokenSpan:
         """Return the span for a request of `num_tokens` tokens, hashed by `chain`, which holds the pages `held`, or none."""
-        cdef TokenSpan span = TokenSpan.__new__(TokenSpan, self.start, self.stop)
+        cdef TokenSpan span = self.unbound()
         if held is not None and (held.store is not store or held.groups is not groups):
-            raise ArgumentError("held: got pages of another pool or other groups")
+            raise ArgumentError("held: got pages of another pool or other groups, allowed: those of this pool and these groups")
         span.store, span.groups, span.chain, span.held = store, groups, chain, held
         span.num_tokens = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
         return span
 
     def of_row(self, RunningRows rows not None, row) -> TokenSpan:
         """Return the span for a row."""
-        cdef TokenSpan span = TokenSpan.__new__(TokenSpan, self.start, self.stop)
+        cdef TokenSpan span = self.unbound()
         span.row = rows.checked_row(row)
         span.rows, span.store, span.groups = rows, rows.store, rows.groups
         return span
 
     cdef PageStore require_store(self):
         if self.store is None:
-            raise ArgumentError("the span is of no request and no row: call of_request or of_row")
+            raise ArgumentError("span: got one of no request and no row, allowed: one that of_request or of_row returns")
         return self.store
 
     cdef int lock(self) except -1:
@@ -279,7 +285,7 @@ cdef class TokenSpan:
             record = &self.rows.batch.records[self.row]
             if not record.is_admitted:
                 self.rows.release_locks()
-                raise ArgumentError(f"row {self.row} is not admitted")
+                raise not_admitted(f"row {self.row}")
             if self.rows.batch.hash_page_size:
                 hash_row(&self.rows.batch, self.row, count_keyed(&self.rows.batch, record.num_tokens))
             self.digests, self.num_digests = digests_of(&self.rows.batch, self.row), record.num_hashed
@@ -432,6 +438,8 @@ cdef class TokenSpan:
         finally:
             if not is_held:
                 self.store.leases.pop(lease)
+        if self.start > num_tokens:
+            raise ArgumentError(f"start: got {self.start}, allowed: 0 to {num_tokens}, the known tokens")
         if not is_inside:
             raise ArgumentError(f"stop: got {self.stop}, allowed: {self.start} to {num_tokens}, the known tokens")
         if lost >= 0 or lost_end:

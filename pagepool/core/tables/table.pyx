@@ -12,7 +12,8 @@ from pagepool.core.values cimport as_list, as_page_ids, explained, int32_of, req
 import numpy as np
 
 from pagepool.errors import (
-    ArgumentError, ArgumentTypeError, IntegrityError, PageIdError, RowIndexError, RowOverflowError, shown,
+    ArgumentError, ArgumentTypeError, IntegrityError, PageIdError, RowIndexError, RowOverflowError, made_twice, not_made,
+    shown,
 )
 
 cdef object INT32 = np.dtype(np.int32)
@@ -226,7 +227,7 @@ cdef object make_aligned_zeros(Py_ssize_t num_rows, Py_ssize_t num_columns):
 
 cdef int require_made(const Table *table) except -1:
     if not table.num_rows:
-        raise ArgumentError("the page table was not made: its constructor did not run, or failed")
+        raise not_made("page table")
     return 0
 
 
@@ -246,7 +247,7 @@ cdef int refuse_put(const Put *put) except -1:
     if bad >= 0:
         raise PageIdError(f"page id: got {put.ids[bad]} (at {bad}), allowed: at least 0")
     raise RowOverflowError(
-        f"row {put.row} has {put.start} pages, {put.n} more were given, allowed: {put.table.num_columns} in all"
+        f"row {put.row}: got {put.n} pages behind {put.start} that it has, allowed: {put.table.num_columns} in all"
     )
 
 
@@ -405,7 +406,7 @@ cdef class TableRows(TableGroup):
         page_table, num_pages = make_aligned_zeros(n, columns), np.zeros(n, dtype=INT32)
         extent, flags = np.zeros(n, dtype=INT32), np.zeros(n * (num_segments + 1), dtype=np.uint8)
         if self.table.num_rows:  # checked after everything that may run Python code
-            raise ArgumentError("the rows of a table are made once")
+            raise made_twice("rows of a table")
         self.page_table_cpu, self.num_pages_per_row = page_table, num_pages
         self.table_view, self.num_pages_view, self.extent_view, self.flags_view = page_table, num_pages, extent, flags
         self.table = Table(
@@ -457,9 +458,9 @@ cdef class TableRows(TableGroup):
             with self.lock:
                 bad = map_slots(&self.table, row_ids.ids, at.ids, &slots[0], at.num, size)
             if bad < at.num:
-                got = f"row {row_ids.ids[bad]}, position {at.ids[bad]} (at {bad})"
+                got = f"slot: got row {row_ids.ids[bad]}, position {at.ids[bad]} (at {bad})"
                 if 0 <= row_ids.ids[bad] < num_rows and 0 <= at.ids[bad] < stop:
-                    raise ArgumentError(f"slot: {got}, allowed: slots that fit int32")
+                    raise ArgumentError(f"{got}, allowed: slots that fit int32")
                 raise RowIndexError(f"{got}, allowed: rows below {num_rows}, positions below {stop}")
         return result
 
@@ -551,7 +552,8 @@ cdef tuple checked_tables(object page_tables):
     cdef tuple tables = tuple(as_list(page_tables, "page_tables"))
     for table in tables:
         if not isinstance(table, TableRows) or not 0 < table.max_num_reqs == tables[0].max_num_reqs:
-            raise ArgumentError("page_tables: allowed: page tables with one number of rows")
+            got = f"one of {table.max_num_reqs} rows" if isinstance(table, TableRows) else type(table).__name__
+            raise ArgumentError(f"page_tables: got {got}, allowed: page tables with one number of rows")
     if len({id(table) for table in tables}) != len(tables):
         raise ArgumentError("page_tables: got one twice, allowed: each once")
     return tables
@@ -571,7 +573,7 @@ cdef class GroupedRows(TableGroup):
         """Group `page_tables`, different `TableRows` with one number of rows."""
         cdef tuple tables = checked_tables(page_tables)
         if self.num_tables:
-            raise ArgumentError("the tables of groups are given once")
+            raise made_twice("tables of groups")
         self.page_tables, self.in_lock_order = tables, in_lock_order(tables)
         self.tables, self.lock_order = PySequence_Fast_ITEMS(tables), PySequence_Fast_ITEMS(self.in_lock_order)
         self.num_tables = len(tables)

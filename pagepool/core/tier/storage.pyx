@@ -24,7 +24,7 @@ from pagepool.errors import ArgumentError
 
 cdef PageTier tier_of(PageStore store):
     if store.pool.tier == NULL:
-        raise ArgumentError("store: got one without a host tier")
+        raise ArgumentError("store: got one without a host tier, allowed: one with a tier")
     return <PageTier><object>store.tier
 
 
@@ -91,7 +91,7 @@ def link_storage(PageStore store not None, bint writes_through=False, min_uses=1
     free(uses)
     free(arrivals)
     if not is_new:
-        raise ArgumentError("the host tier has storage behind it, allowed: none yet")
+        raise ArgumentError("host_tier: got one that has storage behind it, allowed: one without")
 
 
 def unlink_storage(PageStore store not None) -> None:

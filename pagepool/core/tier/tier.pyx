@@ -187,7 +187,7 @@ cdef class PageTier:
     cdef int check_behind(self, PageStore store) except -1:
         """Raise ArgumentError unless the tier is behind a store, whose lock guards it."""
         if store.tier != <PyObject *>self:
-            raise ArgumentError("store: got one with another tier")
+            raise ArgumentError("store: got one with another tier, allowed: the one of this tier")
         return 0
 
 
@@ -197,7 +197,7 @@ def add_tier(PageStore store not None, PageTier tier not None) -> None:
     store.check_fixed()
     is_fitting = tier.num_device_pages == store.pool.num_pages and tier.pages.pool.num_banks == store.pool.num_banks
     if not store.enable_caching or not is_fitting:
-        raise ArgumentError("host_tier: got one for another pool")
+        raise ArgumentError("host_tier: got one for another pool, allowed: one of this pool's size, with prefix caching")
     with store.lock:
         is_new = store.pool.tier == NULL and not tier.is_used
         if is_new:
@@ -206,7 +206,9 @@ def add_tier(PageStore store not None, PageTier tier not None) -> None:
             Py_INCREF(tier)
             store.tier = <PyObject *>tier
     if not is_new:
-        raise ArgumentError("host_tier: got one for a pool that has one, or one that a pool has")
+        raise ArgumentError(
+            "host_tier: got one for a pool that has one, or one that a pool has, allowed: a new one, for a pool without"
+        )
 
 
 @cython.final

@@ -13,6 +13,7 @@ from operator import index as as_index
 import numpy as np
 
 from pagepool.arguments import as_list as listed
+from pagepool.arguments import require_unmasked
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 
 cdef extern from "Python.h":
@@ -124,8 +125,10 @@ cdef int32_t int32_of_index(object value) except? -1:
 
 cdef object explained(str name, object error):
     """Return the typed error for an error of `int32_of`."""
-    cls = ArgumentTypeError if isinstance(error, TypeError) else ArgumentError
-    return cls(f"{name}: {error}, allowed: ints that fit int32")
+    cls, got = ArgumentTypeError if isinstance(error, TypeError) else ArgumentError, str(error)
+    if not got.startswith("got"):  # C's own words
+        got = "got an int beyond 64 bits"
+    return cls(f"{name}: {got}, allowed: ints that fit int32")
 
 
 cdef int32_t page_id_of(object value) except? -1:
@@ -142,7 +145,7 @@ cdef int32_t group_of(object group) except -1:
 cdef object as_int32_array(object values, str name):
     """Return a NumPy array as a contiguous int32 vector, copied only if necessary."""
     if type(values) is not ndarray:
-        values = np.asarray(values)  # a subclass may lie about itself
+        values = np.asarray(require_unmasked(name, values))  # a subclass may lie about itself
     if values.ndim != 1 or (values.dtype is not INT32 and values.dtype.kind not in "iu"):
         raise ArgumentTypeError(
             f"{name}: got an array of {values.dtype} with {values.ndim} dimensions, allowed: one of ints with 1 dimension"
@@ -185,7 +188,7 @@ cdef object require_instance(object value, type kind, str name):
 cdef object require_matrix(object values, object dtype, str name):
     """Return `values`, which must be a matrix of this type. A subclass, which may lie about itself, becomes a plain array."""
     if isinstance(values, ndarray) and type(values) is not ndarray:
-        values = np.asarray(values)
+        values = np.asarray(require_unmasked(name, values))
     if not isinstance(values, ndarray) or values.ndim != 2 or values.dtype != dtype:
         allowed = f"allowed: an array of {np.dtype(dtype)} with 2 dimensions"
         raise ArgumentTypeError(f"{name}: got {type(values).__name__}, {allowed}")

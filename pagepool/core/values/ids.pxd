@@ -47,6 +47,7 @@ cdef inline const int32_t *ids_in(PageIds ids) noexcept:
     return ids.ids if ids is not None and ids.num else NULL
 
 
+cdef object changed_values(str name)
 cdef PageIds as_page_ids(object values, str name=*)
 cdef PageIds as_own_ids(object values, str name)
 cdef int refuse_negative(const int32_t *token_ids, Py_ssize_t n, Py_ssize_t first) except -1

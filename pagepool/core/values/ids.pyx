@@ -11,6 +11,7 @@ from pagepool.core.values.arguments cimport *
 
 import numpy as np
 
+from pagepool.arguments import require_unmasked
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 cdef object ndarray = np.ndarray
@@ -88,10 +89,10 @@ cdef class PageIds:
         try:
             for i in range(start + num, stop):
                 if i >= len(items):
-                    raise ArgumentError(f"{name}: the list shrank while it was read")
+                    raise changed_values(name)
                 number = int32_of(items[i])  # may run Python code that changes the list, or even self
                 if self.num + num >= self.capacity:
-                    raise ArgumentError(f"{name}: changed while the list was read")
+                    raise changed_values(name)
                 self.ids[self.num + num] = number
                 num += 1
         except (OverflowError, TypeError) as error:
@@ -134,6 +135,11 @@ cdef class PageIds:
         return array_of(self.ids, self.num)
 
 
+cdef object changed_values(str name):
+    """Return the error for a list that another thread, or an item, changes during a call."""
+    return ArgumentError(f"{name}: got values that changed while they were read, allowed: values that stay as they are")
+
+
 cdef bint borrow(PageIds ids, object values) except -1:
     """Borrow the ids of an array for a new object, without a copy. They change with the array, and none may be added. Return
     False for an array of another type or layout. The buffer is read directly, since a Cython memoryview costs more.
@@ -171,7 +177,10 @@ cdef PageIds as_page_ids(object values, str name="page_ids"):
     ids = PageIds.__new__(PageIds)
     if not is_array and not isinstance(values, ndarray):
         ids.add_items(as_list(values, name), 0, MAX_PAGES, name)
-    elif not borrow(ids, values) and not borrow(ids, as_int32_array(values, name)):
+        return ids
+    if not is_array:
+        require_unmasked(name, values)
+    if not borrow(ids, values) and not borrow(ids, as_int32_array(values, name)):
         raise ArgumentTypeError(f"{name}: got an array whose buffer cannot be read, allowed: one of int32")
     return ids
 
