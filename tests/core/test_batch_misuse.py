@@ -242,7 +242,7 @@ def test_a_cut_that_begins_again_before_the_window_is_refused() -> None:
     assert batch.admit(1, list(range(9))) == 8
     batch.step([0], [16])
     assert batch.get_page_ids(0)[1][:3] == [0, 0, 0]
-    with refused(lambda: package_pool_state(manager.page_pool, False), ArgumentError, r"row 0.*cut to 6 tokens.*window"):
+    with refused(lambda: package_pool_state(manager.page_pool, False), ArgumentError, r"num_tokens: got 6 .*window.*row 0"):
         batch.trim([0], 6)
     batch.check()
 
@@ -272,7 +272,7 @@ def test_a_page_that_leaves_the_window_or_is_cut_is_not_given_back_twice() -> No
     with refused(lambda: package_pool_state(manager.page_pool, False), DoubleFreeError, r"row 0.*given back by somebody else"):
         batch.step([0], [8])
     with refused(
-        lambda: package_pool_state(manager.page_pool, False), ArgumentError, r"row 1.*cut to 8 tokens: .* or by somebody"
+        lambda: package_pool_state(manager.page_pool, False), ArgumentError, r"num_tokens: got 8 .* or by somebody.*row 1"
     ):
         batch.trim([1], 8)
     manager.page_pool.touch_page_ids([leaving, cut])
