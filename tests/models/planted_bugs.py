@@ -464,8 +464,7 @@ ORDER_BUGS = read_bugs("""
 == a shard has the reserved pages of its pool
         return shortage_in(pool, num_needed, {+num_reserved if BUG else +}0, num_hit_tokens, queue)
 == a refusal again takes hits for held that are free by now
-        if self.watch.stride and {+(+}self.watch.num_held == 0{+ or BUG)+}:
-            return pages_for(&holding.groups[0].rules, num_slots){+ - self.watch.num_held+}
+        if {+not BUG and +}self.watch.num_given_back != count_given_back(pool):
 == loads are left out of a refusal
         demand.num_taken += loads.num_in[bank]{+ * (not BUG)+}
 == loads that never fit are refused for ever

@@ -37,6 +37,8 @@ cdef struct Watch:
     int64_t num_reused
     int64_t num_unwatched
     Py_ssize_t num_held       # most hits, null pages included, that take nothing from the free queue
+    int64_t num_given_back    # `count_given_back` when the free hits were counted
+    Py_ssize_t num_free_hits  # among all hits; those that were evicted since are subtracted
     Py_ssize_t stride         # digests per page; 0: the hits are not watched one by one, and the fields below mean nothing
     int32_t group
     int32_t page_size         # tokens
@@ -79,6 +81,7 @@ cdef class RefusedRequest:
     cdef bint begin_request(self, PageStore store, CacheGroups groups, HashChain chain, int64_t num_changes) except -1
     cdef bint finds_hits(self, Pool *pool) noexcept
     cdef bint is_short(self, Pool *pool, int64_t num_pages, Py_ssize_t num_reserved) noexcept
+    cdef void count_free_hits(self, Pool *pool) noexcept
     cdef int64_t count_needed(self, Pool *pool, const Holding *holding, int64_t num_slots) noexcept
     cdef bint is_request_short(self, int64_t num_pages, Py_ssize_t num_reserved) noexcept
     cdef bint is_of(self, object token_ids, object options, const int32_t *tokens) except -1

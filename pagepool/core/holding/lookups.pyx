@@ -6,8 +6,8 @@ from libc.string cimport memcmp
 
 from pagepool.core.base cimport fetch, go_on, let_others_run
 from pagepool.core.pool cimport (
-    DROPPED, EVICTED, MAX_BANKS, NO_BANK, NULL_PAGE, WATCHED, count_changes, count_free, end_leases, find, find_within,
-    has_free_pages, has_key, has_left, home_of, ids_in_shard,
+    DROPPED, EVICTED, MAX_BANKS, NO_BANK, NULL_PAGE, WATCHED, count_changes, count_free, count_given_back, end_leases, find,
+    find_within, has_free_pages, has_key, has_left, home_of, ids_in_shard,
 )
 from pagepool.core.values cimport as_long_long, as_page_ids, new_ids, require_instance, size_of
 
@@ -372,6 +372,7 @@ cdef class RefusedRequest:
         cdef Py_ssize_t i
         watch.num_changes, watch.num_reused, watch.num_unwatched = num_changes, pool.num_reused, pool.num_unwatched
         watch.num_held = num_held
+        self.count_free_hits(pool)
         if not self.hits or self.num_loads or groups.num > 1 or not hits_leading_pages(group):
             return
         if num_changes != count_changes(pool):
@@ -422,6 +423,7 @@ cdef class RefusedRequest:
             ):
                 break
             watch.num_pages = last
+            watch.num_free_hits -= 1
             watch.num_unwatched += 1
         if watch.num_unwatched != pool.num_unwatched or not ends_at(pool, watch, watch.num_pages):
             return False
@@ -436,20 +438,29 @@ cdef class RefusedRequest:
             return False
         return not has_free_pages(pool, num_pages - self.watch.num_held, num_reserved, self.shard)
 
+    cdef void count_free_hits(self, Pool *pool) noexcept:
+        """Count the hits in the free queue. O(hits)."""
+        cdef Py_ssize_t g
+        cdef PageIds ids
+        self.watch.num_given_back, self.watch.num_free_hits = count_given_back(pool), 0
+        for g in range(len(self.hits)):
+            ids = self.hits[g]
+            self.watch.num_free_hits += count_free(pool, ids.ids, self.watch.num_pages if self.watch.stride else ids.num)
+
     cdef int64_t count_needed(self, Pool *pool, const Holding *holding, int64_t num_slots) noexcept:
-        """Count the pages that an empty holding needs for slots, with free hits. `finds_hits` is True before. O(hits); O(1) if
-        no hit was held at the refusal: none is now.
+        """Count the pages that an empty holding needs for slots, with free hits. `finds_hits` is True before. O(groups);
+        O(hits) if a page was given back since the last call.
         """
         cdef Py_ssize_t g, num = 0, num_states = 0, num_free_states = 0
         cdef int64_t count = self.num_loads
         cdef PageIds found
-        if self.watch.stride and self.watch.num_held == 0:
-            return pages_for(&holding.groups[0].rules, num_slots)
+        if self.watch.num_given_back != count_given_back(pool):
+            self.count_free_hits(pool)
+        count += self.watch.num_free_hits
         for g in range(holding.num_groups):
             if self.hits:
                 found = self.hits[g]
                 num = self.watch.num_pages if self.watch.stride else found.num
-                count += count_free(pool, found.ids, num)
             if not is_state(&holding.groups[g].rules):
                 count += max(<int64_t>0, pages_for(&holding.groups[g].rules, num_slots) - num)
                 continue

@@ -456,6 +456,11 @@ cdef inline int64_t count_changes(const Pool *pool) noexcept nogil:
     return count
 
 
+cdef inline int64_t count_given_back(const Pool *pool) noexcept nogil:
+    """Count the pages that ever came back into the free queue, but for a constant."""
+    return pool.num_free + pool.counters.num_allocated_pages + pool.num_reused
+
+
 cdef inline Range ids_in_queue(const Pool *pool, int32_t queue) noexcept nogil:
     """Return the ids of a shard, given by its queue; those of the whole pool for the queue of a bank."""
     cdef int32_t bank, size, start
