@@ -907,16 +907,17 @@ class CacheManager(KeyHolder, SlotAllocator):
         Changes of the host tier have the medium ``"CPU"``. After an interrupted call the next one starts over, with
         `AllBlocksCleared` and the whole cache. Raise ArgumentError unless events are enabled. O(changes).
         """
-        return self._require_event_source().take()
+        return self.event_source.take()
 
     def snapshot_events(self) -> "list[Event]":
         """Return all cached pages as `BlockStored`, parents first, then those of the host tier, for a router that starts late.
         Call `take_events` first: its next result would repeat changes that this one includes. O(num_pages).
         """
-        return self._require_event_source().list_all()
+        return self.event_source.list_all()
 
-    def _require_event_source(self) -> "EventSource":
-        """Return the source of events. Raise ArgumentError unless they are enabled."""
+    @property
+    def event_source(self) -> "EventSource":
+        """The source of these events, for a publisher. Raise ArgumentError unless events are enabled."""
         if self._registry.event_source is None:
             raise ArgumentError("events: got a manager without them, allowed: one whose enable_events was called first")
         return self._registry.event_source

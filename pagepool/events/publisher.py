@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -34,7 +34,6 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, sho
 from pagepool.events.connections import Guard, Peers
 from pagepool.events.messages import AllBlocksCleared, Event, EventBatch, encode_batch, require_seconds
 from pagepool.events.source import EventSource
-from pagepool.manager import CacheManager
 
 __all__ = ["EventPublisher"]
 
@@ -387,6 +386,14 @@ def _forget_workers() -> None:
 os.register_at_fork(after_in_child=_forget_workers)
 
 
+class HasEvents(Protocol):
+    """A `CacheManager` with events enabled."""
+
+    @property
+    def event_source(self) -> EventSource:
+        """The source of its events."""
+
+
 class EventPublisher(contextlib.AbstractContextManager["EventPublisher"]):
     """Publisher of a manager's events, and of events passed to `publish`, in its own thread.
 
@@ -413,7 +420,7 @@ class EventPublisher(contextlib.AbstractContextManager["EventPublisher"]):
 
     def __init__(
         self,
-        manager: CacheManager | None = None,
+        manager: HasEvents | None = None,
         endpoint: str = DEFAULT_ENDPOINT,
         replay_endpoint: str | None = None,
         *,
@@ -437,9 +444,9 @@ class EventPublisher(contextlib.AbstractContextManager["EventPublisher"]):
         its port taken; ArgumentError for values out of range, a secret key without client keys or the reverse, invalid keys,
         keys without CURVE in libzmq, and a manager without events or with another publisher.
         """
-        if manager is not None and not isinstance(manager, CacheManager):
+        source = None if manager is None else getattr(manager, "event_source", None)
+        if manager is not None and not isinstance(source, EventSource):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager or None")
-        source = None if manager is None else manager._require_event_source()
         other = WORKERS.get(id(source))
         if other is not None and other.is_open:
             raise ArgumentError("manager: got one whose events another publisher takes, allowed: others")

@@ -11,17 +11,23 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pagepool.arguments import require_mapping
 from pagepool.errors import ArgumentError, ArgumentTypeError
-from pagepool.manager import CacheManager
 from pagepool.stats import CacheStats, TimeHistogram
 
 __all__ = ["CacheCollector"]
+
+
+class HasStats(Protocol):
+    """A `CacheManager`, whose numbers are read at each scrape."""
+
+    def stats(self) -> CacheStats:
+        """Return state and counters."""
 
 
 class CacheCollector(Collector):
@@ -31,22 +37,22 @@ class CacheCollector(Collector):
     the label ``pool``, the name of a pool; the other metrics count the pages of all pools.
     """
 
-    def __init__(self, manager: CacheManager, labels: Mapping[str, str] | None = None) -> None:
+    def __init__(self, manager: HasStats, labels: Mapping[str, str] | None = None) -> None:
         """`labels` are added to each sample. As with vLLM, the dashboard distinguishes engines by ``model_name`` and
         ``engine``. Errors are those of `add`.
         """
         self._label_names = sorted(_require_labels(labels or {}))
-        self._managers: dict[tuple[str, ...], CacheManager] = {}
+        self._managers: dict[tuple[str, ...], HasStats] = {}
         self.add(manager, labels)
 
-    def add(self, manager: CacheManager, labels: Mapping[str, str] | None = None) -> None:
+    def add(self, manager: HasStats, labels: Mapping[str, str] | None = None) -> None:
         """Add another manager of the process, for example of another data-parallel rank, since a registry takes only one
         collector.
 
         Raise ArgumentError unless its labels have the same names and other values, and the names are letters, digits and
         underscores; ArgumentTypeError unless values are strings.
         """
-        if not isinstance(manager, CacheManager):
+        if not callable(getattr(manager, "stats", None)) or not isinstance(manager.stats(), CacheStats):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
         labels = _require_labels(labels or {})
         if sorted(labels) != self._label_names:

@@ -399,7 +399,7 @@ def list_locks() -> list[tuple[str, Any, list[Call]]]:
     ]
     return [
         ("CacheManager", manager._registry.lock, calls),
-        ("EventSource", manager._require_event_source()._lock, [manager.take_events]),
+        ("EventSource", manager.event_source._lock, [manager.take_events]),
         ("HashNames", names._lock, [lambda: names.add(1, PageHash(2, ()))]),
         ("pagepool.page_table", page_table.COMMIT_LOCK, [PageTable(1, 1, 1).clear]),
     ]

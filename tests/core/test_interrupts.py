@@ -206,7 +206,7 @@ def test_a_reset() -> None:
 
 def test_taking_events() -> None:
     """After an interrupt at any place, the next events are a snapshot."""
-    for manager in interrupted_everywhere(make_told, lambda manager: manager._require_event_source().take(), 11):
+    for manager in interrupted_everywhere(make_told, lambda manager: manager.event_source.take(), 11):
         router = Router()
         router.apply(manager.take_events())
         assert len(router.pages) == len(manager.page_pool.cached_page_hash_to_page)

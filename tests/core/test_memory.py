@@ -407,7 +407,7 @@ def test_a_call_of_a_manager_that_runs_out_of_memory_loses_nothing(call: Callabl
 @alone
 def test_taking_events_without_memory_is_made_up_for(name: str) -> None:
     """For each failed allocation, the next events are complete."""
-    for manager in Failure().each(make_told, lambda manager: getattr(manager._require_event_source(), name)()):
+    for manager in Failure().each(make_told, lambda manager: getattr(manager.event_source, name)()):
         router = Router()
         router.apply(manager.take_events())
         assert len(router.pages) == len(manager.page_pool.cached_page_hash_to_page) > 0

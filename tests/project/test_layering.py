@@ -23,7 +23,7 @@ CORE_ROWS = CORE_ROW.findall((ROOT / "pagepool/core/README.md").read_text())
 ROOMS = [row.rstrip("/") for row in CORE_ROWS if row.endswith("/")]
 FILE = re.compile(r"`(?:([\w/]+)/)?(\w+)\.pyx?`")
 FOLDERS = {"compat"}  # its files may import one another
-PARTED = {"events", "hashing", "stats"}  # some of their files are below the core or the manager, some above
+PARTED = {"hashing"}  # some of its files are below the core, some above
 ENGINES = {"easydel", "jax", "vllm"}
 OPTIONAL = ENGINES | {
     "cbor2",

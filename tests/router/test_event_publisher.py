@@ -528,7 +528,7 @@ def test_a_publisher_is_closed_once(publisher: EventPublisher, manager: pagepool
 
 def test_a_closed_publisher_keeps_no_source() -> None:
     manager = make_told()
-    source = weakref.ref(manager._require_event_source())
+    source = weakref.ref(manager.event_source)
     EventPublisher(manager, LOOPBACK).close()
     del manager
     gc.collect()

@@ -57,7 +57,7 @@ class ToldTwins(FeaturedTwins):
         super().compare_states()
         manager = self.system.manager
         if self.num_calls % 50 == 40:
-            manager._require_event_source().start_over()
+            manager.event_source.start_over()
         if self.num_calls % 3 == 0:
             forget_names(manager.page_pool.store)
 
@@ -327,7 +327,7 @@ def test_extra_keys_are_kept_as_long_as_somebody_needs_them(monkeypatch: pytest.
     """Each request has its own salt, and pages or rows outlive many others."""
     manager = make_told(num_pages=64)
     batch = pagepool.RunningBatch(manager, pagepool.PageTable(2, 16, 64))
-    values = manager._require_event_source().contexts._values
+    values = manager.event_source.contexts._values
     batch.admit(0, [1, 2, 3], cache_salt="row")
     run_request(manager, [1, 2, 3, 4], cache_salt="page")
     for i in range(500):
