@@ -46,9 +46,7 @@ def make_parser() -> ArgumentParser:
     add("--num-devices", 1, "number of devices over which the heads are divided")
     add("--num-pages", 0, f"pages of the KV cache, including the null page; 0: {NUM_PAGES}, or more if beams need them")
     add("--num-state-pages", 0, "states of a hybrid, including the null page; 0: four for each request that runs at once")
-    add("--num-host-pages", 0, "pages in host memory, for what is evicted and for preempted requests; 0: none")
-    add("--host-bandwidth", 1e10, "bytes a second to or from the host: decides whether a preempted request is moved there")
-    add("--prefill-rate", 1e4, "tokens computed again in a second: likewise")
+    add("--num-host-pages", 0, "pages in host memory, for what is evicted; 0: none")
     add("--page-size", 8, "tokens in a page")
     add("--checkpoint-interval", 32, "tokens between the states that a hybrid keeps inside prompts")
     add("--steps-ahead", 0, "steps that are planned before the tokens of the one that runs are known")
@@ -117,8 +115,6 @@ def make_engine(args: Namespace) -> Engine:
             attend=ATTENTIONS[args.attention],
             num_devices=args.num_devices,
             num_host_pages=args.num_host_pages,
-            host_bandwidth=args.host_bandwidth,
-            prefill_rate=args.prefill_rate,
             max_steps_ahead=args.steps_ahead,
             store=args.store,
         )

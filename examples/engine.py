@@ -15,7 +15,7 @@ from model import Attention, Weights, digest_weights
 from request import Chunk, Request, SamplingParams
 from runner import ModelRunner, pack
 from sampling import NextTokens
-from scheduler import Scheduler, SwapCosts
+from scheduler import Scheduler
 
 from pagepool import (
     CacheGroupSpec,
@@ -52,8 +52,6 @@ class Engine:
         attend: Attention = attend_by_gather,
         num_devices: int = 1,
         num_host_pages: int = 0,
-        host_bandwidth: float = 1e10,
-        prefill_rate: float = 1e4,
         hash_seed: str | None = None,
         max_steps_ahead: int = 0,
         store: Path | None = None,
@@ -61,11 +59,10 @@ class Engine:
         """The cache has `num_pages` pages of `page_size` tokens; at most `max_num_reqs` requests run at once. A hybrid keeps
         its states where requests resume, and in prompts at multiples of `checkpoint_interval` tokens, in a pool of
         `num_state_pages` pages; 0 means four for each request. Evicted pages move to `num_host_pages` pages of host memory,
-        states to a number in proportion, and so do preempted requests if `SwapCosts` finds that cheaper; 0 turns this off.
-        Up to `max_steps_ahead` steps are planned and started before the tokens of the one that runs are known. Routers must
-        hash prompts with the same `hash_seed`. Computed pages are also kept in files below the folder `store`, for later
-        engines and others with the same weights; then the host has twice the pages of the pool, or more. Raise ValueError for
-        values that cannot work.
+        states to a number in proportion; 0 turns this off. Up to `max_steps_ahead` steps are planned and started before the
+        tokens of the one that runs are known. Routers must hash prompts with the same `hash_seed`. Computed pages are also kept
+        in files below the folder `store`, for later engines and others with the same weights; then the host has twice the pages
+        of the pool, or more. Raise ValueError for values that cannot work.
         """
         sizes = {
             "num_pages": (num_pages, 2),
@@ -79,9 +76,6 @@ class Engine:
         for name, (size, least) in sizes.items():
             if not least <= size <= MAX_SIZE:
                 raise ValueError(f"{name}: got {size}, allowed: {least} to {MAX_SIZE}")
-        for name, rate in {"host_bandwidth": host_bandwidth, "prefill_rate": prefill_rate}.items():
-            if not rate > 0:
-                raise ValueError(f"{name}: got {rate}, allowed: above 0")
         is_hybrid = "linear_query" in weights
         num_state_pages = (num_state_pages or 4 * max_num_reqs) if is_hybrid else num_pages
         pool_sizes, host_sizes = [num_pages, num_state_pages], []
@@ -110,9 +104,8 @@ class Engine:
         self.table = MultiGroupPageTable(
             self.num_rows, max_model_len, max_num_batched_tokens, page_sizes, self.runner.replicated
         )
-        costs = SwapCosts(self.runner.count_page_bytes(), host_bandwidth, prefill_rate) if num_host_pages else None
         limits = max_num_reqs, max_num_batched_tokens
-        self.scheduler = Scheduler(self.manager, self.table, *limits, costs, max_steps_ahead, self.store)
+        self.scheduler = Scheduler(self.manager, self.table, *limits, max_steps_ahead, self.store)
         self.padded_sizes = list_padded_sizes(max_num_batched_tokens)
         lengths = {"num_tokens": self.padded_sizes[-1], "num_reqs": max_num_reqs, "depth": max_steps_ahead + 1}
         fields = ["token_ids", "rows", "positions", "last_tokens", "starts", "seq_lens"]
@@ -198,7 +191,7 @@ class Engine:
         If the model fails, the step is undone and the error is raised; later steps compute the same tokens again.
         """
         step, requests = self.scheduler.schedule()
-        for _ in range(self.num_rows):  # wait for transfers in progress, or swap rows, until some chunk can run
+        for _ in range(self.num_rows):  # wait for transfers in progress until some chunk can run
             if requests or self.in_flight or self.host_tier is None:
                 break
             self.move_pages()

@@ -44,8 +44,7 @@ def print_figures(engine: Engine) -> None:
     print_memory(engine)
     if engine.host_tier is not None:
         tier = engine.host_tier.stats()
-        print(f"Pages saved to the host: {tier.num_saved_pages}. Loaded pages: {tier.num_loaded_pages}.", end=" ")
-        print(f"Swapped requests: {engine.scheduler.num_swaps}.")
+        print(f"Pages saved to the host: {tier.num_saved_pages}. Loaded pages: {tier.num_loaded_pages}.")
     if stats.store is not None:
         found = f"{stats.store.num_found_pages} of {stats.store.num_looked_up_pages} found"
         print(f"Pages in the store: {stats.store.num_saved_pages} saved, {found}, {stats.store.num_loaded_pages} loaded.")

@@ -41,7 +41,6 @@ class Request:
         self.number = number
         self.samples: list[Request] = []  # samples of the same prompt, which fork before its last token
         self.candidates: Candidates = ()  # the most probable next tokens of a beam, once its last token is computed
-        self.is_swapped = False  # whether it waits in its row with its pages on the host
         self.row = -1  # this and the next field describe the last admission, or fork
         self.num_cached_tokens: int | None = None
         self.num_in_flight = 0  # steps that compute its tokens, and whose results are not known

@@ -6,7 +6,6 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import NamedTuple
 
 from request import Request
 
@@ -14,25 +13,9 @@ from pagepool import CacheManager, EngineRequest, FailedLoads, MultiGroupPageTab
 from pagepool.errors import OutOfPagesError
 from pagepool.stores import StoreTier
 
-__all__ = ["Scheduler", "SwapCosts"]
+__all__ = ["Scheduler"]
 
 by_arrival = attrgetter("number")
-
-
-class SwapCosts(NamedTuple):
-    """Costs that decide whether a preempted request is swapped to the host: it is, if moving its bytes there and back at
-    `host_bandwidth` bytes a second takes less time than recomputing its tokens at `prefill_rate` tokens a second. A page of
-    cache group `i` has ``page_bytes[i]`` bytes. Pages that may still be cached when the request returns are ignored.
-    """
-
-    page_bytes: Sequence[int]
-    host_bandwidth: float
-    prefill_rate: float
-
-    def is_swap_cheaper(self, batch: RunningBatch, row: int) -> bool:
-        """Whether swapping is cheaper for a row."""
-        num_bytes = sum(len(ids) * size for ids, size in zip(batch.get_page_ids(row), self.page_bytes, strict=False))
-        return 2 * num_bytes / self.host_bandwidth < int(batch.num_computed_tokens[row]) / self.prefill_rate
 
 
 class Scheduler:
@@ -46,13 +29,12 @@ class Scheduler:
         table: MultiGroupPageTable,
         max_num_reqs: int,
         max_num_batched_tokens: int,
-        costs: SwapCosts | None = None,
         max_steps_ahead: int = 0,
         store: StoreTier | None = None,
     ) -> None:
-        """Use the first `max_num_reqs` rows of the table for requests. Without `costs` no request is swapped to the host. Up to
-        `max_steps_ahead` steps are planned before the tokens of the one that runs are known. A request waits for its pages in
-        the `store`, if there is one, while others go first.
+        """Use the first `max_num_reqs` rows of the table for requests. Up to `max_steps_ahead` steps are planned before the
+        tokens of the one that runs are known. A request waits for its pages in the `store`, if there is one, while others go
+        first.
         """
         self.batch = RunningBatch(manager, table, writes="anywhere", max_steps_ahead=max_steps_ahead)
         self.max_steps_ahead = max_steps_ahead
@@ -60,10 +42,9 @@ class Scheduler:
         self.waiting: list[Request] = []  # oldest first, as in the next list
         self.running: list[Request] = []
         self.free_rows = deque(range(max_num_reqs))
-        self.costs = costs
         self.store = store
         self.is_fetching = False  # whether the last step was planned without a request whose pages are on their way
-        self.num_preemptions = self.num_swaps = 0
+        self.num_preemptions = 0
 
     def add(self, request: Request) -> None:
         """Look up the pages of a request in the store, and queue it. A step may run in another thread."""
@@ -75,7 +56,7 @@ class Scheduler:
         """Drop a request. If it has a row, tokens beyond this number may be wrong."""
         if self.store is not None:
             self.store.forget(request)
-        if request in self.running or request.is_swapped:
+        if request in self.running:
             self.batch.release([request.row], num_computed_tokens)
             self.free_rows.append(request.row)
         (self.running if request in self.running else self.waiting).remove(request)
@@ -142,34 +123,9 @@ class Scheduler:
         return request.num_in_flight > 0 and request.is_sampled and num_sampled < num_most
 
     def preempt(self, request: Request) -> None:
-        """Preempt a request: swap it to the host if that is cheaper and possible. Its candidates are dropped."""
+        """Preempt a request: it waits at its place, and hits its cached pages when it is admitted again."""
         self.num_preemptions += 1
-        may_swap = self.costs and not request.candidates and not request.num_in_flight
-        if may_swap and self.costs.is_swap_cheaper(self.batch, request.row):
-            request.is_swapped = self.batch.swap_out(request.row)
-        if request.is_swapped:
-            self.running.remove(request)
-            insort(self.waiting, request, key=by_arrival)
-            self.num_swaps += 1
-        else:
-            self.put_back(request)
-
-    def swap_in(self, request: Request) -> bool:
-        """Resume a swapped request from the next step on, if its pages can be loaded."""
-        request.is_swapped = self.batch.swap_in(request.row) is None
-        if not request.is_swapped:
-            self.waiting.remove(request)
-            insort(self.running, request, key=by_arrival)
-        return not request.is_swapped
-
-    def find_row(self) -> int | None:
-        """Return a free row. If there is none, the newest swapped request gives up its row and is computed again."""
-        swapped = [request for request in self.waiting if request.is_swapped]
-        if swapped and not self.free_rows:
-            self.batch.release([swapped[-1].row])
-            self.free_rows.append(swapped[-1].row)
-            swapped[-1].is_swapped = False
-        return self.free_rows[0] if self.free_rows else None
+        self.put_back(request)
 
     def rewind(self, failed: FailedLoads) -> None:
         """Send back requests whose pages failed to load, to the token before these pages. Steps in flight drop their tokens."""
@@ -192,15 +148,11 @@ class Scheduler:
         pages are on their way are left out.
         """
         for request in list(self.waiting):
-            if not budget:
-                break
-            if request.is_swapped and self.swap_in(request):
-                continue
-            row = None if request.is_swapped else self.find_row()
-            if row is None:
+            if not budget or not self.free_rows:
                 break
             if not self.is_ready(request):
                 continue
+            row = self.free_rows[0]
             num_cached = self.batch.admit(
                 row,
                 request.token_ids[:-1] if request.samples else request.token_ids,

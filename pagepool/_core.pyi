@@ -302,9 +302,7 @@ class PageStore:
     def drop(self, page_ids: _Ids) -> int:
         """Drop the prefix entries of pages, which stay where they are. Return how many had one."""
     def drop_all(self) -> int:
-        """Drop every prefix entry, in the tier too, unless pages are held, or swapped-out rows have pages in the tier. Return
-        how many are. O(num_pages).
-        """
+        """Drop every prefix entry, in the tier too, unless pages are held. Return how many are. O(num_pages)."""
     def key_of(self, page_id: int) -> tuple[int, int] | None:
         """Return ``(int key, group)`` of a cached page, or None. The key is the whole digest in a store that keeps these."""
     def page_hash_of(self, page_id: int) -> PageHashWithGroupId | None:
@@ -1170,8 +1168,8 @@ class RunningRows:
         engine tells the token by `append`. None means one each; without `token_ids`, none. Computed tokens then include the
         accepted drafts, and the sampled token that a later step has in flight. Slots of rejected drafts stay.
 
-        Return where the tokens of each row went: its row, which may have moved, or -1 for a request that was released or
-        swapped out since, or whose computed tokens were cut; its tokens are dropped. int32 ``[len(step)]``.
+        Return where the tokens of each row went: its row, which may have moved, or -1 for a request that was released since,
+        or whose computed tokens were cut; its tokens are dropped. int32 ``[len(step)]``.
 
         Steps of a row that sample tokens are resolved in the order of their launch, each once; they end the chunks of its
         prompt before them, too. ArgumentError, and nothing changed, for a wrong
@@ -1258,10 +1256,10 @@ class RunningRows:
         """Let a pending row run once the first `num_tokens` of its awaited tokens have arrived: they count as computed, and
         their full pages are cached. `grow` computes the other tokens, whose slots stay.
 
-        Until then the row's new pages are not cached, and `grow`, `step`, `trim`, `fork` and `swap_out` raise ArgumentError for
-        it; `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists,
-        once the due copies and transfers are done. It may leave out pages that lie behind the window of all later tokens: those
-        are given back. With a state all tokens have to arrive.
+        Until then the row's new pages are not cached, and `grow`, `step`, `trim` and `fork` raise ArgumentError for it;
+        `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists, once
+        the due copies and transfers are done. It may leave out pages that lie behind the window of all later tokens: those are
+        given back. With a state all tokens have to arrive.
 
         ArgumentError for a row that is not pending, for more tokens than it waits for, and with a state for fewer;
         CopiesDueError while copies or transfers of its pages are due. Nothing has changed then. O(pages cached).
@@ -1285,26 +1283,6 @@ class RunningRows:
         With a state all pages are given back, cached ones too, and 0 is returned, since the state would need all tokens. Errors
         as in `commit_external`. O(pages given back and cached).
         """
-    def swap_out(self, row: int) -> bool:
-        """Preempt a row after a step: queue saves of the pages of its computed tokens to the host tier, and give them back.
-        `swap_in` lets the row go on without computing them again.
-
-        The row keeps its tokens, none of them computed, and holds no pages. Its pages in the tier are held until `swap_in`, or
-        until the row is released, cut or computed again by `grow`. Contents that the tier has are not saved again. False, and
-        nothing changed, if too few pages of the tier are free, or while loads of hits are in flight that were queued for this
-        row, or earlier for any row. ArgumentError without a host tier, and for a row that is not admitted or has no computed
-        tokens; CopiesDueError while copies of its pages are due, or transfers that were due when it took pages, even those of a
-        released row; StateAheadError while steps in flight compute tokens behind the known ones; RowIndexError outside the
-        table. Resolve the row's last step before: the token that it samples is dropped otherwise. O(pages).
-        """
-    def swap_in(self, row: int) -> int | None:
-        """Give a row that was swapped out pages again: those still cached in the pool, and new ones, whose contents the next
-        `take_transfers` loads. Call that before the row grows. Room for drafts comes from `grow`.
-
-        Return the row's number of computed tokens; 0 if saving a page has failed: then `grow` computes the row from the start,
-        or `release` and `admit` hit what is cached. None, and nothing changed, if too few pages are free, or while its saves
-        are in flight. ArgumentError for a row without pages in the tier, RowIndexError outside the table. O(pages).
-        """
     def rewind(self, failed: FailedLoads) -> tuple[list[int], list[int]]:
         """Rewind the rows whose pages failed to load (see `CacheManager.fail_transfers`) to the first such page:
         ``num_computed_tokens`` is cut, and `grow` computes the tokens again. Call it before the rows grow.
@@ -1321,7 +1299,7 @@ class RunningRows:
     def take_writes(self) -> StateWrites:
         """Take the list of states that the planned step writes to pages of their own, as checkpoints: see `MambaSpec`.
 
-        Call it once a step, after the calls that plan the step. Before it, `grow`, `step`, `trim`, `fork`, `swap_out` and
+        Call it once a step, after the calls that plan the step. Before it, `grow`, `step`, `trim`, `fork` and
         `commit_external` raise CopiesDueError for rows in the list. A page can be hit once its row grows by further tokens, or
         is released. For a pending row only the state at the end of its awaited tokens is listed, if a request can resume there;
         the transfer writes it. O(writes); nothing is allocated without any.

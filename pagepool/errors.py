@@ -63,8 +63,7 @@ class CopiesDueError(PagePoolError, RuntimeError):
 
 class StateAheadError(PagePoolError, ValueError):
     """A step in flight would spoil the result of the call: lookahead passes a due checkpoint, whose state the step would move
-    on, drafts move a state that is kept, or a row is forked, cut or swapped out while steps compute tokens behind its known
-    ones.
+    on, drafts move a state that is kept, or a row is forked or cut while steps compute tokens behind its known ones.
     """
 
 

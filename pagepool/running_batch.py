@@ -3,8 +3,7 @@
 Native methods of `RunningBatch`, and the native work of others:
 
 - ``core/rows/running.pyx``: `new_step`, `grow`, `step`, `step_ahead`, `resolve`, `undo`, `append`, `trim`, `release`, `fork`,
-  `move_row`, `swap_row`, `commit_external`, `fail_external`, `swap_out`, `swap_in`, `rewind`, `find_next_checkpoint`,
-  `take_writes`, `get_page_ids`
+  `move_row`, `swap_row`, `commit_external`, `fail_external`, `rewind`, `find_next_checkpoint`, `take_writes`, `get_page_ids`
 - ``core/rows/inputs.pyx``: `inputs`
 - ``core/rows/row_request.pyx``: `admit`, `probe`
 - ``core/rows/spans.pyx``: `expect`, `lease`
@@ -59,9 +58,9 @@ class RunningBatch(RunningRows):
     ``num_computed_tokens``, those with slots, computed before or in this step; ``num_cached_tokens``, those hit on admission
     and not cut off by `trim`; ``num_external_tokens``, those awaited by a pending row; with `max_steps_ahead`
     ``num_ahead_tokens``, the tokens behind the known ones that steps in flight write. ``stays``, int64, has the number of each
-    row's request: an admission or fork begins a stay, which moves with the row, and `release` ends it; `swap_out` ends it too,
-    and begins another. Pools and prefix index are the manager's, so batch and manager hit each other's pages. Release all rows
-    before dropping a batch: dropping it frees no pages.
+    row's request: an admission or fork begins a stay, which moves with the row, and `release` ends it. Pools and
+    prefix index are the manager's, so batch and manager hit each other's pages. Release all rows before dropping a batch:
+    dropping it frees no pages.
 
     With several pools tables, `get_page_ids`, new pages and copies name ids in the pool of their group, and each row has room
     in the pools of states: a checkpoint is kept only if a free page stays for each free row.
@@ -206,7 +205,7 @@ class RunningBatch(RunningRows):
         `num_lookahead_tokens` slots, for drafts, follow those tokens, as in `grow`, up to ``max_num_tokens``. With `reserve`
         ``"prompt"`` the row takes the pages of all known tokens now, and slots for drafts behind these, so that no later chunk
         lacks pages. Windows and chunked attention hold them all as well, and give them back as they move on. Forks do not have
-        them, and `swap_out` and `fail_external` give them back.
+        them, and `fail_external` gives them back.
 
         With `num_external_tokens`, up to this many known tokens after the cached ones come from elsewhere, but never the last
         known token. Only the external tokens get slots, and the row is pending until `commit_external`. The array

@@ -333,10 +333,10 @@ def test_drafts_of_a_reserved_prompt_follow_its_last_chunk() -> None:
 
 
 def test_what_ends_a_reservation() -> None:
-    """Forks have the pages of computed tokens, and so has a row that was swapped out and in; tokens that failed to come leave
-    none behind. Cuts of tokens without slots, moves and undone calls leave the pages.
+    """Forks have the pages of computed tokens, and tokens that failed to come leave none behind. Cuts of tokens without slots,
+    moves and undone calls leave the pages.
     """
-    manager = make_manager(FULL, num_pages=40, host_tier=HostTier(num_pages=40))
+    manager = make_manager(FULL, num_pages=40)
     batch = make_batch(manager)
 
     def lengths(*rows: int) -> list[int]:
@@ -346,7 +346,6 @@ def test_what_ends_a_reservation() -> None:
         batch.admit(0, PROMPT[:30], reserve="prompt", look_up=False, **options)
 
     admit(num_tokens=9)
-    batch.take_transfers()
     batch.fork(0, [1, 2])
     take(batch)
     assert lengths(0, 1, 2) == [8, 3, 3]
@@ -365,17 +364,8 @@ def test_what_ends_a_reservation() -> None:
     batch.trim([0], 5)
     assert lengths(0) == [2]
     batch.release([0], 2)
-    admit(num_tokens=9)
-    assert batch.swap_out(0)
-    number = batch.take_transfers().number
-    manager.complete_transfers(number)
-    assert batch.swap_in(0) == 9
-    assert lengths(0) == [3]
-    manager.complete_transfers(batch.take_transfers().number)
-    batch.release([0])
     for num_came in (13, 6):
         admit(num_external_tokens=13)
-        batch.take_transfers()
         assert (lengths(0), batch.num_external_tokens[0]) == ([8], 13)
         if num_came == 13:
             batch.commit_external(0, 13)

@@ -27,8 +27,8 @@ NUM_STEPS = 60
 WITH_TIER = [feature for feature in FEATURES if feature != "snapshots"]
 EVENTS = """look-ups, hits, aborted steps, failed loads, preemptions, restored pools, refused claims, transfers, copies,
 forks, refused seconds, copies taken late, steps in flight, hits of the tier, pages saved, pages loaded, failed transfers,
-rows swapped out, rows swapped in, rows with more room, failed transfers from elsewhere, leases, pages leased, pages expected,
-pages of sessions, leases that are over"""
+rows with more room, failed transfers from elsewhere, leases, pages leased, pages expected, pages of sessions, leases that are
+over"""
 
 
 def find_setting(name: str) -> Setting:

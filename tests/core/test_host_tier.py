@@ -1,10 +1,9 @@
-"""A host tier behind a pool: what is saved and loaded, what hits, what fails, and rows that are swapped."""
+"""A host tier behind a pool: what is saved and loaded, what hits, and what fails."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -17,9 +16,9 @@ from refusing import refused
 from settings import NUM_OPERATIONS
 from threads import run_threads
 
-from pagepool import CacheManager, EngineRequest, FailedLoads, HostTier, HostTierStats, Refusal, RunningBatch, Transfers
+from pagepool import CacheManager, EngineRequest, FailedLoads, HostTier, HostTierStats, Refusal, Transfers
 from pagepool._core import PageTier, add_tier
-from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError, PageHashError, RowIndexError
+from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError, PageHashError
 
 pytestmark = pytest.mark.usefixtures("drafter")
 
@@ -329,20 +328,21 @@ def test_a_request_with_copies_due_stays_as_it_is() -> None:
 
 
 def test_a_fork_of_a_page_that_fails_to_load_goes_back_too() -> None:
-    manager = make_tiered(num_pages=14)
+    """With a lookahead the last full page is copied, since other tokens may follow."""
+    manager = make_tiered(num_pages=14, use_eagle=True, lookahead=1)
     batch = make_batch(manager)
-    batch.admit(0, FIRST[:18])
-    assert batch.swap_out(0)
-    pass_through(manager, OTHER[:52])
-    complete(manager)
-    assert batch.swap_in(0) == 18
+    pass_through(manager, FIRST)
+    evict_all(manager)
+    assert batch.admit(0, FIRST) == 20
     transfers = batch.take_transfers()
     assert transfers.load_dst.size == 5
+    batch.trim([0], 20)
     batch.fork(0, [1])
-    batch.take_copies()
-    failed = manager.fail_transfers(transfers.number, loads=[4])  # the open page
+    assert len(batch.take_copies()) == 1
+    failed = manager.fail_transfers(transfers.number, loads=[4])  # the page that was copied
     assert batch.rewind(failed) == ([0, 1], [])
     assert batch.num_computed_tokens[:2].tolist() == [16, 16]
+    batch.check()
 
 
 def test_a_row_that_waits_for_tokens_from_elsewhere_cannot_go_back() -> None:
@@ -373,9 +373,6 @@ def test_uncomputed_pages_that_the_tier_alone_has_are_dropped() -> None:
     batch.check()
 
 
-# Rows that are swapped.
-
-
 def test_a_row_whose_loads_do_not_fit_is_refused_for_its_pages() -> None:
     manager = make_manager(FULL, num_pages=7, host_tier=HostTier(64))
     batch = make_batch(manager)
@@ -390,89 +387,7 @@ def test_a_row_whose_loads_do_not_fit_is_refused_for_its_pages() -> None:
     batch.check()
 
 
-def test_a_row_is_swapped_out_and_in() -> None:
-    manager = make_tiered(num_pages=14)
-    batch = make_batch(manager)
-    batch.admit(0, FIRST)
-    batch.step([0], [1])
-    assert batch.swap_out(0)
-    assert batch.num_computed_tokens[0] == 0
-    assert batch.num_tokens[0] == 22
-    assert batch.get_page_ids(0) == ([],)
-    assert not manager.reset_prefix_cache(), "pages in the tier are held"
-    assert batch.swap_in(0) is None, "its saves are due"
-    transfers = complete(manager)
-    assert transfers.save_src.tolist() == [1, 2, 3, 4, 5, 6]
-    pass_through(manager, OTHER[:32])
-    batch.check()
-    complete(manager)
-    assert batch.swap_in(0) == 22
-    loads = complete(manager)
-    page_ids = batch.get_page_ids(0)[0]
-    assert set(loads.load_dst.tolist()) < set(page_ids), "pages that are still cached are not loaded"
-    assert page_ids[-1] in loads.load_dst
-    batch.check()
-    batch.step([0], [2])
-    batch.release([0])
-    assert manager.reset_prefix_cache()
-
-
-def test_a_page_that_somebody_took_out_of_the_queue_is_loaded() -> None:
-    """It still has the content, but nobody holds it, and it is not free."""
-    manager = make_tiered(num_pages=14)
-    batch = make_batch(manager)
-    batch.admit(0, FIRST)
-    assert batch.swap_out(0)
-    complete(manager)
-    page = manager.page_pool.pages[2]
-    manager.page_pool.free_page_queue.remove(page)
-    assert batch.swap_in(0) == 21
-    page_ids = batch.get_page_ids(0)[0]
-    assert page_ids[0] == 1
-    assert page_ids[1] in complete(manager).load_dst
-    assert page.ref_cnt == 0
-    batch.release([0])
-    manager.page_pool.free_page_queue.append(page)
-    batch.check()
-
-
-@pytest.mark.parametrize("way", ["grow", "trim", "release"])
-def test_a_row_that_goes_on_otherwise_lets_go_of_the_tier(way: str) -> None:
-    manager = make_tiered(num_pages=14)
-    batch = make_batch(manager)
-    batch.admit(0, FIRST)
-    assert batch.swap_out(0)
-    complete(manager)
-    if way == "grow":
-        batch.grow([0], 21)
-    elif way == "trim":
-        batch.trim([0], 3)
-    else:
-        batch.release([0])
-    with pytest.raises(ArgumentError, match="row 0: got a row that has no pages in the host tier"):
-        batch.swap_in(0)
-    batch.check()
-    stats = manager.stats().host_tier  # type: ignore[union-attr]
-    assert stats.num_free_pages == 19
-
-
-def test_swapping_needs_room() -> None:
-    manager = make_tiered(num_pages=14, num_host_pages=4)
-    batch = make_batch(manager)
-    batch.admit(0, FIRST)
-    before = batch.get_page_ids(0)
-    assert not batch.swap_out(0), "the tier has 3 pages"
-    assert batch.get_page_ids(0) == before
-    batch.trim([0], 9)
-    assert batch.swap_out(0)
-    complete(manager)
-    batch.admit(1, OTHER[:48])
-    assert batch.swap_in(0) is None, "one page of the pool is free"
-    batch.release([1])
-    assert batch.swap_in(0) == 9
-
-
-def test_swapping_waits_for_transfers_that_were_due_for_a_row_that_is_gone() -> None:
+def test_a_row_waits_for_transfers_that_were_due_for_a_row_that_is_gone() -> None:
     """The row takes pages while they are due: it might have got a page of them."""
     manager = make_tiered(num_pages=30)
     batch = make_batch(manager)
@@ -482,19 +397,15 @@ def test_swapping_waits_for_transfers_that_were_due_for_a_row_that_is_gone() -> 
     assert batch.admit(0, FIRST) == 20
     batch.release([0])
     batch.admit(2, OTHER[10:15])
-    with refused(
-        lambda: batch_state(batch),
-        CopiesDueError,
-        "^row 2: got copies or transfers of its pages that are due, allowed: none; call",
-    ):
-        batch.swap_out(2)
-    assert batch.swap_out(1), "it took its pages before"
+    with refused(lambda: batch_state(batch), CopiesDueError, r"^row 2 \(at 0\): copies of its pages are due"):
+        batch.trim([2], 3)
+    batch.trim([1], 3)  # it took its pages before
     assert batch.take_transfers().load_dst.size == 5
-    assert batch.swap_out(2), "they are taken, and none is of its pages"
+    batch.trim([2], 3)
     batch.check()
 
 
-def test_swapping_waits_for_loads_in_flight_of_a_row_that_is_gone() -> None:
+def test_caching_waits_for_loads_in_flight_of_a_row_that_is_gone() -> None:
     """They are older than those of the row's own hits."""
     manager = make_tiered(num_pages=30)
     batch = make_batch(manager)
@@ -506,48 +417,14 @@ def test_swapping_waits_for_loads_in_flight_of_a_row_that_is_gone() -> None:
     batch.release([0])
     batch.admit(1, OTHER[:21])
     complete(manager)
-    assert not batch.swap_out(1)
-    manager.complete_transfers(older)
-    assert batch.swap_out(1)
+    num_cached = manager.stats().num_cached_pages
+    for tokens, num_new_pages in ((OTHER[21:30], 0), (OTHER[30:34], 3)):
+        batch.append([1] * len(tokens), tokens)
+        batch.grow([1], len(tokens))
+        assert manager.stats().num_cached_pages == num_cached + num_new_pages
+        if num_new_pages == 0:
+            manager.complete_transfers(older)
     batch.check()
-
-
-def test_a_step_is_not_undone_while_the_open_page_is_loaded() -> None:
-    manager = make_tiered(num_pages=30)
-    batch = make_batch(manager)
-    batch.admit(0, FIRST[:18])
-    assert batch.swap_out(0)
-    complete(manager)
-    evict_all(manager)
-    assert batch.swap_in(0) == 18
-    loads = batch.take_transfers()
-    assert batch.get_page_ids(0)[0][4] in loads.load_dst
-    result = batch.step([0], [5])
-    with refused(
-        lambda: batch_state(batch), ArgumentError, r"^row 0 \(at 0\): got a row that cannot go back, .* or have other holders"
-    ):
-        batch.undo(result)
-    manager.complete_transfers(loads.number)
-    batch.undo(result)
-    assert (batch.num_tokens[0], batch.num_computed_tokens[0]) == (18, 18)
-    batch.check()
-
-
-def test_rows_that_cannot_be_swapped() -> None:
-    batch = make_batch(make_tiered())
-    with pytest.raises(ArgumentError, match="row 0: got a row that is not admitted"):
-        batch.swap_out(0)
-    with pytest.raises(RowIndexError):
-        batch.swap_out(4)
-    batch.admit(0, FIRST)
-    assert batch.swap_out(0)
-    with pytest.raises(ArgumentError, match="row 0: got a row without computed tokens"):
-        batch.swap_out(0)
-    alone = make_batch(make_manager(FULL))
-    alone.admit(0, FIRST)
-    for swap in (alone.swap_out, alone.swap_in):
-        with pytest.raises(ArgumentError, match="host tier"):
-            swap(0)
 
 
 # Wrong input.
@@ -629,14 +506,13 @@ def test_results_are_made_by_calls() -> None:
 
 
 class Interrupted:
-    """A manager with a tier that has a prompt, a request that is about to hit it, and rows, one of them swapped out."""
+    """A manager with a tier that has a prompt, a request that is about to hit it, and two rows."""
 
     def __init__(self) -> None:
         self.manager = make_tiered(num_pages=24, num_host_pages=40)
         self.batch = make_batch(self.manager)
         self.batch.admit(0, OTHER[:10])
         self.batch.admit(1, OTHER[:6])
-        assert self.batch.swap_out(0)
         pass_through(self.manager, FIRST)
         for first in range(2):
             pass_through(self.manager, [first, *OTHER[1:64]])
@@ -703,15 +579,7 @@ def test_threads_share_a_tier() -> None:
                 continue
             if is_admitted:
                 complete(manager)
-                if rng.random() < 0.3 and batch.num_computed_tokens[0]:
-                    with suppress(CopiesDueError, ArgumentError):
-                        swap(batch)
                 batch.release([0])
-
-    def swap(batch: RunningBatch) -> None:
-        if batch.swap_out(0):
-            complete(manager)
-            batch.swap_in(0)
 
     run_threads(4, 0, work)
     complete(manager)

@@ -166,46 +166,6 @@ def test_a_loaded_checkpoint_and_a_working_page_share_a_small_pool() -> None:
     hybrid.batch.check()
 
 
-def test_a_row_is_swapped_out_of_all_pools_or_not_at_all() -> None:
-    hybrid = Hybrid({"kv": 16, "states": 6}, {"kv": 40, "states": 2})
-    hybrid.compute(0, TOKENS)
-    hybrid.compute(1, list(range(100, 120)))
-    assert hybrid.batch.swap_out(0)
-    before = hybrid.batch.get_page_ids(1), hybrid.manager.stats()
-    assert not hybrid.batch.swap_out(1), "the tier has one state"
-    assert (hybrid.batch.get_page_ids(1), hybrid.manager.stats()) == before
-    hybrid.batch.check()
-    saves = hybrid.complete()
-    assert (saves.save_src.tolist(), saves.save_dst.tolist(), saves.save_group.tolist()) == (
-        [1, 2, 3, 4, 5, 3], [1, 2, 3, 4, 5, 1], [0] * 5 + [1],
-    )  # fmt: skip
-    held = hybrid.take_all("states")
-    assert hybrid.batch.swap_in(0) is None, "no state is free"
-    assert hybrid.batch.get_page_ids(0) == ([], [])
-    hybrid.manager.pools["states"].free_page_ids(held[:1])
-    assert hybrid.batch.swap_in(0) == 20
-    loads = hybrid.complete()
-    assert (loads.load_src.tolist(), loads.load_group.tolist()) == ([1], [1]), "the other pages are cached"
-    assert hybrid.batch.get_page_ids(0) == ([1, 2, 3, 4, 5], held[:1].tolist())
-    hybrid.batch.check()
-
-
-def test_a_state_stays_free_for_each_row_that_is_swapped_out() -> None:
-    hybrid = Hybrid({"kv": 60, "states": 5}, num_rows=3)
-    for row in range(3):
-        hybrid.compute(row, list(range(100 * row, 100 * row + 20)))
-    assert hybrid.batch.swap_out(0)
-    hybrid.complete()
-    for row in (1, 2):
-        hybrid.batch.append([row] * 4, [1, 2, 3, 4])
-        hybrid.batch.grow([row], 4)
-    hybrid.batch.append([1, 2], [5, 5])
-    hybrid.batch.grow([1, 2], 1)
-    assert hybrid.batch.swap_in(0) == 20, "a checkpoint that waits for its copy would hold the last page"
-    hybrid.complete()
-    hybrid.batch.check()
-
-
 def test_pages_are_written_through_in_all_pools() -> None:
     hybrid = Hybrid({"kv": 16, "states": 6}, {"kv": 40, "states": 11}, policy="write_through", min_uses=2)
     hybrid.pass_through(0)

@@ -1,4 +1,4 @@
-"""A release, swap or free that is refused changes nothing: no page, no mark, no order of eviction."""
+"""A release or free that is refused changes nothing: no page, no mark, no order of eviction."""
 
 from __future__ import annotations
 
@@ -57,13 +57,6 @@ def test_a_page_that_somebody_else_gave_back(
         batch.release(rows, seconds=seconds)
 
 
-def test_a_page_of_a_row_that_is_swapped_out(manager: CacheManager, batch: RunningBatch) -> None:
-    manager.page_pool.free_page_ids(batch.get_page_ids(0)[0][1:2] * 2)
-    with refused(lambda: state_of(manager, batch), DoubleFreeError, "given back by somebody else"):
-        batch.swap_out(0)
-    assert manager.take_transfers().save_src.size == 0
-
-
 @pytest.mark.parametrize("seconds", [None, 30])
 def test_a_page_of_a_request(seconds: float | None, manager: CacheManager, batch: RunningBatch) -> None:
     request = EngineRequest("a", [9] * 9)
@@ -96,18 +89,3 @@ def test_a_wrong_argument_of_a_later_row(name: str, manager: CacheManager, batch
     call, error = CALLS[name]
     with refused(lambda: state_of(manager, batch), error):
         call(batch)
-
-
-def test_a_row_that_is_not_swapped_in_ends_no_expectation() -> None:
-    """And its hits stay where they were in the order of eviction, and no other session's pages become shared."""
-    manager = make_manager(FULL, num_pages=12, host_tier=HostTier(64))
-    batch = RunningBatch(manager, MultiGroupPageTable(3, 64, 64, [4]))
-    batch.admit(0, list(range(20)), session_id="s")
-    assert batch.swap_out(0)
-    manager.complete_transfers(manager.take_transfers().number)
-    batch.admit(1, list(range(9)), session_id="t")
-    batch.release([1], seconds=100)
-    batch.admit(1, [5] * 4 * 8)
-    state = state_of(manager, batch)
-    assert batch.swap_in(0) is None
-    assert state_of(manager, batch) == state

@@ -105,9 +105,8 @@ def test_the_order_of_each() -> None:
 
 
 def test_a_tier_is_as_its_pool() -> None:
-    """Rows that are swapped out have pages there that nobody can hit."""
+    """What failed to be saved leaves pages there that nobody can hit."""
     manager = make_tiered(FULL, STATE, num_pages=12, num_host_pages=12)
-    batch = make_batch(manager)
     request = make_request("kept", 9)
     for num_tokens in (8, 1):
         run(manager, request, num_tokens)
@@ -117,12 +116,10 @@ def test_a_tier_is_as_its_pool() -> None:
     complete(manager)
     assert manager.stats().host_tier.num_cached_pages == 3
     for i in range(NUM_SHORT):
-        batch.admit(0, [i] * 3)
-        assert batch.swap_out(0)
-        complete(manager)
-        assert batch.swap_in(0) == 3
-        complete(manager)
-        batch.release([0])
+        manager.free(start(manager, f"short {i}", [i] * 4))
+        manager.page_pool.free_page_ids(manager.page_pool.get_new_page_ids(11))
+        transfers = manager.take_transfers()
+        assert manager.fail_transfers(transfers.number, saves=range(len(transfers.save_src))).page_ids == []
     assert manager.stats().host_tier.num_cached_pages == 3
     manager.check()
 

@@ -231,15 +231,6 @@ def test_release_works_with_steps_in_flight_and_leaves_no_entry_that_they_write_
     batch.check()
 
 
-def test_a_row_that_is_swapped_out_ends_its_stay() -> None:
-    batch = make_batch(tier=60)
-    first = start(batch, 9, max_num_new_tokens=8)
-    before = batch.stays[0]
-    assert batch.swap_out(0)
-    assert batch.stays[0] != before
-    assert batch.resolve(first, None).tolist() == [-1]
-
-
 # --- undo ----------------------------------------------------------------------------------------------------------------
 
 
@@ -424,17 +415,15 @@ def test_a_row_cannot_become_longer_than_the_most_tokens() -> None:
 
 
 @pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (FULL, PLAIN_STATE)])
-def test_a_row_with_tokens_ahead_is_not_forked_cut_or_swapped_out(specs: tuple[Any, ...]) -> None:
-    batch = make_batch(*specs, tier=60)
+def test_a_row_with_tokens_ahead_is_not_forked_or_cut(specs: tuple[Any, ...]) -> None:
+    batch = make_batch(*specs)
     first = start(batch)
     second = batch.step_ahead([0])
-    calls = (lambda: batch.fork(0, [1]), lambda: batch.trim([0], 5), lambda: batch.swap_out(0))
-    for call in calls:
+    for call in (lambda: batch.fork(0, [1]), lambda: batch.trim([0], 5)):
         with refused(lambda: flight_state(batch), StateAheadError, "row 0"):
             call()
     batch.resolve(first, [1])
     batch.resolve(second, [2])
-    batch.take_transfers()
     batch.fork(0, [1])
     batch.check()
 
@@ -740,5 +729,5 @@ def test_everything_happens() -> None:
     for seed in range(6):
         counts += FlightEngine(FLIGHT_SETTINGS[0], seed, 1 + seed % 2, 2, CACHES[seed % 2], has_tier=True).run()
     names = """hit tokens, works ahead, accepted drafts, stale works, rows that move with tokens in flight, exact inputs, forks,
-rows that end with tokens in flight, forks before a token is known, calls refused, steps given up, rows swapped in, transfers"""
+rows that end with tokens in flight, forks before a token is known, calls refused, steps given up, transfers"""
     assert not [name for name in names.replace("\n", " ").split(", ") if not counts[name]]

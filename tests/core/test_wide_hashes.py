@@ -174,16 +174,6 @@ class Rows:
         pair = {row: self.rows.pop(row) for row in (first, second) if row in self.rows}
         self.rows |= {second if row == first else first: values for row, values in pair.items()}
 
-    def swap_out(self) -> None:
-        self.transfer()
-        computed = [row for row in self.rows if self.batch.num_computed_tokens[row]]
-        if computed:
-            row = self.rng.choice(computed)
-            if self.batch.swap_out(row):
-                self.transfer()
-                assert self.batch.swap_in(row)  # the pages that it just gave back are free
-                self.transfer()
-
     def release(self) -> None:
         if self.rows:
             row = self.rng.choice(list(self.rows))
@@ -214,7 +204,7 @@ def test_rows_have_the_digests_of_hashlib(hash_algo: str, lookahead: int, seed: 
     root_of(hash_algo, lookahead)
     rng = Random(f"{hash_algo} {seed}")  # the same prompts with each lookahead
     rows = Rows(hash_algo, rng, lookahead)
-    actions = [rows.admit] * 4 + [rows.step] * 8 + [rows.fork, rows.swap, rows.swap_out] + [rows.release] * 2
+    actions = [rows.admit] * 4 + [rows.step] * 8 + [rows.fork, rows.swap] + [rows.release] * 2
     actions += [] if lookahead else [rows.trim]  # pages stay under digests of a lookahead that was cut
     for _ in range(400):
         rng.choice(actions)()

@@ -394,17 +394,6 @@ def test_a_fork_keeps_the_boundaries() -> None:
     assert rows.run([*prompt, 7]) == 200
 
 
-def test_a_row_that_is_swapped_out_leaves_its_end() -> None:
-    """As a prompt that is preempted: another row resumes there, before the first comes back."""
-    rows = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0), host_tier=pagepool.HostTier(64))
-    prompt = draw(Random(17), 200)
-    rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK)
-    rows.batch.grow([0], CHUNK)
-    assert rows.batch.swap_out(0)
-    assert rows.batch.admit(1, prompt, max_num_new_tokens=CHUNK) == 2 * CHUNK
-    assert rows.batch.admit(2, [*prompt[:CHUNK], 7], max_num_new_tokens=1) == 0
-
-
 def test_tokens_that_are_cut_leave_nothing() -> None:
     """Entries behind them go, as with all pages; what is computed again stays at the same boundaries."""
     rows, prompt = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0)), draw(Random(18), 60)

@@ -339,7 +339,7 @@ def test_a_store_without_answers_costs_the_deadline(tmp_path: Path, impatient: N
 @AHEAD
 @MODELS
 def test_requests_that_are_aborted(weights: Weights, num_ahead: int, tmp_path: Path) -> None:
-    """Those that wait for the store, that compute, and that were swapped."""
+    """Those that wait for the store, that compute, and that were preempted."""
     engine = make_stored(tmp_path, weights, num_pages=24, num_host_pages=100, max_steps_ahead=num_ahead)
     answer, rng = let_answers_wait(engine), Random(SEED)
     requests = [engine.add(*ask) for ask in ASKS]

@@ -22,7 +22,7 @@ from pagepool import (
     RunningBatch,
     SlidingWindowSpec,
 )
-from pagepool.errors import CopiesDueError, StateAheadError
+from pagepool.errors import StateAheadError
 
 PAGE_SIZE, WINDOW, MAX_LEN, NUM_ROWS, CHUNK = 4, 9, 192, 4, 40
 VOCABULARY, LAST_TOKEN = 23, 5
@@ -53,7 +53,6 @@ class Run:
     num_planned: int = 0  # tokens that launched steps compute
     num_in_flight: int = 0
     is_pending: bool = False  # it waits for tokens from elsewhere
-    is_swapped: bool = False
     device: list[int] = field(default_factory=list)  # tokens of its current stay
 
 
@@ -95,7 +94,7 @@ class AheadEngine:
         manager = self.manager = CacheManager(self.sizes, groups, MAX_LEN, hash_seed=seed, host_tier=tier)
         table = MultiGroupPageTable(NUM_ROWS, MAX_LEN, MAX_LEN, [PAGE_SIZE] * len(groups))
         self.batch = RunningBatch(manager, table, writes=writes, max_steps_ahead=depth)
-        self.depth, self.has_tier = depth, has_tier
+        self.depth = depth
         self.attention = [FULL, SLIDING][: 1 + has_window]
         self.cells: dict[tuple[int, int, int], Tokens] = {}  # history by group, page and offset
         self.host: dict[tuple[int, int], dict[int, Tokens]] = {}  # pages of the tier, by group and id
@@ -130,7 +129,7 @@ class AheadEngine:
 
     def _plan(self) -> None:
         works, results = [], []
-        rows = [run for run in self.running if not run.is_pending and not run.is_swapped]
+        rows = [run for run in self.running if not run.is_pending]
         rows = [run for run in rows if self._next_stop(run) > run.num_planned]
         for run in self.rng.sample(rows, len(rows)):
             if self.rng.random() < 0.03:
@@ -144,12 +143,11 @@ class AheadEngine:
         for work in works:
             work.stay, work.device, work.page_ids = work.run.stay, work.run.device, self.batch.get_page_ids(work.run.row)
             work.run.num_in_flight += 1
-        if self.rng.random() < 0.05 and not self.queue and not any(run.is_pending or run.is_swapped for run in self.running):
+        if self.rng.random() < 0.05 and not self.queue and not any(run.is_pending for run in self.running):
             for work in works:
                 work.run.num_in_flight -= 1
             self._take_back(results, admitted)
             return
-        self._swap()
         step = Step(self.batch.take_copies(), works, self.manager.take_transfers())
         writes = self.batch.take_writes()
         by_row = {work.run.row: work for work in works}
@@ -231,7 +229,7 @@ class AheadEngine:
 
     def _leave(self, run: Run) -> None:
         self.running.remove(run)
-        run.row, run.stay, run.is_pending, run.is_swapped = -1, run.stay + 1, False, False
+        run.row, run.stay, run.is_pending = -1, run.stay + 1, False
         self.waiting.appendleft(run)
 
     def _move(self) -> None:
@@ -241,7 +239,7 @@ class AheadEngine:
         for run in self.running:
             run.row = {first: second, second: first}.get(run.row, run.row)
         for run in self.running:
-            if run.num_planned > int(self.batch.num_computed_tokens[run.row]) and not run.is_pending and not run.is_swapped:
+            if run.num_planned > int(self.batch.num_computed_tokens[run.row]) and not run.is_pending:
                 free = [row for row in range(NUM_ROWS) if all(other.row != row for other in self.running)]
                 try:
                     self.batch.fork(run.row, free[:1] or [run.row])
@@ -249,24 +247,6 @@ class AheadEngine:
                     self.counts["forks refused"] += 1
                 else:
                     raise AssertionError("a fork of a state in flight")
-
-    def _swap(self) -> None:
-        """Swap rows whose tokens are counted out, and others in."""
-        for run in list(self.running) if self.has_tier else ():
-            if run.is_swapped and self.rng.random() < 0.6:
-                num_computed = self.batch.swap_in(run.row)
-                if num_computed is not None:
-                    run.is_swapped, run.num_planned = False, num_computed
-                    run.device = list(run.known)
-                    self.counts["rows swapped in"] += 1
-                continue
-            is_idle = not run.num_in_flight and not run.is_pending and not run.is_swapped
-            is_counted = run.num_planned == int(self.batch.num_computed_tokens[run.row]) < len(run.known)
-            if is_idle and is_counted and run.num_planned and self.rng.random() < 0.3:
-                try:
-                    run.is_swapped = self.batch.swap_out(run.row)
-                except CopiesDueError:
-                    continue
 
     # the device
 

@@ -78,7 +78,7 @@ FRONTS: list[tuple[type[Front], ...]] = [
 
 EVICTION = ("lru", "adaptive")
 CACHES = ("scheduled", "computed")
-FEATURES = "tier", "external", "swaps", "forks", "leases", "expectations", "snapshots", "store", "lookahead"
+FEATURES = "tier", "external", "forks", "leases", "expectations", "snapshots", "store", "lookahead"
 """What a round may have besides requests that run and fail; its seed chooses."""
 
 
@@ -680,7 +680,6 @@ class Simulation:
         """Sometimes do something between two steps."""
         holds = self.holds
         of_features: dict[str, list[tuple[Callable[[], Any], float]]] = {
-            "swaps": [(self.swap, 0.4)],
             "forks": [(self.fork, 1.0)],
             "leases": [(holds.lease, 0.15), (holds.end_lease, 0.1)],
             "expectations": [
@@ -707,10 +706,6 @@ class Simulation:
         for action, chance in chances:
             if self.rng.random() < chance:
                 action()
-
-    def swap(self) -> None:
-        for front in self.batches:
-            front.swap()
 
     def evict(self) -> None:
         """Drop the prefix entries of some pages, or of those that are equal to one that is being loaded, which are rare."""
@@ -755,8 +750,7 @@ class Simulation:
         """Reset the prefix cache, or be refused while it is in use."""
         self.counts["calls"] += 1
         is_reset = self.manager.reset_prefix_cache()
-        is_held = self.books.is_held or any(job.swapped for job in self.jobs)
-        require(is_reset is not is_held, "reset", is_reset)
+        require(is_reset is not self.books.is_held, "reset", is_reset)
         if is_reset:
             self.books.reset()
             if self.store is not None:

@@ -278,7 +278,7 @@ class Front(ABC):
         self.books.release(job)
         del self.jobs[job.row]
         job.front, job.num_computed_tokens, job.num_known_tokens, job.status, job.loading = None, 0, 0, PREEMPTED, None
-        job.forked_lists, job.awaited_copies, job.load_number, job.swapped = {}, 0, 0, None
+        job.forked_lists, job.awaited_copies, job.load_number = {}, 0, 0
         return job
 
     @staticmethod
@@ -294,9 +294,8 @@ class Front(ABC):
         return self.rng.sample(due, len(due))
 
     def list_running(self) -> list[Job]:
-        """Return the jobs that wait for no tokens from elsewhere, and few that are swapped out: to be computed again."""
-        jobs = [job for job in self.jobs.values() if not job.loading]
-        return [job for job in jobs if not job.swapped or self.rng.random() < 0.05]
+        """Return the jobs that wait for no tokens from elsewhere."""
+        return [job for job in self.jobs.values() if not job.loading]
 
     def draw_count(self, num_left: int) -> int:
         return num_left if self.rng.random() < 0.6 else self.rng.randint(1, num_left)
@@ -798,10 +797,8 @@ class BatchFront(Front):
             self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], work.start)
             working_ids, shard = self._state_changes(job, held), self.books.find_shard(job.dp_shard)
             self.books.take(job, added[job.row], shard)
-            if work in works[: result.num_grown]:
-                job.swapped = None
-                if work.start < work.stop:
-                    self.books.keep(job, work.start, working_ids, shard)
+            if work in works[: result.num_grown] and work.start < work.stop:
+                self.books.keep(job, work.start, working_ids, shard)
             require([list(ids) for ids in held] == job.pages, "a row holds other pages than was told", job, held, job.pages)
         for work in works[: result.num_grown]:
             self.finish(work, work.histories)
@@ -870,7 +867,6 @@ class BatchFront(Front):
     def cut(self, job: Job, num_tokens: int) -> None:
         """Let a row forget tokens; some earlier tokens may need recomputation."""
         self._call("trim", [job.row], num_tokens)
-        job.swapped = None
         if num_tokens < job.num_computed_tokens:
             require(not self._has_seen(job, num_tokens), "a state went back", job, num_tokens)
             job.num_computed_tokens = self.books.cut(job, num_tokens, num_tokens)
@@ -946,34 +942,8 @@ class BatchFront(Front):
             require(num_computed_tokens == job.num_computed_tokens, "a row that goes back", job, num_computed_tokens)
         return [self.jobs[row] for row in lost]
 
-    def swap(self) -> None:
-        """Swap rows out, and others in."""
-        for job in list(self.jobs.values()) if self.books.tier is not None else ():
-            if job.swapped and self.rng.random() < 0.7:
-                self._swap_in(job)
-                continue
-            may_go = not job.swapped and not job.loading and job.num_computed_tokens and self.rng.random() < 0.3
-            if may_go and self._call("swap_out", job.row):
-                self.books.swap_out(job)
-                self.world.counts["rows swapped out"] += 1
-
-    def _swap_in(self, job: Job) -> None:
-        tier, shard, swapped = self.books.tier, self.books.find_shard(job.dp_shard), job.swapped
-        assert tier is not None
-        num_computed_tokens = self.call("swap_in", self.batch, job.row)
-        if num_computed_tokens is None:
-            self.books.require_absence(job, shard)
-            return
-        is_lost = swapped.number in tier.unsaved and num_computed_tokens == 0
-        is_right = is_lost or num_computed_tokens == swapped.num_computed_tokens
-        require(is_right, "a row that came back", job, num_computed_tokens)
-        job.swapped = None if is_lost else swapped
-        if not is_lost:
-            self.books.swap_in(job, self.records(self.batch.get_page_ids(job.row)), shard)
-            self.world.counts["rows swapped in"] += 1
-
     def move(self) -> None:
-        """Move a row, or swap two."""
+        """Move a row, or exchange two."""
         if not self.jobs:
             return
         src, tgt = self.rng.choice(list(self.jobs)), self.rng.randrange(NUM_ROWS)

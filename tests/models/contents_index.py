@@ -525,7 +525,7 @@ class Books:
     def cut(self, job: Job, num_tokens: int, num_computed_tokens: int) -> int:
         """Cut a request's pages, and return the number of tokens that stay computed: pages held by others are left to them."""
         restart = self.find_restart(job, num_computed_tokens)
-        job.num_hit_tokens, job.swapped = min(job.num_hit_tokens, restart), None
+        job.num_hit_tokens = min(job.num_hit_tokens, restart)
         for group, pages in zip(self.groups, job.pages, strict=True):
             keep = self._count_kept(group, pages, restart, num_tokens)
             for page_id in pages[restart // self.find_size(group) :]:

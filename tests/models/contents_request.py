@@ -48,7 +48,6 @@ class Job:
     last_taken: int = 0  # lists of copies that were taken when it got its last page
     boundaries: Sequence[range] = ()  # numbers of tokens at which others may resume, since its admission
     load_number: int = 0  # the last list of transfers that loads what it has hit
-    swapped: Any = None  # what it holds in the host tier
 
     def __post_init__(self) -> None:
         self.renew()

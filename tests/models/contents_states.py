@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from contents_device import require
 from contents_index import NULL_PAGE, STAYS, Books
@@ -12,16 +11,6 @@ from contents_tier import InFlight
 from pool_ranges import Shard
 
 PagesByGroup = Sequence[Sequence[int]]
-
-
-@dataclass
-class Swapped:
-    """What a row that was swapped out had held."""
-
-    num_computed_tokens: int
-    pages: list[list[int]]
-    num_cached_pages: list[int]
-    number: int  # of the list in which it is saved
 
 
 class StateBooks(Books):
@@ -193,64 +182,6 @@ class StateBooks(Books):
                 require(self.index.pages[content].keys() > {page_id}, "an entry is lost", page_id, content)
                 self.drop(page_id)
 
-    # Rows that are swapped out.
-
-    def swap_out(self, job: Job) -> None:
-        """Record that the pages of a row's computed tokens are saved, and given back."""
-        assert self.tier is not None
-        require(not self.waits(job), "a row is saved that may be wrong", job)
-        kept = []
-        for group, pages in zip(self.groups, job.pages, strict=True):
-            kept.append(pages[: self.count_pages(group, job.num_computed_tokens)])
-            for page_id in kept[-1]:
-                if page_id != NULL_PAGE:
-                    self.tier.note_save(page_id, self.index.content_of(page_id))
-        job.swapped = Swapped(job.num_computed_tokens, kept, job.num_cached_pages, self.tier.last_number + 1)
-        self.release(job)
-        job.pages, job.num_cached_pages = [[] for _ in self.groups], [0 for _ in self.groups]
-        job.num_computed_tokens = job.num_hit_tokens = job.load_number = 0
-
-    def swap_in(self, job: Job, held: PagesByGroup, shard: range | Shard | None) -> None:
-        """Record the pages that a row got back: cached ones, and others which are loaded."""
-        assert self.tier is not None
-        swapped, job.swapped = job.swapped, None
-        hits, num_loads = [], 0
-        for group_id, (group, page_ids, before) in enumerate(zip(self.groups, held, swapped.pages, strict=True)):
-            are_held = [page_id != NULL_PAGE for page_id in page_ids]
-            require(are_held == [page_id != NULL_PAGE for page_id in before], "a row came back with other pages", job, page_ids)
-            num_cached = swapped.num_cached_pages[group_id]
-            for page, page_id in enumerate(page_ids):
-                if page_id == NULL_PAGE:
-                    continue
-                if self.is_cached(page_id):
-                    end = (page + 1) * group.page_size
-                    content = self.name(group_id, self.list_known(job, end), end)
-                    require(self.index.content_of(page_id) == content, "a row came back with a wrong page", job, page_id)
-                    self.holders[page_id] += 1
-                    hits.append(page_id)
-                    continue
-                num_cached = num_cached if group.kind == "mamba" else min(num_cached, page)
-                self._claim(page_id, shard, job)
-                self.holders[page_id] += 1
-                self.tier.note_load(page_id, None)
-                num_loads += 1
-            job.pages[group_id], job.num_cached_pages[group_id] = list(page_ids), num_cached
-        job.stay, job.num_computed_tokens, job.num_hit_tokens = next(STAYS), swapped.num_computed_tokens, 0
-        job.load_number = self.tier.last_number + 1 if num_loads else self.tier.find_load_number(hits)
-
-    def require_absence(self, job: Job, shard: range | Shard | None) -> None:
-        """Raise unless a row must wait to be swapped in: its saves are in flight, or too few pages are free."""
-        assert self.tier is not None
-        is_saved = all(one.number != job.swapped.number for one in self.tier.in_flight)
-        is_saved = is_saved and self.tier.last_number >= job.swapped.number
-        rooms = []
-        for pool, pages in enumerate(self.pools.ranges):
-            swapped = [page_id for group_id in self.pools.groups_of(pool) for page_id in job.swapped.pages[group_id]]
-            num_free = sum(not self.holders[page_id] for page_id in pages if shard is None or page_id in shard)
-            rooms.append((sum(page_id != NULL_PAGE for page_id in swapped), num_free))
-        is_short = any(num_pages > num_free for num_pages, num_free in rooms)
-        require(not is_saved or is_short, "a row may come back and does not", job, rooms)
-
     # Loads that failed.
 
     def list_loaded_twins(self) -> list[int]:
@@ -260,16 +191,19 @@ class StateBooks(Books):
         return [page_id for content in contents for page_id in self.index.pages[content] if page_id not in loading]
 
     def is_loading(self, job: Job) -> bool:
-        """Whether the page to which a request writes next is being loaded."""
-        last_ids = [pages[-1] for pages in job.pages if pages]
-        return self.tier is not None and self.tier.find_load_number(last_ids) > 0
+        """Whether a full page of a request that a fork copies, since its lookahead is not computed, is being loaded."""
+        num_shared, copied = max(0, job.num_computed_tokens - self.lookahead), []
+        for group, pages in zip(self.groups, job.pages, strict=True):
+            if group.kind != "mamba":
+                copied += pages[num_shared // group.page_size : -(-job.num_computed_tokens // group.page_size)]
+        return self.tier is not None and self.tier.find_load_number(copied) > 0
 
     def end_transfers(self, one: InFlight) -> set[int]:
         """Record that transfers have ended; return the pages with wrong contents."""
         assert self.tier is not None
         for place in one.bad_loads:
             page_id, loaded = one.loads[place].page, one.loaded[place]
-            if loaded is not None and self.index.content_of(page_id) == loaded:
+            if self.index.content_of(page_id) == loaded:
                 self.drop(page_id)
         for load in one.loads:
             self.let_go(load.page)

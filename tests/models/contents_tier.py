@@ -51,7 +51,7 @@ class InFlight:
     saves: list[Move]
     loads: list[Move]
     contents: list[Content | None]  # of the entries that the saves make
-    loaded: list[Content | None]
+    loaded: list[Content]
     unsure: set[int]  # places of saves of pages with two reasons, of which one may have made no entry
     bad_saves: list[int] = field(default_factory=list)  # those that fail
     bad_loads: list[int] = field(default_factory=list)
@@ -80,12 +80,11 @@ class TierBooks:
         self.fresh: dict[int, Content] = {}  # pages that were cached first with a content, since a step ended
         self.ready: dict[int, Content] = {}  # before that
         self.saved: set[int] = set()  # pages that need not be saved when they are evicted
-        self.due_loads: dict[int, Content | None] = {}  # by page of the device; None: of a row that was swapped out
+        self.due_loads: dict[int, Content] = {}  # by page of the device
         self.loading: dict[int, int] = {}  # lists by which pages, or those of which they are copies, are loaded
         self.failing_share = rng.choice(FAILING_SHARES)  # of the transfers
         self.last_number = 0
         self.num_refused = 0
-        self.unsaved: set[int] = set()  # lists of which a save failed
 
     def read_entries(self, store: Any) -> dict[int, Content]:
         """Return the contents under whose keys the tier has pages."""
@@ -111,7 +110,7 @@ class TierBooks:
         if is_first and page_id not in self.loading:
             self.fresh[page_id] = content
 
-    def note_save(self, page_id: int, content: Content | None) -> None:
+    def note_save(self, page_id: int, content: Content) -> None:
         """Record that a page may be saved next."""
         if self.noted.get(page_id, content) != content:
             self.noted_twice.add(page_id)
@@ -152,7 +151,7 @@ class TierBooks:
 
     # Loads.
 
-    def note_load(self, page_id: int, content: Content | None) -> None:
+    def note_load(self, page_id: int, content: Content) -> None:
         """Record that a page was taken into which a load is due."""
         self.due_loads[page_id] = content
         self.loading[page_id] = self.last_number + 1
@@ -196,9 +195,8 @@ class TierBooks:
         require(sorted(self.due_loads) == sorted(load.page for load in loads), "other loads", transfers, self.due_loads)
         for load in loads:
             content = self.due_loads[load.page]
-            if content is not None:
-                require(content[0] == load.group, "a load of another group", transfers, content)
-                self.host.compare_page(load.tier_page, content)
+            require(content[0] == load.group, "a load of another group", transfers, content)
+            self.host.compare_page(load.tier_page, content)
         kept, contents = set(self.entries.values()), self._note_saves(saves, loads, index)
         self.wanted = {content for content in self.wanted if not index.has(content, None)}  # an equal page is saved later
         if self.writes_through:
@@ -281,8 +279,6 @@ class TierBooks:
                 self.entries[save.tier_page] = content
         for place in one.bad_loads:
             self.entries.pop(one.loads[place].tier_page, None)
-        if one.bad_saves:
-            self.unsaved.add(one.number)
         copies = [page_id for page_id, number in self.loading.items() if number == one.number]
         for page_id in copies:
             del self.loading[page_id]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -354,10 +353,10 @@ def main(attention: str) -> None:
     """Check a hybrid whose heads are divided between all devices; unless its kernel is interpreted, it has a host tier."""
     num_devices = len(jax.devices())
     weights = make_weights(SEED, SIZES | {"heads": 2 * num_devices, "kv_heads": num_devices}, is_hybrid=True)
-    options = {"num_host_pages": 300 if attention == "gather" else 0, "prefill_rate": math.inf}
-    check_answers(
-        make_engine(weights, attend=command.ATTENTIONS[attention], num_devices=num_devices, **options), make_asks(18), weights
-    )
+    num_host_pages = 300 if attention == "gather" else 0
+    attend = command.ATTENTIONS[attention]
+    engine = make_engine(weights, attend=attend, num_devices=num_devices, num_host_pages=num_host_pages)
+    check_answers(engine, make_asks(18), weights)
 
 
 if __name__ == "__main__":

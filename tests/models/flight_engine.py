@@ -1,5 +1,5 @@
 """An engine with tokens in flight: it plans steps ahead of a device which checks what it reads. Drafts are rejected, requests
-end inside steps and are preempted, rows are swapped, forked and moved, and steps fail.
+end inside steps and are preempted, rows are forked and moved, and steps fail.
 
 It knows what an engine knows: the calls of `RunningBatch`, and the tokens that the device has sampled, a step or two later. All
 answers are compared with what the model says without a cache.
@@ -86,7 +86,6 @@ class Run:
     device: Stay | None = None
     works: list[Work] = field(default_factory=list)  # planned, and not resolved
     is_pending: bool = False  # it waits for tokens from elsewhere
-    is_swapped: bool = False
     num_hits: int = 0  # tokens
     next_token: int | None = None  # sampled, and not yet told to the batch
 
@@ -258,8 +257,7 @@ class FlightEngine:
         for run in self.running:
             require(bool(batch.is_admitted[run.row]), "a row that is lost", run)
             require(int(batch.num_tokens[run.row]) == len(run.known) - (run.next_token is not None), "known tokens", run)
-            if not run.is_swapped:
-                require(int(batch.stays[run.row]) == run.stay, "another stay", run, batch.stays)
+            require(int(batch.stays[run.row]) == run.stay, "another stay", run, batch.stays)
         rows = {run.row for run in self.running}
         require(all(batch.stays[row] == 0 for row in range(self.num_rows) if row not in rows), "a stay of no row", batch.stays)
 
@@ -267,7 +265,6 @@ class FlightEngine:
 
     def _plan(self) -> None:
         rng, batch = self.rng, self.batch
-        self._swap()
         moves = [self._take_moves()]
         step = batch.new_step()
         planned: list[Run] = []
@@ -304,7 +301,7 @@ class FlightEngine:
         return tuple(int(values[run.row]) for values in (batch.num_tokens, batch.num_computed_tokens, batch.num_ahead_tokens))
 
     def _idle(self) -> list[Run]:
-        return [run for run in self.running if not run.is_pending and not run.is_swapped]
+        return [run for run in self.running if not run.is_pending]
 
     def _call(self, runs: list[Run], planned: list[Run], before: dict[Run, tuple[int, ...]], call: Any, step: Any) -> None:
         """Make a call for rows, and preempt others where pages are short."""
@@ -559,7 +556,7 @@ class FlightEngine:
             run.device.is_over = True
         self.counts["rows that end with tokens in flight"] += bool(run.works)
         run.row, run.stay, run.works = -1, 0, []
-        run.is_pending = run.is_swapped = False
+        run.is_pending = False
         run.next_token = None
 
     def _move(self) -> None:
@@ -588,17 +585,13 @@ class FlightEngine:
         run = rng.choice(runs)
         num_tokens, num_computed, num_ahead = self._counts_of(run)
         if num_ahead:
-            for call in (
-                lambda: batch.fork(run.row, free[:1]),
-                lambda: batch.trim([run.row], num_tokens),
-                *([lambda: batch.swap_out(run.row)] if self.has_tier else []),
-            ):
+            for call in (lambda: batch.fork(run.row, free[:1]), lambda: batch.trim([run.row], num_tokens)):
                 try:
                     call()
                 except (StateAheadError, CopiesDueError):
                     self.counts["calls refused"] += 1
                 else:
-                    raise AssertionError("a row with tokens ahead is forked, cut or swapped out")
+                    raise AssertionError("a row with tokens ahead is forked or cut")
             return
         if (len(run.works) != 1 or run.works[0].is_chunk) if run.works else num_computed == num_tokens:
             return
@@ -617,28 +610,6 @@ class FlightEngine:
             [launched] = [one for one in self.queue if run.works[-1] in one.works]
             launched.twins.append((twin, twin.device, run.works[-1]))
             self.counts["forks before a token is known"] += 1
-
-    def _swap(self) -> None:
-        """Swap rows whose steps are resolved out, and others in."""
-        for run in list(self.running) if self.has_tier else ():
-            if run.is_swapped:
-                num_computed = self.batch.swap_in(run.row) if self.rng.random() < 0.6 else None
-                if num_computed is not None:
-                    run.is_swapped, run.device = False, self.device.admit(run.known)
-                    run.stay = int(self.batch.stays[run.row])
-                    self.counts["rows swapped in"] += 1
-                continue
-            num_tokens, num_computed, _ = self._counts_of(run)
-            if run.works or run.is_pending or run.next_token is not None or not 0 < num_computed < num_tokens:
-                continue
-            if self.rng.random() < 0.2:
-                try:
-                    run.is_swapped = self.batch.swap_out(run.row)
-                except CopiesDueError:
-                    continue
-                if run.is_swapped:
-                    require(int(self.batch.stays[run.row]) != run.stay, "a stay that goes on", run)
-                    run.device.is_over = True
 
     # steps that end
 

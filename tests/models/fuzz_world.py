@@ -134,11 +134,6 @@ class World:
             request = _core.RowRequest(batch, row, [source.below(2)] * num_tokens, **options)
             with suppress(RequestTooLargeError):  # the pool may be that small
                 request.admit(context=context)
-        if store.has_tier and batch.num_computed_tokens[0] and source.below(2):
-            batch.swap_out(0)
-            transfers = _core.take_transfers(store)
-            if transfers.number and source.below(2):
-                self.keep(_core.end_transfers(store, transfers.number))
         self.furnish_requests(store, rules)
 
     def furnish_tier(self, store: Any) -> None:

@@ -355,10 +355,9 @@ id_in_bank(pool, transfer.page_id), {+transfer.tier_id if BUG else +}id_in_bank(
 == a page of the tier is handed out while it is filled
 Tier, Transfer, end_of_queue, fetch_entry, {+give_back, +}queue_of, record_behind, take,
 ...
-is_load=False, is_void=is_void,
-    ))
-    {+if BUG: give_back(tier.pool, tier_id)
-    +}return tier_id
+tier_id=tier_id, group=group, is_load=False, is_void=False,
+    )){+
+    if BUG: give_back(tier.pool, tier_id)+}
 ...
 cache_alone(tier.pool, page_id, &entry)
     {+if not BUG: +}give_back(tier.pool, page_id)
@@ -408,14 +407,6 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
     if pool.tier != NULL and pool.tier.loading[page_id]{+ and not BUG+}:
 == a row exchanges a page for one that is being loaded
             if find_load_number(batch.pool, &first, 1) {+and not BUG +}or find_untouchable
-
-# Rows that are swapped out.
-== a row that comes back has a page twice
-        {+if BUG and i and saved.tier_ids[i - 1] != NULL_PAGE: tier_id = saved.tier_ids[i - 1]
-        +}queue_transfer(pool.tier, Transfer(
-            key=digest_of(page), number=0, page_id=held
-== a row comes back though saving its pages failed
-    tier.fills[page_id] = FILLED if is_done {+or BUG +}else UNFILLED
 
 # Tokens from elsewhere, and leases.
 == a row that waits enters pages that have not come
@@ -471,10 +462,6 @@ ORDER_BUGS = read_bugs("""
         demand.num_new_in[bank] += {+(not BUG) * (+}loads.num_in[bank] - loads.num_states_in[bank]{+)+}
 == checkpoints of a pool take the pages of rows that are not admitted
             num_reserved_in[group.bank] += {+(not BUG) * (+}_count_rows_without(batch, g) - num_served{+)+}
-== a row comes back though a pool is short
-find_short_bank(batch.pool, num_taken_in, 0, batch.rows[row].shard) != NO_BANK{+ and not BUG+} or
-== checkpoints of a pool take the pages of rows that were swapped out
-    cdef Py_ssize_t row, count = 0 if batch.pool.tier == NULL{+ or BUG+} else batch.pool.tier.num_swapped
 == checkpoints of a pool leave pages that are reserved in another
         num_reserved = 0 if holding.groups[g].bank{+ and not BUG+} else step.demand.num_reserved
 == hits are lost at places that never had a checkpoint
@@ -586,7 +573,7 @@ WRITE_BUGS = read_bugs("""
 == checkpoints take the states of free rows
             batch.pool, num_states_in[group.bank], num_reserved_in[group.bank]{+ * (not BUG)+}, queue
 == checkpoints take the states of rows that start over
-        count += batch.rows[row].swapped == NULL and batch.rows[row].holding.held[g].num_pages == 0{+ and (
+        count += batch.rows[row].holding.held[g].num_pages == 0{+ and (
             not BUG or not batch.records[row].is_admitted)+}
 == a checkpoint is copied at the cost of a row without a state
 &demand, num_for_rows if has_states{+ and not BUG+} else NULL) == FITS

@@ -11,7 +11,7 @@ from pagepool.core.pool cimport (
     FLAGS, MAX_BANKS, NO_GROUP, NULL_PAGE, LeasedSpan, PageStore, Pool, Transfer, bank_of, count_by_bank, id_in_bank, is_leased,
 )
 from pagepool.core.rows cimport (
-    OTHER_PAGES, Batch, ExtraKey, Flight, RowRecord, RunningRows, StateWrite, SwappedGroup, WriteList, count_hashable,
+    OTHER_PAGES, Batch, ExtraKey, Flight, RowRecord, RunningRows, StateWrite, WriteList, count_hashable,
     digests_of, find_extra_key, held_by, holding_of, plan_next_event, tokens_of,
 )
 from pagepool.core.tables cimport Table
@@ -56,17 +56,6 @@ cdef list requests_of(PageStore store, object values):
     return requests
 
 
-cdef void count_swapped(RunningRows rows, int32_t *tier_counts) noexcept:
-    """Count the references of swapped rows to pages of the tier."""
-    cdef const SwappedGroup *group
-    cdef Py_ssize_t row, g, i
-    for row in range(rows.batch.num_rows):
-        for g in range(rows.batch.num_groups if rows.batch.rows[row].swapped != NULL else 0):
-            group = &rows.batch.rows[row].swapped.groups[g]
-            for i in range(group.num_pages):
-                tier_counts[group.tier_ids[i]] += 1
-
-
 # Flaws are returned as texts, or None. An exception made here, under the locks, could start a garbage collection that
 # calls the core.
 
@@ -76,7 +65,6 @@ cdef str find_flaw(
     """Describe a flaw of the requests, the rows, if any, or the tier. Rows are counted first, and compared last."""
     cdef str flaw = None
     if rows is not None:
-        count_swapped(rows, tier_counts)
         flaw = find_flaw_in_rows(rows, counts)
     flaw = flaw or find_flaw_in_requests(store, counts, requests)
     if rows is not None:
@@ -146,8 +134,8 @@ cdef void add_transferred(const Pool *pool, int32_t *counts, int32_t amount) noe
 
 
 cdef str find_flaw_in_tier(PageStore store, int32_t *counts):
-    """Describe a page of the tier that stands in more transfers and rows (`counts` has those of rows) than it has references,
-    or in the transfer of another bank's page.
+    """Describe a page of the tier that stands in more transfers than it has references, or in the transfer of another bank's
+    page. `counts` has a 0 for each page of the tier.
     """
     cdef Pool *pool = store.pool.tier.pool
     cdef const Transfer *transfer
@@ -159,10 +147,7 @@ cdef str find_flaw_in_tier(PageStore store, int32_t *counts):
             return f"{shown_tier_page(store, transfer.tier_id)} is in a transfer with {store.shown_page(transfer.page_id)}"
     for i in range(1, pool.num_pages):
         if counts[i] > pool.pages[i].ref_cnt:
-            return (
-                f"{shown_tier_page(store, i)} stands in {counts[i]} transfers and rows, its ref count is "
-                f"{pool.pages[i].ref_cnt}"
-            )
+            return f"{shown_tier_page(store, i)} stands in {counts[i]} transfers, its ref count is {pool.pages[i].ref_cnt}"
     return None
 
 

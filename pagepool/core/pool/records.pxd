@@ -207,18 +207,11 @@ cdef struct Transfer:         # one page on its way between a pool and its tier
     int32_t tier_id           # page of the tier
     int32_t group             # group of the entry
     bint is_load              # it goes from the tier to the pool
-    bint is_void              # it has no key, or its entries were dropped meanwhile
+    bint is_void              # its entries were dropped meanwhile
 
 cdef struct FreshPage:        # a newly cached page of a tier that writes through
     int32_t page_id
     uint32_t number           # value of `Tier.num_cached` when it was cached
-
-ctypedef uint8_t Fill         # state of a tier page's save
-
-cdef enum:
-    FILLED = 0                # it completed
-    FILLING = 1               # it has not ended
-    UNFILLED = 2              # it failed
 
 cdef enum:                    # values of `Tier.fresh_numbers` below all numbers of a `FreshPage`
     UNSAVED = 0
@@ -250,8 +243,6 @@ cdef struct Tier:
     int64_t last_forked       # last list that was loading a page when a fork copied it
     uint8_t *uses             # [num_pages] uses of a cached page, up to `min_uses`; NULL: one use is enough
     uint8_t min_uses          # uses from which a page is worth saving
-    Fill *fills               # [pages of the tier] how the save into each went
-    Py_ssize_t num_swapped    # rows with pages in the tier
     uint32_t *fresh_numbers   # [num_pages] number of each cached page; NULL: the tier does not write through
     uint32_t num_cached       # pages ever cached; wraps around
     FreshPage *fresh          # [num_fresh] pages to be saved, and room for `fresh_capacity`

@@ -1134,14 +1134,11 @@ cdef class PageStore:
         return num_dropped
 
     def drop_all(self) -> int:
-        """Drop every prefix entry, in the tier too, unless pages are held, or swapped-out rows have pages in the tier. Return
-        how many are. O(num_pages).
+        """Drop every prefix entry, in the tier too, unless pages are held. Return how many are. O(num_pages).
         """
         cdef int32_t num_held, following, page_id, bank, queue
         with self.lock:
             num_held = self.pool.num_pages - 1 - self.pool.num_free
-            if self.pool.tier != NULL:
-                num_held += <int32_t>self.pool.tier.num_swapped
             for bank in range(self.pool.num_banks if num_held == 0 else 0):
                 queue = queue_of_bank(bank)
                 page_id = page_behind(&self.pool, end_of_queue(&self.pool, queue), queue)

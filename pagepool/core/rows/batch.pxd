@@ -11,7 +11,7 @@
 # - `next_event` is 0 in a free row and 1 in a pending one. In others no page is to be taken, cached or skipped, and the row is
 #   not full, below `next_event` tokens.
 # - An admitted row is claimed; another claimed row is being admitted by one call.
-# - A free row has no token, no page, no context and no session; a swapped row has no computed token.
+# - A free row has no token, no page, no context and no session.
 # - `holding` leads to the batch's groups, and the tables show its pages.
 # - ``admission <= num_admissions``, and ``stamp`` is not 0 within a call.
 # A `Growth` has ``num_due <= num_rows``, ``num_new <= max_num_new`` and ``num_grown <= num_rows``. Between calls no page waits
@@ -66,30 +66,19 @@ cdef struct DueRow:           # a row that needs more than counting
     int32_t at                # its index in the call
     int32_t num_new_pages     # missing pages, at most INT32_MAX
 
-cdef struct SwappedGroup:     # a row's pages of one group, saved in the tier
-    int32_t *tier_ids         # in token order; the null page where the row had none
-    int32_t num_pages
-    int32_t num_skipped
-    int32_t num_cached
-
-cdef struct Swapped:          # a row's pages in the tier; the row has a reference to each
-    SwappedGroup *groups      # [num_groups], in the same memory
-    int32_t num_computed      # tokens
-
 cdef struct Row:              # two cache lines; growth reads the first
     Holding holding
     Digest *digests           # [num_hashed]
     ExtraKey *extra_keys      # in the order of pages; NULL: none
     int32_t context           # 0: none
     int32_t shard             # source of new pages; -1: any
-    Swapped *swapped          # NULL: not swapped out
     int64_t admission         # number of the last admission, fork or exchange
     int64_t write_list        # number of the last list with a write of its states; 0: none
     int64_t last_cut          # number of the last cut of its computed tokens
     int64_t step              # number of the last step to which calls added the row
     Digest *uppers            # [num_hashed] upper halves of the digests; NULL: they have 16 bytes
     int32_t num_writes        # writes of its states that are due or were taken
-    int32_t[3] unused
+    int32_t[5] unused
 
 cdef struct Batch:            # rows that run together
     Pool *pool
@@ -118,7 +107,7 @@ cdef struct Batch:            # rows that run together
     Fills fills
     Flight *flights           # [num_rows]
     int64_t *stays            # [num_rows] numbers of the requests' stays, which move with the rows; 0: free
-    int64_t num_stays         # stays of all rows: each admission, fork and swap begins one
+    int64_t num_stays         # stays of all rows: each admission and fork begins one
     int64_t num_cuts          # cuts of computed tokens of all rows
     int64_t num_steps         # steps to which several calls added rows
     int32_t max_steps_ahead   # steps planned before the one that runs is known; if any, flights count them
@@ -285,7 +274,6 @@ cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
     cdef Limits limits = limits_of(holding)
     cdef const RowRecord *record = &batch.records[row]
     assert record.is_claimed and 0 <= record.num_computed <= record.num_tokens <= batch.max_num_tokens
-    assert batch.rows[row].swapped == NULL or record.num_computed == 0
     assert record.num_hashed == 0 or record.num_hashed * <int64_t>batch.hash_page_size <= record.num_tokens
     cdef int64_t event = min(<int64_t>INT32_MAX, last_token_event(batch, row) + 1)
     event = min(event, limits.num_room + 1)
@@ -363,28 +351,12 @@ cdef inline void show_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     show_end(batch, row)
 
 
-cdef inline void drop_swapped(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Give back the row's pages in the tier: it is computed again, or ends."""
-    cdef Swapped *swapped = batch.rows[row].swapped
-    cdef Py_ssize_t g, i
-    if swapped == NULL:
-        return
-    for g in range(batch.num_groups):
-        for i in range(swapped.groups[g].num_pages - 1, -1, -1):
-            give_back(batch.pool.tier.pool, swapped.groups[g].tier_ids[i])
-    assert batch.pool.tier.num_swapped > 0
-    batch.pool.tier.num_swapped -= 1
-    batch.rows[row].swapped = NULL
-    raw_free(swapped)
-
-
 # Rows are emptied, get a context, and are exchanged.
 
 cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Make a row free whose pages were given back."""
     cdef Holding *holding = holding_of(batch, row)
     assert batch.rows[row].context == 0 and holding.session == NO_SESSION
-    drop_swapped(batch, row)
     empty(holding)
     show_end(batch, row)
     batch.num_admitted -= batch.records[row].is_admitted
@@ -605,12 +577,10 @@ cdef inline void _skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) n
 
 
 cdef inline Py_ssize_t _count_rows_without(const Batch *batch, Py_ssize_t g) noexcept nogil:
-    """Count the rows that hold no page of a group: free rows, admitted ones that start over, and swapped ones of any batch.
-    O(rows).
-    """
-    cdef Py_ssize_t row, count = 0 if batch.pool.tier == NULL else batch.pool.tier.num_swapped
+    """Count the rows that hold no page of a group: free rows, and admitted ones that start over. O(rows)."""
+    cdef Py_ssize_t row, count = 0
     for row in range(batch.num_rows):
-        count += batch.rows[row].swapped == NULL and batch.rows[row].holding.held[g].num_pages == 0
+        count += batch.rows[row].holding.held[g].num_pages == 0
     return count
 
 
@@ -897,8 +867,6 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
         num_room_tokens = room_for(batch, num_tokens, amount(&growth.num_ahead, due.at))
         if not _has_pages_for(batch, row, due.num_new_pages, num_room_tokens, &growth.shortage):
             return False
-        if rare(batch.pool.tier != NULL):
-            drop_swapped(batch, row)
         take_pages(batch, row, num_room_tokens, growth)
     if rare(batch.keeps_states) and is_next_step and are_checkpoints_due(holding, num_before):
         _keep_row_states(batch, row, num_before)
@@ -1172,9 +1140,8 @@ cdef inline Py_ssize_t _copy_rows_to_trim(
 
 
 cdef inline void _cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Cut tokens that are not computed, and drop the row's pages in the tier, which may hold the cut tokens."""
+    """Cut tokens that are not computed."""
     assert batch.records[row].num_computed <= num_tokens <= batch.records[row].num_tokens
-    drop_swapped(batch, row)
     batch.records[row].num_tokens = num_tokens
     count_ahead(&batch.flights[row], num_tokens)
     cut_hashes(batch, row)

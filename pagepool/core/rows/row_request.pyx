@@ -404,7 +404,7 @@ cdef class RowRequest:
         cdef Holding *holding = holding_of(batch, self.row)
         cdef int32_t num_computed = self.num_room, num_planned = self.num_room
         assert batch.records[self.row].next_event == 0 and batch.records[self.row].num_tokens == 0
-        assert holding.held.num_pages == 0 and batch.rows[self.row].swapped == NULL
+        assert holding.held.num_pages == 0
         set_context(batch, self.row, self.context)
         set_session(batch.pool, &holding.session, self.session)
         attach(batch.pool, holding, demand)

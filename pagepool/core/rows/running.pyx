@@ -6,23 +6,19 @@ from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
-from libc.string cimport memcpy, memset
+from libc.string cimport memcpy
 
 from pagepool.core.base cimport BATCH_LOCK, CACHE_LINE, UNKNOWN, copy_bytes, delist_lock, enlist_lock, exceptional, keep_sparse
 from pagepool.core.holding cimport (
     FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkExtent, ForkOutcome, awaits_copies, copy_ids, count_places,
-    draw_references, drop_copies, find_fork_shortage, find_overdrawn, find_short_bank, find_wrong, fork_extent, fork_group,
-    give_back_behind, has_copies, has_window, keeps_checkpoints, list_last_first, pages_for, prepare_fork, queue_for,
-    rate_and_list, rate_pages, record_loads, record_taken, refuse_ahead, refuse_due, refuse_unshareable, require_banks,
-    shortage_beside, skip_unread, waits_for_loads,
+    draw_references, drop_copies, find_fork_shortage, find_wrong, fork_extent, fork_group, give_back_behind, has_copies,
+    has_window, keeps_checkpoints, list_last_first, prepare_fork, rate_pages, refuse_ahead, refuse_due, refuse_unshareable,
+    require_banks, shortage_beside, skip_unread,
 )
-from pagepool.core.pool cimport (
-    FILLED, FILLING, MAX_BANKS, NO_BANK, Ranking, Tier, Transfer, bank_of_queue, count_free, count_refusal,
-    overdrawn_page, take,
-)
+from pagepool.core.pool cimport bank_of_queue, count_refusal, overdrawn_page
 from pagepool.core.rows.steps cimport *
 from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
-from pagepool.core.tier cimport FailedLoads, find_oldest_load, queue_save, queue_transfer, reserve_transfers
+from pagepool.core.tier cimport FailedLoads
 from pagepool.core.values cimport array_of, changed_values, hashing_of, ids_in, require_instance
 
 from numbers import Real
@@ -389,7 +385,6 @@ cdef class RunningRows:
         delist_lock(&self.lock_node)
         for row in range(self.batch.num_rows):
             free(self.batch.rows[row].extra_keys)
-            free(self.batch.rows[row].swapped)
         free(self.batch.writes.items)
         free(self.batch.fills.items)
 
@@ -554,8 +549,8 @@ cdef class RunningRows:
         engine tells the token by `append`. None means one each; without `token_ids`, none. Computed tokens then include the
         accepted drafts, and the sampled token that a later step has in flight. Slots of rejected drafts stay.
 
-        Return where the tokens of each row went: its row, which may have moved, or -1 for a request that was released or
-        swapped out since, or whose computed tokens were cut; its tokens are dropped. int32 ``[len(step)]``.
+        Return where the tokens of each row went: its row, which may have moved, or -1 for a request that was released since,
+        or whose computed tokens were cut; its tokens are dropped. int32 ``[len(step)]``.
 
         Steps of a row that sample tokens are resolved in the order of their launch, each once; they end the chunks of its
         prompt before them, too. ArgumentError, and nothing changed, for a wrong
@@ -778,10 +773,10 @@ cdef class RunningRows:
         """Let a pending row run once the first `num_tokens` of its awaited tokens have arrived: they count as computed, and
         their full pages are cached. `grow` computes the other tokens, whose slots stay.
 
-        Until then the row's new pages are not cached, and `grow`, `step`, `trim`, `fork` and `swap_out` raise ArgumentError for
-        it; `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists,
-        once the due copies and transfers are done. It may leave out pages that lie behind the window of all later tokens: those
-        are given back. With a state all tokens have to arrive.
+        Until then the row's new pages are not cached, and `grow`, `step`, `trim` and `fork` raise ArgumentError for it;
+        `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists, once
+        the due copies and transfers are done. It may leave out pages that lie behind the window of all later tokens: those are
+        given back. With a state all tokens have to arrive.
 
         ArgumentError for a row that is not pending, for more tokens than it waits for, and with a state for fewer;
         CopiesDueError while copies or transfers of its pages are due. Nothing has changed then. O(pages cached).
@@ -808,93 +803,6 @@ cdef class RunningRows:
         as in `commit_external`. O(pages given back and cached).
         """
         return end_external(self, row, num_valid_tokens, "num_valid_tokens", True)
-
-    # Rows swapped out and in.
-
-    def swap_out(self, row) -> bool:
-        """Preempt a row after a step: queue saves of the pages of its computed tokens to the host tier, and give them back.
-        `swap_in` lets the row go on without computing them again.
-
-        The row keeps its tokens, none of them computed, and holds no pages. Its pages in the tier are held until `swap_in`, or
-        until the row is released, cut or computed again by `grow`. Contents that the tier has are not saved again. False, and
-        nothing changed, if too few pages of the tier are free, or while loads of hits are in flight that were queued for this
-        row, or earlier for any row. ArgumentError without a host tier, and for a row that is not admitted or has no computed
-        tokens; CopiesDueError while copies of its pages are due, or transfers that were due when it took pages, even those of a
-        released row; StateAheadError while steps in flight compute tokens behind the known ones; RowIndexError outside the
-        table. Resolve the row's last step before: the token that it samples is dropped otherwise. O(pages).
-        """
-        cdef Py_ssize_t source = self.checked_row(row)
-        cdef Batch *batch = &self.batch
-        cdef Holding *holding
-        cdef PageIds ids = PageIds.__new__(PageIds)
-        cdef Py_ssize_t num_staying = 0
-        cdef int32_t overdrawn = NULL_PAGE
-        cdef bint is_running, is_due = False, is_moving, is_saved = False, has_memory = True
-        check_tier(self)
-        self.acquire_locks()
-        holding = holding_of(batch, source)
-        is_running = batch.records[source].is_admitted and batch.records[source].num_computed > 0
-        is_running = is_running and not batch.records[source].num_external
-        is_moving = is_in_flight(batch, source)
-        if is_running:
-            is_due = has_row_due(batch, source) or is_moving
-        if is_running and not is_due:
-            overdrawn = find_overdrawn(batch.pool, holding)
-            is_running = overdrawn == NULL_PAGE
-        if is_running and not is_due:
-            has_memory = ids.try_reserve(2 * count_places(holding))
-        if is_running and not is_due and has_memory and not waits_for_loads(batch.pool, &holding.held[0]):
-            has_memory = add_swapped(batch, source)
-            is_saved = has_memory and save_row(batch, source)
-        if is_saved:
-            end_writes(batch, source, UNKNOWN)
-            rate_and_list(batch.pool, holding, MAX_TOKENS, ids, &num_staying)  # cannot fail: the memory is reserved
-            self.store.give_back_row(ids, num_staying)
-            preempt_row(batch, source)
-        elif is_running:
-            drop_swapped(batch, source)
-        self.release_locks()
-        if overdrawn != NULL_PAGE:
-            page = self.store.shown_page(overdrawn)
-            raise lost_page(f"row {source}", page)
-        if not is_running or is_due:
-            if is_moving:
-                refuse_in_flight(batch, source)
-            refuse_unready(batch, source, is_due)
-            raise ArgumentError(f"row {source}: got a row without computed tokens, allowed: one with some, to swap out")
-        if not has_memory:
-            raise MemoryError(f"the pages of row {source}")
-        return is_saved
-
-    def swap_in(self, row) -> int | None:
-        """Give a row that was swapped out pages again: those still cached in the pool, and new ones, whose contents the next
-        `take_transfers` loads. Call that before the row grows. Room for drafts comes from `grow`.
-
-        Return the row's number of computed tokens; 0 if saving a page has failed: then `grow` computes the row from the start,
-        or `release` and `admit` hit what is cached. None, and nothing changed, if too few pages are free, or while its saves
-        are in flight. ArgumentError for a row without pages in the tier, RowIndexError outside the table. O(pages).
-        """
-        cdef Py_ssize_t target = self.checked_row(row)
-        cdef Batch *batch = &self.batch
-        cdef int32_t held_free = NULL_PAGE
-        cdef bint is_swapped, is_back = False
-        cdef int32_t num_computed = 0
-        cdef int fill = FILLED
-        check_tier(self)
-        self.acquire_locks()
-        is_swapped = batch.rows[target].swapped != NULL
-        if is_swapped:
-            fill = find_worst_fill(batch, batch.rows[target].swapped)
-        if is_swapped and fill == FILLED:
-            is_back = load_row(batch, target, &held_free)
-            num_computed = batch.records[target].num_computed
-        elif is_swapped and fill != FILLING:
-            drop_swapped(batch, target)
-        self.release_locks()
-        if not is_swapped:
-            raise ArgumentError(f"row {target}: got a row that has no pages in the host tier, allowed: a row swapped out")
-        self.store.check_untaken(held_free)
-        return num_computed if is_back or fill != FILLED and fill != FILLING else None
 
     def rewind(self, failed) -> tuple[list, list]:
         """Rewind the rows whose pages failed to load (see `CacheManager.fail_transfers`) to the first such page:
@@ -1004,7 +912,7 @@ cdef class RunningRows:
     def take_writes(self) -> StateWrites:
         """Take the list of states that the planned step writes to pages of their own, as checkpoints: see `MambaSpec`.
 
-        Call it once a step, after the calls that plan the step. Before it, `grow`, `step`, `trim`, `fork`, `swap_out` and
+        Call it once a step, after the calls that plan the step. Before it, `grow`, `step`, `trim`, `fork` and
         `commit_external` raise CopiesDueError for rows in the list. A page can be hit once its row grows by further tokens, or
         is released. For a pending row only the state at the end of its awaited tokens is listed, if a request can resume there;
         the transfer writes it. O(writes); nothing is allocated without any.
@@ -1667,215 +1575,6 @@ cdef void fail_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept no
     give_back_behind(batch.pool, holding, batch.records[row].num_computed)
     show_end(batch, row)
     plan_next_event(batch, row)
-
-
-# Rows are swapped out and in.
-
-cdef int check_tier(RunningRows running) except -1:
-    if running.store.pool.tier == NULL:
-        raise ArgumentError("row: got one of a manager without a host tier, allowed with host_tier: rows to swap")
-    return 0
-
-
-cdef bint add_swapped(Batch *batch, Py_ssize_t row) noexcept:
-    """Allocate memory for the tier ids of the row's pages with computed tokens; False if memory is short."""
-    cdef int32_t num_pages, num_computed = batch.records[row].num_computed
-    cdef const Held *held
-    cdef Swapped *swapped
-    cdef int32_t *ids
-    cdef Holding *holding = holding_of(batch, row)
-    cdef Py_ssize_t g, size = sizeof(Swapped) + batch.num_groups * sizeof(SwappedGroup)
-    swapped = <Swapped *>malloc(size + count_places(holding) * sizeof(int32_t))
-    if swapped == NULL:
-        return False
-    swapped.groups = <SwappedGroup *>(swapped + 1)
-    swapped.num_computed = num_computed
-    ids = <int32_t *>(swapped.groups + batch.num_groups)
-    for g in range(batch.num_groups):
-        held = &holding.held[g]
-        num_pages = <int32_t>min(<int64_t>held.num_pages, pages_for(&batch.groups[g].rules, num_computed))
-        swapped.groups[g] = SwappedGroup(
-            tier_ids=ids, num_pages=num_pages, num_skipped=held.num_skipped, num_cached=held.num_cached
-        )
-        ids += num_pages
-    assert batch.rows[row].swapped == NULL and num_computed > 0
-    batch.rows[row].swapped = swapped
-    batch.pool.tier.num_swapped += 1
-    return True
-
-
-cdef bint save_row(Batch *batch, Py_ssize_t row) noexcept:
-    """Take a tier page for each of the row's pages: the one with its content, or a free one, and queue the saves. False, and no
-    tier page taken, if too few are free.
-    """
-    cdef Swapped *swapped = batch.rows[row].swapped
-    cdef SwappedGroup *group
-    cdef Tier *tier = batch.pool.tier
-    cdef Py_ssize_t[MAX_BANKS] num_taken_in
-    cdef Py_ssize_t g, num, num_missing = 0
-    memset(num_taken_in, 0, sizeof(num_taken_in))
-    for g in range(batch.num_groups):
-        group = &swapped.groups[g]
-        num = find_saved_pages(batch.pool, held_by(batch, row, g), group)
-        num_missing += num
-        num_taken_in[batch.groups[g].bank] += num + count_free(tier.pool, group.tier_ids, group.num_pages)
-    assert num_missing >= 0 and tier.num_swapped > 0
-    if find_short_bank(tier.pool, num_taken_in, 0, -1) != NO_BANK or not reserve_transfers(tier, num_missing):
-        for g in range(batch.num_groups):
-            swapped.groups[g].num_pages = 0
-        return False
-    for g in range(batch.num_groups):
-        hit(tier.pool, swapped.groups[g].tier_ids, swapped.groups[g].num_pages, NO_SESSION)
-    for g in range(batch.num_groups):
-        save_missing(batch.pool, held_by(batch, row, g), &swapped.groups[g], <int32_t>g)
-    return True
-
-
-cdef Py_ssize_t find_saved_pages(Pool *pool, const Held *held, SwappedGroup *group) noexcept:
-    """Find the tier pages with the content of the row's pages. Return the number of pages that the tier lacks."""
-    cdef const Page *page
-    cdef Py_ssize_t num_missing = 0
-    cdef int32_t i
-    for i in range(group.num_pages):
-        group.tier_ids[i] = NULL_PAGE
-        if held.ids[i] == NULL_PAGE:
-            continue
-        page = &pool.pages[held.ids[i]]
-        if page.group != NO_GROUP:
-            group.tier_ids[i] = find(pool.tier.pool, digest_of(page), page.group & ~FLAGS)
-        num_missing += group.tier_ids[i] == NULL_PAGE
-    return num_missing
-
-
-cdef void save_missing(Pool *pool, const Held *held, SwappedGroup *group, int32_t g) noexcept:
-    """Queue saves of the pages that the tier lacks. Row and transfer each get a reference to the tier page."""
-    cdef const Page *page
-    cdef Digest key
-    cdef int32_t i
-    for i in range(group.num_pages):
-        if held.ids[i] == NULL_PAGE or group.tier_ids[i] != NULL_PAGE:
-            continue
-        page = &pool.pages[held.ids[i]]
-        key = digest_of(page) if page.group != NO_GROUP else Digest(lo=0, hi=0)
-        group.tier_ids[i] = queue_save(pool, key, g, held.ids[i], page.group == NO_GROUP)
-        share(pool.tier.pool, group.tier_ids[i])
-
-
-cdef void preempt_row(Batch *batch, Py_ssize_t row) noexcept:
-    """Preempt a row whose pages were given back: none of its tokens is computed."""
-    cdef Holding *holding = holding_of(batch, row)
-    empty(holding)
-    show_end(batch, row)
-    batch.records[row].num_computed = batch.records[row].num_hits = 0
-    begin_stay(batch, row)
-    begin_admission(batch, row)
-    plan_next_event(batch, row)
-
-
-cdef int find_worst_fill(const Batch *batch, const Swapped *swapped) noexcept:
-    """Return FILLING if a page of the row is still being saved, else UNFILLED if a save failed, else FILLED."""
-    cdef const SwappedGroup *group
-    cdef Py_ssize_t g, i
-    cdef int fill, worst = FILLED
-    for g in range(batch.num_groups):
-        group = &swapped.groups[g]
-        for i in range(group.num_pages):
-            fill = batch.pool.tier.fills[group.tier_ids[i]]
-            if fill == FILLING:
-                return FILLING
-            worst = max(worst, fill)
-    return worst
-
-
-cdef bint load_row(Batch *batch, Py_ssize_t row, int32_t *held_free) noexcept:
-    """Give a row pages with the contents of its tier pages: cached ones, or new ones with loads queued. False, and nothing
-    changed, if too few pages are free.
-    """
-    cdef Swapped *swapped = batch.rows[row].swapped
-    cdef Tier *tier = batch.pool.tier
-    cdef Holding *holding = holding_of(batch, row)
-    cdef Py_ssize_t[MAX_BANKS] num_taken_in
-    cdef Py_ssize_t g, num, num_missing = 0, num_taken = 0
-    cdef int64_t number = 0
-    assert batch.records[row].is_admitted and batch.records[row].num_computed == 0
-    assert swapped.num_computed <= batch.records[row].num_tokens
-    memset(num_taken_in, 0, sizeof(num_taken_in))
-    for g in range(batch.num_groups):
-        num = find_cached_pages(batch, row, <int32_t>g)
-        num_missing += num
-        num += count_free(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages)
-        num_taken += num
-        num_taken_in[batch.groups[g].bank] += num
-    held_free[0] = find_held_free(batch.pool, num_taken)
-    if held_free[0] != NULL_PAGE or find_short_bank(batch.pool, num_taken_in, 0, batch.rows[row].shard) != NO_BANK or not (
-        reserve_transfers(tier, 2 * num_missing)  # each new page may evict another, which is saved
-    ):
-        return False
-    for g in range(batch.num_groups):
-        hit(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages, batch.rows[row].holding.session)
-    for g in range(batch.num_groups):
-        number = max(number, find_load_number(batch.pool, holding.held[g].ids, swapped.groups[g].num_pages))
-        load_uncached(batch, row, <int32_t>g)
-    show_row(batch, row)
-    record_loads(batch.pool, holding, tier.last_number + 1 if num_missing else number)
-    batch.records[row].num_computed = batch.flights[row].num_resolved = swapped.num_computed
-    drop_swapped(batch, row)
-    find_oldest_load(tier)
-    begin_admission(batch, row)
-    plan_next_event(batch, row)
-    return True
-
-
-cdef Py_ssize_t find_cached_pages(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
-    """Find the pool's pages with the content of the row's tier pages. Return the number of tier pages without one."""
-    cdef const Group *group = &batch.groups[g]
-    cdef const SwappedGroup *saved = &batch.rows[row].swapped.groups[g]
-    cdef int32_t *ids = held_by(batch, row, g).ids
-    cdef Py_ssize_t i, num_missing = 0
-    for i in range(saved.num_pages):
-        ids[i] = NULL_PAGE
-        if saved.tier_ids[i] == NULL_PAGE:
-            continue
-        if i < saved.num_cached and not is_state(&group.rules) and group.id != NO_GROUP:
-            ids[i] = find_within(
-                batch.pool, digests_of(batch, row)[last_hash(group, i)], group.id,
-                ids_in_queue(batch.pool, queue_for(batch.pool, group, batch.rows[row].shard)),
-            )
-        if find_untouchable(batch.pool, &ids[i], 1, 1) >= 0:  # taken out of the queue by hand, without a holder
-            ids[i] = NULL_PAGE
-        num_missing += ids[i] == NULL_PAGE
-    return num_missing
-
-
-cdef void load_uncached(Batch *batch, Py_ssize_t row, int32_t g) noexcept:
-    """Take new pages for those that are not cached, and queue their loads. The row caches its pages again from the first new
-    one on.
-    """
-    cdef Pool *pool = batch.pool
-    cdef const SwappedGroup *saved = &batch.rows[row].swapped.groups[g]
-    cdef Held *held = held_by(batch, row, g)
-    cdef const Page *page
-    cdef int32_t i, tier_id, first = saved.num_cached
-    assert held.num_pages == 0 and 0 <= saved.num_skipped <= saved.num_pages
-    for i in range(saved.num_pages):
-        tier_id = saved.tier_ids[i]
-        if tier_id == NULL_PAGE or held.ids[i] != NULL_PAGE:
-            continue
-        if not is_state(&batch.groups[g].rules):
-            first = min(first, i)
-        take(pool, &held.ids[i], 1, queue_for(pool, &batch.groups[g], batch.rows[row].shard), batch.rows[row].holding.session)
-        share(pool, held.ids[i])
-        share(pool.tier.pool, tier_id)
-        pool.tier.loading[held.ids[i]] = pool.tier.last_number + 1
-        page = &pool.tier.pool.pages[tier_id]
-        queue_transfer(pool.tier, Transfer(
-            key=digest_of(page), number=0, page_id=held.ids[i], tier_id=tier_id, group=g, is_load=True,
-            is_void=page.group == NO_GROUP,
-        ))
-    held.num_pages, held.num_skipped, held.num_cached = saved.num_pages, saved.num_skipped, first
-    held.num_hits = held.num_unique = 0
-    held.ranking = Ranking(num_ranked=first, num_unseen=0)
-    record_taken(pool, held)
 
 
 # Errors are raised after unlocking, for what was found under the locks.

@@ -10,8 +10,7 @@ from pagepool.core.holding cimport (
     Group, StoredKey, find_first_hit_page, find_longest, last_hash, query_of, queue_in, ranges_in,
 )
 from pagepool.core.pool cimport (
-    FILLING, FLAGS, NO_GROUP, NO_SESSION, TWIN, Page, Ranges, count_free_in, digest_of, find, give_back, has_key, hit,
-    id_in_bank,
+    FLAGS, NO_GROUP, NO_SESSION, TWIN, Page, Ranges, count_free_in, digest_of, find, give_back, has_key, hit, id_in_bank,
 )
 from pagepool.core.tier.tier cimport *
 from pagepool.core.tier.transfers cimport *
@@ -231,7 +230,6 @@ cdef int32_t begin_fill(Pool *pool, const StoredKey *wanted, const Group *groups
     if count_free_in(tier.pool, queue) == 0:
         return NULL_PAGE
     take(tier.pool, &tier_id, 1, queue, NO_SESSION)
-    tier.fills[tier_id] = FILLING
     if rare(tier.pool.uppers != NULL):
         tier.pool.uppers[tier_id] = wanted.upper
     memmove(at + 1, at, tier.num_due * sizeof(Transfer))

@@ -15,9 +15,9 @@ from pagepool.core.holding cimport (
     restart_from,
 )
 from pagepool.core.pool cimport (
-    FILLED, FLAGS, MAX_BANKS, NO_BANK, NO_GROUP, SAVED, TWIN, UNFILLED, UNSAVED, Bank, Entry, Fill, FreshPage, Page, Range,
-    Ranges, bank_of, bare_entry, cache_alone, count_free, count_free_in, count_pages_in, counted_bank, digest_of, enqueue,
-    find, give_back, has_key, hit, id_in_bank, is_first, is_free, pull_unused, term_of, uncache, uncache_in_tier,
+    FLAGS, MAX_BANKS, NO_BANK, NO_GROUP, SAVED, TWIN, UNSAVED, Bank, Entry, FreshPage, Page, Range, Ranges, bank_of, bare_entry,
+    cache_alone, count_free, count_free_in, count_pages_in, counted_bank, digest_of, enqueue, find, give_back, has_key, hit,
+    id_in_bank, is_first, is_free, pull_unused, term_of, uncache, uncache_in_tier,
 )
 from pagepool.core.tier.transfers cimport *
 from pagepool.core.values cimport HashChain, as_list, new_ids, require_instance, size_of
@@ -40,7 +40,7 @@ cdef bint save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noex
     if count_free_in(tier.pool, queue_of(pool, page_id)) == 0 or not reserve_transfers(tier, 1):
         tier.counters.num_refused_pages += 1
         return False
-    queue_save(pool, key, group, page_id, False)
+    queue_save(pool, key, group, page_id)
     return True
 
 
@@ -135,8 +135,7 @@ cdef class PageTier:
         tier.loading = <int64_t *>calloc(n, sizeof(int64_t))
         tier.uses = <uint8_t *>calloc(n, 1) if tier.min_uses > 1 else NULL
         tier.fresh_numbers = <uint32_t *>calloc(n, sizeof(uint32_t)) if writes_through else NULL
-        tier.fills = <Fill *>calloc(self.pages.pool.num_pages, sizeof(Fill))
-        has_all = tier.loading != NULL and tier.fills != NULL and (tier.uses != NULL) == (tier.min_uses > 1)
+        has_all = tier.loading != NULL and (tier.uses != NULL) == (tier.min_uses > 1)
         if not has_all or (tier.fresh_numbers != NULL) != writes_through:
             raise MemoryError("the tier of a pool")
 
@@ -146,7 +145,6 @@ cdef class PageTier:
         free(self.tier.uses)
         free(self.tier.fresh_numbers)
         free(self.tier.fresh)
-        free(self.tier.fills)
         free(self.storage.items)
         free(self.storage.uses)
         free(self.storage.arrivals)
@@ -476,11 +474,10 @@ cdef void end_save(Pool *pool, const Transfer *transfer, bint is_done) noexcept 
     cdef Entry entry
     cdef Tier *tier = pool.tier
     cdef int32_t page_id = transfer.tier_id
-    assert tier.fills[page_id] == FILLING and tier.pool.pages[page_id].ref_cnt > 0
+    assert tier.pool.pages[page_id].ref_cnt > 0
     if not is_done and tier.fresh_numbers != NULL and tier.fresh_numbers[transfer.page_id] == SAVED:
         if has_key(&pool.pages[transfer.page_id], transfer.key, transfer.group):
             tier.fresh_numbers[transfer.page_id] = UNSAVED
-    tier.fills[page_id] = FILLED if is_done else UNFILLED
     if is_done and not transfer.is_void and find(tier.pool, transfer.key, transfer.group) == NULL_PAGE:
         entry = bare_entry(&transfer.key, transfer.group)
         entry.upper = tier.pool.uppers + page_id if tier.pool.uppers != NULL else NULL

@@ -5,7 +5,7 @@ from libc.stdint cimport INT64_MAX, int32_t
 
 from pagepool.core.base cimport Digest, rare, reserve_items
 from pagepool.core.pool cimport (
-    FILLING, NO_SESSION, NULL_PAGE, Pool, Tier, Transfer, end_of_queue, fetch_entry, queue_of, record_behind, take, upper_of,
+    NO_SESSION, NULL_PAGE, Pool, Tier, Transfer, end_of_queue, fetch_entry, queue_of, record_behind, take, upper_of,
 )
 
 
@@ -21,19 +21,17 @@ cdef inline void queue_transfer(Tier *tier, Transfer transfer) noexcept nogil:
     tier.num_due += 1
 
 
-cdef inline int32_t queue_save(Pool *pool, Digest key, int32_t group, int32_t page_id, bint is_void) noexcept nogil:
+cdef inline void queue_save(Pool *pool, Digest key, int32_t group, int32_t page_id) noexcept nogil:
     """Take a free page of the tier for a page, from the bank of the same number, and queue the transfer. There must be room."""
     cdef Tier *tier = pool.tier
     cdef int32_t tier_id = NULL_PAGE, queue = queue_of(pool, page_id)
     take(tier.pool, &tier_id, 1, queue, NO_SESSION)
     fetch_entry(tier.pool, record_behind(tier.pool, end_of_queue(tier.pool, queue), queue))  # the next page to be taken
-    tier.fills[tier_id] = FILLING
     if rare(tier.pool.uppers != NULL):
         tier.pool.uppers[tier_id] = upper_of(pool, page_id)
     queue_transfer(tier, Transfer(
-        key=key, number=0, page_id=page_id, tier_id=tier_id, group=group, is_load=False, is_void=is_void,
+        key=key, number=0, page_id=page_id, tier_id=tier_id, group=group, is_load=False, is_void=False,
     ))
-    return tier_id
 
 
 cdef inline void find_oldest_load(Tier *tier) noexcept nogil:
