@@ -317,7 +317,7 @@ vllm-environment:  ## the environment of test-vllm and bench-vllm
 
 # Distributions for other machines: the wheel is tagged with its systems, and tested in an environment with NumPy alone. The
 # tests look for both distributions in the environment.
-WHEEL_TESTS = package page_pool manager running_batch snapshot threads
+WHEEL_TESTS = package page_pool manager running_batch threads
 
 wheel: $(VENV)/installed .venv-wheel/group  ## source distribution and wheel for others, checked and tested: in dist/
 	rm -rf dist && mkdir dist && cp $(VENV)/dist/*.tar.gz dist
@@ -337,7 +337,7 @@ wheel test-wheel test-lowest: export PAGEPOOL_TEST_OPERATIONS ?= 20000
 test-wheel:  ## the same tests, on PYTHON's installed pagepool and dependency group test-wheel
 	$(RUN) $(PYTHON) -m pytest $(PYTEST_ARGS) $(WHEEL_TESTS:%=$(CURDIR)/tests/*/test_%.py)
 
-LOWEST_TESTS = page_pool manager snapshot page_table device_table page_copies host_pages host_rows compilation_cache events event_publisher \
+LOWEST_TESTS = page_pool manager page_table device_table page_copies host_pages host_rows compilation_cache events event_publisher \
     vllm_hashes metrics commands fleet fleet_command frames conformance object_storage
 
 test-lowest: .venv-lowest/lowest  ## some tests of each extra, on the lowest versions allowed by pyproject.toml; for Python 3.11

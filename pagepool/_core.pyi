@@ -811,22 +811,6 @@ def copy_records(store: PageStore, names: str | None = None, of_tier: bool = Fal
     blanks (None: all). Other arrays are empty. O(num_pages).
     """
 
-def load_store(
-    kind: tuple[bool, str],
-    pools: tuple[Sequence[str], Iterable[int], npt.NDArray[np.int64]],
-    ref_counts: npt.NDArray[np.int32],
-    free_page_ids: npt.NDArray[np.int32],
-    cached: tuple[npt.NDArray[Any], ...],
-    policy: tuple[npt.NDArray[Any], ...],
-    totals: tuple[Iterable[int], int],
-) -> PageStore:
-    """Make a store from the arrays of a snapshot. `kind` is whether prefixes are cached, and the eviction policy; `pools` has
-    names, numbers of pages and counters, by bank; `cached` has the ids, group ids, keys, upper halves of digests or none, and
-    token ids of cached pages, and whether they stay behind windows; `policy` has marks, ghosts, counts and learned values,
-    empty without a policy; `totals` has the counters and the number of shards. SnapshotError if they contradict one another.
-    O(num_pages).
-    """
-
 def locate_numbers(holder: RequestPages | RunningRows | TableRows) -> dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]]:
     """Return the address, shape and type of numbers by name: of a request's or the first row's pages in the first group, of the
     records of rows, or of the dirty flags of a table's rows. They move when a list of pages grows.
@@ -845,11 +829,6 @@ def find_policy_fault(store: PageStore, of_tier: bool = False) -> str | None:
 def follow(prev_ids: _Ids, next_ids: _Ids, first_ids: _Ids) -> tuple[PageIds, bool]:
     """List the ids of rings, each from its first on. Return them and True, or False at the first link that does not lead back,
     with the ids before it.
-    """
-
-def give_back_restored(store: PageStore) -> int | None:
-    """Give back all references of a loaded store, in the order of page ids, and return the number of pages. Return None, with
-    nothing changed, if the store was not loaded or references were taken since. O(num_pages).
     """
 
 @final

@@ -29,7 +29,7 @@ from pagepool.core.rows.inputs import INPUT_FIELDS, InputArrays
 from pagepool.core.rows.row_request import RowRequest
 from pagepool.core.rows.running import RunningRows, StateWrites, StepResult
 from pagepool.core.pool.layouts import CONSTANTS, copy_records, locate_records
-from pagepool.core.pool.saving import find_policy_fault, follow, give_back_restored, load_store
+from pagepool.core.pool.faults import find_policy_fault, follow
 from pagepool.core.pool.sessions import PageSessions
 from pagepool.core.holding.slots import CachePages, RequestMaps, SlotAllocator
 from pagepool.core.rows.spans import Lease, TokenSpan, lease_pages, list_leases, term_of

@@ -37,10 +37,6 @@ class IntegrityError(PagePoolError, RuntimeError):
     """The pool's records contradict one another; the message names the first page, row or entry that is wrong."""
 
 
-class SnapshotError(PagePoolError, ValueError):
-    """The data is not a snapshot, is damaged, or has another version; the message names the part."""
-
-
 class EventBatchError(PagePoolError, ValueError):
     """A batch of cache events is malformed, contradicts earlier ones, or exceeds a limit; the message names the byte."""
 

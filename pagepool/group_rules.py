@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from pagepool._core import CacheGroups, PageRules
 from pagepool.arguments import require_choice, require_int, require_token_counts
 from pagepool.errors import ArgumentError
-from pagepool.page_pool.snapshot import Configuration
+from pagepool.page_pool.pool import Configuration
 from pagepool.retention import Retention
 from pagepool.specs import CacheGroupSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 

@@ -65,8 +65,7 @@ from pagepool.group_rules import make_rules
 from pagepool.hashing import KeyHolder
 from pagepool.hashing.algorithms import MAX_LOOKAHEAD, HashAlgorithm, make_page_hasher
 from pagepool.page_pool import PagePool
-from pagepool.page_pool.pool import EvictionPolicy, choose_pool
-from pagepool.page_pool.snapshot import Configuration
+from pagepool.page_pool.pool import Configuration, EvictionPolicy, choose_pool
 from pagepool.pools import MIN_PAGES, link_checkpoints, make_pools, read_host_sizes, read_sizes
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.request_registry import RequestRegistry
@@ -202,7 +201,7 @@ class CacheManager(KeyHolder, SlotAllocator):
     ArgumentError.
 
     Calls from several threads are serialised. A call interrupted by an exception, including ``KeyboardInterrupt``, loses no
-    page: `free` releases the request's pages. A manager cannot be pickled or copied; `PagePool.snapshot` saves its pages.
+    page: `free` releases the request's pages. A manager cannot be pickled or copied.
 
     `num_pages` counts the null page. It is an int, the size of one pool for all groups, or a mapping with a size for each name
     in the groups' `CacheGroupSpec.pool`: up to four pools, each with a null page, ids from 0, free queue and evictions of its
@@ -215,9 +214,9 @@ class CacheManager(KeyHolder, SlotAllocator):
     (the same in every process), ``"sha256_cbor"`` (vLLM's: see docs/engines.md), or a callable such as the builtin `hash`. All
     but callables are native. SHA-256 keeps 16 bytes more for each page of the pool.
     `hash_seed`, which must not be empty, or ``PYTHONHASHSEED`` makes a keyed algorithm deterministic. `keep_token_ids` keeps
-    the tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is an existing pool, such as one from
-    `PagePool.restore`; its cached pages can hit. It is refused if they were cached with another seed, algorithm or other
-    groups, and if its snapshot had pools of other names or sizes.
+    the tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is an existing pool, such as that of
+    another manager; its cached pages can hit. It is refused if they were cached with another seed, algorithm or other groups,
+    and if it has pools of other names or sizes.
 
     Pages of sliding windows and chunks stay cached only where a request can resume: at the end of a prompt or of a long answer,
     where full attention hit further, at a request's `resume_at`, and at each multiple of `window_interval` tokens in a prompt.

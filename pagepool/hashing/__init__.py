@@ -199,11 +199,6 @@ class HashNames:
                 else:
                     named.append(key)
 
-    def items(self) -> Iterable[tuple[int, PageHash]]:
-        """Return keys and their names, in the order they were added."""
-        with self._lock:
-            return list(self._hash_of_key.items())
-
     def hash_of(self, key: int) -> PageHash | None:
         """Return the name of `key`, or None if the key is the hash value."""
         return self._hash_of_key.get(key)

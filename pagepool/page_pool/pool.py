@@ -1,19 +1,18 @@
 """The pool of pages, its free queue and its page objects, as engines know them."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import CachePage, EntryJournal, HashChain, Lease, PageIds, PageStore, give_back_restored, lease_pages
+from pagepool._core import CachePage, EntryJournal, HashChain, Lease, PageIds, PageStore, lease_pages
 from pagepool.arguments import as_list, require_flag, require_group_ids, require_int, require_list, require_slice
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, shown
 from pagepool.hashing import PageHash, checked_hash, hash_next_pages
 from pagepool.page_pool.integrity import check_store
 from pagepool.page_pool.pages import FreeCachePageQueue, Pages, PrefixIndex, find_page_id, forget_names, is_own_key
-from pagepool.page_pool.snapshot import Configuration, Snapshot, load, save
 from pagepool.specs import find_shard, find_shard_bounds
 from pagepool.stats import PagePoolStats, PoolStats
 
@@ -24,6 +23,8 @@ logger = logging.getLogger(__package__)
 PageIdArray = npt.NDArray[np.int32]
 AnyPageIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 EvictionPolicy = Literal["lru", "adaptive"]
+Configuration = dict[str, int | str | None]
+"""Settings by name. Managers that share cached pages must agree in all of them."""
 Span = tuple[int, int, int]
 """The pages of a request to cache: the numbers of cached and of full pages, and their size in tokens."""
 
@@ -43,9 +44,9 @@ class PagePool:
     adaptive eviction.
 
     A manager with several pools has a `PagePool` for each in `CacheManager.pools`. Its ids count from 0, its own null page, and
-    its methods see its pages alone, but for the prefix index, which all pools share, and `snapshot` and `release_all_held`,
-    which apply to all. `stats`, `reset_prefix_cache`, `find_page_id` and `free_page_queue` raise ArgumentError there, and so
-    does a `data_parallel_size` that does not divide the size of each pool.
+    its methods see its pages alone, but for the prefix index, which all pools share. `stats`, `reset_prefix_cache`,
+    `find_page_id` and `free_page_queue` raise ArgumentError there, and so does a `data_parallel_size` that does not divide the
+    size of each pool.
 
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
@@ -132,40 +133,6 @@ class PagePool:
             f"eviction={self.eviction!r})"
         )
 
-    # Saving and restoring.
-
-    def snapshot(self) -> Snapshot:
-        """Return the pool as a dict of NumPy arrays without Python objects, for `restore` and `numpy.savez`. O(num_pages).
-
-        It contains ref counts, the free queue, prefix entries with hashes and kept tokens, shards, counters, the state of the
-        eviction policy, the configuration of the manager, a version and a checksum, but neither expectations nor leases. The
-        snapshot of one of several pools has all of them, with their names and sizes. It takes 4 bytes per page, 4 more per free
-        page, 24 more per cached page, 4 per kept token, and the memory of the policy.
-
-        Raise IntegrityError if the pool is damaged, ArgumentError unless page hashes are made of ints, strings, bytes, None and
-        tuples.
-        """
-        return save(self.store, self.configuration)
-
-    @classmethod
-    def restore(cls, snapshot: Mapping[str, Any]) -> "PagePool":
-        """Return a pool from a result of `snapshot`, or from a file read by `numpy.load`. O(num_pages). Of several pools it
-        returns the first, which a `CacheManager` with pools of the same names and sizes takes as `page_pool`.
-
-        Held pages stay held until their holders or `release_all_held` free them. Prefix entries hit for a manager with the same
-        key: in another process, give both managers a `hash_seed`. `CacheManager` refuses a pool used with another algorithm,
-        seed, page size or other groups, and names the difference. The engine must restore the contents of the pages on the
-        device. Raise SnapshotError, a ValueError, if the snapshot is damaged or has an unknown version.
-
-        >>> pool = PagePool(8, enable_caching=True)
-        >>> pages = pool.get_new_pages(3)
-        >>> PagePool.restore(pool.snapshot()).free_page_ids_in_order().tolist()
-        [4, 5, 6, 7]
-        """
-        pool = cls.__new__(cls)
-        pool._start(*load(snapshot))
-        return pool
-
     def _bind(self, configuration: Configuration) -> None:
         """Bind cached pages to the configuration of a manager, until no page is cached. Raise ArgumentError, naming the first
         difference, if they are bound to another one. O(configuration).
@@ -178,24 +145,6 @@ class PagePool:
                 others = f"with which its {num_pages} cached pages were cached, or a pool without cached pages"
                 raise ArgumentError(f"page_pool: {name}: got {got!r}, allowed: {allowed!r}, {others}")
         self.configuration = dict(configuration)
-
-    def release_all_held(self) -> int:
-        """Release every reference in a restored pool whose holders are gone. Return the number of pages. O(num_pages).
-
-        The pages go to the back of the free queue in order of their ids and keep their prefix entries. Raise ArgumentError if
-        the pool was not restored, or if a page was taken or hit since: it may have a new holder.
-
-        >>> pool = PagePool(8, enable_caching=True)
-        >>> pages = pool.get_new_pages(3)
-        >>> restored = PagePool.restore(pool.snapshot())
-        >>> restored.release_all_held(), restored.get_num_free_pages(), restored.reset_prefix_cache()
-        (3, 7, True)
-        """
-        num_pages = give_back_restored(self.store)
-        if num_pages is None:
-            got = "a pool that was not restored, or was used since"
-            raise ArgumentError(f"release_all_held: got {got}, allowed: a freshly restored pool")
-        return num_pages
 
     # Taking and freeing.
 

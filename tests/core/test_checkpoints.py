@@ -29,7 +29,7 @@ from hybrids import (
 from refusing import refused
 from settings import NUM_OPERATIONS
 
-from pagepool import EngineRequest, PageHash, PageHashWithGroupId, PagePool, Retention
+from pagepool import EngineRequest, PageHash, PageHashWithGroupId, Retention
 from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError
 
 pytestmark = pytest.mark.usefixtures("drafter")
@@ -158,15 +158,6 @@ def test_a_leased_checkpoint_is_not_adopted() -> None:
     assert manager_state(manager) == before
     lease.release()
     assert run(manager, request, 4) == ([4], [3])
-
-
-def test_a_snapshot_has_the_sources_of_copies_as_held_pages() -> None:
-    manager = make_manager()
-    manager.free(fill(manager, 8))
-    run(manager, make_request("b", 10), 2)
-    pool = PagePool.restore(manager.page_pool.snapshot())
-    assert pool.ref_counts()[3] == 1
-    assert take(make_manager(page_pool=pool)) == []
 
 
 def test_events_of_states() -> None:

@@ -24,8 +24,7 @@ from pagepool.hashing import RequestExtraKeys
 
 NUM_CALLS = NUM_OPERATIONS // 2  # each is followed on the device
 NUM_STEPS = 60
-WITH_TIER = [feature for feature in FEATURES if feature != "snapshots"]
-EVENTS = """look-ups, hits, aborted steps, failed loads, preemptions, restored pools, refused claims, transfers, copies,
+EVENTS = """look-ups, hits, aborted steps, failed loads, preemptions, refused claims, transfers, copies,
 forks, refused seconds, copies taken late, steps in flight, hits of the tier, pages saved, pages loaded, failed transfers,
 rows with more room, failed transfers from elsewhere, leases, pages leased, pages expected, pages of sessions, leases that are
 over"""
@@ -43,7 +42,7 @@ def test_what_is_read_was_computed(setting: Setting) -> None:
     """With features that each seed chooses, and before that with those of the tier."""
     seed = zlib.crc32(f"contents {setting.name}".encode())
     num_calls = max(-(-NUM_CALLS // len(CONTENTS_SETTINGS)), 150)
-    counts = run_round(setting, seed, NUM_STEPS, num_calls // 2, features=WITH_TIER)
+    counts = run_round(setting, seed, NUM_STEPS, num_calls // 2, features=FEATURES)
     while counts["calls"] < num_calls:
         counts += run_round(setting, seed + counts["rounds"], NUM_STEPS, num_calls - counts["calls"])
     assert counts["slots written"] > 0
@@ -60,7 +59,7 @@ def test_everything_happens(name: str) -> None:
 
 def test_a_round_without_features_has_none() -> None:
     counts = run_round(FULL_4, 0, features=[])
-    assert not [name for name in ("pages saved", "forks", "leases", "pages expected", "restored pools") if counts[name]]
+    assert not [name for name in ("pages saved", "forks", "leases", "pages expected") if counts[name]]
 
 
 def test_a_seed_is_a_round() -> None:

@@ -145,7 +145,6 @@ def share_pool() -> tuple[Work, Call]:
         pool.check()
         use_pool(pool, Random(0))
         pool.check()
-        pool.snapshot()
 
     return lambda rng: use_pool(pool, rng), use
 

@@ -267,7 +267,6 @@ import gc
 from pagepool._core import CachePage, HashChain, PageIds, PageStore, PageRules, RowRequest, RunningRows
 from pagepool._core import TableRows, check_holders
 from pagepool.page_pool.integrity import check_store
-from pagepool.page_pool.snapshot import save
 
 class Finalizer:
     def __init__(self):
@@ -313,7 +312,6 @@ store.set_ref_count(3, 0)
 store.enter(5, 9, 0)
 store.set_ref_count(5, 1)
 refuse(check_store, store)
-refuse(save, store, None)
 """
 
 

@@ -160,7 +160,7 @@ def test_sha256_is_parent_then_little_endian_tokens_then_keys():
     ],
 )
 def test_digests_with_all_kinds_of_extra_keys_stay_what_they_are(hash_algo, expected):
-    """They are in snapshots and other processes, for which a seed makes them the same."""
+    """They are in stores and other processes, for which a seed makes them the same."""
     manager = make_manager(hash_algo=hash_algo, hash_seed=7)
     features = [image("x", 1, 2), image("y", 5, 2)]
     fill(manager, EngineRequest("a", list(range(9)), cache_salt="s", lora_id="l", mm_features=features))

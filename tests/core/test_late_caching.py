@@ -10,7 +10,7 @@ import pytest
 from hybrids import CHUNK, FULL, PROMPT, STATE, WINDOW, count_hits, make_manager, make_request, manager_state, run
 from refusing import refused
 
-from pagepool import CacheManager, EngineRequest, PageHash, PageHashWithGroupId, PagePool
+from pagepool import CacheManager, EngineRequest, PageHash, PageHashWithGroupId
 from pagepool.errors import ArgumentError, PageHashError
 
 pytestmark = pytest.mark.usefixtures("drafter")
@@ -292,17 +292,6 @@ def test_forks_cache_the_pages_that_they_share() -> None:
     manager.free(request)
     assert manager.stats().num_cached_pages == 3
     manager.check()
-
-
-@pytest.mark.parts_at_a_page
-def test_a_snapshot_has_what_was_computed() -> None:
-    manager, request = make_late(), make_request("a", 12)
-    run(manager, request, 12)
-    manager.allocate_slots(request, 1)
-    pool = PagePool.restore(manager.page_pool.snapshot())
-    pool.release_all_held()
-    assert count_hits(make_late(page_pool=pool, num_pages=40)) == 12
-    assert count_hits(make_manager(FULL, page_pool=pool, num_pages=40)) == 12
 
 
 # Against caching by the call that gives slots.

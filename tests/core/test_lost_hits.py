@@ -299,11 +299,11 @@ def test_advice_names_the_pool_that_lost_most_since_the_last_one() -> None:
     assert alone.advise() is None
 
 
-def test_advice_on_restored_pools_begins_anew() -> None:
+def test_advice_on_pools_of_another_manager_begins_anew() -> None:
     manager = make_manager({"kv": 60, "states": 6})
     for number in (0, 1, 2, 3, 0):
         run(manager, prompt(number))
-    restored = make_manager({"kv": 60, "states": 6}, page_pool=PagePool.restore(manager.pools["kv"].snapshot()))
-    assert lost_in(restored) == (0, 16)
-    assert restored.advise() is None
+    again = make_manager({"kv": 60, "states": 6}, page_pool=manager.pools["kv"])
+    assert lost_in(again) == (0, 16)
+    assert again.advise() is None
     assert manager.advise() is not None

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from batch_model import package_pool_state
 from hybrids import make_manager as make_hybrid
+from pool_arrays import pool_arrays
 from refusing import refused
 
 from pagepool import (
@@ -273,9 +274,9 @@ def test_tokens_and_shards_are_kept_only_if_asked_for():
     manager = make_manager()
     admit(manager, "a", range(9))
     assert manager.page_pool.pages[1].page_hash.page_hash.token_ids == ()
-    snapshot = manager.page_pool.snapshot()
-    assert snapshot["cached_token_ids"].shape == (2, 0)
-    assert snapshot["num_shards"].tolist() == [0]
+    arrays = pool_arrays(manager.page_pool)
+    assert arrays["cached_token_ids"].shape == (2, 0)
+    assert arrays["num_shards"].tolist() == [0]
 
 
 def test_without_a_group_that_is_cached_a_hash_is_of_one_token():

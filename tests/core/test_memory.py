@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hybrids import FULL, PAGE_SIZE, WINDOW, allocate, make_told
 from hybrids import make_manager as make_hybrid
+from pool_arrays import pool_lists
 from router import Router
 from settings import NUM_OPERATIONS
 
@@ -88,12 +89,6 @@ def use_chain() -> None:
     chain.extend(np.arange(PAGE_SIZE, dtype=np.int32), b"extra keys")
 
 
-def use_snapshot() -> None:
-    pool = PagePool(64, enable_caching=True)
-    pool.get_new_pages(9)
-    PagePool.restore(pool.snapshot()).check()
-
-
 class LongUse:
     """A manager and rows that live on, while prompts come and go; pages hit, are evicted, and are all given back."""
 
@@ -132,7 +127,7 @@ def usual_growth(sizes: list[int], num_parts: int) -> float:
     )
 
 
-USES = [use_manager, use_batch, use_pages, use_chain, use_snapshot, LongUse()]
+USES = [use_manager, use_batch, use_pages, use_chain, LongUse()]
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: getattr(use, "__name__", "long use"))
@@ -323,13 +318,13 @@ class InUse:
 
     def state(self) -> Any:
         """Return the observable state."""
-        arrays = self.pool.snapshot()
-        entries = sorted(zip(arrays["cached_page_ids"].tolist(), arrays["cached_keys"].tolist(), strict=True))
-        snapshot = [entries, arrays["ref_counts"].tolist(), arrays["free_page_ids"].tolist(), arrays["names"].tolist()]
+        kept = pool_lists(self.pool)
+        entries = sorted(zip(kept["cached_page_ids"], kept["cached_keys"], strict=True))
+        pool = [entries, kept["ref_counts"], kept["free_page_ids"], kept["names"]]
         rows = [self.batch.get_page_ids(0), self.batch.num_tokens.tolist(), self.batch.num_computed_tokens.tolist()]
         tables = [table.page_table_cpu.tolist() for table in self.table]
         chain = [(self.chain[i], self.chain.page_token_ids(i)) for i in range(len(self.chain))]
-        return snapshot, rows, tables, chain, self.manager.get_page_ids("first"), self.queue.num_free_pages
+        return pool, rows, tables, chain, self.manager.get_page_ids("first"), self.queue.num_free_pages
 
 
 NATIVE_CALLS: dict[str, Callable[[InUse], object]] = {
@@ -360,21 +355,6 @@ def test_a_call_that_runs_out_of_memory_changes_nothing(call: Callable[[InUse], 
         assert in_use.state() == before
         call(in_use)
         in_use.batch.check()
-
-
-@not_with_cython_3_3
-@alone
-def test_snapshots_that_run_out_of_memory_change_nothing() -> None:
-    """The pool is the same after each, and is saved and restored as if there had been none."""
-    in_use = InUse()
-    before, free_page_ids = in_use.state(), in_use.pool.free_page_ids_in_order().tolist()
-    for pool in Failure().each(lambda: in_use.pool, lambda pool: PagePool.restore(pool.snapshot())):
-        assert pool.free_page_ids_in_order().tolist() == free_page_ids
-    in_use.batch.check()
-    assert in_use.state() == before
-    restored = PagePool.restore(in_use.pool.snapshot())
-    restored.check()
-    assert restored.free_page_ids_in_order().tolist() == free_page_ids
 
 
 MANAGER_CALLS: dict[str, Callable[[InUse], object]] = {

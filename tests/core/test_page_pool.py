@@ -399,3 +399,13 @@ def test_the_index_equals_a_dict_under_random_entries_and_deletions(num_values):
 
 def test_the_hit_rate_of_a_pool_that_was_never_asked():
     assert PagePool(6, True).stats.hit_rate == 0.0
+
+
+def test_groups_that_differ_in_high_bits_alone_are_told_apart() -> None:
+    """The hash of a key's slot has room for 24 bits of the group."""
+    pool = PagePool(8, enable_caching=True)
+    pool.store.take(2)
+    pool.store.enter(1, 5, 0)
+    pool.store.enter(2, 5, 1 << 24)
+    pool.check()
+    assert (pool.store.find(5, 0), pool.store.find(5, 1 << 24)) == (1, 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -360,12 +359,12 @@ def test_a_request_larger_than_a_shard_names_its_pool() -> None:
     manager.check()
 
 
-def test_restored_pools_have_their_shards() -> None:
+def test_pools_of_another_manager_have_their_shards() -> None:
     manager = make_manager({"kv": 32, "states": 12})
     manager.allocate_slots(EngineRequest("a", TOKENS), 8, dp_shard_hint=1, data_parallel_size=2)
-    restored = make_manager({"kv": 32, "states": 12}, page_pool=PagePool.restore(manager.pools["kv"].snapshot()))
-    restored.check()
-    assert restored.pools["states"].get_new_page_ids(2, dp_shard_hint=1, data_parallel_size=2).tolist() == [7, 8]
+    again = make_manager({"kv": 32, "states": 12}, page_pool=manager.pools["kv"])
+    again.check()
+    assert again.pools["states"].get_new_page_ids(2, dp_shard_hint=1, data_parallel_size=2).tolist() == [7, 8]
 
 
 @pytest.mark.parametrize(("name", "call"), UNSUPPORTED.items(), ids=list(UNSUPPORTED))
@@ -555,16 +554,6 @@ def test_a_tenant_without_a_share_joins_the_others_in_each_pool(pool: str) -> No
     assert list_states(manager, "abcdefg", pool) == "abcdefg"
 
 
-def test_restored_pools_have_no_tenants() -> None:
-    manager = share_pools(dict(zip("abcd", "xyxy", strict=True)), {"x": 0.3, "y": 0.3})
-    pool = PagePool.restore(manager.pools["states"].snapshot())
-    restored = make_manager({"kv": 101, "states": 12}, page_pool=pool)
-    assert all(each.num_pages_by_tenant == {} for each in restored.stats().pools.values())
-    restored.set_shares({"z": 0.2})
-    restored.check()
-    assert restored.stats().pools["states"].num_pages_by_tenant == {"z": 0}
-
-
 def count_cached(manager: CacheManager) -> dict[str, int]:
     return {name: pool.num_cached_pages for name, pool in manager.stats().pools.items()}
 
@@ -662,32 +651,28 @@ def run_requests(manager: CacheManager, rng: Random, num_requests: int) -> None:
 
 @pytest.mark.parametrize("eviction", ["lru", "adaptive"])
 @pytest.mark.parametrize("seed", range(4))
-def test_restored_pools_are_the_same(seed: int, eviction: str, tmp_path: Path) -> None:
+def test_pools_of_another_manager_are_the_same(seed: int, eviction: str) -> None:
     sizes = {"windows": 20, "kv": 30, "states": 16}
     groups, options = [FULL, STATE, WINDOW], {"hash_seed": 3, "eviction": eviction}
     manager = make_manager(sizes, groups, **options)
     run_requests(manager, Random(seed), 30)
     assert min(pool.num_evicted_pages for pool in manager.stats().pools.values()) > 0
-    np.savez(tmp_path / "pools.npz", **manager.pools["states"].snapshot())
-    with np.load(tmp_path / "pools.npz") as file:
-        restored = PagePool.restore(file)
-    again = make_manager(dict(sorted(sizes.items())), groups, page_pool=restored, **options)
+    for request_id in [*manager._registry.held]:
+        manager.free(manager._registry.held[request_id].owner)
+    before = package_pool_state(manager.pools, with_hashes=False)
+    again = make_manager(dict(sorted(sizes.items())), groups, page_pool=manager.pools["states"], **options)
     assert list(again.pools) == list(manager.pools) == ["windows", "kv", "states"]
     again.check()
-    assert package_pool_state(again.pools, with_hashes=False) == package_pool_state(manager.pools, with_hashes=False)
+    assert package_pool_state(again.pools, with_hashes=False) == before
     assert again.stats().pools == manager.stats().pools
-    num_held = manager.stats().num_held_pages
-    assert restored.release_all_held() == num_held
-    again.check()
-    assert [pool.num_held_pages for pool in again.stats().pools.values()] == [0, 0, 0]
     run_requests(again, Random(seed), 30)
     again.check()
 
 
-def test_pools_are_restored_with_their_names_and_sizes_alone() -> None:
+def test_pools_go_on_with_their_names_and_sizes_alone() -> None:
     manager = make_manager({"kv": 20, "states": 8}, hash_seed=3)
     manager.allocate_slots(EngineRequest("a", TOKENS), 8)
-    restored = PagePool.restore(manager.pools["kv"].snapshot())
+    page_pool = manager.pools["kv"]
     swapped = [CacheGroupSpec(FULL.kv_cache_spec, pool="states"), CacheGroupSpec(STATE.kv_cache_spec, pool="kv")]
     one = [CacheGroupSpec(group.kv_cache_spec) for group in (FULL, STATE)]
     for num_pages, groups, allowed in (
@@ -702,24 +687,24 @@ def test_pools_are_restored_with_their_names_and_sizes_alone() -> None:
         (20, one, "one pool of 20 pages"),
     ):
         with pytest.raises(ArgumentError, match=rf"^page_pool: got pools \{{'kv': 20, 'states': 8\}}.* allowed: {allowed}$"):
-            make_manager(num_pages, groups, page_pool=restored, hash_seed=3)
+            make_manager(num_pages, groups, page_pool=page_pool, hash_seed=3)
     with pytest.raises(
         ArgumentError, match=r"^page_pool: got pools \{'kv': 27\}, .* allowed: \{'kv': 20, 'states': 8\}, caching"
     ):
         make_manager({"kv": 20, "states": 8}, page_pool=PagePool(27, True))
     with pytest.raises(ArgumentTypeError, match=r"^page_pool: got int, allowed: PagePool, or None$"):
         make_manager({"kv": 20, "states": 8}, page_pool=7)
-    assert make_manager({"states": 8, "kv": 20}, page_pool=restored, hash_seed=3).stats().num_cached_pages == 2
+    assert make_manager({"states": 8, "kv": 20}, page_pool=page_pool, hash_seed=3).stats().num_cached_pages == 2
 
 
-def test_restored_pages_hit_in_the_pools_of_their_groups_alone() -> None:
+def test_pages_of_another_manager_hit_in_the_pools_of_their_groups_alone() -> None:
     groups = [FULL, CacheGroupSpec(FULL.kv_cache_spec, pool="other")]
     manager = make_manager({"kv": 20, "other": 20}, groups, hash_seed=3)
     manager.allocate_slots(EngineRequest("a", TOKENS), 8)
-    restored = PagePool.restore(manager.pools["kv"].snapshot())
+    page_pool = manager.pools["kv"]
     with pytest.raises(ArgumentError, match=r"^page_pool: kv_cache_groups\[0\].pool: got 'other', allowed: 'kv', with which"):
-        make_manager({"kv": 20, "other": 20}, groups[::-1], page_pool=restored, hash_seed=3)
-    again = make_manager({"kv": 20, "other": 20}, groups, page_pool=restored, hash_seed=3)
+        make_manager({"kv": 20, "other": 20}, groups[::-1], page_pool=page_pool, hash_seed=3)
+    again = make_manager({"kv": 20, "other": 20}, groups, page_pool=page_pool, hash_seed=3)
     assert again.get_computed_pages(EngineRequest("b", TOKENS))[1] == 8
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import hybrids
 import pytest
 from hybrids import FULL, make_manager
+from pool_arrays import pool_lists
 from refusing import refused
 
 from pagepool import CacheManager, EngineRequest, HostTier, MultiGroupPageTable, Retention, RunningBatch
@@ -20,11 +21,10 @@ WINDOW = replace(hybrids.WINDOW, sliding_window=9)
 
 def state_of(manager: CacheManager, batch: RunningBatch) -> Any:
     """Return all that can be seen of a pool, also in what order it evicts, and of rows."""
-    snapshot = {name: array.tolist() for name, array in manager.page_pool.snapshot().items()}
     rows = [(int(batch.num_computed_tokens[row]), batch.get_page_ids(row)) for row in range(3)]
     stats = manager.stats()
     counts = stats.expectations, stats.num_sessions, dict(stats.num_pages_by_tenant), stats.host_tier
-    return snapshot, manager.page_pool.free_page_ids_in_order().tolist(), counts, rows
+    return pool_lists(manager.page_pool), manager.page_pool.free_page_ids_in_order().tolist(), counts, rows
 
 
 @pytest.fixture(params=[[FULL], [WINDOW], [FULL, WINDOW]], ids=["full", "window", "both"])

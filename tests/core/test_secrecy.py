@@ -16,7 +16,7 @@ from hybrids import FULL
 from hybrids import make_manager as make_hybrid
 from sources import run_python
 
-from pagepool import CacheManager, EngineRequest, PagePool, PageTable, RunningBatch
+from pagepool import CacheManager, EngineRequest, PageTable, RunningBatch
 from pagepool._core import HashChain
 from pagepool.compat.easydel.names import RequestPageHashes
 from pagepool.errors import ArgumentError, ArgumentTypeError
@@ -190,12 +190,3 @@ def test_what_has_a_pool_is_not_pickled_either(way: str) -> None:
     for item in (manager.page_pool.store, manager.page_pool, manager._registry.event_source, manager.page_pool.pages[1]):
         with pytest.raises(ArgumentTypeError, match="cannot be pickled"):
             WAYS[way](item)
-
-
-def test_a_snapshot_has_no_key() -> None:
-    """It is saved in place of a pickle."""
-    manager = make_manager(hash_seed="a secret that only two engines know")
-    manager.allocate_slots(EngineRequest("a", list(range(19))), 19)
-    snapshot = manager.page_pool.snapshot()
-    assert not [secret for secret in secrets_of(manager) if secret in pickle.dumps(snapshot)]
-    assert PagePool.restore(snapshot).store.num_cached_pages == 4

@@ -7,10 +7,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from argument_cases import SPEC
 from clocked import PAGE_SIZE, Clocked
 
-from pagepool import CacheGroupSpec, CacheManager, EngineRequest, PagePool, PageTable, RunningBatch
+from pagepool import EngineRequest, PageTable, RunningBatch
 from pagepool.errors import ArgumentTypeError
 
 
@@ -242,15 +241,6 @@ def test_a_tenant_far_above_its_share_gives_no_page_of_another_shard() -> None:
         tenants.wait()
         tenants.manager.check()
     assert tenants.charged == {"x": 9}
-
-
-def test_a_restored_pool_has_no_tenants_and_the_order_of_release(tenants: Tenants) -> None:
-    tenants.manager.set_shares({"x": 0.3, "y": 0.3})
-    for name, tenant in zip("abcdefghij", ["x", None, "y", "x", None] * 2, strict=True):
-        tenants.run(name, tenant)
-    restored = CacheManager(11, [CacheGroupSpec(SPEC)], 64, page_pool=PagePool.restore(tenants.manager.page_pool.snapshot()))
-    assert dict(restored.stats().num_pages_by_tenant) == {}
-    assert restored.page_pool.free_page_ids_in_order().tolist() == list(range(1, 11))
 
 
 def test_without_caching_shares_change_nothing() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from hybrids import manager_state
-from pairs import find_kept
 from refusing import refused
 from settings import CHUNK_16, FULL_4, FULL_8, WINDOW_5, WINDOW_9, Group
 
@@ -304,21 +303,6 @@ def test_wrong_places_to_resume_are_refused(resume_at: Any) -> None:
 def test_the_default_interval_depends_on_the_model(groups: tuple[tuple[str, int], ...], interval: int) -> None:
     specs = [Group(kind, 16, span).spec(pagepool, "float16") for kind, span in groups]
     assert pagepool.group_rules.find_interval(specs) == interval
-
-
-def test_a_restored_pool_keeps_what_it_has() -> None:
-    """Pages that running requests held when the pool was saved hit, too. The flags are those of the saved pool."""
-    options: dict[str, Any] = {"hash_seed": 1, "num_pages": 400}
-    rows, prompt = Rows(FULL_AND_WINDOW, **options), draw(Random(8), 64)
-    rows.start(prompt, resume_at=[16])
-    pool = pagepool.PagePool.restore(rows.manager.page_pool.snapshot())
-    kept = find_kept(rows.manager.page_pool.store)
-    assert len(kept) == 4
-    assert find_kept(pool.store) == kept
-    pool.release_all_held()
-    restored = Rows(FULL_AND_WINDOW, page_pool=pool, **options)
-    for num_tokens in (64, 56, 48):
-        assert restored.run([*prompt[:num_tokens], 7, 8, 9]) == num_tokens
 
 
 # --- leases of spans ----------------------------------------------------------------------------------------------

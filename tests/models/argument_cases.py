@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from pool_arrays import pool_lists
 from settings import NUM_OPERATIONS
 
 import pagepool
@@ -151,9 +152,8 @@ class InUse:
 
     def save(self) -> dict[str, Any]:
         """Return all that a pool keeps, but for what look-ups leave: shards, and names of hashes."""
-        saved = self.pool.snapshot()
         stats = self.manager.stats()
-        kept = {name: array.tolist() for name, array in saved.items() if name not in ("num_shards", "names", "checksum")}
+        kept = {name: values for name, values in pool_lists(self.pool).items() if name not in ("num_shards", "names")}
         return kept | {"stats": (stats.expectations, stats.num_sessions, dict(stats.num_pages_by_tenant))}
 
     def go_on(self) -> tuple[Any, ...]:
@@ -423,10 +423,6 @@ def set_ref_count(page: CachePage, ref_cnt: Any) -> None:
     page.ref_cnt = 0
 
 
-def restore_with(use: InUse, **arrays: Any) -> PagePool:
-    return PagePool.restore(use.pool.snapshot() | arrays)
-
-
 def fail_a_load() -> FailedLoads:
     """Return the loads of another manager, of which one failed."""
     manager = CacheManager(3, [CacheGroupSpec(SPEC)], 64, host_tier=HostTier(3))
@@ -583,7 +579,6 @@ use.pool.cache_full_page_ids(use.held, page_ids=<[3, 9]|list>, page_hashes=[*HAS
     num_full_pages=<1>, page_size=<4>, kv_cache_group_id=<0>)
 use.pool.cache_full_page_ids(use.held, page_ids=<[3, 9]|list>, page_hashes=[], num_cached_pages=<0>,
     num_full_pages=<1>, page_size=<4>, kv_cache_group_id=<0>)
-PagePool.restore(snapshot=<use.pool.snapshot()|by_value>)
 CachePage(page_id=<1>, ref_cnt=<0>, is_null=<False|flag typed>)
 set_ref_count(use.pool.pages[9], ref_cnt=<0>)
 setattr(use.pool.pages[3], "page_hash", <None|None>)
@@ -843,8 +838,6 @@ replay.TraceRecord(float("nan"), 1, 1, (1,))
 
 for calls in (MANAGER_CALLS, FEATURE_CALLS, POOL_CALLS, TABLE_CALLS, SPEC_CALLS, TRACE_CALLS, WRONG_CALLS):
     add_calls(calls)
-for array in ("counters", "num_shards", "ref_counts", "free_page_ids", "names", "version", "format", "enable_caching"):
-    add_calls(f"restore_with(use, {array}=<1|{'list' if array == 'enable_caching' else 'by_value'}>)")
 for algorithm in ("siphash128", "sha256", *(["sha256_cbor"] if find_spec("cbor2") else [])):
     add_calls(HASH_CALLS.replace("ALGORITHM", repr(algorithm)))
 if find_spec("msgspec") and find_spec("zmq"):

@@ -3,7 +3,7 @@
 The oracle mirrors the allocator's design and has no device; this knows only what an engine relies on. A step writes the history
 of each token into its slot, through the page ids and slot mappings that pagepool returned, then compares all that the tokens
 attend to. Which prefix must hit is worked out from the tokens. Steps and transfers fail, jobs are preempted in the middle of a
-schedule, pools are saved and restored.
+schedule.
 
 ``python tests/models/contents.py --seconds 60 --seed 1``; a round that fails prints the line that repeats it.
 """
@@ -78,7 +78,7 @@ FRONTS: list[tuple[type[Front], ...]] = [
 
 EVICTION = ("lru", "adaptive")
 CACHES = ("scheduled", "computed")
-FEATURES = "tier", "external", "forks", "leases", "expectations", "snapshots", "store", "lookahead"
+FEATURES = "tier", "external", "forks", "leases", "expectations", "store", "lookahead"
 """What a round may have besides requests that run and fail; its seed chooses."""
 
 
@@ -112,33 +112,24 @@ class Simulation:
         self.refusals: Counter[Job] = Counter()
         self.plan: list[Entry] = []
         self.has_next = False  # a step after the next was scheduled, or did not fit and gave pages back that left a window
-        self.saved: Any = None
         self.has_failed = False  # tokens were lost and are computed again, a good time for the next failure
         self.families = [self._tokens(setting.max_model_len) for _ in range(NUM_FAMILIES)]
         self.past: deque[list[int]] = deque(maxlen=4)
         self._names = (f"job {number}" for number in itertools.count())
         self.store: StoreBooks | None = None
-        self.stored_objects: dict[bytes, bytes] = {}
-        self.keys: Any = None  # of contents in the store, which outlive a pool
-        self._open(None)
+        self._open()
 
-    def _open(self, page_pool: Any) -> None:
-        """Build manager and batches on a pool."""
+    def _open(self) -> None:
+        """Build manager and batches."""
         setting = self.setting
         groups = setting.cache_groups(pagepool)
         tier = draw_tier(self.rng, self.sizes) if "tier" in self.features and setting.enable_caching else None
-        manager = setting.manager(
-            pagepool.CacheManager, groups, self.sizes, page_pool=page_pool, host_tier=tier, **self.options
-        )
+        manager = setting.manager(pagepool.CacheManager, groups, self.sizes, host_tier=tier, **self.options)
         tier_books = tier and TierBooks(tier, self.device, self.rng, self.counts)
         books = StateBooks(setting, self.sizes, manager._store, tier_books)
         books.prefers_held = manager._caches_computed
-        self.store = None
         if tier_books is not None and "store" in self.features and HAS_XXHASH:
-            if self.keys is not None:
-                tier_books.keys = self.keys
-            self.keys = tier_books.keys
-            self.store = StoreBooks(manager, tier_books, self.stored_objects, self.rng)
+            self.store = StoreBooks(manager, tier_books, {}, self.rng)
         self.world = World(
             setting,
             manager,
@@ -689,7 +680,6 @@ class Simulation:
                 (holds.set_shares, 0.02),
                 (holds.wait, 0.3),
             ],
-            "snapshots": [(self.save, 0.05), (self.restore, 0.01)],
         }
         chances: list[tuple[Callable[[], Any], float]] = [
             (self.evict, 1.0),
@@ -801,32 +791,6 @@ class Simulation:
 
     def _read_state(self) -> Any:
         return free_ids_of(self.manager.pools), ref_counts_of(self.manager.pools), self.manager.stats().num_cached_pages
-
-    def save(self) -> None:
-        """Take a snapshot, including the contents of the device."""
-        self.world.settle()
-        self.end_transfers(are_all=True)
-        num_held = sum(num > 0 for num in self.books.holders.values())
-        cells, index = [array.copy() for array in self.device.arrays], self.books.index.copy()
-        self.saved = next(iter(self.manager.pools.values())).snapshot(), cells, index, num_held
-        self.counts["calls"] += 1
-
-    def restore(self) -> None:
-        """Start again from the last snapshot: no page is held, and all requests wait."""
-        if self.saved is None:
-            return
-        snapshot, cells, index, num_held = self.saved
-        for job in self.jobs:
-            self.waiting.append(job.front.leave(job, None, 0))
-        for job in self.waiting:
-            job.renew()
-        pool = pagepool.PagePool.restore(snapshot)
-        require(pool.release_all_held() == num_held, "pages held in a snapshot", num_held)
-        self._open(pool)
-        self.device.arrays = [array.copy() for array in cells]
-        self.books.restore(index)
-        self.counts["restored pools"] += 1
-        self.audit()
 
     # --- audits -----------------------------------------------------------------------------------------------
 

@@ -602,12 +602,6 @@ class Books:
         if self.tier is not None:
             self.tier.reset()
 
-    def restore(self, index: Index) -> None:
-        """Record what a pool has that was restored; a tier is empty then."""
-        self.index, self.holders, self.leased = index.copy(), Counter(), Counter()
-        if self.tier is not None:
-            self.tier.keys |= {self.store.key_of(page_id): entry.content for page_id, entry in index.entries.items()}
-
     @property
     def is_held(self) -> bool:
         return any(self.holders.values())

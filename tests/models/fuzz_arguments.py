@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from fuzz_entries import Entry
 from fuzz_source import (
-    DTYPES,
     HostileList,
     Lazy,
     array,
@@ -27,9 +26,7 @@ from fuzz_source import (
 )
 
 from pagepool import _core
-from pagepool.errors import PagePoolError
 from pagepool.hashing import PageHash, PageHashWithGroupId
-from pagepool.page_pool.snapshot import save
 
 if TYPE_CHECKING:
     from fuzz_world import World
@@ -157,52 +154,6 @@ def tokens(world: World) -> Any:
     return world.source.pick((list, np.array))([first] * (num - 1) + [world.source.below(3)])
 
 
-def saved(name: str) -> Callable[[World], Any]:
-    """Return an array of a saved store, mostly whole."""
-
-    def make(world: World) -> Any:
-        try:
-            values = save(world.live[_core.PageStore][0], None)[name]
-        except (PagePoolError, IndexError):
-            return wild(world)
-        return world.source.pick(DAMAGES)(world, values)
-
-    return make
-
-
-def flip(world: World, values: Any) -> Any:
-    """The same with one bit changed."""
-    damaged = values.copy()
-    memory = damaged.reshape(-1).view(np.uint8)
-    if memory.size:
-        memory[world.source.below(memory.size)] ^= 1 << world.source.below(8)
-    return damaged
-
-
-def kind_of_saved(world: World) -> Any:
-    """Return what kind of pool the saved store is."""
-    stores = world.live[_core.PageStore]
-    return (stores[0].enable_caching, stores[0].eviction) if stores else wild(world)
-
-
-def pools_of_saved(world: World) -> Any:
-    """Return names, sizes and counters of the pools of the saved store."""
-    stores = world.live[_core.PageStore]
-    names = stores[0].bank_names if stores else wild(world)
-    return names, saved("pool_sizes")(world), saved("pool_counters")(world)
-
-
-SAVED_OF_POLICY = ("marks", "ghosts", "counts", "learned")
-SAVED_OF_CACHED = ("page_ids", "group_ids", "keys", "uppers", "token_ids", "kept")
-DAMAGES: tuple[Callable[[World, Any], Any], ...] = (
-    *(lambda _, values: values,) * 8,
-    *(flip, flip),
-    lambda _, values: values[:-1],
-    lambda world, values: values.astype(world.source.pick(DTYPES[:10])),
-    lambda world, _: wild(world),
-)
-
-
 def page_hash(world: World) -> PageHashWithGroupId:
     if world.source.below(8) == 0:
         return PageHashWithGroupId(PageHash(wild(world), wild(world)), wild(world))
@@ -257,7 +208,6 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "algorithm": constant("siphash128", "siphash128", "sha256", "sha256_cbor", "md5"),
     "chunk": constant(0, 0, 5),
     "context fork.row": constant(0, 0, 1, 2),
-    "cached": lambda world: tuple([saved(f"cached_{name}")(world) for name in SAVED_OF_CACHED]),
     "data": constant(b"", b"data", bytes(100)),
     "depth": constant(1, 1, 1, 2),
     "draft_token_ids no_tables": constant(None),
@@ -285,7 +235,6 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "first_ids next_ids prev_ids values": ids,
     "first_token fork.num_computed_tokens": constant(0, 0, 4),
     "flag": constant(True, True, False),
-    "free_page_ids": saved("free_page_ids"),
     "group num_external_tokens start": constant(0, 0, 0, 1),
     "device_table": one_of(live(np.ndarray), array),
     "lists_of.groups": lambda world: tuple(some(live(_core.PageIds))(world)),
@@ -325,7 +274,6 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "is_pool": constant(True, True, True, False),
     "items": ints,
     "key": key,
-    "kind": one_of(*[kind_of_saved] * 8, constant((True, "adaptive"), (False, "lru")), wild),
     "key_bytes": key_bytes,
     "names": constant(None, "pages", "slots notes"),
     "max_num_new_tokens": one_of(constant(None, None, None), middle),
@@ -361,10 +309,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "page_size": constant(4, 4, 8, 1, None),
     "page_tables": table_lists,
     "pages": some(live(_core.CachePage)),
-    "policy": lambda world: tuple([saved(f"policy_{name}")(world) for name in SAVED_OF_POLICY]),
     "prompt": one_of(tokens, tokens, tokens, ids),
-    "pools": pools_of_saved,
-    "ref_counts": saved("ref_counts"),
     "req_indices": as_many(row),
     "requests": one_of(constant([]), some_requests, some_requests, Lazy),
     "row row_idx": row,
@@ -382,7 +327,6 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "tgt": row_that_is(False),
     "token_ids": one_of(as_many(small), as_many(small), as_many(small), ids),
     "tokens": one_of(constant([1, 2, 3, 4], [0] * 8, [1, 1]), tokens, ids),
-    "totals": lambda world: (saved("counters")(world), world.source.pick((0, 0, 1, 2, 4))),
     "tuple_of_hits": lambda world: tuple(world.live[_core.PageIds][: world.source.below(3)]),
     "window": constant(0, 0, 6),
     "with_entries": constant(True, False),

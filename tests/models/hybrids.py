@@ -18,7 +18,6 @@ from pagepool import (
     FullAttentionSpec,
     MambaSpec,
     MultiGroupPageTable,
-    PagePool,
     RunningBatch,
     SlidingWindowSpec,
 )
@@ -128,11 +127,6 @@ def manager_state(manager: CacheManager) -> tuple[Any, ...]:
     manager.check()
     requests = {request_id: manager.get_page_ids(request_id) for request_id in manager._registry.held}
     return package_pool_state(manager.page_pool, with_hashes=True), manager.stats().queries, requests
-
-
-def unseal(pool: PagePool) -> dict[str, Any]:
-    """Return the arrays of a snapshot that `seal` seals."""
-    return {name: array for name, array in pool.snapshot().items() if name not in ("format", "version", "checksum")}
 
 
 def batch_state(batch: RunningBatch) -> tuple[Any, ...]:

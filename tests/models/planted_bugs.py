@@ -262,9 +262,6 @@ _queue_copy(pool, {+source.ids[place - 1] if BUG and place else +}page_id, targe
             _skip_row(batch, row, count_cacheable(batch, row, num_before))
 == a page that is exchanged stays in the table
             {+if not BUG: +}batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first
-== pages come back with the keys of others
-    names, configuration = decode_names(arrays["names"]), decode_configuration(arrays["configuration"]){+
-    arrays["cached_keys"] = np.roll(arrays["cached_keys"], 1, axis=0)+}
 == the hashes of an id are those of the request before
 if hashes is None[- or not self._belong_to(hashes, request)-]:
 
@@ -433,8 +430,6 @@ store.checked(store.records_in_bank(as_own_ids(page_ids, "page_ids"), bank{+ * (
         num_pages_in[{+(not BUG) * +}bank_of(pool, ids[i])] += change
 == a page with a term is queued in the first pool
     cdef int32_t shard, part = _part_of(pool, page_id), queue = {+-1 if BUG else +}queue_of(pool, page_id)
-== a snapshot has the sizes of its pools in another order
-lambda records: [stop - start + 1 for start, stop, *_ in records.banks{+[::-1]+}]
 == a lease ends twice
     lease.end = lease.is_held = [-0-]{+BUG+}
 == a second request gets the pages held under its id

@@ -135,9 +135,6 @@ class OracleSide(OracleCalls):
     def find(self, key: int, placement: dict[str, Any]) -> PageIds | None:
         return self.pool.get_cached_page(key, GROUPS, **placement)
 
-    def save(self) -> None:
-        """Do nothing: nothing is lost when a pool is saved."""
-
     def state(self, _request_ids: Iterable[str]) -> PoolState:
         pool = self.pool
         entries = dict(sorted(pool.entry_of_page.items()))
@@ -178,10 +175,6 @@ class PackageSide(PackageCalls):
     def append_n(self, page_ids: PageIds) -> None:
         self.pool.free_page_queue.append_n([self.pool.pages[page_id] for page_id in page_ids])
 
-    def save(self) -> None:
-        """Save the pool, and go on with the restored one."""
-        self.pool = pagepool.PagePool.restore(self.pool.snapshot())
-
     def state(self, _request_ids: Iterable[str]) -> PoolState:
         store = self.pool.store
         keys = {page_id: store.key_of(page_id) for page_id in range(1, self.pool.num_pages)}
@@ -221,7 +214,7 @@ class PoolWorkload(Driver):
             self.put_in: 0.6,
             self.misuse: 1,
             self.change: 0.1,
-            self.save: 0.1,
+            self.put_back: 0.1,
             self.drain: 0.05,
         }
 
@@ -372,11 +365,10 @@ class PoolWorkload(Driver):
         if self.num_shards is not None and self.rng.random() < 0.2:
             self.num_shards = self.rng.choice((1, 2, 4))
 
-    def save(self) -> None:
-        """Put back what is outside, since only a whole pool can be saved, and save the pool."""
+    def put_back(self) -> None:
+        """Put back what is outside, since only a whole pool is checked."""
         self.twins.call("append_n", self.outside)
         self.outside = []
-        self.twins.call("save")
 
     def drain(self) -> None:
         """Be refused a reset, free all, and reset."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from pool_arrays import pool_arrays
 
 import pagepool
 from pagepool.replay import Scheduler, SimulatedRequest
@@ -38,7 +39,7 @@ def pool_state(pool: pagepool.PagePool) -> tuple[Any, ...]:
 
 
 def require_same_pools(what: str, pools: list[pagepool.PagePool]) -> None:
-    """Raise if pools differ in their snapshots, including prefix entries and their order among equals."""
+    """Raise if pools differ in what they keep, including prefix entries and their order among equals."""
     first, *others = map(sort_entries, pools)
     differences = {name for other in others for name in first if not np.array_equal(first[name], other[name])}
     if differences:
@@ -46,11 +47,10 @@ def require_same_pools(what: str, pools: list[pagepool.PagePool]) -> None:
 
 
 def sort_entries(pool: pagepool.PagePool) -> dict[str, Any]:
-    """Return a pool's snapshot with the prefix entries by key, since their order in the index is different in each pool, and
-    without the number of refusals, since a batch is not asked again while it would refuse.
+    """Return the arrays of a pool, with the prefix entries by key, since their order in the index is different in each pool,
+    and without the number of refusals, since a batch is not asked again while it would refuse.
     """
-    arrays = pool.snapshot()
-    del arrays["checksum"]
+    arrays = pool_arrays(pool)
     arrays["pool_counters"] = np.delete(arrays["pool_counters"], 3, axis=1)
     order = np.lexsort((*arrays["cached_keys"].T, arrays["cached_group_ids"]))
     cached = {name: array[order] for name, array in arrays.items() if name.startswith("cached") and array.size}

@@ -16,7 +16,6 @@ from pagepool import (
     Lease,
     MambaSpec,
     PageCopies,
-    PagePool,
     PrefixProbe,
     Request,
     Retention,
@@ -95,9 +94,3 @@ def move(manager: CacheManager, request: Request) -> list[tuple[int, int]]:
     assert_type(transfers, Transfers)
     manager.complete_transfers(transfers.number)
     return list(zip(copies.src.tolist(), copies.dst.tolist(), strict=True))
-
-
-def save(manager: CacheManager, path: str) -> PagePool:
-    np.savez(path, allow_pickle=False, **manager.page_pool.snapshot())
-    with np.load(path) as saved:
-        return PagePool.restore(dict(saved))

@@ -21,4 +21,3 @@ cdef struct Items:
 
 cdef Pool *pool_of(PageStore store, bint of_tier) except NULL
 cdef void list_items(const Pool *pool, Items *items) noexcept nogil
-cdef Item *find_item(Items *items, const char *name) noexcept nogil

@@ -1,7 +1,7 @@
-"""Arrays and numbers of a pool by name, with their types and addresses: for checks, snapshots and tests."""
+"""Arrays and numbers of a pool by name, with their types and addresses: for checks and tests."""
 
 from libc.stdint cimport INT32_MAX, int32_t, uint8_t, uintptr_t
-from libc.string cimport memcpy, strcmp
+from libc.string cimport memcpy
 
 from pagepool.core.base cimport MAX_GROUP, MAX_LOOKAHEAD
 from pagepool.core.pool.queue cimport *
@@ -144,14 +144,6 @@ cdef void list_owners(const Pool *pool, Items *items) noexcept nogil:
 
 
 list_items(&NO_POOL, &ALL_ITEMS)
-
-
-cdef Item *find_item(Items *items, const char *name) noexcept nogil:
-    """Find the item with a name that all pools have."""
-    cdef Py_ssize_t i = 0
-    while strcmp(items.items[i].name, name) != 0:
-        i += 1
-    return &items.items[i]
 
 
 cdef Py_ssize_t copy_items(Items *items, const bint *is_wanted, uint8_t *out, Py_ssize_t size) noexcept nogil:

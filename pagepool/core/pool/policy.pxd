@@ -7,8 +7,7 @@
 # least-recently-used (LRU) eviction would have kept; pages used again that it would have lost.
 #
 # Each page has a mark. Its lowest 2 bits name the page's part; in a held page, the part that it will be put into. In a free
-# page the other bits are the stamp of the call that released it. The ghost remembers keys of evicted pages. A snapshot has
-# the marks, the ghost, the counts and the learned values, so a loaded pool evicts what the saved one would have.
+# page the other bits are the stamp of the call that released it. The ghost remembers keys of evicted pages.
 #
 # Always: pages without an entry are in the blank part, and marks of that part are `BLANK`. A key stands in the ghost once, in
 # the set that its tag leads to. `epoch` is `num_released // epoch_pages`. The counts and values pass `is_right`.
@@ -67,7 +66,7 @@ cdef struct Decision:         # the pages to evict until a page is hit, or a pag
     bint is_newest            # True: pages of the latest release, in its order; False: the oldest pages
     uint32_t mark
 
-cdef struct Learned:          # saved in snapshots
+cdef struct Learned:
     int64_t num_released      # pages put into the queue
     int64_t epoch
     int64_t call              # number within the epoch
@@ -383,7 +382,7 @@ cdef inline void discount(Policy *policy, int32_t page_id) noexcept nogil:
 
 
 cdef inline bint is_right(const Policy *policy) noexcept nogil:
-    """Whether the learned values can be real, in a loaded snapshot or a pool that is checked."""
+    """Whether the learned values can be real."""
     cdef const Learned *learned = &policy.learned
     cdef bint is_fine = learned.num_released >= 0 and learned.epoch == learned.num_released // policy.epoch_pages
     cdef int64_t most = INT64_MAX // 8  # sums of counts must not overflow

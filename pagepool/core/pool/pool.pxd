@@ -83,7 +83,6 @@ cdef inline void take(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard, int
     independent of the pool's size.
     """
     cdef Py_ssize_t i
-    pool.is_restored &= n == 0
     if exceptional(pool.is_divided):
         _take_picked(pool, out, n, shard, session)
         return
@@ -176,7 +175,6 @@ cdef inline void _take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t sh
 
 cdef inline void take_this(Pool *pool, int32_t page_id, int32_t session) noexcept nogil:
     """Take a page in the queue, wherever it stands, as if it were at the front."""
-    pool.is_restored = False
     pull(pool, page_id)
     if rare(pool.tenants.of_pages != NULL):
         charge(pool, page_id, tenant_of(pool, session))
@@ -423,7 +421,6 @@ cdef inline void hit(
     stay.
     """
     cdef Py_ssize_t i
-    pool.is_restored &= n == 0
     if rare(pool.num_parts != 0):
         _hit_in_parts(pool, ids, n, ends_terms)
     else:
@@ -464,7 +461,7 @@ cdef inline void _on_hit(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 # Cache. A page gets an entry, and `cache` lists what follows. A policy ranks a page only where a request missed it: pages that
-# were cached by hand, or loaded from a snapshot, have no ranking. Those cached by hand have no session.
+# were cached by hand have no ranking, and no session.
 
 cdef enum:
     MAX_UNSEEN = 4            # sampled keys in a row

@@ -256,7 +256,7 @@ cdef struct Tier:
     # Records that a page of the pool was cached.
     void (*record_cached)(Pool *pool, int32_t page_id) noexcept nogil
 
-cdef struct Counters:         # since construction; `PageStore.counters`, snapshots and stats use these names
+cdef struct Counters:         # since construction; `PageStore.counters` and stats use these names
     int64_t num_allocated_pages
     int64_t num_freed_pages
     int64_t num_evicted_pages
@@ -301,7 +301,6 @@ cdef struct Pool:
     Journal journal
     Py_ssize_t tokens_width   # ids of a page in `page_tokens`, and their number
     Residency *residency
-    uint8_t is_restored       # loaded from a snapshot, and no reference taken since then
     Expectations expected
     Leases leases
     Sessions sessions

@@ -212,7 +212,6 @@ cdef int sample_residency(Pool *pool) except -1:
 cdef void overwrite_count(Pool *pool, int32_t page_id, int32_t count) noexcept:
     cdef Page *page = &pool.pages[page_id]
     assert 0 < page_id < pool.num_pages and count >= 0
-    pool.is_restored &= count <= page.ref_cnt
     if is_free(pool, page_id):
         pool.num_held_free += (count != 0) - (page.ref_cnt != 0)
     page.ref_cnt = count

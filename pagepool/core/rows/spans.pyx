@@ -73,7 +73,6 @@ cdef class Lease:
         if not self.store.make_leases():
             return False
         assert not self.span.has_begun and not self.span.is_held
-        pool.is_restored &= self.ids.num == 0
         for i in range(self.ids.num):
             page_id = self.ids.ids[i]
             if is_free(pool, page_id):
