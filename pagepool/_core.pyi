@@ -398,8 +398,10 @@ class RequestMaps:
 
     held: Final[dict[str, RequestPages]]
     hashes: Final[dict[str, RequestHashes]]
-    lock: Any
     trusts_requests: bool
+    @property
+    def lock(self) -> Any:
+        """The lock. IntegrityError in another process than that of the manager."""
     def find_held(self, request: Request) -> RequestPages | None:
         """Return the pages that a request holds, or None. ArgumentError for another request with the id of one that holds
         pages, unless requests of one id share them.

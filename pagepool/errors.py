@@ -34,7 +34,9 @@ class DoubleFreeError(PagePoolError, RuntimeError):
 
 
 class IntegrityError(PagePoolError, RuntimeError):
-    """The pool's records contradict one another; the message names the first page, row or entry that is wrong."""
+    """The pool's records contradict one another; the message names the first page, row or entry that is wrong. Or an object of
+    another process is used in a forked one.
+    """
 
 
 class EventBatchError(PagePoolError, ValueError):

@@ -201,7 +201,8 @@ class CacheManager(KeyHolder, SlotAllocator):
     ArgumentError.
 
     Calls from several threads are serialised. A call interrupted by an exception, including ``KeyboardInterrupt``, loses no
-    page: `free` releases the request's pages. A manager cannot be pickled or copied.
+    page: `free` releases the request's pages. A manager cannot be pickled or copied. It belongs to the process that made it:
+    in a forked one its calls raise IntegrityError, as do those of its pools and batches, and of tables and chains.
 
     `num_pages` counts the null page. It is an int, the size of one pool for all groups, or a mapping with a size for each name
     in the groups' `CacheGroupSpec.pool`: up to four pools, each with a null page, ids from 0, free queue and evictions of its

@@ -7,7 +7,8 @@ aliases 64-byte-aligned NumPy buffers (jax issue 37830). docs/design.md compares
 
 from __future__ import annotations
 
-import sys
+import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,6 @@ from pagepool.arguments import MAX_SIZE, require_flag, require_int
 from pagepool.device import call_with_payload, get_shard_map, import_jax
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
 from pagepool.host_table import HostTable, HostTables, count_values, get_max_num_segments, get_payload_sizes
-from pagepool.process_forks import COMMITS, make_lock
 
 if TYPE_CHECKING:
     import jax
@@ -35,8 +35,17 @@ SLOT_MAPPING_PADDING_VAL = 0
 
 Int32Array = npt.NDArray[np.int32]
 
-COMMIT_LOCK = make_lock(sys.modules[__name__], "COMMIT_LOCK", COMMITS)
+COMMIT_LOCK = threading.RLock()
 """Lock that serialises commits: two commits donating the same array would lose it."""
+
+
+def _renew_commit_lock() -> None:
+    """Replace the lock in a forked process, where the thread that held it is not there."""
+    global COMMIT_LOCK
+    COMMIT_LOCK = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_commit_lock)
 
 
 class PageTable(HostTable):

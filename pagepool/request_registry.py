@@ -11,7 +11,6 @@ from pagepool.group_rules import GroupRules
 from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.hashing.algorithms import PageHasher
 from pagepool.page_pool import PagePool
-from pagepool.process_forks import MANAGERS, make_lock
 from pagepool.request import Request
 
 if TYPE_CHECKING:
@@ -26,15 +25,12 @@ class RequestRegistry(KeyHolder, RequestMaps):
     Callers hold ``lock``, except for methods that take it themselves.
     """
 
-    __name__ = "CacheManager"  # the owner of the lock in errors of forked processes
-
     def __init__(self, page_pool: PagePool, rules: GroupRules, hasher: PageHasher, trusts_requests: bool) -> None:
         """Start without requests. With `trusts_requests` those with one id share pages, and hits may be counted twice."""
         self.page_pool, self.rules, self.hasher, self.trusts_requests = page_pool, rules, hasher, trusts_requests
         self.sessions = PageSessions(page_pool.store)
         self.query_counters = QueryCounter(page_pool.store), QueryCounter(page_pool.store, is_preempted=True)
         self.event_source: EventSource | None = None
-        self.lock = make_lock(self, "lock", MANAGERS)
 
     # Pages.
 

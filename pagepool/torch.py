@@ -15,6 +15,7 @@ which CUDA graphs may read. docs/torch.md describes an engine's step.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +27,7 @@ from pagepool._core import pack_dirty_lines
 from pagepool.arguments import as_list, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, RowIndexError, shown
 from pagepool.host_table import SEGMENT, HostTable, HostTables, count_values, get_max_num_segments, get_payload_sizes
-from pagepool.process_forks import COMMITS, make_lock
+from pagepool.process_forks import ProcessLock
 
 try:
     import torch
@@ -241,6 +242,8 @@ class Buffer:
 class Buffers:
     """The buffers of the tables on one device, and the order of what is done there."""
 
+    lock = ProcessLock("PageTable")
+
     def __init__(self, tables: tuple[PageTable, ...]) -> None:
         """Make buffers for the largest payload of `tables`, whose places are known and are zeros."""
         device = tables[0].page_table.device
@@ -248,7 +251,7 @@ class Buffers:
         num_segments = get_payload_sizes(count_values(tables))[-1]
         num_values = num_segments * max(SEGMENT // width * (width + 2) for width in widths)
         memory = None if device.type == "cpu" else torch.zeros(num_values, dtype=torch.int32, device=device)
-        self.lock = make_lock(self, "lock", COMMITS)
+        self.lock = threading.RLock()
         self._is_cuda = device.type == "cuda"
         self._device = device
         self._buffers = [Buffer(num_values, memory) for _ in range(NUM_BUFFERS if self._is_cuda else 1)]

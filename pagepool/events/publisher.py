@@ -409,8 +409,7 @@ class EventPublisher(contextlib.AbstractContextManager["EventPublisher"]):
     seconds (replays for 10), requests more than 4 replays at once, or sends 64 KiB without ending a message. Routers reconnect
     by themselves. They need ZMTP 3 (libzmq 4.0 or later).
 
-    In a forked process `publish` and `flush` raise, `close` does nothing, the copied connections are closed, and the copied
-    manager can have its own publisher.
+    In a forked process `publish` and `flush` raise, `close` does nothing, and the copied connections are closed.
 
     Events contain the tokens of all prompts, so the default `endpoint` is on loopback; ``tcp://*:5557`` is every interface. For
     routers on other machines, use keys. With `curve_secretkey`, made by ``zmq.curve_keypair()``, both endpoints encrypt, and

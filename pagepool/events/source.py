@@ -1,5 +1,6 @@
 """Events from the journal of a pool and its host tier; and small ints for the extra keys and sessions of requests."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any
@@ -11,7 +12,7 @@ from pagepool._core import EntryJournal, PageStore
 from pagepool.events.messages import AllBlocksCleared, BlockRemoved, BlockStored, Event, Hash
 from pagepool.hashing import LORA, RequestExtraKeys
 from pagepool.hashing.algorithms import PageHasher
-from pagepool.process_forks import EVENTS, make_lock
+from pagepool.process_forks import ProcessLock
 from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
 __all__ = ["Contexts", "EventSource"]
@@ -76,6 +77,8 @@ class Contexts:
 class EventSource:
     """Source of events, from the journal of a pool and its tier. ``contexts`` has the extra keys and sessions of its pages."""
 
+    _lock = ProcessLock("EventSource")
+
     def __init__(
         self,
         store: PageStore,
@@ -99,7 +102,7 @@ class EventSource:
             medium: [(*_describe(group.kv_cache_spec, i, hasher.page_size, medium), *of_all) for i, group in enumerate(groups)]
             for medium in (GPU, CPU)
         }
-        self._lock = make_lock(self, "_lock", EVENTS)
+        self._lock = threading.RLock()
         self._must_start_over = False
         self._journal.start()
 

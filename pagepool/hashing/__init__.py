@@ -8,6 +8,7 @@ The manager's default algorithm, SipHash-2-4-128, runs in the compiled core, wit
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -23,7 +24,7 @@ from pagepool.hashing.extra_keys import (
     encode_extra_keys,
     list_features,
 )
-from pagepool.process_forks import NAMES, make_lock
+from pagepool.process_forks import ProcessLock
 
 __all__ = [
     "LORA",
@@ -175,11 +176,13 @@ class HashNames:
     weak hash function gives different prefixes the same value.
     """
 
-    __slots__ = ("__weakref__", "_hash_of_key", "_keys_of_hash", "_lock", "max_key")
+    __slots__ = ("_hash_of_key", "_keys_of_hash", "_lock_and_process", "max_key")
+
+    _lock = ProcessLock("PagePool")
 
     def __init__(self) -> None:
         """Start without names."""
-        self._lock = make_lock(self, "_lock", NAMES)
+        self._lock = threading.RLock()
         self.max_key = MAX_KEY
         self._hash_of_key: dict[int, PageHash] = {}
         self._keys_of_hash: dict[PageHash, list[int]] = {}

@@ -69,7 +69,7 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
     counted.
 
     A message of more than `max_message_bytes` closes its connection; libzmq then reconnects. In a forked process all calls
-    raise ArgumentError, except `close`, which does nothing; the copy of the index stays usable.
+    raise ArgumentError, except `close`, which does nothing.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """A store behind the host tier: pages that leave the tier are saved, and those of queued requests are loaded into it."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from pagepool._core import link_storage, unlink_storage
 from pagepool.arguments import as_list, id_of, require_choice, require_int, require_number, require_text
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.manager import CacheManager
-from pagepool.process_forks import STORES, make_lock
+from pagepool.process_forks import ProcessLock
 from pagepool.request import Request
 from pagepool.stats import StoreStats
 from pagepool.stores.frames import import_xxhash
@@ -77,6 +78,8 @@ class StoreTier:
     another one with the namespace of the new weights.
     """
 
+    _lock = ProcessLock("StoreTier")
+
     def __init__(
         self,
         manager: CacheManager,
@@ -114,7 +117,7 @@ class StoreTier:
         self._fetches: dict[str, Fetch] = {}
         self._num_late = 0
         self._is_open, self._is_stale = True, False
-        self._lock = make_lock(self, "_lock", STORES)
+        self._lock = threading.RLock()
         warn_of_seed(manager)
         link_storage(tier.store, write == "through", require_int("min_uses", min_uses, 1))
         manager._storage = self

@@ -15,7 +15,7 @@ pytest.importorskip("msgspec")
 from msgspec.msgpack import encode
 
 from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
-from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
 from pagepool.events import EventBatch, encode_batch
 from pagepool.router import PrefixIndex, PrefixRouter, Route
 
@@ -132,8 +132,8 @@ def test_prompts_are_hashed_as_managers_do(hash_algo: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")  # CPython and JAX warn about the parent's threads
-def test_a_child_can_use_the_index() -> None:
-    """Also if other threads were inside when it was forked."""
+def test_a_child_cannot_use_the_index() -> None:
+    """It does not wait for other threads that were inside when it was forked, and makes its own index."""
     index = PrefixIndex(16)
     chain = list(range(1, 20_000))
     is_done = threading.Event()
@@ -156,9 +156,13 @@ def test_a_child_can_use_the_index() -> None:
 
 
 def use(index: PrefixIndex) -> None:
-    index.apply(1, stored(1, 2))
-    assert index.find([1, 2])[1] == 32
-    index.check()
+    for call in (lambda: index.apply(1, stored(1, 2)), lambda: index.find([1, 2]), index.check):
+        with pytest.raises(IntegrityError, match=r"^PrefixIndex: got a call in a forked process"):
+            call()
+    own = PrefixIndex(16)
+    own.apply(1, stored(1, 2))
+    assert own.find([1, 2])[1] == 32
+    own.check()
 
 
 make_any: Any = PrefixRouter

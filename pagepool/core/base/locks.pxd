@@ -1,19 +1,17 @@
-# Locks across a fork: a thread that forks takes the locks of all objects first.
+# Locks and processes. A forked child has only the thread that forked, so a lock may never come free there. Each object with a
+# lock has the number of the process that made it, and a call in another process raises before it waits.
 
-cdef enum LockKind:           # in locking order
-    BATCH_LOCK
-    CHAIN_LOCK
-    STORE_LOCK
-    TABLE_LOCK
-    INDEX_LOCK
+from pagepool.core.base.platform cimport rare
+
+cdef int process_number       # forks between the first process and this one
 
 
-cdef struct LockNode:         # the lock of an object
-    LockNode *prev            # ring of the locks of a kind; NULL: not enlisted
-    LockNode *next
-    void *mutex
-    bint is_held              # held by the forking thread
+cdef int require_allocated(const void *mutex) except -1
+cdef int refuse_process(str name) except -1
 
 
-cdef int enlist_lock(LockNode *node, void *mutex, LockKind kind) except -1
-cdef void delist_lock(LockNode *node) noexcept
+cdef inline int require_process(int number, str name) except -1:
+    """Raise IntegrityError unless this process has the number. `name` is the class of the object, for the error."""
+    if rare(number != process_number):
+        refuse_process(name)
+    return 0

@@ -32,7 +32,7 @@ def check_holders(PageStore store not None, requests, RunningRows rows=None, Cac
     cdef int32_t[::1] tier_counts = np.zeros(1 if store.pool.tier == NULL else store.pool.tier.pool.num_pages, dtype=np.int32)
     cdef str flaw
     if rows is None:
-        with store.lock:
+        with store.own_lock()[0]:
             flaw = find_flaw(store, checked, None, groups, &counts[0], &tier_counts[0])
     else:
         rows.check_made()

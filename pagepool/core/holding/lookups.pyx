@@ -286,7 +286,8 @@ def find_prefix(
     cdef Ranges inside = ranges_in(store, ids)
     cdef tuple hits = new_ids(groups.num)
     cdef Query query
-    with hashes.lock, store.lock:
+    store.require_own()
+    with hashes.own_lock()[0], store.lock:
         query = query_of(groups, hashes.digests, hashes.num, hashes.page_size, num, inside)
         query.reaches_tier = reaches_tier and store.pool.tier != NULL
         num_hashes = fetch_hits(&store.pool, &query, find_longest(&store.pool, &query), hits)
@@ -396,7 +397,8 @@ cdef class RefusedRequest:
         cdef PageIds ids = self.hits[0]
         cdef Pool *pool = &store.pool
         self.store, self.chain, self.shard = store, chain, -1
-        with chain.lock, store.lock:
+        store.require_own()
+        with chain.own_lock()[0], store.lock:
             if pool.tier == NULL and not groups.kinds.use_eagle:
                 self.begin(
                     pool, groups, chain.digests, chain.num, ids_in_shard(pool, -1),
@@ -484,7 +486,8 @@ cdef class RefusedRequest:
         cdef PageIds ids
         if self.store is None:
             return False
-        with self.chain.lock, self.store.lock:
+        self.store.require_own()
+        with self.chain.own_lock()[0], self.store.lock:
             is_same = self.finds_hits(&self.store.pool)
         if is_same and self.watch.num_pages < len(self.hits[0]):
             ids = PageIds.__new__(PageIds)

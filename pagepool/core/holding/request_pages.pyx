@@ -6,7 +6,7 @@ from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 
-from pagepool.core.base cimport GIL_DISABLED, MAX_LOOKAHEAD, NEVER, resize
+from pagepool.core.base cimport GIL_DISABLED, MAX_LOOKAHEAD, NEVER, process_number, resize
 from pagepool.core.pool cimport (
     NOBODY, count_changes, count_refusal, give_back_all, is_cached_otherwise, overdrawn_page, queue_of_bank, set_session,
     shard_of,
@@ -16,10 +16,12 @@ from pagepool.core.values cimport as_list, ids_in, new_ids, size_of
 from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, PageHashError, PageIdError, StateAheadError
 
 
-cdef void lock_chain(HashChain chain) noexcept:
-    """Lock a chain, if there is one. Its lock is taken before the store's."""
+cdef int lock_chain(HashChain chain, PageStore store) except -1:
+    """Lock a chain, if there is one. Its lock is taken before the store's. IntegrityError for either in another process."""
+    store.require_own()
     if chain is not None:
-        chain.lock.acquire()
+        chain.own_lock()[0].acquire()
+    return 0
 
 
 cdef void unlock_chain(HashChain chain) noexcept:
@@ -240,6 +242,8 @@ cdef class RequestPages:
 
     def __dealloc__(self):
         cdef Py_ssize_t g
+        if self.store is not None and self.store.process != process_number:  # another thread may have been changing it
+            return
         for g in range(self.holding.num_groups if self.holding.held != NULL else 0):
             free(self.holding.held[g].ids)
         free(self.holding.held)
@@ -259,7 +263,7 @@ cdef class RequestPages:
 
     def __len__(self):
         cdef Py_ssize_t count
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             count = count_places(&self.holding)
         return count
 
@@ -309,7 +313,7 @@ cdef class RequestPages:
         cdef int64_t num_cached, count = MAX_TOKENS
         cdef const Group *group
         cdef Py_ssize_t g
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             for g in range(self.holding.num_groups):
                 group = &self.holding.groups[g]
                 if group.id != NO_GROUP:
@@ -322,6 +326,8 @@ cdef class RequestPages:
         further page, and with `num_computed` no page is skipped, kept or cached again. O(1).
         """
         cdef bint is_enough
+        if self.store.process != process_number:  # the call goes on, and raises
+            return False
         if GIL_DISABLED:
             self.store.lock.acquire()
         is_enough = num_slots <= self.num_idle and num_tokens < self.limits.num_full
@@ -332,7 +338,7 @@ cdef class RequestPages:
         return is_enough
 
     cdef int note_looked_up(self, int64_t num_tokens) except -1:
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             self.num_looked_up = num_tokens
         return 0
 
@@ -347,7 +353,7 @@ cdef class RequestPages:
         """Return the ids of each group's pages, with the null page for skipped ones. O(pages)."""
         cdef tuple copies = new_ids(self.holding.num_groups)
         cdef bint has_room
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             has_room = copy_ids(&self.holding, copies)
         if not has_room:
             raise MemoryError("the page ids of a request")
@@ -392,7 +398,7 @@ cdef class RequestPages:
         cdef Outcome outcome
         if hits and array == NULL:
             return NO_MEMORY
-        lock_chain(chain)
+        lock_chain(chain, self.store)
         try:
             if tokens is not None and not chain.extend_locked(tokens, b""):
                 return NO_MEMORY
@@ -424,7 +430,7 @@ cdef class RequestPages:
                 "target: got one of another pool or other groups, or that holds pages, allowed: another request, with the same "
                 "pool and groups, without pages"
             )
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             shard = find_shard(pool, &self.holding)
             is_past_pages = lacks_pages(&self.holding, <int32_t>num_computed)
             if not is_past_pages and make_room(&target.holding, &self.holding):
@@ -470,7 +476,7 @@ cdef class RequestPages:
         """
         cdef Pool *pool = &self.store.pool
         cdef bint is_due
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             is_due = awaits_copies(pool, &self.holding) if may_be_read else has_copies_due(pool, &self.holding)
         if is_due:
             self.refuse(COPIES_DUE, NULL, (), None)
@@ -523,7 +529,7 @@ cdef class RequestPages:
             num_computed = min(size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX), num_computed)
         step.num_to_cache = size_of(num_tokens_to_cache, "num_tokens_to_cache", 0, MAX_TOKENS)
         step.num_computed = MAX_TOKENS
-        lock_chain(chain)
+        lock_chain(chain, self.store)
         self.store.lock.acquire()
         contents = contents_of(chain, checked_context, self.holding.session)
         # Check before pages are cached or kept, or the queue is divided.
@@ -570,7 +576,7 @@ cdef class RequestPages:
         cdef Pool *pool = &self.store.pool
         if not hits_leading_pages(&self.groups.groups[checked_group]):
             return 0
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             while i < held.num_pages and self.store.count_holders(held.ids[i]) - count_moves(pool, held.ids[i]) >= need:
                 i += 1
         return i
@@ -836,7 +842,7 @@ cdef int cache_computed(
     cdef Contents contents
     cdef bint is_right
     step.num_to_cache, step.num_computed = num_tokens, num_computed
-    lock_chain(chain)
+    lock_chain(chain, request.store)
     request.store.lock.acquire()
     contents = contents_of(chain, checked_context, holding.session)
     is_right = not has_foreign_entry(pool, holding, &step, &contents)
@@ -875,7 +881,8 @@ cdef int refuse_hits(RequestPages request, tuple hits, HashChain chain) except -
     cdef Py_ssize_t g, i = 0, flaw = 0, num_hits = sum([len(ids) for ids in hits])
     for g in range(len(hits)):
         ids, group = hits[g], &request.holding.groups[g]
-        with chain.lock, request.store.lock:
+        request.store.require_own()
+        with chain.own_lock()[0], request.store.lock:
             for i in range(ids.num):
                 flaw = STALE
                 if (i + 1) * group.stride <= chain.num:

@@ -5,11 +5,13 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
-from pagepool.core.base cimport GIL_DISABLED
+from pagepool.core.base cimport GIL_DISABLED, process_number, require_process
 from pagepool.core.holding.lookups cimport *
 from pagepool.core.holding.request_pages cimport *
 from pagepool.core.pool cimport CachePage
 from pagepool.core.values cimport as_long_long, as_page_ids, as_shard, is_small, new_ids, size_of
+
+from threading import RLock
 
 from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int, require_name
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
@@ -74,11 +76,19 @@ cdef class RequestMaps:
 
     cdef readonly dict held         # request id -> RequestPages
     cdef readonly dict hashes       # request id -> RequestHashes
-    cdef public object lock         # reentrant: a request's attributes and finalizers may call back
+    cdef object own_lock            # reentrant: a request's attributes and finalizers may call back
+    cdef int process                # number of the process that made it
     cdef public bint trusts_requests  # requests with one id share its pages, and hits may be counted twice
 
     def __cinit__(self):
-        self.held, self.hashes = {}, {}
+        self.process = process_number
+        self.held, self.hashes, self.own_lock = {}, {}, RLock()
+
+    @property
+    def lock(self):
+        """The lock. IntegrityError in another process than that of the manager."""
+        require_process(self.process, "CacheManager")
+        return self.own_lock
 
     def find_held(self, request):
         """Return the pages that a request holds, or None. ArgumentError for another request with the id of one that holds
@@ -236,8 +246,7 @@ cdef class SlotAllocator:
         counts.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         is_delayed = delay_cache_pages is not False and require_flag("delay_cache_pages", delay_cache_pages)
         lock = self.registry.lock
-        if not lock.acquire():
-            lock.__enter__()  # raises: the lock was lost in a fork
+        lock.acquire()
         try:
             return self.allocate_or_doubt(
                 request, request_id, &counts, new_computed_pages, is_delayed, dp_shard_hint, data_parallel_size

@@ -38,7 +38,7 @@ def find_policy_fault(PageStore store not None, bint of_tier=False) -> str | Non
     cdef Pool *pool = pool_of(store, of_tier)
     cdef Py_ssize_t page_id = -1, ghost_set = -1, count = -1
     cdef bint has_right_counts = True
-    with store.lock:
+    with store.own_lock()[0]:
         if pool.policy != NULL:
             page_id, ghost_set, count = find_wrong_mark(pool), find_wrong_set(pool), find_wrong_count(pool.policy)
             has_right_counts = max(page_id, ghost_set, count) >= 0 or is_right(pool.policy)

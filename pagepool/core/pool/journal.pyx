@@ -344,7 +344,7 @@ cdef class EntryJournal:
         for i in range(num_pools):
             has_room = make_journal(&journals[i], pools[i].num_pages) and has_room
         if has_room:
-            with self.store.lock:
+            with self.store.own_lock()[0]:
                 has_journal = is_journaled(pool)
                 for i in range(num_pools):
                     num_held += pools[i].num_pages - 1 - pools[i].num_free
@@ -371,7 +371,7 @@ cdef class EntryJournal:
         """
         cdef int32_t context
         self.check_journaled()
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             context = add_context(&self.pool.journal)
         if context < 0:
             raise MemoryError("contexts of pages")
@@ -390,7 +390,7 @@ cdef class EntryJournal:
         cdef Context *changed
         cdef bint is_right
         self.check_journaled()
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             changed = &self.pool.journal.contexts[checked]
             assert changed.num_users >= 0 and changed.num_holders >= 0
             is_right = 0 <= changed.num_holders + <int64_t>change < INT32_MAX
@@ -406,7 +406,7 @@ cdef class EntryJournal:
         cdef Journal *journal = &self.pool.journal
         cdef int32_t i
         cdef bint has_room, is_told
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             is_told = journal.is_told
             has_room = ids.try_reserve(journal.num_contexts)
             for i in range(journal.num_contexts if has_room else 0):
@@ -420,7 +420,7 @@ cdef class EntryJournal:
     def max_num_kept_keys(self) -> int:
         """Return the largest possible number of `list_kept_keys`."""
         cdef Py_ssize_t num
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             num = self.count_kept_keys()
         return num
 
@@ -438,7 +438,7 @@ cdef class EntryJournal:
         """
         cdef EntryCopies kept = new_copies(False)
         cdef bint is_told, has_room
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             is_told = self.pool.journal.is_told
             has_room = is_told or kept.make_room(self.count_kept_keys(), 0, False)
             if has_room and not is_told:
@@ -461,7 +461,7 @@ cdef class EntryJournal:
         cdef Pool *tier
         cdef bint has_room, is_cleared = False
         self.check_journaled()
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             tier = journaled_tier(self.pool)
             has_room = changes.prepare(self.pool) and (tier == NULL or tier_changes.prepare(tier))
             if has_room:
@@ -486,7 +486,7 @@ cdef class EntryJournal:
         cdef Pool *tier
         cdef bint has_room
         self.check_journaled()
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             tier = journaled_tier(self.pool)
             has_room = entries.copy_all(self.pool) and (tier == NULL or tier_entries.copy_all(tier))
             self.pool.journal.is_told = has_room
@@ -496,7 +496,7 @@ cdef class EntryJournal:
 
     def end_report(self) -> None:
         """Allow names and contexts of the taken changes to be forgotten, now that the events are built."""
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             self.pool.journal.is_told = False
 
     cdef int check_journaled(self) except -1:

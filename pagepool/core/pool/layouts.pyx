@@ -178,7 +178,7 @@ def copy_records(PageStore store not None, str names=None, bint of_tier=False) -
         size = num_bytes
         memory = array = np.empty(size + 1, np.uint8)
         copy = &memory[0]
-        with store.lock:
+        with store.own_lock()[0]:
             pool = source[0]
             with nogil:
                 list_items(source, &items)
@@ -210,7 +210,7 @@ def locate_records(PageStore store not None, bint of_tier=False) -> dict:
     cdef Items items
     cdef Item item
     cdef dict located = {}
-    with store.lock:
+    with store.own_lock()[0]:
         list_items(pool, &items)
     for item in items.items[:items.num]:
         shape = () if item.is_number else (item.size // TYPE_SIZES[item.type],)

@@ -70,7 +70,7 @@ cdef class PageSessions:
         if checked is not None:
             main = self.find_or_add(checked, None, NO_SESSION)
         number = main if name is None else self.find_or_add(checked, name, main)
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             hold_session(&self.store.pool, number, 1)
         return number
 
@@ -85,7 +85,7 @@ cdef class PageSessions:
         number = self.unused.pop() if is_reused else self.store.add_session(session_id is not None)
         numbers[tenant] = number
         self.num_known += 1
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             assert self.store.pool.sessions.items[number].num_pages == 0
             assert self.store.pool.sessions.items[number].num_holders == 0
             assert main == NO_SESSION or self.store.pool.sessions.items[main].main == main
@@ -96,7 +96,7 @@ cdef class PageSessions:
     def release(self, number) -> None:
         """Release a number of `hold`. It is reused once no page, row or request has it."""
         cdef int32_t checked = self.store.checked_session(number)
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             if checked != NO_SESSION and self.store.pool.sessions.items[checked].num_holders > 0:
                 hold_session(&self.store.pool, checked, -1)
 
@@ -108,7 +108,7 @@ cdef class PageSessions:
         for session_id, numbers in list(self.numbers.items()):
             for tenant in list(numbers):
                 number = numbers[tenant]
-                with self.store.lock:
+                with self.store.own_lock()[0]:
                     session = &self.store.pool.sessions.items[number]
                     is_gone = not is_live(session) and session.num_closed == 0
                 assert session.num_pages >= 0 and session.num_closed >= 0 and session.num_holders >= 0
@@ -135,7 +135,7 @@ cdef class PageSessions:
         cdef int32_t _, page_id, following, num_pages
         cdef int64_t now
         cdef bint has_room
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             session = &pool.sessions.items[number]
             num_pages, now = session.num_pages, now_of(pool)
             has_room = num_pages == 0 or self.store.make_terms(terms)
@@ -174,7 +174,7 @@ cdef class PageSessions:
             values[<int32_t>tenants[name]] = share
         by_number = {number: tenants.get(name, COMMON) for known in self.numbers.values() for name, number in known.items()}
         numbers, charged = PageIds(list(by_number)), PageIds(list(by_number.values()))
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             has_room = self.store.divide(True, True)
             if has_room and pool.tenants.of_pages != NULL:
                 for i in range(left.num):

@@ -4,7 +4,7 @@ cimport cython
 from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.base cimport LockNode
+from pagepool.core.base cimport require_process
 from pagepool.core.pool.records cimport *
 from pagepool.core.values cimport HashChain, PageIds
 
@@ -31,14 +31,25 @@ cdef class PageStore:
     cdef dict leases                    # keys: held leases and some ended ones, the oldest first
     cdef dict views                     # page id -> CachePage, made on demand
     cdef cython.pymutex lock
-    cdef LockNode lock_node
+    cdef int process          # number of the process that made it
+
+    @cython.final
+    cdef inline int require_own(self) except -1:
+        """Raise IntegrityError in another process than that of the pool."""
+        return require_process(self.process, "PagePool")
+
+    @cython.final
+    cdef inline cython.pymutex *own_lock(self) except NULL:
+        """Return the lock. IntegrityError in another process than that of the pool."""
+        require_process(self.process, "PagePool")
+        return &self.lock
 
     cdef bint make_terms(self, PageIds terms) noexcept
     cdef bint divide(self, bint by_terms, bint by_tenants) noexcept
     cdef bint make_leases(self) noexcept
     cdef bint pad_terms(self, PageIds terms, int32_t term, Py_ssize_t n) noexcept
-    cdef int32_t read(self, const int32_t *value) noexcept
-    cdef Page record(self, int32_t page_id) noexcept
+    cdef int32_t read(self, const int32_t *value) except? -1
+    cdef Page record(self, int32_t page_id) except *
     cdef int32_t checked_id(self, object page_id) except -1
     cdef PageIds checked(self, object page_ids)
     cdef int32_t checked_bank(self, object bank) except -1
@@ -74,7 +85,7 @@ cdef class QueryCounter:
     cdef readonly bint is_preempted
     cdef QueryCounts counted
 
-    cdef void count(self, Py_ssize_t num_tokens, Py_ssize_t num_hit_tokens) noexcept
+    cdef int count(self, Py_ssize_t num_tokens, Py_ssize_t num_hit_tokens) except -1
     cdef void count_lost(self, const LostHits *lost) noexcept
 
 

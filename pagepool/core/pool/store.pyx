@@ -8,7 +8,7 @@ from libc.stdint cimport INT32_MAX, INT64_MAX, uint8_t, uint32_t
 from libc.string cimport memcmp, memcpy
 
 from pagepool.core.base cimport (
-    GIL_DISABLED, MAX_GROUP, MAX_PAGES, STORE_LOCK, WideDigest, copy_bytes, delist_lock, enlist_lock, go_on, let_others_run,
+    GIL_DISABLED, MAX_GROUP, MAX_PAGES, WideDigest, copy_bytes, go_on, let_others_run, process_number, require_allocated,
     reserve_items, resize,
 )
 from pagepool.core.pool.leases cimport *
@@ -222,7 +222,7 @@ cdef bint change_ref_count(PageStore store, int32_t page_id, int32_t change) exc
     """Add `change` to a ref count; False, with nothing changed, if the count would leave its range."""
     cdef Pool *pool = &store.pool
     cdef bint is_right
-    with store.lock:
+    with store.own_lock()[0]:
         is_right = pool.pages[page_id].ref_cnt + <int64_t>change < INT32_MAX
         is_right = is_right and pool.pages[page_id].ref_cnt + change >= 0
         if is_right and page_id != NULL_PAGE:
@@ -271,7 +271,7 @@ cdef tuple token_ids_of(PageStore store, int32_t page_id):
     cdef bint has_room = True
     if store.pool.page_tokens == NULL:
         return ()
-    with store.lock:
+    with store.own_lock()[0]:
         tokens = store.pool.page_tokens + page_id * store.pool.tokens_width
         assert 0 <= tokens[0] < store.pool.tokens_width
         has_room = ids.try_reserve(tokens[0])
@@ -295,8 +295,9 @@ cdef class PageStore:
         self, num_pages, bint enable_caching=True, bint is_pool=True, eviction="lru", further_banks=(), bank_names=("kv",)
     ):
         cdef int32_t page_id, num_records
+        self.process = process_number
+        require_allocated(&self.lock)
         self.views, self.leases = {}, {}
-        enlist_lock(&self.lock_node, &self.lock, STORE_LOCK)
         self.is_pool = is_pool
         self.enable_caching = enable_caching and is_pool
         self.names = HashNames()
@@ -317,7 +318,8 @@ cdef class PageStore:
 
     def __dealloc__(self):
         cdef Py_ssize_t bank
-        delist_lock(&self.lock_node)
+        if self.process != process_number:  # another thread may have been changing it
+            return
         free(self.pool.pages)
         for bank in range(MAX_BANKS):
             free(self.pool.banks[bank].ghost.memory)
@@ -354,7 +356,7 @@ cdef class PageStore:
     def put_blank_first(self) -> None:
         """Hand out pages without an entry first from now on, as with a policy. O(num_pages)."""
         cdef bint has_room
-        with self.lock:
+        with self.own_lock()[0]:
             has_room = self.divide(False, False)
             self.has_blank_first |= has_room
         if not has_room:
@@ -362,7 +364,7 @@ cdef class PageStore:
 
     def prefer_held(self) -> None:
         """Let look-ups find a held page from now on, if any page with the content is held. O(num_pages), once."""
-        with self.lock:
+        with self.own_lock()[0]:
             if self.pool.slots != NULL:
                 prefer_held(&self.pool)
 
@@ -373,7 +375,7 @@ cdef class PageStore:
         cdef Bank *kept = &self.pool.banks[self.checked_bank(bank)]
         cdef Ghost ghost
         cdef bint has_room = kept.ghost.entries != NULL or make_ghost(&ghost, 2.0 * (kept.stop - kept.start))
-        with self.lock:
+        with self.own_lock()[0]:
             if has_room and kept.ghost.entries == NULL:
                 kept.ghost = ghost
         if not has_room:
@@ -381,7 +383,7 @@ cdef class PageStore:
 
     def search_all_lost(self) -> None:
         """Let each look-up search for checkpoints behind its hits, so that the hits lost for want of pages are exact."""
-        with self.lock:
+        with self.own_lock()[0]:
             self.pool.lost_interval = 1
 
     def drop_dependents(self, group, state_groups) -> None:
@@ -391,7 +393,7 @@ cdef class PageStore:
         cdef int32_t checked = group_of(group)
         cdef PageIds groups = PageIds([group_of(number) for number in as_list(state_groups, "state_groups")])
         cdef bint has_room
-        with self.lock:
+        with self.own_lock()[0]:
             has_room = resize(<void **>&self.pool.dependents.state_groups, max(1, groups.num) * sizeof(int32_t))
             if has_room:
                 copy_bytes(self.pool.dependents.state_groups, groups.ids, groups.num * sizeof(int32_t))
@@ -449,9 +451,10 @@ cdef class PageStore:
 
     # Figures.
 
-    cdef int32_t read(self, const int32_t *value) noexcept:
+    cdef int32_t read(self, const int32_t *value) except? -1:
         """Read a value of the pool. Reads are never torn: only a build without the GIL needs the lock."""
         cdef int32_t copied
+        self.require_own()
         if GIL_DISABLED:
             self.lock.acquire()
         copied = value[0]
@@ -459,10 +462,10 @@ cdef class PageStore:
             self.lock.release()
         return copied
 
-    cdef Page record(self, int32_t page_id) noexcept:
+    cdef Page record(self, int32_t page_id) except *:
         """Copy the record of a page between two calls."""
         cdef Page page
-        with self.lock:
+        with self.own_lock()[0]:
             assert 0 <= page_id < self.pool.num_pages
             page = self.pool.pages[page_id]
         return page
@@ -495,7 +498,7 @@ cdef class PageStore:
         """Count the pages of leases with an end, once for each lease, by bank."""
         cdef Leases leases
         cdef Py_ssize_t i
-        with self.lock:
+        with self.own_lock()[0]:
             leases = self.pool.leases
         return [leases.num_pages_in[i] for i in range(self.pool.num_banks)]
 
@@ -509,7 +512,7 @@ cdef class PageStore:
         """Return the numbers of free pages by term, from no term to `NEVER`, and the `Outcomes` by name.
         """
         cdef Expectations copied
-        with self.lock:
+        with self.own_lock()[0]:
             copied = self.pool.expected
         return list(copied.num_free), copied.outcomes
 
@@ -521,7 +524,7 @@ cdef class PageStore:
         cdef bint is_past
         if not 1 <= time < MAX_SECONDS:
             raise ArgumentError(f"seconds: got {shown(seconds)}, allowed: 1 to {MAX_SECONDS}")
-        with self.lock:
+        with self.own_lock()[0]:
             is_past = self.pool.expected.terms != NULL and time * SECOND < now_of(&self.pool)
             if not is_past:
                 self.pool.expected.fixed_time = <int64_t>(time * SECOND)
@@ -541,7 +544,7 @@ cdef class PageStore:
         cdef Residency copied
         if self.pool.residency == NULL:
             return ()
-        with self.lock:
+        with self.own_lock()[0]:
             copied = self.pool.residency[0]
         return histogram_of(&copied.lifetimes), histogram_of(&copied.idle_times), histogram_of(&copied.reuse_gaps)
 
@@ -549,7 +552,7 @@ cdef class PageStore:
     def counters(self) -> dict:
         """Return the `Counters` by name."""
         cdef Counters counters
-        with self.lock:
+        with self.own_lock()[0]:
             counters = self.pool.counters
         return counters
 
@@ -561,7 +564,7 @@ cdef class PageStore:
         cdef int64_t num_shared, num_free, num_lru
         if self.pool.policy == NULL:
             return None
-        with self.lock:
+        with self.own_lock()[0]:
             num_shared, num_free = self.pool.policy.num_shared_hits, self.pool.policy.num_free_hits
             num_lru = self.pool.policy.num_lru_hits
         return num_shared + num_free, num_shared + num_lru
@@ -601,7 +604,7 @@ cdef class PageStore:
         """
         cdef int32_t checked = self.checked_bank(bank)
         cdef Bank counted
-        with self.lock:
+        with self.own_lock()[0]:
             counted = counted_bank(&self.pool, checked)
         return (
             counted.num_entries, counted.num_allocated_pages, counted.num_evicted_pages, counted.num_lost_hit_tokens,
@@ -611,7 +614,7 @@ cdef class PageStore:
     def count_free(self, bank) -> int:
         """Count the free pages of a bank."""
         cdef int32_t queue = queue_of_bank(self.checked_bank(bank)), count
-        with self.lock:
+        with self.own_lock()[0]:
             count = count_free_in(&self.pool, queue)
         return count
 
@@ -720,7 +723,7 @@ cdef class PageStore:
         cdef Sessions *sessions = &self.pool.sessions
         cdef Py_ssize_t number = 0, n = self.pool.num_pages
         cdef bint has_room
-        with self.lock:
+        with self.own_lock()[0]:
             if sessions.links == NULL and has_pages:
                 sessions.links = <Links *>calloc(n, sizeof(Links) + sizeof(int32_t))
                 sessions.owners = <int32_t *>(sessions.links + n) if sessions.links != NULL else <int32_t *>NULL
@@ -755,7 +758,7 @@ cdef class PageStore:
         cdef Bank pages = self.pool.banks[self.checked_bank(bank)]  # a copy: the store of a queue may grow
         cdef Py_ssize_t i
         counts.reserve(1 + pages.stop - pages.start)
-        with self.lock:
+        with self.own_lock()[0]:
             counts.put(&self.pool.pages[NULL_PAGE].ref_cnt, 1)
             for i in range(pages.start, pages.stop):
                 counts.put(&self.pool.pages[i].ref_cnt, 1)
@@ -766,14 +769,14 @@ cdef class PageStore:
         cdef Py_ssize_t count = size_of(ref_cnt, "ref_cnt", 0, INT32_MAX - 1)
         cdef int32_t checked = self.checked_id(page_id)
         if checked != NULL_PAGE:
-            with self.lock:
+            with self.own_lock()[0]:
                 overwrite_count(&self.pool, checked, <int32_t>count)
 
     def touch(self, page_ids) -> None:
         """Add a reference to each page; free pages leave the queue. Null pages are ignored. O(n)."""
         cdef PageIds ids = self.checked(page_ids)
         cdef Py_ssize_t i, bad
-        with self.lock:
+        with self.own_lock()[0]:
             bad = find_untouchable(&self.pool, ids.ids, ids.num, ids.num)
             if bad < 0:
                 hit(&self.pool, ids.ids, ids.num, NOBODY)
@@ -854,7 +857,7 @@ cdef class PageStore:
         """
         cdef PageIds ids = self.checked(page_ids)
         cdef Py_ssize_t bad
-        with self.lock:
+        with self.own_lock()[0]:
             bad = self.give_back_ids(ids.ids, ids.num, tail_first)
         if bad >= 0:
             self.refuse_give_back(ids, bad)
@@ -890,7 +893,7 @@ cdef class PageStore:
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef int32_t queue = queue_of_bank(self.checked_bank(bank)), page_id, num_free
         cdef bint has_room
-        with self.lock:
+        with self.own_lock()[0]:
             page_id, num_free = end_of_queue(&self.pool, queue), count_free_in(&self.pool, queue)
             has_room = ids.try_reserve(num_free)
             while has_room and ids.num < num_free:
@@ -905,7 +908,7 @@ cdef class PageStore:
         """Return the pages before and after a page in the free queue; None at the ends and outside the queue."""
         cdef int32_t checked = self.checked_id(page_id)
         cdef int32_t before = NULL_PAGE, behind = NULL_PAGE, queue
-        with self.lock:
+        with self.own_lock()[0]:
             if checked != NULL_PAGE and is_free(&self.pool, checked):
                 queue = queue_of(&self.pool, checked)
                 before, behind = page_before(&self.pool, checked), page_behind(&self.pool, checked, queue)
@@ -918,7 +921,7 @@ cdef class PageStore:
         cdef int32_t num_free
         cdef bint has_room
         cdef Supply supply
-        with self.lock:
+        with self.own_lock()[0]:
             num_free = count_free_in(&self.pool, -1)
             has_room = num > num_free or ids.try_reserve(num)  # under the lock, because a queue may grow
             supply = begin_supply(&self.pool, COMMON)
@@ -937,7 +940,7 @@ cdef class PageStore:
         """Take a page out of the queue, wherever it stands. PageIdError for a page of another pool. O(1)."""
         cdef int32_t page_id = record_of(self, page)
         cdef bint was_free
-        with self.lock:
+        with self.own_lock()[0]:
             was_free = page_id != NULL_PAGE and is_free(&self.pool, page_id)
             if was_free:
                 reuse(&self.pool, page_id)
@@ -949,7 +952,7 @@ cdef class PageStore:
         """Append pages to the queue in order. PageIdError for pages that are in it, or held."""
         cdef PageIds ids = self.checked(page_ids)
         cdef Py_ssize_t bad
-        with self.lock:
+        with self.own_lock()[0]:
             bad = push_all(&self.pool, ids.ids, ids.num)
             assert bad >= 0 or ids.num == 0 or is_free(&self.pool, ids.ids[0])
         if bad >= 0:
@@ -970,7 +973,7 @@ cdef class PageStore:
         if home.is_pool or self.is_pool or home.is_free(index):
             raise PageIdError(f"page {page.page_id}: got one that belongs to another pool or queue, allowed: others")
         record = home.record(index)
-        with self.lock:
+        with self.own_lock()[0]:
             has_room = add_records(self, self.pool.num_pages + <Py_ssize_t>1)
             if has_room:
                 index = self.pool.num_pages - 1
@@ -988,7 +991,7 @@ cdef class PageStore:
         """Lock the pool once it is divided into `num_shards`; 0 accepts any. Other callers may divide it again before the lock
         is taken, so this repeats. Pages of expired leases are given back.
         """
-        self.lock.acquire()
+        self.own_lock()[0].acquire()
         while num_shards and self.pool.num_shards != num_shards:
             self.lock.release()
             self.set_shards(num_shards)
@@ -1010,7 +1013,7 @@ cdef class PageStore:
         self.require_even(n)
         if pool.num_banks == 1 and pool.num_pages % n:
             raise ArgumentError(f"data_parallel_size: got {n}, allowed: a divisor of the {pool.num_pages} pages")
-        with self.lock:
+        with self.own_lock()[0]:
             links = new_shard_links(pool, n)
             if links != NULL:
                 use_shard_links(pool, links, n)
@@ -1031,7 +1034,7 @@ cdef class PageStore:
         cdef int32_t page_id = NULL_PAGE
         cdef int32_t checked_group = group_of(group)
         if self.enable_caching:
-            with self.lock:
+            with self.own_lock()[0]:
                 page_id = find_within(&self.pool, digest.key, checked_group, ids)
                 upper = upper_of(&self.pool, page_id)
                 if digest.upper.lo | digest.upper.hi and memcmp(&digest.upper, &upper, sizeof(Digest)) != 0:
@@ -1056,7 +1059,7 @@ cdef class PageStore:
         cdef int32_t first = self.checked_id(page_id)
         cdef int32_t twin = first
         cdef bint has_room, has_twins
-        with self.lock:
+        with self.own_lock()[0]:
             has_twins = self.pool.pages[first].group != NO_GROUP and self.pool.pages[first].group & TWIN
             has_room = ids.try_reserve(1)
             while has_room:
@@ -1080,7 +1083,7 @@ cdef class PageStore:
         self.check_caching()
         if checked == NULL_PAGE:
             raise PageIdError("page: got the null page, allowed: others, which can be cached")
-        with self.lock:
+        with self.own_lock()[0]:
             is_cached = self.pool.pages[checked].group != NO_GROUP
             if not is_cached:
                 entry = bare_entry(&digest.key, checked_group)
@@ -1110,7 +1113,8 @@ cdef class PageStore:
         if self.pool.page_tokens != NULL and chain.count_tokens(1) >= self.pool.tokens_width:
             kept = self.pool.tokens_width - 1
             raise ArgumentError(f"page size: got {chain.count_tokens(1)} tokens, allowed: {kept}, as many as are kept")
-        with chain.lock, self.lock:
+        self.require_own()
+        with chain.own_lock()[0], self.lock:
             bad = find_cached(&self.pool, ids.ids, span)
             for i in range(span.start, span.stop if bad < 0 else span.start):
                 if ids.ids[i] != NULL_PAGE:
@@ -1124,7 +1128,7 @@ cdef class PageStore:
         cdef PageIds ids = self.checked(page_ids)
         cdef Py_ssize_t i
         cdef Py_ssize_t num_dropped = 0
-        with self.lock:
+        with self.own_lock()[0]:
             for i in range(ids.num):
                 if self.pool.pages[ids.ids[i]].group != NO_GROUP:
                     uncache_everywhere(&self.pool, ids.ids[i])
@@ -1136,7 +1140,7 @@ cdef class PageStore:
         """Drop every prefix entry, in the tier too, unless pages are held. Return how many are. O(num_pages).
         """
         cdef int32_t num_held, following, page_id, bank, queue
-        with self.lock:
+        with self.own_lock()[0]:
             num_held = self.pool.num_pages - 1 - self.pool.num_free
             for bank in range(self.pool.num_banks if num_held == 0 else 0):
                 queue = queue_of_bank(bank)
@@ -1158,7 +1162,7 @@ cdef class PageStore:
         cdef int32_t checked = self.checked_id(page_id)
         cdef Page page
         cdef Digest upper
-        with self.lock:
+        with self.own_lock()[0]:
             page, upper = self.pool.pages[checked], upper_of(&self.pool, checked)
         if page.group == NO_GROUP:
             return None
@@ -1185,7 +1189,7 @@ cdef class PageStore:
         if uppers == NULL:
             raise MemoryError(f"digests of {self.pool.num_pages} pages")
         self.names.max_key = (1 << 256) - 1
-        with self.lock:
+        with self.own_lock()[0]:
             if self.pool.uppers == NULL:
                 self.pool.uppers, uppers = uppers, NULL
         free(uppers)
@@ -1207,7 +1211,7 @@ cdef class PageStore:
         page_tokens = <int32_t *>calloc(num_values * self.pool.num_pages, sizeof(int32_t))
         if page_tokens == NULL:
             raise MemoryError(f"{width} token ids for each of {self.pool.num_pages} pages")
-        with self.lock:
+        with self.own_lock()[0]:
             for i in range(self.pool.num_pages if self.pool.tokens_width else 0):
                 memcpy(
                     page_tokens + i * num_values,
@@ -1268,7 +1272,7 @@ cdef class QueryCounter:
     def counts(self) -> dict:
         """Return the `QueryCounts` by name."""
         cdef QueryCounts counts
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             counts = self.counted
         return counts
 
@@ -1295,15 +1299,16 @@ cdef class QueryCounter:
                 if lost.states_bank != NO_BANK:
                     banks[lost.states_bank].num_lost_hit_tokens += lost.num_for_states
 
-    cdef void count(self, Py_ssize_t num_tokens, Py_ssize_t num_hit_tokens) noexcept:
+    cdef int count(self, Py_ssize_t num_tokens, Py_ssize_t num_hit_tokens) except -1:
         assert 0 <= num_hit_tokens <= num_tokens
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             self.counted.num_requests += 1
             self.counted.num_queried_tokens += num_tokens
             self.counted.num_hit_tokens += num_hit_tokens
             if not self.is_preempted:
                 self.store.pool.counters.num_queried_tokens += num_tokens
                 self.store.pool.counters.num_hit_tokens += num_hit_tokens
+        return 0
 
 
 @cython.final

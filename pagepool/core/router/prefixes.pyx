@@ -4,7 +4,7 @@ cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
-from pagepool.core.base cimport INDEX_LOCK, MAX_TOKENS, LockNode, delist_lock, enlist_lock, go_on, let_others_run
+from pagepool.core.base cimport MAX_TOKENS, go_on, let_others_run, process_number, require_allocated, require_process
 from pagepool.core.router.changes cimport *
 from pagepool.core.router.search cimport *
 from pagepool.core.values cimport HashChain, array_of, as_list, index_of, size_of
@@ -39,13 +39,9 @@ cdef class ReaderLock:
     """One of the locks of an index. A reader takes one lock; a writer takes all of them in order."""
 
     cdef cython.pymutex lock
-    cdef LockNode lock_node
 
     def __cinit__(self):
-        enlist_lock(&self.lock_node, &self.lock, INDEX_LOCK)
-
-    def __dealloc__(self):
-        delist_lock(&self.lock_node)
+        require_allocated(&self.lock)
 
 
 cdef int view_payload(object payload, Py_buffer *view) except -1:
@@ -83,8 +79,10 @@ cdef class PrefixTable:
     cdef int32_t max_groups   # argument `num_groups`, or the limit
     cdef bint use_eagle
     cdef tuple locks
+    cdef int process          # number of the process that made it
 
     def __cinit__(self, page_size, *, max_worker_blocks=1 << 24, num_groups=None, use_eagle=False, lookahead=0, **_):
+        self.process = process_number
         self.page_size = size_of(page_size, "page_size", 1, MAX_TOKENS)
         self.max_worker_blocks = size_of(max_worker_blocks, "max_worker_blocks", 1, MAX_BLOCKS)
         num_groups = MAX_EVENT_GROUPS if num_groups is None else num_groups
@@ -97,12 +95,22 @@ cdef class PrefixTable:
             raise MemoryError("a prefix index")
 
     def __dealloc__(self):
-        free_table(&self.table)
+        if self.process == process_number:  # else another thread may have been changing it
+            free_table(&self.table)
 
     def __reduce__(self):
         raise ArgumentTypeError("a prefix index cannot be pickled")
 
-    cdef void begin_write(self) noexcept:
+    cdef int require_own(self) except -1:
+        """Raise IntegrityError in another process than that of the index."""
+        return require_process(self.process, "PrefixIndex")
+
+    cdef int begin_write(self) except -1:
+        self.require_own()
+        self.lock_all()
+        return 0
+
+    cdef void lock_all(self) noexcept:
         cdef Py_ssize_t i
         for i in range(NUM_LOCKS):
             (<ReaderLock>self.locks[i]).lock.acquire()
@@ -126,6 +134,7 @@ cdef class PrefixTable:
         cdef Reader reader
         cdef const char *error
         cdef void *thread
+        self.require_own()
         view_payload(payload, &view)
         start_reading(&reader, &view)
         thread = let_others_run(view.len // BYTES_OF_A_PAGE)
@@ -146,7 +155,7 @@ cdef class PrefixTable:
         """Check a batch against the index and apply it; return the reason for refusing it, or NULL."""
         cdef const char *error
         cdef void *thread
-        self.begin_write()
+        self.lock_all()
         settle_groups(&self.table, batch, self.max_groups)
         thread = let_others_run(batch.num_hashes)
         error = apply_events(&self.table, batch, worker, self.max_worker_blocks)
@@ -169,6 +178,7 @@ cdef class PrefixTable:
         cdef void *thread
         cdef cython.pymutex *lock = &(<ReaderLock>self.locks[lock_of_thread(NUM_LOCKS)]).lock
         text = None if medium is None else medium_of(medium)
+        self.require_own()
         PyObject_GetBuffer(as_hashes(hashes), &view, PyBUF_SIMPLE)
         search.hashes = <const uint64_t *>view.buf
         search.use_eagle = self.use_eagle
@@ -287,7 +297,7 @@ cdef class PrefixTable:
         held = [self.num_held(i) for i in range(self.table.num_workers)]
         return {"blocks": num_blocks, "held": held, "bytes": num_bytes, "num_skipped": self.num_skipped}
 
-    cdef int64_t num_held(self, int32_t worker) noexcept:
+    cdef int64_t num_held(self, int32_t worker) except -1:
         """Count the blocks of a worker below `num_workers`."""
         cdef int64_t num
         self.begin_write()
@@ -354,11 +364,11 @@ cdef object hashes_of_chain(HashChain chain):
     """Return the lower halves of the digests of a chain."""
     cdef Py_ssize_t i, num
     cdef uint64_t[::1] copied
-    with chain.lock:
+    with chain.own_lock()[0]:
         num = chain.num
     hashes = np.empty(num, np.uint64)
     copied = hashes
-    with chain.lock:
+    with chain.own_lock()[0]:
         num = min(num, chain.num)
         for i in range(num):
             copied[i] = chain.digests[i].lo

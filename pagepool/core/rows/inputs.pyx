@@ -666,7 +666,7 @@ cdef class InputArrays:
         if field.kind == SOURCES:
             if self.batch is None:
                 raise ArgumentError("fields: got 'sources', allowed with a batch only")
-            with self.batch.lock:
+            with self.batch.own_lock()[0]:
                 has_room = reserve_fills(&self.batch.batch)
             if not has_room:
                 raise MemoryError(name)
@@ -877,7 +877,10 @@ cdef class InputArrays:
         if self.numbers == NULL or self.lock_order is None:
             raise not_made("inputs")
         if self.batch is not None:
-            self.batch.lock.acquire()
+            self.batch.own_lock()[0].acquire()
+        else:
+            for table in self.lock_order:
+                (<TableRows>table).require_own()
         for table in self.lock_order:
             (<TableRows>table).lock.acquire()
         return 0

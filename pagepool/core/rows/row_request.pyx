@@ -198,7 +198,7 @@ cdef class RowRequest:
     cdef int claim_row(self) except -1:
         """Claim the row, so that no other call admits a request there or moves another row there."""
         cdef bint is_claimed
-        with self.rows.lock:
+        with self.rows.own_lock()[0]:
             is_claimed = self.rows.batch.records[self.row].is_claimed
             self.rows.batch.records[self.row].is_claimed = 1
         if is_claimed:

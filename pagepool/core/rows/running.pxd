@@ -3,7 +3,7 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.base cimport MAX_TOKENS, LockNode, go_on, let_others_run
+from pagepool.core.base cimport MAX_TOKENS, go_on, let_others_run, require_process
 from pagepool.core.holding cimport (
     Boundaries, CacheGroups, RefusedRequest, Shortage, Tokens, count_room_tokens, count_slots, count_step_slots,
     count_tokens, last_hash, reserve_copies,
@@ -59,7 +59,13 @@ cdef class RunningRows:
     cdef readonly object num_external_tokens
     cdef readonly object is_admitted
     cdef cython.pymutex lock
-    cdef LockNode lock_node
+    cdef int process          # number of the process that made it
+
+    @cython.final
+    cdef inline cython.pymutex *own_lock(self) except NULL:
+        """Return the lock. IntegrityError in another process than that of the batch."""
+        require_process(self.process, "RunningBatch")
+        return &self.lock
 
     cdef void set_shortage(self, const Shortage *shortage) noexcept
     cdef void release_locks(self) noexcept

@@ -8,7 +8,7 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 from libc.string cimport memcpy
 
-from pagepool.core.base cimport BATCH_LOCK, CACHE_LINE, UNKNOWN, copy_bytes, delist_lock, enlist_lock, exceptional, keep_sparse
+from pagepool.core.base cimport CACHE_LINE, UNKNOWN, copy_bytes, exceptional, keep_sparse, process_number, require_allocated
 from pagepool.core.holding cimport (
     FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkExtent, ForkOutcome, awaits_copies, copy_ids, count_places,
     draw_references, drop_copies, find_fork_shortage, find_wrong, fork_extent, fork_group, give_back_behind, has_copies,
@@ -321,7 +321,8 @@ cdef class RunningRows:
     """
 
     def __cinit__(self, *args, **kwargs):
-        enlist_lock(&self.lock_node, &self.lock, BATCH_LOCK)
+        self.process = process_number
+        require_allocated(&self.lock)
 
     def __init__(
         self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards,
@@ -343,6 +344,7 @@ cdef class RunningRows:
         cdef Py_ssize_t num_steps_ahead = size_of(max_steps_ahead, "max_steps_ahead", 0, MAX_TOKENS)
         if self.batch.groups != NULL:  # checked after the arguments, which may run Python code
             raise made_twice("rows of a batch")
+        store.require_own()
         if not checked.num or checked.num != len(by_group):
             raise ArgumentError(f"groups: got {checked.num} for {len(by_group)} tables, allowed: one each, at least 1")
         if num_hash_tokens and not store.enable_caching:
@@ -382,7 +384,8 @@ cdef class RunningRows:
 
     def __dealloc__(self):
         cdef Py_ssize_t row
-        delist_lock(&self.lock_node)
+        if self.process != process_number:  # another thread may have been changing it
+            return
         for row in range(self.batch.num_rows):
             free(self.batch.rows[row].extra_keys)
         free(self.batch.writes.items)
@@ -401,13 +404,13 @@ cdef class RunningRows:
         """Why the last `admit` returned None; None if it admitted its request, or raised an error. O(1)."""
         cdef Shortage shortage
         cdef bint is_short
-        with self.lock:
+        with self.own_lock()[0]:
             is_short, shortage = self.is_short, self.shortage
         return refusal_of(self.store, &shortage) if is_short else None
 
     def _forget_refusal(self) -> None:
         """Let `refusal` be None, after an error."""
-        with self.lock:
+        with self.own_lock()[0]:
             self.set_shortage(NULL)
 
     cdef void set_shortage(self, const Shortage *shortage) noexcept:
@@ -432,7 +435,7 @@ cdef class RunningRows:
     cdef int acquire_locks(self) except -1:
         """Take all locks, and divide the pool into the shards that the rows need."""
         self.check_made()
-        self.lock.acquire()
+        self.own_lock()[0].acquire()
         try:
             self.store.lock_divided(self.num_shards)
         except BaseException:
@@ -641,7 +644,7 @@ cdef class RunningRows:
         cdef Py_ssize_t num_done
         check_lengths(tokens, row_ids)
         refuse_negative(tokens.ids, tokens.num, 0)
-        with self.lock:
+        with self.own_lock()[0]:
             num_done = append_tokens(&self.batch, row_ids.ids, tokens.ids, row_ids.num)
         if num_done < row_ids.num:
             refuse_append(self, row_ids, num_done)
@@ -732,7 +735,7 @@ cdef class RunningRows:
         """
         cdef Py_ssize_t source = self.checked_row(row)
         cdef PageIds target_rows = as_own_ids(targets, "targets")
-        cdef list forgotten = [None] * (2 * target_rows.num)  # freed after unlocking: destructors may need the fork lock
+        cdef list forgotten = [None] * (2 * target_rows.num)  # freed after unlocking: no destructor runs under a lock
         cdef Batch *batch = &self.batch
         cdef Holding *holding
         cdef Py_ssize_t num_right, i
@@ -899,7 +902,7 @@ cdef class RunningRows:
         result.reserve(row_ids.num)
         for i in range(row_ids.num):
             row, num = self.checked_row(row_ids.ids[i]), self.batch.max_num_tokens
-            with self.lock:
+            with self.own_lock()[0]:
                 for g in range(self.batch.num_groups):
                     if keeps_checkpoints(&self.batch.groups[g]):
                         num = min(num, find_next_checkpoint(
@@ -922,7 +925,7 @@ cdef class RunningRows:
         cdef WriteList *writes = &self.batch.writes
         cdef Py_ssize_t i, num_due, num = -1
         self.check_made()
-        with self.lock:
+        with self.own_lock()[0]:
             num_due = writes.num - writes.num_taken
         if num_due == 0:
             return NO_WRITES
@@ -930,7 +933,7 @@ cdef class RunningRows:
             num = num_due
             columns = np.empty((4, num), np.int32)
             taken = columns
-            with self.lock:
+            with self.own_lock()[0]:
                 num_due = writes.num - writes.num_taken
                 if num == num_due:
                     for i in range(num):
@@ -948,7 +951,7 @@ cdef class RunningRows:
         cdef Holding *holding
         cdef tuple ids = new_ids(self.batch.num_groups)
         cdef bint has_room
-        with self.lock:
+        with self.own_lock()[0]:
             holding = holding_of(&self.batch, checked)
             has_room = copy_ids(holding, ids)
         if not has_room:
@@ -1412,7 +1415,7 @@ cdef Py_ssize_t release_checked(
 cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1:
     cdef Batch *batch = &running.batch
     cdef bint is_right, has_source, has_target
-    cdef object _forgotten, _forgotten_too  # freed after unlocking: destructors may need the fork lock
+    cdef object _forgotten, _forgotten_too  # freed after unlocking: no destructor runs under a lock
     cdef Stays before, now = Stays.__new__(Stays)
     cdef int64_t *by_row = <int64_t *>malloc(batch.num_rows * sizeof(int64_t))
     if by_row == NULL:

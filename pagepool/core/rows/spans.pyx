@@ -115,7 +115,7 @@ cdef class Lease:
         cdef bint is_held
         if self.store is None:  # made by hand
             return False
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             end_leases(&self.store.pool)
             is_held = self.span.is_held
         return is_held
@@ -133,7 +133,7 @@ cdef class Lease:
         cdef int64_t duration = duration_of(seconds)
         cdef bint has_end = False
         if self.is_held:
-            with self.store.lock:
+            with self.store.own_lock()[0]:
                 has_end = self.span.end != 0
                 if has_end:
                     set_end(&self.store.pool, &self.span, duration)
@@ -147,7 +147,7 @@ cdef class Lease:
         cdef Py_ssize_t bad = -1
         if self.store is None:
             return
-        with self.store.lock:
+        with self.store.own_lock()[0]:
             if self.span.is_held:  # else another thread has released it
                 bad = end_lease(&self.store.pool, &self.span)
         if bad >= 0:
@@ -176,11 +176,11 @@ def list_leases(PageStore store not None) -> list:
     cdef Lease lease
     cdef list held = [], listed = list(store.leases)
     cdef LeasedSpan span
-    with store.lock:
+    with store.own_lock()[0]:
         end_leases(&store.pool)
         store.pool.leases.num_ended = 0
     for lease in listed:
-        with store.lock:
+        with store.own_lock()[0]:
             span = lease.span
         if span.is_held:
             held.append(lease)
@@ -201,7 +201,7 @@ def lease_pages(PageStore store not None, page_ids, bank=0) -> Lease:
     cdef bint is_held
     cdef Py_ssize_t bad
     lease.ids = ids
-    with store.lock:
+    with store.own_lock()[0]:
         bad = find_unholdable(&store.pool, ids.ids, ids.num)
         is_held = bad < 0 and lease.hold(0)
     if not is_held:
@@ -273,7 +273,8 @@ cdef class TokenSpan:
         cdef const RowRecord *record
         self.require_store()
         if self.chain is not None:
-            self.chain.lock.acquire()
+            self.store.require_own()
+            self.chain.own_lock()[0].acquire()
             self.store.lock.acquire()
             self.digests, self.num_digests = self.chain.digests, self.chain.num
             self.own = self.held.holding.held if self.held is not None else NULL

@@ -4,7 +4,7 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, uint8_t
 
-from pagepool.core.base cimport LockNode
+from pagepool.core.base cimport require_process
 from pagepool.core.tables.page_table cimport *
 from pagepool.core.values cimport PageIds
 
@@ -29,7 +29,18 @@ cdef class TableRows(TableGroup):
     cdef int32_t[::1] extent_view
     cdef uint8_t[::1] flags_view
     cdef cython.pymutex lock
-    cdef LockNode lock_node
+    cdef int process          # number of the process that made it
+
+    @cython.final
+    cdef inline int require_own(self) except -1:
+        """Raise IntegrityError in another process than that of the table."""
+        return require_process(self.process, "PageTable")
+
+    @cython.final
+    cdef inline cython.pymutex *own_lock(self) except NULL:
+        """Return the lock. IntegrityError in another process than that of the table."""
+        require_process(self.process, "PageTable")
+        return &self.lock
 
 
 cdef tuple in_lock_order(tuple tables)

@@ -6,7 +6,7 @@ from cpython.sequence cimport PySequence_Fast_ITEMS
 from libc.stdint cimport INT32_MAX, INT32_MIN, int64_t, uint32_t
 from libc.string cimport memcpy, memset
 
-from pagepool.core.base cimport CACHE_LINE, GUARDS, MAX_PAGES, TABLE_LOCK, delist_lock, enlist_lock, find_negative
+from pagepool.core.base cimport CACHE_LINE, GUARDS, MAX_PAGES, find_negative, process_number, require_allocated
 from pagepool.core.values cimport as_list, as_page_ids, explained, int32_of, require_matrix, size_of
 
 import numpy as np
@@ -255,10 +255,13 @@ cdef inline Table *table_at(TableGroup group, Py_ssize_t i) noexcept:
     return &(<TableRows>group.tables[i]).table
 
 
-cdef inline void lock_tables(TableGroup group) noexcept:
+cdef inline int lock_tables(TableGroup group) except -1:
     cdef Py_ssize_t i
     for i in range(group.num_tables):
+        (<TableRows>group.lock_order[i]).require_own()
+    for i in range(group.num_tables):
         (<TableRows>group.lock_order[i]).lock.acquire()
+    return 0
 
 
 cdef inline void unlock_tables(TableGroup group) noexcept:
@@ -267,12 +270,13 @@ cdef inline void unlock_tables(TableGroup group) noexcept:
         (<TableRows>group.lock_order[i]).lock.release()
 
 
-cdef inline void change_tables(TableGroup group, RowChange change_row, Py_ssize_t src, Py_ssize_t tgt) noexcept:
+cdef inline int change_tables(TableGroup group, RowChange change_row, Py_ssize_t src, Py_ssize_t tgt) except -1:
     cdef Py_ssize_t i
     lock_tables(group)
     for i in range(group.num_tables):
         change_row(table_at(group, i), src, tgt)
     unlock_tables(group)
+    return 0
 
 
 cdef list flatten(list requests, Py_ssize_t num_tables):
@@ -391,10 +395,8 @@ cdef class TableRows(TableGroup):
         self.itself = <PyObject *>self
         self.tables = self.lock_order = &self.itself
         self.num_tables = 1
-        enlist_lock(&self.lock_node, &self.lock, TABLE_LOCK)
-
-    def __dealloc__(self):
-        delist_lock(&self.lock_node)
+        self.process = process_number
+        require_allocated(&self.lock)
 
     def __init__(self, num_rows, num_columns):
         """Make a table of zeros; both sizes are at least 1."""
@@ -435,7 +437,7 @@ cdef class TableRows(TableGroup):
         cdef PageIds ids = as_page_ids(page_ids)
         cdef Put item = Put(table=&self.table, row=checked, start=0, ids=ids.ids, n=ids.num)
         cdef bint is_done
-        with self.lock:
+        with self.own_lock()[0]:
             is_done = put_all(&item, 1, replaces)
         return 0 if is_done else refuse_put(&item)
 
@@ -455,7 +457,7 @@ cdef class TableRows(TableGroup):
         result = np.empty(at.num, dtype=INT32)
         if at.num:
             slots = result
-            with self.lock:
+            with self.own_lock()[0]:
                 bad = map_slots(&self.table, row_ids.ids, at.ids, &slots[0], at.num, size)
             if bad < at.num:
                 got = f"slot: got row {row_ids.ids[bad]}, position {at.ids[bad]} (at {bad})"
@@ -470,7 +472,7 @@ cdef class TableRows(TableGroup):
         """
         cdef Py_ssize_t row
         cdef str flaw = None
-        with self.lock:
+        with self.own_lock()[0]:
             for row in range(self.table.num_rows):
                 flaw = flaw or find_row_flaw(&self.table, row)
         if flaw is not None:
@@ -487,7 +489,7 @@ cdef class TableRows(TableGroup):
         if view.shape[0] != num_rows or view.shape[1] != num_columns:
             raise ArgumentError(f"device_table: got {view.shape[0]} x {view.shape[1]}, allowed: {num_rows} x {num_columns}")
         require_made(&self.table)
-        with self.lock:
+        with self.own_lock()[0]:
             index = find_difference(&self.table, &view[0, 0])
         return None if index < 0 else (index // num_columns, index % num_columns)
 
@@ -495,7 +497,7 @@ cdef class TableRows(TableGroup):
         """Count the segments in rows ``[start, stop)`` that were not sent yet."""
         cdef Py_ssize_t last = size_of(stop, "num_reqs", 0, self.table.num_rows)
         cdef Py_ssize_t count, first = size_of(start, "start", 0, self.table.num_rows)
-        with self.lock:
+        with self.own_lock()[0]:
             count = count_dirty(&self.table, first, last)
         return count
 
@@ -508,7 +510,7 @@ cdef class TableRows(TableGroup):
         cdef int32_t *ids = NULL
         if n:
             ids = &view[0, 0]
-            with self.lock, nogil:
+            with self.own_lock()[0], nogil:
                 memcpy(ids, self.table.page_ids, n * self.table.num_columns * sizeof(int32_t))
                 clean(&self.table, n)
         return copied
@@ -517,7 +519,7 @@ cdef class TableRows(TableGroup):
         """Empty all rows and clear their dirty flags, before the device copy is made anew. O(pages in the table)."""
         cdef Py_ssize_t row
         require_made(&self.table)
-        with self.lock:
+        with self.own_lock()[0]:
             for row in range(self.table.num_rows):
                 clear_row(&self.table, row, row)
             clean(&self.table, self.table.num_rows)
@@ -554,6 +556,7 @@ cdef tuple checked_tables(object page_tables):
         if not isinstance(table, TableRows) or not 0 < table.max_num_reqs == tables[0].max_num_reqs:
             got = f"one of {table.max_num_reqs} rows" if isinstance(table, TableRows) else type(table).__name__
             raise ArgumentError(f"page_tables: got {got}, allowed: page tables with one number of rows")
+        (<TableRows>table).require_own()
     if len({id(table) for table in tables}) != len(tables):
         raise ArgumentError("page_tables: got one twice, allowed: each once")
     return tables
@@ -609,7 +612,7 @@ def pack_dirty_segments(tuple tables not None, num_reqs, num_lines) -> tuple:
         for n in range(lines):
             starts[group, n, 0] = <int32_t>(table.table.num_rows + n)
         if count < lines:
-            with table.lock:
+            with table.own_lock()[0]:
                 count += pack_segments(
                     &table.table, stop, &segments[count, 0], segments.shape[1], &starts[group, count, 0], lines - count
                 )
@@ -656,7 +659,7 @@ def pack_dirty_lines(tuple tables not None, num_reqs, places, numbers, lines) ->
     for i, item in enumerate(tables):
         table = item
         if count < room:
-            with table.lock:
+            with table.own_lock()[0]:
                 count += pack_lines(
                     &table.table, stop, place[i, 0], place[i, 1], width, &into[count], &values[count, 0], room - count
                 )

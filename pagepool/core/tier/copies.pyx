@@ -57,7 +57,7 @@ def take_copies(PageStore store not None) -> PageCopies:
     cdef Pool *pool = &store.pool
     cdef int32_t[:, ::1] taken
     cdef Py_ssize_t i, num_due, num = -1
-    with store.lock:
+    with store.own_lock()[0]:
         num_due = pool.copies.num
     if num_due == 0:
         return NO_COPIES
@@ -65,7 +65,7 @@ def take_copies(PageStore store not None) -> PageCopies:
         num = num_due
         columns = np.empty((3, num), np.int32)
         taken = columns
-        with store.lock:
+        with store.own_lock()[0]:
             num_due = pool.copies.num
             if num == num_due:
                 for i in range(num):

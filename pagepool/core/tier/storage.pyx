@@ -75,7 +75,7 @@ def link_storage(PageStore store not None, bint writes_through=False, min_uses=1
         free(uses)
         free(arrivals)
         raise MemoryError("the storage behind a tier")
-    with store.lock:
+    with store.own_lock()[0]:
         is_new = pool.tier == NULL
         if is_new:
             for page_id in range(1, pool.num_pages):
@@ -96,7 +96,7 @@ def link_storage(PageStore store not None, bint writes_through=False, min_uses=1
 def unlink_storage(PageStore store not None) -> None:
     """Take the storage away; nothing is due there any more. O(1)."""
     cdef PageTier tier = tier_of(store)
-    with store.lock:
+    with store.own_lock()[0]:
         tier.pages.pool.tier = NULL
         tier.storage.num = tier.storage.num_due = 0
 
@@ -121,7 +121,7 @@ def take_unstored(PageStore store not None, num_steps=0) -> tuple:
     while num_due < 0:  # arrays are made without the lock
         keys, ids, steps = np.empty((num, 2), np.uint64), np.empty((2, num), np.int32), np.empty(num, np.int64)
         key_view, id_view, step_view = keys, ids, steps
-        with store.lock:
+        with store.own_lock()[0]:
             now, num_clears = storage.num_steps, storage.num_clears
             if storage.num <= num:
                 num_due = num_kept = 0
@@ -170,10 +170,10 @@ cdef StoredKey *read_keys(object keys, object group_ids, Py_ssize_t num_groups, 
 
 # Fills: pages of the tier that get contents from storage. Their transfers have the negative of the list's number.
 
-cdef void find_uppers(HashChain chain, StoredKey *keys, Py_ssize_t num) noexcept:
+cdef int find_uppers(HashChain chain, StoredKey *keys, Py_ssize_t num) except -1:
     """Set the upper halves of keys that are in a chain of SHA-256. O(keys + pages) for keys in the order of the chain."""
     cdef Py_ssize_t i, _, at = 0
-    with chain.lock:
+    with chain.own_lock()[0]:
         for i in range(num if chain.uppers != NULL else 0):
             for _ in range(chain.num):
                 at = 0 if at == chain.num else at
@@ -181,6 +181,7 @@ cdef void find_uppers(HashChain chain, StoredKey *keys, Py_ssize_t num) noexcept
                     keys[i].upper = chain.uppers[at]
                     break
                 at += 1
+    return 0
 
 
 def begin_fills(
@@ -204,7 +205,7 @@ def begin_fills(
             find_uppers(chain, wanted, num)
         page_ids = np.zeros(num, np.int32)
         taken = page_ids
-        with store.lock:
+        with store.own_lock()[0]:
             has_room = reserve_transfers(tier, num)
             number = tier.num_fills + 1
             for i in range(num if has_room and tier_pages.storage.num_clears == 0 else 0):
@@ -251,13 +252,13 @@ def end_fills(PageStore store not None, number, failed=()) -> None:
     cdef Py_ssize_t i, at, num
     cdef bytearray is_failed
     cdef char *flags
-    with store.lock:
+    with store.own_lock()[0]:
         num = count_in_flight(tier, -checked, False)
     is_failed = bytearray(num)
     for index in wrong if num else ():
         is_failed[size_of(index, "failed", 0, num - 1)] = True
     flags = is_failed
-    with store.lock:
+    with store.own_lock()[0]:
         at = num = num if num == count_in_flight(tier, -checked, False) else 0
         for i in range(tier.num - 1 if num else -1, -1, -1):  # last page first, so that it is evicted first
             if tier.items[i].number == -checked:
@@ -289,7 +290,8 @@ def list_absent(
     cdef Query query
     try:
         tier_of(store)
-        with chain.lock, store.lock:
+        store.require_own()
+        with chain.own_lock()[0], store.lock:
             query = query_of(groups, chain.digests, chain.num, size, num, everywhere)
             query.reaches_tier = True
             num_now = num_then = find_longest(&store.pool, &query)

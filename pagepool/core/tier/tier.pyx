@@ -157,7 +157,7 @@ cdef class PageTier:
         cdef Tier tier
         cdef Pool pool
         self.check_behind(store)
-        with store.lock:
+        with store.own_lock()[0]:
             tier, pool = self.tier, self.pages.pool
         return dict(
             tier.counters, num_free_pages=pool.num_free, num_cached_pages=pool.num_entries, num_in_flight=tier.num,
@@ -173,7 +173,7 @@ cdef class PageTier:
         cdef Bank bank
         cdef int32_t i
         self.check_behind(store)
-        with store.lock:
+        with store.own_lock()[0]:
             pool = self.pages.pool
         for i in range(pool.num_banks):
             bank = counted_bank(&pool, i)
@@ -196,7 +196,7 @@ def add_tier(PageStore store not None, PageTier tier not None) -> None:
     is_fitting = tier.num_device_pages == store.pool.num_pages and tier.pages.pool.num_banks == store.pool.num_banks
     if not store.enable_caching or not is_fitting:
         raise ArgumentError("host_tier: got one for another pool, allowed: one of this pool's size, with prefix caching")
-    with store.lock:
+    with store.own_lock()[0]:
         is_new = store.pool.tier == NULL and not tier.is_used
         if is_new:
             store.pool.tier = &tier.tier
@@ -259,7 +259,7 @@ def take_transfers(PageStore store not None) -> Transfers:
     cdef int64_t number = 0
     if store.pool.tier == NULL:
         return NO_TRANSFERS
-    with store.lock:
+    with store.own_lock()[0]:
         tier = pool.tier
         save_fresh(pool)
         if tier.pool.tier != NULL:
@@ -271,7 +271,7 @@ def take_transfers(PageStore store not None) -> Transfers:
         num = num_due
         columns = np.empty((3, num), np.int32)
         taken = columns
-        with store.lock:
+        with store.own_lock()[0]:
             num_due = tier.num_due
             if num == num_due and num:
                 num_saves = take_due(pool, &taken[0, 0], num)
@@ -322,7 +322,7 @@ cdef Py_ssize_t take_due(Pool *pool, int32_t *taken, Py_ssize_t num) noexcept no
 
 def end_step(PageStore store not None) -> None:
     """Count the pages cached so far as computed: a tier that writes through saves them next. O(1)."""
-    with store.lock:
+    with store.own_lock()[0]:
         if store.pool.tier != NULL:
             store.pool.tier.num_ready = store.pool.tier.num_fresh
 
@@ -337,7 +337,7 @@ def list_in_flight(PageStore store not None) -> list:
         num = num_taken
         items = np.empty((5, num), np.int64)
         taken = items
-        with store.lock:
+        with store.own_lock()[0]:
             num_taken = tier.num - tier.num_due
             assert num_taken >= 0
             for i in range(num_taken if num == num_taken else 0):
@@ -408,7 +408,7 @@ def end_transfers(PageStore store not None, number, failed_saves=(), failed_load
     cdef bytearray is_failed
     if store.pool.tier == NULL:
         raise ArgumentError(f"number: got {checked}, allowed without a host tier: none")
-    with store.lock:
+    with store.own_lock()[0]:
         num_saves, num_loads = count_in_flight(tier, checked, False), count_in_flight(tier, checked, True)
     failed.store, failed.number = store, checked
     failed.is_wrong = <uint8_t *>calloc(pool.num_pages if wrong_loads else 1, 1)
@@ -419,7 +419,7 @@ def end_transfers(PageStore store not None, number, failed_saves=(), failed_load
     is_failed = bytearray(num_saves + num_loads)
     set_failed(is_failed, 0, num_saves, wrong_saves, "saves")
     set_failed(is_failed, num_saves, num_loads, wrong_loads, "loads")
-    with store.lock:
+    with store.own_lock()[0]:
         if num_saves + num_loads == count_in_flight(tier, checked, False) + count_in_flight(tier, checked, True):
             end_all(pool, is_failed, num_saves, failed)
             end_forked(pool, failed)
@@ -438,7 +438,7 @@ def rewind_request(RequestPages held, failed) -> int | None:
     if held is None:
         return None
     pool = &held.store.pool
-    with held.store.lock:
+    with held.store.own_lock()[0]:
         if loads.store is held.store and loads.ids.num:
             restart = find_wrong(&held.holding, loads.is_wrong, loads.number)
         if restart >= 0:
@@ -574,7 +574,8 @@ def load_prefix(
     cdef int32_t short_bank = NO_BANK
     cdef Py_ssize_t num_reachable
     cdef Query query
-    with chain.lock:
+    store.require_own()
+    with chain.own_lock()[0]:
         store.lock_divided(num_shards)
         contents = contents_of(chain, checked_context, checked_session)
         query = query_of(groups, chain.digests, chain.num, chain.page_size, num, inside)

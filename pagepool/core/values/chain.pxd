@@ -5,7 +5,7 @@
 
 cimport cython
 
-from pagepool.core.base cimport Digest, Hashing, LockNode, WideDigest
+from pagepool.core.base cimport Digest, Hashing, WideDigest, require_process
 from pagepool.core.values.ids cimport *
 
 
@@ -23,9 +23,15 @@ cdef class HashChain:
     cdef readonly Py_ssize_t page_size
     cdef PageIds token_ids    # None: tokens are not kept
     cdef cython.pymutex lock
-    cdef LockNode lock_node
+    cdef int process          # number of the process that made it
+
+    @cython.final
+    cdef inline cython.pymutex *own_lock(self) except NULL:
+        """Return the lock. IntegrityError in another process than that of the chain."""
+        require_process(self.process, "HashChain")
+        return &self.lock
 
     cdef PageIds read_next(self, list token_ids, Py_ssize_t num_pages)
-    cdef void cut(self, Py_ssize_t num_pages) noexcept
+    cdef int cut(self, Py_ssize_t num_pages) except -1
     cdef Py_ssize_t count_tokens(self, Py_ssize_t num_pages) noexcept
     cdef bint extend_locked(self, PageIds tokens, bytes extra_keys) noexcept

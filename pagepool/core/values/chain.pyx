@@ -6,8 +6,8 @@ from libc.stdint cimport uint8_t
 from libc.string cimport memset
 
 from pagepool.core.base cimport (
-    CHAIN_LOCK, MAX_LOOKAHEAD, SHA256, SHA256_CBOR, SIPHASH, SipState, delist_lock, digest_at, enlist_lock, go_on,
-    has_sha_instructions, hash_pages, let_others_run, reserve_items, set_digest, sip_bytes, sip_finish, sip_start,
+    MAX_LOOKAHEAD, SHA256, SHA256_CBOR, SIPHASH, SipState, digest_at, go_on, has_sha_instructions, hash_pages,
+    let_others_run, process_number, require_allocated, reserve_items, set_digest, sip_bytes, sip_finish, sip_start,
 )
 from pagepool.core.values.arguments cimport *
 
@@ -62,15 +62,16 @@ cdef class HashChain:
     def __cinit__(
         self, page_size, bytes key not None, bint keep_token_ids=False, str algorithm not None="siphash128", lookahead=0
     ):
-        enlist_lock(&self.lock_node, &self.lock, CHAIN_LOCK)
+        self.process = process_number
+        require_allocated(&self.lock)
         self.page_size = size_of(page_size, "page_size", 1)
         self.hashing = hashing_of(algorithm, key, lookahead)
         self.token_ids = PageIds() if keep_token_ids else None
 
     def __dealloc__(self):
-        delist_lock(&self.lock_node)
-        free(self.digests)
-        free(self.uppers)
+        if self.process == process_number:  # else another thread may have been changing it
+            free(self.digests)
+            free(self.uppers)
 
     def __reduce__(self):
         raise ArgumentTypeError("a HashChain holds a secret key and cannot be pickled")
@@ -78,7 +79,7 @@ cdef class HashChain:
     def __len__(self):
         """Return the number of hashed pages."""
         cdef Py_ssize_t num
-        with self.lock:
+        with self.own_lock()[0]:
             num = self.num
         return num
 
@@ -86,7 +87,7 @@ cdef class HashChain:
         """Return the digest of page `i` as an int of 128 bits, or 256 with SHA-256."""
         cdef WideDigest digest
         cdef Py_ssize_t num
-        with self.lock:
+        with self.own_lock()[0]:
             num = self.num
             if 0 <= i < num:
                 digest = digest_at(self.digests, self.uppers, i)
@@ -106,7 +107,7 @@ cdef class HashChain:
             raise ArgumentError(f"token ids: got {ids.num}, allowed: a multiple of the page size {self.page_size}{behind}")
         if ids.num == 0:
             return
-        with self.lock:
+        with self.own_lock()[0]:
             has_room = self.extend_locked(ids, extra_keys or b"")
         if not has_room:
             raise MemoryError(f"{num_pages} digests more")
@@ -119,13 +120,14 @@ cdef class HashChain:
         refuse_negative(ids.ids, ids.num, start)
         return ids if ids.num == stop - start else None
 
-    cdef void cut(self, Py_ssize_t num_pages) noexcept:
+    cdef int cut(self, Py_ssize_t num_pages) except -1:
         """Forget the digests from page `num_pages` on."""
         assert num_pages >= 0
-        with self.lock:
+        with self.own_lock()[0]:
             self.num = min(self.num, num_pages)
             if self.token_ids is not None:
                 self.token_ids.num = min(self.token_ids.num, self.count_tokens(self.num))
+        return 0
 
     cdef Py_ssize_t count_tokens(self, Py_ssize_t num_pages) noexcept:
         """Count the tokens that the digests of the first pages cover."""
@@ -162,7 +164,7 @@ cdef class HashChain:
         cdef bint has_room
         if copied.num not in (0, self.count_tokens(1)):
             raise ArgumentError(f"token ids: got {copied.num}, allowed: none, or a page of {self.count_tokens(1)}")
-        with self.lock:
+        with self.own_lock()[0]:
             has_room = reserve_digests(self, 1, copied.num)
             if has_room:
                 set_digest(self.digests, self.uppers, self.num, digest)
@@ -179,7 +181,7 @@ cdef class HashChain:
         if self.token_ids is None:
             return ()
         tokens.reserve(self.page_size)
-        with self.lock:
+        with self.own_lock()[0]:
             if 0 <= i < min(self.num, self.token_ids.num // self.page_size):
                 tokens.put(self.token_ids.ids + i * self.page_size, self.page_size)
         return tuple(tokens.to_list())
