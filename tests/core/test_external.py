@@ -84,7 +84,7 @@ def test_a_state_is_of_all_tokens() -> None:
     assert take(batch) == [(5, 8, 1)]
     assert count_hits(batch._manager) == 16
     assert batch.admit(1, PROMPT[:30], num_external_tokens=3) == 16
-    with refused(lambda: state_of(batch), CopiesDueError, "^row 1: copies"):
+    with refused(lambda: state_of(batch), CopiesDueError, "^row 1: got copies"):
         batch.commit_external(1, 3)
 
 

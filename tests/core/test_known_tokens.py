@@ -254,7 +254,7 @@ def test_a_request_that_changes_while_it_waits_is_looked_up_again() -> None:
     manager.page_pool.free_page_ids(others)
     hits, num_hit_tokens = manager.get_computed_pages(request)
     if num_hit_tokens > 4:
-        with refused(lambda: manager_state(manager), PageHashError, "look it up again"):
+        with refused(lambda: manager_state(manager), PageHashError, "a hit that does not hold this prefix"):
             manager.allocate_slots(request, 24 - num_hit_tokens, num_hit_tokens, hits)
         hits, num_hit_tokens = manager.get_computed_pages(request)
     assert num_hit_tokens == 4
