@@ -1,7 +1,7 @@
 """The exceptions of pagepool. A call that raises one of them leaves the state unchanged.
 
 Every class derives from `PagePoolError` and from the builtin exception that engines already catch, so existing `except
-ValueError` clauses keep working. Messages name the argument, the value received and the allowed range.
+ValueError` clauses keep working. Refusals have the form ``name: got X, allowed: Y``, for arguments and for states alike.
 """
 
 
