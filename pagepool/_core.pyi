@@ -1047,7 +1047,6 @@ class RunningRows:
         hash_page_size: int,
         key: bytes,
         num_shards: int,
-        unifies_pages: bool = False,
         restores_states: bool = False,
         max_steps_ahead: int = 0,
         writes_anywhere: bool = False,
@@ -1056,10 +1055,9 @@ class RunningRows:
         lookahead: int = 0,
     ) -> None:
         """`tables` are `TableRows`, one for each of the `groups`; these are `CacheGroups`, or an argument for them. With
-        `unifies_pages` rows share pages with equal tokens; with `restores_states` lookahead may pass checkpoints. With
-        `max_steps_ahead` lookahead tokens are computed by the step. States are written at the end of a step, or anywhere. With
-        `caches_computed` pages are cached once the steps that computed them are resolved. `key`, `algorithm` and `lookahead`
-        are those of a `HashChain`.
+        `restores_states` lookahead may pass checkpoints. With `max_steps_ahead` lookahead tokens are computed by the step.
+        States are written at the end of a step, or anywhere. With `caches_computed` pages are cached once the steps that
+        computed them are resolved. `key`, `algorithm` and `lookahead` are those of a `HashChain`.
         """
     def _forget_refusal(self) -> None:
         """Let `refusal` be None, after an error."""
@@ -1214,8 +1212,7 @@ class RunningRows:
         """Exchange two rows, free or not. O(tokens and pages of both)."""
     def fork(self, row: int, targets: _Ids) -> None:
         """Fork an admitted row into free rows, for parallel samples and beams, after the step that computed its tokens. Targets
-        share the full pages, and get copies of the open page of each group, and of states: see `take_copies`. With `dedupe` the
-        row first replaces its pages by equal ones that were cached before.
+        share the full pages, and get copies of the open page of each group, and of states: see `take_copies`.
 
         Targets get the row's tokens and its ``num_cached_tokens``. ArgumentError for a row that is not admitted, for admitted
         or repeated targets, and for no targets; RowIndexError outside the table, CopiesDueError while copies into the

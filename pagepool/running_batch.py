@@ -89,7 +89,6 @@ class RunningBatch(RunningRows):
         page_table: HostTable | HostTables,
         *,
         data_parallel_size: int | None = None,
-        dedupe: bool = False,
         restores_states: bool = False,
         max_steps_ahead: int = 0,
         writes: Literal["ends", "anywhere"] = "ends",
@@ -99,12 +98,9 @@ class RunningBatch(RunningRows):
         serves one group. A table serves one batch at a time; while another
         one fills it, ArgumentError is raised.
 
-        `data_parallel_size` divides the pool into shards for `admit`'s `dp_shard`. With `dedupe` a row whose
-        filled page equals an earlier one takes the earlier page the next time it grows or is forked, and gives its own back
-        unless others hold it. This costs a look-up per page, and the table shows the change. After a failed step `release` and
-        `undo` also drop the entries of pages taken in this way. `restores_states` is for engines that restore the state of a
-        row's computed tokens in its working page before the row grows again. Lookahead may then pass checkpoints: see
-        docs/hybrids.md.
+        `data_parallel_size` divides the pool into shards for `admit`'s `dp_shard`. `restores_states` is for engines that
+        restore the state of a row's computed tokens in its working page before the row grows again. Lookahead may then pass
+        checkpoints: see docs/hybrids.md.
 
         With `max_steps_ahead` an engine plans this many steps, or fewer, before it knows the tokens of the one that runs: by
         `step_ahead` and `resolve`, or by `grow` and `append`, where lookahead tokens are those of steps in flight (see
@@ -143,7 +139,6 @@ class RunningBatch(RunningRows):
             hash_page_size,
             hasher.chain_key,
             size if is_divided else 0,
-            require_flag("dedupe", dedupe),
             require_flag("restores_states", restores_states),
             max_steps_ahead,
             writes == "anywhere",

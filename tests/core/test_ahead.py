@@ -289,18 +289,6 @@ def test_a_row_without_new_tokens_keeps_no_checkpoint() -> None:
     assert len(take(batch)) == 1
 
 
-def test_a_row_without_new_tokens_shares_no_page() -> None:
-    """Its step may still write there."""
-    batch = make_batch(make_manager(FULL), dedupe=True)
-    batch.admit(0, TOKENS[:8])
-    batch.admit(1, TOKENS[:8])  # it hits the first page, and computes the second
-    held = batch.get_page_ids(1)
-    batch.grow([0, 1], 0, 1)
-    assert [ids[:2] for ids in batch.get_page_ids(1)] == list(held)
-    batch.step([0, 1], [1, 1])
-    assert batch.get_page_ids(1)[0][:2] == batch.get_page_ids(0)[0][:2]
-
-
 def test_a_request_gets_new_tokens_by_each_call() -> None:
     manager, request = make_manager(FULL, WINDOW), EngineRequest("a", TOKENS[:21])
     manager.allocate_slots(request, 21)

@@ -217,12 +217,11 @@ KINDS = [(FULL,), (FULL, WINDOW), (CHUNK, FULL), (keep_every(None), FULL), (FULL
 @pytest.mark.parametrize("specs", KINDS)
 @pytest.mark.parametrize("num_ahead", [0, 3])
 @pytest.mark.parametrize("num_hits", [0, 8])
-@pytest.mark.parametrize("dedupe", [False, True])
-def test_chunks_of_a_reserved_prompt_take_no_pages(specs: Sequence[Any], num_ahead: int, num_hits: int, dedupe: bool) -> None:
+def test_chunks_of_a_reserved_prompt_take_no_pages(specs: Sequence[Any], num_ahead: int, num_hits: int) -> None:
     """All pages of the prompt are held from its first chunk on, and the slots for drafts behind it. Windows give theirs back as
     they move on.
     """
-    batch = make_batch(make_manager(*specs, num_pages=80), dedupe=dedupe, restores_states=True)
+    batch = make_batch(make_manager(*specs, num_pages=80), restores_states=True)
     if num_hits:
         batch.admit(0, PROMPT[:num_hits])
         batch.release([0])

@@ -284,7 +284,7 @@ def run_row(pool: Pool, steps: Callable[[int], int], token_ids: list[int], num_k
     """The same in a row of a batch."""
     manager, work = pool.manager, pool.work
     shards = 2 if work.has_shards else None
-    batch = make_batch(manager, data_parallel_size=shards, dedupe=num_known % 2 == 0, restores_states=True)
+    batch = make_batch(manager, data_parallel_size=shards, restores_states=True)
     options = {"num_reserved_pages": work.num_reserved, "look_up": pool.looks_up}
     options |= {"dp_shard": 0} if work.has_shards else {}
     while batch.admit(0, token_ids[:num_known], max_num_new_tokens=steps(0), **options) is None:

@@ -29,7 +29,7 @@ BY_POLICY = Features(states=True, forks=True, expectations=True, policies=True)
 EXTERNAL = Features(states=True, forks=True, external=True)
 TIER = Features(states=True, forks=True, tier=True, policies=True)
 EVERYTHING = Features(
-    states=True, forks=True, expectations=True, external=True, tier=True, policies=True, dedupe=True, events=HAS_EVENTS
+    states=True, forks=True, expectations=True, external=True, tier=True, policies=True, events=HAS_EVENTS
 )  # fmt: skip
 LATE = Features(states=True, forks=True, late=True)
 LATE_BY_POLICY, LATE_TIER, LATE_EVERYTHING = (replace(features, late=True) for features in (BY_POLICY, TIER, EVERYTHING))
@@ -74,8 +74,8 @@ CASES = [
     Case("rows", Features(policies=True), SETTINGS, 0.05),
     Case("rows", Features(external=True), SETTINGS, 0.02),
     Case("rows", STATES, ALL, 0.04),
-    Case("rows", Features(states=True, forks=True, dedupe=True), ALL, 0.04),
-    Case("rows", Features(states=True, forks=True, dedupe=True, policies=True), ALL, 0.04),
+    Case("rows", Features(states=True, forks=True, events=HAS_EVENTS), ALL, 0.04),
+    Case("rows", Features(states=True, forks=True, policies=True), ALL, 0.04),
     Case("rows", EXPECTED, ALL, 0.15),
     Case("rows", BY_POLICY, ALL, 0.2),
     Case("rows", EXTERNAL, ALL, 0.04),

@@ -320,24 +320,6 @@ def test_finalizers_that_run_while_an_error_is_made() -> None:
     subprocess.run([sys.executable, "-c", WITH_FINALIZERS], check=True, timeout=60)
 
 
-def test_no_row_shares_a_page_that_is_neither_held_nor_free() -> None:
-    """Somebody took it out of the queue, with the content that a row computes again."""
-    pool, table = PagePool(16, True), TableRows(4, 8)
-    batch = RunningRows(pool.store, [table], [(PageRules(4), 0, 1)], 32, 4, KEY, 0, True)
-    admit(batch, 0, [1, 2, 3, 4, 5])
-    batch.release([0])
-    page = pool.pages[1]
-    pool.free_page_queue.remove(page)
-    admit(batch, 1, [1, 2, 3, 4, 5])
-    page_ids = table.page_table_cpu[1, :2].tolist()
-    batch.step([1], [6])
-    assert table.page_table_cpu[1, :2].tolist() == page_ids
-    assert page.ref_cnt == 0
-    pool.free_page_queue.append(page)
-    batch.release([1])
-    pool.check()
-
-
 def test_no_checkpoints_depend_on_a_group() -> None:
     """An empty list of groups has no memory: UndefinedBehaviorSanitizer reported a copy of no bytes from it."""
     pool = PagePool(8, enable_caching=True)

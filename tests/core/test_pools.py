@@ -82,19 +82,6 @@ def test_rows_show_the_ids_of_their_pools() -> None:
     batch.check()
 
 
-def test_an_exchanged_page_has_its_id_of_its_pool() -> None:
-    manager = make_manager({"windows": 20, "kv": 12}, [FULL, WINDOW])
-    batch, tables = make_batch(manager, 2, dedupe=True)
-    assert [batch.admit(row, [1, 2]) for row in range(2)] == [0, 0]
-    batch.append([0, 1, 0, 1], [3, 3, 4, 4])
-    batch.grow([0, 1], 2)
-    batch.append([0, 1], [5, 6])
-    batch.grow([0, 1], 1)
-    assert [batch.get_page_ids(row) for row in range(2)] == [([1, 3], [1, 3]), ([1, 4], [1, 4])]
-    assert [table.page_table_cpu[:, :2].tolist() for table in tables] == 2 * [[[1, 3], [1, 4]]]
-    batch.check()
-
-
 def test_a_call_is_taken_back_in_all_pools() -> None:
     manager = make_manager({"windows": 20, "kv": 12}, [FULL, WINDOW])
     batch, _ = make_batch(manager, 1)

@@ -163,9 +163,7 @@ class Requests(Acting):
 class Together(Acting):
     """Rows, requests and direct holders on one pool, in any order, with wrong calls in between."""
 
-    @initialize(
-        setting=st.sampled_from(ALL), features=features_with("expectations external dedupe policies events"), rng=randoms
-    )
+    @initialize(setting=st.sampled_from(ALL), features=features_with("expectations external policies events"), rng=randoms)
     def start(self, setting: Setting, features: Features, rng: Random) -> None:
         features = fit(features, setting)
         num_pages, seed = rng.choice(setting.num_pages), rng.randint(0, 2**16)

@@ -182,10 +182,9 @@ class OracleRows(Rows):
 
     manager: OracleManager
 
-    def __init__(self, manager: OracleManager, setting: Setting, num_rows: int, dedupe: bool = False) -> None:
+    def __init__(self, manager: OracleManager, setting: Setting, num_rows: int) -> None:
         super().__init__(manager)
         self.setting = setting
-        self.dedupe = dedupe
         self.requests: list[Any] = [None] * num_rows  # a Request, or None for a free row
         self.num_hits = [0] * num_rows
         self.nums_external = [0] * num_rows  # tokens that come from elsewhere
@@ -376,8 +375,6 @@ class OracleRows(Rows):
     def make_room(self, row: int, num_new: int, num_ahead: int) -> PagesByGroup | None:
         """Allocate for a row that grows."""
         request = self.requests[row]
-        if self.dedupe and num_new:
-            self.manager.states.dedupe(request, self._shard_of(row))
         if num_new:
             self.manager.enter_known(request)
         options = self._placement(self.shards[row]) | {"num_lookahead_tokens": num_ahead, "may_add_nothing": True}
@@ -557,9 +554,8 @@ class OracleRows(Rows):
         if len(set(targets)) < len(targets) or any(self.requests[i] for i in targets):
             raise ValueError("a fork is to free rows")
         forked = [copy_of(request, f"row{next(self._numbers)}") for _ in targets]
-        if not self.manager.states.fork(request, forked, self._shard_of(row), self.dedupe):
+        if not self.manager.states.fork(request, forked, self._shard_of(row)):
             raise ValueError("too few pages")
-        self._show(row)
         self.admissions[row] = next(self._numbers)  # it cannot go back before the fork
         for target, new_request in zip(targets, forked, strict=True):
             self.requests[target] = new_request

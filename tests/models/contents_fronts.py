@@ -625,14 +625,10 @@ class ManagerFront(Front):
 class BatchFront(Front):
     """Rows of a running batch, which fills the table itself."""
 
-    dedupe_share = 0.3
-
     def __init__(self, world: World, tables: Any) -> None:
         super().__init__(world, tables)
         size = self.setting.data_parallel_size
-        self.dedupes = self.rng.random() < self.dedupe_share
-        options = {"restores_states": True} | ({"dedupe": True} if self.dedupes else {})
-        self.batch = pagepool.RunningBatch(world.manager, tables, data_parallel_size=size, **options)
+        self.batch = pagepool.RunningBatch(world.manager, tables, data_parallel_size=size, restores_states=True)
 
     def admit(self, job: Job, row: int, dp_shard: int | None) -> bool:
         options = self._options(job, dp_shard)
@@ -790,8 +786,6 @@ class BatchFront(Front):
         for work in works[: result.num_grown + 1]:
             job = work.job
             held = self.records(self.batch.get_page_ids(job.row))
-            if self.dedupes:
-                work.hits |= self._exchange(job, held, work.start)
             if self.setting.lookahead and work.start < work.stop and not self.world.is_too_large:
                 self.books.enter_first(job, job.list_histories(work.start), self.find_key)
             self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], work.start)
@@ -802,15 +796,6 @@ class BatchFront(Front):
             require([list(ids) for ids in held] == job.pages, "a row holds other pages than was told", job, held, job.pages)
         for work in works[: result.num_grown]:
             self.finish(work, work.histories)
-            if self.dedupes:
-                self.books.drop_exchanged(work.made)
-
-    def _exchange(self, job: Job, held: Sequence[Sequence[int]], num_computed_tokens: int) -> frozenset[int]:
-        """Record that a row shares equal pages, which its planned steps read then, and return these."""
-        exchanged = self.books.dedupe(job, held, num_computed_tokens)
-        for planned in [work for entry in self.plan for work in entry.works if work.job is job]:
-            planned.hits |= exchanged
-        return exchanged
 
     def _state_changes(self, job: Job, held: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the new working page of each state that has another one than before."""
@@ -842,10 +827,8 @@ class BatchFront(Front):
 
     def _has_lost_pages(self, growth: Entry) -> bool:
         """Whether a row lacks pages that tokens from the start of a call on need, or had when it began, or those that the call
-        took, or others hold those that it would write again. Where equal pages are shared, it may have others.
+        took, or others hold those that it would write again.
         """
-        if self.dedupes:
-            return True
         result, record_of = growth.result, self.books.pools.record_of
         new_ids = zip(result.new_page_ids.tolist(), result.new_page_groups.tolist(), strict=True)
         taken = set(zip(result.new_page_rows.tolist(), [record_of(*page) for page in new_ids], strict=True))
@@ -910,8 +893,6 @@ class BatchFront(Front):
             self._call("fork", job.row, rows)
         except OutOfPagesError:
             return []
-        if self.dedupes:
-            self._exchange(job, self.records(self.batch.get_page_ids(job.row)), job.num_computed_tokens)
         forked = [self.copy_of(job) for _ in rows]
         for target, row in zip(forked, rows, strict=True):
             self.books.fork(job, target, self.records(self.batch.get_page_ids(row)), self.books.find_shard(job.dp_shard))

@@ -468,7 +468,7 @@ class Books:
     def enter_first(
         self, job: Job, histories: Sequence[int], find_key: FindKey, num_known_tokens: int | None = None
     ) -> list[int]:
-        """Cache pages as `enter` does, in a call in which some may leave a window, or be exchanged, and be taken after it."""
+        """Cache pages as `enter` does, in a call in which some may leave a window, and be taken after it."""
         skipped, self.skipped = self.skipped, {page_id for pages in job.pages for page_id in pages}
         entered = self.enter(job, histories, num_known_tokens, find_key if self.tier is not None else None)
         self.skipped = skipped
@@ -480,7 +480,7 @@ class Books:
         if entered_key is not None and key != entered_key:  # the page has left the request, and was evicted
             self.tier.keys.setdefault(entered_key, content)
             key = None
-        if key is not None:  # another row of the call may have exchanged the page
+        if key is not None:
             self.tier.note_entry(page_id, key, content, not self.index.has(content, None))
         self.index.enter(page_id, content, job.stay)
         if self.setting.windows is not None and self.groups[content[0]].span:

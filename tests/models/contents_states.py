@@ -1,8 +1,8 @@
-"""The simulation's books of states that are kept as checkpoints, of forks, and of equal pages that rows share."""
+"""The simulation's books of states that are kept as checkpoints, of forks, and of loads that fail."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from contents_device import require
 from contents_index import NULL_PAGE, STAYS, Books
@@ -139,48 +139,6 @@ class StateBooks(Books):
     def _count_gone(pages: Sequence[int]) -> int:
         """Return how many leading pages a window has left."""
         return next((i for i, page_id in enumerate(pages) if page_id != NULL_PAGE), len(pages))
-
-    def dedupe(self, job: Job, held: PagesByGroup, num_computed_tokens: int) -> frozenset[int]:
-        """Record the pages that a row has exchanged for equal ones that are cached, and return these. A page that lost its
-        entry may have been exchanged for one that left the attention window at once, and that may have lost its entry, too;
-        one that others hold was not evicted.
-        """
-        exchanged = set()
-        for group_id, (group, pages, held_ids) in enumerate(zip(self.groups, job.pages, held, strict=True)):
-            num_keyed = min(num_computed_tokens, max(0, job.num_tokens - self.lookahead))
-            num_full = 0 if group.kind == "mamba" else num_keyed // group.page_size
-            for page, (page_id, held_id) in enumerate(zip(pages[:num_full], held_ids[:num_full], strict=True)):
-                if held_id == page_id or page_id == NULL_PAGE:
-                    continue
-                end = (page + 1) * group.page_size
-                content = self.name(group_id, self.list_known(job, end), end)
-                is_alone = self.index.pages.get(content, {}).keys() <= {page_id}
-                if held_id == NULL_PAGE and (self.is_cached(page_id) or (is_alone and self.holders[page_id] == 1)):
-                    continue
-                self.drop(page_id)
-                if held_id == NULL_PAGE and self.tier is not None:
-                    self.tier.note_save(page_id, content)  # perhaps it was evicted
-                if held_id == NULL_PAGE and self.setting.windows is not None:
-                    for equal_id in [equal_id for equal_id in self.index.pages.get(content, ()) if not self.holders[equal_id]]:
-                        self._let_leave(equal_id)
-                if held_id != NULL_PAGE:
-                    require(self.index.content_of(held_id) == content, "a page that is not equal", job, page_id, held_id)
-                    is_loading = self.tier is not None and held_id in self.tier.loading
-                    require(not is_loading, "a page that is being loaded is shared", job, page_id, held_id)
-                    require(self.holders[page_id] == 1, "a page that others hold is given up", job, page_id, held_id)
-                    self.let_go(page_id)
-                    self.holders[held_id] += 1
-                    pages[page] = held_id
-                    exchanged.add(held_id)
-        return frozenset(exchanged)
-
-    def drop_exchanged(self, page_ids: Collection[int]) -> None:
-        """Drop pages that a row has cached, and that another row of the same call has exchanged for equal ones."""
-        for page_id in page_ids:
-            content = self.index.content_of(page_id)
-            if content is not None and not self.is_cached(page_id):
-                require(self.index.pages[content].keys() > {page_id}, "an entry is lost", page_id, content)
-                self.drop(page_id)
 
     # Loads that failed.
 

@@ -34,7 +34,6 @@ class Features:
     expectations: bool = False  # when pages are wanted, and leases of spans; the clock goes on
     external: bool = False  # requests wait for tokens from elsewhere, and there are leases of pages
     tier: bool = False  # transfers are taken in time or not, end late, in any order, and fail
-    dedupe: bool = False  # rows come to share equal pages
     policies: bool = False  # other orders of eviction than that of release
     events: bool = False  # a router is told what is cached
     images: bool = False  # most requests have images without a name, and share nothing

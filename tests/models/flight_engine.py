@@ -156,7 +156,6 @@ class FlightEngine:
             manager,
             self.tables,
             data_parallel_size=setting.data_parallel_size,
-            dedupe=rng.random() < 0.3,
             restores_states=setting.has_state and num_drafts > 0,
             max_steps_ahead=depth,
             writes=setting.writes,

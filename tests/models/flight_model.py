@@ -211,8 +211,6 @@ class OracleFlight(OracleRows):
 
     def _grow_ahead(self, row: int, num_ahead: int, num_drafts: int, grown: Grown) -> bool:
         """Give back the pages that no step in flight reads, and take others."""
-        if self.dedupe:
-            self.manager.states.dedupe(self.requests[row], self._shard_of(row))
         self.manager.enter_known(self.requests[row])
         self.manager._skip_pages(self.requests[row])
         self.writes.has_drafts = self.manager.restores_states

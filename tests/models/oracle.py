@@ -686,8 +686,7 @@ class OracleManager:
             holder = self._holder_of(request)
             self.owners[request.request_id] = request
             self.held[request.request_id] = [
-                HeldPages(list(pages), len(hit), len(hit), Ranking(len(hit)), len(hit), holder=holder)
-                for hit, pages in attached
+                HeldPages(list(pages), len(hit), len(hit), Ranking(len(hit)), holder=holder) for hit, pages in attached
             ]
             note_loads(self.page_pool, self.held[request.request_id], hits)
             if self.windows is not None:

@@ -180,7 +180,6 @@ class HeldPages:
     num_cached_pages: int = 0
     num_hit_pages: int = 0
     ranking: Ranking = field(default_factory=Ranking)
-    num_deduped_pages: int = 0
     load_number: int = 0  # of the last list by which hits of the request were loaded
     transfer_number: int = 0  # of the last list that may have a transfer of its pages
     holder: Holder = NOBODY
@@ -190,5 +189,4 @@ class HeldPages:
         """Let pages from there on be entered, and ranked, again."""
         self.num_cached_pages = min(self.num_cached_pages, num_full_pages)
         self.num_hit_pages = min(self.num_hit_pages, num_full_pages)
-        self.num_deduped_pages = min(self.num_deduped_pages, num_full_pages)
         self.ranking.num_ranked = min(self.ranking.num_ranked, num_full_pages)

@@ -1,4 +1,4 @@
-"""What `OracleManager` does with recurrent states and copies: checkpoints, copies that are due, forks, equal pages.
+"""What `OracleManager` does with recurrent states and copies: checkpoints, copies that are due, forks.
 
 A request has one page of each state, its working page. What is copied there, or from there, is noted and moved by the engine.
 """
@@ -74,7 +74,7 @@ class OracleCopies:
 
 
 class OracleStates:
-    """Checkpoints, forks and equal pages of a manager's requests."""
+    """Checkpoints and forks of a manager's requests."""
 
     def __init__(self, manager: OracleManager) -> None:
         self.manager = manager
@@ -193,10 +193,8 @@ class OracleStates:
 
     # forks
 
-    def fork(self, request: Any, targets: Sequence[Any], shard: range | Shard | None, dedupes: bool = False) -> bool:
-        """Let targets hold the full pages of a request, which `dedupes` them before, and copies of its open pages and states;
-        False if there is no room.
-        """
+    def fork(self, request: Any, targets: Sequence[Any], shard: range | Shard | None) -> bool:
+        """Let targets hold the full pages of a request, and copies of its open pages and states; False if there is no room."""
         self.copies.require_none(self.manager.held[request.request_id], into_only=True)
         num_computed, held = request.num_computed_tokens, self.manager.held[request.request_id]
         for kind, group in zip(self.manager.kinds, held, strict=True):
@@ -208,8 +206,6 @@ class OracleStates:
             copies[self.manager.source_of(i, shard)] += sum(map(bool, self._part(kind, group, num_computed)[1]))
         if any(len(targets) * num > len(self.pool.free_page_ids(source)) for source, num in copies.items()):
             return False
-        if dedupes:
-            self.dedupe(request, shard)
         for target in targets:
             own = self.pool.tenants.holder_of(target)
             holder = held[0].holder if own.session_id is None else own
@@ -240,10 +236,10 @@ class OracleStates:
         num_places = kind.num_places(num_computed) if isinstance(kind, Mamba) else len(shared)
         self._share(shared)
         self.pool.expected.use(shared, holder)
-        num_cached, num_deduped = min(held.num_cached_pages, num_places), min(held.num_deduped_pages, num_places)
+        num_cached = min(held.num_cached_pages, num_places)
         ranking = replace(held.ranking, num_ranked=min(held.ranking.num_ranked, len(shared)))
         num_hits = num_places if isinstance(kind, Mamba) else num_cached  # checkpoints that it passes over are not its own
-        forked = HeldPages(shared, num_cached, num_hits, ranking, num_deduped, holder=holder)
+        forked = HeldPages(shared, num_cached, num_hits, ranking, holder=holder)
         forked.load_number = held.load_number
         for page in copied:
             if page == NULL_PAGE:
@@ -262,31 +258,3 @@ class OracleStates:
         """Add a reference to held pages. They are not hit."""
         for page in pages:
             self.pool.ref_counts[page] += page != NULL_PAGE
-
-    # equal pages
-
-    def dedupe(self, request: Any, shard: range | Shard | None) -> None:
-        """Replace computed pages by equal ones that were cached before."""
-        for kind, held in zip(self.manager.kinds, self.manager.held[request.request_id], strict=True):
-            num_cached_pages = min(kind.num_full_pages(request.num_computed_tokens), held.num_cached_pages)
-            for place in range(held.num_deduped_pages, num_cached_pages):
-                self._replace_twin(held, place, shard)
-                held.num_deduped_pages = place + 1
-
-    def _replace_twin(self, held: HeldPages, place: int, shard: range | Shard | None) -> None:
-        """Take the page that was cached first with the entry of another one that nobody else holds."""
-        page = held.pages[place]
-        entry = self.pool.entry_of_page.get(page)
-        first = None if entry is None else self.pool.first_entered(*entry, shard)
-        if (
-            page != NULL_PAGE
-            and self.pool.ref_counts[page] == 1
-            and first is not None
-            and first != page
-            and (self.pool.tier is None or first not in self.pool.tier.loading)
-        ):
-            self.pool.touch([[first]])
-            self.pool.expected.use([first], held.holder)
-            self.pool.drop_entries([page])
-            self.pool.free_pages([page])
-            held.pages[place] = first

@@ -174,7 +174,6 @@ def make_rows(
 ) -> FeaturedTwins:
     """Make twins that work row by row."""
     managers = make_managers(setting, num_pages, features, seed, NATIVE_HASHING)
-    options["dedupe"] = features.dedupe
     oracle = kinds[0](managers[0], setting, num_rows, **options)
     batch = kinds[1](managers[1], setting, num_rows, restores_states=managers[0].restores_states, **options)
     return FeaturedTwins(oracle, batch, features, seed)

@@ -86,7 +86,7 @@ take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].sha
         return full_pages(rules, max(0, num_computed - rules.window + 1)){+ + BUG+}
 == a further call for a step gives back what the step reads
     if is_next_step{+ or BUG+}:
-        if rare(batch.unifies_pages):
+        if exceptional(
 == a further call for a step keeps the state before it
     if rare(batch.keeps_states) and {+(+}is_next_step{+ or BUG)+} and are_checkpoints_due(
 == a chunk skips its first page
@@ -254,14 +254,6 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
             share(pool, source.ids[i])
 == a fork is copied from the page before
 _queue_copy(pool, {+source.ids[place - 1] if BUG and place else +}page_id, target, place, g)
-== a row exchanges a page that its own call has cached, with a lookahead
-        {+if BUG and batch.unifies_pages:
-            cache_waiting(&batch.waiting)
-            unify_pages(batch, row, num_before)
-        +}if rare(batch.skips_pages):
-            _skip_row(batch, row, count_cacheable(batch, row, num_before))
-== a page that is exchanged stays in the table
-            {+if not BUG: +}batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first
 == the hashes of an id are those of the request before
 if hashes is None[- or not self._belong_to(hashes, request)-]:
 
@@ -307,8 +299,6 @@ lists_of(groups if self.pool.num_banks == 1{+ or BUG+} else tuple([self.ids_in_b
                     taken[0, i] = {+pool.copies.items[i].src if BUG else +}id_in_bank(pool, pool.copies.items[i].src)
 ...
                     taken[1, i] = {+pool.copies.items[i].dst if BUG else +}id_in_bank(pool, pool.copies.items[i].dst)
-== the id of an exchanged page does not count in its pool
- = first - offset_of(batch, g){+ * (not BUG)+}
 == undo compares the ids of a pool with records
         if pages[i] != ids[i] + offset{+ * (not BUG)+}:
 == entries of another pool are evicted
@@ -402,8 +392,6 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
             return 0
 == the copy of a page that failed to load counts as right
     if pool.tier != NULL and pool.tier.loading[page_id]{+ and not BUG+}:
-== a row exchanges a page for one that is being loaded
-            if find_load_number(batch.pool, &first, 1) {+and not BUG +}or find_untouchable
 
 # Tokens from elsewhere, and leases.
 == a row that waits enters pages that have not come
@@ -434,8 +422,6 @@ store.checked(store.records_in_bank(as_own_ids(page_ids, "page_ids"), bank{+ * (
     lease.end = lease.is_held = [-0-]{+BUG+}
 == a second request gets the pages held under its id
         if held is not None and held.owner is not request and not {+(BUG or +}self.trusts_requests{+)+}:
-== a page that others hold is given up for an equal one
-            if first == NULL_PAGE or first == page_id or batch.pool.pages[page_id].ref_cnt > 1{+ and not BUG+}:
 """)
 
 # These change which page is evicted, and no content.
@@ -486,8 +472,6 @@ ORDER_BUGS = read_bugs("""
 _end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_GROUP else NEW, queue))
 == released pages of a tier without an entry go behind cached ones
         if store.has_blank_first{+ and not BUG+}:
-== a row is forked with pages of its own that others have cached
-            if batch.unifies_pages{+ and not BUG+}:
 == an expectation survives a hit
     if term == UNKNOWN{+ or BUG+}:
         return

@@ -13,7 +13,7 @@ Int32 = npt.NDArray[np.int32]
 
 def make_batch(manager: CacheManager) -> RunningBatch:
     table = PageTable(max_num_reqs=8, max_num_pages_per_req=256, max_num_batched_tokens=2048)
-    return RunningBatch(manager, table, dedupe=True)
+    return RunningBatch(manager, table, restores_states=True)
 
 
 def make_batch_of_groups(manager: CacheManager) -> RunningBatch:

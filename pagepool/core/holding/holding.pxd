@@ -28,7 +28,6 @@ cdef struct Held:             # pages of one group
     int32_t num_skipped       # leading pages that were given back: no further token attends to them
     int32_t num_hits          # leading pages that were hits
     Ranking ranking           # how a policy ranked the pages behind the hits
-    int32_t num_unique        # leading pages that were compared with their twins, if rows share those
     uint32_t read_list        # last list of copies that reads a page; see `Copies`
     uint32_t written_list     # last list of copies that writes a page
     int32_t next_needed       # no boundary needs a page between `num_skipped` and this place
@@ -750,7 +749,7 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
     for g in range(holding.num_groups if demand.hits != NULL else 0):
         group, held, hits = &holding.groups[g], &holding.held[g], &demand.hits[g]
         number = max(number, find_load_number(pool, hits.ids, hits.num))
-        held.num_cached = held.num_hits = held.num_unique = hits.num
+        held.num_cached = held.num_hits = hits.num
         held.num_skipped = held.next_needed = 0
         held.ranking = Ranking(num_ranked=hits.num, num_unseen=0)
         if not demand.num_adopted or not is_state(&group.rules):
@@ -1247,7 +1246,6 @@ cdef inline void recompute_from(const Group *group, Held *held, int32_t num_comp
     cdef int32_t place = full_entries(&group.rules, num_computed)
     held.num_cached = min(held.num_cached, place)
     held.num_hits = min(held.num_hits, place)
-    held.num_unique = min(held.num_unique, place)
     held.ranking.num_ranked = min(held.ranking.num_ranked, place)
     assert held.num_hits <= held.num_cached or is_state(&group.rules)  # a fork of a state counts all checkpoints as hits
 
@@ -1446,7 +1444,6 @@ cdef inline void fork_group(
         target.num_cached = min(source.num_cached, max(n, target.num_skipped))
         target.ranking.num_ranked = min(source.ranking.num_ranked, n)
     target.num_hits = full_entries(&group.rules, extent.num_computed) if is_state(&group.rules) else target.num_cached
-    target.num_unique = min(source.num_unique, n)
     target.read_list = 0
     for i in range(n, stop):
         ids[i] = NULL_PAGE

@@ -20,26 +20,23 @@
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcmp, memcpy, memset
 
-from pagepool.core.base cimport (
-    GUARDS, SIPHASH, UNKNOWN, Digest, Hashing, exceptional, hash_pages, rare, raw_free, signs_of,
-)
+from pagepool.core.base cimport GUARDS, SIPHASH, UNKNOWN, Digest, Hashing, exceptional, hash_pages, rare, signs_of
 from pagepool.core.holding cimport (
     NUM_WAITING, Contents, Group, Held, Holding, Limits, PageToHash, Shortage, Waiting, are_checkpoints_due,
     cache_full_pages, cache_page, cache_states, cache_waiting, can_restart, count_new_in_banks, count_new_pages, empty,
-    find_any_excess, find_load_number, find_lost_page, find_next_checkpoint, find_own_checkpoint, find_passed_checkpoint,
-    find_restart, forget_uncomputed, full_entries, full_pages, give_back_from, has_copies_due, has_full_page, hash_waiting,
-    is_state, keep_state, keeps_checkpoints, lacks_page, last_hash, limits_of, queue_for, record_taken, restart_from,
-    shortage_in, skip_pages, take_missing,
+    find_any_excess, find_lost_page, find_next_checkpoint, find_own_checkpoint, find_passed_checkpoint, find_restart,
+    forget_uncomputed, full_entries, full_pages, give_back_from, has_copies_due, has_full_page, hash_waiting, is_state,
+    keep_state, keeps_checkpoints, lacks_page, last_hash, limits_of, queue_for, record_taken, restart_from, shortage_in,
+    skip_pages, take_missing,
 )
 from pagepool.core.pool cimport (
-    FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, bank_of, count_free_in, count_least_free, count_refusal,
-    digest_of, expect_page, find_held_free, find_unheld, find_untouchable, find_within, give_back, has_free_pages, hit,
-    ids_in_queue, is_journaled, now_of, queue_in, take, uncache,
+    MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Pool, count_free_in, count_least_free, count_refusal, expect_page,
+    find_held_free, find_unheld, find_within, give_back, has_free_pages, ids_in_queue, is_journaled, now_of, queue_in, take,
 )
 from pagepool.core.rows.fills cimport *
 from pagepool.core.rows.flights cimport *
 from pagepool.core.rows.writes cimport *
-from pagepool.core.tables cimport Table, blank, clear_from, set_dirty, write_ids
+from pagepool.core.tables cimport Table, blank, clear_from, write_ids
 
 
 cdef struct ExtraKey:         # bytes hashed with a page's tokens
@@ -116,7 +113,6 @@ cdef struct Batch:            # rows that run together
     bint keeps_flights        # whether this is so, or `max_steps_ahead` is not 0
     bint resolves             # whether a step was resolved, or planned ahead
     bint restores_states      # whether the engine restores states after drafts, so that lookahead may pass checkpoints
-    bint unifies_pages        # whether rows share pages with equal tokens
     int64_t num_admissions    # admissions, forks and exchanges of all rows
     int64_t num_calls         # calls that may have changed computed tokens or pages
     Py_ssize_t num_admitted   # admitted rows
@@ -204,16 +200,6 @@ cdef inline int64_t last_token_event(const Batch *batch, Py_ssize_t row) noexcep
     return <int64_t>batch.records[row].num_computed + batch.max_num_tokens - batch.records[row].num_tokens
 
 
-cdef inline int64_t _next_comparison(const Holding *holding) noexcept nogil:
-    """Return the computed count that fills the next page to be compared with equal ones."""
-    cdef Py_ssize_t g
-    cdef int64_t num_tokens = INT32_MAX
-    for g in range(holding.num_groups):
-        if holding.groups[g].id != NO_GROUP and not is_state(&holding.groups[g].rules):
-            num_tokens = min(num_tokens, (holding.held[g].num_unique + <int64_t>1) * holding.groups[g].rules.page_size)
-    return num_tokens
-
-
 cdef inline bint has_writes_due(const Batch *batch, Py_ssize_t row) noexcept nogil:
     """Whether a write of the row's states was not taken."""
     return batch.writes_states and batch.rows[row].write_list == batch.writes.number
@@ -279,8 +265,6 @@ cdef inline void plan_next_event(Batch *batch, Py_ssize_t row) noexcept nogil:
     event = min(event, limits.num_room + 1)
     if limits.num_skip < event:
         event = limits.num_skip + 1
-    if rare(batch.unifies_pages):
-        event = min(event, _next_comparison(holding) + 1)
     if has_row_due(batch, row) or rare(batch.writes_states and batch.rows[row].num_writes):
         event = 1
     if exceptional(batch.keeps_flights):
@@ -518,50 +502,6 @@ cdef inline void cache_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noe
 
 
 # Rows grow: their pages are skipped, taken and cached, row by row up to the first row that does not fit.
-#
-# Rows share equal pages if the batch `unifies_pages`: a row that filled a page with the content of an earlier one takes that
-# one and gives its own back. It does so when it grows next, or is forked: then the steps that filled both pages are over, and
-# nothing writes to a shared page. A page that has other holders by then stays with its entry.
-
-cdef inline int32_t _find_first_twin(const Batch *batch, Py_ssize_t row, int32_t page_id) noexcept nogil:
-    """Find the first cached page with the content of a page, in the row's shard; NULL_PAGE if the page is not cached."""
-    cdef const Page *page = &batch.pool.pages[page_id]
-    if page_id == NULL_PAGE or page.group == NO_GROUP:
-        return NULL_PAGE
-    return find_within(
-        batch.pool, digest_of(page), page.group & ~FLAGS,
-        ids_in_queue(batch.pool, queue_in(batch.pool, bank_of(batch.pool, page_id), batch.rows[row].shard)),
-    )
-
-
-cdef inline void unify_pages(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
-    """Replace the row's cached pages up to `num_computed` tokens by equal ones that were cached before."""
-    cdef const Group *group
-    cdef Held *held
-    cdef Py_ssize_t g
-    cdef int32_t place, page_id, first, stop
-    for g in range(batch.num_groups):
-        group, held = &batch.groups[g], held_by(batch, row, g)
-        stop = 0 if is_state(&group.rules) else min(full_pages(&group.rules, num_computed), held.num_cached)
-        assert stop <= held.num_pages
-        for place in range(held.num_unique, stop):
-            page_id = held.ids[place]
-            first = _find_first_twin(batch, row, page_id)
-            if first == NULL_PAGE or first == page_id or batch.pool.pages[page_id].ref_cnt > 1:
-                continue
-            if find_load_number(batch.pool, &first, 1) or find_untouchable(batch.pool, &first, 1, batch.num_rows) >= 0:
-                continue
-            hit(batch.pool, &first, 1, batch.rows[row].holding.session)
-            uncache(batch.pool, page_id)  # undo and release drop entries of held pages only
-            give_back(batch.pool, page_id)
-            held.ids[place] = first
-            batch.tables[g].page_ids[row * batch.tables[g].num_columns + place] = first - offset_of(batch, g)
-            set_dirty(batch.tables[g], row, place, place + 1)
-            batch.tables[g].version += 1
-        held.num_unique = max(held.num_unique, stop)
-
-
-# Work for a row that grows.
 
 cdef inline void _skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Skip the pages that no token from `num_computed` on attends to, and blank them in the tables."""
@@ -855,8 +795,6 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
     if rare(batch.writes_states) and (is_next_step or batch.max_steps_ahead):
         settle_writes(batch, row, UNKNOWN)
     if is_next_step:
-        if rare(batch.unifies_pages):
-            unify_pages(batch, row, num_before)
         if exceptional(batch.hashing.num_lookahead):
             cache_row(batch, row, count_cacheable(batch, row, num_before))
             if batch.skips_pages or batch.has_state:  # pages may leave the row, and states need digests

@@ -326,14 +326,13 @@ cdef class RunningRows:
 
     def __init__(
         self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards,
-        bint unifies_pages=False, bint restores_states=False, max_steps_ahead=0, bint writes_anywhere=False,
-        bint caches_computed=False, str algorithm not None="siphash128", lookahead=0,
+        bint restores_states=False, max_steps_ahead=0, bint writes_anywhere=False, bint caches_computed=False,
+        str algorithm not None="siphash128", lookahead=0,
     ):
         """`tables` are `TableRows`, one for each of the `groups`; these are `CacheGroups`, or an argument for them. With
-        `unifies_pages` rows share pages with equal tokens; with `restores_states` lookahead may pass checkpoints. With
-        `max_steps_ahead` lookahead tokens are computed by the step. States are written at the end of a step, or anywhere. With
-        `caches_computed` pages are cached once the steps that computed them are resolved. `key`, `algorithm` and `lookahead`
-        are those of a `HashChain`.
+        `restores_states` lookahead may pass checkpoints. With `max_steps_ahead` lookahead tokens are computed by the step.
+        States are written at the end of a step, or anywhere. With `caches_computed` pages are cached once the steps that
+        computed them are resolved. `key`, `algorithm` and `lookahead` are those of a `HashChain`.
         """
         cdef Hashing hashing = hashing_of(algorithm, key, lookahead)
         cdef tuple by_group = checked_tables(tables)
@@ -359,7 +358,7 @@ cdef class RunningRows:
         self.batch.groups, self.batch.num_groups = checked.groups, checked.num
         self.batch.max_num_tokens = <int32_t>num_tokens
         self.batch.hash_page_size = <int32_t>num_hash_tokens
-        self.batch.unifies_pages, self.batch.restores_states = unifies_pages, restores_states
+        self.batch.restores_states = restores_states
         self.batch.has_boundaries = checked.boundaries.multiple != 0
         self.batch.writes_states, self.batch.writes_anywhere = checked.boundaries.writes_states, writes_anywhere
         self.batch.max_steps_ahead, self.batch.writes.number = <int32_t>num_steps_ahead, 1
@@ -714,8 +713,7 @@ cdef class RunningRows:
 
     def fork(self, row, targets) -> None:
         """Fork an admitted row into free rows, for parallel samples and beams, after the step that computed its tokens. Targets
-        share the full pages, and get copies of the open page of each group, and of states: see `take_copies`. With `dedupe` the
-        row first replaces its pages by equal ones that were cached before.
+        share the full pages, and get copies of the open page of each group, and of states: see `take_copies`.
 
         Targets get the row's tokens and its ``num_cached_tokens``. ArgumentError for a row that is not admitted, for admitted
         or repeated targets, and for no targets; RowIndexError outside the table, CopiesDueError while copies into the
@@ -757,8 +755,6 @@ cdef class RunningRows:
         if outcome == FORKED and not copy_extra_keys(self, source, target_rows, forgotten):
             outcome = SHORT_OF_MEMORY
         if outcome == FORKED:
-            if batch.unifies_pages:
-                unify_pages(batch, source, batch.records[source].num_computed)
             for i in range(num_right):
                 fork_row(batch, source, target_rows.ids[i])
             begin_admission(batch, source)  # its pages are shared now: earlier calls cannot be taken back

@@ -6,8 +6,8 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from pagepool.core.holding cimport RequestPages, find_resumption, first_hit_page, hits_leading_pages
 from pagepool.core.pool cimport (
-    NOBODY, SECOND, LeasedSpan, Leases, bank_of, begin_lease, count_by_bank, end_lease, end_leases, expect_page, has_key,
-    id_in_bank, is_free, now_of, set_end,
+    NOBODY, SECOND, LeasedSpan, Leases, Page, bank_of, begin_lease, count_by_bank, end_lease, end_leases, expect_page,
+    find_untouchable, has_key, hit, id_in_bank, is_free, now_of, set_end,
 )
 from pagepool.core.rows.running cimport *
 from pagepool.core.values cimport HashChain, float_of
