@@ -74,7 +74,12 @@ ROWS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("values", NO_SEQUENCE, ids=repr)
+def name_of_values(values: Any) -> str:
+    """Return a text that is the same in each process."""
+    return f"{type(values).__name__} {bytes(values) if isinstance(values, memoryview) else values!r}"
+
+
+@pytest.mark.parametrize("values", NO_SEQUENCE, ids=name_of_values)
 @pytest.mark.parametrize("call", [*TOKENS.values(), *ROWS.values()], ids=[*TOKENS, *ROWS])
 def test_what_is_no_sequence_of_ints_is_refused(call: Callable[[Any], Any], values: Any) -> None:
     """The items of a set come in any order, those of bytes are no tokens, those of a mapping are its keys."""
