@@ -121,8 +121,8 @@ def require_share(name: str, value: Any) -> float:
 
 
 def require_number(name: str, value: Any, minimum: float = 0.0, maximum: float = math.inf) -> float:
-    """Return `value`. Raise ArgumentTypeError unless it is a number (no bool), ArgumentError outside the range, for NaN, and for
-    ints too large for a float.
+    """Return `value`, infinity for an int beyond all floats. Raise ArgumentTypeError unless it is a number (no bool),
+    ArgumentError outside the range and for NaN.
 
     >>> require_number("max_age", 2)
     2
@@ -134,7 +134,7 @@ def require_number(name: str, value: Any, minimum: float = 0.0, maximum: float =
     try:
         float(value)
     except OverflowError:
-        raise ArgumentError(f"{name}: got {shown(value)}, allowed: a number within the range of floats") from None
+        return math.copysign(math.inf, 1 if value > 0 else -1)
     return value  # type: ignore[no-any-return]
 
 
@@ -237,7 +237,7 @@ def require_group_ids(group_ids: Sequence[int]) -> list[int]:
 
 def require_unmasked(name: str, values: T) -> T:
     """Return an array. Raise ArgumentTypeError for masked items: their values, which do not count, would be read."""
-    if np.ma.is_masked(values):
+    if isinstance(values, np.ma.MaskedArray) and values.dtype.names is None and np.ma.is_masked(values):
         raise ArgumentTypeError(f"{name}: got an array with masked items, allowed: one without")
     return values
 

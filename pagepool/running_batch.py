@@ -144,7 +144,7 @@ class RunningBatch(RunningRows):
             writes == "anywhere",
             caches == "computed",
             hasher.chain_algorithm,
-            hasher.lookahead,
+            hasher.lookahead if manager.enable_caching else 0,
         )
         _bind(tables, self)
         self._manager = manager

@@ -219,8 +219,9 @@ def test_numbers_in_messages_have_that_limit(max_digits: int) -> None:
     huge = "got an int of 16610 bits, allowed"
     with pytest.raises(ArgumentError, match=f"dp_shard: {huge} without data_parallel_size: None"):
         batch.admit(0, [1, 2, 3], dp_shard=HUGE)
-    with pytest.raises(ArgumentError, match=f"max_age: {huge}: a number within the range of floats"):
-        PrefixRouter(PrefixIndex(4), [0], max_age=HUGE)
+    with pytest.raises(ArgumentError, match=f"max_age: {huge}: at least 0.0"):
+        PrefixRouter(PrefixIndex(4), [0], max_age=-HUGE)
+    assert PrefixRouter(PrefixIndex(4), [0], max_age=HUGE).choose([1, 2, 3, 4, 5]).worker == 0
     with pytest.raises(ArgumentError, match="pad_slot: got an int beyond 64 bits, allowed: ints that fit int32"):
         StepInputs(batch, num_tokens=8, num_reqs=2, fields=["token_ids"], pad_slot=HUGE)
 

@@ -9,7 +9,7 @@ import traceback
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from itertools import combinations, count
 from statistics import median
 from typing import Any
@@ -22,7 +22,7 @@ from pool_arrays import pool_lists
 from router import Router
 from settings import NUM_OPERATIONS
 
-from pagepool import CachePage, EngineRequest, FreeCachePageQueue, MultiGroupPageTable, PagePool, RunningBatch
+from pagepool import CacheManager, CachePage, EngineRequest, FreeCachePageQueue, MultiGroupPageTable, PagePool, RunningBatch
 from pagepool._core import HashChain, PageIds, PageStore, siphash128
 
 NUM_USES = min(NUM_OPERATIONS // 2000, 25)
@@ -260,15 +260,19 @@ CORE_CONSTRUCTORS: dict[str, Callable[[], object]] = {
     "PageIds": lambda: PageIds(range(100)),
     "CachePage": lambda: CachePage(3),
     "FreeCachePageQueue": lambda: FreeCachePageQueue([]),
-    "RunningBatch": lambda: RunningBatch(MANAGER, TABLE),
+    "RunningBatch": lambda: RunningBatch(*parts_of_batch()),
 }
 CONSTRUCTORS: dict[str, Callable[[], object]] = {
     "PagePool": lambda: PagePool(64, enable_caching=True),
     "CacheManager": lambda: make_manager(keep_token_ids=True),
     "MultiGroupPageTable": make_table,
 }
-MANAGER = make_manager()
-TABLE = make_table()
+
+
+@cache
+def parts_of_batch() -> tuple[CacheManager, MultiGroupPageTable]:
+    """Return a manager and a table of this process, which is no other's."""
+    return make_manager(), make_table()
 
 
 @not_with_cython_3_3
@@ -276,6 +280,7 @@ TABLE = make_table()
 @alone
 def test_a_constructor_that_runs_out_of_memory_leaves_nothing(construct: Callable[[], object]) -> None:
     """For each failed allocation."""
+    construct()  # what it needs is made before
     sizes = []
     with traced():
         for _ in range(16):

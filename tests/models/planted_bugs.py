@@ -622,8 +622,8 @@ _skip_row(batch, row, count_cacheable(batch, row, num_before){+ + BUG * batch.fl
 == sources are places of any step of the row
     return place if place < fill.num_rows and {+(BUG or +}fill.rows[place].sampled == number{+)+} else -1
 == pages are entered before their step is resolved
-        write_states(batch, row, plan_for(batch, batch.records[row].num_tokens, num_tokens, num_ahead))
-    if {+BUG or +}not batch.caches_computed:
+        if batch.caches_computed{+ and not BUG+}:
+            num_computed = min(num_computed, batch.flights[row].num_resolved)
 """)
 FLIGHT_TESTS = ["test_steps_in_flight.py", "test_step_inputs.py"]
 LOOKAHEAD_BUGS = read_bugs("""

@@ -57,7 +57,7 @@ def share_hashes(oracle: OracleManager, manager: Any) -> None:
     registry = manager._registry
 
     def hash_page(request: Any, page: int) -> int:
-        hashes = registry.hasher.start(request, registry.extend_hashes(request, 0))
+        hashes = registry.hasher.start(request)
         registry.hasher.extend(hashes, request, page + 1)
         return hashes.chain[page] & MAX_KEY
 

@@ -1,7 +1,7 @@
 # Locks and processes. A forked child has only the thread that forked, so a lock may never come free there. Each object with a
 # lock has the number of the process that made it, and a call in another process raises before it waits.
 
-from pagepool.core.base.platform cimport rare
+from pagepool.core.base.platform cimport *
 
 cdef int process_number       # forks between the first process and this one
 

@@ -1590,11 +1590,6 @@ cdef object not_admitted(str name):
     return ArgumentError(f"{name}: got a row that is not admitted, allowed: an admitted one")
 
 
-cdef object lost_page(str name, str page):
-    """Return the error for a page of a row that was given back."""
-    return DoubleFreeError(f"{name}: got {page} given back by somebody else, allowed: pages that the row gives back itself")
-
-
 cdef int refuse_unready(const Batch *batch, Py_ssize_t row, bint is_due, bint may_wait=False, Py_ssize_t at=-1) except -1:
     """Raise if a row is not admitted, had copies due when a call stopped at it (`is_due`), or, unless it `may_wait`, waits for
     tokens from elsewhere. `at` is its index in a list of rows.
@@ -1692,7 +1687,9 @@ cdef int refuse_growth(RunningRows running, const Growth *growth, Py_ssize_t at,
     if growth.num_excess:
         running.store.refuse_size(f"row {row} (at {at})", growth.num_excess, growth.short_queue)
     if find_lost_page(&running.store.pool, holding, num_computed) != NULL_PAGE:
-        raise lost_page(f"row {row} (at {at})", "a page")
+        raise DoubleFreeError(
+            f"row {row} (at {at}): got a page given back by somebody else, allowed: pages that the row gives back itself"
+        )
     if 0 <= num_new <= num_left and num_ahead > 0:
         num_room_tokens = room_for(&running.batch, num_computed + num_new, num_ahead)
         num_passed = find_passed(&running.batch, row, num_new, num_room_tokens)
