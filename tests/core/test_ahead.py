@@ -120,9 +120,7 @@ def test_lookahead_of_rows_ends_at_checkpoints(
         if passed is None or restores_states:
             assert batch.grow([0, 1], [1, num_new], [0, num_ahead]).num_grown == 2
             continue
-        message = (
-            f"^row 1: got lookahead to token {min(64, num_admitted + num_new + num_ahead)}, which passes .* {passed}, "
-        )
+        message = f"^row 1: got lookahead to token {min(64, num_admitted + num_new + num_ahead)}, which passes .* {passed}, "
         with refused(lambda: batch_state(batch), StateAheadError, message):  # noqa: B023
             batch.grow([0, 1], [1, num_new], [0, num_ahead])
         assert batch.grow([0, 1], [1, num_new], [0, passed - num_admitted - num_new]).num_grown == 2

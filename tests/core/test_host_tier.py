@@ -397,9 +397,7 @@ def test_a_row_waits_for_transfers_that_were_due_for_a_row_that_is_gone() -> Non
     assert batch.admit(0, FIRST) == 20
     batch.release([0])
     batch.admit(2, OTHER[10:15])
-    with refused(
-        lambda: batch_state(batch), CopiesDueError, r"^row 2 \(at 0\): got copies or transfers"
-    ):
+    with refused(lambda: batch_state(batch), CopiesDueError, r"^row 2 \(at 0\): got copies or transfers"):
         batch.trim([2], 3)
     batch.trim([1], 3)  # it took its pages before
     assert batch.take_transfers().load_dst.size == 5
