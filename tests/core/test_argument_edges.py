@@ -221,7 +221,7 @@ def test_numbers_in_messages_have_that_limit(max_digits: int) -> None:
         batch.admit(0, [1, 2, 3], dp_shard=HUGE)
     with pytest.raises(ArgumentError, match=f"max_age: {huge}: at least 0.0"):
         PrefixRouter(PrefixIndex(4), [0], max_age=-HUGE)
-    assert PrefixRouter(PrefixIndex(4), [0], max_age=HUGE).choose([1, 2, 3, 4, 5]).worker == 0
+    assert PrefixRouter(PrefixIndex(4), [0], max_age=HUGE).choose("a", [1, 2, 3, 4, 5]).worker == 0
     with pytest.raises(ArgumentError, match="pad_slot: got an int beyond 64 bits, allowed: ints that fit int32"):
         StepInputs(batch, num_tokens=8, num_reqs=2, fields=["token_ids"], pad_slot=HUGE)
 

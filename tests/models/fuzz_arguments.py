@@ -276,6 +276,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "key": key,
     "key_bytes": key_bytes,
     "names": constant(None, "pages", "slots notes"),
+    "name_banks.names": constant(["kv"], ["kv", "states"]),
     "max_num_new_tokens": one_of(constant(None, None, None), middle),
     "max_num_tokens": constant(32, 32, 7, 2**40),
     "next_free_page prev_free_page": one_of(constant(None, None, None, None), live(_core.CachePage)),

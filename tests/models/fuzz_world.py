@@ -134,6 +134,8 @@ class World:
             request = _core.RowRequest(batch, row, [source.below(2)] * num_tokens, **options)
             with suppress(RequestTooLargeError):  # the pool may be that small
                 request.admit(context=context)
+        if store.has_tier and source.below(2):
+            self.furnish_transfers(store, batch)
         self.furnish_requests(store, rules)
 
     def furnish_tier(self, store: Any) -> None:
@@ -144,6 +146,16 @@ class World:
             if self.source.below(2):
                 _core.link_storage(store, self.source.below(2) == 0)
         self.keep(tier)
+
+    def furnish_transfers(self, store: Any, batch: Any) -> None:
+        """Have pages of the first row saved: by the step that computed them, or as they are evicted."""
+        _core.end_step(store)
+        if batch.num_computed_tokens[0] and not batch.num_external_tokens[0]:
+            batch.release([0])
+            store.give_back(store.take(store.num_free_pages))
+        transfers = _core.take_transfers(store)
+        if transfers.number and self.source.below(2):
+            self.keep(_core.end_transfers(store, transfers.number))
 
     def furnish_requests(self, store: Any, rules: list[tuple[Any, int | None, int]]) -> None:
         """Make two requests beside the rows; one of them holds pages, some of them entered."""
