@@ -288,6 +288,17 @@ def test_while_copies_are_due(name: str) -> None:
     due.batch.step([0, 1, 2, 3], [1] * 4)
 
 
+def test_a_row_that_ends_before_its_copies_leaves_no_state() -> None:
+    """Nothing was copied to its page, so a request with its tokens must not hit it."""
+    batch = make_batch(make_manager(STATE))
+    batch.admit(0, PROMPT[:8])
+    batch.fork(0, [1])
+    batch.release([1])
+    batch.release([0], num_computed_tokens=0)
+    assert batch.probe(2, PROMPT[:9]) == 0
+    assert take(batch) == []
+
+
 def test_copies_taken_by_another_thread() -> None:
     """While steps run. Each copy is taken once, and no step goes on without its copies."""
     manager = make_manager(num_pages=200)
