@@ -144,7 +144,7 @@ class RunningBatch(RunningRows):
             writes == "anywhere",
             caches == "computed",
             hasher.chain_algorithm,
-            hasher.lookahead if manager.enable_caching else 0,
+            hasher.lookahead,
         )
         _bind(tables, self)
         self._manager = manager

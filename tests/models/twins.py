@@ -57,7 +57,9 @@ def share_hashes(oracle: OracleManager, manager: Any) -> None:
     registry = manager._registry
 
     def hash_page(request: Any, page: int) -> int:
-        hashes = registry.hasher.start(request)
+        held = registry.held.get(request.request_id)
+        is_own = held is None or held.owner is request  # else both have a request of that id
+        hashes = registry.hasher.start(request, registry.extend_hashes(request, 0) if is_own else None)
         registry.hasher.extend(hashes, request, page + 1)
         return hashes.chain[page] & MAX_KEY
 

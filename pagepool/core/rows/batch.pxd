@@ -222,10 +222,11 @@ cdef inline int32_t count_keyed(const Batch *batch, int64_t num_tokens) noexcept
 
 cdef inline int32_t count_cacheable(const Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
     """Count the leading tokens of `num_computed` whose pages may be cached: those whose lookahead is known, and whose steps are
-    resolved, if that matters.
+    resolved, if that matters. Without caching no page waits for its lookahead.
     """
     if exceptional(batch.caches_late):
-        num_computed = min(num_computed, count_keyed(batch, batch.records[row].num_tokens))
+        if batch.hash_page_size:
+            num_computed = min(num_computed, count_keyed(batch, batch.records[row].num_tokens))
         if batch.caches_computed:
             num_computed = min(num_computed, batch.flights[row].num_resolved)
     return num_computed
