@@ -368,6 +368,16 @@ SHARED: dict[str, Callable[[], tuple[Work, Call]]] = {
 }
 
 
+@pytest.fixture
+def quick_collection() -> Iterator[None]:
+    """Leave the objects of other modules out of what children collect."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("quick_collection")
 @pytest.mark.parametrize("share", SHARED.values(), ids=SHARED)
 def test_what_threads_share_is_refused_in_children(share: Callable[[], tuple[Work, Call]]) -> None:
     """Two threads fork at once, while others work; these do not notice. A child makes the same for itself, and so does its own
