@@ -221,9 +221,7 @@ cdef inline int32_t count_keyed(const Batch *batch, int64_t num_tokens) noexcept
 
 
 cdef inline int32_t count_cacheable(const Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:
-    """Count the leading tokens of `num_computed` whose pages may be cached: those whose lookahead is known, and whose steps are
-    resolved, if that matters. Without caching no page waits for its lookahead.
-    """
+    """Count the leading tokens of `num_computed` that are final: no lookahead or step in flight changes their pages."""
     if exceptional(batch.caches_late):
         if batch.hash_page_size:
             num_computed = min(num_computed, count_keyed(batch, batch.records[row].num_tokens))
