@@ -276,11 +276,11 @@ def let_steps_fail(engine: Any, rng: Random, share: float) -> list[str]:
 
 
 def fail_at_random(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Let a tenth of the calls that save pages fail, and a fifth of those that load some. Returns how many of each did."""
+    """Let a tenth of the calls that save pages fail, and two fifths of those that load some. Returns how many of each did."""
     rng, num_failed = Random(SEED), Counter[str]()
 
     def make_failing(name: str) -> Callable[..., Any]:
-        call, share = getattr(Pack, name), 0.1 if name == "save" else 0.2
+        call, share = getattr(Pack, name), 0.1 if name == "save" else 0.4
 
         def run_at_times(*args: Any) -> Any:
             if rng.random() < share:
