@@ -121,7 +121,7 @@ class Engine:
         (self.graphs[size].replay if size in self.graphs else partial(self.compute, size))()
         result.copy_(self.sampled, non_blocking=True)
         is_sampled = self.batch.num_computed_tokens[step.rows] == self.batch.num_tokens[step.rows]
-        wait = torch.cuda.current_stream().record_event().synchronize if HAS_GPU else int
+        wait = torch.cuda.current_stream().record_event().synchronize if HAS_GPU else lambda: None
         self.in_flight.append((step, is_sampled, result, wait))
 
     def end(self) -> None:
