@@ -106,6 +106,11 @@ def made_twice(what: str) -> ArgumentError:
     return ArgumentError(f"{what}: got a second call of the constructor, allowed: one call")
 
 
+def of_other_process(what: str) -> IntegrityError:
+    """Return the error for a call of an object that another process made."""
+    return IntegrityError(f"{what}: got a call in a forked process, allowed: calls in the process that made it")
+
+
 def not_unicode(what: str, error: UnicodeError) -> ArgumentError:
     """Return the error for text that cannot be encoded or decoded."""
     return ArgumentError(f"{what}: got text that is not valid Unicode ({error}), allowed: text that UTF-8 can encode")

@@ -7,7 +7,7 @@ process that made it, and raises in another one. The core has the same rule for 
 import os
 from typing import Any
 
-from pagepool.errors import IntegrityError
+from pagepool.errors import of_other_process
 
 __all__ = ["ProcessLock"]
 
@@ -43,5 +43,5 @@ class ProcessLock:
         """Return the lock of an object."""
         lock, process = getattr(instance, self._attribute)
         if process is not _process:
-            raise IntegrityError(f"{self._owner}: got a call in a forked process, allowed: calls in the process that made it")
+            raise of_other_process(self._owner)
         return lock

@@ -2,7 +2,7 @@
 
 from pagepool.core.base.platform cimport *
 
-from pagepool.errors import IntegrityError
+from pagepool.errors import of_other_process
 
 cdef extern from *:
     """
@@ -44,4 +44,4 @@ cdef int require_allocated(const void *mutex) except -1:
 
 
 cdef int refuse_process(str name) except -1:
-    raise IntegrityError(f"{name}: got a call in a forked process, allowed: calls in the process that made it")
+    raise of_other_process(name)
