@@ -76,19 +76,19 @@ cdef class RequestMaps:
 
     cdef readonly dict held         # request id -> RequestPages
     cdef readonly dict hashes       # request id -> RequestHashes
-    cdef object own_lock            # reentrant: a request's attributes and finalizers may call back
+    cdef object reentrant_lock      # a request's attributes and finalizers may call back
     cdef int process                # number of the process that made it
     cdef public bint trusts_requests  # requests with one id share its pages, and hits may be counted twice
 
     def __cinit__(self):
         self.process = process_number
-        self.held, self.hashes, self.own_lock = {}, {}, RLock()
+        self.held, self.hashes, self.reentrant_lock = {}, {}, RLock()
 
     @property
     def lock(self):
         """The lock. IntegrityError in another process than that of the manager."""
         require_process(self.process, "CacheManager")
-        return self.own_lock
+        return self.reentrant_lock
 
     def find_held(self, request):
         """Return the pages that a request holds, or None. ArgumentError for another request with the id of one that holds
