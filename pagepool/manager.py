@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, overload, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,7 @@ from pagepool._core import (
     end_step,
     end_transfers,
     find_prefix,
+    link_storage,
     list_in_flight,
     list_leases,
     load_prefix,
@@ -49,12 +50,12 @@ from pagepool._core import (
     take_copies,
     take_transfers,
     term_of,
+    unlink_storage,
 )
 from pagepool.arguments import (
     MAX_SIZE,
     has_status,
     read_count,
-    refuse_incomplete,
     require_choice,
     require_flag,
     require_int,
@@ -168,8 +169,8 @@ class HostTier:
         tier, store = self._bound
         return HostTierStats(num_pages, **tier.counters(store))
 
-    def _count_pages(self, pool: str) -> int:
-        """Return the number of pages, with the null page, behind a pool."""
+    def count_pages(self, pool: str) -> int:
+        """Return the number of pages, with the null page, behind the pool of this name."""
         return self.num_pages[pool] if isinstance(self.num_pages, Mapping) else self.num_pages
 
     def _count_pools(self) -> dict[str, PoolStats]:
@@ -184,6 +185,7 @@ class HostTier:
         }
 
 
+@runtime_checkable
 class Storage(Protocol):
     """Storage behind the host tier, such as `pagepool.stores.StoreTier`."""
 
@@ -240,6 +242,8 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     `max_num_batched_tokens`, the largest number of tokens in a step, only matters to `require_capacity`; None lets a step
     compute a whole request.
+
+    The attribute ``registry`` is shared with running batches and stores. It is no part of the API: its names may change.
 
     >>> from pagepool import CacheGroupSpec, EngineRequest, FullAttentionSpec
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -330,11 +334,11 @@ class CacheManager(KeyHolder, SlotAllocator):
         self._store = self._page_pool.store
         self._store.name_banks(sizes.names)
         self.num_pages = self._store.num_pages
-        self._max_leased = [int(retention.max_leased_share * (pool.num_pages - 1)) for pool in self.pools.values()]
-        self.max_num_leased_pages = sum(self._max_leased)
+        max_leased = [int(retention.max_leased_share * (pool.num_pages - 1)) for pool in self.pools.values()]
+        self.max_num_leased_pages = sum(max_leased)
         hasher = make_page_hasher(hash_algo, rules.hash_page_size, hash_seed, lookahead)
         hasher.keep_token_ids = keep_token_ids
-        self._configuration: Configuration = {}
+        configuration: Configuration = {}
         if self.enable_caching:
             num_kept, num_needed = self._store.num_kept_token_ids, rules.max_cached_page_size + hasher.lookahead
             if 0 < num_kept < num_needed and not keep_token_ids:
@@ -344,7 +348,6 @@ class CacheManager(KeyHolder, SlotAllocator):
             of_group = enumerate(sizes.pool_of_group if len(self.pools) > 1 else ())
             configuration = hasher.describe() | rules.configuration
             configuration |= {f"kv_cache_groups[{i}].pool": sizes.names[number] for i, number in of_group}
-            self._configuration = configuration
             for pool in self.pools.values():
                 pool._bind(configuration)
             if self._store.eviction == "adaptive":
@@ -357,22 +360,22 @@ class CacheManager(KeyHolder, SlotAllocator):
                 self._store.keep_token_ids(num_needed)
             if hasher.num_digest_bytes == 32:
                 self._store.keep_whole_digests()
-        self._registry = RequestRegistry(self._page_pool, rules, hasher, self._trusts_requests)
-        restores_states = require_flag("restores_states", restores_states)
+        self.registry = RequestRegistry(self._page_pool, rules, hasher, configuration, max_leased, self._trusts_requests)
+        self.restores_states = require_flag("restores_states", restores_states)
+        self.caches = caches
         self._caches_computed = caches == "computed" and self.enable_caching
-        super().__init__(self._registry, self.max_model_len, restores_states, self._on_too_large, self._caches_computed)
+        super().__init__(self.registry, self.max_model_len, self.restores_states, self._on_too_large, self._caches_computed)
         if host_tier is not None:
             host_tier._bind(self._store)
-        self._host_tier = host_tier
+        self.host_tier = host_tier
         self._storage: Storage | None = None
-        self._max_steps_ahead = 0  # the most that a running batch plans
         self._advisor = Advisor(self.stats(), self._store.counters["num_queried_tokens"])
 
     def __repr__(self) -> str:
         """Return the sizes, and the use of the pool."""
         return (
             f"CacheManager(num_pages={self.num_pages}, num_free_pages={self._store.num_free_pages}, "
-            f"num_cached_pages={self._store.num_cached_pages}, num_requests={len(self._registry.held)}, "
+            f"num_cached_pages={self._store.num_cached_pages}, num_requests={len(self.registry.held)}, "
             f"num_kv_cache_groups={len(self.kv_cache_groups)}, max_model_len={self.max_model_len}, "
             f"enable_caching={self.enable_caching}, eviction={self._page_pool.eviction!r})"
         )
@@ -409,9 +412,9 @@ class CacheManager(KeyHolder, SlotAllocator):
         the pool's hits are returned, and `allocate_slots` returns None until the next look-up. O(pages); for a refused request
         with one group of full attention O(1), until a hit page gets a new holder or another page of the request is cached.
         """
-        query = self._read_query(request)
+        query = self.registry.read_query(request)
         if query is None:
-            self._registry.find_held(request)
+            self.registry.find_held(request)
             return self.create_empty_page_list(), 0
         num_reserved = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         bounds: tuple[int, int | None] = 0, None
@@ -419,7 +422,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             self._store.require_even(data_parallel_size)
             bounds = find_shard_bounds(self._page_pool.num_pages, dp_shard_hint, data_parallel_size)
         store, (num_queried_tokens, is_preempted) = self._store, query
-        registry = self._registry
+        registry = self.registry
         with registry.lock:
             hashes = registry.extend_hashes(request, num_queried_tokens)
             refusal, num_full_tokens, lost = hashes.refusal, 0, None  # a refusal leaves unsure hashes as they are
@@ -446,15 +449,15 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def probe(self, request: Request) -> PrefixProbe:
         """Report the hits that `get_computed_pages` would find if all loads had room, and why the hit ends. Nothing changes."""
-        query = self._read_query(request)
+        query = self.registry.read_query(request)
         if query is None:
-            self._registry.find_held(request)
+            self.registry.find_held(request)
             reason = "prompt_logprobs are asked for" if self.enable_caching else "prefix caching is off"
             return PrefixProbe(0, read_count(request, "num_tokens"), reason)
         num_queried = query[0]
-        chain = self._registry.hash_apart(request, num_queried)
+        chain = self.registry.hash_apart(request, num_queried)
         _, num_tokens = find_prefix(self._store, self._rules.groups, chain, num_queried, reaches_tier=True)
-        is_all = num_queried - num_tokens < self._rules.hash_page_size + max(1, self._registry.hasher.lookahead)
+        is_all = num_queried - num_tokens < self._rules.hash_page_size + max(1, self.registry.hasher.lookahead)
         reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
         return PrefixProbe(num_tokens, num_queried, reason)
 
@@ -516,22 +519,8 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def reset_prefix_cache(self) -> bool:
         """Drop all prefix entries, for example after loading weights. Return False, without a change, while a page is held."""
-        with self._registry.lock:
+        with self.registry.lock:
             return self._page_pool._reset_prefix_cache()
-
-    def _read_query(self, request: Request) -> tuple[int, bool] | None:
-        """Return the number of a request's tokens, and whether it was preempted; None if it may not hit."""
-        try:
-            num_tokens, is_preempted = request.num_tokens, request.status == EngineRequestStatus.PREEMPTED
-            params = request.sampling_params
-        except AttributeError as error:
-            refuse_incomplete(request, error)
-        if type(num_tokens) is not int or num_tokens < 0:
-            num_tokens = require_int("num_tokens", num_tokens, 0)
-        if type(is_preempted) is not bool:  # a bool of NumPy, for example
-            is_preempted = has_status(request, EngineRequestStatus.PREEMPTED)
-        takes_hits = self.enable_caching and getattr(params, "prompt_logprobs", None) is None
-        return (num_tokens, is_preempted) if takes_hits else None
 
     # Copies and forks.
 
@@ -561,9 +550,14 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Tokens between checkpoints: the least common multiple of page sizes and state intervals; None without checkpoints."""
         return self._rules.checkpoint_interval
 
+    @property
+    def hash_page_size(self) -> int:
+        """Tokens of a hash: the greatest common divisor of the page sizes of groups with attention."""
+        return self._rules.hash_page_size
+
     def find_next_checkpoint(self, request: Request) -> int:
         """Return the next token count at which a chunk must end to leave a checkpoint; at most ``max_model_len``."""
-        self._registry.find_held(request)
+        self.registry.find_held(request)
         num_computed_tokens = read_count(request, "num_computed_tokens")
         interval = self.checkpoint_interval or self.max_model_len
         return min(num_computed_tokens - num_computed_tokens % interval + interval, self.max_model_len)
@@ -578,37 +572,37 @@ class CacheManager(KeyHolder, SlotAllocator):
         extra keys, or if needed pages are already behind a window. Raise CopiesDueError if copies into the pages of `request`
         are due. O(tokens), to hash them.
         """
-        with self._registry.lock:
+        with self.registry.lock:
             num_tokens, num_new = (read_count(each, "num_computed_tokens") for each in (request, new_request))
-            held = self._registry.require_held(request)
-            if self._registry.find_held(new_request) is not None:
+            held = self.registry.require_held(request)
+            if self.registry.find_held(new_request) is not None:
                 name = f"request {shown(new_request.request_id)}"
                 raise ArgumentError(f"{name}: got one that holds pages already, allowed: one without")
             if not num_new == num_tokens <= held.num_room_tokens:
                 allowed = f"equal, and at most {held.num_room_tokens}, for which there are slots"
                 raise ArgumentError(f"num_computed_tokens: got {shown(num_tokens)} and {shown(num_new)}, allowed: {allowed}")
             held.require_copies_taken(may_be_read=True)
-            if self.enable_caching and not self._registry.share_hashes(request, new_request, num_tokens):
+            if self.enable_caching and not self.registry.share_hashes(request, new_request, num_tokens):
                 got = f"{num_tokens} first tokens, or extra keys, that are not those of request {shown(request.request_id)}"
                 raise ArgumentError(f"request {shown(new_request.request_id)}: got {got}, allowed: the same")
-            self._registry.require_same(request, held)
-            self._registry.require_same(new_request, None)
+            self.registry.require_same(request, held)
+            self.registry.require_same(new_request, None)
             target = RequestPages(self._store, self._rules.groups, self.max_model_len, new_request)
-            self._registry.held[new_request.request_id] = target  # registered before it holds pages: no interrupt can lose it
+            self.registry.held[new_request.request_id] = target  # registered before it holds pages: no interrupt can lose it
             is_forked = False
             try:
                 session_id = require_name("session_id", getattr(new_request, "session_id", None))
                 target.session_id = held.session_id if session_id is None else session_id
-                session = 0 if session_id is None else self._registry.hold_session_of(new_request)
+                session = 0 if session_id is None else self.registry.hold_session_of(new_request)
                 try:
-                    is_forked = held.fork(target, num_tokens, session, self._registry.hasher.lookahead)
+                    is_forked = held.fork(target, num_tokens, session, self.registry.hasher.lookahead)
                 finally:
-                    self._registry.release_session(session)
+                    self.registry.release_session(session)
             finally:
                 if not target:
-                    del self._registry.held[new_request.request_id]
+                    del self.registry.held[new_request.request_id]
                 if not is_forked:
-                    self._registry.hashes.pop(new_request.request_id, None)
+                    self.registry.hashes.pop(new_request.request_id, None)
             return CachePages(target.get_page_ids(), self._store) if is_forked else None
 
     # The host tier.
@@ -624,6 +618,26 @@ class CacheManager(KeyHolder, SlotAllocator):
         if self._storage is not None:
             self._storage.poll()  # copies evicted pages of the tier before transfers overwrite them
         return transfers
+
+    def attach_storage(self, storage: Storage, *, writes_through: bool = False, min_uses: int = 1) -> None:
+        """Put a storage behind the host tier, as `pagepool.stores.StoreTier` does with itself: `take_transfers` polls it, and
+        `stats` reads its counters.
+
+        The pages that the tier evicts become due for it, if they were used at least `min_uses` times there; with
+        `writes_through` pages become due as they reach the tier. Raise ArgumentError without a host tier, and if there is a
+        storage already; ArgumentTypeError for other types. O(pages of the tier).
+        """
+        if not isinstance(storage, Storage):
+            raise ArgumentTypeError(f"storage: got {type(storage).__name__}, allowed: an object with poll and stats")
+        link_storage(self._store, require_flag("writes_through", writes_through), require_int("min_uses", min_uses, 1))
+        self._storage = storage
+
+    def detach_storage(self) -> None:
+        """Take the storage away, if there is one: it is not polled any more, and no page is due for it. Raise ArgumentError
+        without a host tier. O(1).
+        """
+        unlink_storage(self._store)
+        self._storage = None
 
     def end_step(self) -> None:
         """Let a write-through tier save the pages cached so far with the next `take_transfers`. Call this after giving a step
@@ -663,13 +677,13 @@ class CacheManager(KeyHolder, SlotAllocator):
         states, or while copies of its pages are due. With states the token is 0 for each request with hits on pages of this
         load or a later one: its state may have seen wrong tokens. O(pages).
         """
-        with self._registry.lock:
-            held = self._registry.find_held(request)
+        with self.registry.lock:
+            held = self.registry.find_held(request)
             try:
                 return rewind_request(held, failed)
             finally:
                 if held is not None and not held:
-                    del self._registry.held[request.request_id]
+                    del self.registry.held[request.request_id]
 
     # External tokens and leases.
 
@@ -696,8 +710,8 @@ class CacheManager(KeyHolder, SlotAllocator):
     def _end_external(self, request: Request, name: str, num_tokens: int, is_failed: bool) -> int:
         """Cache pages filled by a transfer with `num_tokens` tokens. Return the number of computed tokens."""
         num_tokens = require_int(name, num_tokens, 0)
-        with self._registry.lock:
-            held = self._registry.require_held(request)
+        with self.registry.lock:
+            held = self.registry.require_held(request)
             start, num_known_tokens = read_count(request, "num_computed_tokens"), read_count(request, "num_tokens")
             num_most_tokens = min(held.num_room_tokens, num_known_tokens) - start
             if num_tokens > num_most_tokens:
@@ -706,13 +720,13 @@ class CacheManager(KeyHolder, SlotAllocator):
             gives_all_back = is_failed and self._rules.has_state
             hashes = None
             if self.enable_caching and not gives_all_back:
-                hashes = self._registry.extend_hashes(request, start + num_tokens)
-            self._registry.require_same(request, held)
+                hashes = self.registry.extend_hashes(request, start + num_tokens)
+            self.registry.require_same(request, held)
             if gives_all_back:
                 held.give_back()
-                del self._registry.held[request.request_id]
+                del self.registry.held[request.request_id]
                 return 0
-            with self._registry.naming(held, hashes, held.count_entered_hashes(start), start + num_tokens) as context:
+            with self.registry.naming(held, hashes, held.count_entered_hashes(start), start + num_tokens) as context:
                 held.end_external(None if hashes is None else hashes.chain, start + num_tokens, is_failed, context)
             return start + num_tokens
 
@@ -759,8 +773,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         if seconds is None and not hasattr(pages, "request_id"):
             return self.page_pool.lease(pages)
         span = TokenSpan(start, stop)
-        with self._registry.lock:
-            return self._span_of(pages, span).lease(self._max_leased, seconds)  # type: ignore[arg-type] # it refuses None
+        with self.registry.lock:
+            return self._span_of(pages, span).lease(self.registry.max_leased, seconds)  # type: ignore[arg-type] # it refuses None
 
     @property
     def leases(self) -> tuple[Lease, ...]:
@@ -770,8 +784,8 @@ class CacheManager(KeyHolder, SlotAllocator):
     def _span_of(self, request: Request, span: TokenSpan) -> TokenSpan:
         """Return the span of a request, with hashes up to its end; without caching there are no hashes, so no page."""
         num_tokens = read_count(request, "num_tokens")
-        chain = self._registry.hash_apart(request, min(num_tokens, span.stop) if self.enable_caching else 0)
-        held = self._registry.find_held(request)
+        chain = self.registry.hash_apart(request, min(num_tokens, span.stop) if self.enable_caching else 0)
+        held = self.registry.find_held(request)
         return span.of_request(self._store, self._rules.groups, chain, num_tokens, held)
 
     # Expectations.
@@ -808,7 +822,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         (4, 0)
         """
         span = TokenSpan(start, stop)
-        with self._registry.lock:
+        with self.registry.lock:
             return self._span_of(request, span).expect(seconds)
 
     def expect_session(self, session_id: str, *, seconds: float | None) -> int:
@@ -822,8 +836,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         """
         if session_id is None:
             raise ArgumentTypeError("session_id: got None, allowed: a string")
-        with self._registry.lock:
-            return self._registry.sessions.expect(session_id, seconds)
+        with self.registry.lock:
+            return self.registry.sessions.expect(session_id, seconds)
 
     def close_session(self, session_id: str) -> int:
         """Expect the pages of a session never to be used again, and release them from the session. Return their number, 0 for
@@ -866,8 +880,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         >>> manager.probe(chat).num_hit_tokens
         12
         """
-        with self._registry.lock:
-            self._registry.sessions.set_shares(shares)
+        with self.registry.lock:
+            self.registry.sessions.set_shares(shares)
 
     # Events.
 
@@ -888,7 +902,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             raise ImportError("events need msgspec: pip install 'pagepool[events]'") from None
         if not self.enable_caching:
             raise ArgumentError("events: got a manager without prefix caching, which has none, allowed: one with it")
-        registry = self._registry
+        registry = self.registry
         with registry.lock:
             if registry.event_source is None:
                 self._store.keep_token_ids(self._rules.max_cached_page_size + registry.hasher.lookahead)
@@ -918,9 +932,9 @@ class CacheManager(KeyHolder, SlotAllocator):
     @property
     def event_source(self) -> "EventSource":
         """The source of these events, for a publisher. Raise ArgumentError unless events are enabled."""
-        if self._registry.event_source is None:
+        if self.registry.event_source is None:
             raise ArgumentError("events: got a manager without them, allowed: one whose enable_events was called first")
-        return self._registry.event_source
+        return self.registry.event_source
 
     # Freeing.
 
@@ -940,7 +954,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         """
         if num_computed_tokens is not None:
             num_computed_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
-        term, registry = term_of(seconds), self._registry
+        term, registry = term_of(seconds), self.registry
         with registry.lock:
             held = registry.find_held(request)
             num_last_tokens = self._count_last_tokens(request, num_computed_tokens, held)
@@ -987,9 +1001,9 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def free_page_hashes(self, request: Request) -> None:
         """Drop the hashes of a finished request. A preempted request with images but no features needs them to hit again."""
-        with self._registry.lock:
-            self._registry.find_held(request)
-            self._registry.hashes.pop(request.request_id, None)
+        with self.registry.lock:
+            self.registry.find_held(request)
+            self.registry.hashes.pop(request.request_id, None)
 
     # Inspection.
 
@@ -1009,7 +1023,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         num_pages, num_free_pages = self.num_pages - 1, store.num_free_pages
         lifetime, idle_before_eviction, reuse_gap = (TimeHistogram.of(*counts) for counts in store.residency)
         num_hit_pages, num_lru_hit_pages = store.estimated_hits or (None, None)
-        charged = [self._registry.sessions.count_charged(bank) for bank in range(len(self.pools))]
+        charged = [self.registry.sessions.count_charged(bank) for bank in range(len(self.pools))]
         return CacheStats(
             num_pages=num_pages,
             num_free_pages=num_free_pages,
@@ -1020,8 +1034,8 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_sessions=store.num_sessions,
             num_pages_by_tenant={name: sum(counts.get(name, 0) for counts in charged) for name in charged[0]},
             usage=(num_pages - num_free_pages) / max(1, num_pages),
-            queries=QueryCounts(**self._registry.query_counters[0].counts),
-            preempted_queries=QueryCounts(**self._registry.query_counters[1].counts),
+            queries=QueryCounts(**self.registry.query_counters[0].counts),
+            preempted_queries=QueryCounts(**self.registry.query_counters[1].counts),
             num_allocated_pages=totals.num_allocated_pages,
             num_freed_pages=totals.num_freed_pages,
             num_evicted_pages=totals.num_evicted_pages,
@@ -1030,13 +1044,13 @@ class CacheManager(KeyHolder, SlotAllocator):
             reuse_gap=reuse_gap,
             num_hit_pages=num_hit_pages,
             num_lru_hit_pages=num_lru_hit_pages,
-            host_tier=None if self._host_tier is None else self._host_tier.stats(),
+            host_tier=None if self.host_tier is None else self.host_tier.stats(),
             expectations=ExpectationCounts.of(*store.expectations),
             pools={
                 name: replace(pool._count(), num_pages_by_tenant=counts)
                 for (name, pool), counts in zip(self.pools.items(), charged, strict=True)
             },
-            host_pools={} if self._host_tier is None else self._host_tier._count_pools(),
+            host_pools={} if self.host_tier is None else self.host_tier._count_pools(),
             store=None if self._storage is None else self._storage.stats(),
         )
 
@@ -1051,14 +1065,14 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def check(self) -> None:
         """Raise IntegrityError, naming the first wrong page, if pool or requests are damaged. O(num_pages + pages held)."""
-        with self._registry.lock:
-            check_holders(self._store, list(self._registry.held.values()), groups=self._rules.groups)
+        with self.registry.lock:
+            check_holders(self._store, list(self.registry.held.values()), groups=self._rules.groups)
             self._page_pool.check()
 
     def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Return the page ids of a request, one list for each group, with 0, the null page, for skipped pages. O(pages)."""
         try:
-            held = self._registry.held.get(request_id)
+            held = self.registry.held.get(request_id)
         except TypeError:
             raise ArgumentTypeError(f"request_id: got {type(request_id).__name__}, allowed: a string") from None
         return self._store.lists_in_banks(self._no_ids if held is None else held.get_page_ids())
@@ -1068,7 +1082,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         scheduled or not. The count is 0 without caching, and for groups without full attention. Raise ArgumentError unless the
         request is RUNNING.
         """
-        held = self._registry.find_held(request)
+        held = self.registry.find_held(request)
         if not has_status(request, EngineRequestStatus.RUNNING):
             status = request.status if isinstance(request.status, EngineRequestStatus) else shown(request.status)
             raise ArgumentError(f"request {shown(request.request_id)}: got status {status}, allowed: RUNNING")

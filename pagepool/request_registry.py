@@ -5,13 +5,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pagepool._core import HashChain, PageSessions, QueryCounter, RequestHashes, RequestMaps, RequestPages
-from pagepool.arguments import id_of, read_count, require_int, require_name
+from pagepool.arguments import has_status, id_of, read_count, refuse_incomplete, require_int, require_name
 from pagepool.errors import ArgumentError, shown
 from pagepool.group_rules import GroupRules
 from pagepool.hashing import KeyHolder, RequestExtraKeys
 from pagepool.hashing.algorithms import PageHasher
 from pagepool.page_pool import PagePool
-from pagepool.request import Request
+from pagepool.page_pool.pool import Configuration
+from pagepool.request import EngineRequestStatus, Request
 
 if TYPE_CHECKING:
     from pagepool.events import EventSource
@@ -20,17 +21,35 @@ __all__ = ["RequestRegistry"]
 
 
 class RequestRegistry(KeyHolder, RequestMaps):
-    """The requests of a manager. The native `SlotAllocator` and running batches ask the façade for nothing else.
+    """The requests of a manager, and what its running batches and the store behind its tier share with it.
+
+    ``page_pool`` is its first pool, and ``store`` has the records of all pools. ``configuration`` are the settings in which
+    managers that share cached pages agree. ``max_leased`` is the number of pages in each pool that leases with an end may hold.
+    ``max_steps_ahead`` is the most steps that a batch plans ahead.
 
     Callers hold ``lock``, except for methods that take it themselves.
     """
 
-    def __init__(self, page_pool: PagePool, rules: GroupRules, hasher: PageHasher, trusts_requests: bool) -> None:
+    def __init__(
+        self,
+        page_pool: PagePool,
+        rules: GroupRules,
+        hasher: PageHasher,
+        configuration: Configuration,
+        max_leased: list[int],
+        trusts_requests: bool,
+    ) -> None:
         """Start without requests. With `trusts_requests` those with one id share pages, and hits may be counted twice."""
         self.page_pool, self.rules, self.hasher, self.trusts_requests = page_pool, rules, hasher, trusts_requests
+        self.store, self.configuration = page_pool.store, configuration
+        self.max_leased, self.max_steps_ahead = max_leased, 0
         self.sessions = PageSessions(page_pool.store)
         self.query_counters = QueryCounter(page_pool.store), QueryCounter(page_pool.store, is_preempted=True)
         self.event_source: EventSource | None = None
+
+    def plan_ahead(self, max_steps_ahead: int) -> None:
+        """Record that a running batch plans up to `max_steps_ahead` steps ahead."""
+        self.max_steps_ahead = max(self.max_steps_ahead, max_steps_ahead)
 
     # Pages.
 
@@ -45,6 +64,22 @@ class RequestRegistry(KeyHolder, RequestMaps):
         """Raise ArgumentError unless a request holds the same pages as before its attributes were read: these may call back."""
         if self.held.get(request.request_id) is not held:
             self.refuse_nested(request.request_id)
+
+    def read_query(self, request: Request) -> tuple[int, bool] | None:
+        """Return the number of a request's tokens, and whether it was preempted; None if it may not hit. The lock is not
+        needed.
+        """
+        try:
+            num_tokens, is_preempted = request.num_tokens, request.status == EngineRequestStatus.PREEMPTED
+            params = request.sampling_params
+        except AttributeError as error:
+            refuse_incomplete(request, error)
+        if type(num_tokens) is not int or num_tokens < 0:
+            num_tokens = require_int("num_tokens", num_tokens, 0)
+        if type(is_preempted) is not bool:  # a bool of NumPy, for example
+            is_preempted = has_status(request, EngineRequestStatus.PREEMPTED)
+        takes_hits = self.page_pool.enable_caching and getattr(params, "prompt_logprobs", None) is None
+        return (num_tokens, is_preempted) if takes_hits else None
 
     def cache_due(self, request: Request, num_computed_tokens: int) -> None:
         """Do the work of `cache_pages`, called if pages may be due. Take the lock."""

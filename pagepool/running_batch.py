@@ -120,21 +120,22 @@ class RunningBatch(RunningRows):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
         max_steps_ahead = require_int("max_steps_ahead", max_steps_ahead, 0, MAX_SIZE)
         size = 0 if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size, 1)
-        manager._store.require_even(size or None)
-        is_divided = size > 0 and find_shard(manager._page_pool.num_pages, 0, size) is not None
-        hash_page_size = manager._registry.rules.hash_page_size if manager.enable_caching else 0
+        registry = manager.registry
+        registry.store.require_even(size or None)
+        is_divided = size > 0 and find_shard(registry.page_pool.num_pages, 0, size) is not None
+        hash_page_size = manager.hash_page_size if manager.enable_caching else 0
         tables = _tables_of(page_table, manager)
         require_states(manager.pools, manager.kv_cache_groups, tables[0].page_table_cpu.shape[0])
-        hasher = manager._registry.hasher
+        hasher = registry.hasher
         if manager.enable_caching and not hasher.is_native:
             allowed = "'siphash128', 'sha256' or 'sha256_cbor'"
             raise ArgumentError(f"manager: got one with a callable as hash_algo, allowed with caching: {allowed}")
         require_choice("writes", writes, "ends", "anywhere")
         require_choice("caches", caches, "scheduled", "computed")
         super().__init__(
-            manager._store,
+            registry.store,
             tables,
-            manager._registry.rules.groups,
+            registry.rules.groups,
             manager.max_model_len,
             hash_page_size,
             hasher.chain_key,
@@ -148,13 +149,13 @@ class RunningBatch(RunningRows):
         )
         _bind(tables, self)
         self._manager = manager
-        manager._max_steps_ahead = max(manager._max_steps_ahead, max_steps_ahead)
+        registry.plan_ahead(max_steps_ahead)
         self._hasher = hasher
         self._tables = tables
-        self._registry = manager._registry
+        self._registry = registry
         self._data_parallel_size = size or None
         self._hash_page_size = hash_page_size
-        self._counters = manager._registry.query_counters if manager.enable_caching else (None, None)
+        self._counters = registry.query_counters if manager.enable_caching else (None, None)
         self._last_features: list[_ReadFeatures | None] = [None] * self.num_tokens.size  # one per row
 
     def __repr__(self) -> str:
@@ -319,7 +320,7 @@ class RunningBatch(RunningRows):
         size = self._data_parallel_size
         if size is None:
             raise ArgumentError(f"dp_shard: got {shown(dp_shard)}, allowed without data_parallel_size: None")
-        found = find_shard(self._manager._page_pool.num_pages, require_int("dp_shard", dp_shard, 0), size)
+        found = find_shard(self._registry.page_pool.num_pages, require_int("dp_shard", dp_shard, 0), size)
         return None if found is None else found[0]
 
     def _find_extra_keys(
@@ -407,7 +408,7 @@ class RunningBatch(RunningRows):
         """Lease the cached pages of tokens ``[start, stop)`` of an admitted row for some time: see `CacheManager.lease`. Raise
         RowIndexError outside the table, ArgumentError if the row is not admitted, and the errors of that method. O(pages).
         """
-        return TokenSpan(start, stop).of_row(self, row).lease(self._manager._max_leased, seconds)
+        return TokenSpan(start, stop).of_row(self, row).lease(self._registry.max_leased, seconds)
 
     def check(self) -> None:
         """Check rows, table and pool. O(pages + table).
@@ -415,8 +416,8 @@ class RunningBatch(RunningRows):
         Raise IntegrityError unless rows hold their pages, each page is in at most as many rows and requests of the manager as
         its ref count, the table shows the rows' pages, and `PagePool.check` passes.
         """
-        check_holders(self._manager._store, list(self._registry.held.values()), self)
-        self._manager._page_pool.check()
+        check_holders(self._registry.store, list(self._registry.held.values()), self)
+        self._registry.page_pool.check()
 
 
 class _Keyed(NamedTuple):

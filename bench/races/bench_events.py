@@ -43,7 +43,7 @@ class Told:
 
     def prepare(self) -> None:
         self.contender.prepare()
-        if self.manager._registry.event_source is not None:
+        if self.manager.registry.event_source is not None:
             self.manager.take_events()
 
     def run(self) -> None:

@@ -85,7 +85,7 @@ class Rival:
 
     def get_hashes(self, manager: Any, request: Any) -> Sequence[Any]:
         """Return the hashes of a request after its look-up."""
-        return RequestPageHashes(manager._registry)[request.request_id]
+        return RequestPageHashes(manager.registry)[request.request_id]
 
     def look_up(self, pool: Any, hashes: Sequence[Any]) -> list[int]:
         """Find the page of each hash, one call per page."""

@@ -57,21 +57,21 @@ def make_namespace(manager: CacheManager, layout: str, model: bytes, rank: int =
         raise ArgumentTypeError(f"model: got {type(model).__name__}, allowed: bytes that identify the weights")
     if not manager.enable_caching:
         raise ArgumentError("manager: got one without prefix caching, allowed: one that caches")
-    if not manager._registry.hasher.is_shared:
+    if not manager.registry.hasher.is_shared:
         allowed = "hash_algo='sha256' or 'sha256_cbor', or a hash_seed"
         raise ArgumentError(f"manager: got one whose hashes are secret to the process, allowed: {allowed}")
     warn_of_seed(manager)
     num_ranks = require_int("num_ranks", num_ranks, 1)
     rank = require_int("rank", rank, 0, num_ranks - 1)
     groups = [describe(f"kv_cache_groups[{i}]", group) for i, group in enumerate(manager.kv_cache_groups)]
-    content = [VERSION, sys.byteorder, manager._configuration, groups, layout, model.hex(), num_ranks]
+    content = [VERSION, sys.byteorder, manager.registry.configuration, groups, layout, model.hex(), num_ranks]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
     return f"{digest[:12].hex()}/{rank}-of-{num_ranks}"
 
 
 def warn_of_seed(manager: CacheManager) -> None:
     """Log a warning, once for a manager, unless its keys are the same in every process with these arguments."""
-    hasher = manager._registry.hasher
+    hasher = manager.registry.hasher
     if hasher in WARNED or (hasher.is_shared and not hasher.follows_environment):
         return
     WARNED.add(hasher)

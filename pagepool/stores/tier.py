@@ -11,12 +11,12 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import link_storage, unlink_storage
 from pagepool.arguments import as_list, id_of, require_choice, require_int, require_number, require_text
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.manager import CacheManager
 from pagepool.process_forks import ProcessLock
 from pagepool.request import Request
+from pagepool.request_registry import RequestRegistry
 from pagepool.stats import StoreStats
 from pagepool.stores.frames import import_xxhash
 from pagepool.stores.loads import Fetch, Loads
@@ -119,8 +119,7 @@ class StoreTier:
         self._is_open, self._is_stale = True, False
         self._lock = threading.RLock()
         warn_of_seed(manager)
-        link_storage(tier.store, write == "through", require_int("min_uses", min_uses, 1))
-        manager._storage = self
+        manager.attach_storage(self, writes_through=write == "through", min_uses=min_uses)
 
     def fetch(self, request: Request) -> None:
         """Start to look up the pages of a request that was queued. Call `is_ready` when it is its turn, or `forget` if it ends
@@ -130,10 +129,10 @@ class StoreTier:
         The request is as for `CacheManager.probe`, with the same errors.
         """
         with self._lock:
-            request_id, query = id_of(request), self._manager._read_query(request)
+            request_id, query = id_of(request), self._manager.registry.read_query(request)
             if not self._is_open or self._is_stale or query is None or request_id in self._fetches:
                 return
-            chain = self._manager._registry.hash_apart(request, query[0])
+            chain = self._manager.registry.hash_apart(request, query[0])
             fetch = Fetch(chain, query[0], time.monotonic())
             if self._loads.look_up(fetch):
                 self._fetches[request_id] = fetch
@@ -243,15 +242,14 @@ class StoreTier:
                 sleep(SECONDS_BETWEEN_POLLS)
                 self.poll()
             self._is_open = False
-            self._manager._storage = None
-            unlink_storage(self._manager._store)
+            self._manager.detach_storage()
             self._fetches.clear()
             self._jobs.close(drain_seconds)
 
 
 def read_tier(manager: CacheManager, rows: HostRows | Sequence[Rows]) -> Tier:
     """Return the tier behind a manager, with the rows of each group. Raise ArgumentError for rows that do not fit it."""
-    if manager._host_tier is None:
+    if manager.host_tier is None:
         raise ArgumentError("manager: got one without a host tier, allowed: CacheManager(..., host_tier=HostTier(...))")
     num_groups = len(manager.kv_cache_groups)
     groups: Sequence[int] | None = None
@@ -268,20 +266,21 @@ def read_tier(manager: CacheManager, rows: HostRows | Sequence[Rows]) -> Tier:
     if sorted(of_group) != list(range(num_groups)):
         raise ArgumentError(f"rows: got {len(arrays)} arrays, allowed: one for all groups, or one for each of {num_groups}")
     for group, array in of_group.items():
-        check_rows(f"rows[{group}]", array, manager._host_tier._count_pages(manager.kv_cache_groups[group].pool))
+        check_rows(f"rows[{group}]", array, manager.host_tier.count_pages(manager.kv_cache_groups[group].pool))
     names: list[int | None] = [None] if groups is None else [*groups]
     for name in names:
         mark_saved([], group=name)  # raises where rows cannot be written by others
     ordered = [of_group[group] for group in range(num_groups)]
-    count_steps_ahead = partial(count_steps_of, manager)
-    return Tier(manager._store, manager._rules.groups, ordered, has_groups, mark_saved, count_steps_ahead)
+    registry = manager.registry
+    count_steps_ahead = partial(count_steps_of, registry)
+    return Tier(registry.store, registry.rules.groups, ordered, has_groups, mark_saved, count_steps_ahead)
 
 
-def count_steps_of(manager: CacheManager) -> int:
+def count_steps_of(registry: RequestRegistry) -> int:
     """Return the number of steps that may be planned before one is known to have failed: at least one, which engines without
     `max_steps_ahead` may plan.
     """
-    return max(1, manager._max_steps_ahead)
+    return max(1, registry.max_steps_ahead)
 
 
 def check_rows(name: str, array: Rows, num_pages: int) -> None:

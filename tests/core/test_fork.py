@@ -544,7 +544,7 @@ def list_locks() -> list[tuple[str, Any, Call]]:
     manager = make_manager()
     names, new = manager.page_pool.store.names, EngineRequest("new", [1])
     return [
-        ("CacheManager", manager._registry.lock, lambda: manager.allocate_slots(new, 1)),
+        ("CacheManager", manager.registry.lock, lambda: manager.allocate_slots(new, 1)),
         ("PagePool", names._lock, lambda: names.add(1, PageHash(2, ()))),
         ("PageTable", page_table.COMMIT_LOCK, PageTable(1, 1, 1).clear),
     ]

@@ -164,7 +164,7 @@ def test_digests_with_all_kinds_of_extra_keys_stay_what_they_are(hash_algo, expe
     manager = make_manager(hash_algo=hash_algo, hash_seed=7)
     features = [image("x", 1, 2), image("y", 5, 2)]
     fill(manager, EngineRequest("a", list(range(9)), cache_salt="s", lora_id="l", mm_features=features))
-    assert [f"{page_hash.hash_value:x}" for page_hash in RequestPageHashes(manager._registry)["a"]] == expected
+    assert [f"{page_hash.hash_value:x}" for page_hash in RequestPageHashes(manager.registry)["a"]] == expected
 
 
 def test_sha256_takes_what_fits_int32():
@@ -192,7 +192,7 @@ def test_every_algorithm_hits_what_it_cached(hash_algo, keep_token_ids):
     assert fill(manager, EngineRequest("b", [1, 2, 3, 4, 5, 6, 7, 8, 10])) == 8
     page_hash = manager.page_pool.pages[2].page_hash
     assert page_hash.group_id == 0
-    assert page_hash.page_hash == RequestPageHashes(manager._registry)["b"][1]
+    assert page_hash.page_hash == RequestPageHashes(manager.registry)["b"][1]
     assert list(manager.page_pool.cached_page_hash_to_page[page_hash]) == [2]
     kept = keep_token_ids or hash_algo is hash
     assert page_hash.page_hash.token_ids == ((5, 6, 7, 8) if kept else ())
@@ -204,7 +204,7 @@ def test_a_callable_gives_the_hashes_that_the_user_can_compute():
     fill(manager, EngineRequest("a", list(range(9))))
     first = pagepool.hash_page_tokens(hash, None, [0, 1, 2, 3])
     second = pagepool.hash_page_tokens(hash, first.hash_value, [4, 5, 6, 7])
-    assert RequestPageHashes(manager._registry)["a"] == [first, second]
+    assert RequestPageHashes(manager.registry)["a"] == [first, second]
     assert manager.page_pool.pages[2].page_hash.page_hash == second
     assert pagepool.hash_request_tokens(hash, 4, EngineRequest("b", list(range(9)))) == [first, second]
 

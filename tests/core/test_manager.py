@@ -79,7 +79,7 @@ def test_probe_changes_nothing_and_says_why():
     manager = make_manager()
     admit(manager, "a", range(9))
     request = EngineRequest("b", [*range(8), 50, 51, 52, 53, 54])
-    before = (manager.page_pool.stats, manager.page_pool.free_page_ids_in_order().tolist(), len(manager._registry.hashes))
+    before = (manager.page_pool.stats, manager.page_pool.free_page_ids_in_order().tolist(), len(manager.registry.hashes))
     probe = manager.probe(request)
     assert (probe.num_hit_tokens, probe.num_queried_tokens) == (8, 13)
     assert probe.reason == "the page at token 8 is not cached for every group"
@@ -91,7 +91,7 @@ def test_probe_changes_nothing_and_says_why():
     assert before == (
         manager.page_pool.stats,
         manager.page_pool.free_page_ids_in_order().tolist(),
-        len(manager._registry.hashes),
+        len(manager.registry.hashes),
     )
 
 
@@ -176,8 +176,8 @@ def test_eagle_drops_one_page_of_each_kind_and_no_more():
 def test_pages_are_cached_once_they_are_computed(specs, is_counted_before):
     """By a call in each step, which does nothing while no page gets full."""
     manager, request, calls = make_manager(*specs), EngineRequest("a", range(30)), []
-    cache_due = manager._registry.cache_due
-    manager._registry.cache_due = lambda *args: (calls.append(request.num_computed_tokens), cache_due(*args))
+    cache_due = manager.registry.cache_due
+    manager.registry.cache_due = lambda *args: (calls.append(request.num_computed_tokens), cache_due(*args))
     for num_tokens in range(1, 25):
         manager.allocate_slots(request, 1, delay_cache_pages=True)
         request.num_computed_tokens += is_counted_before

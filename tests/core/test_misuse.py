@@ -79,8 +79,7 @@ class InUse:
     def state(self) -> list[Any]:
         """Return the observable state."""
         thresholds = [
-            (pages.num_room_tokens, pages.count_entered_hashes(9), repr(pages))
-            for pages in self.manager._registry.held.values()
+            (pages.num_room_tokens, pages.count_entered_hashes(9), repr(pages)) for pages in self.manager.registry.held.values()
         ]
         held = [self.manager.get_page_ids(request_id) for request_id in ("held", "new")]
         pool = package_pool_state(self.pool, with_hashes=False)
@@ -172,7 +171,7 @@ def test_computed_tokens_without_hits_are_refused_for_all_groups(specs: tuple[An
     for hits in (None, in_use.manager.create_empty_page_list()):
         message = "num_new_computed_tokens 4, allowed: 0 together"
         refuse(in_use, (lambda u, hits=hits: u.start(1, 4, hits), ArgumentError, message))
-    assert "new" not in in_use.manager._registry.hashes
+    assert "new" not in in_use.manager.registry.hashes
 
 
 class Slices:

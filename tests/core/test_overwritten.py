@@ -405,7 +405,7 @@ def test_what_a_request_cannot_hold_is_found(field: str, value: int, message: st
         request.num_computed_tokens = num_computed_tokens
         manager.allocate_slots(request, 8 - num_computed_tokens // 2)
     manager.check()
-    memory = Memory(manager._registry.held["a"])
+    memory = Memory(manager.registry.held["a"])
     assert (memory.num_pages, memory.num_cached, memory.num_skipped, memory.ids[1]) == (3, 3, 1, 2)
     setattr(memory, field, value)
     with pytest.raises(IntegrityError) as caught:

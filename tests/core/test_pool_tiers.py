@@ -117,7 +117,7 @@ def test_each_pool_of_the_tier_has_its_figures() -> None:
     assert stats.host_pools == {"kv": PoolStats(39, 39, 0, 5, 0, 5, 0), "states": PoolStats(4, 4, 0, 2, 0, 2, 0)}
     assert stats.host_tier is not None
     assert (stats.host_tier.num_pages, stats.host_tier.num_free_pages, stats.host_tier.num_cached_pages) == (43, 43, 7)
-    assert hybrid.manager._host_tier.stats() == stats.host_tier
+    assert hybrid.manager.host_tier.stats() == stats.host_tier
     assert HostTier({"kv": 40, "states": 5}).stats().num_pages == 43
 
 

@@ -644,8 +644,8 @@ def test_pools_of_another_manager_are_the_same(seed: int, eviction: str) -> None
     manager = make_manager(sizes, groups, **options)
     run_requests(manager, Random(seed), 30)
     assert min(pool.num_evicted_pages for pool in manager.stats().pools.values()) > 0
-    for request_id in [*manager._registry.held]:
-        manager.free(manager._registry.held[request_id].owner)
+    for request_id in [*manager.registry.held]:
+        manager.free(manager.registry.held[request_id].owner)
     before = package_pool_state(manager.pools, with_hashes=False)
     again = make_manager(dict(sorted(sizes.items())), groups, page_pool=manager.pools["states"], **options)
     assert list(again.pools) == list(manager.pools) == ["windows", "kv", "states"]

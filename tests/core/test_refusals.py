@@ -86,7 +86,7 @@ def test_retries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
         return is_refused
 
     def count_requests(manager: CacheManager, request: Any, *args: Any, **options: Any) -> Any:
-        hashes = manager._registry.hashes.get(request.request_id)
+        hashes = manager.registry.hashes.get(request.request_id)
         refusal = hashes and hashes.refusal
         pages = allocate_slots(manager, request, *args, **options)
         found["requests"] += pages is None and refusal is not None and hashes.refusal is refusal  # else a new one is noted

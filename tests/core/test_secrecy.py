@@ -79,11 +79,11 @@ def make_busy(manager: CacheManager) -> list[Any]:
     refused = EngineRequest("b", list(range(300)))
     hits, _ = manager.get_computed_pages(request)
     held = manager.allocate_slots(request, 19, 0, hits)
-    hashes = RequestPageHashes(manager._registry)
+    hashes = RequestPageHashes(manager.registry)
     objects = [hits, held, manager.page_pool.pages[1], hashes, manager.stats(), manager.take_events()]
     hits, _ = manager.get_computed_pages(refused)
     assert manager.allocate_slots(refused, 252, 0, hits) is None
-    if manager._registry.hasher.is_native:
+    if manager.registry.hasher.is_native:
         batch = RunningBatch(manager, PageTable(2, 64, 64))
         batch.admit(0, list(range(9)), cache_salt="salt")
         batch.admit(1, list(range(250)))
@@ -105,7 +105,7 @@ def list_reachable(roots: list[Any]) -> Iterator[Any]:
 
 def secrets_of(manager: CacheManager, has_seed: bool = True) -> list[bytes]:
     """Return the key, and the root if a seed makes it, in all forms in which they may be written."""
-    hasher = manager._registry.hasher
+    hasher = manager.registry.hasher
     secrets = [hasher.chain_key] if has_seed or hasher.chain_algorithm == "siphash128" else []
     return [
         form
@@ -187,6 +187,6 @@ def test_what_has_the_key_is_neither_pickled_nor_copied(hash_algo: Any, way: str
 def test_what_has_a_pool_is_not_pickled_either(way: str) -> None:
     manager = make_manager()
     make_busy(manager)
-    for item in (manager.page_pool.store, manager.page_pool, manager._registry.event_source, manager.page_pool.pages[1]):
+    for item in (manager.page_pool.store, manager.page_pool, manager.registry.event_source, manager.page_pool.pages[1]):
         with pytest.raises(ArgumentTypeError, match="cannot be pickled"):
             WAYS[way](item)

@@ -34,7 +34,7 @@ def save_all(manager: CacheManager, token_ids: list[int]) -> None:
 
 def list_keys(manager: CacheManager, token_ids: list[int], *stored: Any) -> tuple[Any, Any, int, int]:
     request = EngineRequest("other", token_ids)
-    chain = manager._registry.hash_apart(request, len(token_ids))
+    chain = manager.registry.hash_apart(request, len(token_ids))
     return list_absent(manager._store, manager._rules.groups, chain, len(token_ids), *stored)
 
 
@@ -263,7 +263,7 @@ def test_events_of_filled_pages_have_whole_digests() -> None:
     link_storage(manager._store)
     save_all(manager, list(range(200, 217)))  # whose digests the pages of the tier had before
     manager.take_events()
-    chain = manager._registry.hash_apart(EngineRequest("other", TOKENS), len(TOKENS))
+    chain = manager.registry.hash_apart(EngineRequest("other", TOKENS), len(TOKENS))
     groups = manager._rules.groups
     keys, group_ids, _, _ = list_absent(manager._store, groups, chain, len(TOKENS))
     number, _ = begin_fills(manager._store, groups, keys, group_ids, chain)

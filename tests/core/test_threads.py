@@ -361,7 +361,7 @@ def use_request(manager: CacheManager, request: EngineRequest, rng: Random) -> N
         manager.probe(request)
         manager.get_page_ids(request.request_id)
         manager.reset_prefix_cache()
-        assert list(manager._registry.hashes) is not None
+        assert list(manager.registry.hashes) is not None
         manager.page_pool.check()
 
 

@@ -38,7 +38,7 @@ def make_manager(page_size: int = 4, **options: Any) -> CacheManager:
 
 
 def digests_of(manager: CacheManager, request_id: str) -> list[bytes]:
-    return [page_hash.hash_value.to_bytes(32, "big") for page_hash in RequestPageHashes(manager._registry)[request_id]]
+    return [page_hash.hash_value.to_bytes(32, "big") for page_hash in RequestPageHashes(manager.registry)[request_id]]
 
 
 def hash_prompt(token_ids: list[int], page_size: int = 4, hash_seed: Any = None, **keys: Any) -> list[bytes]:

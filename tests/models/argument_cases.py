@@ -170,7 +170,7 @@ class InUse:
             self.pool.ref_counts().tolist(),
             self.pool.free_page_ids_in_order().tolist(),
             {key: list(pages) for key, pages in self.pool.cached_page_hash_to_page.items()},
-            {request_id: self.manager.get_page_ids(request_id) for request_id in self.manager._registry.held},
+            {request_id: self.manager.get_page_ids(request_id) for request_id in self.manager.registry.held},
             [
                 (table.page_table_cpu.tolist(), table.cpu_version, table.count_dirty_segments(0, 4))
                 for table in (self.table, *self.tables, self.batch_table)

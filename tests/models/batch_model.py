@@ -680,7 +680,7 @@ class BatchRows(Rows):
 
     def admit(self, row: int, token_ids: list[int], **options: Any) -> int | None:
         self.named = {row}
-        if self.manager._host_tier is not None:
+        if self.manager.host_tier is not None:
             # The oracle remembers no refusals: with new features a request is looked up again.
             options = {"mm_features": [], **options}
         if self._tried[0] is not token_ids:

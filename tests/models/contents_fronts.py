@@ -326,7 +326,7 @@ class Front(ABC):
 
     def find_key(self, job: Job, num_tokens: int) -> int:
         """Return the key of a page that ends after so many tokens."""
-        registry = self.world.manager._registry
+        registry = self.world.manager.registry
         chain = registry.hash_apart(job, num_tokens)
         return chain[num_tokens // registry.rules.hash_page_size - 1]
 

@@ -19,7 +19,7 @@ def make_told(*specs: Any, num_pages: int = 32, **options: Any) -> pagepool.Cach
 
 def run_request(manager: pagepool.CacheManager, token_ids: list[int], **attributes: Any) -> Request:
     """Compute a request; it keeps its pages."""
-    request = Request(f"r{len(manager._registry.hashes)}", token_ids, **attributes)
+    request = Request(f"r{len(manager.registry.hashes)}", token_ids, **attributes)
     assert allocate(manager, request) is not None
     request.num_computed_tokens = len(token_ids)
     return request

@@ -125,7 +125,7 @@ def count_hits(manager: CacheManager, token_ids: list[int] | None = None, **opti
 def manager_state(manager: CacheManager) -> tuple[Any, ...]:
     """Return the observable state of requests and their pool after checking it."""
     manager.check()
-    requests = {request_id: manager.get_page_ids(request_id) for request_id in manager._registry.held}
+    requests = {request_id: manager.get_page_ids(request_id) for request_id in manager.registry.held}
     return package_pool_state(manager.page_pool, with_hashes=True), manager.stats().queries, requests
 
 

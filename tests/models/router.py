@@ -135,7 +135,7 @@ class Telling:
         """Take the events, and check that the router knows what the oracle has cached, as does one that starts now."""
         known = dict(self.router.sessions)
         self.router.apply(self.manager.take_events())
-        contents = Contents(self.oracle.keys, isinstance(self.manager._registry.hasher, VllmHasher))
+        contents = Contents(self.oracle.keys, isinstance(self.manager.registry.hasher, VllmHasher))
         pool = self.oracle.page_pool
         told = {page: (group, self.hash_of(page)) for page, (_, group) in pool.entry_of_page.items()}
         assert self.router.pages.keys() == set(told.values())
@@ -177,7 +177,7 @@ class Telling:
         key, _ = self.manager._store.key_of(page_id)
         if not self.hashes_as_bytes:
             return key & MASK
-        return key.to_bytes(self.manager._registry.hasher.num_digest_bytes, "big")
+        return key.to_bytes(self.manager.registry.hasher.num_digest_bytes, "big")
 
 
 def sorted_keys(stored: Stored) -> tuple[Any, ...]:

@@ -210,8 +210,8 @@ def require_empty(engine: Engine) -> None:
     left = {
         "pages held": int(np.count_nonzero(pool.ref_counts()[1:])),
         "pages not free": pool.num_pages - 1 - pool.get_num_free_pages(),
-        "requests with pages": len(manager._registry.held),
-        "requests with hashes": len(manager._registry.hashes),
+        "requests with pages": len(manager.registry.held),
+        "requests with hashes": len(manager.registry.hashes),
         "resets refused": int(not manager.reset_prefix_cache()),
         "prefix entries": len(pool.cached_page_hash_to_page),
     }

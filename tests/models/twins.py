@@ -54,7 +54,7 @@ def name_differences(mine: Any, theirs: Any) -> list[str]:
 
 def share_hashes(oracle: OracleManager, manager: Any) -> None:
     """Let the oracle's policy know the keys that a manager of the package makes."""
-    registry = manager._registry
+    registry = manager.registry
 
     def hash_page(request: Any, page: int) -> int:
         held = registry.held.get(request.request_id)
@@ -361,7 +361,7 @@ class PackageTwin(Twin):
         """Look up, and probe first where a probe can tell the result of the look-up, which has room for what it loads."""
         probe = None if options.get("dp_shard_hint") is not None else self.manager.probe(request)
         pages, num_tokens = super().look_up(request, **options)
-        hashes = self.manager._registry.hashes.get(request.request_id)
+        hashes = self.manager.registry.hashes.get(request.request_id)
         if probe is not None and probe.num_hit_tokens != num_tokens and not (hashes and hashes.is_short):
             raise Mismatch(f"{probe} before a look-up that hit {num_tokens} tokens")
         return pages, num_tokens

@@ -181,6 +181,14 @@ def test_python_imports_the_core_through_its_door() -> None:
     assert [name_of(path) for path in outside if core_imports(path)] == []
 
 
+def test_no_other_module_reads_private_attributes_of_a_manager() -> None:
+    """In `compat/vllm` a manager is one of vLLM's."""
+    read = re.compile(r"manager(?:\(\))?\._(?!_)\w+")
+    files = [path for path in FILES if not module_of(path).startswith("compat.vllm")]
+    offenders = {name_of(path): set(read.findall(path.read_text())) for path in files}
+    assert {path: reads for path, reads in offenders.items() if reads} == {}
+
+
 def test_optional_packages_are_imported_on_first_use() -> None:
     files = [path for path in FILES if not module_of(path).startswith(EXTRAS)]
     roots = {name_of(path): {name.split(".")[0] for name in imports_of(path, at_import_time=True)} for path in files}

@@ -84,7 +84,7 @@ class TestDecisions:
         manager = make_manager(200)
         figures = Scheduler(manager, generate_chats(50), max_num_seqs=8, batched=batched).run()
         assert manager.page_pool.get_num_free_pages() == 199
-        assert manager._registry.hashes == {}
+        assert manager.registry.hashes == {}
         manager.page_pool.check()
         assert 0 < figures.mean_usage <= figures.peak_usage <= 1
         assert 0 < figures.allocator_seconds < figures.wall_seconds

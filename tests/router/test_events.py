@@ -115,7 +115,7 @@ def test_a_batch_on_the_wire() -> None:
     events = manager.take_events()
     ts, [stored], rank = msgspec.msgpack.decode(encode_batch(EventBatch(1.5, events, 3)))
     assert (ts, rank) == (1.5, 3)
-    hashes = [page_hash.hash_value & MASK for page_hash in RequestPageHashes(manager._registry)[request.request_id]]
+    hashes = [page_hash.hash_value & MASK for page_hash in RequestPageHashes(manager.registry)[request.request_id]]
     assert list(stored.items()) == [
         *[("type", "BlockStored"), ("block_hashes", hashes), ("parent_block_hash", None), ("token_ids", list(range(8)))],
         *[("block_size", 4), ("lora_id", None), ("medium", "GPU"), ("lora_name", None)],

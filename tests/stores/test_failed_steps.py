@@ -64,7 +64,7 @@ def list_contents(kind: str, prompts: Sequence[Sequence[int]]) -> dict[bytes, li
     for prompt in prompts:
         manager = make_manager(kind)
         longer = EngineRequest("names", [*prompt, 0])  # a hit leaves a token to compute
-        chain = manager._registry.hash_apart(longer, longer.num_tokens)
+        chain = manager.registry.hash_apart(longer, longer.num_tokens)
         keys, groups, _, _ = list_absent(manager._store, manager._rules.groups, chain, longer.num_tokens)
         places = [0] * len(KINDS[kind])
         for group, name in zip(groups.tolist(), Pages(keys, groups).name(), strict=True):

@@ -409,7 +409,7 @@ def test_a_damaged_object_is_a_miss_of_its_key_alone(clock: Clock, damage: str) 
 def name_pages(host: Host, token_ids: Sequence[int]) -> list[bytes]:
     """Return the names of a prompt's full pages, whether they are cached or not."""
     manager = CacheManager(17, host.manager.kv_cache_groups, 64, host_tier=HostTier(40), hash_seed=1)
-    chain = manager._registry.hash_apart(EngineRequest("names", token_ids), len(token_ids))
+    chain = manager.registry.hash_apart(EngineRequest("names", token_ids), len(token_ids))
     keys, groups, _, _ = list_absent(manager._store, manager._rules.groups, chain, len(token_ids))
     return Pages(keys, groups).name()
 

@@ -156,7 +156,7 @@ class CacheManager(manager.CacheManager):
     @property
     def req_to_page_hashes(self) -> RequestPageHashes:
         """A live, read-only view of the page hashes of each request, by request id."""
-        return RequestPageHashes(self._registry)
+        return RequestPageHashes(self.registry)
 
     @cached_property
     def coordinator(self) -> CacheCoordinator:

@@ -82,7 +82,7 @@ class SplitSimulator:
         """
         num_pages = self._pools.divide(memory, share)
         manager = make_manager_of_pools(num_pages, self._pools, self._requests)
-        manager._store.search_all_lost()
+        manager.registry.store.search_all_lost()
         queue = Queue(manager, self._num_at_once, self._max_num_tokens)
         num_skipped = 0
         for num_done, request in enumerate(self._requests, start=1):

@@ -157,7 +157,7 @@ class BatchAllocator(Allocator):
         super().__init__(manager)
         page_sizes = [group.kv_cache_spec.page_size for group in manager.kv_cache_groups]
         self._batch = RunningBatch(manager, MultiGroupPageTable(num_rows, max_num_tokens, 0, page_sizes), writes="anywhere")
-        self._writes_states = manager._rules.writes_states
+        self._writes_states = manager.registry.rules.writes_states
         if self._writes_states:
             self.interval = None
 

@@ -82,7 +82,7 @@ class Recorder:
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
         if not isinstance(path, str | os.PathLike):
             raise ArgumentTypeError(f"path: got {type(path).__name__}, allowed: a string or os.PathLike")
-        size = manager._registry.rules.hash_page_size if block_size is None else block_size
+        size = manager.hash_page_size if block_size is None else block_size
         self._block_size = require_int("block_size", size, 1, MAX_SIZE)
         self._key = secrets.token_bytes(16)
         self._hasher = make_page_hasher("siphash128", self._block_size, self._key)
