@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from request import Request
 
-from pagepool import CacheManager, EngineRequest, FailedLoads, MultiGroupPageTable, RunningBatch, StepResult
+from pagepool import CacheManager, EngineRequest, FailedLoads, MultiGroupPageTable, RequestTraits, RunningBatch, StepResult
 from pagepool.errors import OutOfPagesError
 from pagepool.stores import StoreTier
 
@@ -157,8 +157,8 @@ class Scheduler:
                 row,
                 request.token_ids[:-1] if request.samples else request.token_ids,
                 max_num_new_tokens=budget,
-                is_preempted=request.num_cached_tokens is not None,
                 step=step,
+                traits=RequestTraits(is_preempted=request.num_cached_tokens is not None),
             )
             if num_cached is None:
                 break

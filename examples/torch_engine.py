@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention as attend_to
 
-from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, RunningBatch, StepInputs, StepResult
+from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, RequestTraits, RunningBatch, StepInputs, StepResult
 from pagepool.torch import PageTable
 
 VOCAB, WIDTH, LAYERS, HEADS, HEAD_SIZE, PAGE_SIZE, MAX_MODEL_LEN, STOP_TOKEN = 64, 32, 2, 4, 8, 4, 96, 20
@@ -160,8 +160,9 @@ class Engine:
         self.grow([row for row in self.running if num_new[row]], step, lambda rows: batch.grow(rows, num_new[rows], step=step))
         for row in np.flatnonzero(~batch.is_admitted)[: len(self.waiting) * (not self.is_short)].tolist():
             request = self.waiting[0]
-            options = {"max_num_new_tokens": budget, "reserve": "prompt", "is_preempted": bool(request.answer)}
-            num_cached = batch.admit(row, request.prompt + request.answer, step=step, **options) if budget else None
+            tokens, traits = request.prompt + request.answer, RequestTraits(is_preempted=bool(request.answer))
+            options = {"max_num_new_tokens": budget, "reserve": "prompt", "traits": traits}
+            num_cached = batch.admit(row, tokens, step=step, **options) if budget else None
             if num_cached is None:
                 break
             budget -= batch.num_computed_tokens[row] - num_cached

@@ -30,7 +30,7 @@ from pagepool.page_table import (
     device_slot_mapping,
 )
 from pagepool.refusal import Refusal
-from pagepool.request import EngineRequest, EngineRequestStatus, Request
+from pagepool.request import EngineRequest, EngineRequestStatus, Request, RequestTraits
 from pagepool.running_batch import FailedLoads, PageCopies, RunningBatch, StateWrites, StepResult, Transfers
 from pagepool.specs import (
     AttentionSpec,
@@ -78,6 +78,7 @@ __all__ = [
     "QueryCounts",
     "Refusal",
     "Request",
+    "RequestTraits",
     "Retention",
     "RunningBatch",
     "SlidingWindowSpec",

@@ -235,10 +235,10 @@ class CacheManager(KeyHolder, SlotAllocator):
     With ``caches="computed"`` a page can hit once the request's ``num_computed_tokens`` say that it is computed, after the next
     call of `allocate_slots` or `cache_pages` for this request, or once it is freed. Tokens of a step that fails then never hit.
     By default, ``"scheduled"``, the call that gives tokens slots caches them, and requests of the same step hit each other's
-    pages: see docs/engines.md. `RunningBatch` has such an argument for its rows.
+    pages: see docs/engines.md. Rows of a `RunningBatch` are cached by the same rule.
 
-    `restores_states` is for engines that restore the state of the counted tokens in the working page before the request is
-    scheduled again. Lookahead may then pass checkpoints: see docs/hybrids.md.
+    `restores_states` is for engines that restore the state of the counted tokens in the working page before the request or row
+    is scheduled again. Lookahead may then pass checkpoints: see docs/hybrids.md.
 
     `max_num_batched_tokens`, the largest number of tokens in a step, only matters to `require_capacity`; None lets a step
     compute a whole request.

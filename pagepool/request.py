@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import are_plain_token_ids
-from pagepool.arguments import as_list, require_int
+from pagepool.arguments import MAX_SIZE, as_list, require_flag, require_int, require_name, require_token_counts
 from pagepool.errors import ArgumentTypeError
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "EngineRequestStatus",
     "LoraId",
     "Request",
+    "RequestTraits",
     "Salt",
     "TokenIds",
 ]
@@ -151,6 +152,59 @@ class EngineRequest:
         self.all_token_ids.extend(
             _list_token_ids("token_ids", [token_ids] if isinstance(token_ids, int | np.integer) else token_ids)
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RequestTraits:
+    """The salt, session, tenant and the like of a request: ``batch.admit(row, token_ids, traits=RequestTraits(tenant="gold"))``.
+
+    Make one object for a request of a running batch, and pass it at each try. Its attributes do not change; do not change
+    `mm_features` in place. Raise ArgumentError for values out of range, ArgumentTypeError for other types; for `cache_salt`, `lora_id` and
+    `mm_features` `RunningBatch.admit` raises them.
+
+    >>> RequestTraits(session_id="chat-1", resume_at=[64]).resume_at
+    (64,)
+    """
+
+    cache_salt: Salt | None = None
+    """Requests with different salts share no pages. A request with images but no features needs its own, such as
+    ``secrets.token_hex(16)``, and the same one when it returns, since a row does not know the id of its request. For embeddings
+    in place of tokens it is a digest of them, such as ``sha256(embeddings.tobytes()).hexdigest()``.
+    """
+    lora_id: LoraId | None = None
+    """Requests with different adapters share no pages."""
+    mm_features: Sequence[Any] | None = None
+    """Images and the like, as in `Request`."""
+    dp_shard: int | None = None
+    """Shard of the pool, taken modulo the batch's `data_parallel_size`, from which hits and all pages come, also later ones."""
+    look_up: bool = True
+    """False: no prefix is taken, as needed for ``prompt_logprobs``."""
+    is_preempted: bool = False
+    """Whether the request ran before; `CacheManager.stats` counts it separately."""
+    resume_at: Sequence[int] = ()
+    """Up to four numbers of tokens where other requests are likely to diverge, as in `Request`; none for a model with states,
+    unless their checkpoints are at the ``"ends"``.
+    """
+    session_id: str | None = None
+    """The session that owns the pages cached by the row: see `CacheManager.expect_session`."""
+    tenant: str | None = None
+    """The tenant charged for the pages taken by the row: see `CacheManager.set_shares`."""
+    ends_at_checkpoint: bool = False
+    """Whether the slots of the admission end at the last multiple of ``CacheManager.checkpoint_interval``, if there is one
+    after the cached tokens.
+    """
+
+    def __post_init__(self) -> None:
+        """Check the values, and store them as plain ones."""
+        for name in ("look_up", "is_preempted", "ends_at_checkpoint"):
+            if type(getattr(self, name)) is not bool:
+                object.__setattr__(self, name, require_flag(name, getattr(self, name)))
+        for name in ("session_id", "tenant"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, require_name(name, getattr(self, name)))
+        if self.dp_shard is not None:
+            object.__setattr__(self, "dp_shard", require_int("dp_shard", self.dp_shard, 0))
+        object.__setattr__(self, "resume_at", tuple(require_token_counts("resume_at", self.resume_at, MAX_SIZE)))
 
 
 def _list_token_ids(name: str, token_ids: Iterable[int]) -> list[int]:

@@ -31,13 +31,13 @@ from pagepool._core import (
     Transfers,
     check_holders,
 )
-from pagepool.arguments import MAX_SIZE, require_choice, require_flag, require_int
+from pagepool.arguments import MAX_SIZE, require_choice, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import RequestExtraKeys, list_features
 from pagepool.host_table import HostTable, HostTables
 from pagepool.manager import CacheManager
 from pagepool.pools import require_states
-from pagepool.request import LoraId, Salt, TokenIds
+from pagepool.request import LoraId, RequestTraits, Salt, TokenIds
 from pagepool.specs import find_shard
 
 __all__ = ["FailedLoads", "PageCopies", "RunningBatch", "StateWrites", "StepResult", "Transfers"]
@@ -46,6 +46,8 @@ BINDING = Lock()
 """Held while a batch takes its tables."""
 
 RowNumbers = Sequence[int] | npt.NDArray[Any]
+
+NO_TRAITS = RequestTraits()
 
 KeyedPages = list[tuple[int | None, bytes]]
 """Pages with extra keys, and their encoded keys. None, the last, stands for all other pages."""
@@ -89,28 +91,26 @@ class RunningBatch(RunningRows):
         page_table: HostTable | HostTables,
         *,
         data_parallel_size: int | None = None,
-        restores_states: bool = False,
         max_steps_ahead: int = 0,
         writes: Literal["ends", "anywhere"] = "ends",
-        caches: Literal["scheduled", "computed"] = "scheduled",
     ) -> None:
         """`page_table`, a table of pagepool or of `pagepool.torch`, has a table for each group of the manager; a `PageTable`
         serves one group. A table serves one batch at a time; while another
         one fills it, ArgumentError is raised.
 
-        `data_parallel_size` divides the pool into shards for `admit`'s `dp_shard`. `restores_states` is for engines that
-        restore the state of a row's computed tokens in its working page before the row grows again. Lookahead may then pass
-        checkpoints: see docs/hybrids.md.
+        `data_parallel_size` divides the pool into shards for ``RequestTraits.dp_shard``.
 
         With `max_steps_ahead` an engine plans this many steps, or fewer, before it knows the tokens of the one that runs: by
         `step_ahead` and `resolve`, or by `grow` and `append`, where lookahead tokens are those of steps in flight (see
         docs/one_step_ahead.md). Each call then plans a step. For a model with states that are kept this needs
-        ``checkpoints="ends"``, and drafts need `restores_states` as well. `writes` says where the kernels of such states can
-        write checkpoints: ``"ends"``, behind the last token of a row's step, or ``"anywhere"`` within its tokens.
+        ``checkpoints="ends"``, and drafts need a manager with `restores_states` as well. `writes` says where the kernels of
+        such states can write checkpoints: ``"ends"``, behind the last token of a row's step, or ``"anywhere"`` within its
+        tokens.
 
-        `caches` says when full pages can be hit: ``"scheduled"``, as soon as their tokens have slots, since steps run in order,
-        or ``"computed"``, once `resolve` has ended the step that computes them. The second is for engines whose pages others
-        read, or whose layers read before all keys are written. Equal prompts in one step are then computed twice.
+        `caches` of the manager says when full pages of rows can be hit: ``"scheduled"``, as soon as their tokens have slots,
+        since steps run in order, or ``"computed"``, once `resolve` has ended the step that computes them. The second is for
+        engines whose pages others read, or whose layers read before all keys are written. Equal prompts in one step are then
+        computed twice.
 
         Raise ArgumentError if the arguments do not fit together, if a pool of states has fewer pages than a row and group each
         and two more, or if the manager caches with a callable as `hash_algo`, since a step hashes natively. A row's memory is
@@ -131,7 +131,6 @@ class RunningBatch(RunningRows):
             allowed = "'siphash128', 'sha256' or 'sha256_cbor'"
             raise ArgumentError(f"manager: got one with a callable as hash_algo, allowed with caching: {allowed}")
         require_choice("writes", writes, "ends", "anywhere")
-        require_choice("caches", caches, "scheduled", "computed")
         super().__init__(
             registry.store,
             tables,
@@ -140,10 +139,10 @@ class RunningBatch(RunningRows):
             hash_page_size,
             hasher.chain_key,
             size if is_divided else 0,
-            require_flag("restores_states", restores_states),
+            manager.restores_states,
             max_steps_ahead,
             writes == "anywhere",
-            caches == "computed",
+            manager.caches == "computed",
             hasher.chain_algorithm,
             hasher.lookahead,
         )
@@ -173,32 +172,23 @@ class RunningBatch(RunningRows):
         *,
         num_tokens: int | None = None,
         max_num_new_tokens: int | None = None,
-        cache_salt: Salt | None = None,
-        lora_id: LoraId | None = None,
-        mm_features: Sequence[Any] | None = None,
-        dp_shard: int | None = None,
         num_reserved_pages: int = 0,
-        look_up: bool = True,
-        is_preempted: bool = False,
-        ends_at_checkpoint: bool = False,
         num_external_tokens: int = 0,
-        resume_at: Sequence[int] = (),
-        session_id: str | None = None,
-        tenant: str | None = None,
-        num_lookahead_tokens: int = 0,
+        num_drafts: int = 0,
         reserve: Literal["prompt"] | None = None,
+        traits: RequestTraits | None = None,
         step: StepResult | None = None,
     ) -> int | None:
         """Start a request in a free row: take its longest cached prefix, allocate slots, and fill the table's row.
 
         `token_ids`, a list or an int32 array, are the row's known tokens. The first `num_tokens` of them, including cached
-        ones, get slots (None: all). `max_num_new_tokens`, a step's budget, limits the slots after the cached tokens. With
-        `ends_at_checkpoint` the slots end at the last multiple of ``CacheManager.checkpoint_interval``, if there is one after
-        the cached tokens. Return the number of cached tokens, at most one less than all; None, without a change, if too few
-        pages are free now. With a host tier, cached pages found only in the tier are queued for loading, even if the request
-        then does not fit, or is refused with an error. `num_reserved_pages` stay free for running rows.
+        ones, get slots (None: all). `max_num_new_tokens`, a step's budget, limits the slots after the cached tokens. `traits`
+        say who the request is: its salt, session, tenant and the like. Return the number of cached tokens, at most one less
+        than all; None, without a change, if too few pages are free now. With a host tier, cached pages found only in the tier
+        are queued for loading, even if the request then does not fit, or is refused with an error. `num_reserved_pages` stay
+        free for running rows.
 
-        `num_lookahead_tokens` slots, for drafts, follow those tokens, as in `grow`, up to ``max_num_tokens``. With `reserve`
+        `num_drafts` slots, for drafts, follow those tokens, as in `grow`, up to ``max_num_tokens``. With `reserve`
         ``"prompt"`` the row takes the pages of all known tokens now, and slots for drafts behind these, so that no later chunk
         lacks pages. Windows and chunked attention hold them all as well, and give them back as they move on. Forks do not have
         them, and `fail_external` gives them back.
@@ -207,26 +197,14 @@ class RunningBatch(RunningRows):
         known token. Only the external tokens get slots, and the row is pending until `commit_external`. The array
         ``num_external_tokens`` has their number; if it is 0, since all others are cached, the row runs at once.
 
-        `resume_at` has up to four numbers of tokens where other requests are likely to diverge, as in `Request`; none for a
-        model with states, unless their checkpoints are at the ``"ends"``. Pages cached by the row belong to the session
-        `session_id`: see `CacheManager.expect_session`. Pages taken by it are charged to `tenant`: see
-        `CacheManager.set_shares`.
-
-        `cache_salt`, `lora_id` and `mm_features` keep prefixes apart as in `CacheManager`. With `dp_shard`, taken modulo
-        `data_parallel_size`, hits and all pages, also later ones, come from this shard. With `look_up` False no prefix is
-        taken, as needed for ``prompt_logprobs``. A request with images but no features needs its own salt, such as
-        ``secrets.token_hex(16)``, and the same one when it returns, since a row does not know the id of its request. For
-        embeddings in place of tokens the salt is a digest of them, such as ``sha256(embeddings.tobytes()).hexdigest()``.
-        `is_preempted` marks a request that ran before; `CacheManager.stats` counts it separately.
-
         With `step` an admitted row becomes part of this step, unless it waits for tokens from elsewhere: see `resolve`.
 
         `CacheManager.stats` counts a request when it is admitted, not when it is refused. Refusing the same request again in
         the same row costs O(1) while too few pages are free, no hit page gets another holder and no further page of the request
         is cached; with windows, chunks or eagle, while nothing is cached or evicted. For this, pass the same list, or an array
-        over the same memory, and the same `mm_features`: tokens in a new object are compared one by one, and features in a new
-        object are looked up again. Do not change these objects or a feature in place: a row reads the features of its last
-        request again only if their class has no weak references.
+        over the same memory, and the same `traits`: tokens in a new object are compared one by one, and features in a new list
+        are looked up again. Do not change these objects or a feature in place: a row reads the features of its last request
+        again only if their class has no weak references.
 
         Raise RequestTooLargeError for a request that would hold more pages than the whole pool, or its shard, has. Waiting does
         not help, but fewer tokens per step may (see `CacheManager.require_capacity`). Reserved pages do not count, since the
@@ -242,12 +220,22 @@ class RunningBatch(RunningRows):
             num_external = num_external_tokens
             if type(num_external) is not int or num_external:
                 num_external = min(require_int("num_external_tokens", num_external, 0), self.max_num_tokens)
-            look_up, is_preempted = require_flag("look_up", look_up), require_flag("is_preempted", is_preempted)
-            ends_at_checkpoint = require_flag("ends_at_checkpoint", ends_at_checkpoint)
-            resumes = type(resume_at) is not tuple or resume_at
-            counts = self._registry.rules.require_resume_at(resume_at, self.max_num_tokens) if resumes else None
-            places = resume_at if self._registry.rules.writes_states else ()  # the slots may end there
-            options = cache_salt, lora_id, mm_features, dp_shard, look_up, ends_at_checkpoint, num_external, places
+            if type(num_drafts) is not int or num_drafts:
+                num_drafts = min(require_int("num_drafts", num_drafts, 0, MAX_SIZE), self.max_num_tokens)
+            named = NO_TRAITS if traits is None else _checked(traits)
+            rules, look_up, resume_at = self._registry.rules, named.look_up, named.resume_at
+            counts = rules.require_resume_at(resume_at, self.max_num_tokens) if resume_at else None
+            ends_at_checkpoint = named.ends_at_checkpoint
+            options = (
+                named.cache_salt,
+                named.lora_id,
+                named.mm_features,
+                named.dp_shard,
+                look_up,
+                ends_at_checkpoint,
+                num_external,
+                resume_at if rules.writes_states else (),  # the slots may end there
+            )
             reserves_prompt = reserve is not None
             if reserves_prompt and not (type(reserve) is str and reserve == "prompt"):
                 raise ArgumentError(f"reserve: got {shown(reserve)}, allowed: None or 'prompt'")
@@ -258,7 +246,7 @@ class RunningBatch(RunningRows):
                 max_num_new_tokens,
                 num_reserved_pages,
                 options,
-                num_lookahead_tokens,
+                num_drafts,
                 reserves_prompt,
             ):
                 return None
@@ -273,12 +261,13 @@ class RunningBatch(RunningRows):
                 ends_at_checkpoint,
                 num_external,
                 counts,
-                num_lookahead_tokens,
+                num_drafts,
                 reserves_prompt,
             )
-            shard = None if dp_shard is None else self._find_shard(dp_shard)
-            keys, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
-            counter = self._counters[is_preempted] if look_up else None
+            shard = None if named.dp_shard is None else self._find_shard(named.dp_shard)
+            keys, keyed = self._find_extra_keys(row, named)
+            counter = self._counters[named.is_preempted] if look_up else None
+            session_id, tenant = named.session_id, named.tenant
             session = context = 0
             try:
                 session = 0 if session_id is tenant is None else self._registry.hold_session(session_id, tenant)
@@ -292,16 +281,7 @@ class RunningBatch(RunningRows):
             self._forget_refusal()
             raise
 
-    def probe(
-        self,
-        row: int,
-        token_ids: TokenIds,
-        *,
-        cache_salt: Salt | None = None,
-        lora_id: LoraId | None = None,
-        mm_features: Sequence[Any] | None = None,
-        dp_shard: int | None = None,
-    ) -> int:
+    def probe(self, row: int, token_ids: TokenIds, *, traits: RequestTraits | None = None) -> int:
         """Return the number of tokens that `admit` would hit in a free row now, in a host tier too.
 
         The row keeps the hashes, as after `admit`: a later `admit` or `probe` there, of the same or longer tokens, hashes only
@@ -310,9 +290,10 @@ class RunningBatch(RunningRows):
         Raise ArgumentError if the row is admitted, and the errors of `admit` for wrong arguments. O(tokens), and with windows
         or states O(pages x groups).
         """
+        named = NO_TRAITS if traits is None else _checked(traits)
         request = RowRequest(self, row, token_ids)
-        shard = None if dp_shard is None else self._find_shard(dp_shard)
-        _, keyed = self._find_extra_keys(row, cache_salt, lora_id, mm_features)
+        shard = None if named.dp_shard is None else self._find_shard(named.dp_shard)
+        _, keyed = self._find_extra_keys(row, named)
         return request.probe(keyed, shard)
 
     def _find_shard(self, dp_shard: int) -> int | None:
@@ -320,14 +301,12 @@ class RunningBatch(RunningRows):
         size = self._data_parallel_size
         if size is None:
             raise ArgumentError(f"dp_shard: got {shown(dp_shard)}, allowed without data_parallel_size: None")
-        found = find_shard(self._registry.page_pool.num_pages, require_int("dp_shard", dp_shard, 0), size)
+        found = find_shard(self._registry.page_pool.num_pages, dp_shard, size)
         return None if found is None else found[0]
 
-    def _find_extra_keys(
-        self, row: int, cache_salt: Salt | None, lora_id: LoraId | None, mm_features: Sequence[Any] | None
-    ) -> tuple[RequestExtraKeys | None, KeyedPages]:
+    def _find_extra_keys(self, row: int, traits: RequestTraits) -> tuple[RequestExtraKeys | None, KeyedPages]:
         """Return the extra keys of a request and its keyed pages. Features of the row's last request are not read again."""
-        features = list_features(mm_features)
+        cache_salt, lora_id, features = traits.cache_salt, traits.lora_id, list_features(traits.mm_features)
         if cache_salt is None and lora_id is None and not features:
             return None, []
         keys = self._hasher.extra_keys.of(_Keyed(cache_salt, lora_id))
@@ -445,6 +424,13 @@ class _ReadFeatures(NamedTuple):
             and mine == others
             and all(reference() is feature for reference, feature in zip(self.references, features, strict=True))
         )
+
+
+def _checked(traits: RequestTraits) -> RequestTraits:
+    """Return the traits of a request. Raise ArgumentTypeError for anything else."""
+    if not isinstance(traits, RequestTraits):
+        raise ArgumentTypeError(f"traits: got {type(traits).__name__}, allowed: RequestTraits, or None")
+    return traits
 
 
 def _tables_of(page_table: HostTable | HostTables, manager: CacheManager) -> tuple[HostTable, ...]:

@@ -20,9 +20,10 @@ NUM_TURNS = 10
 class Decoding:
     """Rows that decode one token a step, from prompts of different lengths."""
 
-    def __init__(self, num_rows: int, **options: Any) -> None:
-        manager = CacheManager(num_rows * MAX_LEN // PAGE_SIZE + 1, [make_group(specs)], MAX_LEN)
-        self.batch = RunningBatch(manager, PageTable(num_rows, MAX_LEN // PAGE_SIZE, MAX_LEN), **options)
+    def __init__(self, num_rows: int, max_steps_ahead: int = 0, **options: Any) -> None:
+        manager = CacheManager(num_rows * MAX_LEN // PAGE_SIZE + 1, [make_group(specs)], MAX_LEN, **options)
+        table = PageTable(num_rows, MAX_LEN // PAGE_SIZE, MAX_LEN)
+        self.batch = RunningBatch(manager, table, max_steps_ahead=max_steps_ahead)
         rng = np.random.default_rng(SEED)
         self.rows = np.arange(num_rows, dtype=np.int32)
         self.prompts = [rng.integers(0, VOCABULARY, 500 + row % PAGE_SIZE).astype(np.int32) for row in range(num_rows)]

@@ -40,9 +40,8 @@ class Keeping:
         """Draw a prompt, and when it comes back."""
         turn = next(self.turns)
         self.tokens = random_tokens(self.rng, PAGES_PER_PROMPT * PAGE_SIZE)
-        self.admission: dict[str, Any] = {} if self.kind == "plain" else {"session_id": f"session {turn}"}
-        if self.kind == "shares":
-            self.admission["tenant"] = f"tenant {turn % NUM_TENANTS}"
+        tenant = f"tenant {turn % NUM_TENANTS}" if self.kind == "shares" else None
+        self.traits = None if self.kind == "plain" else pagepool.RequestTraits(session_id=f"session {turn}", tenant=tenant)
         self.release: dict[str, Any] = {} if self.kind == "plain" else {"seconds": 2.0 ** (turn * 7 % 12)}
 
 
@@ -55,7 +54,7 @@ class Prompt(Keeping):
             run_untimed(self)
 
     def run(self) -> None:
-        self.batch.admit(0, self.tokens, **self.admission)
+        self.batch.admit(0, self.tokens, traits=self.traits)
         self.page_ids = [len(self.batch.get_page_ids(0)[0])]
         self.batch.release([0], **self.release)
 
@@ -69,7 +68,7 @@ class Close(Keeping):
 
     def prepare(self) -> None:
         super().prepare()
-        self.batch.admit(0, self.tokens, **self.admission)
+        self.batch.admit(0, self.tokens, traits=self.traits)
         self.batch.release([0], **self.release)
 
     def run(self) -> None:

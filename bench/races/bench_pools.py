@@ -7,7 +7,7 @@ import pytest
 
 from bench.races.race import POOLS, Race, Work
 from bench.workload import PAGE_SIZE, SEED, VOCABULARY, make_group
-from pagepool import CacheGroupSpec, CacheManager, MambaSpec, MultiGroupPageTable, RunningBatch, specs
+from pagepool import CacheGroupSpec, CacheManager, MambaSpec, MultiGroupPageTable, RequestTraits, RunningBatch, specs
 
 INTERVAL = 512
 NUM_STEPS = 5 * PAGE_SIZE
@@ -50,7 +50,7 @@ class Decode(Hybrid):
         if self.batch.is_admitted[0]:
             self.batch.release(self.rows)
         for row, prompt in enumerate(self.prompts):
-            self.batch.admit(row, prompt, look_up=False)
+            self.batch.admit(row, prompt, traits=RequestTraits(look_up=False))
         self.batch.take_copies()
 
     def run(self) -> None:

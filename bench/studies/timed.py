@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from bench.workload import PAGE_SIZE, Int32Array, make_group
-from pagepool import CacheManager, PageTable, RunningBatch, specs
+from pagepool import CacheManager, PageTable, RequestTraits, RunningBatch, specs
 
 HASH_SEED = 1
 TOO_SMALL = "the pool is too small for a request"
@@ -58,7 +58,7 @@ class TimedBatch:
 
     def start(self, token_ids: Int32Array, on_start: Callable[[int, int], object], **options: Any) -> None:
         """Admit a request, now or as soon as there are pages, and call `on_start` with its row and the tokens that hit."""
-        num_hits = self.batch.admit(self._rows[-1], token_ids, **options)
+        num_hits = self.batch.admit(self._rows[-1], token_ids, traits=RequestTraits(**options))
         if num_hits is None:
             assert len(self._rows) < self._num_rows, TOO_SMALL
             self.timeline.call_in(RETRY_SECONDS, partial(self.start, token_ids, on_start, **options))

@@ -37,7 +37,7 @@ from bench.studies.windows import (
     Windows,
     measure,
 )
-from pagepool import CacheManager, HostTier
+from pagepool import CacheManager, HostTier, RequestTraits
 from pagepool.arguments import MAX_TOKEN_COUNTS
 from pagepool.replay import Scheduler, SimulatedRequest, generate_workload
 from pagepool.replay.traces.arrivals import make_request
@@ -77,7 +77,7 @@ class Sharded(Batched):
 
     def admit(self, _: SimulatedRequest, prompt: Int32Array) -> int | None:
         shard = int(prompt[min(ROUTED_TOKEN, len(prompt) - 1)]) % NUM_SHARDS
-        return self.batch.admit(0, prompt, max_num_new_tokens=CHUNK_LEN, dp_shard=shard)
+        return self.batch.admit(0, prompt, max_num_new_tokens=CHUNK_LEN, traits=RequestTraits(dp_shard=shard))
 
 
 class Sampled(Batched):
@@ -109,7 +109,7 @@ class Named(Batched):
 
     def admit(self, request: SimulatedRequest, prompt: Int32Array) -> int | None:
         assert isinstance(request, Question)
-        return self.batch.admit(0, prompt, max_num_new_tokens=CHUNK_LEN, resume_at=request.resume_at)
+        return self.batch.admit(0, prompt, max_num_new_tokens=CHUNK_LEN, traits=RequestTraits(resume_at=request.resume_at))
 
 
 @cache

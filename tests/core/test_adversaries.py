@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from admissions import admission
 from cpu_time import median_seconds
 from hybrids import FULL, PAGE_SIZE, WINDOW
 from hybrids import make_manager as make_hybrid
@@ -166,7 +167,7 @@ def test_tenants_share_with_themselves_alone(hash_algo: Any) -> None:
         assert manager.reset_prefix_cache()
         batch = RunningBatch(manager, PageTable(1, 64, 64))
         for num_hit_tokens, keys in itertools.product((0, len(PROMPT)), tenants):
-            assert batch.admit(0, [*PROMPT, 99], **keys) == num_hit_tokens, keys
+            assert batch.admit(0, [*PROMPT, 99], **admission(**keys)) == num_hit_tokens, keys
             batch.release([0])
 
 

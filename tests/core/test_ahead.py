@@ -12,7 +12,7 @@ import pytest
 from hybrids import CHUNK, FULL, STATE, WINDOW, batch_state, keep_every, make_batch, make_manager, manager_state, take
 from refusing import refused
 
-from pagepool import CacheManager, EngineRequest, Retention, RunningBatch
+from pagepool import CacheManager, EngineRequest, RequestTraits, Retention, RunningBatch
 from pagepool.errors import ArgumentError, StateAheadError
 
 TOKENS = list(range(100, 164))
@@ -24,7 +24,7 @@ MAX_DRAFTS = 3
 def test_states_that_are_restored_are_right_with_drafts(specs: tuple[Any, ...], num_drafts: int) -> None:
     """The recipe of docs/hybrids.md: lookahead passes checkpoints, and the state behind the counted tokens is written back."""
     rng = Random(f"{len(specs)} {num_drafts}")
-    batch = make_batch(make_manager(*specs, num_pages=100), restores_states=True)
+    batch = make_batch(make_manager(*specs, num_pages=100, restores_states=True))
     states: dict[int, list[int]] = {}
     num_hits = 0
 
@@ -42,7 +42,7 @@ def test_states_that_are_restored_are_right_with_drafts(specs: tuple[Any, ...], 
 
     for _ in range(40):
         token_ids = TOKENS[: rng.randint(1, 40)]
-        num_cached = batch.admit(0, token_ids, ends_at_checkpoint=True)
+        num_cached = batch.admit(0, token_ids, traits=RequestTraits(ends_at_checkpoint=True))
         copy()
         compute(num_cached or 0, token_ids[: int(batch.num_computed_tokens[0])])
         num_hits += num_cached or 0
@@ -113,7 +113,7 @@ def test_lookahead_of_rows_ends_at_checkpoints(
     specs: tuple[Any, ...], num_admitted: int, num_appended: int, num_new: int, num_ahead: int, passed: int | None
 ) -> None:
     for restores_states in (False, True):
-        batch = make_batch(make_manager(*specs), restores_states=restores_states)
+        batch = make_batch(make_manager(*specs, restores_states=restores_states))
         batch.admit(0, [1, 2, 3])
         batch.admit(1, TOKENS[:num_admitted])
         batch.append([1] * num_appended + [0], TOKENS[num_admitted:][: num_appended + 1])
@@ -280,7 +280,7 @@ def test_a_row_without_new_tokens_gives_no_pages_back(spec: Any, windows: str) -
 
 
 def test_a_row_without_new_tokens_keeps_no_checkpoint() -> None:
-    batch = make_batch(make_manager(), restores_states=True)
+    batch = make_batch(make_manager(restores_states=True))
     batch.admit(0, TOKENS[:8])
     batch.grow([0], 0, 3)
     assert take(batch) == []

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from admissions import admission
 from argument_cases import (
     CASES,
     CODES,
@@ -34,6 +35,7 @@ from pagepool import (
     MambaSpec,
     PagePool,
     PageTable,
+    RequestTraits,
     RunningBatch,
     SlidingWindowSpec,
     StepInputs,
@@ -207,7 +209,7 @@ def test_batches_and_seeds_have_that_limit_too(max_digits: int) -> None:
     batch = RunningBatch(CacheManager(16, [CacheGroupSpec(SPEC)], 64), PageTable(2, 16, 64))
     for options in ({"lora_id": HUGE}, {"lora_id": ("name", HUGE)}, {"cache_salt": HUGE}):
         with pytest.raises(ArgumentError, match="an int of 16610 bits"):
-            batch.admit(0, [1, 2, 3], **options)
+            batch.admit(0, [1, 2, 3], **admission(**options))
     assert not batch.is_admitted.any()
     for seed, message in ((HUGE, "an int of 16610 bits"), ("\ud800", "text that is not valid Unicode")):
         with pytest.raises(ArgumentError, match=f"hash_seed: got {message}"):
@@ -218,7 +220,7 @@ def test_numbers_in_messages_have_that_limit(max_digits: int) -> None:
     batch = RunningBatch(CacheManager(16, [CacheGroupSpec(SPEC)], 64), PageTable(2, 16, 64))
     huge = "got an int of 16610 bits, allowed"
     with pytest.raises(ArgumentError, match=f"dp_shard: {huge} without data_parallel_size: None"):
-        batch.admit(0, [1, 2, 3], dp_shard=HUGE)
+        batch.admit(0, [1, 2, 3], traits=RequestTraits(dp_shard=HUGE))
     with pytest.raises(ArgumentError, match=f"max_age: {huge}: at least 0.0"):
         PrefixRouter(PrefixIndex(4), [0], max_age=-HUGE)
     assert PrefixRouter(PrefixIndex(4), [0], max_age=HUGE).choose("a", [1, 2, 3, 4, 5]).worker == 0

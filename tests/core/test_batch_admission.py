@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from admissions import admission
 from hybrids import (
     CHUNK,
     FULL,
@@ -36,6 +37,7 @@ from pagepool import (
     MambaSpec,
     MultiGroupPageTable,
     Refusal,
+    RequestTraits,
     RunningBatch,
 )
 from pagepool.errors import (
@@ -84,8 +86,8 @@ def test_drafts_get_slots_at_admission(specs: Sequence[Any], options: dict[str, 
     for each in (batch, plain):
         each.admit(0, PROMPT[:8])
         each.release([0])
-    num_hits = batch.admit(0, PROMPT[:20], num_lookahead_tokens=num_ahead, **options)
-    assert plain.admit(0, PROMPT[:20], **options) == num_hits
+    num_hits = batch.admit(0, PROMPT[:20], num_drafts=num_ahead, **admission(**options))
+    assert plain.admit(0, PROMPT[:20], **admission(**options)) == num_hits
     num_slots = int(batch.num_computed_tokens[0] + batch.num_external_tokens[0]) + num_ahead
     for ids, plain_ids, spec in zip(batch.get_page_ids(0), plain.get_page_ids(0), specs, strict=True):
         is_state = isinstance(spec, MambaSpec)
@@ -122,17 +124,17 @@ def test_drafts_at_admission_end_at_checkpoints(
     specs: Sequence[Any], num_hits: int, num_admitted: int, num_ahead: int, passed: int | None
 ) -> None:
     for restores_states in (False, True):
-        batch = make_batch(make_manager(*specs), restores_states=restores_states)
+        batch = make_batch(make_manager(*specs, restores_states=restores_states))
         if num_hits:
             batch.admit(0, PROMPT[:8])
             batch.release([0])
-        options = {"num_tokens": num_admitted, "num_lookahead_tokens": num_ahead}
+        options = {"num_tokens": num_admitted, "num_drafts": num_ahead}
         if passed is not None and not restores_states:
             message = f"^row 1: got lookahead to token {min(MAX_MODEL_LEN, num_admitted + num_ahead)}, .* {passed}, "
             with refused(lambda: batch_state(batch), StateAheadError, message):  # noqa: B023
-                batch.admit(1, PROMPT[:20], **options)
-            options["num_lookahead_tokens"] = passed - num_admitted
-        assert batch.admit(1, PROMPT[:20], **options) == num_hits
+                batch.admit(1, PROMPT[:20], **admission(**options))
+            options["num_drafts"] = passed - num_admitted
+        assert batch.admit(1, PROMPT[:20], **admission(**options)) == num_hits
         take(batch)
         assert batch.num_computed_tokens[1] == num_admitted
         batch.release([1])
@@ -143,32 +145,32 @@ def test_a_refused_request_is_refused_with_drafts_only_while_it_lacks_pages() ->
     batch = make_batch(make_manager(FULL, num_pages=9))
     batch.admit(0, PROMPT[20:32])
     for _ in range(2):
-        assert batch.admit(1, PROMPT[:19], num_lookahead_tokens=2) is None
+        assert batch.admit(1, PROMPT[:19], num_drafts=2) is None
         assert batch.refusal is not None
         assert (batch.refusal.num_needed, batch.refusal.num_free) == (6, 5)
-    assert batch.admit(1, PROMPT[:19], num_lookahead_tokens=1) == 0
+    assert batch.admit(1, PROMPT[:19], num_drafts=1) == 0
     batch.release([1])
-    assert batch.admit(1, PROMPT[:19], num_lookahead_tokens=13) is None
+    assert batch.admit(1, PROMPT[:19], num_drafts=13) is None
     batch.release([0])
-    assert batch.admit(1, PROMPT[:19], num_lookahead_tokens=13) == 16
+    assert batch.admit(1, PROMPT[:19], num_drafts=13) == 16
 
 
 @pytest.mark.parametrize("restores_states", [False, True])
 def test_a_refused_request_does_not_pass_a_checkpoint(restores_states: bool) -> None:
-    batch = make_batch(make_manager(num_pages=9), restores_states=restores_states)
+    batch = make_batch(make_manager(num_pages=9, restores_states=restores_states))
     batch.admit(0, PROMPT[20:40])
     tokens = PROMPT[:16]
     assert batch.admit(1, tokens) is None
-    options = {"num_tokens": 9, "num_lookahead_tokens": 7}
-    assert batch.admit(1, tokens, **options) is None
+    options = {"num_tokens": 9, "num_drafts": 7}
+    assert batch.admit(1, tokens, **admission(**options)) is None
     options["num_tokens"] = 8
     if restores_states:
-        assert batch.admit(1, tokens, **options) is None
+        assert batch.admit(1, tokens, **admission(**options)) is None
     else:
         with refused(
             lambda: batch_state(batch), StateAheadError, "lookahead to token 15, which passes the checkpoint after 8, "
         ):
-            batch.admit(1, tokens, **options)
+            batch.admit(1, tokens, **admission(**options))
 
 
 @pytest.mark.parametrize("writes", ["ends", "anywhere"])
@@ -177,7 +179,7 @@ def test_drafts_of_a_step_planned_ahead_are_planned(writes: str) -> None:
     tokens = PROMPT[:7]
     for num_ahead in (0, 1, 5, 40):
         batch = make_written_batch(max_steps_ahead=1, writes=writes)
-        batch.admit(0, tokens, resume_at=[], num_lookahead_tokens=num_ahead)
+        batch.admit(0, tokens, num_drafts=num_ahead, traits=RequestTraits(resume_at=[]))
         batch.take_writes()
         if num_ahead:
             with pytest.raises(StateAheadError, match=f"up to {min(64, 7 + num_ahead)}, "):
@@ -189,7 +191,7 @@ def test_drafts_of_a_step_planned_ahead_are_planned(writes: str) -> None:
 
 def test_drafts_of_awaited_tokens_are_not_planned() -> None:
     batch = make_written_batch(max_steps_ahead=1)
-    batch.admit(0, PROMPT[:20], num_external_tokens=19, num_lookahead_tokens=9)
+    batch.admit(0, PROMPT[:20], num_external_tokens=19, num_drafts=9)
     assert [len(ids) for ids in batch.get_page_ids(0)] == [7, 1]
     batch.take_writes()
     batch.commit_external(0, 19)
@@ -203,9 +205,9 @@ def test_drafts_of_awaited_tokens_are_not_planned() -> None:
 @pytest.mark.parametrize(("value", "error"), [(-1, ArgumentError), (2**70, ArgumentError), (1.0, ArgumentTypeError)])
 def test_wrong_numbers_of_drafts(value: Any, error: type[Exception]) -> None:
     batch = make_batch(make_manager(FULL))
-    with refused(lambda: batch_state(batch), error, "num_lookahead_tokens"):
-        batch.admit(0, PROMPT[:8], num_lookahead_tokens=value)
-    assert batch.admit(0, PROMPT[:8], num_lookahead_tokens=2**30) == 0
+    with refused(lambda: batch_state(batch), error, "num_drafts"):
+        batch.admit(0, PROMPT[:8], num_drafts=value)
+    assert batch.admit(0, PROMPT[:8], num_drafts=2**30) == 0
     assert len(batch.get_page_ids(0)[0]) == MAX_MODEL_LEN // 4
 
 
@@ -221,14 +223,14 @@ def test_chunks_of_a_reserved_prompt_take_no_pages(specs: Sequence[Any], num_ahe
     """All pages of the prompt are held from its first chunk on, and the slots for drafts behind it. Windows give theirs back as
     they move on.
     """
-    batch = make_batch(make_manager(*specs, num_pages=80), restores_states=True)
+    batch = make_batch(make_manager(*specs, num_pages=80, restores_states=True))
     if num_hits:
         batch.admit(0, PROMPT[:num_hits])
         batch.release([0])
     has_state = any(isinstance(spec, MambaSpec) for spec in specs)
     num_hits = 0 if has_state and STATE not in specs else num_hits
     prompt = PROMPT[:43]
-    assert batch.admit(1, prompt, max_num_new_tokens=6, num_lookahead_tokens=num_ahead, reserve="prompt") == num_hits
+    assert batch.admit(1, prompt, max_num_new_tokens=6, num_drafts=num_ahead, reserve="prompt") == num_hits
     take(batch)
     num_pages = -(-(43 + num_ahead) // 4)
     assert [len(ids) for ids in batch.get_page_ids(1)] == [1 if isinstance(spec, MambaSpec) else num_pages for spec in specs]
@@ -263,16 +265,16 @@ def test_a_reserved_prompt_is_refused_as_a_whole() -> None:
     other, options = [9] * 36, {"num_tokens": 8, "reserve": "prompt"}
     for _ in range(2):
         before = batch_state(batch)
-        assert batch.admit(1, other, **options) is None
+        assert batch.admit(1, other, **admission(**options)) is None
         assert batch_state(batch) == before
         assert batch.refusal == Refusal(9, 8, 0, 0, "kv", None, can_wait=True)
     assert batch.admit(1, other, num_tokens=8) == 0
     batch.release([1])
-    assert batch.admit(1, other[:32], num_lookahead_tokens=1, **options) is None
-    assert batch.admit(1, other[:32], **options) == 8
+    assert batch.admit(1, other[:32], num_drafts=1, **admission(**options)) is None
+    assert batch.admit(1, other[:32], **admission(**options)) == 8
     batch.release([0, 1])
     with refused(lambda: batch_state(batch), RequestTooLargeError, "row 1 needs 13 pages at once, the pool has 12"):
-        batch.admit(1, [9] * 49, **options)
+        batch.admit(1, [9] * 49, **admission(**options))
     assert batch.admit(1, [9] * 49, num_tokens=8) == 8
 
 
@@ -297,32 +299,32 @@ def test_a_window_counts_all_pages_of_a_reserved_prompt() -> None:
 def test_a_shard_reserves_a_prompt() -> None:
     manager = make_manager(FULL, num_pages=16)
     batch = make_batch(manager, data_parallel_size=2)
-    assert batch.admit(0, PROMPT[:20], dp_shard=1, num_tokens=4, reserve="prompt") == 0
+    assert batch.admit(0, PROMPT[:20], num_tokens=4, reserve="prompt", traits=RequestTraits(dp_shard=1)) == 0
     assert all(8 <= page < 16 for page in batch.get_page_ids(0)[0])
-    assert batch.admit(1, [9] * 16, dp_shard=1, num_tokens=4, reserve="prompt") is None
+    assert batch.admit(1, [9] * 16, num_tokens=4, reserve="prompt", traits=RequestTraits(dp_shard=1)) is None
     assert batch.refusal is not None
     assert (batch.refusal.num_needed, batch.refusal.num_free, batch.refusal.shard) == (4, 3, 1)
-    assert batch.admit(1, [9] * 12, dp_shard=1, look_up=False) == 0
+    assert batch.admit(1, [9] * 12, traits=RequestTraits(dp_shard=1, look_up=False)) == 0
     assert batch.grow([0], 16).new_page_ids.size == 0
     with pytest.raises(RequestTooLargeError):
-        batch.admit(2, [9] * 33, dp_shard=1, num_tokens=4, reserve="prompt")
+        batch.admit(2, [9] * 33, num_tokens=4, reserve="prompt", traits=RequestTraits(dp_shard=1))
 
 
 def test_drafts_of_a_reserved_prompt_follow_its_last_chunk() -> None:
     """So the first chunk may end before a checkpoint that the slots for drafts pass."""
     batch = make_batch(make_manager(FULL, STATE))
-    options = {"num_lookahead_tokens": 3, "reserve": "prompt"}
+    options = {"num_drafts": 3, "reserve": "prompt"}
     with refused(
         lambda: batch_state(batch), StateAheadError, "^row 0: got lookahead to token 9, which passes the checkpoint after 8, "
     ):
-        batch.admit(0, PROMPT[:6], **options)
-    assert batch.admit(0, PROMPT[:22], num_tokens=6, **options) == 0
+        batch.admit(0, PROMPT[:6], **admission(**options))
+    assert batch.admit(0, PROMPT[:22], num_tokens=6, **admission(**options)) == 0
     assert len(batch.get_page_ids(0)[0]) == 7
     assert batch.grow([0], 10).new_page_ids.size == 0
     with pytest.raises(StateAheadError, match="lookahead to token 25, which passes the checkpoint after 24, "):
         batch.grow([0], 6, 3)
     ahead = make_written_batch(max_steps_ahead=1)
-    assert ahead.admit(0, PROMPT[:22], num_tokens=6, **options) == 0
+    assert ahead.admit(0, PROMPT[:22], num_tokens=6, **admission(**options)) == 0
     ahead.fork(0, [1])  # no planned step computes drafts
     ahead.take_copies()
     ahead.grow([0], 16, 3)
@@ -342,7 +344,7 @@ def test_what_ends_a_reservation() -> None:
         return [len(batch.get_page_ids(row)[0]) for row in rows]
 
     def admit(**options: Any) -> None:
-        batch.admit(0, PROMPT[:30], reserve="prompt", look_up=False, **options)
+        batch.admit(0, PROMPT[:30], reserve="prompt", **admission(look_up=False, **options))
 
     admit(num_tokens=9)
     batch.fork(0, [1, 2])
@@ -390,20 +392,20 @@ def test_what_can_be_reserved(value: Any) -> None:
 @pytest.mark.parametrize("options", [{}, {"cache_salt": "salt"}, {"lora_id": 3}])
 def test_a_probe_tells_what_admission_hits(specs: Sequence[Any], options: dict[str, Any]) -> None:
     batch = make_batch(make_manager(*specs, num_pages=80), writes="anywhere")
-    batch.admit(0, PROMPT[:16], **options)
+    batch.admit(0, PROMPT[:16], **admission(**options))
     take(batch)
     batch.take_writes()
     batch.grow([0], 0, 0)
     batch.release([0])
     before = batch_state(batch)
     for prompt in (PROMPT[:30], PROMPT[:17], PROMPT[:16], PROMPT[:3], [*PROMPT[:8], 1, 2, 3], [9] * 20):
-        num_hits = batch.probe(1, prompt, **options)
-        assert batch.probe(2, np.array(prompt, np.int64), **options) == num_hits
+        num_hits = batch.probe(1, prompt, **admission(**options))
+        assert batch.probe(2, np.array(prompt, np.int64), **admission(**options)) == num_hits
         assert batch_state(batch) == before
-        assert batch.admit(1, prompt, **options) == num_hits
+        assert batch.admit(1, prompt, **admission(**options)) == num_hits
         batch.release([1], num_hits)
         before = batch_state(batch)
-    assert batch.probe(1, PROMPT[:30], cache_salt="other") == 0
+    assert batch.probe(1, PROMPT[:30], traits=RequestTraits(cache_salt="other")) == 0
 
 
 def run_transfers(batch: RunningBatch) -> None:
@@ -440,16 +442,22 @@ def test_a_probe_of_more_than_the_pool_can_load() -> None:
     batch = make_batch(manager)
     run_one_by_one(batch, PROMPT[:32], [9] * 32)
     small = make_batch(manager, data_parallel_size=3)
-    assert [small.probe(0, PROMPT[:33], dp_shard=shard) for shard in (None, 0, 1)] == [32, 0, 0]
+    assert [small.probe(0, PROMPT[:33], traits=RequestTraits(dp_shard=shard)) for shard in (None, 0, 1)] == [32, 0, 0]
 
 
 def test_a_probe_looks_in_its_shard() -> None:
     batch = make_batch(make_manager(FULL, num_pages=16), data_parallel_size=2)
-    batch.admit(0, PROMPT[:12], dp_shard=1)
-    assert [batch.probe(1, PROMPT[:20], dp_shard=shard) for shard in (None, 0, 1, 2, 3)] == [12, 0, 12, 0, 12]
+    batch.admit(0, PROMPT[:12], traits=RequestTraits(dp_shard=1))
+    assert [batch.probe(1, PROMPT[:20], traits=RequestTraits(dp_shard=shard)) for shard in (None, 0, 1, 2, 3)] == [
+        12,
+        0,
+        12,
+        0,
+        12,
+    ]
     batch = make_batch(make_manager(FULL))
     with refused(lambda: batch_state(batch), ArgumentError, "dp_shard: got 0, allowed without data_parallel_size: None"):
-        batch.probe(1, PROMPT[:20], dp_shard=0)
+        batch.probe(1, PROMPT[:20], traits=RequestTraits(dp_shard=0))
 
 
 def test_a_probe_keeps_a_refusal_that_it_does_not_change() -> None:
@@ -468,7 +476,7 @@ def test_a_probe_keeps_a_refusal_that_it_does_not_change() -> None:
         assert is_kept() == keeps
         assert batch.admit(1, tokens) is None
         assert batch.refusal == Refusal(4, 3, 0, 8, "kv", None, can_wait=True)
-    assert batch.probe(1, tokens, cache_salt="salt") == 0
+    assert batch.probe(1, tokens, traits=RequestTraits(cache_salt="salt")) == 0
     assert not is_kept()
     batch.release([0])
     assert batch.admit(1, tokens) == 8
@@ -497,11 +505,11 @@ def test_a_refusal_again_counts_hits_that_are_free_by_now() -> None:
     batch.admit(0, PROMPT[:8])
     batch.admit(2, [9] * 28)
     tokens = [*PROMPT[:8], *[7] * 8]
-    assert batch.admit(1, tokens, num_lookahead_tokens=16) is None
+    assert batch.admit(1, tokens, num_drafts=16) is None
     assert batch.refusal == Refusal(6, 3, 0, 8, "kv", None, can_wait=True)
     batch.release([0])
     for _ in range(2):
-        assert batch.admit(1, tokens, num_lookahead_tokens=16) is None
+        assert batch.admit(1, tokens, num_drafts=16) is None
         assert batch.refusal == Refusal(8, 5, 0, 8, "kv", None, can_wait=True)
     assert batch.admit(1, tokens) == 8
     assert batch.refusal is None
@@ -531,28 +539,28 @@ def test_reserved_pages_of_a_shard_are_those_of_the_pool() -> None:
     batch = make_batch(make_manager(FULL, num_pages=16), data_parallel_size=2)
     tokens = [9] * 12
     for _ in range(2):
-        assert batch.admit(0, tokens, dp_shard=1, num_reserved_pages=13) is None
+        assert batch.admit(0, tokens, num_reserved_pages=13, traits=RequestTraits(dp_shard=1)) is None
         assert batch.refusal == Refusal(3, 15, 13, 0, "kv", None, can_wait=False)
-    batch.admit(1, PROMPT[:24], dp_shard=1)
+    batch.admit(1, PROMPT[:24], traits=RequestTraits(dp_shard=1))
     for _ in range(2):
-        assert batch.admit(0, tokens, dp_shard=1, num_reserved_pages=9) is None
+        assert batch.admit(0, tokens, num_reserved_pages=9, traits=RequestTraits(dp_shard=1)) is None
         assert batch.refusal == Refusal(3, 2, 0, 0, "kv", 1, can_wait=True)
     batch.release([1])
-    assert batch.admit(0, tokens, dp_shard=1, num_reserved_pages=12) == 0
+    assert batch.admit(0, tokens, num_reserved_pages=12, traits=RequestTraits(dp_shard=1)) == 0
 
 
 def test_a_refusal_is_forgotten_after_an_error() -> None:
     batch = make_batch(make_manager(FULL, num_pages=9))
     batch.admit(0, [9] * 20)
     wrong: list[dict[str, Any]] = [
-        {"resume_at": 3}, {"num_tokens": 0}, {"reserve": "all"}, {"num_external_tokens": -1}, {"dp_shard": 0},
-        {"num_lookahead_tokens": -1}, {"row": 0}, {"row": 9}, {"token_ids": []}, {"look_up": np.zeros(2)},
+        {"traits": 3}, {"num_tokens": 0}, {"reserve": "all"}, {"num_external_tokens": -1}, {"dp_shard": 0},
+        {"num_drafts": -1}, {"row": 0}, {"row": 9}, {"token_ids": []},
     ]  # fmt: skip
     for options in wrong:
         assert batch.admit(1, [7] * 20) is None
         assert batch.refusal == Refusal(5, 3, 0, 0, "kv", None, can_wait=True)
         with pytest.raises((ArgumentError, ArgumentTypeError, RowIndexError), match=next(iter(options))):
-            batch.admit(**{"row": 1, "token_ids": [7] * 20} | options)
+            batch.admit(**admission(**{"row": 1, "token_ids": [7] * 20} | options))
         assert batch.refusal is None
 
 
@@ -578,7 +586,7 @@ def test_loads_are_tried_again_once_they_fit() -> None:
     run_one_by_one(batch, PROMPT[:40], [9] * 48)
     batch.admit(0, PROMPT[:20])  # loads four pages, of which another row hits
     run_transfers(batch)
-    batch.admit(2, [7] * 22, look_up=False)
+    batch.admit(2, [7] * 22, traits=RequestTraits(look_up=False))
     tokens = PROMPT[:36]
     for _ in range(2):
         assert batch.admit(1, tokens) is None
@@ -595,8 +603,8 @@ def test_a_refused_request_fits_once_that_many_pages_are_free(specs: Sequence[An
     for seed in range(scale(60)):
         rng = Random(f"{seed} {len(specs)} {has_tier}")
         options = {"host_tier": HostTier(num_pages=200)} if has_tier else {}
-        manager = make_manager(*specs, num_pages=rng.randint(40, 60), **options)
-        batch = make_batch(manager, restores_states=True)
+        manager = make_manager(*specs, num_pages=rng.randint(40, 60), restores_states=True, **options)
+        batch = make_batch(manager)
         pool, held = manager.page_pool, []
         prompts = [[i] * 8 + rng.choices(range(50), k=40) for i in range(4)]
         for _ in range(60):
@@ -608,17 +616,17 @@ def test_a_refused_request_fits_once_that_many_pages_are_free(specs: Sequence[An
                 continue
             held += pool.get_new_pages(rng.randint(0, pool.get_num_free_pages()))
             tokens = rng.choice(prompts)[: rng.randint(1, 48)]
-            options = {"num_lookahead_tokens": rng.choice((0, 0, 5)), "num_reserved_pages": rng.choice((0, 0, 3))}
+            options = {"num_drafts": rng.choice((0, 0, 5)), "num_reserved_pages": rng.choice((0, 0, 3))}
             options |= {"reserve": "prompt"} if rng.random() < 0.3 else {"max_num_new_tokens": rng.randint(1, 48)}
-            if batch.admit(row, tokens, **options) is None:
+            if batch.admit(row, tokens, **admission(**options)) is None:
                 refusal = batch.refusal
                 num_missing = refusal.num_needed + refusal.num_reserved - refusal.num_free
                 assert num_missing > 0, (seed, refusal)
                 if num_missing <= len(held):
                     pool.free_pages([held.pop() for _ in range(num_missing - 1)])
-                    assert batch.admit(row, tokens, **options) is None, (seed, refusal)
+                    assert batch.admit(row, tokens, **admission(**options)) is None, (seed, refusal)
                     pool.free_pages([held.pop()])
-                    assert batch.admit(row, tokens, **options) is not None, (seed, refusal, batch.refusal)
+                    assert batch.admit(row, tokens, **admission(**options)) is not None, (seed, refusal, batch.refusal)
                     counts["fits"] += 1
                     counts["loads"] += batch.take_transfers().load_src.size > 0
             pool.free_pages([held.pop() for _ in range(rng.randint(0, len(held)))])

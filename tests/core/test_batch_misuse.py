@@ -25,7 +25,7 @@ from refusing import refused
 from settings import NUM_OPERATIONS
 
 import pagepool
-from pagepool import CacheManager, MultiGroupPageTable, PageTable, RunningBatch, StepResult
+from pagepool import CacheManager, MultiGroupPageTable, PageTable, RequestTraits, RunningBatch, StepResult
 from pagepool.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -149,7 +149,7 @@ def test_a_row_ends_at_its_length_however_it_got_there(seed: int) -> None:
         if batch.is_admitted[1]:
             batch.release([1])
         else:
-            batch.admit(1, [rng.randrange(100) for _ in range(rng.randint(1, 21))], look_up=False)
+            batch.admit(1, [rng.randrange(100) for _ in range(rng.randint(1, 21))], traits=RequestTraits(look_up=False))
         for _ in range(rng.randint(1, 6)):
             known, computed = (int(values[0]) for values in (batch.num_tokens, batch.num_computed_tokens))
             assert known <= 21, f"seed {seed}"
@@ -448,7 +448,8 @@ def test_no_features_are_no_features(offset: int) -> None:
     nowhere = SimpleNamespace(mm_hash="cat", modality="image", placeholder_range=SimpleNamespace(offset=offset, length=0))
     request = pagepool.EngineRequest("same", list(range(10)), cache_salt="a", mm_features=[nowhere])
     hits = [
-        batch.admit(row, list(range(10)), cache_salt="a", mm_features=none) for row, none in enumerate((None, [], [nowhere]))
+        batch.admit(row, list(range(10)), traits=RequestTraits(cache_salt="a", mm_features=none))
+        for row, none in enumerate((None, [], [nowhere]))
     ]
     assert hits == [0, 8, 8]
     assert manager.get_computed_pages(request)[1] == 8
@@ -473,5 +474,5 @@ def test_limits_of_the_core_are_not_limits_of_the_model() -> None:
 def test_features_that_are_none_are_refused_without_caching_too() -> None:
     batch = RunningBatch(make_manager(FULL, enable_caching=False), PageTable(2, 8, 64))
     with pytest.raises((ArgumentError, ArgumentTypeError), match="mm_features"):
-        batch.admit(0, [1, 2, 3], mm_features=7)  # type: ignore[arg-type]
+        batch.admit(0, [1, 2, 3], traits=RequestTraits(mm_features=7))  # type: ignore[arg-type]
     assert not batch.is_admitted.any()

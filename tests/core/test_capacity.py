@@ -10,6 +10,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import pytest
+from admissions import admission
 from hybrids import manager_state
 from oracle_kinds import Kind, Mamba, Sliding, kind_of
 from pairs import seeds_of
@@ -24,6 +25,7 @@ from pagepool import (
     HostTier,
     MambaSpec,
     MultiGroupPageTable,
+    RequestTraits,
     RunningBatch,
     SlidingWindowSpec,
 )
@@ -284,10 +286,10 @@ def run_row(pool: Pool, steps: Callable[[int], int], token_ids: list[int], num_k
     """The same in a row of a batch."""
     manager, work = pool.manager, pool.work
     shards = 2 if work.has_shards else None
-    batch = make_batch(manager, data_parallel_size=shards, restores_states=True)
+    batch = make_batch(manager, data_parallel_size=shards)
     options = {"num_reserved_pages": work.num_reserved, "look_up": pool.looks_up}
     options |= {"dp_shard": 0} if work.has_shards else {}
-    while batch.admit(0, token_ids[:num_known], max_num_new_tokens=steps(0), **options) is None:
+    while batch.admit(0, token_ids[:num_known], max_num_new_tokens=steps(0), **admission(**options)) is None:
         if not pool.end_transfers():
             return False
     pool.end_step()
@@ -467,10 +469,10 @@ def test_a_shard_is_too_small(has_hint: bool) -> None:
         manager.allocate_slots(request, 44)
     assert manager.allocate_slots(request, 16, **placement) is not None
     batch = make_batch(make_manager(full(), num_pages=12), data_parallel_size=2)
-    assert batch.admit(0, list(range(24)), dp_shard=1) == 0
+    assert batch.admit(0, list(range(24)), traits=RequestTraits(dp_shard=1)) == 0
     with pytest.raises(RequestTooLargeError, match="row 1 needs 6 pages at once, its shard has 5"):
-        batch.admit(1, list(range(100, 124)), dp_shard=0)
-    assert batch.admit(1, list(range(100, 124)), dp_shard=1) is None
+        batch.admit(1, list(range(100, 124)), traits=RequestTraits(dp_shard=0))
+    assert batch.admit(1, list(range(100, 124)), traits=RequestTraits(dp_shard=1)) is None
     with pytest.raises(RequestTooLargeError, match=r"row 0 \(at 0\) needs 7 pages at once, its shard has 6"):
         batch.step([0], [7])
 
@@ -495,14 +497,14 @@ def test_loads_that_no_shard_has_room_for_are_not_waited_for() -> None:
     manager = batch._manager
     token_ids = list(range(28))
     for prompt in (token_ids[:24], list(range(100, 124))):
-        assert batch.admit(0, prompt, dp_shard=1) == 0
+        assert batch.admit(0, prompt, traits=RequestTraits(dp_shard=1)) == 0
         batch.release([0])
         complete(manager)
     assert manager.probe(EngineRequest("a", token_ids)).num_hit_tokens == 24
     with pytest.raises(RequestTooLargeError, match="row 0 needs 7 pages at once, its shard has 5"):
-        batch.admit(0, token_ids, dp_shard=0)
+        batch.admit(0, token_ids, traits=RequestTraits(dp_shard=0))
     assert manager.take_transfers().number == 0
-    assert batch.admit(0, token_ids, dp_shard=0, max_num_new_tokens=20) == 0
+    assert batch.admit(0, token_ids, max_num_new_tokens=20, traits=RequestTraits(dp_shard=0)) == 0
     request = EngineRequest("b", token_ids)
     hits, num_hits = manager.get_computed_pages(request, data_parallel_size=2, dp_shard_hint=0)
     assert num_hits == 0 or num_hits == 20

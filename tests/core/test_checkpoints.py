@@ -29,7 +29,7 @@ from hybrids import (
 from refusing import refused
 from settings import NUM_OPERATIONS
 
-from pagepool import EngineRequest, PageHash, PageHashWithGroupId, Retention
+from pagepool import EngineRequest, PageHash, PageHashWithGroupId, RequestTraits, Retention
 from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError
 
 pytestmark = pytest.mark.usefixtures("drafter")
@@ -103,9 +103,9 @@ def test_beside_reserved_pages(num_reserved_pages: int, page_ids: Any, copies: l
 @pytest.mark.parts_at_a_page
 def test_a_row_adopts_in_a_full_shard() -> None:
     batch = make_batch(make_manager(num_pages=10), data_parallel_size=2)  # shards of 4 and 5 pages, null page aside
-    batch.admit(0, PROMPT[:8], dp_shard=0)
+    batch.admit(0, PROMPT[:8], traits=RequestTraits(dp_shard=0))
     batch.release([0])
-    assert batch.admit(1, PROMPT[:12], dp_shard=0) == 8
+    assert batch.admit(1, PROMPT[:12], traits=RequestTraits(dp_shard=0)) == 8
     assert (batch.get_page_ids(1), take(batch)) == (([1, 2, 4], [3]), [])
     batch.check()
 

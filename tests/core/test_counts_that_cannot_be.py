@@ -11,6 +11,7 @@ from pagepool import (
     FullAttentionSpec,
     MultiGroupPageTable,
     PageTable,
+    RequestTraits,
     RunningBatch,
 )
 from pagepool.compat import easydel
@@ -134,8 +135,8 @@ def test_a_table_is_filled_by_one_batch() -> None:
 @pytest.mark.parametrize("row", [0, 1])
 def test_a_step_does_not_put_its_token_behind_a_prompt_that_is_not_computed(row: int) -> None:
     batch = RunningBatch(make_manager(), PageTable(2, 16, 64))
-    batch.admit(row, PROMPT, max_num_new_tokens=5, look_up=False)
-    batch.admit(1 - row, PROMPT[:6], look_up=False)
+    batch.admit(row, PROMPT, max_num_new_tokens=5, traits=RequestTraits(look_up=False))
+    batch.admit(1 - row, PROMPT[:6], traits=RequestTraits(look_up=False))
     before = batch.num_tokens.tolist(), batch.num_computed_tokens.tolist(), batch.get_page_ids(row)
     message = (
         rf"^row {row} \(at {row}\): got a token behind 7 known ones that are not computed, allowed: one behind computed ones"

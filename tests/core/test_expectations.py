@@ -22,6 +22,7 @@ from pagepool import (
     HostTier,
     MultiGroupPageTable,
     PageTable,
+    RequestTraits,
     Retention,
     RunningBatch,
 )
@@ -271,7 +272,7 @@ def test_without_caching_there_are_no_sessions() -> None:
     fork = EngineRequest("fork", [*request.all_token_ids], num_computed_tokens=PAGE_SIZE, session_id="t")
     assert pages.manager.fork(request, fork) is not None
     batch = RunningBatch(pages.manager, PageTable(1, 16, 64))
-    assert batch.admit(0, [1, 2, 3], session_id="u") == 0
+    assert batch.admit(0, [1, 2, 3], traits=RequestTraits(session_id="u")) == 0
     assert pages.manager.stats().num_sessions == 0
 
 
@@ -495,7 +496,7 @@ def test_shards_have_their_own_order() -> None:
     batch = RunningBatch(pages.manager, PageTable(2, 16, 64), data_parallel_size=2)
     for shard, names in enumerate(("ab", "c")):
         for name, seconds in zip(names, (600, 5), strict=False):
-            batch.admit(0, pages.request(name).all_token_ids[:PAGE_SIZE], dp_shard=shard)
+            batch.admit(0, pages.request(name).all_token_ids[:PAGE_SIZE], traits=RequestTraits(dp_shard=shard))
             batch.release([0], seconds=seconds)
     pages.manager.page_pool.get_new_page_ids(2, dp_shard_hint=0, data_parallel_size=2)
     found = [pages.manager.probe(pages.request(name)).num_hit_tokens > 0 for name in "abc"]

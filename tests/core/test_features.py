@@ -10,10 +10,11 @@ from random import Random
 from typing import Any
 
 import pytest
+from admissions import admission
 from hybrids import FULL, PAGE_SIZE, WINDOW
 from hybrids import make_manager as make_hybrid
 
-from pagepool import EngineRequest, PageTable, RunningBatch, hash_request_tokens
+from pagepool import EngineRequest, PageTable, RequestTraits, RunningBatch, hash_request_tokens
 from pagepool.hashing import RequestExtraKeys, VllmExtraKeys, extra_keys
 
 
@@ -187,7 +188,7 @@ def hash_with_events(request: EngineRequest) -> None:
 
 def hash_in_batch(request: EngineRequest) -> None:
     batch = RunningBatch(make_manager(), PageTable(1, 1 << 14, 64))
-    batch.admit(0, request.all_token_ids, num_tokens=1, mm_features=request.mm_features)
+    batch.admit(0, request.all_token_ids, num_tokens=1, traits=RequestTraits(mm_features=request.mm_features))
 
 
 def hash_by_hand(request: EngineRequest) -> None:
@@ -239,7 +240,7 @@ class Rows:
         self.token_ids = [7] * 41
 
     def admit(self, row: int = 1, **options: Any) -> int | None:
-        return self.batch.admit(row, self.token_ids, **{"mm_features": self.images} | options)
+        return self.batch.admit(row, self.token_ids, **admission(**{"mm_features": self.images} | options))
 
 
 @pytest.mark.parametrize("spec", [FULL, WINDOW])
@@ -281,7 +282,7 @@ def test_other_features_in_the_same_list_are_read(salt: str | None) -> None:
         features: list[Image] | None = rng.choice((rows.images, rows.images, rows.images[:5], list(rows.images), [], None))
         keys = {"mm_features": features, "cache_salt": rng.choice((None, salt)), "lora_id": rng.choice((None, 1))}
         fresh = RunningBatch(manager, PageTable(4, 64, 64))
-        assert rows.admit(2, **keys) == fresh.admit(2, rows.token_ids, **keys)
+        assert rows.admit(2, **keys) == fresh.admit(2, rows.token_ids, **admission(**keys))
         rows.batch.check()
         rows.batch.release([2])
         fresh.release([2])
@@ -330,7 +331,7 @@ def test_rows_with_keys_are_hashed_right_whatever_they_were_before() -> None:
         row, admitted = rng.randrange(3), batch.is_admitted
         if not admitted[row]:
             keys = {"mm_features": rng.choice((rows.images, others, None)), "cache_salt": rng.choice((None, "pepper"))}
-            batch.admit(row, rows.token_ids[: rng.choice((3, 17, 41))] + [8] * rng.randrange(3), **keys)
+            batch.admit(row, rows.token_ids[: rng.choice((3, 17, 41))] + [8] * rng.randrange(3), **admission(**keys))
         elif rng.random() < 0.3:
             batch.release([row])
         elif rng.random() < 0.3:

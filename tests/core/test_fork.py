@@ -36,6 +36,7 @@ from pagepool import (
     PageHashWithGroupId,
     PagePool,
     PageTable,
+    RequestTraits,
     RunningBatch,
     StepInputs,
     page_table,
@@ -238,7 +239,7 @@ def share_steps() -> tuple[Work, Call]:
     def run_row(row: int, rng: Random) -> None:
         step = batch.new_step()
         with suppress(PageHashError):  # another thread took a page that was hit
-            batch.admit(row, [rng.randrange(2)] * rng.choice((3, 50, 4000)), num_lookahead_tokens=1, step=step)
+            batch.admit(row, [rng.randrange(2)] * rng.choice((3, 50, 4000)), num_drafts=1, step=step)
         if batch.is_admitted[row]:
             following = batch.step_ahead([row])
             batch.resolve(step, [7, 7], [2])
@@ -266,7 +267,7 @@ def use_sessions(manager: CacheManager, batch: RunningBatch, row: int, rng: Rand
     request = EngineRequest(f"{threading.get_ident()} {rng.random()}", [rng.randrange(2)] * 50, session_id=rng.choice("abc"))
     with suppress(PagePoolError):  # another thread may have taken a page that was hit
         manager.allocate_slots(request, 50)
-        batch.admit(row, [rng.randrange(2)] * rng.choice((50, 4500)), session_id=rng.choice("abc"))
+        batch.admit(row, [rng.randrange(2)] * rng.choice((50, 4500)), traits=RequestTraits(session_id=rng.choice("abc")))
     manager.free(request, seconds=rng.choice((None, 3, math.inf)))
     with suppress(LeaseBudgetError, ArgumentError):
         manager.lease(request, seconds=1e-3)

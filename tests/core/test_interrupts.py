@@ -31,6 +31,7 @@ from pagepool import (
     MultiGroupPageTable,
     PagePool,
     PageTable,
+    RequestTraits,
     Retention,
     RunningBatch,
 )
@@ -227,7 +228,7 @@ class Rows:
         self.batch.admit(1, [*range(20), 5, 6, 7])
 
     def admit(self) -> int | None:
-        return self.batch.admit(2, [*range(25), 99, 98, 97], cache_salt=None, mm_features=[])
+        return self.batch.admit(2, [*range(25), 99, 98, 97], traits=RequestTraits(cache_salt=None, mm_features=[]))
 
     def release_all(self) -> None:
         """Free everything, whatever was interrupted."""
@@ -262,7 +263,7 @@ class StateRows(Rows):
 
 BATCH_CALLS: dict[str, Callable[[Rows], object]] = {
     "admit": Rows.admit,
-    "admit to a session": lambda r: r.batch.admit(2, [*range(25), 99, 98, 97], session_id="session"),
+    "admit to a session": lambda r: r.batch.admit(2, [*range(25), 99, 98, 97], traits=RequestTraits(session_id="session")),
     "wait": lambda r: r.batch.admit(2, [*range(25), 99, 98, 97], num_external_tokens=7),
     "step": lambda r: r.batch.step([0, 1], [1, 2]),
     "grow": lambda r: r.batch.grow([0, 1], 0, 5),

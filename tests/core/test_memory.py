@@ -22,7 +22,16 @@ from pool_arrays import pool_lists
 from router import Router
 from settings import NUM_OPERATIONS
 
-from pagepool import CacheManager, CachePage, EngineRequest, FreeCachePageQueue, MultiGroupPageTable, PagePool, RunningBatch
+from pagepool import (
+    CacheManager,
+    CachePage,
+    EngineRequest,
+    FreeCachePageQueue,
+    MultiGroupPageTable,
+    PagePool,
+    RequestTraits,
+    RunningBatch,
+)
 from pagepool._core import HashChain, PageIds, PageStore, siphash128
 
 NUM_USES = min(NUM_OPERATIONS // 2000, 25)
@@ -72,7 +81,7 @@ def use_manager() -> None:
 
 def use_batch() -> None:
     batch = RunningBatch(make_manager(), make_table())
-    batch.admit(0, list(range(30)), cache_salt="salt")
+    batch.admit(0, list(range(30)), traits=RequestTraits(cache_salt="salt"))
     assert batch.step([0], [1]).new_page_ids is not None
     assert repr(batch.grow([0], 0, 9))
 
@@ -101,7 +110,7 @@ class LongUse:
         self.serve(f"first {number}", number)
         self.serve(f"again {number}", number)
         for row in range(2):
-            self.batch.admit(row, [next(self.numbers)] * 30, lora_id=1)
+            self.batch.admit(row, [next(self.numbers)] * 30, traits=RequestTraits(lora_id=1))
         self.batch.step([0, 1], [1, 2])
         self.batch.release([0, 1])
         page_ids = self.manager.page_pool.get_new_page_ids(9)
@@ -313,7 +322,7 @@ class InUse:
         self.page_ids = self.pool.get_new_page_ids(3)
         self.table = make_table()
         self.batch = RunningBatch(self.manager, self.table)
-        self.batch.admit(0, list(range(16)), cache_salt="salt")
+        self.batch.admit(0, list(range(16)), traits=RequestTraits(cache_salt="salt"))
         self.stray_page = CachePage(9)
         self.queue = FreeCachePageQueue([CachePage(3)])
         self.ids = PageIds([1, 2])
@@ -345,7 +354,7 @@ NATIVE_CALLS: dict[str, Callable[[InUse], object]] = {
     "release": lambda u: u.batch.release([0]),
     "hash": lambda u: u.chain.extend(list(range(40 * PAGE_SIZE))),
     "adopt": lambda u: u.queue.append(u.stray_page),
-    "admit": lambda u: u.batch.admit(1, list(range(30)), lora_id=3),
+    "admit": lambda u: u.batch.admit(1, list(range(30)), traits=RequestTraits(lora_id=3)),
 }
 
 

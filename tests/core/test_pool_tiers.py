@@ -8,6 +8,7 @@ from typing import Any
 
 import hybrids
 import pytest
+from admissions import admission
 
 from pagepool import (
     CacheGroupSpec,
@@ -44,7 +45,7 @@ class Hybrid:
         return transfers
 
     def admit(self, row: int, token_ids: list[int], **options: Any) -> int | None:
-        return self.batch.admit(row, token_ids, ends_at_checkpoint=True, **options)
+        return self.batch.admit(row, token_ids, **admission(ends_at_checkpoint=True, **options))
 
     def compute(self, row: int, token_ids: list[int]) -> None:
         """Compute a prompt in chunks of 8 tokens."""

@@ -21,6 +21,7 @@ from pagepool import (
     MultiGroupPageTable,
     PagePool,
     Refusal,
+    RequestTraits,
     Retention,
     RunningBatch,
     SlidingWindowSpec,
@@ -300,16 +301,16 @@ def test_a_shard_has_pages_of_each_pool() -> None:
     manager = make_manager({"kv": 32, "states": 12})
     kv, states = manager.pools["kv"], manager.pools["states"]
     batch, _ = make_batch(manager, 4, data_parallel_size=2)
-    assert batch.admit(0, TOKENS, dp_shard=1) == 0
-    assert batch.admit(1, TOKENS, dp_shard=0, max_num_new_tokens=8) == 0
+    assert batch.admit(0, TOKENS, traits=RequestTraits(dp_shard=1)) == 0
+    assert batch.admit(1, TOKENS, max_num_new_tokens=8, traits=RequestTraits(dp_shard=0)) == 0
     assert (batch.get_page_ids(0), batch.get_page_ids(1)) == (([16, 17, 18, 19, 20], [6]), ([1, 2], [1]))
     assert kv.get_new_page_ids(2, dp_shard_hint=3, data_parallel_size=2).tolist() == [21, 22]
     assert states.get_new_page_ids(5, dp_shard_hint=1, data_parallel_size=2).tolist() == [7, 8, 9, 10, 11]
     with pytest.raises(OutOfPagesError, match=r"^pages: got 1 asked for, 0 free in shard 1, allowed: at most the free ones$"):
         states.get_new_page_ids(1, dp_shard_hint=1, data_parallel_size=2)
-    assert batch.admit(2, [7] * 8, dp_shard=1) is None
+    assert batch.admit(2, [7] * 8, traits=RequestTraits(dp_shard=1)) is None
     assert batch.refusal == Refusal(1, 0, 0, 0, pool="states", shard=1, can_wait=True)
-    assert batch.admit(2, [7] * 8, dp_shard=0) == 0
+    assert batch.admit(2, [7] * 8, traits=RequestTraits(dp_shard=0)) == 0
     batch.check()
 
 

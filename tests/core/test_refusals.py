@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from admissions import admission
 from batch_workload import BatchWorkload
 from features import PLAIN
 from hybrids import FULL, make_manager
@@ -132,7 +133,7 @@ class Waiting:
         assert self.num_looked_up == 1
 
     def retry(self, token_ids: Any = None, row: int = 1, **options: Any) -> int | None:
-        result = self.batch.admit(row, self.token_ids if token_ids is None else token_ids, **options)
+        result = self.batch.admit(row, self.token_ids if token_ids is None else token_ids, **admission(**options))
         self.batch.check()
         return result
 

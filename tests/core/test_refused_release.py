@@ -13,7 +13,7 @@ from hybrids import FULL, make_manager
 from pool_arrays import pool_lists
 from refusing import refused
 
-from pagepool import CacheManager, EngineRequest, HostTier, MultiGroupPageTable, Retention, RunningBatch
+from pagepool import CacheManager, EngineRequest, HostTier, MultiGroupPageTable, RequestTraits, Retention, RunningBatch
 from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, RowIndexError
 
 WINDOW = replace(hybrids.WINDOW, sliding_window=9)
@@ -39,8 +39,8 @@ def batch(manager: CacheManager) -> RunningBatch:
     for tokens in ([7] * 9, [8] * 5):
         batch.admit(2, tokens)
         batch.release([2])
-    batch.admit(0, list(range(13)), num_tokens=12, session_id="s")
-    batch.admit(1, list(range(10)), session_id="t")
+    batch.admit(0, list(range(13)), num_tokens=12, traits=RequestTraits(session_id="s"))
+    batch.admit(1, list(range(10)), traits=RequestTraits(session_id="t"))
     return batch
 
 
@@ -75,8 +75,14 @@ CALLS: dict[str, tuple[Callable[[RunningBatch], object], type[Exception]]] = {
     "seconds that are none": (lambda batch: batch.release([0, 1], seconds=[3, "x"]), ArgumentTypeError),
     "too few seconds": (lambda batch: batch.release([0, 1, 1], seconds=[3, 4]), ArgumentError),
     "tokens that are not computed": (lambda batch: batch.release([0, 1], [12, 99], seconds=3), ArgumentError),
-    "a session that is none": (lambda batch: batch.admit(2, [1, 2], session_id=7, tenant="x"), ArgumentTypeError),
-    "a tenant that is none": (lambda batch: batch.admit(2, [1, 2], session_id="u", tenant=7), ArgumentTypeError),
+    "a session that is none": (
+        lambda batch: batch.admit(2, [1, 2], traits=RequestTraits(session_id=7, tenant="x")),
+        ArgumentTypeError,
+    ),
+    "a tenant that is none": (
+        lambda batch: batch.admit(2, [1, 2], traits=RequestTraits(session_id="u", tenant=7)),
+        ArgumentTypeError,
+    ),
     "a fork twice": (lambda batch: batch.fork(0, [2, 2]), ArgumentError),
     "a cut too long": (lambda batch: batch.trim([1, 0], [3, 99]), ArgumentError),
     "growth of a free row": (lambda batch: batch.grow([0, 2]), ArgumentError),

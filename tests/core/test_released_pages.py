@@ -13,7 +13,7 @@ from refusing import refused
 from replays import SHARED_TRACE
 from test_host_tier import complete, make_tiered
 
-from pagepool import CacheManager, EngineRequest, PageHash, PageHashWithGroupId, PagePool
+from pagepool import CacheManager, EngineRequest, PageHash, PageHashWithGroupId, PagePool, RequestTraits
 from pagepool.errors import ArgumentError
 from pagepool.replay import make_requests, read_trace
 from pagepool.replay.models.pages import ModelPages
@@ -36,7 +36,7 @@ def run_rows(manager: CacheManager, data_parallel_size: int | None = None) -> No
     batch = make_batch(manager, data_parallel_size=data_parallel_size)
     for i in range(NUM_SHORT):
         shard = None if data_parallel_size is None else i % data_parallel_size
-        assert batch.admit(0, [i] * 3, dp_shard=shard) == 0
+        assert batch.admit(0, [i] * 3, traits=RequestTraits(dp_shard=shard)) == 0
         if i % 2:
             batch.fork(0, [1])
             batch.take_copies()
@@ -155,11 +155,11 @@ def test_places_to_resume_are_refused_with_states(specs: tuple[Any, ...], enable
     batch, request = make_batch(manager), make_request("a", 20, resume_at=[8])
     message = r"^resume_at: got \[8\], allowed for a model with states, .*: none$"
     with refused(lambda: manager_state(manager), ArgumentError, message):
-        batch.admit(0, PROMPT[:20], resume_at=(8,))
+        batch.admit(0, PROMPT[:20], traits=RequestTraits(resume_at=(8,)))
     with refused(lambda: manager_state(manager), ArgumentError, message):
         manager.allocate_slots(request, 20)
     request.resume_at = ()
-    assert batch.admit(0, PROMPT[:20], resume_at=[]) == 0
+    assert batch.admit(0, PROMPT[:20], traits=RequestTraits(resume_at=[])) == 0
     assert manager.allocate_slots(request, 20) is not None
 
 

@@ -16,7 +16,7 @@ from hybrids import FULL
 from hybrids import make_manager as make_hybrid
 from sources import run_python
 
-from pagepool import CacheManager, EngineRequest, PageTable, RunningBatch
+from pagepool import CacheManager, EngineRequest, PageTable, RequestTraits, RunningBatch
 from pagepool._core import HashChain
 from pagepool.compat.easydel.names import RequestPageHashes
 from pagepool.errors import ArgumentError, ArgumentTypeError
@@ -85,7 +85,7 @@ def make_busy(manager: CacheManager) -> list[Any]:
     assert manager.allocate_slots(refused, 252, 0, hits) is None
     if manager.registry.hasher.is_native:
         batch = RunningBatch(manager, PageTable(2, 64, 64))
-        batch.admit(0, list(range(9)), cache_salt="salt")
+        batch.admit(0, list(range(9)), traits=RequestTraits(cache_salt="salt"))
         batch.admit(1, list(range(250)))
         objects += [batch, batch.grow([0], 0)]
     return [manager, *objects]

@@ -15,6 +15,7 @@ from pagepool import (
     FullAttentionSpec,
     PagePool,
     PageTable,
+    RequestTraits,
     RunningBatch,
 )
 
@@ -57,11 +58,11 @@ def look_up(manager: CacheManager) -> Callable[[], None]:
 
 def admit(manager: CacheManager) -> Callable[[], None]:
     batch = RunningBatch(manager, PageTable(1, 16, 64), data_parallel_size=NUM_SHARDS)
-    assert batch.admit(0, [*PROMPT, 99], dp_shard=2) == 0
+    assert batch.admit(0, [*PROMPT, 99], traits=RequestTraits(dp_shard=2)) == 0
 
     def admit_again() -> None:
         batch.release([0])
-        assert batch.admit(0, [*PROMPT, 99], dp_shard=1) == len(PROMPT)
+        assert batch.admit(0, [*PROMPT, 99], traits=RequestTraits(dp_shard=1)) == len(PROMPT)
 
     return admit_again
 

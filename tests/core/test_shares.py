@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from clocked import PAGE_SIZE, Clocked
 
-from pagepool import EngineRequest, PageTable, RunningBatch
+from pagepool import EngineRequest, PageTable, RequestTraits, RunningBatch
 from pagepool.errors import ArgumentTypeError
 
 
@@ -143,7 +143,9 @@ def test_a_tenant_is_charged_for_what_it_takes_while_it_has_a_share(is_row: bool
             assert tenants.manager.allocate_slots(request, num_tokens) is not None
             request.num_computed_tokens += num_tokens
         elif not batch.is_admitted[0]:
-            batch.admit(0, request.all_token_ids, num_tokens=num_tokens, tenant="t", session_id=session_id)
+            batch.admit(
+                0, request.all_token_ids, num_tokens=num_tokens, traits=RequestTraits(tenant="t", session_id=session_id)
+            )
         else:
             batch.grow([0], num_tokens)
         found.append(tenants.charged.get("t"))
@@ -201,7 +203,7 @@ def test_rows_and_their_forks_are_charged() -> None:
     tenants = Tenants(20)
     batch = RunningBatch(tenants.manager, PageTable(4, 16, 64))
     tenants.manager.set_shares({"x": 0.3, "y": 0.3})
-    batch.admit(0, list(range(PAGE_SIZE + 1)), tenant="x")
+    batch.admit(0, list(range(PAGE_SIZE + 1)), traits=RequestTraits(tenant="x"))
     batch.fork(0, [1])
     batch.take_copies()
     assert tenants.charged == {"x": 3, "y": 0}
@@ -265,6 +267,6 @@ def test_a_tenant_is_a_string() -> None:
     tenants = Tenants()
     batch = RunningBatch(tenants.manager, PageTable(4, 16, 64))
     with pytest.raises(ArgumentTypeError, match="tenant: got int, allowed: a string, or None"):
-        batch.admit(0, [1], tenant=7)
+        batch.admit(0, [1], traits=RequestTraits(tenant=7))
     with pytest.raises(ArgumentTypeError, match="tenant: got int, allowed: a string, or None"):
         tenants.manager.allocate_slots(tenants.request("a", tenant=7), 1)

@@ -6,6 +6,7 @@ from collections import Counter
 from random import Random
 
 import pytest
+from admissions import admission
 from ahead_engine import AheadEngine
 from hybrids import FULL, NUM_ROWS, PAGE_SIZE, PROMPT, WINDOW, make_manager
 from settings import scale
@@ -16,6 +17,7 @@ from pagepool import (
     EngineRequest,
     MambaSpec,
     MultiGroupPageTable,
+    RequestTraits,
     RunningBatch,
     StateWrites,
 )
@@ -78,7 +80,7 @@ def test_a_junction_is_a_boundary() -> None:
 
 def test_named_places_and_the_end_of_external_tokens_are_boundaries() -> None:
     batch = make_batch(writes="anywhere")
-    batch.admit(0, LONG[:100], resume_at=[70, 200])
+    batch.admit(0, LONG[:100], traits=RequestTraits(resume_at=[70, 200]))
     assert places_of(batch.take_writes()) == [(0, 64)]
     batch.append([0] * 100, LONG[100:200])
     batch.grow([0], 100)
@@ -98,11 +100,11 @@ def test_a_transfer_writes_the_state_at_its_end_alone(num_external: int, num_hit
     """The connector has no other one, and a prompt that parts from it before does not hit."""
     batch = make_batch(num_states=40, writes=writes)
     if num_hits:
-        batch.admit(0, LONG[:65], max_num_new_tokens=64, resume_at=[64])
+        batch.admit(0, LONG[:65], max_num_new_tokens=64, traits=RequestTraits(resume_at=[64]))
         batch.take_writes()
         batch.release([0])
     named = list(range(64, 257, 64))
-    assert batch.admit(0, LONG[:400], num_external_tokens=num_external, resume_at=named) == num_hits
+    assert batch.admit(0, LONG[:400], num_external_tokens=num_external, traits=RequestTraits(resume_at=named)) == num_hits
     end = num_hits + num_external
     expected = [(0, end)] if end % 64 == 0 else []
     assert places_of(batch.take_writes()) == expected
@@ -131,7 +133,7 @@ def test_a_row_whose_transfer_failed_writes_states_everywhere() -> None:
 
 def test_kernels_that_write_ends_only_cut_chunks_there() -> None:
     batch = make_batch()
-    assert batch.admit(0, LONG[:300], max_num_new_tokens=200, ends_at_checkpoint=True) == 0
+    assert batch.admit(0, LONG[:300], max_num_new_tokens=200, traits=RequestTraits(ends_at_checkpoint=True)) == 0
     assert places_of(batch.take_writes()) == [(0, 192)]  # 300 - 64 is 236; 128 is passed over
     assert batch.find_next_checkpoint([0]).tolist() == [256]
     batch.grow([0], 100)
@@ -201,7 +203,7 @@ def test_undo_drops_the_writes_of_its_call() -> None:
 
 def test_undo_of_a_step_ahead_keeps_the_writes_of_the_step_before() -> None:
     batch = make_batch(writes="anywhere", max_steps_ahead=2)
-    batch.admit(0, LONG[:127], resume_at=[128])
+    batch.admit(0, LONG[:127], traits=RequestTraits(resume_at=[128]))
     batch.take_writes()
     batch.grow([0], 0, 1)
     assert places_of(batch.take_writes()) == [(0, 128)]
@@ -279,7 +281,7 @@ def test_no_row_waits_for_a_state(num_groups: int) -> None:
             for row in [row for row in range(NUM_ROWS) if not batch.is_admitted[row] and rng.random() < 0.6]:
                 known = [*LONG[: rng.choice((70, 140, 200, 330))], *(rng.randrange(9) for _ in range(rng.randrange(1, 70)))]
                 options = {"max_num_new_tokens": rng.choice((64, 100)), "num_external_tokens": rng.choice((0, 0, 64, 150))}
-                num_hits = batch.admit(row, known, **options)
+                num_hits = batch.admit(row, known, **admission(**options))
                 assert num_hits is not None, f"seed {seed}: {batch.refusal}"
                 counts["hits"] += num_hits > 0
             counts["copies"] += len(batch.take_copies())
@@ -311,7 +313,7 @@ def test_lookahead_stops_at_a_boundary_unless_steps_are_planned_ahead() -> None:
     with pytest.raises(StateAheadError, match="lookahead to token 130, which passes the checkpoint after 128"):
         batch.grow([0], 5, 5)
     ahead = make_batch(writes="anywhere", max_steps_ahead=1)
-    ahead.admit(0, LONG[:100], resume_at=[128])
+    ahead.admit(0, LONG[:100], traits=RequestTraits(resume_at=[128]))
     ahead.take_writes()
     ahead.append([0] * 27, LONG[100:127])
     ahead.grow([0], 27, 1)

@@ -20,6 +20,7 @@ from pagepool import (
     EngineRequest,
     EngineRequestStatus,
     PageTable,
+    RequestTraits,
     RunningBatch,
 )
 
@@ -73,7 +74,7 @@ def test_look_ups_after_a_preemption_are_counted_apart() -> None:
     manager.free(request)
     request.status, request.num_computed_tokens = EngineRequestStatus.PREEMPTED, 0
     assert allocate(manager, request) is not None
-    batch.admit(0, [1, 2, 3, 4, 5], is_preempted=True)
+    batch.admit(0, [1, 2, 3, 4, 5], traits=RequestTraits(is_preempted=True))
     batch.admit(1, [1, 2, 3, 4, 6])
     stats = manager.stats()
     assert stats.queries == pagepool.QueryCounts(2, 10, 4)

@@ -299,7 +299,7 @@ class Flights(Requests):
             known = len(self.known[row])
             stop = rng.choice([known, rng.randint(1, known)])
             num_drafts = rng.choice([0, 2]) * (stop == known)
-            self.batch.admit(row, self.known[row], num_tokens=stop, num_lookahead_tokens=num_drafts, step=step)
+            self.batch.admit(row, self.known[row], num_tokens=stop, num_drafts=num_drafts, step=step)
             rows.append(Planned(row, num_drafts, (0, stop + num_drafts), stop < known))
             self.computed[row] = stop
         if rows:

@@ -12,12 +12,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from admissions import admission
 from flight_engine import CACHES, FLIGHT_SETTINGS, FlightEngine
 from hybrids import FULL, MAX_MODEL_LEN, NUM_ROWS, PAGE_SIZE, PROMPT, WINDOW, batch_state, make_manager
 from refusing import refused
 from settings import Setting, scale
 
-from pagepool import CacheGroupSpec, CacheManager, HostTier, MambaSpec, MultiGroupPageTable, RunningBatch, StepInputs
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    HostTier,
+    MambaSpec,
+    MultiGroupPageTable,
+    RequestTraits,
+    RunningBatch,
+    StepInputs,
+)
 from pagepool.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -32,9 +42,10 @@ PLAIN_STATE = MambaSpec(PAGE_SIZE, ((1, 1),), "float16")
 AT_ENDS = MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoint_interval=16, checkpoints="ends")
 
 
-def make_batch(*specs: Any, num_pages: int = 60, tier: int = 0, **options: Any) -> RunningBatch:
+def make_batch(*specs: Any, num_pages: int = 60, tier: int = 0, caches: Any = "scheduled", **options: Any) -> RunningBatch:
     """Return a batch that plans a step ahead."""
-    manager = make_manager(*specs, default=(FULL,), num_pages=num_pages, host_tier=HostTier(tier) if tier else None)
+    host_tier = HostTier(tier) if tier else None
+    manager = make_manager(*specs, default=(FULL,), num_pages=num_pages, host_tier=host_tier, caches=caches)
     sizes = [PAGE_SIZE] * len(manager.kv_cache_groups)
     tables = MultiGroupPageTable(NUM_ROWS, MAX_MODEL_LEN, MAX_MODEL_LEN, sizes)
     return RunningBatch(manager, tables, **{"max_steps_ahead": 1} | options)
@@ -52,7 +63,7 @@ def flight_state(batch: RunningBatch) -> tuple[Any, ...]:
 def start(batch: RunningBatch, num_tokens: int = 6, row: int = 0, **options: Any) -> Any:
     """Admit a prompt in a step of its own, and return the step."""
     step = batch.new_step()
-    assert batch.admit(row, PROMPT[:num_tokens], step=step, **options) is not None
+    assert batch.admit(row, PROMPT[:num_tokens], step=step, **admission(**options)) is not None
     return step
 
 
@@ -84,7 +95,7 @@ def test_a_row_one_step_ahead() -> None:
 def test_room_is_for_the_longest_outcome() -> None:
     """With three drafts and a step in flight there are seven positions behind the known tokens."""
     batch = make_batch(max_steps_ahead=2)
-    first = start(batch, num_lookahead_tokens=3)
+    first = start(batch, num_drafts=3)
     assert counts_of(batch) == (6, 6, 3)
     second = batch.step_ahead([0], 3)
     assert counts_of(batch) == (6, 6, 7)
@@ -102,7 +113,7 @@ def test_room_is_for_the_longest_outcome() -> None:
 
 def test_room_is_cut_at_the_most_tokens() -> None:
     batch = make_batch()
-    start(batch, MAX_MODEL_LEN - 2, num_lookahead_tokens=1)
+    start(batch, MAX_MODEL_LEN - 2, num_drafts=1)
     assert counts_of(batch)[2] == 1
     batch.step_ahead([0], 3)
     assert counts_of(batch)[2] == 2
@@ -371,7 +382,7 @@ def test_a_step_is_resolved_with_its_tokens_only(what: str) -> None:
     """Its rows have a draft, and a chunk."""
     arguments, error = RESOLVED[what]
     batch = make_batch()
-    step = start(batch, num_lookahead_tokens=1)
+    step = start(batch, num_drafts=1)
     batch.admit(1, PROMPT[20:30], max_num_new_tokens=4, step=step)
     with refused(lambda: (flight_state(batch), step.is_resolved), error):
         batch.resolve(step, *arguments)
@@ -432,16 +443,16 @@ def test_drafts_need_restored_states() -> None:
     """A state behind drafts that are rejected would be a checkpoint."""
     groups = [CacheGroupSpec(FULL), CacheGroupSpec(AT_ENDS, pool="states")]
     for options in ({}, {"restores_states": True}):
-        manager = CacheManager({"kv": 60, "states": 12}, groups, MAX_MODEL_LEN)
+        manager = CacheManager({"kv": 60, "states": 12}, groups, MAX_MODEL_LEN, **options)
         tables = MultiGroupPageTable(NUM_ROWS, MAX_MODEL_LEN, MAX_MODEL_LEN, [PAGE_SIZE] * 2)
-        batch = RunningBatch(manager, tables, max_steps_ahead=1, writes="anywhere", **options)
+        batch = RunningBatch(manager, tables, max_steps_ahead=1, writes="anywhere")
         step = start(batch, 15, resume_at=[16])
-        batch.admit(1, PROMPT[20:33], resume_at=[16], max_num_new_tokens=12, step=step)
+        batch.admit(1, PROMPT[20:33], max_num_new_tokens=12, step=step, traits=RequestTraits(resume_at=[16]))
         batch.take_writes()
         calls = [
             lambda: batch.step_ahead([0], 1),  # noqa: B023
             lambda: batch.grow([1], 1, 3, step=batch.new_step()),  # noqa: B023
-            lambda: batch.admit(2, PROMPT[40:55], num_lookahead_tokens=3, step=batch.new_step()),  # noqa: B023
+            lambda: batch.admit(2, PROMPT[40:55], num_drafts=3, step=batch.new_step()),  # noqa: B023
         ]
         for call in calls:
             if not options:
@@ -685,12 +696,6 @@ def test_computed_pages_stay_when_a_row_ends() -> None:
     assert batch.admit(0, PROMPT[:20]) == 8
     batch.resolve(second)
     batch.check()
-
-
-@pytest.mark.parametrize("caches", ["late", "", None, 1])
-def test_other_ways_to_cache_are_refused(caches: Any) -> None:
-    with pytest.raises((ArgumentError, ArgumentTypeError), match=r"caches: got .*, allowed: scheduled or computed"):
-        make_batch(caches=caches)
 
 
 # --- what a device reads ---------------------------------------------------------------------------------------------

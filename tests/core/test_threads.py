@@ -34,6 +34,7 @@ from pagepool import (
     PageHash,
     PagePool,
     PageTable,
+    RequestTraits,
     Retention,
     RunningBatch,
 )
@@ -588,9 +589,9 @@ def test_states_are_written_while_rows_change(num_threads: int, seed: int) -> No
 @num_threads
 def test_steps_in_flight_from_several_threads(num_threads: int, seed: int) -> None:
     """Each step is resolved or taken back once, whoever does it, and no page is lost."""
-    manager = make_manager(200, FULL, WINDOW)
+    manager = make_manager(200, FULL, WINDOW, caches=("scheduled", "computed")[seed % 2])
     tables = MultiGroupPageTable(4, 256, 64, [PAGE_SIZE, PAGE_SIZE])
-    batch = RunningBatch(manager, tables, max_steps_ahead=2, caches=("scheduled", "computed")[seed % 2])
+    batch = RunningBatch(manager, tables, max_steps_ahead=2)
     steps: list[Any] = [batch.new_step()]
     num_ended: list[list[int]] = [[] for _ in range(num_threads)]
 
@@ -736,7 +737,11 @@ class Agent:
             self.batch.release([row], seconds=[self.choose_seconds()])
         else:
             with suppress(PageHashError):
-                self.batch.admit(row, self.make_prompt(), session_id=self.choose_session(), tenant=self.rng.choice("xyz"))
+                self.batch.admit(
+                    row,
+                    self.make_prompt(),
+                    traits=RequestTraits(session_id=self.choose_session(), tenant=self.rng.choice("xyz")),
+                )
 
     def expect(self) -> None:
         assert self.manager.expect_session(self.choose_session(), seconds=self.choose_seconds()) >= 0

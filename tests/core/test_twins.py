@@ -24,8 +24,8 @@ def compute_together(batch: RunningBatch, rows: list[int]) -> None:
 
 @pytest.mark.parametrize("gone", [[0], [1], [2], [0, 1], [2, 0], [1, 2]])
 def test_a_row_hits_the_pages_of_a_running_row(gone: list[int]) -> None:
-    manager = make_manager(FULL)
-    batch = make_batch(manager, caches="computed")
+    manager = make_manager(FULL, caches="computed")
+    batch = make_batch(manager)
     compute_together(batch, [0, 1, 2])
     held = [batch.get_page_ids(row)[0][:4] for row in range(3) if row not in gone]
     batch.release(gone)
@@ -120,12 +120,12 @@ def test_where_pages_are_cached_at_once_a_look_up_finds_the_first() -> None:
     assert pool.get_cached_page_ids(PageHash(7, ()), [0]).tolist() == page_ids[:1]
 
 
-def test_a_batch_of_computed_pages_finds_held_ones_that_were_there_before() -> None:
-    manager, pool = make_pool(64, {})
+def test_a_manager_of_computed_pages_finds_held_ones_that_were_there_before() -> None:
+    _, pool = make_pool(64, {})
     page_ids = pool.get_new_page_ids(3).tolist()
     for page_id in page_ids:
         pool.cache_full_page_ids(None, [page_id], [PageHash(7, ())], 0, 1, 4, 0)
     pool.free_page_ids(page_ids[:2])
-    make_batch(manager, caches="computed")
+    make_manager(FULL, num_pages=64, page_pool=pool, caches="computed")
     assert pool.get_cached_page_ids(PageHash(7, ()), [0]).tolist() == page_ids[2:]
     pool.check()

@@ -16,7 +16,7 @@ from hybrids import make_batch as make_rows
 from hybrids import make_manager as make_hybrid
 from refusing import refused
 
-from pagepool import EngineRequest, RunningBatch
+from pagepool import EngineRequest, RequestTraits, RunningBatch
 from pagepool.errors import ArgumentError, DoubleFreeError
 
 pytestmark = pytest.mark.usefixtures("drafter")
@@ -95,7 +95,9 @@ def test_results_of_others() -> None:
 def test_pages_that_left_the_window_are_not_to_be_had_again(spec: Any) -> None:
     """Two steps were in flight when the first failed. The row is released instead, and none of its pages stays cached."""
     batch = make_batch(spec)
-    batch.admit(0, PROMPT, num_tokens=2, look_up=False)  # a chunk needs nothing of earlier ones, so it would hit
+    batch.admit(
+        0, PROMPT, num_tokens=2, traits=RequestTraits(look_up=False)
+    )  # a chunk needs nothing of earlier ones, so it would hit
     first = batch.grow([0], 16)
     second = batch.grow([0], 1)
     assert 0 in batch.get_page_ids(0)[0]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from admissions import admission
 from hybrids import make_manager
 from settings import NUM_OPERATIONS
 
@@ -122,9 +123,9 @@ class Rows:
             token_ids = token_ids[: self.rng.randrange(1, len(token_ids) + 1)]
             token_ids = (token_ids + draw_tokens(self.rng, self.rng.randrange(20)))[:100]
         if self.rng.random() < 0.3:
-            self.batch.probe(row, token_ids, **keys)
+            self.batch.probe(row, token_ids, **admission(**keys))
         num_external = self.rng.choice([0, 0, 0, 13])
-        num_hits = self.batch.admit(row, token_ids, num_external_tokens=num_external, **keys)
+        num_hits = self.batch.admit(row, token_ids, num_external_tokens=num_external, **admission(**keys))
         if num_hits is not None:
             assert num_hits % SIZE == 0
             if self.batch.num_external_tokens[row]:

@@ -7,12 +7,13 @@ from random import Random
 from typing import Any
 
 import pytest
+from admissions import admission
 from hybrids import manager_state
 from refusing import refused
 from settings import CHUNK_16, FULL_4, FULL_8, WINDOW_5, WINDOW_9, Group
 
 import pagepool
-from pagepool import CacheManager, RunningBatch
+from pagepool import CacheManager, RequestTraits, RunningBatch
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 MAX_LEN, CHUNK = 400, 32
@@ -47,7 +48,7 @@ class Rows:
 
     def start(self, prompt: list[int], **options: Any) -> int:
         """Admit and compute a prompt; return what it hit."""
-        num_hits = self.batch.admit(0, prompt, max_num_new_tokens=CHUNK, **options)
+        num_hits = self.batch.admit(0, prompt, max_num_new_tokens=CHUNK, **admission(**options))
         assert num_hits is not None
         while self.batch.num_computed_tokens[0] < len(prompt):
             num_left = len(prompt) - int(self.batch.num_computed_tokens[0])
@@ -286,8 +287,8 @@ def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
 def test_wrong_places_to_resume_are_refused(resume_at: Any) -> None:
     rows = Rows(FULL_AND_WINDOW)
     with pytest.raises((ArgumentError, ArgumentTypeError), match="resume_at"):
-        rows.batch.admit(0, [1, 2, 3], resume_at=resume_at)
-    assert rows.batch.admit(0, [1, 2, 3], resume_at=[1 << 60]) == 0
+        rows.batch.admit(0, [1, 2, 3], traits=RequestTraits(resume_at=resume_at))
+    assert rows.batch.admit(0, [1, 2, 3], traits=RequestTraits(resume_at=[1 << 60])) == 0
 
 
 @pytest.mark.parametrize(
@@ -310,7 +311,7 @@ def test_the_default_interval_depends_on_the_model(groups: tuple[tuple[str, int]
 
 def test_what_is_computed_after_a_lease_stays_where_it_was_named() -> None:
     rows, prompt = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0)), draw(Random(10), 200)
-    rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK, resume_at=[104])
+    rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK, traits=RequestTraits(resume_at=[104]))
     with refused(lambda: manager_state(rows.manager), ArgumentError, f"stop: got 104, .* at most {CHUNK}$"):
         rows.batch.lease(0, stop=104, seconds=600)
     lease = rows.batch.lease(0, seconds=600)
@@ -368,7 +369,7 @@ def test_an_event_tells_of_each_entry_that_is_dropped() -> None:
 
 def test_a_fork_keeps_the_boundaries() -> None:
     rows, prompt = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0)), draw(Random(16), 200)
-    rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK, resume_at=[104])
+    rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK, traits=RequestTraits(resume_at=[104]))
     rows.batch.fork(0, [1])
     rows.batch.release([0])
     while rows.batch.num_computed_tokens[1] < len(prompt):
@@ -392,7 +393,7 @@ def test_tokens_that_are_cut_leave_nothing() -> None:
 
 def test_tokens_from_elsewhere_enter_the_window_at_their_end() -> None:
     rows, prompt = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0)), draw(Random(19), 64)
-    assert rows.batch.admit(0, prompt, num_external_tokens=63, resume_at=[32]) == 0
+    assert rows.batch.admit(0, prompt, num_external_tokens=63, traits=RequestTraits(resume_at=[32])) == 0
     rows.batch.commit_external(0, 63)
     rows.batch.grow([0], 1)
     rows.batch.release([0])

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from admissions import admission
+
 from pagepool import (
     CacheGroupSpec,
     CacheManager,
@@ -193,7 +195,7 @@ class AheadEngine:
             options = {"max_num_new_tokens": self.rng.randrange(1, CHUNK), "ends_at_checkpoint": self.rng.random() < 0.5}
             if self.rng.random() < 0.2:
                 options["num_external_tokens"] = self.rng.randrange(1, MAX_LEN)
-            num_hits = self.batch.admit(row, run.known, resume_at=run.resume_at, **options)
+            num_hits = self.batch.admit(row, run.known, **admission(resume_at=run.resume_at, **options))
             if num_hits is None:
                 continue
             self.waiting.popleft()

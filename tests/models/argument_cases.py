@@ -610,16 +610,18 @@ use.tables.clear_row(row_idx=<0>)
 use.tables.move_row(src=<0>, tgt=<2>)
 use.tables.swap_row(src=<0>, tgt=<2>)
 use.tables.append_rows_batch([[[3], <[6]|list typed>]], [<1>])
-RunningBatch(manager=<use.manager>, page_table=<use.batch_table>, data_parallel_size=<1|None>,
-    restores_states=<False|flag typed>)
+RunningBatch(manager=<use.manager>, page_table=<use.batch_table>, data_parallel_size=<1|None>)
 use.batch.admit(row=<1>, token_ids=<[1, 2, 3, 4, 5]|list>, num_tokens=<None|None>, max_num_new_tokens=<None|None>,
-    dp_shard=<None|None>, num_reserved_pages=<0>, num_external_tokens=<0>, num_lookahead_tokens=<0>,
-    mm_features=<None|list None>, cache_salt=<None|str bytes None>, lora_id=<None|str bytes None>)
-use.batch.admit(1, [1, 2, 3, 4, 5], look_up=<True|flag typed>, is_preempted=<False|flag typed>,
-    ends_at_checkpoint=<False|flag typed>)
-use.batch.admit(1, [1, 2, 3, 4, 5], num_tokens=<3|None>, num_lookahead_tokens=<0>, reserve=<"prompt"|str None>)
-use.batch.probe(row=<1>, token_ids=<[1, 2, 3, 4, 5]|list>, dp_shard=<None|None>, mm_features=<None|list None>,
-    cache_salt=<None|str bytes None>, lora_id=<None|str bytes None>)
+    num_reserved_pages=<0>, num_external_tokens=<0>, num_drafts=<0>, traits=<None|None>)
+use.batch.admit(1, [1, 2, 3, 4, 5], num_tokens=<3|None>, num_drafts=<0>, reserve=<"prompt"|str None>)
+use.batch.admit(1, [1, 2, 3, 4, 5], traits=RequestTraits(dp_shard=<None|None>, mm_features=<None|list None>,
+    cache_salt=<None|str bytes None>, lora_id=<None|str bytes None>, look_up=<True|flag typed>,
+    is_preempted=<False|flag typed>, ends_at_checkpoint=<False|flag typed>))
+use.batch.admit(1, [1, 2, 3, 4, 5], traits=RequestTraits(session_id=<"s"|str None>, tenant=<"x"|str None>,
+    resume_at=<[4]|list mapping>))
+use.batch.probe(row=<1>, token_ids=<[1, 2, 3, 4, 5]|list>, traits=<None|None>)
+use.batch.probe(1, [1, 2, 3, 4, 5], traits=RequestTraits(dp_shard=<None|None>, mm_features=<None|list None>,
+    cache_salt=<None|str bytes None>, lora_id=<None|str bytes None>))
 use.batch.probe(1, [1, 2, <3>])
 use.batch.admit(1, [1, 2, <3>])
 use.batch.undo(result=<None>)
@@ -640,7 +642,7 @@ use.batch.release(rows=[0, <2>], num_computed_tokens=[6, <1>], seconds=[1.0, <1.
 use.batch.move_row(src=<0>, tgt=<1>)
 use.batch.swap_row(src=<0>, tgt=<1>)
 use.batch.get_page_ids(row=<0>)
-use.batch.admit(1, [1], max_num_new_tokens=<1|None>, num_tokens=<1|None>, session_id=<"s"|str None>, tenant=<"x"|str None>)
+use.batch.admit(1, [1], max_num_new_tokens=<1|None>, num_tokens=<1|None>)
 use.table.append_rows_batch([[3], <[3]|list typed>], [1, <2>])
 use.table.slot_mapping(rows=<[0]|list typed>, positions=<[1]|list typed>, page_size=4)
 use.batch.trim(rows=<[0]|list typed>, num_tokens=<[6]|list typed>)
@@ -799,9 +801,9 @@ use.batch.append([0], [RaisingIndex()])
 use.batch.grow([0], RaisingIndex())
 use.batch.admit(RaisingIndex(), [1])
 use.batch.admit(1, [RaisingIndex()])
-use.batch.admit(1, [1], session_id=7)
-use.batch.admit(1, [1], mm_features=[SimpleNamespace(offset=0, length=2)])
-RunningBatch(use.manager, use.batch_table).admit(0, [1], dp_shard=0)
+use.batch.admit(1, [1], traits=RequestTraits(session_id=7))
+use.batch.admit(1, [1], traits=RequestTraits(mm_features=[SimpleNamespace(offset=0, length=2)]))
+RunningBatch(use.manager, use.batch_table).admit(0, [1], traits=RequestTraits(dp_shard=0))
 use.batch.fork(2, [1])
 use.batch.fork(0, [3, 1, 3])
 use.batch.fork(0, [1, 2])

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from admissions import admission
 from oracle import PREEMPTED, OracleManager, PagesByGroup
 from oracle_expected import SHARED, term_of_seconds
 from oracle_kinds import Mamba, cdiv
@@ -218,7 +219,7 @@ class OracleRows(Rows):
         ends_at_checkpoint: bool = False,
         num_external_tokens: int = 0,
         resume_at: Sequence[int] = (),
-        num_lookahead_tokens: int = 0,
+        num_drafts: int = 0,
         reserve: str | None = None,
         **attributes: Any,
     ) -> int | None:
@@ -245,7 +246,7 @@ class OracleRows(Rows):
             num_computed = next(ends, num_computed)
         num_computed = num_hits + num_external if num_external else num_computed
         num_slots = len(token_ids) if reserve else num_computed
-        num_slots = min(num_slots + num_lookahead_tokens, self.setting.max_model_len)
+        num_slots = min(num_slots + num_drafts, self.setting.max_model_len)
         num_planned = num_computed if reserve and num_computed < len(token_ids) else num_slots  # drafts follow the prompt
         self.manager.states.require_behind(request, num_hits, num_computed, num_planned - num_computed)
         self.manager.require_fit(request, num_slots, hits, shard)
@@ -685,10 +686,10 @@ class BatchRows(Rows):
             options = {"mm_features": [], **options}
         if self._tried[0] is not token_ids:
             self._tried = token_ids, self._formed(token_ids)
-        return self.batch.admit(row, self._tried[1], **options)
+        return self.batch.admit(row, self._tried[1], **admission(**options))
 
     def probe(self, row: int, token_ids: list[int], dp_shard: int | None = None, **attributes: Any) -> int:
-        return self.batch.probe(row, self._formed(token_ids), dp_shard=dp_shard, **attributes)
+        return self.batch.probe(row, self._formed(token_ids), **admission(dp_shard=dp_shard, **attributes))
 
     def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
         self.named = set(rows)

@@ -154,7 +154,7 @@ class BatchWorkload(Workload):
         if resume_at := self.draw_places():
             options["resume_at"] = resume_at
         if rng.random() < 0.2:
-            options["num_lookahead_tokens"] = rng.choice((1, 3, self.max_tokens))
+            options["num_drafts"] = rng.choice((1, 3, self.max_tokens))
         if rng.random() < 0.15:
             options["reserve"] = "prompt"
         return options

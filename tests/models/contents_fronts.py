@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from admissions import admission
 from contents_device import Device, find_first_read, require
 from contents_index import NULL_PAGE
 from contents_request import Job
@@ -628,14 +629,14 @@ class BatchFront(Front):
     def __init__(self, world: World, tables: Any) -> None:
         super().__init__(world, tables)
         size = self.setting.data_parallel_size
-        self.batch = pagepool.RunningBatch(world.manager, tables, data_parallel_size=size, restores_states=True)
+        self.batch = pagepool.RunningBatch(world.manager, tables, data_parallel_size=size)
 
     def admit(self, job: Job, row: int, dp_shard: int | None) -> bool:
         options = self._options(job, dp_shard)
         shard, num_reserved = self.books.find_shard(dp_shard), options.get("num_reserved_pages", 0)
-        num_ahead = options.get("num_lookahead_tokens", 0)
+        num_ahead = options.get("num_drafts", 0)
         expected = self.expect(job, shard, options["look_up"], num_reserved)
-        num_hit_tokens = self.call("admit", self.batch, row, job.all_token_ids, **options)
+        num_hit_tokens = self.call("admit", self.batch, row, job.all_token_ids, **admission(**options))
         if num_hit_tokens is None:
             if expected.may_load:
                 self.books.find_loads(job, expected.num_tokens, shard, ())
@@ -678,7 +679,7 @@ class BatchFront(Front):
         if rng.random() < 0.3:
             options["max_num_new_tokens"] = rng.randint(1, job.num_tokens)
         if rng.random() < 0.2:
-            options["num_lookahead_tokens"] = rng.randint(1, self.setting.page_size + 1)
+            options["num_drafts"] = rng.randint(1, self.setting.page_size + 1)
         if rng.random() < 0.15:
             options["reserve"] = "prompt"
         if rng.random() < 0.05:

@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from admissions import admission
 from ahead_engine import LAST_TOKEN, VOCABULARY, sample
 from contents_device import require
 from flight_device import FlightDevice, Stay, Work
@@ -148,6 +149,8 @@ class FlightEngine:
             hash_seed=seed,
             host_tier=None if tier_pages is None else pagepool.HostTier(tier_pages),
             eviction=rng.choice(("lru", "adaptive")),
+            restores_states=setting.has_state and num_drafts > 0,
+            caches=caches,
             **more,
         )
         sizes = [group.page_size for group in setting.groups]
@@ -156,10 +159,8 @@ class FlightEngine:
             manager,
             self.tables,
             data_parallel_size=setting.data_parallel_size,
-            restores_states=setting.has_state and num_drafts > 0,
             max_steps_ahead=depth,
             writes=setting.writes,
-            caches=caches,
         )
         self.has_sources = rng.random() < 0.5
         slots = [] if all(group.kind == "mamba" for group in setting.groups) else ["slots"]
@@ -388,14 +389,14 @@ class FlightEngine:
                 options["ends_at_checkpoint"] = rng.random() < 0.5
                 options |= {"reserve": "prompt"} if rng.random() < 0.3 else {}
             else:
-                options["num_lookahead_tokens"] = rng.randint(0, self.num_drafts)
+                options["num_drafts"] = rng.randint(0, self.num_drafts)
             is_coming = rng.random() < 0.15
             if is_coming:
                 options = {"dp_shard": run.shard} if run.shard is not None else {}
                 options["num_external_tokens"] = rng.randrange(1, MAX_LEN)
             else:
                 options["step"] = step
-            num_hits = batch.admit(row, run.known, resume_at=run.resume_at, **options)
+            num_hits = batch.admit(row, run.known, **admission(resume_at=run.resume_at, **options))
             if num_hits is None:
                 require(batch.refusal is not None, "no refusal")
                 continue

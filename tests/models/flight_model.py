@@ -64,10 +64,10 @@ def number_as_seen(stays: list[int], seen: dict[int, int]) -> list[int]:
 class OracleFlight(OracleRows):
     """Rows over the oracle whose steps are resolved."""
 
-    def __init__(self, *args: Any, caches: str = "scheduled", **options: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        if caches == "computed":
-            self.manager.resolved, self.manager.page_pool.prefers_held = {}, True
+        if self.manager.caches_computed:
+            self.manager.resolved = {}
         self.steps: list[OracleStep] = []
         self.stays = [0] * len(self.requests)
         self.num_stays = 0
@@ -111,10 +111,10 @@ class OracleFlight(OracleRows):
     def admit_in(self, step: int, row: int, token_ids: list[int], **options: Any) -> int | None:
         """Admit, as a part of a step."""
         self.refusal = None
-        self.require_no_drafts(options.get("num_lookahead_tokens", 0))
+        self.require_no_drafts(options.get("num_drafts", 0))
         num_hits = self.admit(row, token_ids, **options)
         if num_hits is not None:
-            entry = self._entry_of(row, options.get("num_lookahead_tokens", 0), False)
+            entry = self._entry_of(row, options.get("num_drafts", 0), False)
             entry.num_hits = num_hits
             self.steps[step].calls.append(([entry], []))
         return num_hits

@@ -90,12 +90,12 @@ class FlightWorkload(BatchWorkload):
             token_ids, attributes = self._new_request()
             options = self._admission_options(len(token_ids)) | self.draw_session()
             if options.get("num_external_tokens"):  # a row that waits is in no step
-                options.pop("num_lookahead_tokens", None)
+                options.pop("num_drafts", None)
                 if self.twins.call("admit", row, token_ids, **attributes, **options) is not None:
                     self.attributes[row] = attributes
                 continue
             if options.keys() & {"num_tokens", "max_num_new_tokens", "ends_at_checkpoint"}:
-                options.pop("num_lookahead_tokens", None)  # drafts are behind prompts
+                options.pop("num_drafts", None)  # drafts are behind prompts
             if self.twins.call("admit_in", step, row, token_ids, **attributes, **options) is not None:
                 self.attributes[row] = attributes
                 planned.add(row)

@@ -170,13 +170,12 @@ def make_rows(
     seed: int,
     num_rows: int = NUM_ROWS,
     kinds: tuple[type[OracleRows], type[BatchRows]] = (OracleRows, BatchRows),
-    **options: Any,
+    caches: str = "scheduled",
 ) -> FeaturedTwins:
     """Make twins that work row by row."""
-    managers = make_managers(setting, num_pages, features, seed, NATIVE_HASHING)
-    oracle = kinds[0](managers[0], setting, num_rows, **options)
-    batch = kinds[1](managers[1], setting, num_rows, restores_states=managers[0].restores_states, **options)
-    return FeaturedTwins(oracle, batch, features, seed)
+    oracle, manager = make_managers(setting, num_pages, features, seed, NATIVE_HASHING, caches)
+    rows, batch = kinds[0](oracle, setting, num_rows), kinds[1](manager, setting, num_rows)
+    return FeaturedTwins(rows, batch, features, seed)
 
 
 def make_flights(setting: Setting, num_pages: NumPages, features: Features, seed: int) -> FeaturedTwins:

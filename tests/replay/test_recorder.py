@@ -16,7 +16,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable
 from pagepool.replay import Recorder, Scheduler, make_requests, read_trace
-from pagepool.request import EngineRequest
+from pagepool.request import EngineRequest, RequestTraits
 from pagepool.running_batch import RunningBatch
 from pagepool.specs import CacheGroupSpec, FullAttentionSpec, SlidingWindowSpec
 
@@ -54,7 +54,7 @@ def run_batch(manager: CacheManager, recorder: Recorder, chats: Chats, num_reque
         if free and len(num_hits) < num_requests:
             request = chats.ask()
             recorder.start(request)
-            num_hit_tokens = batch.admit(free[0], request.all_token_ids, cache_salt=request.cache_salt)
+            num_hit_tokens = batch.admit(free[0], request.all_token_ids, traits=RequestTraits(cache_salt=request.cache_salt))
             assert num_hit_tokens is not None
             num_hits.append(num_hit_tokens)
             running[free[0]] = (request, request.num_tokens + int(chats.rng.integers(20)))

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from admissions import admission
 from features import Features, run_workload
 from hybrids import PROMPT, allocate, make_batch, make_manager, make_request
 from pairs import FeaturedTwins, make_managers, run_twins, with_room
@@ -160,7 +161,7 @@ def test_extra_keys_page_by_page(is_batch: bool, hash_algo: str) -> None:
     manager = make_told(hash_algo=hash_algo)
     attributes = {"lora_id": "tuned", "cache_salt": "salt", "mm_features": FEATURES}
     if is_batch:
-        pagepool.RunningBatch(manager, pagepool.PageTable(1, 16, 64)).admit(0, list(range(12)), **attributes)
+        pagepool.RunningBatch(manager, pagepool.PageTable(1, 16, 64)).admit(0, list(range(12)), **admission(**attributes))
     else:
         run_request(manager, list(range(12)), **attributes)
     [stored] = decode(manager.take_events())
@@ -225,7 +226,7 @@ def test_sessions_have_events_of_their_own(is_batch: bool) -> None:
     turns = [(9, "a"), (17, "a"), (25, "b \ud800"), (33, None)]
     for i, (num_tokens, session_id) in enumerate(turns):
         if is_batch:
-            batch.admit(i, list(range(num_tokens)), session_id=session_id)
+            batch.admit(i, list(range(num_tokens)), traits=pagepool.RequestTraits(session_id=session_id))
         else:
             run_request(manager, list(range(num_tokens)), session_id=session_id).session_id = "later"
     events = decode(manager.take_events())
@@ -239,7 +240,7 @@ def test_a_fork_has_the_session_of_its_request_unless_it_has_its_own(is_batch: b
     manager = make_told()
     if is_batch:
         batch = make_batch(manager)
-        batch.admit(0, list(range(6)), session_id="s")
+        batch.admit(0, list(range(6)), traits=pagepool.RequestTraits(session_id="s"))
         batch.fork(0, [1])
         batch.take_copies()
         batch.append([1, 1], [6, 7])
@@ -328,13 +329,13 @@ def test_extra_keys_are_kept_as_long_as_somebody_needs_them(monkeypatch: pytest.
     manager = make_told(num_pages=64)
     batch = pagepool.RunningBatch(manager, pagepool.PageTable(2, 16, 64))
     values = manager.event_source.contexts._values
-    batch.admit(0, [1, 2, 3], cache_salt="row")
+    batch.admit(0, [1, 2, 3], traits=pagepool.RequestTraits(cache_salt="row"))
     run_request(manager, [1, 2, 3, 4], cache_salt="page")
     for i in range(500):
         request = run_request(manager, [1, 2, 3, 4], cache_salt=f"salt {i}", session_id=f"session {i}")
         manager.free(request)
         manager.free_page_hashes(request)
-        batch.admit(1, [1, 2, 3, 4], cache_salt=f"pepper {i}", session_id=f"session {i}")
+        batch.admit(1, [1, 2, 3, 4], traits=pagepool.RequestTraits(cache_salt=f"pepper {i}", session_id=f"session {i}"))
         batch.swap_row(0, 1)
         batch.swap_row(0, 1)
         batch.release([1])
@@ -452,14 +453,14 @@ def test_a_page_that_goes_to_the_host_and_comes_back() -> None:
 def test_pages_that_a_batch_loads_have_their_tokens_and_keys() -> None:
     manager = make_told(num_pages=6, host_tier=pagepool.HostTier(10))
     batch = make_batch(manager)
-    batch.admit(0, PROMPT[:13], cache_salt="salt", session_id="s")
+    batch.admit(0, PROMPT[:13], traits=pagepool.RequestTraits(cache_salt="salt", session_id="s"))
     [stored] = decode(manager.take_events())
     batch.release([0])
     ids = manager.page_pool.get_new_page_ids(5)  # all are evicted from the device and saved
     manager.complete_transfers(manager.take_transfers().number)
     manager.page_pool.free_page_ids(ids)
     assert take(manager) == [("BlockRemoved", "GPU", 3), ("BlockStored", "CPU", 3)]
-    batch.admit(1, PROMPT[:13], cache_salt="salt", session_id="s")
+    batch.admit(1, PROMPT[:13], traits=pagepool.RequestTraits(cache_salt="salt", session_id="s"))
     assert decode(manager.take_events()) == [stored]
 
 

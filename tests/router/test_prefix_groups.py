@@ -20,6 +20,7 @@ from pagepool import (
     FullAttentionSpec,
     MambaSpec,
     MultiGroupPageTable,
+    RequestTraits,
     RunningBatch,
     SlidingWindowSpec,
 )
@@ -88,7 +89,7 @@ def test_a_group_that_told_nothing_yet_hits_nothing(name: str, lookahead: int) -
         index = PrefixIndex(4, hash_seed="s", lookahead=lookahead)
         for _ in range(8):
             prompt = [rng.randrange(2)] + [1] * rng.choice((10, 30, 50, 100, 200))
-            if batch.admit(0, prompt, ends_at_checkpoint=True) is None:
+            if batch.admit(0, prompt, traits=RequestTraits(ends_at_checkpoint=True)) is None:
                 continue
             while batch.num_computed_tokens[0] < len(prompt):
                 batch.take_copies()
@@ -113,7 +114,7 @@ def test_states_alone_are_hashed_by_their_interval(intervals: list[int]) -> None
     manager.enable_events()
     batch = RunningBatch(manager, MultiGroupPageTable(1, 512, 512, [4] * len(groups)))
     prompt = list(range(60))
-    assert batch.admit(0, prompt, ends_at_checkpoint=True) == 0
+    assert batch.admit(0, prompt, traits=RequestTraits(ends_at_checkpoint=True)) == 0
     while batch.num_computed_tokens[0] < len(prompt):
         batch.take_copies()
         batch.grow([0], min(4, len(prompt) - int(batch.num_computed_tokens[0])))
@@ -166,7 +167,7 @@ def test_a_drafter_drops_the_same_pages(name: str) -> None:
         for _ in range(10):
             prompt = [rng.randrange(2)] + [1] * rng.choice((10, 31, 32, 63, 64, 100, 200))
             prompt = prompt[: len(prompt) // rng.choice((1, 2))] + [5] * rng.choice((0, 16, 50))
-            if batch.admit(0, prompt, ends_at_checkpoint=True) is None:
+            if batch.admit(0, prompt, traits=RequestTraits(ends_at_checkpoint=True)) is None:
                 continue
             while batch.num_computed_tokens[0] < len(prompt):
                 batch.take_copies()

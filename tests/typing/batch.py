@@ -6,14 +6,23 @@ from typing import assert_type
 import numpy as np
 import numpy.typing as npt
 
-from pagepool import CacheManager, FailedLoads, MultiGroupPageTable, PageTable, RunningBatch, StepResult, device_slot_mapping
+from pagepool import (
+    CacheManager,
+    FailedLoads,
+    MultiGroupPageTable,
+    PageTable,
+    RequestTraits,
+    RunningBatch,
+    StepResult,
+    device_slot_mapping,
+)
 
 Int32 = npt.NDArray[np.int32]
 
 
 def make_batch(manager: CacheManager) -> RunningBatch:
     table = PageTable(max_num_reqs=8, max_num_pages_per_req=256, max_num_batched_tokens=2048)
-    return RunningBatch(manager, table, restores_states=True)
+    return RunningBatch(manager, table, max_steps_ahead=1)
 
 
 def make_batch_of_groups(manager: CacheManager) -> RunningBatch:
@@ -22,10 +31,10 @@ def make_batch_of_groups(manager: CacheManager) -> RunningBatch:
 
 
 def admit(batch: RunningBatch, prompt: list[int], array: Int32) -> int:
-    num_hit_tokens = batch.admit(0, prompt, max_num_new_tokens=512, cache_salt="tenant")
+    num_hit_tokens = batch.admit(0, prompt, max_num_new_tokens=512, traits=RequestTraits(cache_salt="tenant"))
     assert_type(num_hit_tokens, int | None)
-    assert_type(batch.probe(1, array, lora_id=3), int)
-    again = batch.admit(1, array, num_lookahead_tokens=3, reserve="prompt")
+    assert_type(batch.probe(1, array, traits=RequestTraits(lora_id=3)), int)
+    again = batch.admit(1, array, num_drafts=3, reserve="prompt")
     return (num_hit_tokens or 0) + (again or 0)
 
 

@@ -20,6 +20,7 @@ from pagepool.replay.models.pools import KV, STATES, ModelPools
 from pagepool.replay.simulation.figures import find_hit_rate
 from pagepool.replay.simulation.runs import make_manager_of_pools
 from pagepool.replay.traces.simulated_request import SimulatedRequest
+from pagepool.request import RequestTraits
 from pagepool.running_batch import RunningBatch
 
 __all__ = ["NUM_SEARCH_RUNS", "SplitFigures", "SplitPlan", "SplitSimulator", "find_split", "list_around"]
@@ -125,7 +126,8 @@ class Queue:
             self._end_oldest()
         row, token_ids = self._free_rows[-1], request.make_token_ids()
         prompt, answer = token_ids[: request.num_prompt_tokens], token_ids[request.num_prompt_tokens : request.num_slots]
-        while (num_hits := self._batch.admit(row, prompt, session_id=request.session_id)) is None:
+        traits = RequestTraits(session_id=request.session_id)
+        while (num_hits := self._batch.admit(row, prompt, traits=traits)) is None:
             self._end_oldest()
         self._running.append(self._free_rows.pop())
         self.hit_tokens += num_hits

@@ -12,7 +12,7 @@ from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable
 from pagepool.replay.simulation.figures import HostFigures
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest
-from pagepool.request import EngineRequestStatus
+from pagepool.request import EngineRequestStatus, RequestTraits
 from pagepool.running_batch import RunningBatch
 from pagepool.specs import MambaSpec
 
@@ -169,9 +169,11 @@ class BatchAllocator(Allocator):
             row,
             token_ids[:num_tokens],
             max_num_new_tokens=min(max_num_new_tokens, num_tokens),
-            is_preempted=request.status is EngineRequestStatus.PREEMPTED,
-            ends_at_checkpoint=not self._writes_states,
-            session_id=request.session_id,
+            traits=RequestTraits(
+                is_preempted=request.status is EngineRequestStatus.PREEMPTED,
+                ends_at_checkpoint=not self._writes_states,
+                session_id=request.session_id,
+            ),
         )
         if num_hits is not None:
             answer = token_ids[num_tokens:]
