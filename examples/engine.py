@@ -24,6 +24,7 @@ from pagepool import (
     HostTier,
     MambaSpec,
     MultiGroupPageTable,
+    PageHashing,
     StepInputs,
     StepResult,
 )
@@ -93,9 +94,8 @@ class Engine:
             groups,
             max_model_len,
             host_tier=self.host_tier,
-            hash_algo="siphash128" if store is None or hash_seed else "sha256",  # in a store, keys of all engines are the same
-            hash_seed=hash_seed,
             max_num_batched_tokens=max_num_batched_tokens,
+            hashing=PageHashing(hash_algo="siphash128" if store is None or hash_seed else "sha256", hash_seed=hash_seed),
         )
         self.store = None if store is None else make_store_tier(self.manager, self.runner.host_pages, weights, store)
         # The last row is never admitted, so all its pages are page 0, the null page. Padding is written there.

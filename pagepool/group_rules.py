@@ -5,7 +5,7 @@ from math import gcd, lcm
 from typing import Any, NamedTuple
 
 from pagepool._core import CacheGroups, PageRules
-from pagepool.arguments import require_choice, require_int, require_token_counts
+from pagepool.arguments import require_int, require_token_counts
 from pagepool.errors import ArgumentError
 from pagepool.page_pool.pool import Configuration
 from pagepool.retention import Retention
@@ -18,6 +18,8 @@ CHECKPOINT_STEP = 64  # tokens: kernels of recurrent layers have states at its m
 INTERVAL_STEP = 2048
 MAX_BOUNDARY = 1 << 30
 SPECS = [spec.__name__ for spec in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)]
+
+ALL_STAY = Retention(windows="all")
 
 
 class GroupRules(NamedTuple):
@@ -55,8 +57,7 @@ def make_rules(
     kv_cache_groups: Sequence[CacheGroupSpec],
     use_eagle: bool,
     enable_caching: bool,
-    windows: str = "all",
-    retention: Retention | None = None,
+    retention: Retention = ALL_STAY,
     banks: Sequence[int] | None = None,
     lookahead: int = 0,
 ) -> GroupRules:
@@ -83,9 +84,7 @@ def make_rules(
     index_ids = [each["index_group_id"] if enable_caching else None for each in described]
     num_hashes = [each["num_hashes_per_page"] for each in described]
     state_interval = find_state_interval(kv_cache_groups) if writes_states and enable_caching else None
-    boundaries = _find_boundaries(
-        specs, windows, retention or Retention(), num_hit_tokens, None not in index_ids, state_interval
-    )
+    boundaries = _find_boundaries(specs, retention, num_hit_tokens, None not in index_ids, state_interval)
     configuration: Configuration = {"num_kv_cache_groups": len(described)}
     for i, each in enumerate(described):
         configuration |= {f"kv_cache_groups[{i}].{name}": each[name] for name in each}
@@ -110,7 +109,6 @@ def make_rules(
 
 def _find_boundaries(
     specs: Sequence[Any],
-    windows: str,
     retention: Retention,
     num_hit_tokens: int,
     is_cached: bool,
@@ -119,15 +117,14 @@ def _find_boundaries(
     """Return the multiple, the slack and the interval of boundaries for the core; None where all window pages stay, and
     no states are written at boundaries, with `state_interval`.
     """
-    require_choice("windows", windows, "all", "ends")
     has_windows = any(map(window_of, specs))
-    if has_windows and windows == "all" and state_interval is not None:
+    if has_windows and retention.windows == "all" and state_interval is not None:
         raise ArgumentError('windows: got all, allowed for states with checkpoints="ends", where requests resume: ends')
     if not is_cached or num_hit_tokens > MAX_BOUNDARY:
         return None
     if state_interval is not None:
         return num_hit_tokens, SLACK, min(state_interval, MAX_BOUNDARY)
-    if windows == "all" or not has_windows:
+    if retention.windows == "all" or not has_windows:
         return None
     slack, interval = find_slack_and_interval(retention, specs, num_hit_tokens)
     slack = min(-(-slack // num_hit_tokens) * num_hit_tokens, MAX_BOUNDARY // num_hit_tokens * num_hit_tokens)

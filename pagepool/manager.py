@@ -64,7 +64,7 @@ from pagepool.arguments import (
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
 from pagepool.group_rules import make_rules
 from pagepool.hashing import KeyHolder
-from pagepool.hashing.algorithms import MAX_LOOKAHEAD, HashAlgorithm, make_page_hasher
+from pagepool.hashing.algorithms import PageHashing
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import Configuration, EvictionPolicy, choose_pool
 from pagepool.pools import MIN_PAGES, link_checkpoints, make_pools, read_host_sizes, read_sizes
@@ -87,7 +87,7 @@ from pagepool.stats.advice import Advisor
 if TYPE_CHECKING:
     from pagepool.events import Event, EventSource
 
-__all__ = ["CacheManager", "CachePages", "HostTier", "Lease", "PrefixProbe", "Retention"]
+__all__ = ["CacheManager", "CachePages", "HostTier", "Lease", "PageHashing", "PrefixProbe", "Retention"]
 
 NO_CONTEXT = nullcontext(0)  # where nothing is cached, so that no context is needed
 
@@ -213,24 +213,15 @@ class CacheManager(KeyHolder, SlotAllocator):
     first. ``page_pool`` is the pool of a manager with one, and raises ArgumentError with several. What several pools do not
     support raises ArgumentError with its name: see docs/hybrids.md.
 
-    Without groups prefix caching is off. `hash_algo` is ``"siphash128"`` (keyed with a secret of the process), ``"sha256"``
-    (the same in every process), ``"sha256_cbor"`` (vLLM's: see docs/engines.md), or a callable such as the builtin `hash`. All
-    but callables are native. SHA-256 keeps 16 bytes more for each page of the pool.
-    `hash_seed`, which must not be empty, or ``PYTHONHASHSEED`` makes a keyed algorithm deterministic. `keep_token_ids` keeps
-    the tokens of cached pages in their hashes, at 4 bytes a token. `page_pool` is an existing pool, such as that of
-    another manager; its cached pages can hit. It is refused if they were cached with another seed, algorithm or other groups,
-    and if it has pools of other names or sizes.
+    Without groups prefix caching is off. `hashing` says how pages are hashed, and that the model has a drafter; None has the
+    defaults of `PageHashing`. `page_pool` is an existing pool, such as that of another manager; its cached pages can hit. It is
+    refused if they were cached with another seed, algorithm or other groups, and if it has pools of other names or sizes.
 
     Pages of sliding windows and chunks stay cached only where a request can resume: at the end of a prompt or of a long answer,
     where full attention hit further, at a request's `resume_at`, and at each multiple of `window_interval` tokens in a prompt.
     They also stay for up to `window_slack` tokens before these places. Each place is rounded down to whole pages of all groups.
     Both are in `retention`, with the share of pages that leases may hold; None has the defaults of `Retention`, and
-    `pagepool plan` prints one for a model: see docs/hybrids.md. With ``windows="all"`` all window pages stay.
-
-    `use_eagle` is for models with a drafter (EAGLE, MTP), whose keys at the end of a page depend on tokens behind it. Alone, it
-    drops the last page of each hit, or the last interval of a state. With a `lookahead`, 1 token for EAGLE, or as many as MTP
-    has layers, at most 64, nothing is dropped: the hash of a page covers these tokens, so a page is cached once they are known,
-    and prompts share a page if they share them too. Managers with different lookaheads share no pages.
+    `pagepool plan` prints one for a model: see docs/hybrids.md. With ``Retention(windows="all")`` all window pages stay.
 
     With ``caches="computed"`` a page can hit once the request's ``num_computed_tokens`` say that it is computed, after the next
     call of `allocate_slots` or `cache_pages` for this request, or once it is freed. Tokens of a step that fails then never hit.
@@ -276,16 +267,11 @@ class CacheManager(KeyHolder, SlotAllocator):
         kv_cache_groups: Sequence[CacheGroupSpec],
         max_model_len: int,
         enable_caching: bool = True,
-        use_eagle: bool = False,
         *,
-        hash_algo: HashAlgorithm = "siphash128",
-        hash_seed: int | str | bytes | None = None,
-        lookahead: int = 0,
-        keep_token_ids: bool = False,
+        hashing: PageHashing | None = None,
         page_pool: PagePool | None = None,
         eviction: EvictionPolicy | None = None,
         host_tier: HostTier | None = None,
-        windows: Literal["ends", "all"] = "ends",
         retention: Retention | None = None,
         restores_states: bool = False,
         caches: Literal["scheduled", "computed"] = "scheduled",
@@ -302,13 +288,10 @@ class CacheManager(KeyHolder, SlotAllocator):
         self.max_num_batched_tokens = max_num_batched_tokens
         if max_num_batched_tokens is not None:
             self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, 1)
-        keep_token_ids = require_flag("keep_token_ids", keep_token_ids)
         self.enable_caching = require_flag("enable_caching", enable_caching) and len(kv_cache_groups) > 0
-        use_eagle = require_flag("use_eagle", use_eagle)
-        lookahead = require_int("lookahead", lookahead, 0, MAX_LOOKAHEAD)
-        if lookahead and not use_eagle:
-            raise ArgumentError(f"lookahead: got {lookahead}, allowed without use_eagle: 0")
         require_choice("caches", caches, "scheduled", "computed")
+        if hashing is not None and not isinstance(hashing, PageHashing):
+            raise ArgumentTypeError(f"hashing: got {type(hashing).__name__}, allowed: PageHashing, or None")
         if retention is not None and not isinstance(retention, Retention):
             raise ArgumentTypeError(f"retention: got {type(retention).__name__}, allowed: Retention, or None")
         if host_tier is not None and not isinstance(host_tier, HostTier):
@@ -321,28 +304,26 @@ class CacheManager(KeyHolder, SlotAllocator):
             else make_pools(sizes, self.enable_caching, page_pool, eviction)
         )
         self._page_pool = self.pools[sizes.names[0]]
-        retention = retention or Retention()
+        hashing, retention = hashing or PageHashing(), retention or Retention()
         self._rules = rules = make_rules(
             kv_cache_groups,
-            use_eagle and not lookahead,
+            hashing.use_eagle and not hashing.lookahead,
             self.enable_caching,
-            windows,
             retention,
             sizes.pool_of_group,
-            lookahead,
+            hashing.lookahead,
         )
         self._store = self._page_pool.store
         self._store.name_banks(sizes.names)
         self.num_pages = self._store.num_pages
         max_leased = [int(retention.max_leased_share * (pool.num_pages - 1)) for pool in self.pools.values()]
         self.max_num_leased_pages = sum(max_leased)
-        hasher = make_page_hasher(hash_algo, rules.hash_page_size, hash_seed, lookahead)
-        hasher.keep_token_ids = keep_token_ids
+        hasher = hashing.make_hasher(rules.hash_page_size)
         configuration: Configuration = {}
         if self.enable_caching:
             num_kept, num_needed = self._store.num_kept_token_ids, rules.max_cached_page_size + hasher.lookahead
-            if 0 < num_kept < num_needed and not keep_token_ids:
-                allowed = f"none, at least {num_needed}, or any with keep_token_ids=True"
+            if 0 < num_kept < num_needed:
+                allowed = f"none, or at least {num_needed}"
                 got = f"one that keeps {num_kept} token ids of a page"
                 raise ArgumentError(f"page_pool: got {got}, allowed for pages of {num_needed}: {allowed}")
             of_group = enumerate(sizes.pool_of_group if len(self.pools) > 1 else ())
@@ -356,8 +337,6 @@ class CacheManager(KeyHolder, SlotAllocator):
                 self._store.put_blank_first()
             for bank in sizes.list_pools_of_states(kv_cache_groups):
                 self._store.remember_evicted(bank)
-            if keep_token_ids:
-                self._store.keep_token_ids(num_needed)
             if hasher.num_digest_bytes == 32:
                 self._store.keep_whole_digests()
         self.registry = RequestRegistry(self._page_pool, rules, hasher, configuration, max_leased, self._trusts_requests)
@@ -744,8 +723,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         full attention in the span is not cached, or if there is no page. The lease ends at the first allocation after this
         time, unless `Lease.extend` is called; use does not extend it. Raise LeaseBudgetError if leases with an end would have
         more than `Retention.max_leased_share` of a pool's pages, ``max_num_leased_pages`` in all; a page counts once for each
-        lease. With ``windows="ends"`` other requests are to resume at `stop`: name it in `resume_at` of the request, so that
-        the window before it stays cached, and call this once it is computed. Raise ArgumentError if pages of windows, or
+        lease. With windows other requests are to resume at `stop`: name it in `resume_at` of the request, so that the window
+        before it stays cached, and call this once it is computed. Raise ArgumentError if pages of windows, or
         checkpoints of states, needed to resume there are gone. A lease does not count as a use: an expectation of a page stays.
         O(tokens).
 

@@ -77,8 +77,8 @@ class Request(Protocol):
     the pages with equal rows, others none.
 
     More optional attributes, read when the request gets its first pages: `resume_at` (up to four numbers of tokens where other
-    requests are likely to diverge, such as the end of a system prompt: with ``windows="ends"`` they can resume there; none for
-    a model with states), `session_id` (a string: the session that will own the pages cached by the request, see
+    requests are likely to diverge, such as the end of a system prompt: with sliding windows they can resume there; none for a
+    model with states), `session_id` (a string: the session that will own the pages cached by the request, see
     `CacheManager.expect_session`), and `tenant` (a string: the tenant charged for the pages the request takes, see
     `CacheManager.set_shares`).
     """
@@ -156,11 +156,11 @@ class EngineRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RequestTraits:
-    """The salt, session, tenant and the like of a request: ``batch.admit(row, token_ids, traits=RequestTraits(tenant="gold"))``.
+    """Salt, session, tenant and the like of a row's request: ``batch.admit(row, token_ids, traits=RequestTraits(tenant="a"))``.
 
-    Make one object for a request of a running batch, and pass it at each try. Its attributes do not change; do not change
-    `mm_features` in place. Raise ArgumentError for values out of range, ArgumentTypeError for other types; for `cache_salt`, `lora_id` and
-    `mm_features` `RunningBatch.admit` raises them.
+    Make one object for a request, and pass it at each try. Its attributes do not change; do not change `mm_features` in place.
+    Raise ArgumentError for values out of range, ArgumentTypeError for other types. Errors of `cache_salt`, `lora_id` and
+    `mm_features` come from `RunningBatch.admit`.
 
     >>> RequestTraits(session_id="chat-1", resume_at=[64]).resume_at
     (64,)

@@ -1,10 +1,13 @@
 """`Retention`: the settings of a cache that depend on its traffic."""
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
-from pagepool.arguments import MAX_SIZE, require_int, require_share
+from pagepool.arguments import MAX_SIZE, require_choice, require_int, require_share
 
-__all__ = ["Retention"]
+__all__ = ["Retention", "WindowRule"]
+
+WindowRule: TypeAlias = Literal["ends", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,9 +18,11 @@ class Retention:
     docs/hybrids.md. Raise ArgumentError for values out of range, ArgumentTypeError for others.
 
     >>> Retention(window_interval=2048)
-    Retention(window_slack=None, window_interval=2048, max_leased_share=0.2)
+    Retention(windows='ends', window_slack=None, window_interval=2048, max_leased_share=0.2)
     """
 
+    windows: WindowRule = "ends"
+    """Pages of sliding windows and chunks that stay cached: those where a request can resume, or all."""
     window_slack: int | None = None
     """Tokens before a place to resume for which pages of sliding windows and chunks stay as well."""
     window_interval: int | None = None
@@ -27,6 +32,7 @@ class Retention:
 
     def __post_init__(self) -> None:
         """Check the values, and store them as int and float."""
+        require_choice("windows", self.windows, "ends", "all")
         for name in ("window_slack", "window_interval"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, require_int(name, getattr(self, name), 0, MAX_SIZE))

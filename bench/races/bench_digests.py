@@ -78,10 +78,10 @@ class Hashing(Rival):
 
     def __init__(self, name: str, **options: Any) -> None:
         super().__init__(name, pagepool, pagepool, pagepool)
-        self.options = {"hash_algo": name, **options}
+        self.hashing = pagepool.PageHashing(hash_algo=name, **options)
 
     def make_manager(self, num_pages: int, max_model_len: int = MAX_MODEL_LEN) -> Any:
-        return pagepool.CacheManager(num_pages, [make_group(pagepool)], max_model_len, **self.options)
+        return pagepool.CacheManager(num_pages, [make_group(pagepool)], max_model_len, hashing=self.hashing)
 
 
 DRAFTERS = {

@@ -20,7 +20,7 @@ import pytest
 
 from bench.races.race import STORES, WALL_TIME, Race, Work
 from bench.workload import PAGE_SIZE, SEED, make_group, random_tokens
-from pagepool import CacheManager, EngineRequest, HostTier, specs
+from pagepool import CacheManager, EngineRequest, HostTier, PageHashing, specs
 from pagepool.stores import Done, FileStore, Store, StoreTier
 from pagepool.stores.jobs import JobStore
 
@@ -220,7 +220,9 @@ class Tiered:
 
     def __init__(self, store: Store, page_bytes: int, num_pages: int) -> None:
         tier = HostTier(3 * num_pages, policy="write_through")
-        self.manager = CacheManager(num_pages, [make_group(specs)], num_pages * PAGE_SIZE, host_tier=tier, hash_seed=1)
+        self.manager = CacheManager(
+            num_pages, [make_group(specs)], num_pages * PAGE_SIZE, host_tier=tier, hashing=PageHashing(hash_seed=1)
+        )
         self.rows = np.ones((3 * num_pages, page_bytes), np.uint8)
         self.stored = StoreTier(self.manager, store, [self.rows], "bench", write="through", max_queued_bytes=1 << 30)
 

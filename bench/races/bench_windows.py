@@ -32,7 +32,7 @@ class Layout:
         full = pagepool.FullAttentionSpec(**SHAPE)
         window = pagepool.SlidingWindowSpec(**SHAPE, sliding_window=WINDOW)
         groups = [pagepool.CacheGroupSpec(spec) for spec in [full] * num_full + [window] * num_windows]
-        self.manager = pagepool.CacheManager(num_pages, groups, MAX_MODEL_LEN, windows=windows)
+        self.manager = pagepool.CacheManager(num_pages, groups, MAX_MODEL_LEN, retention=pagepool.Retention(windows=windows))
         table = pagepool.MultiGroupPageTable(num_rows, MAX_MODEL_LEN, MAX_MODEL_LEN, [PAGE_SIZE] * len(groups))
         self.batch = pagepool.RunningBatch(self.manager, table)
         self.rng = np.random.default_rng(SEED)

@@ -37,7 +37,7 @@ from bench.studies.command import Chosen, make_parser
 from bench.studies.hits import TO_FIRST_TOKEN, Table, merge, show
 from bench.studies.windows import TRACE
 from bench.workload import SEED, make_group
-from pagepool import CacheManager, EngineRequest, HostTier, specs
+from pagepool import CacheManager, EngineRequest, HostTier, PageHashing, specs
 from pagepool.replay import SimulatedRequest, generate_workload, make_requests, read_trace
 from pagepool.stores import Done, StoreTier, loads, pending, saves, tier
 from pagepool.stores.frames import HEADER_BYTES
@@ -172,7 +172,9 @@ class Engine:
         self._rate, self.clock = rate, Clock()
         size = trace.max_num_pages
         groups = [make_group(specs, PAGE_TOKENS)]
-        self.manager = CacheManager(2 * size, groups, size * PAGE_TOKENS, host_tier=HostTier(6 * size), hash_seed=1)
+        self.manager = CacheManager(
+            2 * size, groups, size * PAGE_TOKENS, host_tier=HostTier(6 * size), hashing=PageHashing(hash_seed=1)
+        )
         self.stored: StoreTier | None = None
         if bandwidth is not None:
             rows = [np.zeros((6 * size, ROW_BYTES), np.uint8)]

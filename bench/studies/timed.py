@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from bench.workload import PAGE_SIZE, Int32Array, make_group
-from pagepool import CacheManager, PageTable, RequestTraits, RunningBatch, specs
+from pagepool import CacheManager, PageHashing, PageTable, RequestTraits, RunningBatch, specs
 
 HASH_SEED = 1
 TOO_SMALL = "the pool is too small for a request"
@@ -45,7 +45,9 @@ class TimedBatch:
     """A running batch on a timeline. A request is admitted with all of its tokens, the answer's too."""
 
     def __init__(self, num_pages: int, num_rows: int, max_num_tokens: int, eviction: str) -> None:
-        self.manager = CacheManager(num_pages, [make_group(specs)], max_num_tokens, hash_seed=HASH_SEED, eviction=eviction)
+        self.manager = CacheManager(
+            num_pages, [make_group(specs)], max_num_tokens, eviction=eviction, hashing=PageHashing(hash_seed=HASH_SEED)
+        )
         self.timeline = Timeline(self._set_time)
         self.batch = RunningBatch(self.manager, PageTable(num_rows, -(-max_num_tokens // PAGE_SIZE), 1))
         self._num_rows = num_rows

@@ -34,7 +34,7 @@ from bench.studies.command import Chosen, make_parser
 from bench.studies.hits import Table, merge, show
 from bench.studies.layouts import CHUNKS, GEMMA, GPT_OSS, Layout
 from bench.workload import PAGE_SIZE
-from pagepool import CacheManager, MultiGroupPageTable, RunningBatch
+from pagepool import CacheManager, MultiGroupPageTable, PageHashing, Retention, RunningBatch
 from pagepool.replay import WORKLOADS, SimulatedRequest, generate_workload, make_requests, read_trace
 
 Windows = Literal["all", "ends"]
@@ -127,10 +127,13 @@ class Batched:
     num_rows = 1
     data_parallel_size: int | None = None
 
-    def __init__(self, layout: Layout, num_pages: int, eviction: str, windows: Windows, **options: Any) -> None:
+    def __init__(
+        self, layout: Layout, num_pages: int, eviction: str, windows: Windows, use_eagle: bool = False, **options: Any
+    ) -> None:
         groups = layout.make_groups()
+        hashing, retention = PageHashing(hash_seed=SEED, use_eagle=use_eagle), Retention(windows=windows)
         self.manager = CacheManager(
-            num_pages, groups, MAX_MODEL_LEN, hash_seed=SEED, eviction=eviction, windows=windows, **options
+            num_pages, groups, MAX_MODEL_LEN, eviction=eviction, hashing=hashing, retention=retention, **options
         )
         table = MultiGroupPageTable(self.num_rows, MAX_MODEL_LEN, CHUNK_LEN, [PAGE_SIZE] * len(groups))
         self.batch = RunningBatch(self.manager, table, data_parallel_size=self.data_parallel_size)

@@ -37,7 +37,7 @@ from bench.studies.windows import (
     Windows,
     measure,
 )
-from pagepool import CacheManager, HostTier, RequestTraits
+from pagepool import CacheManager, HostTier, PageHashing, RequestTraits, Retention
 from pagepool.arguments import MAX_TOKEN_COUNTS
 from pagepool.replay import Scheduler, SimulatedRequest, generate_workload
 from pagepool.replay.traces.arrivals import make_request
@@ -152,7 +152,14 @@ def measure_together(
     num_seqs: int, layout: Layout, num_pages: int, eviction: str, windows: Windows, requests: Requests
 ) -> Figures:
     """Run up to `num_seqs` requests at once."""
-    manager = CacheManager(num_pages, layout.make_groups(), MAX_MODEL_LEN, hash_seed=SEED, eviction=eviction, windows=windows)
+    manager = CacheManager(
+        num_pages,
+        layout.make_groups(),
+        MAX_MODEL_LEN,
+        eviction=eviction,
+        hashing=PageHashing(hash_seed=SEED),
+        retention=Retention(windows=windows),
+    )
     figures = Scheduler(manager, [replace(request) for request in requests], max_num_seqs=num_seqs).run()
     assert figures.requests == len(requests), TOO_SMALL
     return {"": 100 * figures.hit_rate}

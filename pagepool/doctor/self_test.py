@@ -7,6 +7,7 @@ import numpy as np
 
 from pagepool._core import EntryJournal
 from pagepool.errors import IntegrityError
+from pagepool.hashing.algorithms import PageHashing
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable
 from pagepool.request import EngineRequest
@@ -104,7 +105,7 @@ class Twins:
 def _make_manager() -> CacheManager:
     full = FullAttentionSpec(PAGE_SIZE, num_kv_heads=1, head_size=1, dtype="bfloat16", use_mla=False)
     window = SlidingWindowSpec(PAGE_SIZE, 1, 1, "bfloat16", use_mla=False, sliding_window=4 * PAGE_SIZE)
-    return CacheManager(NUM_PAGES, [CacheGroupSpec(full), CacheGroupSpec(window)], MAX_LENGTH, hash_seed=0)
+    return CacheManager(NUM_PAGES, [CacheGroupSpec(full), CacheGroupSpec(window)], MAX_LENGTH, hashing=PageHashing(hash_seed=0))
 
 
 def _keys_of(keys: Any, groups: Any) -> set[Any]:

@@ -127,7 +127,7 @@ class PageHash(NamedTuple):
     """The hash of a full page.
 
     ``hash_value`` is the int from the hash function. ``token_ids`` are the page's tokens, or empty if only the digest is kept
-    (the manager's own algorithms without ``keep_token_ids=True``). ``extra_keys`` are the page's extra keys or None.
+    (the manager's own algorithms, unless events are enabled). ``extra_keys`` are the page's extra keys or None.
     """
 
     hash_value: int

@@ -5,12 +5,13 @@ import hmac
 import os
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from pagepool._core import CONSTANTS, HashChain, PageIds, RequestHashes, require_token_ids, siphash128
-from pagepool.arguments import read, require_int
+from pagepool.arguments import read, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, not_unicode, shown
 from pagepool.hashing import (
     REQUEST_NAMES,
@@ -28,7 +29,7 @@ from pagepool.hashing import (
 )
 from pagepool.request import Request, TokenIds
 
-__all__ = ["HashAlgorithm", "PageHasher", "make_page_hasher", "sha256_cbor", "sha256_page"]
+__all__ = ["HashAlgorithm", "PageHasher", "PageHashing", "make_page_hasher", "sha256_cbor", "sha256_page"]
 
 HashAlgorithm = str | HashFunction
 """``"siphash128"``, ``"sha256"``, ``"sha256_cbor"``, or a callable as for `pagepool.hash_page_tokens`."""
@@ -38,6 +39,47 @@ MAX_LOOKAHEAD = CONSTANTS.MAX_LOOKAHEAD
 
 VLLM_SEED = "vllm-none-hash"
 """vLLM 0.33's default seed for the parent of first pages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageHashing:
+    """How pages are hashed and hit: ``CacheManager(..., hashing=PageHashing(hash_algo="sha256"))``.
+
+    Raise ArgumentError for values out of range, ArgumentTypeError for other types.
+
+    >>> PageHashing(use_eagle=True, lookahead=1)
+    PageHashing(hash_algo='siphash128', use_eagle=True, lookahead=1)
+    """
+
+    hash_algo: HashAlgorithm = "siphash128"
+    """``"siphash128"`` (keyed with a secret of the process), ``"sha256"`` (the same in every process), ``"sha256_cbor"``
+    (vLLM's: see docs/engines.md), or a callable such as the builtin `hash`. All but callables are native. SHA-256 keeps 16
+    bytes more for each page of the pool.
+    """
+    hash_seed: int | str | bytes | None = field(default=None, repr=False)
+    """Makes a keyed algorithm deterministic, as ``PYTHONHASHSEED`` does; it must not be empty."""
+    use_eagle: bool = False
+    """For models with a drafter (EAGLE, MTP), whose keys at the end of a page depend on tokens behind it. Alone, it drops the
+    last page of each hit, or the last interval of a state.
+    """
+    lookahead: int = 0
+    """With `use_eagle` the number of these tokens, 1 for EAGLE, or as many as MTP has layers, at most 64. Then nothing is
+    dropped: the hash of a page covers the tokens, so a page is cached once they are known, and prompts share a page if they
+    share them too. Managers with different lookaheads share no pages.
+    """
+
+    def __post_init__(self) -> None:
+        """Check the values, and store flag and number as bool and int."""
+        _find_hasher(self.hash_algo)
+        get_hash_seed(self.hash_seed)
+        object.__setattr__(self, "use_eagle", require_flag("use_eagle", self.use_eagle))
+        object.__setattr__(self, "lookahead", require_int("lookahead", self.lookahead, 0, MAX_LOOKAHEAD))
+        if self.lookahead and not self.use_eagle:
+            raise ArgumentError(f"lookahead: got {self.lookahead}, allowed without use_eagle: 0")
+
+    def make_hasher(self, page_size: int) -> "PageHasher":
+        """Return the hasher of pages of `page_size` tokens."""
+        return make_page_hasher(self.hash_algo, page_size, self.hash_seed, self.lookahead)
 
 
 class PageHasher(KeyHolder):
@@ -56,7 +98,7 @@ class PageHasher(KeyHolder):
     extra_keys: type[RequestExtraKeys] = RequestExtraKeys
 
     def __init__(self, page_size: int, hash_seed: int | str | bytes | None, lookahead: int = 0) -> None:
-        """See `CacheManager` for the seed. A later change of ``keep_token_ids`` affects only requests started after it."""
+        """See `PageHashing` for the seed. A later change of ``keep_token_ids`` affects only requests started after it."""
         self.page_size, self.lookahead = page_size, lookahead
         self.keep_token_ids = False
         is_keyed = self.chain_algorithm == "siphash128"
@@ -245,9 +287,17 @@ def make_page_hasher(
     out of range.
     """
     lookahead = require_int("lookahead", lookahead, 0, MAX_LOOKAHEAD)
+    hasher = _find_hasher(hash_algo)
+    if hasher is None:
+        return CallableHasher(page_size, hash_seed, lookahead, hash_algo)  # type: ignore[arg-type]  # it is callable
+    return hasher(page_size, hash_seed, lookahead)
+
+
+def _find_hasher(hash_algo: HashAlgorithm) -> type[PageHasher] | None:
+    """Return the class for an algorithm's name, None for a callable. Raise ArgumentError for anything else."""
     if callable(hash_algo):
-        return CallableHasher(page_size, hash_seed, lookahead, hash_algo)
+        return None
     for hasher in (PageHasher, Sha256Hasher, VllmHasher):
         if isinstance(hash_algo, str) and hash_algo == hasher.algorithm:
-            return hasher(page_size, hash_seed, lookahead)
+            return hasher
     raise ArgumentError(f"hash_algo: got {shown(hash_algo)}, allowed: 'siphash128', 'sha256', 'sha256_cbor' or a callable")

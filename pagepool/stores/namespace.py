@@ -58,7 +58,7 @@ def make_namespace(manager: CacheManager, layout: str, model: bytes, rank: int =
     if not manager.enable_caching:
         raise ArgumentError("manager: got one without prefix caching, allowed: one that caches")
     if not manager.registry.hasher.is_shared:
-        allowed = "hash_algo='sha256' or 'sha256_cbor', or a hash_seed"
+        allowed = "PageHashing with hash_algo='sha256' or 'sha256_cbor', or a hash_seed"
         raise ArgumentError(f"manager: got one whose hashes are secret to the process, allowed: {allowed}")
     warn_of_seed(manager)
     num_ranks = require_int("num_ranks", num_ranks, 1)

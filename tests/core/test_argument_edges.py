@@ -33,6 +33,7 @@ from pagepool import (
     EngineRequestStatus,
     FullAttentionSpec,
     MambaSpec,
+    PageHashing,
     PagePool,
     PageTable,
     RequestTraits,
@@ -127,7 +128,7 @@ def test_sums_of_small_counts_do_not_wrap_around(scalar: Any, warns: bool) -> No
     """A prompt of 360 tokens in chunks of 120, and drafts: sums leave int8 and uint8."""
     decisions: list[list[Any]] = []
     for number in (int, scalar):
-        manager = CacheManager(200, [CacheGroupSpec(SPEC)], 1000, hash_seed=1)
+        manager = CacheManager(200, [CacheGroupSpec(SPEC)], 1000, hashing=PageHashing(hash_seed=1))
         request: Any = AnyRequest("long", range(360))
         decided = []
         for start in range(0, 360, 120):
@@ -147,7 +148,7 @@ def test_a_windowed_request_counts_in_numpy(scalar: Any) -> None:
     spec = SlidingWindowSpec(4, 1, 8, "float16", False, sliding_window=8)
     held = []
     for number in (int, scalar):
-        manager = CacheManager(64, [CacheGroupSpec(spec)], 1000, hash_seed=1)
+        manager = CacheManager(64, [CacheGroupSpec(spec)], 1000, hashing=PageHashing(hash_seed=1))
         request: Any = AnyRequest("long", range(100))
         for start in range(0, 100, 10):
             request.num_computed_tokens, request.num_tokens = number(start), number(100)
@@ -213,7 +214,7 @@ def test_batches_and_seeds_have_that_limit_too(max_digits: int) -> None:
     assert not batch.is_admitted.any()
     for seed, message in ((HUGE, "an int of 16610 bits"), ("\ud800", "text that is not valid Unicode")):
         with pytest.raises(ArgumentError, match=f"hash_seed: got {message}"):
-            CacheManager(16, [CacheGroupSpec(SPEC)], 64, hash_seed=seed)
+            CacheManager(16, [CacheGroupSpec(SPEC)], 64, hashing=PageHashing(hash_seed=seed))
 
 
 def test_numbers_in_messages_have_that_limit(max_digits: int) -> None:
@@ -262,7 +263,7 @@ class Busy(AnyRequest):
 
 @pytest.mark.parametrize("enable_caching", [True, False])
 def test_a_request_that_allocates_while_it_is_read_is_refused(enable_caching: bool) -> None:
-    manager = CacheManager(16, [CacheGroupSpec(SPEC)], 64, enable_caching=enable_caching, hash_seed=1)
+    manager = CacheManager(16, [CacheGroupSpec(SPEC)], 64, enable_caching=enable_caching, hashing=PageHashing(hash_seed=1))
     request: Any = Busy("new")
     request.act = lambda each: manager.allocate_slots(each, 5)
     if enable_caching:
@@ -277,7 +278,7 @@ def test_a_request_that_allocates_while_it_is_read_is_refused(enable_caching: bo
 
 
 def test_a_request_that_frees_while_it_is_read_is_refused() -> None:
-    manager = CacheManager(16, [CacheGroupSpec(SPEC)], 64, hash_seed=1)
+    manager = CacheManager(16, [CacheGroupSpec(SPEC)], 64, hashing=PageHashing(hash_seed=1))
     request: Any = Busy("new")
     manager.allocate_slots(request, 4)
     request.num_computed_tokens = 4
@@ -301,7 +302,7 @@ def test_a_request_that_frees_while_it_is_read_is_refused() -> None:
     ids=["cache_pages", "commit_external", "free"],
 )
 def test_pages_are_those_from_before_attributes_were_read(call: Any, act: Any) -> None:
-    manager = CacheManager(16, [CacheGroupSpec(SPEC)], 64, hash_seed=1)
+    manager = CacheManager(16, [CacheGroupSpec(SPEC)], 64, hashing=PageHashing(hash_seed=1))
     request: Any = Busy("new")
     manager.allocate_slots(request, 8, delay_cache_pages=True)
     request.num_computed_tokens = 4
@@ -316,7 +317,7 @@ def test_pages_are_those_from_before_attributes_were_read(call: Any, act: Any) -
 
 
 def test_a_fork_is_not_begun_by_its_own_attributes() -> None:
-    manager = CacheManager(16, [CacheGroupSpec(SPEC)], 64, hash_seed=1)
+    manager = CacheManager(16, [CacheGroupSpec(SPEC)], 64, hashing=PageHashing(hash_seed=1))
     request: Any = AnyRequest("source")
     copy: Any = Busy("copy", num_computed_tokens=4)
     manager.allocate_slots(request, 8)

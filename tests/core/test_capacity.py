@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from admissions import admission
 from hybrids import manager_state
+from managing import grouped
 from oracle_kinds import Kind, Mamba, Sliding, kind_of
 from pairs import seeds_of
 from refusing import refused
@@ -70,7 +71,7 @@ def draw_specs(rng: Random, kinds: str = "fwwcs", least: int = 1) -> list[Any]:
 
 
 def make_manager(*specs: Any, num_pages: int, max_model_len: int = 1000, **options: Any) -> CacheManager:
-    return CacheManager(num_pages, [CacheGroupSpec(spec) for spec in specs], max_model_len, **options)
+    return CacheManager(num_pages, [CacheGroupSpec(spec) for spec in specs], max_model_len, **grouped(**options))
 
 
 def make_batch(manager: CacheManager, num_rows: int = 3, **options: Any) -> RunningBatch:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from clocked import PAGE_SIZE, Clocked
 from hybrids import FULL, manager_state
+from managing import grouped
 from refusing import refused
 
 from pagepool import (
@@ -352,7 +353,7 @@ def lease_after(lost: Sequence[int], is_row: bool, *specs: Any, stop: int | None
     the places of the leased pages.
     """
     manager = CacheManager(
-        64, [CacheGroupSpec(spec) for spec in specs], 64, retention=Retention(max_leased_share=1.0), **options
+        64, [CacheGroupSpec(spec) for spec in specs], 64, **grouped(retention=Retention(max_leased_share=1.0), **options)
     )
     batch = RunningBatch(manager, MultiGroupPageTable(1, 64, 64, [4] * len(specs)))
     request = EngineRequest("a", list(range(13)))
@@ -408,7 +409,7 @@ def test_with_eagle_a_span_is_leased_if_requests_hit_all_that_they_can(
     window = next(g for g, spec in enumerate(specs) if isinstance(spec, type(WINDOW)))
     for lost in range(6):
         options = {"windows": windows, "retention": Retention(max_leased_share=1.0)}
-        manager = CacheManager(64, [CacheGroupSpec(spec) for spec in specs], 64, use_eagle=True, **options)
+        manager = CacheManager(64, [CacheGroupSpec(spec) for spec in specs], 64, **grouped(use_eagle=True, **options))
         request, longer = EngineRequest("a", list(range(24))), EngineRequest("b", list(range(30)))
         allocated = manager.allocate_slots(request, 24)
         assert allocated is not None

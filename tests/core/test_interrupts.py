@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from hybrids import CHUNK, FULL, PAGE_SIZE, WINDOW, allocate, make_told
 from interrupts import call_in_thread, interrupted_everywhere
+from managing import grouped
 from router import Router
 from settings import NUM_OPERATIONS
 
@@ -49,7 +50,7 @@ class Requests:
     """A manager with a running request, and a second request whose prompt has the same beginning."""
 
     def __init__(self, **options: Any) -> None:
-        self.manager = CacheManager(NUM_PAGES, GROUPS, 256, **options)
+        self.manager = CacheManager(NUM_PAGES, GROUPS, 256, **grouped(**options))
         self.first = EngineRequest("first", list(range(16)), session_id="session")
         self.second = EngineRequest("second", [*range(13), *range(90, 97)], session_id="other")
         self.manager.allocate_slots(self.first, 16)

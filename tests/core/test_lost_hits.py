@@ -8,6 +8,7 @@ from typing import Any
 import hybrids
 import pytest
 from eviction_oracle import hash_key
+from managing import grouped, keep_token_ids
 
 from pagepool import (
     CacheGroupSpec,
@@ -27,7 +28,7 @@ SET_SIZE = 8
 
 def make_manager(num_pages: dict[str, int], *further: CacheGroupSpec, **options: Any) -> CacheManager:
     groups = [FULL, STATE, *further]
-    return CacheManager(num_pages, groups, 128, hash_seed="lost", keep_token_ids=True, **options)
+    return keep_token_ids(CacheManager(num_pages, groups, 128, **grouped(hash_seed="lost", **options)))
 
 
 def run(manager: CacheManager, tokens: list[int], name: str = "a", on_call: Any = None, **attributes: Any) -> int:

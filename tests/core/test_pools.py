@@ -12,6 +12,7 @@ import hybrids
 import numpy as np
 import pytest
 from batch_model import package_pool_state
+from managing import grouped
 
 from pagepool import (
     CacheGroupSpec,
@@ -41,7 +42,7 @@ WINDOW = CacheGroupSpec(SlidingWindowSpec(4, 1, 8, "float16", False, 9), pool="w
 
 
 def make_manager(num_pages: Any, groups: list[CacheGroupSpec] | None = None, **options: Any) -> CacheManager:
-    return CacheManager(num_pages, groups or [FULL, STATE], 64, **options)
+    return CacheManager(num_pages, groups or [FULL, STATE], 64, **grouped(**options))
 
 
 def make_batch(manager: CacheManager, num_rows: int, **options: Any) -> tuple[RunningBatch, MultiGroupPageTable]:
@@ -343,7 +344,7 @@ def test_a_request_larger_than_a_shard_names_its_pool() -> None:
     with pytest.raises(RequestTooLargeError, match=r"its shard of the pool 'kv' has 7"):
         manager.allocate_slots(EngineRequest("a", list(range(40))), 32, dp_shard_hint=0, data_parallel_size=2)
     with pytest.raises(RequestTooLargeError, match=r"its shard of the pool 'kv' has 7"):
-        make_batch(manager, 2, data_parallel_size=2)[0].admit(0, list(range(32)), dp_shard=0)
+        make_batch(manager, 2, data_parallel_size=2)[0].admit(0, list(range(32)), traits=RequestTraits(dp_shard=0))
     manager.check()
 
 

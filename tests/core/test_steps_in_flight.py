@@ -15,6 +15,7 @@ import pytest
 from admissions import admission
 from flight_engine import CACHES, FLIGHT_SETTINGS, FlightEngine
 from hybrids import FULL, MAX_MODEL_LEN, NUM_ROWS, PAGE_SIZE, PROMPT, WINDOW, batch_state, make_manager
+from managing import grouped
 from refusing import refused
 from settings import Setting, scale
 
@@ -443,7 +444,7 @@ def test_drafts_need_restored_states() -> None:
     """A state behind drafts that are rejected would be a checkpoint."""
     groups = [CacheGroupSpec(FULL), CacheGroupSpec(AT_ENDS, pool="states")]
     for options in ({}, {"restores_states": True}):
-        manager = CacheManager({"kv": 60, "states": 12}, groups, MAX_MODEL_LEN, **options)
+        manager = CacheManager({"kv": 60, "states": 12}, groups, MAX_MODEL_LEN, **grouped(**options))
         tables = MultiGroupPageTable(NUM_ROWS, MAX_MODEL_LEN, MAX_MODEL_LEN, [PAGE_SIZE] * 2)
         batch = RunningBatch(manager, tables, max_steps_ahead=1, writes="anywhere")
         step = start(batch, 15, resume_at=[16])

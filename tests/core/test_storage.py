@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, HostTier
+from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, HostTier, PageHashing
 from pagepool._core import begin_fills, end_fills, link_storage, list_absent, take_unstored, unlink_storage
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
@@ -19,7 +19,7 @@ TOKENS = list(range(100, 117))
 
 def make_manager(num_host_pages: int | None = 8, num_groups: int = 1) -> CacheManager:
     tier = None if num_host_pages is None else HostTier(num_host_pages)
-    return CacheManager(6, [CacheGroupSpec(SPEC)] * num_groups, 64, host_tier=tier, hash_seed=1)
+    return CacheManager(6, [CacheGroupSpec(SPEC)] * num_groups, 64, host_tier=tier, hashing=PageHashing(hash_seed=1))
 
 
 def save_all(manager: CacheManager, token_ids: list[int]) -> None:
@@ -258,7 +258,7 @@ def test_misuse() -> None:
 
 def test_events_of_filled_pages_have_whole_digests() -> None:
     pytest.importorskip("msgspec", reason="events are an extra")
-    manager = CacheManager(6, [CacheGroupSpec(SPEC)], 64, host_tier=HostTier(8), hash_algo="sha256")
+    manager = CacheManager(6, [CacheGroupSpec(SPEC)], 64, host_tier=HostTier(8), hashing=PageHashing(hash_algo="sha256"))
     manager.enable_events(hashes_as_bytes=True)
     link_storage(manager._store)
     save_all(manager, list(range(200, 217)))  # whose digests the pages of the tier had before

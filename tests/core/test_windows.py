@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from admissions import admission
 from hybrids import manager_state
+from managing import grouped
 from refusing import refused
 from settings import CHUNK_16, FULL_4, FULL_8, WINDOW_5, WINDOW_9, Group
 
@@ -42,7 +43,7 @@ class Rows:
         if windows == "ends":
             options = {"retention": retain()} | options
         specs = [pagepool.CacheGroupSpec(group.spec(pagepool, "float16")) for group in groups]
-        self.manager = CacheManager(num_pages, specs, MAX_LEN, windows=windows, **options)
+        self.manager = CacheManager(num_pages, specs, MAX_LEN, **grouped(windows=windows, **options))
         sizes = [group.page_size for group in groups]
         self.batch = RunningBatch(self.manager, pagepool.MultiGroupPageTable(3, MAX_LEN, 64, sizes))
 
@@ -280,7 +281,7 @@ def test_chats_in_turn_hit() -> None:
 def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
     specs = [pagepool.CacheGroupSpec(group.spec(pagepool, "float16")) for group in FULL_AND_WINDOW]
     with pytest.raises((ArgumentError, ArgumentTypeError), match=r"windows|retention"):
-        CacheManager(8, specs, 64, **options)
+        CacheManager(8, specs, 64, **grouped(**options))
 
 
 @pytest.mark.parametrize("resume_at", [[1, 2, 3, 4, 5], [-1], ["1"], 3], ids=str)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from managing import grouped
 from settings import NUM_OPERATIONS
 
 from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
@@ -34,7 +35,7 @@ def feature(identifier: str, offset: int, length: int, mm_hash: str | None = Non
 
 def make_manager(page_size: int = 4, **options: Any) -> CacheManager:
     spec = FullAttentionSpec(page_size, 1, 8, "float16", False)
-    return CacheManager(256, [CacheGroupSpec(spec)], 4096, hash_algo="sha256_cbor", **options)
+    return CacheManager(256, [CacheGroupSpec(spec)], 4096, **grouped(hash_algo="sha256_cbor", **options))
 
 
 def digests_of(manager: CacheManager, request_id: str) -> list[bytes]:

@@ -21,6 +21,7 @@ from pagepool import (
     HostTier,
     MambaSpec,
     MultiGroupPageTable,
+    PageHashing,
     RunningBatch,
     SlidingWindowSpec,
 )
@@ -93,7 +94,7 @@ class AheadEngine:
             groups.append(CacheGroupSpec(SlidingWindowSpec(PAGE_SIZE, **attention, sliding_window=WINDOW)))
         self.sizes = {"kv": rng.choice((130, 200, 400)) * (1 + has_window), "states": rng.choice((6, 9, 20))}
         tier = HostTier({name: rng.choice((30, 300)) for name in self.sizes}) if has_tier else None
-        manager = self.manager = CacheManager(self.sizes, groups, MAX_LEN, hash_seed=seed, host_tier=tier)
+        manager = self.manager = CacheManager(self.sizes, groups, MAX_LEN, host_tier=tier, hashing=PageHashing(hash_seed=seed))
         table = MultiGroupPageTable(NUM_ROWS, MAX_LEN, MAX_LEN, [PAGE_SIZE] * len(groups))
         self.batch = RunningBatch(manager, table, writes=writes, max_steps_ahead=depth)
         self.depth = depth

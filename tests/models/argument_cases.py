@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from managing import grouped
 from pool_arrays import pool_lists
 from settings import NUM_OPERATIONS
 
@@ -31,6 +32,7 @@ from pagepool import (
     HostTier,
     MultiGroupPageTable,
     PageHash,
+    PageHashing,
     PagePool,
     PageTable,
     RunningBatch,
@@ -116,7 +118,7 @@ class InUse:
     """A manager, a batch and tables in use: `held` has pages 1 to 3, `new` would hit two free pages, row 2 waits for tokens."""
 
     def __init__(self, **options: Any) -> None:
-        self.manager = CacheManager(16, [CacheGroupSpec(SPEC)], 64, **({"hash_seed": 1} | options))
+        self.manager = CacheManager(16, [CacheGroupSpec(SPEC)], 64, **grouped(**{"hash_seed": 1} | options))
         self.pool = self.manager.page_pool
         self.held: Any = AnyRequest("held", range(10))
         self.manager.allocate_slots(self.held, 10)
@@ -410,7 +412,7 @@ def inputs_of(use: InUse, **options: Any) -> Any:
 
 
 def hash_with(algorithm: Any, **attributes: Any) -> Any:
-    manager = CacheManager(8, GROUPS, 64, hash_algo=algorithm, hash_seed=1)
+    manager = CacheManager(8, GROUPS, 64, hashing=PageHashing(hash_algo=algorithm, hash_seed=1))
     return manager.allocate_slots(AnyRequest(**attributes), 8)
 
 
@@ -501,16 +503,18 @@ use.manager.find_wrong_token(<use.held>, FAILED_LOADS)
 use.manager.find_wrong_token(use.held, failed=<FAILED_LOADS>)
 use.manager.find_wrong_token(use.new, failed=<FAILED_LOADS>)
 use.manager.get_page_ids(request_id=<"held"|hashable>)
-CacheManager(num_pages=<8|by_value>, kv_cache_groups=<GROUPS|list str>, max_model_len=<64>, hash_algo=<hash|type>,
+CacheManager(num_pages=<8|by_value>, kv_cache_groups=<GROUPS|list str>, max_model_len=<64>, hashing=<None|None>,
     page_pool=<None|None>, retention=<None|None>, caches=<"computed"|by_value>)
-pagepool.Retention(max_leased_share=<0.5|float>)
+CacheManager(8, GROUPS, 64, hashing=PageHashing(hash_algo=<hash|type>))
+pagepool.Retention(max_leased_share=<0.5|float>, windows=<"all"|by_value>)
 pagepool.Retention(window_slack=<8|None>, window_interval=<8|None>)
 CacheManager(8, GROUPS, 64, eviction=<"adaptive"|None>)
 CacheManager(8, GROUPS, 64, page_pool=PagePool(8, True, eviction="adaptive"), eviction=<None|None>)
-CacheManager(8, GROUPS, 64, enable_caching=<True|flag typed>, use_eagle=<False|flag typed>, keep_token_ids=<True|flag typed>,
-    restores_states=<False|flag typed>)
-CacheManager(8, GROUPS, 64, use_eagle=True, lookahead=<1>)
-CacheManager(8, GROUPS, 64, lookahead=<0>)
+CacheManager(8, GROUPS, 64, enable_caching=<True|flag typed>, restores_states=<False|flag typed>)
+easydel.CacheManager(8, GROUPS, 64, enable_caching=<True|flag typed>, use_eagle=<False|flag typed>)
+CacheManager(8, GROUPS, 64, hashing=PageHashing(use_eagle=<False|flag typed>))
+CacheManager(8, GROUPS, 64, hashing=PageHashing(use_eagle=True, lookahead=<1>))
+CacheManager(8, GROUPS, 64, hashing=PageHashing(lookahead=<0>))
 CacheManager(8, GROUPS, 64, host_tier=<None|None>)
 HostTier(num_pages=<8>, policy=<"write_back"|by_value>, min_uses=<1>, eviction=<"lru"|any>)
 CacheManager(8, GROUPS, 64, host_tier=HostTier(8, eviction=<"lru"|by_value>))
@@ -523,7 +527,7 @@ EngineRequest("a", [1]).append_output_token_ids(token_ids=<1|list>)
 HASH_CALLS = """
 hash_with(ALGORITHM, lora_id=<1|str bytes None>, cache_salt=<None|str bytes None>)
 hash_with(ALGORITHM, token_ids=[7, <1>] * 6)
-CacheManager(8, GROUPS, 64, hash_algo=ALGORITHM, hash_seed=<1|str bytes None>)
+CacheManager(8, GROUPS, 64, hashing=PageHashing(hash_algo=ALGORITHM, hash_seed=<1|str bytes None>))
 """
 FEATURE_CALLS = """
 hash_with(hash, token_ids=[7, <1>] * 6)
@@ -775,7 +779,7 @@ HostTier(1)
 HostTier(9, min_uses=256)
 HostTier(9, policy="write")
 CachePages(([], [])).get_unhashed_page_ids()
-CacheManager(16, [CacheGroupSpec(CHUNK)], 64, use_eagle=True)
+CacheManager(16, [CacheGroupSpec(CHUNK)], 64, hashing=PageHashing(use_eagle=True))
 CacheManager(16, GROUPS, 64, page_pool=PagePool(8, False))
 CacheManager(16, [GROUPS[0], SPEC], 64)
 CacheManager(16, GROUPS[0], 64, False)
@@ -851,7 +855,7 @@ if find_spec("msgspec") and find_spec("zmq"):
             publisher.publish(events)
 
     def tell(**attributes: Any) -> None:
-        manager = CacheManager(16, GROUPS, 64, hash_seed=1)
+        manager = CacheManager(16, GROUPS, 64, hashing=PageHashing(hash_seed=1))
         manager.enable_events()
         manager.allocate_slots(AnyRequest(**attributes), 8)
         events.encode_batch(events.EventBatch(0.0, manager.take_events()))

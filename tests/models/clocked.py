@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from argument_cases import SPEC
+from managing import grouped
 
 from pagepool import CacheGroupSpec, CacheManager, EngineRequest
 
@@ -16,7 +17,7 @@ class Clocked:
     """A manager of one group, and the seconds on its clock."""
 
     def __init__(self, num_pages: int, **options: Any) -> None:
-        self.manager = CacheManager(num_pages, [CacheGroupSpec(SPEC)], 64, **options)
+        self.manager = CacheManager(num_pages, [CacheGroupSpec(SPEC)], 64, **grouped(**options))
         self.now = 1000.0
         self.wait(0)
 

@@ -94,7 +94,8 @@ class Simulation:
         self.num_pages = setting.pools(self.sizes).num_records
         self.fronts_classes = self.rng.choice(FRONTS)
         eviction = EVICTION[seed % len(EVICTION)]
-        caches = CACHES[seed // len(EVICTION) % len(CACHES)]
+        is_late = self.fronts_classes == (ManagerFront,)  # rows cache late where steps are resolved: see `FlightEngine`
+        caches = CACHES[seed // len(EVICTION) % len(CACHES)] if is_late else "scheduled"
         self.options: dict[str, Any] = {
             "hash_seed": seed, "eviction": eviction, "restores_states": True, "caches": caches
         }  # fmt: skip

@@ -18,6 +18,7 @@ from admissions import admission
 from ahead_engine import LAST_TOKEN, VOCABULARY, sample
 from contents_device import require
 from flight_device import FlightDevice, Stay, Work
+from managing import grouped
 from settings import Group, NumPages, Setting, in_pool, kept, written
 from twins import copies_of
 
@@ -145,13 +146,11 @@ class FlightEngine:
             setting.cache_groups(pagepool),
             MAX_LEN,
             setting.enable_caching,
-            setting.use_eagle,
-            hash_seed=seed,
             host_tier=None if tier_pages is None else pagepool.HostTier(tier_pages),
             eviction=rng.choice(("lru", "adaptive")),
             restores_states=setting.has_state and num_drafts > 0,
             caches=caches,
-            **more,
+            **grouped(use_eagle=setting.use_eagle, hash_seed=seed, **more),
         )
         sizes = [group.page_size for group in setting.groups]
         self.tables = pagepool.MultiGroupPageTable(num_rows, MAX_LEN, MAX_LEN, sizes)

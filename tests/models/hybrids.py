@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from batch_model import package_pool_state
+from managing import grouped, keep_token_ids
 from twins import copies_of
 
 from pagepool import (
@@ -53,7 +54,9 @@ def make_manager(
         pytest.importorskip("cbor2", reason="sha256_cbor is an extra: cbor2 is not installed")
     groups = [CacheGroupSpec(spec) for spec in specs or default]
     options = options if "use_eagle" in options else DRAFTER | options
-    return CacheManager(num_pages, groups, max_model_len, **{"hash_seed": "hybrids"} | options)
+    keeps = options.pop("keep_token_ids", False)
+    manager = CacheManager(num_pages, groups, max_model_len, **grouped(**{"hash_seed": "hybrids"} | options))
+    return keep_token_ids(manager) if keeps else manager
 
 
 def make_told() -> CacheManager:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from managing import grouped, keep_token_ids
 from pool_ranges import Pools
 
+import pagepool
 from pagepool import Retention
 
 NumPages = int | Mapping[str, int]
@@ -126,7 +128,7 @@ class Setting:
 
     def manager(
         self,
-        manager_class: Callable[..., Any],
+        manager_class: type[Any],
         groups: list[Any],
         num_pages: NumPages,
         max_leased_share: float = 0.2,
@@ -137,7 +139,12 @@ class Setting:
         retention = Retention(window_slack=slack, window_interval=interval, max_leased_share=max_leased_share)
         options |= {"windows": "all" if self.windows is None else "ends", "retention": retention}
         options |= {"lookahead": self.lookahead} if self.lookahead else {}
-        return manager_class(num_pages, groups, self.max_model_len, self.enable_caching, self.use_eagle, **options)
+        if not issubclass(manager_class, pagepool.CacheManager):
+            return manager_class(num_pages, groups, self.max_model_len, self.enable_caching, self.use_eagle, **options)
+        keeps = options.pop("keep_token_ids", False)
+        options = grouped(use_eagle=self.use_eagle, **options)
+        manager = manager_class(num_pages, groups, self.max_model_len, self.enable_caching, **options)
+        return keep_token_ids(manager) if keeps and manager.enable_caching else manager
 
 
 FULL_1, FULL_2, FULL_4, FULL_6, FULL_8, FULL_16 = (Group("full", page_size) for page_size in (1, 2, 4, 6, 8, 16))

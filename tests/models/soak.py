@@ -140,8 +140,7 @@ class Round:
             setting.cache_groups(pagepool),
             max_model_len,
             setting.enable_caching,
-            setting.use_eagle,
-            hash_seed=seed,
+            hashing=pagepool.PageHashing(use_eagle=setting.use_eagle, hash_seed=seed),
             eviction=eviction,
         )
         limits = {"max_num_batched_tokens": kind.max_num_batched_tokens, "max_num_seqs": kind.max_num_seqs}

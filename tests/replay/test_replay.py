@@ -29,6 +29,7 @@ from pagepool.replay import (
     read_trace,
 )
 from pagepool.replay.traces.reader import parse_record
+from pagepool.request import RequestTraits
 from pagepool.running_batch import RunningBatch
 
 
@@ -276,8 +277,8 @@ class TestCommand:
         assert (result.exit_code != 0) == (option == "--batched")
 
     def test_paths_that_differ_are_told(self, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        admit = RunningBatch.admit
-        monkeypatch.setattr(RunningBatch, "admit", lambda *args, **options: admit(*args, **options, look_up=False))
+        admit, misses = RunningBatch.admit, {"traits": RequestTraits(look_up=False)}
+        monkeypatch.setattr(RunningBatch, "admit", lambda *args, **options: admit(*args, **options | misses))
         options = ("--max-num-seqs", 1, "--compare", "--json", tmp_path / "figures.json")
         result = refuse(1, "Error: manager and batched differ in ", "replay", trace, *options)
         assert "hit_tokens" in result.output

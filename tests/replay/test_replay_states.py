@@ -12,7 +12,7 @@ from model_configs import LLAMA, QWEN
 from replays import generators, make_loop, make_random_requests, request_of, steps_of
 from settings import scale
 
-from pagepool.manager import CacheManager
+from pagepool.manager import CacheManager, PageHashing
 from pagepool.replay import Planner, Scheduler, TraceRecord, read_trace
 from pagepool.replay.models.caches import Reach
 from pagepool.replay.models.pages import ModelPages, Windows
@@ -79,7 +79,7 @@ class TestSimulator:
             requests = make_random_requests(rng, num_requests=40)
             ours = CheckpointSimulator(requests, model, budget).run(num_pages, interval, eviction)
             groups = model.make_groups(interval)
-            manager = CacheManager(num_pages, groups, 1 << 16, hash_seed=HASH_SEED, eviction=eviction)
+            manager = CacheManager(num_pages, groups, 1 << 16, eviction=eviction, hashing=PageHashing(hash_seed=HASH_SEED))
             theirs = Scheduler(manager, requests, max_num_batched_tokens=budget, max_num_seqs=1).run()
             assert (ours.hit_tokens, ours.copied_pages) == (theirs.hit_tokens, theirs.copied_pages)
             keys = manager.page_pool.cached_page_hash_to_page

@@ -19,7 +19,7 @@ from lossy import LossyRelay, wait_for  # noqa: E402
 from msgspec.msgpack import encode as encode_msgpack  # noqa: E402
 from settings import scale  # noqa: E402
 
-from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec  # noqa: E402
+from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, PageHashing  # noqa: E402
 from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, IntegrityError  # noqa: E402
 from pagepool.events.publisher import EventPublisher  # noqa: E402
 from pagepool.router import PrefixIndex  # noqa: E402
@@ -31,7 +31,7 @@ ANY_PORT = "tcp://127.0.0.1:*"
 
 def make_manager() -> CacheManager:
     spec = FullAttentionSpec(16, num_kv_heads=1, head_size=8, dtype="bfloat16", use_mla=False)
-    manager = CacheManager(64, [CacheGroupSpec(spec)], 4096, hash_seed="s")
+    manager = CacheManager(64, [CacheGroupSpec(spec)], 4096, hashing=PageHashing(hash_seed="s"))
     manager.enable_events()
     return manager
 

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from managing import grouped
 
 pytest.importorskip("msgspec")
 
@@ -20,6 +21,7 @@ from pagepool import (
     FullAttentionSpec,
     MambaSpec,
     MultiGroupPageTable,
+    PageHashing,
     RequestTraits,
     RunningBatch,
     SlidingWindowSpec,
@@ -40,7 +42,7 @@ def test_found_is_what_the_manager_hits(name: str, kept: str, lookahead: int) ->
     options: Any = {"use_eagle": lookahead > 0, "lookahead": lookahead, "windows": kept, "hash_seed": "s"}
     shape = {"num_kv_heads": 1, "head_size": 8, "dtype": "bfloat16", "use_mla": False}
     specs = [FullAttentionSpec(16, **shape), *(SlidingWindowSpec(16, **shape, sliding_window=n) for n in WINDOWS[name])]
-    manager = CacheManager(90 * len(specs), [CacheGroupSpec(spec) for spec in specs], 2048, **options)
+    manager = CacheManager(90 * len(specs), [CacheGroupSpec(spec) for spec in specs], 2048, **grouped(**options))
     manager.enable_events()
     index = PrefixIndex(16, hash_seed="s", lookahead=lookahead)
     prompts = [[0]]
@@ -83,7 +85,7 @@ def test_a_group_that_told_nothing_yet_hits_nothing(name: str, lookahead: int) -
     for seed in range(scale(40)):
         rng = Random(f"{name} {seed}")
         options: Any = {"use_eagle": lookahead > 0, "lookahead": lookahead, "hash_seed": "s"}
-        manager = CacheManager(200, [CacheGroupSpec(spec) for spec in specs], 512, **options)
+        manager = CacheManager(200, [CacheGroupSpec(spec) for spec in specs], 512, **grouped(**options))
         manager.enable_events()
         batch = RunningBatch(manager, MultiGroupPageTable(2, 512, 512, [spec.page_size for spec in specs]))
         index = PrefixIndex(4, hash_seed="s", lookahead=lookahead)
@@ -110,7 +112,7 @@ def full(page_size: int) -> FullAttentionSpec:
 def test_states_alone_are_hashed_by_their_interval(intervals: list[int]) -> None:
     """Whatever their page size: by the greatest common divisor of several intervals."""
     groups = [CacheGroupSpec(state(checkpoint_interval=interval)) for interval in intervals]
-    manager = CacheManager(40, groups, 512, hash_seed="s")
+    manager = CacheManager(40, groups, 512, hashing=PageHashing(hash_seed="s"))
     manager.enable_events()
     batch = RunningBatch(manager, MultiGroupPageTable(1, 512, 512, [4] * len(groups)))
     prompt = list(range(60))
@@ -159,7 +161,9 @@ def test_a_drafter_drops_the_same_pages(name: str) -> None:
         windows = rng.choice(("all", "ends")) if name != "states written at ends" else "ends"
         lookahead = rng.choice((0, 0, 0, 1))
         options: Any = {"use_eagle": True, "lookahead": lookahead, "windows": windows, "hash_seed": "s"}
-        manager = CacheManager(rng.choice((130, 200)) * len(specs), [CacheGroupSpec(spec) for spec in specs], 512, **options)
+        manager = CacheManager(
+            rng.choice((130, 200)) * len(specs), [CacheGroupSpec(spec) for spec in specs], 512, **grouped(**options)
+        )
         manager.enable_events()
         batch = RunningBatch(manager, MultiGroupPageTable(2, 512, 512, [spec.page_size for spec in specs]))
         index = PrefixIndex(4, use_eagle=True, lookahead=lookahead, hash_seed="s")
@@ -190,7 +194,7 @@ def test_a_drafter_drops_the_same_pages(name: str) -> None:
 
 
 def test_a_router_drops_pages_too() -> None:
-    manager = CacheManager(40, [CacheGroupSpec(full(4))], 64, use_eagle=True, hash_seed="s")
+    manager = CacheManager(40, [CacheGroupSpec(full(4))], 64, hashing=PageHashing(use_eagle=True, hash_seed="s"))
     manager.enable_events()
     request = EngineRequest("a", list(range(20)))
     manager.allocate_slots(request, 20)

@@ -14,7 +14,7 @@ pytest.importorskip("msgspec")
 
 from msgspec.msgpack import encode
 
-from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
+from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, PageHashing
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
 from pagepool.events import EventBatch, encode_batch
 from pagepool.router import PrefixIndex, PrefixRouter, Route
@@ -121,7 +121,7 @@ def test_prompts_are_hashed_as_managers_do(hash_algo: str) -> None:
     if hash_algo == "sha256_cbor":
         pytest.importorskip("cbor2")
     spec = FullAttentionSpec(16, num_kv_heads=1, head_size=8, dtype="bfloat16", use_mla=False)
-    manager = CacheManager(64, [CacheGroupSpec(spec)], 4096, hash_seed="s", hash_algo=hash_algo)
+    manager = CacheManager(64, [CacheGroupSpec(spec)], 4096, hashing=PageHashing(hash_seed="s", hash_algo=hash_algo))
     manager.enable_events(hashes_as_bytes=True)
     manager.allocate_slots(EngineRequest("a", PROMPT, cache_salt="tenant", lora_id=3), 200)
     index = PrefixIndex(16, hash_seed="s", hash_algo=hash_algo)

@@ -23,6 +23,7 @@ from pagepool import (
     HostTier,
     MambaSpec,
     MultiGroupPageTable,
+    PageHashing,
     RunningBatch,
     SlidingWindowSpec,
 )
@@ -55,7 +56,7 @@ def make_manager(kind: str, policy: Any = "write_through", num_host_pages: int =
     sizes: Any = {"kv": NUM_PAGES, "states": NUM_STATES} if has_states else NUM_PAGES
     host_sizes: Any = {"kv": num_host_pages, "states": 2 * NUM_STATES} if has_states else num_host_pages
     tier = HostTier(host_sizes, policy=policy)
-    return CacheManager(sizes, groups, MAX_TOKENS, host_tier=tier, hash_algo="sha256")
+    return CacheManager(sizes, groups, MAX_TOKENS, host_tier=tier, hashing=PageHashing(hash_algo="sha256"))
 
 
 def list_contents(kind: str, prompts: Sequence[Sequence[int]]) -> dict[bytes, list[int]]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lying_store import LyingStore
+from managing import grouped
 
 from pagepool import (
     CacheGroupSpec,
@@ -54,7 +55,7 @@ CHANGES: dict[str, tuple[Any, ...]] = {
 
 def make_manager(*groups: CacheGroupSpec, **options: Any) -> CacheManager:
     num_pages: Any = {group.pool: 16 for group in groups}
-    return CacheManager(num_pages, list(groups), 64, **{"hash_algo": "sha256", **options})
+    return CacheManager(num_pages, list(groups), 64, **grouped(**{"hash_algo": "sha256", **options}))
 
 
 def name_of(*kv_cache_specs: Any, **options: Any) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from contents_store import STORE_MODULES
 from lying_store import LyingStore
+from managing import grouped
 
 from pagepool import (
     CacheGroupSpec,
@@ -23,6 +24,7 @@ from pagepool import (
     FullAttentionSpec,
     HostTier,
     MambaSpec,
+    PageHashing,
     SlidingWindowSpec,
 )
 from pagepool._core import list_absent
@@ -75,7 +77,7 @@ class Host:
     ) -> None:
         groups = [CacheGroupSpec(spec) for spec in specs]
         tier = HostTier(num_host_pages, policy=policy)
-        self.manager = CacheManager(num_pages, groups, max_model_len=64, host_tier=tier, hash_seed=1)
+        self.manager = CacheManager(num_pages, groups, max_model_len=64, host_tier=tier, hashing=PageHashing(hash_seed=1))
         self.rows = [np.zeros((num_host_pages, ROW_BYTES), dtype=np.uint8) for _ in specs]
         self.device = [np.zeros((num_pages, ROW_BYTES), dtype=np.uint8) for _ in specs]
         self.store = store
@@ -408,7 +410,7 @@ def test_a_damaged_object_is_a_miss_of_its_key_alone(clock: Clock, damage: str) 
 
 def name_pages(host: Host, token_ids: Sequence[int]) -> list[bytes]:
     """Return the names of a prompt's full pages, whether they are cached or not."""
-    manager = CacheManager(17, host.manager.kv_cache_groups, 64, host_tier=HostTier(40), hash_seed=1)
+    manager = CacheManager(17, host.manager.kv_cache_groups, 64, host_tier=HostTier(40), hashing=PageHashing(hash_seed=1))
     chain = manager.registry.hash_apart(EngineRequest("names", token_ids), len(token_ids))
     keys, groups, _, _ = list_absent(manager._store, manager._rules.groups, chain, len(token_ids))
     return Pages(keys, groups).name()
@@ -977,7 +979,7 @@ def test_pages_of_a_request_longer_than_half_the_tier_are_not_loaded() -> None:
 
 
 def make_manager(**options: Any) -> CacheManager:
-    return CacheManager(9, [CacheGroupSpec(FULL)], max_model_len=64, **({"hash_seed": 1} | options))
+    return CacheManager(9, [CacheGroupSpec(FULL)], max_model_len=64, **grouped(**{"hash_seed": 1} | options))
 
 
 ROWS = [np.zeros((40, ROW_BYTES), dtype=np.uint8)]

@@ -16,6 +16,7 @@ from pagepool import (
     Lease,
     MambaSpec,
     PageCopies,
+    PageHashing,
     PrefixProbe,
     Request,
     Retention,
@@ -36,11 +37,10 @@ def make_manager(num_pages: int) -> CacheManager:
         num_pages,
         groups,
         4096,
-        hash_algo="sha256",
-        hash_seed=b"seed",
         host_tier=HostTier(100),
         retention=retention,
         caches="computed",
+        hashing=PageHashing(hash_algo="sha256", hash_seed=b"seed"),
     )
 
 

@@ -7,6 +7,7 @@ from pagepool import (
     CacheManager,
     EngineRequest,
     FullAttentionSpec,
+    PageHashing,
     PagePool,
     PageTable,
     Retention,
@@ -19,7 +20,7 @@ def make() -> None:
     CacheGroupSpec("full")  # type: ignore[arg-type]
     CacheManager(100, [spec], 64)  # type: ignore[list-item]
     CacheManager("100", [CacheGroupSpec(spec)], 64)  # type: ignore[arg-type]
-    CacheManager(100, [CacheGroupSpec(spec)], 64, hash_algo=5)  # type: ignore[arg-type]
+    CacheManager(100, [CacheGroupSpec(spec)], 64, hashing=PageHashing(hash_algo=5))  # type: ignore[arg-type]
     CacheManager(100, [CacheGroupSpec(spec)], 64, True, False, "sha256")  # type: ignore[call-arg]
     CacheManager(100, [CacheGroupSpec(spec)], 64, window_slack=32)  # type: ignore[call-arg]
     CacheManager(100, [CacheGroupSpec(spec)], 64, caches="late")  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from typing import Any
@@ -55,9 +56,11 @@ from pagepool.compat.import_hook import AfterImport, AfterReload
 from pagepool.compat.patching import check_unused, installing, signature_of, swap
 from pagepool.compat.switch import OFF, ON, read_switch, read_word
 from pagepool.errors import CompatError
+from pagepool.hashing.algorithms import PageHashing
 from pagepool.manager import CachePages
 from pagepool.page_pool import PagePool
 from pagepool.page_table import MultiGroupPageTable, PageTable
+from pagepool.retention import Retention
 from pagepool.specs import cdiv, dp_shard_page_bounds, pages_per_dp_shard, usable_pages_count
 
 __all__ = [
@@ -130,7 +133,8 @@ def warn_if_too_large(num_pages: int, held: Sequence[PageIds], num_new_pages: in
 
 
 class CacheManager(manager.CacheManager):
-    """`pagepool.CacheManager` with `windows` from `WINDOWS_VARIABLE`; CompatError for other values. Like the engine's own
+    """`pagepool.CacheManager` with `use_eagle`, and without `retention` with one whose `windows` are those of
+    `WINDOWS_VARIABLE`; CompatError for other values. Like the engine's own
     class, `allocate_slots` returns None for a request that can never fit; it also logs a warning. An id alone identifies a
     request, as in the engine: a second one with the id of one that holds pages gets these. Hits may be counted twice.
     """
@@ -147,9 +151,13 @@ class CacheManager(manager.CacheManager):
         use_eagle: bool = False,
         **options: Any,
     ) -> None:
-        options = {"windows": read_word(WINDOWS_VARIABLE, ("ends",), ("all",)) or "all"} | options
-        super().__init__(num_pages, kv_cache_groups, max_model_len, enable_caching, use_eagle, **options)
-        self.use_eagle = use_eagle
+        windows: Any = read_word(WINDOWS_VARIABLE, ("ends",), ("all",)) or "all"
+        defaults: dict[str, Any] = {"retention": Retention(windows=windows), "hashing": PageHashing()}
+        options = defaults | options
+        if use_eagle is not False:
+            options["hashing"] = replace(options["hashing"], use_eagle=use_eagle)
+        super().__init__(num_pages, kv_cache_groups, max_model_len, enable_caching, **options)
+        self.use_eagle = options["hashing"].use_eagle
         self.num_kv_cache_groups = len(kv_cache_groups)
         self.page_size = kv_cache_groups[0].kv_cache_spec.page_size if self.enable_caching else None
 

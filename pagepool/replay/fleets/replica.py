@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from pagepool.events import EventBatch, encode_batch
+from pagepool.hashing.algorithms import PageHashing
 from pagepool.manager import CacheManager
 from pagepool.page_pool.pool import EvictionPolicy
 from pagepool.replay.models.pages import ModelPages
@@ -68,7 +69,7 @@ class Replica:
             settings.num_pages,
             ModelPages(settings.page_size).make_groups(),
             max_num_tokens,
-            hash_seed=HASH_SEED,
+            hashing=PageHashing(hash_seed=HASH_SEED),
             eviction=cast("EvictionPolicy", settings.eviction),
         )
         self._manager.enable_events()

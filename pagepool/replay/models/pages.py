@@ -200,7 +200,7 @@ def _rules_of(model: ModelPages) -> CacheGroups:
 
 
 def _make_rules(groups: Sequence[CacheGroupSpec]) -> CacheGroups:
-    return make_rules(groups, use_eagle=False, enable_caching=True, windows="ends").groups
+    return make_rules(groups, use_eagle=False, enable_caching=True, retention=Retention()).groups
 
 
 def list_intervals(page_size: int) -> list[int]:

@@ -73,7 +73,6 @@ from pagepool.replay.simulation.host_options import (
     host_policy_option,
 )
 from pagepool.replay.simulation.runs import (
-    WindowRule,
     count_bytes,
     describe_pool,
     make_manager,
@@ -93,6 +92,7 @@ from pagepool.replay.traces.options import (
 )
 from pagepool.replay.traces.reader import name_trace, source_name
 from pagepool.replay.traces.simulated_request import SimulatedRequest
+from pagepool.retention import WindowRule
 from pagepool.specs import cdiv
 
 __all__ = ["plan"]

@@ -30,6 +30,7 @@ from pagepool.replay.simulation.allocator import HASH_SEED
 from pagepool.replay.simulation.figures import HostFigures
 from pagepool.replay.simulation.host import HostMemory
 from pagepool.replay.traces.simulated_request import SimulatedRequest
+from pagepool.retention import Retention, WindowRule
 
 __all__ = ["PolicySimulator"]
 
@@ -69,9 +70,11 @@ class PolicySimulator:
             if on_request is not None:
                 on_request(num_done)
 
-    def count_hits(self, eviction: str, num_pages: int, on_request: Progress | None = None, *, windows: str = "ends") -> int:
+    def count_hits(
+        self, eviction: str, num_pages: int, on_request: Progress | None = None, *, windows: WindowRule = "ends"
+    ) -> int:
         """Count the hit prompt tokens in a new pool of `num_pages`, including the null page, under a policy of `PagePool` and a
-        rule for `windows` of `CacheManager`. Skip requests larger than the pool. Errors as in `PagePool`. O(pages).
+        rule for `windows` of `Retention`. Skip requests larger than the pool. Errors as in `PagePool`. O(pages).
         """
         return self._run_all(Steps(PagePool(num_pages, True, eviction=cast("EvictionPolicy", eviction))), windows, on_request)
 
@@ -87,9 +90,9 @@ class PolicySimulator:
         moved = stats.num_saved_pages, stats.num_loaded_pages, loaded_tokens, stats.num_evicted_pages, stats.num_refused_pages
         return hit_tokens, HostFigures(*moved)
 
-    def _run_all(self, steps: "Steps", windows: str, on_request: Progress | None) -> int:
+    def _run_all(self, steps: "Steps", windows: WindowRule, on_request: Progress | None) -> int:
         pool, hit_tokens = steps.pool, 0
-        groups = make_rules(self._groups, False, True, windows).groups
+        groups = make_rules(self._groups, False, True, Retention(windows=windows)).groups
         for num_done, (request, chain) in enumerate(zip(self._requests, self._chains, strict=True), start=1):
             if self._num_pages[num_done - 1] < pool.num_pages:
                 held = RequestPages(steps.store, groups, request.num_slots)

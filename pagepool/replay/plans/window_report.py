@@ -7,7 +7,7 @@ __all__ = ["describe_window_hits", "list_window_columns", "list_window_notes", "
 
 ENDS_NOTE = (
     "LRU: hits of this pool with all groups of the model, simulated with requests one after another. Of windows and "
-    'chunks only pages stay cached with which a request can resume (windows="ends" of CacheManager).'
+    'chunks only pages stay cached with which a request can resume (windows="ends" of Retention).'
 )
 ALL_NOTE = 'All: the same with LRU if each page of a window stays cached when it leaves it (windows="all").'
 BOUND_NOTE = (

@@ -41,7 +41,6 @@ from pagepool.replay.simulation.host_options import (
 )
 from pagepool.replay.simulation.report import print_report
 from pagepool.replay.simulation.runs import (
-    WindowRule,
     count_bytes,
     describe_pool,
     make_manager,
@@ -65,6 +64,7 @@ from pagepool.replay.traces.options import (
 )
 from pagepool.replay.traces.reader import Trace, source_name
 from pagepool.replay.traces.simulated_request import SimulatedRequest
+from pagepool.retention import WindowRule
 
 __all__ = ["replay"]
 

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal, TypeAlias, cast
+from typing import cast
 
 import click
 
 from pagepool.errors import PagePoolError, count_of
+from pagepool.hashing.algorithms import PageHashing
 from pagepool.manager import CacheManager
 from pagepool.page_pool.pool import EvictionPolicy
 from pagepool.replay.models.pages import ModelPages
@@ -22,9 +23,9 @@ from pagepool.replay.simulation.host import HostMemory
 from pagepool.replay.simulation.scheduler import Scheduler
 from pagepool.replay.simulation.sessions import Told
 from pagepool.replay.traces.simulated_request import SimulatedRequest
+from pagepool.retention import Retention, WindowRule
 
 __all__ = [
-    "WindowRule",
     "count_bytes",
     "describe_pool",
     "make_manager",
@@ -34,8 +35,6 @@ __all__ = [
     "require_one_that_fits",
     "run",
 ]
-
-WindowRule: TypeAlias = Literal["ends", "all"]
 
 
 def describe_pool(num_pages: int, model: ModelPages, eviction: str = "lru", host: HostMemory | None = None) -> str:
@@ -110,10 +109,10 @@ def make_manager(
             model.make_groups(interval),
             max_model_len,
             enable_caching=eviction is not None,
-            hash_seed=HASH_SEED,
+            hashing=PageHashing(hash_seed=HASH_SEED),
             eviction=cast("EvictionPolicy", eviction or "lru"),
             host_tier=None if host is None else host.make_tier(),
-            windows=windows,
+            retention=Retention(windows=windows),
         )
 
 
@@ -125,7 +124,7 @@ def make_manager_of_pools(
     """
     max_model_len = max((request.num_final_tokens for request in requests), default=1)
     try:
-        return CacheManager(num_pages, pools.make_groups(), max_model_len, hash_seed=HASH_SEED)
+        return CacheManager(num_pages, pools.make_groups(), max_model_len, hashing=PageHashing(hash_seed=HASH_SEED))
     except (PagePoolError, OverflowError) as error:
         raise Refusal(f"no pools of {', '.join(f'{size:,} {name}' for name, size in num_pages.items())}: {error}") from error
 
