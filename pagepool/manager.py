@@ -64,7 +64,7 @@ from pagepool.arguments import (
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
 from pagepool.group_rules import make_rules
 from pagepool.hashing import KeyHolder
-from pagepool.hashing.algorithms import PageHashing
+from pagepool.page_hashing import PageHashing
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import Configuration, EvictionPolicy, choose_pool
 from pagepool.pools import MIN_PAGES, link_checkpoints, make_pools, read_host_sizes, read_sizes

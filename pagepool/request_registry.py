@@ -9,7 +9,7 @@ from pagepool.arguments import has_status, id_of, read_count, refuse_incomplete,
 from pagepool.errors import ArgumentError, shown
 from pagepool.group_rules import GroupRules
 from pagepool.hashing import KeyHolder, RequestExtraKeys
-from pagepool.hashing.algorithms import PageHasher
+from pagepool.page_hashing import PageHasher
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import Configuration
 from pagepool.request import EngineRequestStatus, Request

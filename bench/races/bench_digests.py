@@ -30,7 +30,7 @@ from bench.races.race import DIGESTS, LOOKAHEAD, Counted, Race, Work, count_roun
 from bench.races.rivals import MAX_MODEL_LEN, Rival
 from bench.workload import PAGE_SIZE, SEED, VOCABULARY, make_group
 from pagepool._core import HashChain
-from pagepool.hashing.algorithms import sha256_cbor, sha256_page
+from pagepool.page_hashing import sha256_cbor, sha256_page
 
 ROOTS = {"siphash128": bytes(16), "sha256": bytes(32), "sha256_cbor": bytes(32)}
 HAS_CBOR = importlib.util.find_spec("cbor2") is not None

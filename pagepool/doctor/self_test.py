@@ -7,8 +7,8 @@ import numpy as np
 
 from pagepool._core import EntryJournal
 from pagepool.errors import IntegrityError
-from pagepool.hashing.algorithms import PageHashing
 from pagepool.manager import CacheManager
+from pagepool.page_hashing import PageHashing
 from pagepool.page_table import MultiGroupPageTable
 from pagepool.request import EngineRequest
 from pagepool.running_batch import RunningBatch

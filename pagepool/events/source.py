@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pagepool._core import EntryJournal, PageStore
 from pagepool.events.messages import AllBlocksCleared, BlockRemoved, BlockStored, Event, Hash
 from pagepool.hashing import LORA, RequestExtraKeys
-from pagepool.hashing.algorithms import PageHasher
+from pagepool.page_hashing import PageHasher
 from pagepool.process_forks import ProcessLock
 from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 

@@ -16,7 +16,7 @@ from pagepool._core import PrefixTable, require_token_ids
 from pagepool.arguments import as_list, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import ExtraKeyNames
-from pagepool.hashing.algorithms import make_page_hasher
+from pagepool.page_hashing import make_page_hasher
 from pagepool.request import LoraId, Salt
 
 __all__ = ["PrefixIndex", "require_worker"]

@@ -16,8 +16,8 @@ import numpy as np
 
 from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError
-from pagepool.hashing.algorithms import PageHasher
 from pagepool.manager import CacheManager
+from pagepool.page_hashing import PageHasher
 from pagepool.specs import dtype_name
 
 __all__ = ["make_namespace", "warn_of_seed"]

@@ -17,7 +17,7 @@ from pagepool._core import HashChain, siphash128
 from pagepool.compat.easydel.names import RequestPageHashes
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import HashNames, PageHash, RequestExtraKeys, encode_extra_keys, get_siphash_key
-from pagepool.hashing.algorithms import sha256_cbor, sha256_page
+from pagepool.page_hashing import sha256_cbor, sha256_page
 
 KEY = bytes(range(16))
 

@@ -21,7 +21,7 @@ from pagepool._core import HashChain
 from pagepool.compat.easydel.names import RequestPageHashes
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.hashing import get_hash_seed, get_siphash_key
-from pagepool.hashing.algorithms import PageHasher, RequestHashes, make_page_hasher
+from pagepool.page_hashing import PageHasher, RequestHashes, make_page_hasher
 
 ALGORITHMS = ("siphash128", "sha256", "sha256_cbor", hash)
 

@@ -14,7 +14,7 @@ from oracle import ContentKeys, OracleManager
 from oracle_kinds import Mamba
 
 import pagepool
-from pagepool.hashing.algorithms import VllmHasher
+from pagepool.page_hashing import VllmHasher
 
 MASK = (1 << 64) - 1
 ORDER = ["AllBlocksCleared", "BlockRemoved", "BlockStored"]

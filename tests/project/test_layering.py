@@ -23,7 +23,6 @@ CORE_ROWS = CORE_ROW.findall((ROOT / "pagepool/core/README.md").read_text())
 ROOMS = [row.rstrip("/") for row in CORE_ROWS if row.endswith("/")]
 FILE = re.compile(r"`(?:([\w/]+)/)?(\w+)\.pyx?`")
 FOLDERS = {"compat"}  # its files may import one another
-PARTED = {"hashing"}  # some of its files are below the core, some above
 ENGINES = {"easydel", "jax", "vllm"}
 OPTIONAL = ENGINES | {
     "cbor2",
@@ -126,7 +125,7 @@ def test_every_file_has_a_place() -> None:
     assert len(ORDER) == len(set(ORDER))
     assert not modules - folders - in_folders - set(ORDER)
     places = [name if name in folders else name.rpartition(".")[0] for name in ORDER]
-    runs = [folder for folder, _ in groupby(places) if folder and folder not in PARTED]
+    runs = [folder for folder, _ in groupby(places) if folder]
     assert len(runs) == len(set(runs))
 
 

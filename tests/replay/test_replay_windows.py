@@ -133,7 +133,7 @@ class TestPlan:
             "A running request holds up to 275 pages (34.4 MiB) for them in steps of 600 tokens.\n",
             "At 7,000 pages (875.0 MiB) LRU hits 41.3% of prompt tokens, adaptive 41.3%. If all pages of windows ",
             "stayed cached, LRU would hit 0.0%.\nIf windows took no memory, no policy would hit more than 41.3% there.\n",
-            "To paste into CacheManager: retention=Retention(windows='ends', window_slack=64, window_interval=4096, "
+            "To paste into CacheManager: retention=Retention(windows='ends', window_slack=64, window_interval=4096, ",
             "max_leased_share=0.2)\n",
             "A pool that never evicts, with all pages of windows, hits 74,400 of 180,000 prompt tokens (41.3%).",
             "The largest request needs a pool of 370 pages (46.2 MiB); smaller pools skip it.",

@@ -56,8 +56,8 @@ from pagepool.compat.import_hook import AfterImport, AfterReload
 from pagepool.compat.patching import check_unused, installing, signature_of, swap
 from pagepool.compat.switch import OFF, ON, read_switch, read_word
 from pagepool.errors import CompatError
-from pagepool.hashing.algorithms import PageHashing
 from pagepool.manager import CachePages
+from pagepool.page_hashing import PageHashing
 from pagepool.page_pool import PagePool
 from pagepool.page_table import MultiGroupPageTable, PageTable
 from pagepool.retention import Retention

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from pagepool.events import EventBatch, encode_batch
-from pagepool.hashing.algorithms import PageHashing
 from pagepool.manager import CacheManager
+from pagepool.page_hashing import PageHashing
 from pagepool.page_pool.pool import EvictionPolicy
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.simulation.figures import Figures

@@ -8,8 +8,8 @@ from typing import cast
 import click
 
 from pagepool.errors import PagePoolError, count_of
-from pagepool.hashing.algorithms import PageHashing
 from pagepool.manager import CacheManager
+from pagepool.page_hashing import PageHashing
 from pagepool.page_pool.pool import EvictionPolicy
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.models.pools import ModelPools

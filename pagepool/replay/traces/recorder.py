@@ -14,8 +14,8 @@ from typing import Any, BinaryIO, Self, cast
 
 from pagepool.arguments import MAX_SIZE, id_of, read_count, require_int, require_name
 from pagepool.errors import ArgumentTypeError
-from pagepool.hashing.algorithms import make_page_hasher
 from pagepool.manager import CacheManager
+from pagepool.page_hashing import make_page_hasher
 from pagepool.replay.shared.output import open_output
 from pagepool.request import Request
 from pagepool.specs import cdiv
