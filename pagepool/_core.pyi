@@ -394,11 +394,16 @@ class RequestHashes:
         """Forget the hashes from page `num_pages` on, and the refusal that rests on them. Earlier hashes are sure."""
 
 class RequestMaps:
-    """The requests of a manager by id: the pages they hold, and the hashes of their tokens. ``lock`` guards both."""
+    """The requests of a manager by id: the pages they hold, and the hashes of their tokens. ``lock`` guards both. Admissions
+    are counted in ``query_counters``: the first counts requests that were not preempted, the second others.
+    """
 
     held: Final[dict[str, RequestPages]]
     hashes: Final[dict[str, RequestHashes]]
-    trusts_requests: bool
+    store: Final[PageStore]
+    query_counters: Final[tuple[QueryCounter, QueryCounter]]
+    def __init__(self, store: PageStore, trusts_requests: bool = False) -> None:
+        """Start without requests, whose pages are those of `store`. With `trusts_requests` those of one id share pages."""
     @property
     def lock(self) -> Any:
         """The lock. IntegrityError in another process than that of the manager."""
@@ -411,18 +416,28 @@ class RequestMaps:
         """Raise the error for a request whose attributes allocate, fork or free pages under its id while a call reads them."""
 
 class SlotAllocator:
-    """The native half of `CacheManager`. It reaches the façade only through a `RequestRegistry`."""
+    """The native half of `CacheManager`. It calls nothing of the façade's half: a `RequestRegistry` hashes tokens that are not
+    in a list, with extra keys, or by a callable, and names their pages.
+    """
 
     _no_ids: Final[tuple[PageIds, ...]]
     def __init__(
         self,
         registry: RequestMaps,
+        rules: Any,
+        sessions: PageSessions,
         max_num_tokens: int,
         restores_states: bool,
         on_too_large: Callable[[int, Sequence[PageIds], int], None] | None = None,
         caches_computed: bool = False,
+        *,
+        hashes_natively: bool = True,
+        num_lookahead: int = 0,
     ) -> None:
-        """Allocate to the requests of a `RequestRegistry`, each of at most `max_num_tokens` tokens."""
+        """Allocate to the requests of a `RequestRegistry`, each of at most `max_num_tokens` tokens, by these `GroupRules`.
+        `sessions` are the `PageSessions` of its store. Hashes are made by `registry`, or here if they are native, and cover
+        `num_lookahead` tokens behind their page.
+        """
     def allocate_slots(
         self,
         request: Request,

@@ -23,6 +23,7 @@ from pagepool.core.values.ids import PageIds, are_plain_token_ids, lists_of, req
 from pagepool.core.pool.journal import EntryJournal
 from pagepool.core.holding.lookups import RefusedRequest, RequestHashes, find_prefix
 from pagepool.core.router.prefixes import PrefixTable, time_of_batch
+from pagepool.core.holding.request_maps import RequestMaps
 from pagepool.core.holding.request_pages import RequestPages
 from pagepool.core.rows.inputs import INPUT_FIELDS, InputArrays
 from pagepool.core.rows.row_request import RowRequest
@@ -30,7 +31,7 @@ from pagepool.core.rows.running import RunningRows, StateWrites, StepResult
 from pagepool.core.pool.layouts import CONSTANTS, copy_records, locate_records
 from pagepool.core.pool.faults import find_policy_fault, follow
 from pagepool.core.pool.sessions import PageSessions
-from pagepool.core.holding.slots import CachePages, RequestMaps, SlotAllocator
+from pagepool.core.holding.slots import CachePages, SlotAllocator
 from pagepool.core.rows.spans import Lease, TokenSpan, lease_pages, list_leases, term_of
 from pagepool.core.pool.store import COUNTERS, CachePage, PageStore, QueryCounter
 from pagepool.core.tables.table import GroupedRows, TableRows, pack_dirty_lines, pack_dirty_segments

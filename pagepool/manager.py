@@ -343,7 +343,17 @@ class CacheManager(KeyHolder, SlotAllocator):
         self.restores_states = require_flag("restores_states", restores_states)
         self.caches = caches
         self._caches_computed = caches == "computed" and self.enable_caching
-        super().__init__(self.registry, self.max_model_len, self.restores_states, self._on_too_large, self._caches_computed)
+        super().__init__(
+            self.registry,
+            rules,
+            self.registry.sessions,
+            self.max_model_len,
+            self.restores_states,
+            self._on_too_large,
+            self._caches_computed,
+            hashes_natively=hasher.is_native,
+            num_lookahead=hasher.lookahead,
+        )
         if host_tier is not None:
             host_tier._bind(self._store)
         self.host_tier = host_tier

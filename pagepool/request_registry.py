@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pagepool._core import HashChain, PageSessions, QueryCounter, RequestHashes, RequestMaps, RequestPages
+from pagepool._core import HashChain, PageSessions, RequestHashes, RequestMaps, RequestPages
 from pagepool.arguments import has_status, id_of, read_count, refuse_incomplete, require_int, require_name
 from pagepool.errors import ArgumentError, shown
 from pagepool.group_rules import GroupRules
@@ -40,11 +40,10 @@ class RequestRegistry(KeyHolder, RequestMaps):
         trusts_requests: bool,
     ) -> None:
         """Start without requests. With `trusts_requests` those with one id share pages, and hits may be counted twice."""
-        self.page_pool, self.rules, self.hasher, self.trusts_requests = page_pool, rules, hasher, trusts_requests
-        self.store, self.configuration = page_pool.store, configuration
+        super().__init__(page_pool.store, trusts_requests)
+        self.page_pool, self.rules, self.hasher, self.configuration = page_pool, rules, hasher, configuration
         self.max_leased, self.max_steps_ahead = max_leased, 0
         self.sessions = PageSessions(page_pool.store)
-        self.query_counters = QueryCounter(page_pool.store), QueryCounter(page_pool.store, is_preempted=True)
         self.event_source: EventSource | None = None
 
     def plan_ahead(self, max_steps_ahead: int) -> None:
@@ -185,20 +184,6 @@ class RequestRegistry(KeyHolder, RequestMaps):
             self.release_context(context)
             if hashes is not None and hashes.page_hashes:
                 self.forget_evicted_names()
-
-    def count_admission(self, request: Request, num_taken_tokens: int) -> None:
-        """Count the look-up of a request just admitted; `num_taken_tokens` is the number of tokens in the hits it took. Forget
-        the hashes of a waiting request with the same id.
-        """
-        hashes = self.hashes.get(request.request_id)
-        if hashes is not None and hashes.request is not request:
-            del self.hashes[request.request_id]
-            return
-        if hashes is None or hashes.query is None:
-            return
-        num_queried_tokens, num_hit_tokens, is_preempted, _, lost = hashes.query
-        hashes.query, hashes.refusal, hashes.is_counted = None, None, True
-        self.query_counters[is_preempted].add(num_queried_tokens, min(num_hit_tokens, num_taken_tokens), lost)
 
     # The core's ints for extra keys and sessions. These methods take the lock.
 

@@ -27,6 +27,7 @@ from pagepool import (
     MambaSpec,
     MultiGroupPageTable,
     RequestTraits,
+    Retention,
     RunningBatch,
     SlidingWindowSpec,
 )
@@ -244,7 +245,7 @@ def make_pool(rng: Random, specs: list[Any], work: Work, num_missing: int, *, is
     max_model_len = work.num_tokens + rng.choice((0, 2, 40))
     windows = "all" if num_missing else rng.choice(("ends", "all"))
     groups = [CacheGroupSpec(spec) for spec in specs]
-    rules = make_rules(groups, use_eagle, is_cached, windows)
+    rules = make_rules(groups, use_eagle, is_cached, Retention(windows=windows))
     num_pages = rules.groups.count_peak_pages(work.num_tokens, work.most, work.num_ahead, max_model_len)
     num_pages += 1 + work.num_reserved + work.num_leased - num_missing
     num_pages *= 1 + work.has_shards

@@ -228,10 +228,10 @@ def test_fields_that_contain_themselves_are_refused() -> None:
 
 
 CODE = """
-from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
+from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageHashing
 from pagepool.stores import make_namespace
 group = CacheGroupSpec(FullAttentionSpec(4, 8, 16, "float16", False), ["a", "b"])
-print(make_namespace(CacheManager(16, [group], 64, hash_algo="sha256"), "layout", b"weights"))
+print(make_namespace(CacheManager(16, [group], 64, hashing=PageHashing(hash_algo="sha256")), "layout", b"weights"))
 """
 
 
@@ -291,11 +291,12 @@ def test_a_seed_that_others_may_not_have_is_warned_of_once(
 
 CBOR = """
 import sys
-from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
+from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageHashing
 from pagepool.stores import make_namespace
 group = CacheGroupSpec(FullAttentionSpec(4, 8, 16, "float16", False))
 for options in ({}, {"hash_seed": "secret"}):
-    print(make_namespace(CacheManager(16, [group], 64, hash_algo="sha256_cbor", **options), "layout", b"weights"))
+    hashing = PageHashing(hash_algo="sha256_cbor", **options)
+    print(make_namespace(CacheManager(16, [group], 64, hashing=hashing), "layout", b"weights"))
 """
 
 

@@ -1,33 +1,17 @@
 """Slots for the next tokens of requests, and the pages that look-ups and allocations return."""
 
 cimport cython
-from cpython.object cimport PyObject
-from cpython.ref cimport Py_DECREF
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
-from pagepool.core.base cimport GIL_DISABLED, process_number, require_process
 from pagepool.core.holding.lookups cimport *
+from pagepool.core.holding.request_maps cimport *
 from pagepool.core.holding.request_pages cimport *
 from pagepool.core.pool cimport CachePage
 from pagepool.core.values cimport as_long_long, as_page_ids, as_shard, is_small, new_ids, size_of
 
-from threading import RLock
-
 from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int, require_name
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.specs import find_shard, pages_per_dp_shard
-
-cdef extern from *:
-    """
-    /* Finds an item and references it at once: without a GIL another thread may remove it in between. 0: there is none. */
-    #if PY_VERSION_HEX >= 0x030D0000
-    #define pagepool_get_item PyDict_GetItemRef
-    #else
-    #define pagepool_get_item(dict, key, item) 0  /* with a GIL it is not called */
-    #endif
-    """
-    int get_item "pagepool_get_item" (dict values, object key, PyObject **item) except -1
-
 
 cdef int64_t MAX_COUNT = <int64_t>1 << 60  # the sum of a few counts is below 2**63
 
@@ -50,18 +34,6 @@ cdef int64_t count_of(object value) except -1:
     return min(value, MAX_COUNT)
 
 
-cdef inline RequestPages find_held(dict requests, object request_id):
-    """Return the pages that a request holds, or None. The manager's lock is not needed."""
-    cdef PyObject *item = NULL
-    cdef RequestPages held = None
-    if not GIL_DISABLED:
-        return requests.get(request_id)
-    if get_item(requests, request_id, &item):
-        held = <RequestPages>item
-        Py_DECREF(held)
-    return held
-
-
 cdef struct Counts:           # tokens of a call of `allocate_slots`
     int64_t num_computed      # before the call
     int64_t num_new_computed  # tokens of hits
@@ -71,54 +43,14 @@ cdef struct Counts:           # tokens of a call of `allocate_slots`
 
 
 @cython.auto_pickle(False)
-cdef class RequestMaps:
-    """The requests of a manager by id: the pages they hold, and the hashes of their tokens. ``lock`` guards both."""
-
-    cdef readonly dict held         # request id -> RequestPages
-    cdef readonly dict hashes       # request id -> RequestHashes
-    cdef object reentrant_lock      # a request's attributes and finalizers may call back
-    cdef int process                # number of the process that made it
-    cdef public bint trusts_requests  # requests with one id share its pages, and hits may be counted twice
-
-    def __cinit__(self):
-        self.process = process_number
-        self.held, self.hashes, self.reentrant_lock = {}, {}, RLock()
-
-    @property
-    def lock(self):
-        """The lock. IntegrityError in another process than that of the manager."""
-        require_process(self.process, "CacheManager")
-        return self.reentrant_lock
-
-    def find_held(self, request):
-        """Return the pages that a request holds, or None. ArgumentError for another request with the id of one that holds
-        pages, unless requests of one id share them.
-        """
-        cdef RequestPages held
-        try:  # each look-up of a new request passes here: check an id only after a failure
-            held = find_held(self.held, request.request_id)
-        except (AttributeError, TypeError):
-            held = find_held(self.held, id_of(request))
-        if held is not None and held.owner is not request and not self.trusts_requests:
-            raise ArgumentError(
-                f"request {shown(request.request_id)}: got another object than the one that holds pages under this id, "
-                "allowed: that object, or another id"
-            )
-        return held
-
-    def refuse_nested(self, request_id) -> None:
-        """Raise the error for a request whose attributes allocate, fork or free pages under its id while a call reads them."""
-        raise ArgumentError(
-            f"request {shown(request_id)}: got attributes that allocate or free its pages while they are read, allowed: "
-            "attributes that leave the pages alone"
-        )
-
-
-@cython.auto_pickle(False)
 cdef class SlotAllocator:
-    """The native half of `CacheManager`. It reaches the façade only through a `RequestRegistry`."""
+    """The native half of `CacheManager`. It calls nothing of the façade's half: a `RequestRegistry` hashes tokens that are not
+    in a list, with extra keys, or by a callable, and names their pages.
+    """
 
-    cdef RequestMaps registry       # a `RequestRegistry`
+    cdef RequestMaps maps           # the requests
+    cdef object registry            # the same object, where its Python methods are called
+    cdef object rules               # `GroupRules`
     cdef PageStore store
     cdef CacheGroups groups
     cdef dict held                  # the registry's own; so are the next two
@@ -138,13 +70,16 @@ cdef class SlotAllocator:
     cdef int64_t num_lookahead      # tokens behind a page that its hash covers
 
     def __init__(
-        self, RequestMaps registry not None, max_num_tokens, bint restores_states, on_too_large=None,
-        bint caches_computed=False,
+        self, RequestMaps registry not None, rules, sessions, max_num_tokens, bint restores_states, on_too_large=None,
+        bint caches_computed=False, *, bint hashes_natively=True, num_lookahead=0,
     ):
-        """Allocate to the requests of a `RequestRegistry`, each of at most `max_num_tokens` tokens."""
-        rules = registry.rules
-        self.registry, self.store, self.groups = registry, registry.page_pool.store, rules.groups
-        self.held, self.hashes, self.sessions = registry.held, registry.hashes, registry.sessions
+        """Allocate to the requests of a `RequestRegistry`, each of at most `max_num_tokens` tokens, by these `GroupRules`.
+        `sessions` are the `PageSessions` of its store. Hashes are made by `registry`, or here if they are native, and cover
+        `num_lookahead` tokens behind their page.
+        """
+        self.maps, self.registry, self.store = registry, registry, registry.store
+        self.rules, self.groups = rules, rules.groups
+        self.held, self.hashes, self.sessions = registry.held, registry.hashes, sessions
         self._no_ids = new_ids(self.groups.num)
         self.max_num_tokens, self.hash_page_size = max_num_tokens, rules.hash_page_size
         self.interval, self.restores_states = rules.checkpoint_interval or 0, restores_states
@@ -154,7 +89,7 @@ cdef class SlotAllocator:
         self.on_too_large, self.caches_computed = on_too_large, caches_computed
         if caches_computed:
             self.store.prefer_held()
-        self.hashes_natively, self.num_lookahead = registry.hasher.is_native, registry.hasher.lookahead
+        self.hashes_natively, self.num_lookahead = hashes_natively, num_lookahead
 
     def allocate_slots(
         self, request, num_new_tokens, num_new_computed_tokens=0, new_computed_pages=None, num_lookahead_tokens=0,
@@ -229,7 +164,7 @@ cdef class SlotAllocator:
         counts.num_tokens = counts.num_computed + counts.num_new_computed + num_external + num_new
         counts.num_slots = counts.num_tokens + num_lookahead
         if held is not None and held.owner is not request:
-            self.registry.find_held(request)
+            self.maps.find_held(request)
         if held is not None and new_computed_pages is None and counts.num_new_computed == 0:
             num_filled = counts.num_tokens
             if self.caches_computed:
@@ -245,7 +180,7 @@ cdef class SlotAllocator:
             num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         counts.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         is_delayed = delay_cache_pages is not False and require_flag("delay_cache_pages", delay_cache_pages)
-        lock = self.registry.lock
+        lock = self.maps.lock
         lock.acquire()
         try:
             return self.allocate_or_doubt(
@@ -287,14 +222,14 @@ cdef class SlotAllocator:
         except (AttributeError, TypeError):
             pass
         if held is not None and held.owner is not request:
-            self.registry.find_held(request)
+            self.maps.find_held(request)
         if self.enables_caching and (not is_plain or held is None or not held.is_idle(num_before, num_tokens, num_tokens)):
             self.registry.cache_due(request, num_computed_tokens)
 
     cdef int begin_boundaries(self, object request, RequestHashes hashes, RequestPages held) except -1:
         """Fix the numbers of tokens at which other requests can resume where this one was."""
         cdef int64_t junction = 0
-        counts = self.registry.rules.require_resume_at(
+        counts = self.rules.require_resume_at(
             getattr(request, "resume_at", ()), min(self.max_num_tokens, <int64_t>MAX_TOKENS)
         )
         if hashes is not None and hashes.request is request and hashes.query is not None:
@@ -323,10 +258,10 @@ cdef class SlotAllocator:
         cdef int32_t num_shards = 0
         cdef Step step
         if not is_admission and held.owner is not request:  # of another thread, since the first check
-            self.registry.find_held(request)
+            self.maps.find_held(request)
         if is_admission or counts.num_new_computed or counts.num_computed > held.limits.num_room:
             self.check_computed(request_id, counts, hits, held)
-        if is_admission and has_hits and not self.registry.trusts_requests:
+        if is_admission and has_hits and not self.maps.trusts_requests:
             self.check_known(request_id, counts, count_of(read_num_tokens(request)))
         if is_admission and hashes is not None and hashes.refusal is not None and data_parallel_size is None:
             if hashes.request is request and self.is_refused_still(hashes.refusal, hits, counts):
@@ -442,7 +377,7 @@ cdef class SlotAllocator:
         if hashes is not None and hashes.page_hashes:
             self.name_pages(hashes, held, hits, step.num_computed, num_hashed)
         if self.held.get(request_id) is not (None if is_admission else held):
-            self.registry.refuse_nested(request_id)
+            self.maps.refuse_nested(request_id)
         if needs_pages and is_admission:
             self.held[request_id] = held  # before anything is taken, so that no interrupt can lose it
         try:
@@ -469,7 +404,7 @@ cdef class SlotAllocator:
         if outcome != DONE:
             held.refuse(outcome, step, checked, chain)
         if is_admission:
-            self.registry.count_admission(request, self.count_most_hit_tokens(hits))
+            self.maps.count_admission(request, request_id, self.count_most_hit_tokens(hits))
         return pages_of(self._no_ids if new is None else new, self.store)
 
     cdef tuple read_hits(self, object request_id, object new_computed_pages):
