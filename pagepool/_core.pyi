@@ -663,8 +663,8 @@ def term_of(seconds: float | None) -> int:
 
 @final
 class PageTier:
-    """A tier of `num_pages` pages, including a null page, behind `store`. `eviction` is the name of its policy. The tier has
-    the banks of the store: `num_pages` is the size of the first, `further_banks` has those of the others, without null pages.
+    """A tier of `num_pages` pages, including a null page, behind `store`. It evicts by LRU. The tier has the banks of the
+    store: `num_pages` is the size of the first, `further_banks` has those of the others, without null pages.
 
     Pages evicted from the store are saved, if they were used `min_uses` times. If the tier `writes_through`, such pages are
     saved as soon as they are computed, and not again at eviction. O(num_pages of both) to make.
@@ -674,7 +674,6 @@ class PageTier:
         cls,
         store: PageStore,
         num_pages: int,
-        eviction: str = "lru",
         writes_through: bool = False,
         min_uses: int = 1,
         further_banks: Sequence[int] = (),

@@ -116,7 +116,6 @@ class HostTier:
         *,
         policy: Literal["write_back", "write_through"] = "write_back",
         min_uses: int = 1,
-        eviction: EvictionPolicy = "lru",
     ) -> None:
         """`num_pages` includes a null page. Behind several pools it is a mapping with a size for each pool's name: pages of a
         pool are saved in its part of the tier, in which ids count from 0.
@@ -124,8 +123,7 @@ class HostTier:
         ``"write_back"`` saves a page when it is evicted from the pool, ``"write_through"`` once it is computed (see
         `CacheManager.end_step`), if the tier has at least twice as many pages as each pool: a smaller tier would evict the page
         before the pool does, so it writes back instead, with a warning. Both save a page only after `min_uses` uses, 1 to 255:
-        its computation and each hit. `eviction` is the tier's own policy, with several pools that of its first part. Raise
-        ArgumentError for other values.
+        its computation and each hit. The tier evicts by LRU. Raise ArgumentError for other values.
         """
         require_choice("policy", policy, "write_back", "write_through")
         self.num_pages = (
@@ -135,7 +133,6 @@ class HostTier:
         )
         self.policy = policy
         self.min_uses = require_int("min_uses", min_uses, 1, 255)
-        self.eviction = eviction
         self._bound: tuple[PageTier, PageStore] | None = None
 
     def _bind(self, store: PageStore) -> None:
@@ -148,7 +145,7 @@ class HostTier:
         nums = [(usable_pages_count(size), store.count_pages(bank)) for bank, size in enumerate(sizes)]
         small = [bank for bank, (num_pages, num_device_pages) in enumerate(nums) if num_pages < 2 * num_device_pages]
         writes_through = self.policy == "write_through" and not small
-        tier = PageTier(store, first, self.eviction, writes_through, self.min_uses, [size - 1 for size in further])
+        tier = PageTier(store, first, writes_through, self.min_uses, [size - 1 for size in further])
         add_tier(store, tier)
         if self.policy == "write_through" and small:
             num_pages, num_device_pages = nums[small[0]]

@@ -440,8 +440,6 @@ def test_a_tier_is_for_one_pool() -> None:
         make_manager(FULL, page_pool=manager.page_pool, host_tier=HostTier(9))
     with pytest.raises(ArgumentError, match="without prefix caching"):
         make_manager(FULL, enable_caching=False, host_tier=HostTier(9))
-    with pytest.raises(ArgumentError, match="eviction"):
-        make_manager(FULL, host_tier=HostTier(9, eviction="fifo"))
 
 
 def test_transfers_end_once() -> None:

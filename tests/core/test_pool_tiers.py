@@ -21,7 +21,7 @@ from pagepool import (
     RunningBatch,
     Transfers,
 )
-from pagepool._core import PageStore, PageTier, add_tier, copy_records
+from pagepool._core import PageStore, PageTier, add_tier
 from pagepool.errors import ArgumentError, IntegrityError
 
 FULL, STATE = CacheGroupSpec(hybrids.FULL), CacheGroupSpec(hybrids.STATE, pool="states")
@@ -205,15 +205,6 @@ def test_a_pool_that_is_small_in_the_tier_is_named(caplog: pytest.LogCaptureFixt
 def test_sizes_that_are_not_those_of_the_pools(host: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{message}$"):
         Hybrid({"kv": 16, "states": 6}, host)
-
-
-def test_the_policy_of_a_tier_serves_its_first_pool() -> None:
-    hybrid = filled({"kv": 16, "states": 6}, {"states": 5, "kv": 40}, eviction="adaptive")
-    records = copy_records(hybrid.manager._store, "marks", of_tier=True)
-    assert (len(records["marks"]), records["marks"].astype(bool).sum()) == (40, 5)
-    assert hybrid.admit(0, TOKENS) == 16
-    hybrid.complete()
-    hybrid.manager.check()
 
 
 def test_one_pool_may_be_named() -> None:

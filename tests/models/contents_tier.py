@@ -27,12 +27,12 @@ FAILING_SHARES = 0.1, 0.1, 0.5
 
 def draw_tier(rng: Random, num_pages: NumPages) -> HostTier:
     """Return a tier of any size and policy for one pool, or for several."""
-    policy, eviction = rng.choice(("write_back", "write_through")), rng.choice(("lru", "adaptive"))
+    policy = rng.choice(("write_back", "write_through"))
     if isinstance(num_pages, Mapping):
         sizes = {name: rng.choice((3, size, 4 * size)) for name, size in reversed(num_pages.items())}
-        return HostTier(sizes, policy=policy, min_uses=rng.choice((1, 1, 2)), eviction=eviction)
+        return HostTier(sizes, policy=policy, min_uses=rng.choice((1, 1, 2)))
     size = rng.choice((3, num_pages, 4 * num_pages))
-    return HostTier(size, policy=policy, min_uses=rng.choice((1, 1, 2)), eviction=eviction)
+    return HostTier(size, policy=policy, min_uses=rng.choice((1, 1, 2)))
 
 
 class Move(NamedTuple):

@@ -18,7 +18,7 @@ from oracle_tenants import Holder
 from pool_ranges import Pools, Shard
 
 if TYPE_CHECKING:
-    from eviction_oracle import Adaptive
+    pass
 
 Entry = tuple[int, int]  # content and group
 Move = tuple[int, int, int]  # source, destination, group
@@ -61,14 +61,13 @@ class OracleTier:
         device: OraclePool,
         device_pools: Pools,
         pools: Pools,
-        policy: Adaptive | None,
         writes_through: bool = False,
         min_uses: int = 1,
     ) -> None:
         self.device = device
         self.device_pools = device_pools
         self.pools = pools
-        self.pool = OraclePool(pools.num_records, True, policy, pools.ranges)
+        self.pool = OraclePool(pools.num_records, True, None, pools.ranges)
         self.pool.has_blank_first = device.has_blank_first
         self.writes_through = writes_through
         self.min_uses = min_uses

@@ -112,9 +112,9 @@ def make_managers(
     options: dict[str, Any] = {"hash_seed": seed} | hashings[seed // len(POLICIES) % len(hashings)]
     if features.tier:
         rng = Random(f"{setting.name} {seed}")
-        tier_sizes, tier_eviction = draw_tier_sizes(rng, num_pages), rng.choice(POLICIES)
+        tier_sizes = draw_tier_sizes(rng, num_pages)
         tier_policy, min_uses = rng.choice(("write_back", "write_through")), rng.choice((1, 1, 1, 1, 1, 1, 1, 2, 3))
-        options["host_tier"] = pagepool.HostTier(tier_sizes, policy=tier_policy, min_uses=min_uses, eviction=tier_eviction)
+        options["host_tier"] = pagepool.HostTier(tier_sizes, policy=tier_policy, min_uses=min_uses)
     groups, policy = setting.cache_groups(pagepool), make_policy(eviction, setting.pools(num_pages).ranges[0].stop)
     common = {"restores_states": seed % 3 == 0, "caches": caches}
     oracle = setting.manager(OracleManager, groups, num_pages, share, policy=policy, **common)
@@ -125,12 +125,9 @@ def make_managers(
         share_hashes(oracle, manager)
     if features.tier:
         tier_pools = setting.pools(tier_sizes)
-        twin = make_policy(tier_eviction, tier_pools.ranges[0].stop)
-        if twin is not None:
-            twin.key_of = oracle.keys.digests.__getitem__
         ranges = zip(tier_pools.ranges, oracle.pools.ranges, strict=True)
         writes_through = tier_policy == "write_through" and all(len(pages) >= 2 * len(device) for pages, device in ranges)
-        OracleTier(oracle.page_pool, oracle.pools, tier_pools, twin, writes_through, min_uses)
+        OracleTier(oracle.page_pool, oracle.pools, tier_pools, writes_through, min_uses)
     return oracle, manager
 
 

@@ -104,15 +104,15 @@ cdef void record_cached(Pool *pool, int32_t page_id) noexcept nogil:
 @cython.final
 @cython.auto_pickle(False)
 cdef class PageTier:
-    """A tier of `num_pages` pages, including a null page, behind `store`. `eviction` is the name of its policy. The tier has
-    the banks of the store: `num_pages` is the size of the first, `further_banks` has those of the others, without null pages.
+    """A tier of `num_pages` pages, including a null page, behind `store`. It evicts by LRU. The tier has the banks of the
+    store: `num_pages` is the size of the first, `further_banks` has those of the others, without null pages.
 
     Pages evicted from the store are saved, if they were used `min_uses` times. If the tier `writes_through`, such pages are
     saved as soon as they are computed, and not again at eviction. O(num_pages of both) to make.
     """
 
     def __cinit__(
-        self, PageStore store not None, num_pages, eviction="lru", bint writes_through=False, min_uses=1, further_banks=()
+        self, PageStore store not None, num_pages, bint writes_through=False, min_uses=1, further_banks=()
     ):
         cdef Tier *tier = &self.tier
         cdef Py_ssize_t n = store.pool.num_pages
@@ -124,7 +124,7 @@ cdef class PageTier:
         self.num_device_pages = store.pool.num_pages
         if 1 + len(sizes) != store.pool.num_banks:
             raise ArgumentError(f"further_banks: got {len(sizes)}, allowed: {store.pool.num_banks - 1}")
-        self.pages = PageStore(num_pages, True, True, eviction, sizes, store.bank_names)
+        self.pages = PageStore(num_pages, True, True, "lru", sizes, store.bank_names)
         if store.has_blank_first:
             self.pages.put_blank_first()
         if store.pool.uppers != NULL:
