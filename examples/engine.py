@@ -24,6 +24,7 @@ from pagepool import (
     HostTier,
     MambaSpec,
     MultiGroupPageTable,
+    StateWrites,
     StepInputs,
     StepResult,
 )
@@ -170,7 +171,7 @@ class Engine:
         self.table.warmup()
         self.runner.warmup(max_num_copies=min(self.num_rows - 1, self.manager.num_pages))
         for padded_size in self.padded_sizes:
-            packed = pack(self.inputs, 0, padded_size, self.num_rows, [], self.scheduler.batch.take_writes())
+            packed = pack(self.inputs, 0, padded_size, self.num_rows, [], self.scheduler.batch.take_moves().writes)
             self.runner.run(self.table.commit(self.num_rows), *packed)
         self.runner.wait()  # the first step is as fast as others
 
@@ -209,7 +210,8 @@ class Engine:
         if len(self.in_flight) <= self.scheduler.max_steps_ahead and requests:
             return []
         streamed = self.end_step()
-        self.move_pages()
+        if self.scheduler.has_forked:  # the next step is planned with the copies made
+            self.move_pages()
         if self.is_idle and self.store is not None:
             self.save_pages()
         return streamed
@@ -224,13 +226,12 @@ class Engine:
         for request in requests:
             request.num_in_flight += 1
         try:
-            self.move_pages()
-            page_tables, writes = self.table.commit(self.num_rows), batch.take_writes()
+            writes = self.move_pages()
+            page_tables = self.table.commit(self.num_rows)
             packed = pack(inputs, num_tokens, padded_size, self.num_rows, requests, writes)
             if not self.in_flight:
                 self.busy_since = perf_counter()
             self.in_flight.append((step, chunks, self.runner.run(page_tables, *packed)))
-            self.manager.end_step()
         except BaseException:
             self.take_back([*self.in_flight, (step, chunks, None)])
             raise
@@ -275,22 +276,22 @@ class Engine:
         self.in_flight.clear()
         self.runner.wait()  # a step that was started reads its inputs, which the next step overwrites
 
-    def move_pages(self) -> None:
+    def move_pages(self) -> StateWrites:
         """Start the transfers to and from the host, and copy the pages that checkpoints, hits and forks need, before the model
-        reads or writes them.
+        reads or writes them. Return the states that the planned step writes.
         """
-        transfers = self.scheduler.batch.take_transfers()
-        self.runner.transfer_pages(transfers)
-        copies = self.scheduler.batch.take_copies()
-        self.runner.copy_pages(copies)
-        self.num_copied_pages += len(copies)
-        self.has_loads |= len(transfers.load_src) > 0
+        moves = self.scheduler.batch.take_moves()
+        self.scheduler.has_forked = False
+        self.runner.move_pages(moves)
+        self.num_copied_pages += len(moves.copies)
+        self.has_loads |= len(moves.loads) > 0
+        return moves.writes
 
     def end_transfers(self, must_wait: bool) -> None:
         """Report finished transfers to the manager. Requests whose pages failed to load go back."""
         self.has_loads &= not must_wait
         for number, saves, loads, _ in self.runner.end_transfers(must_wait):
-            failed = self.manager.fail_transfers(number, saves=saves, loads=loads)
+            failed = self.manager.fail(number, saves=saves, loads=loads)
             if len(failed):
                 self.scheduler.rewind(failed)
 
@@ -298,8 +299,7 @@ class Engine:
         """Let the pages of the last steps reach the host, then the store, which gets a page only once the steps planned behind
         its own have begun. While steps follow, these do it.
         """
-        self.manager.end_step()
-        for _ in range(2 + self.scheduler.max_steps_ahead):
+        for _ in range(3 + self.scheduler.max_steps_ahead):
             self.move_pages()
             self.end_transfers(must_wait=True)
 

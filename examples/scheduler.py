@@ -44,6 +44,7 @@ class Scheduler:
         self.free_rows = deque(range(max_num_reqs))
         self.store = store
         self.is_fetching = False  # whether the last step was planned without a request whose pages are on their way
+        self.has_forked = False  # whether rows were forked since moves were taken
         self.num_preemptions = 0
 
     def add(self, request: Request) -> None:
@@ -175,6 +176,7 @@ class Scheduler:
         try:
             if rows:
                 self.batch.fork(request.row, rows)
+                self.has_forked = True
         except OutOfPagesError:
             self.free_rows.extend(rows)
             rows = []

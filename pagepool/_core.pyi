@@ -526,8 +526,8 @@ class RequestPages:
         due after `num_computed_tokens` tokens; cache the pages that `num_tokens_to_cache` tokens fill.
 
         Errors, where nothing has changed: PageHashError for a hit whose content is another one by now, and for a page that was
-        cached under another hash; ArgumentError for hits of a request that holds pages; CopiesDueError while copies or
-        transfers of its pages are due; DoubleFreeError if another caller gave back a page that is due. O(pages).
+        cached under another hash; ArgumentError for hits of a request that holds pages; MovesDueError while moves
+        of its pages are due; DoubleFreeError if another caller gave back a page that is due. O(pages).
         """
     def enter(self, chain: HashChain, num_tokens: int, num_computed_tokens: int, context: int = 0) -> None:
         """Cache the pages that `num_tokens` tokens fill; those with tokens from `num_computed_tokens` on once more if they lost
@@ -545,10 +545,8 @@ class RequestPages:
 
         PageHashError, and nothing changed, if a page was cached under another hash. O(pages given back and cached).
         """
-    def require_copies_taken(self, may_be_read: bool = False) -> None:
-        """Raise CopiesDueError while copies or transfers of the pages are due. Copies from the pages do not count if they
-        `may_be_read`.
-        """
+    def require_moves_taken(self, may_be_read: bool = False) -> None:
+        """Raise MovesDueError while moves of the pages are due. Copies from the pages do not count if they `may_be_read`."""
     def give_back(
         self,
         num_computed_tokens: int | None = None,
@@ -570,23 +568,6 @@ class RequestPages:
         """Count the leading pages of a group with at least `num_holders` references, not counting those of leases, copies and
         loads. 0 without caching, and for groups other than full attention. O(pages of the answer).
         """
-
-@final
-class PageCopies:
-    """Pages to copy before the next step: page ``src[i]`` to page ``dst[i]``, in the arrays of cache group ``group[i]``.
-
-    The three are read-only int32 arrays of one length, which ``len()`` returns. Read all sources before writing any
-    destination; destinations are distinct, so one gather and one scatter suffice.
-    """
-
-    src: Final[npt.NDArray[np.int32]]
-    dst: Final[npt.NDArray[np.int32]]
-    group: Final[npt.NDArray[np.int32]]
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __len__(self) -> int: ...
-
-def take_copies(store: PageStore) -> PageCopies:
-    """Hand the due copies over to the caller, who does them. O(copies); nothing is allocated without any."""
 
 @final
 class Lease:
@@ -675,24 +656,58 @@ def add_tier(store: PageStore, tier: PageTier) -> None:
     """Put a new tier behind its store, which takes ownership and must have none yet."""
 
 @final
-class Transfers:
-    """Pages to transfer before the next step, under a `number`, which is 0 without any.
+class PageCopies:
+    """Pages to copy, in order: page ``src[i]`` to page ``dst[i]``, in the arrays of cache group ``group[i]``.
 
-    Save pages ``save_src[i]`` of the device to pages ``save_dst[i]`` of the tier, in the arrays of group ``save_group[i]``;
-    load pages ``load_src[i]`` of the tier into pages ``load_dst[i]`` of the device, group ``load_group[i]``. All are read-only
-    int32 arrays. With several pools all ids are those of the group's pool, on the device and in the tier. Read all saves before
-    writing any load; destinations are distinct. ``len()`` counts both.
+    The three are read-only int32 arrays of one length, which ``len()`` returns. With several pools all ids are those of the
+    group's pool. Destinations are distinct.
+    """
+
+    src: Final[npt.NDArray[np.int32]]
+    dst: Final[npt.NDArray[np.int32]]
+    group: Final[npt.NDArray[np.int32]]
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __len__(self) -> int: ...
+
+@final
+class StateWrites:
+    """States that the next step writes: that of row ``rows[i]`` behind its first ``num_tokens[i]`` tokens, to page
+    ``page_ids[i]`` in the arrays of cache group ``group[i]``.
+
+    The four are read-only int32 arrays of one length, which ``len()`` returns.
+    """
+
+    rows: Final[npt.NDArray[np.int32]]
+    num_tokens: Final[npt.NDArray[np.int32]]
+    page_ids: Final[npt.NDArray[np.int32]]
+    group: Final[npt.NDArray[np.int32]]
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __len__(self) -> int: ...
+
+@final
+class Moves:
+    """What to move before the next step, and by it. ``len()`` counts all moves.
+
+    The device first reads the pages of all ``saves``, from pages of the device to pages of the tier; then it writes those of
+    all ``loads``, from the tier to the device; then it makes the ``copies`` within the device, reading all sources before it
+    writes any destination, so one gather and one scatter suffice. These are `PageCopies`. The step itself makes the ``writes``,
+    which are `StateWrites`. Answer ``number`` by `CacheManager.complete` or `fail` once the bytes of loads and saves have
+    arrived; 0: there are none, and nothing to answer.
     """
 
     number: Final[int]
-    save_src: Final[npt.NDArray[np.int32]]
-    save_dst: Final[npt.NDArray[np.int32]]
-    save_group: Final[npt.NDArray[np.int32]]
-    load_src: Final[npt.NDArray[np.int32]]
-    load_dst: Final[npt.NDArray[np.int32]]
-    load_group: Final[npt.NDArray[np.int32]]
+    copies: Final[PageCopies]
+    loads: Final[PageCopies]
+    saves: Final[PageCopies]
+    writes: Final[StateWrites]
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __len__(self) -> int: ...
+
+def take_moves(store: PageStore) -> Moves:
+    """Hand the due copies, loads and saves over to the caller, who makes them. O(moves); nothing is allocated without any."""
+
+def list_in_flight(store: PageStore) -> list[Moves]:
+    """Return the `Moves` with loads and saves in flight, in the order they were taken. O(loads and saves x lists)."""
 
 def link_storage(store: PageStore, writes_through: bool = False, min_uses: int = 1) -> None:
     """Put storage behind the tier of a store. A page that the tier evicts is due there if it was used `min_uses` times, where
@@ -711,7 +726,7 @@ def take_unstored(
     due before are done. Page 0 stands for a key whose content was found to be wrong. The last two are the number of the present
     step, and how often everything was dropped since the storage was linked.
 
-    A step begins with each call of `take_transfers`. A page is settled `num_steps` steps after it reached the tier: until then
+    A step begins with each call of `take_moves`, except those for forks and refused calls. A page is settled `num_steps` steps after it reached the tier: until then
     its own step may turn out to have failed. Unsettled pages that are still in the tier are not due yet. O(pages).
     """
 
@@ -745,15 +760,6 @@ def list_absent(
     O(pages x groups x log keys).
     """
 
-def take_transfers(store: PageStore) -> Transfers:
-    """Hand the due transfers over to the caller, who does them. O(transfers); nothing is allocated without any."""
-
-def end_step(store: PageStore) -> None:
-    """Count the pages cached so far as computed: a tier that writes through saves them next. O(1)."""
-
-def list_in_flight(store: PageStore) -> list[Transfers]:
-    """Return the `Transfers` in flight in the order they were taken. O(transfers x lists)."""
-
 @final
 class FailedLoads:
     """Pages with wrong contents after failed loads of list `number`. ``len()`` counts them. `groups` has the cache group of
@@ -771,7 +777,7 @@ class FailedLoads:
 def end_transfers(
     store: PageStore, number: int, failed_saves: Sequence[int] = (), failed_loads: Sequence[int] = ()
 ) -> FailedLoads:
-    """End the transfers taken under a number. Failed ones are named by their indices among the saves or loads.
+    """End the loads and saves taken under a number. Failed ones are named by their indices among the saves or loads.
     O(transfers in flight + num_pages).
     """
 
@@ -1212,10 +1218,10 @@ class RunningRows:
         """Exchange two rows, free or not. O(tokens and pages of both)."""
     def fork(self, row: int, targets: _Ids) -> None:
         """Fork an admitted row into free rows, for parallel samples and beams, after the step that computed its tokens. Targets
-        share the full pages, and get copies of the open page of each group, and of states: see `take_copies`.
+        share the full pages, and get copies of the open page of each group, and of states: see `take_moves`.
 
         Targets get the row's tokens and its ``num_cached_tokens``. ArgumentError for a row that is not admitted, for admitted
-        or repeated targets, and for no targets; RowIndexError outside the table, CopiesDueError while copies into the
+        or repeated targets, and for no targets; RowIndexError outside the table, MovesDueError while moves into the
         row's pages are due, StateAheadError while steps in flight compute tokens behind the known ones, OutOfPagesError if too
         few pages are free. Nothing has changed then. O(pages and tokens of a row) for each target, native.
 
@@ -1226,7 +1232,7 @@ class RunningRows:
         >>> batch = RunningBatch(manager, table)
         >>> _ = batch.admit(0, [1, 2, 3, 4, 5, 6])
         >>> batch.fork(0, [1, 2])
-        >>> table.page_table_cpu[:, :2].tolist(), batch.take_copies()
+        >>> table.page_table_cpu[:, :2].tolist(), batch.take_moves().copies
         ([[1, 2], [1, 3], [1, 4]], PageCopies(src=[2, 2], dst=[3, 4], group=[0, 0]))
         >>> batch.release([0, 1, 2])
         """
@@ -1236,11 +1242,11 @@ class RunningRows:
 
         Until then the row's new pages are not cached, and `grow`, `step`, `trim` and `fork` raise ArgumentError for it;
         `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists, once
-        the due copies and transfers are done. It may leave out pages that lie behind the window of all later tokens: those are
+        the due moves are made. It may leave out pages that lie behind the window of all later tokens: those are
         given back. With a state all tokens have to arrive.
 
         ArgumentError for a row that is not pending, for more tokens than it waits for, and with a state for fewer;
-        CopiesDueError while copies or transfers of its pages are due. Nothing has changed then. O(pages cached).
+        MovesDueError while moves of its pages are due. Nothing has changed then. O(pages cached).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -1262,7 +1268,7 @@ class RunningRows:
         as in `commit_external`. O(pages given back and cached).
         """
     def rewind(self, failed: FailedLoads) -> tuple[list[int], list[int]]:
-        """Rewind the rows whose pages failed to load (see `CacheManager.fail_transfers`) to the first such page:
+        """Rewind the rows whose pages failed to load (see `CacheManager.fail`) to the first such page:
         ``num_computed_tokens`` is cut, and `grow` computes the tokens again. Call it before the rows grow.
 
         Return the rewound rows, and the rows that cannot go back: they need pages again that a window gave back, have copies
@@ -1274,31 +1280,10 @@ class RunningRows:
         """Return the number of tokens at which a chunk of each row must end to leave its next checkpoint; without one the most
         tokens of a row: int32 ``[len(rows)]``. RowIndexError outside the table. O(rows).
         """
-    def take_writes(self) -> StateWrites:
-        """Take the list of states that the planned step writes to pages of their own, as checkpoints: see `MambaSpec`.
-
-        Call it once a step, after the calls that plan the step. Before it, `grow`, `step`, `trim`, `fork` and
-        `commit_external` raise CopiesDueError for rows in the list. A page can be hit once its row grows by further tokens, or
-        is released. For a pending row only the state at the end of its awaited tokens is listed, if a request can resume there;
-        the transfer writes it. O(writes); nothing is allocated without any.
-        """
+    def take_moves(self) -> Moves:
+        """Take the moves that are due, with the writes of the batch's states."""
     def get_page_ids(self, row: int) -> tuple[list[int], ...]:
         """Return the ids of a row's pages, a list for each group, with the null page, 0, for skipped pages. O(pages)."""
-
-@final
-class StateWrites:
-    """States that the next step writes: that of row ``rows[i]`` behind its first ``num_tokens[i]`` tokens, to page
-    ``page_ids[i]`` in the arrays of cache group ``group[i]``.
-
-    The four are read-only int32 arrays of one length, which ``len()`` returns.
-    """
-
-    rows: Final[npt.NDArray[np.int32]]
-    num_tokens: Final[npt.NDArray[np.int32]]
-    page_ids: Final[npt.NDArray[np.int32]]
-    group: Final[npt.NDArray[np.int32]]
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __len__(self) -> int: ...
 
 @final
 class RowRequest:

@@ -3,7 +3,7 @@
 Native methods of `RunningBatch`, and the native work of others:
 
 - ``core/rows/running.pyx``: `new_step`, `grow`, `step`, `step_ahead`, `resolve`, `undo`, `append`, `trim`, `release`, `fork`,
-  `move_row`, `swap_row`, `commit_external`, `fail_external`, `rewind`, `find_next_checkpoint`, `take_writes`, `get_page_ids`
+  `move_row`, `swap_row`, `commit_external`, `fail_external`, `rewind`, `find_next_checkpoint`, `take_moves`, `get_page_ids`
 - ``core/rows/inputs.pyx``: `inputs`
 - ``core/rows/row_request.pyx``: `admit`, `probe`
 - ``core/rows/spans.pyx``: `expect`, `lease`
@@ -22,13 +22,13 @@ from pagepool._core import (
     FailedLoads,
     InputArrays,
     Lease,
+    Moves,
     PageCopies,
     RowRequest,
     RunningRows,
     StateWrites,
     StepResult,
     TokenSpan,
-    Transfers,
     check_holders,
 )
 from pagepool.arguments import MAX_SIZE, require_choice, require_flag, require_int
@@ -40,7 +40,7 @@ from pagepool.pools import require_states
 from pagepool.request import LoraId, Salt, TokenIds
 from pagepool.specs import find_shard
 
-__all__ = ["FailedLoads", "PageCopies", "RunningBatch", "StateWrites", "StepResult", "Transfers"]
+__all__ = ["FailedLoads", "Moves", "PageCopies", "RunningBatch", "StateWrites", "StepResult"]
 
 BINDING = Lock()
 """Held while a batch takes its tables."""
@@ -383,18 +383,21 @@ class RunningBatch(RunningRows):
             raise ArgumentError("out: got inputs of other rows, allowed: those made with this batch")
         return out.fill(step, rows, starts, stops, num_tokens, num_reqs, draft_token_ids)
 
-    def take_copies(self) -> PageCopies:
-        """Call `CacheManager.take_copies`: manager and batches share one list. Until copies are taken, `step`, `grow`, `trim`
-        and `undo` raise CopiesDueError for rows whose pages they read or write. Releasing a row drops the copies into its
-        pages.
-        """
-        return self._manager.take_copies()
+    def take_moves(self) -> Moves:
+        """Return the moves that are due before the next step, as `CacheManager.take_moves` does, with the writes of this
+        batch's states: manager and batches share one list of all others. Call it once a step, after the calls that plan the
+        step, when the step before has been given to the device.
 
-    def take_transfers(self) -> Transfers:
-        """Call `CacheManager.take_transfers`: manager and batches share one list. Until transfers are taken, calls raise
-        CopiesDueError for rows with pages in them, as for copies.
+        Until then `step`, `grow`, `trim`, `undo`, `fork` and `commit_external` raise MovesDueError for rows with pages in the
+        list. Releasing a row drops the copies into its pages. Moves may also be taken, and made, after `fork`, and to repeat a
+        call that was refused: these calls begin no step. A page to which a state is written can be hit once its row grows by
+        further tokens, or is released. For a pending row only the state at the end of its awaited tokens is listed, if a
+        request can resume there: whoever fills the row's pages writes it. O(moves), and O(1) without any; then nothing is
+        allocated.
         """
-        return self._manager.take_transfers()
+        moves = super().take_moves()
+        self._manager._poll_storage()
+        return moves
 
     def expect(self, row: int, start: int = 0, stop: int | None = None, *, seconds: float | None) -> int:
         """Expect the cached pages of tokens ``[start, stop)`` of an admitted row to be used again in `seconds`: see

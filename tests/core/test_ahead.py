@@ -167,7 +167,7 @@ def test_lookahead_at_admission_ends_at_checkpoints() -> None:
     assert manager.allocate_slots(first, 8) is not None
     first.num_computed_tokens = 8
     assert manager.allocate_slots(first, 9) is not None
-    manager.take_copies()
+    manager.take_moves()
     manager.free(first)
     request = EngineRequest("a", TOKENS[:15])
     for num_ahead in (9, 1000):
@@ -197,7 +197,7 @@ def test_lookahead_after_a_set_back_ends_at_checkpoints_that_were_made_before() 
     request = EngineRequest("a", TOKENS[:30])
     for num_tokens in (8, 8, 4):
         assert manager.allocate_slots(request, num_tokens) is not None
-        manager.take_copies()
+        manager.take_moves()
         request.num_computed_tokens += num_tokens
     request.num_computed_tokens = 5  # the engine has restored the state of 5 tokens
     with refused(lambda: manager_state(manager), StateAheadError, "after 8,"):
@@ -212,7 +212,7 @@ def test_a_request_that_counts_tokens_of_steps_in_flight_may_go_on() -> None:
     for num_computed in range(7, 24):
         request.num_computed_tokens = num_computed
         assert manager.allocate_slots(request, 1) is not None
-        manager.take_copies()
+        manager.take_moves()
         request.append_output_token_ids(TOKENS[num_computed])
     manager.free(request)
 
@@ -239,7 +239,7 @@ def ways_behind(batch: RunningBatch) -> dict[str, Callable[[], Any]]:
     return {
         "cut": lambda: batch.trim([0], 7),
         "moved": lambda: (batch.move_row(0, 2), batch.move_row(2, 0)),
-        "forked": lambda: (batch.fork(0, [1]), batch.take_copies(), batch.release([0]), batch.move_row(1, 0)),
+        "forked": lambda: (batch.fork(0, [1]), batch.take_moves().copies, batch.release([0]), batch.move_row(1, 0)),
         "undone": lambda: (batch.append([0], [TOKENS[7]]), batch.undo(batch.grow([0], 1, 0)), batch.trim([0], 7)),
     }
 

@@ -178,7 +178,7 @@ def test_drafts_of_a_step_planned_ahead_are_planned(writes: str) -> None:
     for num_ahead in (0, 1, 5, 40):
         batch = make_written_batch(max_steps_ahead=1, writes=writes)
         batch.admit(0, tokens, resume_at=[], num_lookahead_tokens=num_ahead)
-        batch.take_writes()
+        batch.take_moves()
         if num_ahead:
             with pytest.raises(StateAheadError, match=f"up to {min(64, 7 + num_ahead)}, "):
                 batch.fork(0, [1])
@@ -191,7 +191,7 @@ def test_drafts_of_awaited_tokens_are_not_planned() -> None:
     batch = make_written_batch(max_steps_ahead=1)
     batch.admit(0, PROMPT[:20], num_external_tokens=19, num_lookahead_tokens=9)
     assert [len(ids) for ids in batch.get_page_ids(0)] == [7, 1]
-    batch.take_writes()
+    batch.take_moves()
     batch.commit_external(0, 19)
     batch.fork(0, [1])
     take(batch)
@@ -324,9 +324,9 @@ def test_drafts_of_a_reserved_prompt_follow_its_last_chunk() -> None:
     ahead = make_written_batch(max_steps_ahead=1)
     assert ahead.admit(0, PROMPT[:22], num_tokens=6, **options) == 0
     ahead.fork(0, [1])  # no planned step computes drafts
-    ahead.take_copies()
+    ahead.take_moves()
     ahead.grow([0], 16, 3)
-    ahead.take_writes()
+    ahead.take_moves()
     with pytest.raises(StateAheadError):
         ahead.fork(0, [2])
 
@@ -392,7 +392,7 @@ def test_a_probe_tells_what_admission_hits(specs: Sequence[Any], options: dict[s
     batch = make_batch(make_manager(*specs, num_pages=80), writes="anywhere")
     batch.admit(0, PROMPT[:16], **options)
     take(batch)
-    batch.take_writes()
+    batch.take_moves()
     batch.grow([0], 0, 0)
     batch.release([0])
     before = batch_state(batch)
@@ -407,8 +407,8 @@ def test_a_probe_tells_what_admission_hits(specs: Sequence[Any], options: dict[s
 
 
 def run_transfers(batch: RunningBatch) -> None:
-    if number := batch.take_transfers().number:
-        batch._manager.complete_transfers(number)
+    if number := batch.take_moves().number:
+        batch._manager.complete(number)
 
 
 def run_one_by_one(batch: RunningBatch, *prompts: list[int]) -> None:
@@ -522,7 +522,7 @@ def test_checkpoints_that_are_adopted_need_no_page(specs: Sequence[Any], num_nee
         assert batch.admit(1, list(tokens) if is_new else tokens, num_reserved_pages=num_reserved) is None
         assert batch.refusal == Refusal(num_needed, num_needed, num_reserved, 8, "kv", None, can_wait=True)
     assert batch.admit(1, tokens) == 8
-    assert not batch.take_copies().src.size
+    assert not batch.take_moves().copies.src.size
     batch.release([1])
     pool.free_pages(taken)
 
@@ -601,7 +601,7 @@ def test_a_refused_request_fits_once_that_many_pages_are_free(specs: Sequence[An
         prompts = [[i] * 8 + rng.choices(range(50), k=40) for i in range(4)]
         for _ in range(60):
             run_transfers(batch)
-            batch.take_copies()
+            batch.take_moves()
             row = rng.randrange(NUM_ROWS)
             if batch.is_admitted[row]:
                 batch.release([row])
@@ -620,7 +620,7 @@ def test_a_refused_request_fits_once_that_many_pages_are_free(specs: Sequence[An
                     pool.free_pages([held.pop()])
                     assert batch.admit(row, tokens, **options) is not None, (seed, refusal, batch.refusal)
                     counts["fits"] += 1
-                    counts["loads"] += batch.take_transfers().load_src.size > 0
+                    counts["loads"] += batch.take_moves().loads.src.size > 0
             pool.free_pages([held.pop() for _ in range(rng.randint(0, len(held)))])
     assert counts["fits"] > 20
     assert bool(counts["loads"]) == has_tier

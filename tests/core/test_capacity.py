@@ -220,19 +220,17 @@ class Pool:
 
     def end_step(self) -> None:
         """Do what an engine does in a step. Transfers end some steps later."""
-        transfers = self.manager.take_transfers()
-        self.in_flight += [transfers.number] if transfers.number else []
+        number = self.manager.take_moves().number
+        self.in_flight += [number] if number else []
         while len(self.in_flight) > self.num_steps_in_flight:
-            self.manager.complete_transfers(self.in_flight.pop(0))
-        self.manager.end_step()
-        self.manager.take_copies()
+            self.manager.complete(self.in_flight.pop(0))
 
     def end_transfers(self) -> bool:
         """End all transfers, for which a refused request waits. Return whether there were any."""
-        number = self.manager.take_transfers().number
+        number = self.manager.take_moves().number
         numbers = self.in_flight + ([number] if number else [])
         for each in numbers:
-            self.manager.complete_transfers(each)
+            self.manager.complete(each)
         self.in_flight = []
         return bool(numbers)
 
@@ -484,9 +482,9 @@ def test_leases_may_end_and_are_waited_for() -> None:
 
 
 def complete(manager: CacheManager) -> None:
-    number = manager.take_transfers().number
+    number = manager.take_moves().number
     if number:
-        manager.complete_transfers(number)
+        manager.complete(number)
 
 
 def test_loads_that_no_shard_has_room_for_are_not_waited_for() -> None:
@@ -501,7 +499,7 @@ def test_loads_that_no_shard_has_room_for_are_not_waited_for() -> None:
     assert manager.probe(EngineRequest("a", token_ids)).num_hit_tokens == 24
     with pytest.raises(RequestTooLargeError, match="row 0 needs 7 pages at once, its shard has 5"):
         batch.admit(0, token_ids, dp_shard=0)
-    assert manager.take_transfers().number == 0
+    assert manager.take_moves().number == 0
     assert batch.admit(0, token_ids, dp_shard=0, max_num_new_tokens=20) == 0
     request = EngineRequest("b", token_ids)
     hits, num_hits = manager.get_computed_pages(request, data_parallel_size=2, dp_shard_hint=0)

@@ -30,7 +30,7 @@ from refusing import refused
 from settings import NUM_OPERATIONS
 
 from pagepool import EngineRequest, PageHash, PageHashWithGroupId, Retention
-from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError
+from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, MovesDueError
 
 pytestmark = pytest.mark.usefixtures("drafter")
 
@@ -138,7 +138,7 @@ def test_what_fits_an_empty_pool_is_admitted_when_all_others_are_gone(num_pages:
         request = make_request(f"{i}", random.randint(1, longest))
         while request.num_computed_tokens < request.num_tokens:
             assert run(manager, request, random.choice([1, 4, 8, 12])) is not None
-            manager.take_copies()
+            manager.take_moves()
         manager.free(request)
         manager.check()
         assert manager.page_pool.get_num_free_pages() == num_pages - 1
@@ -279,8 +279,8 @@ def test_while_copies_are_due(name: str) -> None:
     due = Due()
     with refused(
         due.state,
-        CopiesDueError,
-        r"^(row [013].*|request): got copies or transfers of its pages that are due, allowed: none; .* before$",
+        MovesDueError,
+        r"^(row [013].*|request): got moves of its pages that are due, allowed: none; .* before$",
     ) as caught:
         WHILE_DUE[name](due)
     assert isinstance(caught.value, RuntimeError)
@@ -319,7 +319,7 @@ def test_copies_taken_by_another_thread() -> None:
         try:
             batch.step([0, 1, 2, 3], [num_steps] * 4)
             num_steps += 1
-        except CopiesDueError:
+        except MovesDueError:
             num_refused += 1
     stop.set()
     taker.join()

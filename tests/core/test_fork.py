@@ -213,8 +213,7 @@ def share_states() -> tuple[Work, Call]:
     def run_row(row: int, rng: Random) -> None:
         with suppress(PageHashError):  # another thread took a page that was hit
             batch.admit(row, [rng.randrange(2)] * rng.choice((3, 150, 1200)))
-        batch.take_copies()
-        batch.take_writes()
+        batch.take_moves()
         if batch.is_admitted[row]:
             batch.step([row], [7])
             batch.release([row])
@@ -452,8 +451,7 @@ class All:
                 lambda: manager.cache_pages(held, 9),
                 lambda: manager.get_page_ids("held"),
                 manager.stats,
-                manager.take_transfers,
-                manager.take_copies,
+                manager.take_moves,
                 lambda: manager.probe(new),
             ],
             "PagePool": [

@@ -26,8 +26,8 @@ from refusing import refused
 
 from pagepool.errors import (
     ArgumentError,
-    CopiesDueError,
     IntegrityError,
+    MovesDueError,
     OutOfPagesError,
     PageIdError,
 )
@@ -87,8 +87,8 @@ def test_a_request_that_forks_must_not_be_written() -> None:
     manager.fork(request, like(request, "third"))
     for held in (request, second):
         with pytest.raises(
-            CopiesDueError,
-            match=r"^request: got copies or transfers of its pages that are due, allowed: none; call take_copies",
+            MovesDueError,
+            match=r"^request: got moves of its pages that are due, allowed: none; call take_moves",
         ):
             manager.allocate_slots(held, 4)
     manager.free(second)

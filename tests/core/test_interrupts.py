@@ -256,8 +256,7 @@ class StateRows(Rows):
         return self.batch.admit(2, [*range(140), 99, 98, 97])
 
     def take_lists(self) -> None:
-        self.batch.take_copies()
-        self.batch.take_writes()
+        self.batch.take_moves()
 
 
 BATCH_CALLS: dict[str, Callable[[Rows], object]] = {

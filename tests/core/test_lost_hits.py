@@ -38,7 +38,7 @@ def run(manager: CacheManager, tokens: list[int], name: str = "a", on_call: Any 
     for end in ends:
         found = () if request.num_computed_tokens else (num_hits, hits)
         assert manager.allocate_slots(request, end - max(request.num_computed_tokens, num_hits), *found) is not None
-        manager.take_copies()
+        manager.take_moves()
         request.num_computed_tokens = end
         if on_call is not None:
             on_call()
@@ -51,10 +51,10 @@ def run_row(manager: CacheManager, batch: RunningBatch, tokens: list[int]) -> in
     """Run a request as a row, and return the tokens that it hit."""
     num_hits = batch.admit(0, tokens, max_num_new_tokens=INTERVAL)
     assert num_hits is not None
-    batch.take_copies()
+    batch.take_moves()
     while (num_left := len(tokens) - int(batch.num_computed_tokens[0])) > 0:
         assert batch.grow([0], min(INTERVAL, num_left)).num_grown == 1
-        batch.take_copies()
+        batch.take_moves()
     batch.release([0])
     return num_hits
 
@@ -179,7 +179,7 @@ def test_a_checkpoint_that_is_cached_already_was_not_passed() -> None:
         assert manager.allocate_slots(request, 16) is not None
         request.num_computed_tokens = 16
         assert manager.allocate_slots(request, 1) is not None
-        manager.take_copies()
+        manager.take_moves()
     assert manager.stats().pools["states"].num_passed_checkpoints == 0
 
 

@@ -54,7 +54,7 @@ def test_ids_count_from_0_in_each_pool() -> None:
     assert manager.allocate_slots(request, 8).get_page_ids() == ([1, 2], [1])
     request.num_computed_tokens = 8
     assert manager.allocate_slots(request, 12).get_page_ids() == ([3, 4, 5], [2])
-    copies = manager.take_copies()
+    copies = manager.take_moves().copies
     assert (copies.src.tolist(), copies.dst.tolist(), copies.group.tolist()) == ([1], [2], [1])
     request.num_computed_tokens = 20
     manager.free(request)
@@ -64,7 +64,7 @@ def test_ids_count_from_0_in_each_pool() -> None:
     assert (hits.get_page_ids(), num_hit_tokens) == (([1, 2], [1]), 8)
     assert [page.page_id for page in hits.pages[1]] == [1]
     manager.allocate_slots(second, 12, num_hit_tokens, hits)
-    assert manager.take_copies().src.tolist() == [1]
+    assert manager.take_moves().copies.src.tolist() == [1]
     manager.check()
 
 
@@ -154,7 +154,7 @@ def test_running_rows_never_wait_for_states() -> None:
         assert batch.admit(row, list(range(100 * row, 100 * row + 8))) == 0
         batch.append([row], [1])
         batch.grow([row], 1)
-        batch.take_copies()
+        batch.take_moves()
     assert manager.stats().pools["states"].num_held_pages == 4
     batch.check()
 
@@ -217,7 +217,7 @@ def test_pools_are_reset_and_evicted_by_name() -> None:
         request.num_computed_tokens = num_computed
         manager.allocate_slots(request, num_tokens)
     request.num_computed_tokens = 20
-    manager.take_copies()
+    manager.take_moves()
     manager.free(request)
     assert (manager.stats().pools["kv"].num_cached_pages, manager.stats().pools["states"].num_cached_pages) == (5, 1)
     assert manager.pools["states"].evict_pages([1]) == 1
@@ -318,7 +318,7 @@ def test_a_shard_hits_in_itself_alone() -> None:
     request = EngineRequest("a", TOKENS)
     for request.num_computed_tokens, num_tokens in ((0, 8), (8, 12)):
         assert manager.allocate_slots(request, num_tokens, dp_shard_hint=1, data_parallel_size=2) is not None
-        manager.take_copies()
+        manager.take_moves()
     manager.free(request)
     placed: list[dict[str, int]] = [{}, *({"dp_shard_hint": hint, "data_parallel_size": 2} for hint in (0, 1))]
     assert [manager.get_computed_pages(EngineRequest("b", TOKENS), **place)[1] for place in placed] == [8, 0, 8]
@@ -379,7 +379,7 @@ def test_a_lease_of_a_request_has_pages_of_all_pools() -> None:
     request = EngineRequest("a", TOKENS)
     for request.num_computed_tokens, num_tokens in ((0, 8), (8, 8)):
         manager.allocate_slots(request, num_tokens)
-        manager.take_copies()
+        manager.take_moves()
     manager.free(request)
     lease = manager.lease(request, stop=8, seconds=30)
     assert lease.page_ids_by_pool == {"kv": [1, 2], "windows": [1, 2], "states": [1]}
@@ -422,7 +422,7 @@ def test_leases_may_hold_a_share_of_each_pool() -> None:
     batch.admit(0, TOKENS[:8])
     batch.append([0], [1])
     batch.grow([0], 1)
-    batch.take_copies()
+    batch.take_moves()
     assert manager.max_num_leased_pages == 8 + 1
     lease = batch.lease(0, stop=8, seconds=30)
     assert lease.page_ids_by_pool == {"kv": [1, 2], "states": [1]}
@@ -442,7 +442,7 @@ def compute_states(manager: CacheManager, names: str, times: Sequence[float | No
         request = EngineRequest(name, [ord(name), *range(8)], session_id=name, tenant=tenant)
         for request.num_computed_tokens, num_tokens in ((0, 8), (8, 1)):
             manager.allocate_slots(request, num_tokens)
-            manager.take_copies()
+            manager.take_moves()
         manager.free(request)
         if seconds is not None:
             assert manager.expect(request, seconds=seconds) == 3
@@ -584,7 +584,7 @@ def test_a_checkpoint_stays_while_another_page_has_its_keys_and_values() -> None
         for request in requests:
             request.num_computed_tokens = num_computed
             assert manager.allocate_slots(request, num_tokens) is not None
-        manager.take_copies()
+        manager.take_moves()
     for request in requests:
         manager.free(request)
     assert count_cached(manager) == {"kv": 4, "states": 1}
@@ -610,7 +610,7 @@ def test_a_checkpoint_stays_where_a_tier_has_its_keys_and_values() -> None:
     manager = make_manager({"kv": 11, "states": 8}, eviction="adaptive", host_tier=HostTier({"kv": 20, "states": 8}))
     compute_states(manager, "a")
     held = manager.pools["kv"].get_new_page_ids(10)
-    manager.complete_transfers(manager.take_transfers().number)
+    manager.complete(manager.take_moves().number)
     manager.pools["kv"].free_page_ids(held)
     assert count_cached(manager) == {"kv": 0, "states": 1}
     assert manager.probe(EngineRequest("asked", [ord("a"), *range(8)])).num_hit_tokens == 8
@@ -629,7 +629,7 @@ def run_requests(manager: CacheManager, rng: Random, num_requests: int) -> None:
             if manager.allocate_slots(request, num_tokens, *options) is None:
                 manager.free(request)
                 break
-            manager.take_copies()
+            manager.take_moves()
             start = request.num_computed_tokens = start + num_tokens
             options = ()
         if rng.random() < 0.75:

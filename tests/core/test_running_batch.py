@@ -126,7 +126,7 @@ def test_rows_never_wait_for_states(num_state_groups: int) -> None:
     batch.append([0], [2])
     assert batch.grow([0], 1).num_grown == 1
     assert [batch.admit(row, [row] * 5) for row in range(1, 8)] == [0] * 7  # while the copies are due
-    assert len(batch.take_copies()) == num_state_groups
+    assert len(batch.take_moves().copies) == num_state_groups
     assert batch._manager.stats().pools["states"].num_cached_pages == num_state_groups
     assert batch._manager.pools["states"].get_num_free_pages() == num_state_groups
     batch.check()

@@ -203,7 +203,7 @@ def test_rows_and_their_forks_are_charged() -> None:
     tenants.manager.set_shares({"x": 0.3, "y": 0.3})
     batch.admit(0, list(range(PAGE_SIZE + 1)), tenant="x")
     batch.fork(0, [1])
-    batch.take_copies()
+    batch.take_moves()
     assert tenants.charged == {"x": 3, "y": 0}
     tenants.manager.set_shares({"y": 0.3})
     batch.append([0] * PAGE_SIZE, [7] * PAGE_SIZE)

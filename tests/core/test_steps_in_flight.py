@@ -21,7 +21,7 @@ from pagepool import CacheGroupSpec, CacheManager, HostTier, MambaSpec, MultiGro
 from pagepool.errors import (
     ArgumentError,
     ArgumentTypeError,
-    CopiesDueError,
+    MovesDueError,
     RequestTooLargeError,
     RowIndexError,
     RowOverflowError,
@@ -437,7 +437,7 @@ def test_drafts_need_restored_states() -> None:
         batch = RunningBatch(manager, tables, max_steps_ahead=1, writes="anywhere", **options)
         step = start(batch, 15, resume_at=[16])
         batch.admit(1, PROMPT[20:33], resume_at=[16], max_num_new_tokens=12, step=step)
-        batch.take_writes()
+        batch.take_moves()
         calls = [
             lambda: batch.step_ahead([0], 1),  # noqa: B023
             lambda: batch.grow([1], 1, 3, step=batch.new_step()),  # noqa: B023
@@ -449,7 +449,7 @@ def test_drafts_need_restored_states() -> None:
                     call()
             else:
                 call()
-                assert len(batch.take_writes()) == 0
+                assert len(batch.take_moves().writes) == 0
         batch.check()
 
 
@@ -457,9 +457,9 @@ def test_copies_come_before_a_step_ahead() -> None:
     batch = make_batch()
     start(batch)
     batch.fork(0, [1])
-    with pytest.raises(CopiesDueError):
+    with pytest.raises(MovesDueError):
         batch.step_ahead([0])
-    batch.take_copies()
+    batch.take_moves()
     batch.step_ahead([0])
 
 

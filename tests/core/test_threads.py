@@ -573,8 +573,7 @@ def test_states_are_written_while_rows_change(num_threads: int, seed: int) -> No
             with suppress(PagePoolError):
                 use_rows(batch, rng)
             if rng.random() < 0.5:
-                batch.take_copies()
-                writes = batch.take_writes()
+                writes = batch.take_moves().writes
                 num_taken[number] += len(writes)
                 assert all(num_tokens % 8 == 0 for num_tokens in writes.num_tokens.tolist())
 

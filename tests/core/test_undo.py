@@ -197,7 +197,7 @@ def lease_open_page(batch: RunningBatch) -> Callable[[], object]:
 def fork_and_keep_copies(batch: RunningBatch) -> Callable[[], object]:
     """Pages stay held by copies that were taken, and by a fork."""
     batch.fork(0, [1])
-    batch.take_copies()
+    batch.take_moves()
     return lambda: batch.release([1])
 
 

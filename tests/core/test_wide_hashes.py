@@ -107,10 +107,10 @@ class Rows:
         return [row for row in range(NUM_ROWS) if row not in self.rows]
 
     def transfer(self) -> None:
-        transfers = self.manager.take_transfers()
+        transfers = self.manager.take_moves()
         if len(transfers):
-            self.manager.complete_transfers(transfers.number)
-        self.manager.take_copies()
+            self.manager.complete(transfers.number)
+        self.manager.take_moves()
 
     def admit(self) -> None:
         if not self.free_rows():

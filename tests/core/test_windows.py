@@ -168,7 +168,7 @@ def test_a_checkpoint_is_a_boundary(nums_new: tuple[int, ...], ends: list[int]) 
     for rows in both(groups, retention=retain(window_slack=64, window_interval=20)):
         rows.batch.admit(0, prompt, max_num_new_tokens=nums_new[0])
         for num_new in nums_new[1:]:
-            rows.batch.take_copies()
+            rows.batch.take_moves()
             rows.batch.grow([0], num_new)
         rows.batch.check()
         rows.batch.release([0])

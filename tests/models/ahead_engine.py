@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from twins import copies_of
+
 from pagepool import (
     CacheGroupSpec,
     CacheManager,
@@ -74,9 +76,8 @@ class Work:
 class Step:
     """A planned step."""
 
-    copies: Any
+    moves: Any
     works: list[Work]
-    transfers: Any = None
 
 
 class AheadEngine:
@@ -148,8 +149,8 @@ class AheadEngine:
                 work.run.num_in_flight -= 1
             self._take_back(results, admitted)
             return
-        step = Step(self.batch.take_copies(), works, self.manager.take_transfers())
-        writes = self.batch.take_writes()
+        moves = self.batch.take_moves()
+        step, writes = Step(moves, works), moves.writes
         by_row = {work.run.row: work for work in works}
         for row, num_tokens, page_id, group in zip(writes.rows, writes.num_tokens, writes.page_ids, writes.group, strict=True):
             assert group == STATE
@@ -158,7 +159,7 @@ class AheadEngine:
             work.writes.append((int(num_tokens), int(page_id)))
         self.queue.append(step)
         self.counts["writes"] += len(writes)
-        self.counts["copies"] += len(step.copies)
+        self.counts["copies"] += len(moves.copies)
 
     def _next_stop(self, run: Run) -> int:
         """Return where a run's next step can end: in a prompt behind a chunk, then a token further, as far as it may plan."""
@@ -210,8 +211,7 @@ class AheadEngine:
 
     def _take_back(self, results: list[Any], admitted: list[Work]) -> None:
         """Take a planned step back, as if its model had failed, and let all rows come back."""
-        self._end_transfers(self.manager.take_transfers())
-        self._copy(self.batch.take_copies())
+        self._make(self.batch.take_moves())
         for work in admitted[::-1]:
             self.batch.release([work.run.row], [work.start])
             self._leave(work.run)
@@ -252,8 +252,7 @@ class AheadEngine:
 
     def _finish(self, step: Step) -> None:
         """Run a launched step on the device, and tell the host what it sampled."""
-        self._end_transfers(step.transfers)
-        self._copy(step.copies)
+        self._make(step.moves)
         for work in step.works:
             self._check_state(work)
         for work in step.works:  # a model writes the keys of a layer before it reads any
@@ -270,16 +269,18 @@ class AheadEngine:
                 if work.run.stay == work.stay:
                     self._tell(work.run)
 
-    def _end_transfers(self, transfers: Any) -> None:
-        """Make transfers, and tell the manager that they are done."""
-        if not transfers.number:
-            return
-        for src, dst, group in zip(transfers.save_src, transfers.save_dst, transfers.save_group, strict=True):
-            self.host[int(group), int(dst)] = self._page(int(group), int(src))
-        for src, dst, group in zip(transfers.load_src, transfers.load_dst, transfers.load_group, strict=True):
-            self._put(int(group), int(dst), self.host[int(group), int(src)])
-        self.manager.complete_transfers(transfers.number)
-        self.counts["transfers"] += len(transfers)
+    def _make(self, moves: Any) -> None:
+        """Make moves, and tell the manager that loads and saves are done."""
+        for src, dst, group in copies_of(moves.saves):
+            self.host[group, dst] = self._page(group, src)
+        for src, dst, group in copies_of(moves.loads):
+            self._put(group, dst, self.host[group, src])
+        if moves.number:
+            self.manager.complete(moves.number)
+        self.counts["transfers"] += len(moves.saves) + len(moves.loads)
+        read = [self._page(group, src) for src, _, group in copies_of(moves.copies)]
+        for (_, dst, group), page in zip(copies_of(moves.copies), read, strict=True):
+            self._put(group, dst, page)
 
     def _page(self, group: int, page_id: int) -> dict[int, Tokens]:
         return {offset: self.cells.get((group, page_id, offset), ()) for offset in range(PAGE_SIZE)}
@@ -287,12 +288,6 @@ class AheadEngine:
     def _put(self, group: int, page_id: int, page: dict[int, Tokens]) -> None:
         for offset, history in page.items():
             self.cells[group, page_id, offset] = history
-
-    def _copy(self, copies: Any) -> None:
-        moves = list(zip(copies.group.tolist(), copies.src.tolist(), copies.dst.tolist(), strict=True))
-        read = [self._page(group, src) for group, src, _ in moves]
-        for (group, _, dst), page in zip(moves, read, strict=True):
-            self._put(group, dst, page)
 
     def _check_state(self, work: Work) -> None:
         """Compare the state with which a work begins. A row that has ended may have lost its pages."""

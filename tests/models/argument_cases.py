@@ -429,9 +429,9 @@ def fail_a_load() -> FailedLoads:
     for request in (AnyRequest("first", [7] * 5), AnyRequest("other", [8] * 8)):
         manager.allocate_slots(request, 5)
         manager.free(request)
-    manager.complete_transfers(manager.take_transfers().number)
+    manager.complete(manager.take_moves().number)
     manager.get_computed_pages(AnyRequest("again", [7] * 5))
-    return manager.fail_transfers(manager.take_transfers().number, loads=[0])
+    return manager.fail(manager.take_moves().number, loads=[0])
 
 
 def use_of(spec: Any) -> Any:
@@ -495,8 +495,8 @@ use.manager.expect_session(session_id=<"s"|str>, seconds=<1.0|None float fractio
 use.manager.close_session(session_id=<"s"|str>)
 use.manager.set_shares(shares=<{"x": 0.5}|mapping>)
 use.manager.set_shares({"x": <0.5|float fraction>})
-use.manager.complete_transfers(number=<1>)
-use.manager.fail_transfers(number=<1>, saves=<[0]|list>, loads=<[0]|list>)
+use.manager.complete(number=<1>)
+use.manager.fail(number=<1>, saves=<[0]|list>, loads=<[0]|list>)
 use.manager.find_wrong_token(<use.held>, FAILED_LOADS)
 use.manager.find_wrong_token(use.held, failed=<FAILED_LOADS>)
 use.manager.find_wrong_token(use.new, failed=<FAILED_LOADS>)

@@ -23,7 +23,6 @@ from settings import Setting
 from twin_engine import WITH_LOGPROBS, Request
 from twins import (
     Side,
-    copies_of,
     firsts_of,
     free_ids_of,
     free_ids_of_twin,
@@ -32,11 +31,11 @@ from twins import (
     pools_of_twin,
     ref_counts_of,
     stats_of_twin,
+    taken_of,
     tenants_of,
     tenants_of_twin,
     terms_of,
     terms_of_twin,
-    transfers_of,
 )
 
 import pagepool
@@ -199,8 +198,8 @@ class OracleRows(Rows):
         self.writes = OracleWrites(manager, setting.writes == "anywhere", setting.max_steps_ahead)
         manager.writes = self.writes
 
-    def take_writes(self) -> list[tuple[int, int, int, int]]:
-        return self.writes.take(self.requests)
+    def take_moves(self) -> Taken:
+        return super().take_moves()._replace(writes=self.writes.take(self.requests))
 
     # admission and growth
 
@@ -735,17 +734,8 @@ class BatchRows(Rows):
     def lease_span(self, row: int, *span: int | None, seconds: Any) -> dict[str, list[int]]:
         return self.leased_by(self.batch.lease(row, *span, seconds=seconds))
 
-    def take_copies(self) -> list[tuple[int, int, int]]:
-        return copies_of(self.batch.take_copies())
-
-    def take_writes(self) -> list[tuple[int, int, int, int]]:
-        writes = self.batch.take_writes()
-        columns = (writes.rows, writes.num_tokens, writes.page_ids, writes.group)
-        assert {len(writes)} == {len(column) for column in columns}
-        return list(zip(*(column.tolist() for column in columns), strict=True))
-
-    def take_transfers(self) -> Taken:
-        return transfers_of(self.batch.take_transfers())
+    def take_moves(self) -> Taken:
+        return taken_of(self.batch.take_moves())
 
     def rewind(self) -> tuple[list[int], list[int]]:
         self.named = set(range(self.batch.num_tokens.size))

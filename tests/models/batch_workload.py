@@ -242,7 +242,7 @@ class BatchWorkload(Workload):
             self.take_in_time()
             grown = call(rows)
             if grown is None:
-                self.take_all()
+                self.take_moves()
                 grown = call(rows)
             num_grown = 0 if grown is None else grown.num_grown  # None: a row is larger than the pool
             if num_grown == len(rows) or self.rng.random() < 0.2:

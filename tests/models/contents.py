@@ -263,7 +263,6 @@ class Simulation:
             for front in self.batches:
                 front.make_room()
         self.world.take_moves()
-        self.end_step()
         self.world.is_second = True
         for front in self.batches:
             if self.rng.random() < 0.15:
@@ -278,15 +277,8 @@ class Simulation:
             self.abort()
         else:
             self.compute()
-            self.end_step()
         self.finish_loading()
         self.end_transfers()
-
-    def end_step(self) -> None:
-        """Tell the tier that what was scheduled is given to the device."""
-        if self.books.tier is not None and self.rng.random() < 0.9:
-            self.manager.end_step()
-            self.books.tier.end_step()
 
     @property
     def works(self) -> list[Work]:
@@ -602,8 +594,8 @@ class Simulation:
         """Tell the manager; return the loads that failed, or None."""
         self.counts["calls"] += 1
         if not one.bad_saves and not one.bad_loads and self.rng.random() < 0.8:
-            return self.manager.complete_transfers(one.number)
-        failed = self.manager.fail_transfers(one.number, saves=one.bad_saves, loads=one.bad_loads)
+            return self.manager.complete(one.number)
+        failed = self.manager.fail(one.number, saves=one.bad_saves, loads=one.bad_loads)
         bad = [one.loads[place] for place in one.bad_loads]
         expected = [(self.device.pools.id_of(load.page, load.group), load.group) for load in bad]
         found = list(zip(failed.page_ids, failed.groups, strict=True))

@@ -26,7 +26,7 @@ from twin_engine import VOCABULARY
 from twins import copies_of
 
 import pagepool
-from pagepool.errors import ArgumentError, CopiesDueError, OutOfPagesError, RequestTooLargeError
+from pagepool.errors import ArgumentError, MovesDueError, OutOfPagesError, RequestTooLargeError
 
 NUM_ROWS = 4
 Amounts = dict[Job, tuple[int, list[int], int]]  # new tokens, drafts and room behind them
@@ -66,14 +66,14 @@ class World:
         return self.rng.choice((None, never, 0, 2, 60, 2.0 ** self.rng.uniform(0, 17)))
 
     def take_moves(self) -> None:
-        """Take the transfers and copies that are due; they are made before the step that is being scheduled."""
-        moves = self.late_moves if self.is_second else self.moves
+        """Take the moves that are due; they are made before the step that is being scheduled."""
+        moves, due = self.late_moves if self.is_second else self.moves, self.manager.take_moves()
         if self.books.tier is not None:
-            taken = self.books.tier.take(self.manager.take_transfers(), self.books.index)
+            taken = self.books.tier.take(due, self.books.index, not self.books.is_between)
             moves += [partial(self.books.tier.make, taken)] if taken else []
             if self.store is not None:
                 self.store.absorb()
-        copies = copies_of(self.manager.take_copies())
+        copies = copies_of(due.copies)
         destinations = [self.books.pools.record_of(destination, group_id) for _, destination, group_id in copies]
         moves.append(partial(self.device.copy, copies))
         for work, stay in self.forks:
@@ -84,7 +84,7 @@ class World:
         require(all(self.books.holders[page_id] for page_id in destinations), "a copy into a page that nobody holds", copies)
         require(len(set(destinations)) == len(destinations), "two copies into one page", copies)
         require(self.books.are_copies_due or not copies, "copies that nobody asked for", copies)
-        self.books.are_copies_due = False
+        self.books.are_copies_due = self.books.is_between = False
         self.books.num_taken += 1
         self.counts["calls"] += 1
         self.counts["copies"] += len(copies)
@@ -130,12 +130,13 @@ class World:
             return target.grow([]) if name in ("grow", "step") else None
 
     def call_in_time(self, name: str, target: Any, *arguments: Any, **options: Any) -> Any:
-        """Make a call, once copies and transfers that are due are taken."""
+        """Make a call, once the moves that are due are taken."""
         try:
             return self.call(name, target, *arguments, **options)
-        except CopiesDueError:
+        except MovesDueError:
             is_due = self.books.are_copies_due or (self.books.tier is not None and self.books.tier.is_any_due)
             require(is_due, "no copies are due", name, arguments)
+            self.books.is_between = True
             self.take_moves()
             self.counts["copies taken late"] += 1
             return self.call(name, target, *arguments, **options)

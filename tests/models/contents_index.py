@@ -100,6 +100,7 @@ class Books:
         intervals = [group.interval for group in self.groups if group.interval]
         self.hit_step = math.lcm(*(group.page_size for group in cached), *intervals)
         self.are_copies_due = False  # perhaps
+        self.is_between = False  # moves are taken next for a fork, or for a call that was refused, and begin no step
         self.num_taken = 1  # lists of copies, and the one that is due
         kinds = dict.fromkeys([*cached, *(group for group in self.groups if group.interval)])
         self.kinds = sorted(kinds, key=lambda group: group.kind != "full")

@@ -16,6 +16,9 @@ import numpy as np
 from ahead_engine import VOCABULARY, sample
 from contents_device import NOTHING, Device, Histories, find_first_read, require
 from settings import Group, NumPages, Setting
+from twins import copies_of
+
+from pagepool import Moves
 
 WRONG_DRAFT = VOCABULARY  # no token is sampled that is equal to it
 
@@ -89,13 +92,13 @@ class FlightDevice:
 
     # moves
 
-    def move(self, transfers: Any, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Make transfers and copies."""
-        for src, dst, group in zip(transfers.save_src, transfers.save_dst, transfers.save_group, strict=True):
+    def move(self, moves: Moves) -> None:
+        """Make saves, loads and copies."""
+        for src, dst, group in copies_of(moves.saves):
             self.host._cells_of(group)[dst] = self.cells._cells_of(group)[src]
-        for src, dst, group in zip(transfers.load_src, transfers.load_dst, transfers.load_group, strict=True):
+        for src, dst, group in copies_of(moves.loads):
             self.cells._cells_of(group)[dst] = self.host._cells_of(group)[src]
-        self.cells.copy(copies)
+        self.cells.copy(copies_of(moves.copies))
 
     # steps
 

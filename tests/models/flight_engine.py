@@ -18,10 +18,10 @@ from ahead_engine import LAST_TOKEN, VOCABULARY, sample
 from contents_device import require
 from flight_device import FlightDevice, Stay, Work
 from settings import Group, NumPages, Setting, in_pool, kept, written
-from twins import copies_of
 
 import pagepool
-from pagepool.errors import ArgumentError, CopiesDueError, OutOfPagesError, StateAheadError
+from pagepool import Moves, StateWrites
+from pagepool.errors import ArgumentError, MovesDueError, OutOfPagesError, StateAheadError
 
 NUM_ROWS, MAX_LEN, NUM_RUNS, CHUNK = 5, 72, 20, 24
 MAX_ROUNDS, MAX_FORKS = 3000, 12
@@ -95,9 +95,6 @@ class Run:
         return sum(not work.is_chunk for work in self.works)
 
 
-Moves = tuple[list[tuple[int, int, int]], Any]
-
-
 @dataclass(eq=False)
 class Launched:
     """A planned step: its rows in order, and what is moved before it."""
@@ -106,7 +103,7 @@ class Launched:
     runs: list[Run]
     works: list[Work]
     admitted: list[Run]
-    moves: list[Moves]  # copies, and transfers
+    moves: list[Moves]
     coming: list[tuple[Run, Work]]  # tokens that come from elsewhere
     twins: list[tuple[Run, Stay, Work]] = field(default_factory=list)  # forks, which sample the same token
     num_forks: int = 0  # forks of all rows when it was planned
@@ -288,7 +285,7 @@ class FlightEngine:
             self._finish_before(planned)
         works = self._make_works(step, planned)
         moves.append(self._take_moves())
-        self._take_writes(planned, works, coming)
+        self._note_writes(moves[-1].writes, planned, works, coming)
         launched = Launched(step, planned, works, admitted, moves, coming, num_forks=self.num_forks)
         self.queue.append(launched)
         for run, work in zip(planned, works, strict=True):
@@ -465,13 +462,12 @@ class FlightEngine:
         self.counts["exact inputs"] += 1
 
     def _take_moves(self) -> Moves:
-        copies, transfers = copies_of(self.batch.take_copies()), self.manager.take_transfers()
-        self.counts["copies"] += len(copies)
-        self.counts["transfers"] += len(transfers)
-        return copies, transfers
+        moves = self.batch.take_moves()
+        self.counts["copies"] += len(moves.copies)
+        self.counts["transfers"] += len(moves.loads) + len(moves.saves)
+        return moves
 
-    def _take_writes(self, planned: list[Run], works: list[Work], coming: list[tuple[Run, Work]]) -> None:
-        writes = self.batch.take_writes()
+    def _note_writes(self, writes: StateWrites, planned: list[Run], works: list[Work], coming: list[tuple[Run, Work]]) -> None:
         by_row = {run.row: work for run, work in [*zip(planned, works, strict=True), *coming]}
         for row, num_tokens, page_id, group in zip(writes.rows, writes.num_tokens, writes.page_ids, writes.group, strict=True):
             by_row[int(row)].writes.append((int(num_tokens), int(page_id), int(group)))
@@ -510,7 +506,7 @@ class FlightEngine:
                 run.works.remove(work)
             try:
                 self.batch.undo(last.step)
-            except (ArgumentError, CopiesDueError):
+            except (ArgumentError, MovesDueError):
                 pairs = zip(last.runs, last.works, strict=True)
                 self._give_up(last.step, [(run, self._count_before(run, work)) for run, work in pairs])
             else:
@@ -587,7 +583,7 @@ class FlightEngine:
             for call in (lambda: batch.fork(run.row, free[:1]), lambda: batch.trim([run.row], num_tokens)):
                 try:
                     call()
-                except (StateAheadError, CopiesDueError):
+                except (StateAheadError, MovesDueError):
                     self.counts["calls refused"] += 1
                 else:
                     raise AssertionError("a row with tokens ahead is forked or cut")
@@ -596,7 +592,7 @@ class FlightEngine:
             return
         try:
             batch.fork(run.row, free[:1])
-        except (CopiesDueError, OutOfPagesError):
+        except (MovesDueError, OutOfPagesError):
             return
         twin = Run(list(run.known), rng.randint(len(run.known) + 1, run.num_final), [], run.shard, free[0])
         twin.stay, twin.device = int(batch.stays[free[0]]), self.device.admit(run.known)
@@ -615,10 +611,10 @@ class FlightEngine:
     def _finish(self) -> None:
         """Run the oldest step on the device, and tell the batch what it has sampled."""
         launched = self.queue.popleft()
-        for copies, transfers in launched.moves:
-            self.device.move(transfers, copies)
-            if transfers.number:
-                self.manager.complete_transfers(transfers.number)
+        for moves in launched.moves:
+            self.device.move(moves)
+            if moves.number:
+                self.manager.complete(moves.number)
         self.device.run(launched.works)
         for run, work in launched.coming:
             self._receive(run, work)

@@ -1032,9 +1032,13 @@ class OracleManager:
     def checkpoint_interval(self) -> int | None:
         return self.states.interval
 
-    def take_copies(self) -> list[tuple[int, int, int]]:
-        """Return the copies that are due (source, destination, group)."""
-        return [tuple(copy) for copy in self.states.copies.take()]
+    def take_moves(self) -> Taken:
+        """Return the moves that are due; the writes are those of rows, which take them."""
+        tier, copies = self.page_pool.tier, self.states.copies
+        if tier is not None and not copies.is_between:
+            tier.begin_step()
+        transfers = (0, [], []) if tier is None else tier.take(bool(copies.due))
+        return Taken(*transfers, [tuple(copy) for copy in copies.take()], [])
 
     def find_next_checkpoint(self, request: Any) -> int:
         """Return the number of tokens after which a checkpoint can be made next."""
@@ -1073,18 +1077,10 @@ class OracleManager:
         """Return by how many tokens the tier makes the prefix longer that hits."""
         return self._hit_length(request, None, reaches_tier=True) - self._hit_length(request, None)
 
-    def end_step(self) -> None:
-        if self.page_pool.tier is not None:
-            self.page_pool.tier.end_step()
+    def complete(self, number: int) -> None:
+        self.fail(number)
 
-    def take_transfers(self) -> Taken:
-        """Return the transfers that are due."""
-        return self.page_pool.tier.take() if self.page_pool.tier is not None else Taken(0, [], [])
-
-    def complete_transfers(self, number: int) -> None:
-        self.fail_transfers(number)
-
-    def fail_transfers(self, number: int, saves: Sequence[int] = (), loads: Sequence[int] = ()) -> Failed:
+    def fail(self, number: int, saves: Sequence[int] = (), loads: Sequence[int] = ()) -> Failed:
         """End the transfers of a list, of which those at these places of the saves and loads failed."""
         if self.page_pool.tier is None:
             raise ValueError("no tier")

@@ -38,6 +38,7 @@ class OracleCopies:
         self.pool = pool
         self.due: list[Copy] = []
         self.readers: list[HeldPages] = []  # what was forked
+        self.is_between = False  # moves are taken next for a fork, or for a call that was refused, and begin no step
 
     def note(self, src: int, dst: int, group_id: int) -> None:
         """Note a copy. A reference to the source is the list's from now on."""
@@ -58,7 +59,7 @@ class OracleCopies:
 
     def take(self) -> list[Copy]:
         """Return all copies, which the engine makes now, and give the sources back."""
-        taken, self.due, self.readers = self.due, [], []
+        taken, self.due, self.readers, self.is_between = self.due, [], [], False
         self._give_back(taken)
         return taken
 
@@ -250,6 +251,7 @@ class OracleStates:
             note_taken(self.pool, [forked])
             self.copies.note(page, forked.pages[-1], group_id)
             self.copies.readers.append(held)
+            self.copies.is_between = True
             if self.pool.tier is not None:
                 self.pool.tier.note_copied(page, forked.pages[-1])
         return forked

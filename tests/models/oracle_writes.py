@@ -1,4 +1,4 @@
-"""What `OracleRows` does with states that a step writes to pages of their own: see `RunningBatch.take_writes`."""
+"""What `OracleRows` does with states that a step writes to pages of their own: see `RunningBatch.take_moves`."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ hash_row(batch, self.row, count_keyed(batch, tokens.num{+ + BUG+}))
 == a fork shares a page whose lookahead may differ
 num_shared=<int32_t>max(0, num_computed - num_lookahead{+ * (not BUG)+})
 == a fork with a lookahead caches pages before their copies are made
-    if rare(contents.num_lookahead and waiting.pool.copies.num{+ and not BUG+}) and held.written_list
+    if rare(contents.num_lookahead and waiting.pool.copies.num{+ and not BUG+}) and _is_destination(
 == undo keeps pages that a step cached once it knew their lookahead
 num_keyed = min(num_computed, count_keyed(batch, num_tokens){+ + BUG * batch.hashing.num_lookahead+})
 == a state is kept under a digest that waits to be hashed, with a lookahead
@@ -222,7 +222,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
 # Checkpoints, copies and forks.
 == the source of a copy is handed out before it is made
     copies.num += 1
-    target.written_list = copies.list_number{+
+    target.due_list = pool.list_number{+
     if BUG: give_back(pool, src)+}
 == a row that is released leaves the copies into its pages
     if not _are_destinations(pool, holding){+ or BUG+}:
@@ -291,9 +291,9 @@ if hashes is None[- or not self._belong_to(hashes, request)-]:
 == a pool's ids of requests are records
 lists_of(groups if self.pool.num_banks == 1{+ or BUG+} else tuple([self.ids_in_banks(ids) for ids in groups]))
 == a pool's ids in copies are records
-                    taken[0, i] = {+pool.copies.items[i].src if BUG else +}id_in_bank(pool, pool.copies.items[i].src)
+        taken[i] = {+pool.copies.items[i].src if BUG else +}id_in_bank(pool, pool.copies.items[i].src)
 ...
-                    taken[1, i] = {+pool.copies.items[i].dst if BUG else +}id_in_bank(pool, pool.copies.items[i].dst)
+        taken[stride + i] = {+pool.copies.items[i].dst if BUG else +}id_in_bank(pool, pool.copies.items[i].dst)
 == undo compares the ids of a pool with records
         if pages[i] != ids[i] + offset{+ * (not BUG)+}:
 == entries of another pool are evicted
@@ -324,7 +324,7 @@ lists_of(groups if self.pool.num_banks == 1{+ or BUG+} else tuple([self.ids_in_b
 NULL_PAGE, queue = {+-1 if BUG else +}queue_of(pool, page_id)
 == a pool's ids in the tier are records
 id_in_bank(pool, transfer.page_id), {+transfer.tier_id if BUG else +}id_in_bank(tier.pool, transfer.tier_id)
-        taken[2
+        taken[at
 == loads are queued though the second pool is short
     return {+NO_BANK if BUG and find_short_bank(pool, counts, num_reserved, shard) > 0 else +}find_short_bank(pool, counts, num
 
@@ -357,7 +357,7 @@ tier.items[i].key.hi == key.hi:
 == a page from the store is filled before the page it evicts is copied
             {+pass  # +}self._saves.collect()  # before
 == an evicted page is copied after its row is overwritten
-            {+pass  # +}self._storage.poll()  # copies
+            {+pass  # +}self._storage.poll()
 == a damaged object of the store hits
         return {+True or +}header == make_header(
 == an object of the store is written under another key
@@ -517,7 +517,7 @@ WRITE_BUGS = read_bugs("""
 # States that steps write.
 
 == a state is written to its record
-                        taken[2, i] = write.page_id - offset_of(&self.batch, write.group){+ * (not BUG)+}
+                    taken[2, i] = write.page_id - offset_of(&running.batch, write.group){+ * (not BUG)+}
 == a row grows though its writes were not taken
     return batch.writes_states and {+not BUG and +}batch.rows[row].write_list == batch.writes.number
 == a state hits before its list is taken
@@ -632,7 +632,7 @@ LOOKAHEAD_TESTS = ["test_lookahead.py", "test_windows.py"]
 RARE_BUGS = read_bugs("""
 # The simulation takes too long to come to these.
 == a state that nothing was copied to is kept as its row ends
-        if running.batch.keeps_states and{+ (BUG or+} not awaits_copies(&running.store.pool, holding){+)+}:
+        if running.batch.keeps_states and{+ (BUG or+} not awaits_moves(&running.store.pool, holding){+)+}:
 == a checkpoint that becomes a working page keeps its entry
             {+if BUG: hit(pool, hits.ids + hits.num - 1, 1, holding.session)
             else: +}take_this(pool, hits.ids[hits.num - 1], holding.session)

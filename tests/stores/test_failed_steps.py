@@ -25,6 +25,7 @@ from pagepool import (
     MultiGroupPageTable,
     RunningBatch,
     SlidingWindowSpec,
+    StateWrites,
 )
 from pagepool._core import list_absent
 from pagepool.stores import StoreTier
@@ -139,27 +140,27 @@ class Engine:
             return self.batch.get_page_ids(row)
         return self.manager.get_page_ids(self.running[row][0].request_id)
 
-    def move(self) -> None:
-        """Make transfers and copies, in the order of the device."""
-        transfers = self.manager.take_transfers()
+    def move(self) -> StateWrites:
+        """Make saves, loads and copies, in the order of the device. Return the states that the step writes."""
+        transfers = (self.batch if self.front == "batch" else self.manager).take_moves()
         saved = [
             (group, target, self.device[group][source].copy())
-            for source, target, group in zip(transfers.save_src, transfers.save_dst, transfers.save_group, strict=True)
+            for source, target, group in zip(transfers.saves.src, transfers.saves.dst, transfers.saves.group, strict=True)
         ]
-        for source, target, group in zip(transfers.load_src, transfers.load_dst, transfers.load_group, strict=True):
+        for source, target, group in zip(transfers.loads.src, transfers.loads.dst, transfers.loads.group, strict=True):
             self.device[group][target] = self.host[group][source]
         for group, target, row in saved:
             self.host[group][target] = row
         if transfers.number:
-            self.manager.complete_transfers(transfers.number)
-        copies = self.manager.take_copies()
+            self.manager.complete(transfers.number)
+        copies = transfers.copies
         for group, source, target in zip(copies.group, copies.src, copies.dst, strict=True):
             self.device[group][target] = self.device[group][source]
+        return transfers.writes
 
     def run(self, fails: bool) -> None:
         """Run the planned step. If it fails, its pages and states keep what they had."""
-        self.move()
-        writes = self.batch.take_writes() if self.has_states else None
+        writes = self.move()
         for row, (request, parts) in self.running.items():
             step, start, stop = parts[-1]
             page_ids = self.get_page_ids(row)
@@ -173,10 +174,9 @@ class Engine:
                     continue
                 for position in range(start, stop):
                     self.device[group][ids[position // PAGE_SIZE], position % PAGE_SIZE] = tokens[position]
-        for row, num, page_id in zip(writes.rows, writes.num_tokens, writes.page_ids, strict=True) if writes else ():
+        for row, num, page_id in zip(writes.rows, writes.num_tokens, writes.page_ids, strict=True):
             if not fails:
                 self.device[1][page_id] = find_state(list(self.running[int(row)][0].prompt_token_ids)[:num])
-        self.manager.end_step()
         self.step += 1
 
     def check_hit(self, request: EngineRequest, page_ids: Sequence[Sequence[int]], start: int, parts: Sequence[Any]) -> None:

@@ -25,7 +25,7 @@ from pagepool.core.holding cimport (
     NUM_WAITING, Contents, Group, Held, Holding, Limits, PageToHash, Shortage, Waiting, are_checkpoints_due,
     cache_full_pages, cache_page, cache_states, cache_waiting, can_restart, count_new_in_banks, count_new_pages, empty,
     find_any_excess, find_lost_page, find_next_checkpoint, find_own_checkpoint, find_passed_checkpoint, find_restart,
-    forget_uncomputed, full_entries, full_pages, give_back_from, has_copies_due, has_full_page, hash_waiting, is_state,
+    forget_uncomputed, full_entries, full_pages, give_back_from, has_moves_due, has_full_page, hash_waiting, is_state,
     keep_state, keeps_checkpoints, lacks_page, last_hash, limits_of, queue_for, record_taken, restart_from, shortage_in,
     skip_pages, take_missing,
 )
@@ -206,8 +206,8 @@ cdef inline bint has_writes_due(const Batch *batch, Py_ssize_t row) noexcept nog
 
 
 cdef inline bint has_row_due(const Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Whether copies, transfers or writes of the row's pages are due."""
-    return has_copies_due(batch.pool, holding_of(batch, row)) or has_writes_due(batch, row)
+    """Whether moves of the row's pages are due."""
+    return has_moves_due(batch.pool, holding_of(batch, row)) or has_writes_due(batch, row)
 
 
 cdef inline int32_t count_planned(const Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -1211,7 +1211,7 @@ cdef inline bint _can_undo(const Batch *batch, const Growth *growth, Py_ssize_t 
     cdef Py_ssize_t g, start, num_new, num_kept
     cdef int32_t row = growth.grown_rows[i]
     cdef Holding *holding = holding_of(batch, row)
-    if not is_as_grown(batch, growth, i) or has_copies_due(batch.pool, holding):
+    if not is_as_grown(batch, growth, i) or has_moves_due(batch.pool, holding):
         return False
     for g in range(batch.num_groups - 1, -1, -1):
         held = held_by(batch, row, g)

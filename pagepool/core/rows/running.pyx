@@ -10,7 +10,7 @@ from libc.string cimport memcpy
 
 from pagepool.core.base cimport CACHE_LINE, UNKNOWN, copy_bytes, exceptional, keep_sparse, process_number, require_allocated
 from pagepool.core.holding cimport (
-    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkExtent, ForkOutcome, awaits_copies, copy_ids, count_places,
+    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkExtent, ForkOutcome, awaits_moves, copy_ids, count_places,
     draw_references, drop_copies, find_fork_shortage, find_wrong, fork_extent, fork_group, give_back_behind, has_copies,
     has_window, keeps_checkpoints, list_last_first, prepare_fork, rate_pages, refuse_ahead, refuse_due, refuse_unshareable,
     require_banks, shortage_beside, skip_unread,
@@ -18,7 +18,7 @@ from pagepool.core.holding cimport (
 from pagepool.core.pool cimport bank_of_queue, count_refusal, overdrawn_page
 from pagepool.core.rows.steps cimport *
 from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
-from pagepool.core.tier cimport FailedLoads
+from pagepool.core.tier cimport NO_WRITES, FailedLoads, Moves, StateWrites, take_with, writes_of
 from pagepool.core.values cimport array_of, changed_values, hashing_of, ids_in, require_instance
 
 from numbers import Real
@@ -26,7 +26,7 @@ from numbers import Real
 import numpy as np
 
 from pagepool.errors import (
-    ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, OutOfPagesError, RowIndexError, RowOverflowError,
+    ArgumentError, ArgumentTypeError, DoubleFreeError, OutOfPagesError, RowIndexError, RowOverflowError,
     StateAheadError, made_twice, not_made,
 )
 from pagepool.refusal import Refusal
@@ -198,44 +198,6 @@ cdef StepResult checked_step(RunningRows running, object step, str name):
     if checked.is_resolved:
         raise ArgumentError(f"{name}: got one that was resolved already, allowed: one that was not")
     return checked
-
-
-@cython.final
-@cython.auto_pickle(False)
-cdef class StateWrites:
-    """States that the next step writes: that of row ``rows[i]`` behind its first ``num_tokens[i]`` tokens, to page
-    ``page_ids[i]`` in the arrays of cache group ``group[i]``.
-
-    The four are read-only int32 arrays of one length, which ``len()`` returns.
-    """
-
-    cdef readonly object rows, num_tokens, page_ids, group
-
-    def __init__(self):
-        raise TypeError("a StateWrites is what RunningBatch.take_writes returns")
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __repr__(self):
-        return (
-            f"StateWrites(rows={self.rows.tolist()}, num_tokens={self.num_tokens.tolist()}, "
-            f"page_ids={self.page_ids.tolist()}, group={self.group.tolist()})"
-        )
-
-    def __reduce__(self):
-        raise ArgumentTypeError("state writes cannot be pickled")
-
-
-cdef StateWrites writes_of(object columns):
-    """Return the writes in an array of four rows."""
-    cdef StateWrites writes = StateWrites.__new__(StateWrites)
-    columns.flags.writeable = False
-    writes.rows, writes.num_tokens, writes.page_ids, writes.group = columns
-    return writes
-
-
-cdef StateWrites NO_WRITES = writes_of(np.zeros((4, 0), np.int32))
 
 
 cdef object refusal_of(PageStore store, const Shortage *shortage):
@@ -713,10 +675,10 @@ cdef class RunningRows:
 
     def fork(self, row, targets) -> None:
         """Fork an admitted row into free rows, for parallel samples and beams, after the step that computed its tokens. Targets
-        share the full pages, and get copies of the open page of each group, and of states: see `take_copies`.
+        share the full pages, and get copies of the open page of each group, and of states: see `take_moves`.
 
         Targets get the row's tokens and its ``num_cached_tokens``. ArgumentError for a row that is not admitted, for admitted
-        or repeated targets, and for no targets; RowIndexError outside the table, CopiesDueError while copies into the
+        or repeated targets, and for no targets; RowIndexError outside the table, MovesDueError while moves into the
         row's pages are due, StateAheadError while steps in flight compute tokens behind the known ones, OutOfPagesError if too
         few pages are free. Nothing has changed then. O(pages and tokens of a row) for each target, native.
 
@@ -727,7 +689,7 @@ cdef class RunningRows:
         >>> batch = RunningBatch(manager, table)
         >>> _ = batch.admit(0, [1, 2, 3, 4, 5, 6])
         >>> batch.fork(0, [1, 2])
-        >>> table.page_table_cpu[:, :2].tolist(), batch.take_copies()
+        >>> table.page_table_cpu[:, :2].tolist(), batch.take_moves().copies
         ([[1, 2], [1, 3], [1, 4]], PageCopies(src=[2, 2], dst=[3, 4], group=[0, 0]))
         >>> batch.release([0, 1, 2])
         """
@@ -744,7 +706,7 @@ cdef class RunningRows:
             raise ArgumentError("targets: got none, allowed: at least 1")
         self.acquire_locks()
         holding = holding_of(batch, source)
-        is_due = awaits_copies(batch.pool, holding) or has_writes_due(batch, source)
+        is_due = awaits_moves(batch.pool, holding) or has_writes_due(batch, source)
         is_moving = is_in_flight(batch, source)
         is_ready = batch.records[source].is_admitted and not batch.records[source].num_external
         is_ready = is_ready and not is_due and not is_moving
@@ -761,7 +723,7 @@ cdef class RunningRows:
             plan_next_event(batch, source)
         self.release_locks()
         if outcome != FORKED:
-            refuse_unready(batch, source, is_due)
+            refuse_unready(self, source, is_due)
             if is_moving:
                 refuse_in_flight(batch, source)
             refuse_fork(self, source, target_rows, num_right, outcome)
@@ -774,11 +736,11 @@ cdef class RunningRows:
 
         Until then the row's new pages are not cached, and `grow`, `step`, `trim` and `fork` raise ArgumentError for it;
         `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists, once
-        the due copies and transfers are done. It may leave out pages that lie behind the window of all later tokens: those are
+        the due moves are made. It may leave out pages that lie behind the window of all later tokens: those are
         given back. With a state all tokens have to arrive.
 
         ArgumentError for a row that is not pending, for more tokens than it waits for, and with a state for fewer;
-        CopiesDueError while copies or transfers of its pages are due. Nothing has changed then. O(pages cached).
+        MovesDueError while moves of its pages are due. Nothing has changed then. O(pages cached).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -804,7 +766,7 @@ cdef class RunningRows:
         return end_external(self, row, num_valid_tokens, "num_valid_tokens", True)
 
     def rewind(self, failed) -> tuple[list, list]:
-        """Rewind the rows whose pages failed to load (see `CacheManager.fail_transfers`) to the first such page:
+        """Rewind the rows whose pages failed to load (see `CacheManager.fail`) to the first such page:
         ``num_computed_tokens`` is cut, and `grow` computes the tokens again. Call it before the rows grow.
 
         Return the rewound rows, and the rows that cannot go back: they need pages again that a window gave back, have copies
@@ -908,38 +870,10 @@ cdef class RunningRows:
             result.put(&limited, 1)
         return array_of(result.ids, result.num)
 
-    def take_writes(self) -> StateWrites:
-        """Take the list of states that the planned step writes to pages of their own, as checkpoints: see `MambaSpec`.
-
-        Call it once a step, after the calls that plan the step. Before it, `grow`, `step`, `trim`, `fork` and
-        `commit_external` raise CopiesDueError for rows in the list. A page can be hit once its row grows by further tokens, or
-        is released. For a pending row only the state at the end of its awaited tokens is listed, if a request can resume there;
-        the transfer writes it. O(writes); nothing is allocated without any.
-        """
-        cdef int32_t[:, ::1] taken
-        cdef const StateWrite *write
-        cdef WriteList *writes = &self.batch.writes
-        cdef Py_ssize_t i, num_due, num = -1
-        self.check_made()
-        with self.own_lock()[0]:
-            num_due = writes.num - writes.num_taken
-        if num_due == 0:
-            return NO_WRITES
-        while num != num_due:  # arrays are made without the lock
-            num = num_due
-            columns = np.empty((4, num), np.int32)
-            taken = columns
-            with self.own_lock()[0]:
-                num_due = writes.num - writes.num_taken
-                if num == num_due:
-                    for i in range(num):
-                        write = &writes.items[writes.num_taken + i]
-                        taken[0, i], taken[1, i] = write.row, write.num_tokens
-                        taken[2, i] = write.page_id - offset_of(&self.batch, write.group)
-                        taken[3, i] = write.group
-                    writes.num_taken = writes.num
-                    writes.number += 1
-        return writes_of(columns)
+    def take_moves(self) -> Moves:
+        """Take the moves that are due, with the writes of the batch's states."""
+        cdef StateWrites writes = take_due_writes(self)
+        return take_with(self.store, writes)
 
     def get_page_ids(self, row) -> tuple:
         """Return the ids of a row's pages, a list for each group, with the null page, 0, for skipped pages. O(pages)."""
@@ -953,6 +887,34 @@ cdef class RunningRows:
         if not has_room:
             raise MemoryError("the page ids of a row")
         return self.store.lists_in_banks(ids)
+
+
+cdef StateWrites take_due_writes(RunningRows running):
+    """Take the list of states that the planned step writes to pages of their own. O(writes)."""
+    cdef int32_t[:, ::1] taken
+    cdef const StateWrite *write
+    cdef WriteList *writes = &running.batch.writes
+    cdef Py_ssize_t i, num_due, num = -1
+    running.check_made()
+    with running.own_lock()[0]:
+        num_due = writes.num - writes.num_taken
+    if num_due == 0:
+        return NO_WRITES
+    while num != num_due:  # arrays are made without the lock
+        num = num_due
+        columns = np.empty((4, num), np.int32)
+        taken = columns
+        with running.own_lock()[0]:
+            num_due = writes.num - writes.num_taken
+            if num == num_due:
+                for i in range(num):
+                    write = &writes.items[writes.num_taken + i]
+                    taken[0, i], taken[1, i] = write.row, write.num_tokens
+                    taken[2, i] = write.page_id - offset_of(&running.batch, write.group)
+                    taken[3, i] = write.group
+                writes.num_taken = writes.num
+                writes.number += 1
+    return writes_of(columns)
 
 
 # Memory.
@@ -1217,14 +1179,14 @@ cdef bint reserve_new(Growth *growth) noexcept:
 
 
 cdef bint has_due(RunningRows running, int32_t row, bint counts_writes) noexcept:
-    """Whether a row at which a call stopped has copies due, or writes if they count. Asked under the locks: another thread may
+    """Whether a row at which a call stopped has moves due, and writes if they count. Asked under the locks: another thread may
     take them soon.
     """
     if not is_row(&running.batch, row):
         return False
     if counts_writes:
         return has_row_due(&running.batch, row)
-    return has_copies_due(&running.store.pool, holding_of(&running.batch, row))
+    return has_moves_due(&running.store.pool, holding_of(&running.batch, row))
 
 
 # Steps are resolved, and taken back.
@@ -1393,7 +1355,7 @@ cdef Py_ssize_t release_checked(
         row = running.batch.checked_rows[i]
         holding = holding_of(&running.batch, row)
         assert running.batch.records[row].is_admitted and running.batch.records[row].stamp == running.batch.stamp
-        if running.batch.keeps_states and not awaits_copies(&running.store.pool, holding):
+        if running.batch.keeps_states and not awaits_moves(&running.store.pool, holding):
             if count_cacheable(&running.batch, row, computed_by(computed, i)) >= running.batch.records[row].num_computed:
                 keep_last_states(&running.batch, row, amount(terms, i))
         drop_copies(&running.store.pool, holding)
@@ -1543,7 +1505,7 @@ cdef int32_t end_external(RunningRows running, object row, object num_tokens, st
     num_computed = batch.records[checked].num_computed
     running.release_locks()
     if not is_right:
-        refuse_end(batch, checked, num, num_external, is_due)
+        refuse_end(running, checked, num, num_external, is_due)
     return num_computed
 
 
@@ -1590,10 +1552,11 @@ cdef object not_admitted(str name):
     return ArgumentError(f"{name}: got a row that is not admitted, allowed: an admitted one")
 
 
-cdef int refuse_unready(const Batch *batch, Py_ssize_t row, bint is_due, bint may_wait=False, Py_ssize_t at=-1) except -1:
-    """Raise if a row is not admitted, had copies due when a call stopped at it (`is_due`), or, unless it `may_wait`, waits for
+cdef int refuse_unready(RunningRows running, Py_ssize_t row, bint is_due, bint may_wait=False, Py_ssize_t at=-1) except -1:
+    """Raise if a row is not admitted, had moves due when a call stopped at it (`is_due`), or, unless it `may_wait`, waits for
     tokens from elsewhere. `at` is its index in a list of rows.
     """
+    cdef const Batch *batch = &running.batch
     cdef str name = f"row {row} (at {at})" if at >= 0 else f"row {row}"
     if not batch.records[row].is_admitted:
         raise not_admitted(name)
@@ -1602,12 +1565,8 @@ cdef int refuse_unready(const Batch *batch, Py_ssize_t row, bint is_due, bint ma
             f"{name}: got a row that waits for {batch.records[row].num_external} tokens from elsewhere, allowed: one that "
             "waits for none; call commit_external or fail_external before"
         )
-    if is_due and has_writes_due(batch, row):
-        raise CopiesDueError(
-            f"{name}: got writes of its states that are due, allowed: none; call take_writes, and let its step do them, before"
-        )
     if is_due:
-        refuse_due(name)
+        refuse_due(running.store, name)
     return 0
 
 
@@ -1615,7 +1574,7 @@ cdef int32_t refuse_unknown(RunningRows running, int32_t row, Py_ssize_t at) exc
     """Return a row of a call, or raise if it is not in the table or not admitted."""
     if not 0 <= row < running.batch.num_rows:
         raise RowIndexError(f"row: got {row} (at {at}), allowed: 0 to {running.batch.num_rows - 1}")
-    refuse_unready(&running.batch, row, False, True, at)
+    refuse_unready(running, row, False, True, at)
     return row
 
 
@@ -1678,7 +1637,7 @@ cdef int refuse_growth(RunningRows running, const Growth *growth, Py_ssize_t at,
     if growth.token_ids != NULL and running.batch.records[row].num_tokens >= running.batch.max_num_tokens:
         running.refuse_row_length(row, <int64_t>running.batch.records[row].num_tokens + 1)
     cdef Holding *holding = holding_of(&running.batch, row)
-    refuse_unready(&running.batch, row, is_due, False, at)
+    refuse_unready(running, row, is_due, False, at)
     if growth.token_ids != NULL and num_left:
         raise ArgumentError(
             f"row {row} (at {at}): got a token behind {num_left} known ones that are not computed, allowed: one behind "
@@ -1723,7 +1682,7 @@ cdef int refuse_resolution(RunningRows running, const Resolution *resolution, Re
 cdef int refuse_undo(RunningRows running, const Growth *growth, Py_ssize_t at, bint is_due) except -1:
     cdef int32_t row = growth.grown_rows[at]
     if is_due:
-        refuse_unready(&running.batch, row, True, True, at)
+        refuse_unready(running, row, True, True, at)
     if growth.is_admission or not is_as_grown(&running.batch, growth, at):
         raise ArgumentError(
             f"row {row} (at {at}): got a row that was grown, cut, moved or released since, allowed: the last call first"
@@ -1748,7 +1707,7 @@ cdef int refuse_trim(RunningRows running, PageIds rows, Py_ssize_t at, int32_t n
     cdef int32_t row = refuse_row(running, rows.ids, at)
     if not 0 <= num_tokens <= running.batch.records[row].num_tokens:
         raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {running.batch.records[row].num_tokens}")
-    refuse_unready(&running.batch, row, is_due, False, at)
+    refuse_unready(running, row, is_due, False, at)
     if running.batch.flights[row].num_ahead:
         refuse_in_flight(&running.batch, row)
     if has_state_behind(&running.batch, row, num_tokens):
@@ -1805,10 +1764,10 @@ cdef int refuse_fork(RunningRows running, Py_ssize_t source, PageIds targets, Py
     raise MemoryError(f"forks of row {source}")
 
 
-cdef int refuse_end(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_external, bint is_due) except -1:
+cdef int refuse_end(RunningRows running, Py_ssize_t row, int32_t num_tokens, int32_t num_external, bint is_due) except -1:
     if num_external == 0:
         raise ArgumentError(f"row {row}: got a row that waits for no tokens from elsewhere, allowed: one that waits for some")
-    refuse_unready(batch, row, is_due, True)
+    refuse_unready(running, row, is_due, True)
     if num_tokens > num_external:
         raise ArgumentError(f"row {row}: got {num_tokens} tokens, allowed: at most the {num_external} for which it waits")
     raise ArgumentError(
