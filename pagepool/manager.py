@@ -543,7 +543,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         refused with MovesDueError: these calls begin no step.
 
         Until `complete` or `fail` ends the number, saved pages cannot hit, nor can pages computed from loaded ones. A tier that
-        writes through saves the pages that were cached before the moves of the last step were taken.
+        writes through saves the pages cached before the moves of the last step were taken.
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)

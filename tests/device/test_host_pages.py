@@ -99,7 +99,7 @@ def test_pools_have_arrays_of_their_own_lengths() -> None:
         ([(2, 4)], [1], r"saves\.dst", 3),
         ([(2, 7)], [0], r"saves\.dst", 6),
     ):
-        with pytest.raises(PageIdError, match=rf"^transfers\.{field}: got page \d, allowed: 1 to {allowed}$"):
+        with pytest.raises(PageIdError, match=rf"^moves\.{field}: got page \d, allowed: 1 to {allowed}$"):
             host_pages.run(cache, make_transfers(moves, save_groups=groups))
 
 
@@ -145,7 +145,7 @@ def test_calls_return_before_the_device_has_computed(memory_kind: str | None) ->
         array = after_slow_work(jax.block_until_ready(array), num_turns)
         for transfers in (both, loads):
             array = host_pages.run(array, transfers)
-            for ids in transfers[1:]:
+            for ids in (*transfers.saves, *transfers.loads):
                 ids[:] = 1
         finished, is_ready = host_pages.poll(), array.is_ready()
         assert [*finished, *host_pages.wait()] == [done(both), done(loads)]

@@ -78,7 +78,6 @@ pool/store.pyx 1454
 rows/batch.pxd 1300
 rows/inputs.pyx 928
 rows/running.pyx 1819
-tier/tier.pyx 772
 """
 KNOWN_FLAGS = """
 Batch 11
