@@ -390,10 +390,10 @@ class RunningBatch(RunningRows):
 
         Until then `step`, `grow`, `trim`, `undo`, `fork` and `commit_external` raise MovesDueError for rows with pages in the
         list. Releasing a row drops the copies into its pages. Moves may also be taken, and made, after `fork`, and to repeat a
-        call that was refused: these calls begin no step. A page to which a state is written can be hit once its row grows by
-        further tokens, or is released. For a pending row only the state at the end of its awaited tokens is listed, if a
-        request can resume there: whoever fills the row's pages writes it. O(moves), and O(1) without any; then nothing is
-        allocated.
+        call that was refused: these calls begin no step. Batches of a manager whose moves are taken in turn run in one step. A
+        page to which a state is written can be hit once its row grows by further tokens, or is released. For a pending row only
+        the state at the end of its awaited tokens is listed, if a request can resume there: whoever fills the row's pages
+        writes it. O(moves), and O(1) without any; then nothing is allocated.
         """
         moves = super().take_moves()
         self._manager._poll_storage()

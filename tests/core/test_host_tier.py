@@ -132,6 +132,23 @@ def test_moves_of_forks_and_of_refused_calls_begin_no_step() -> None:
     batch.check()
 
 
+def test_batches_that_take_moves_in_turn_run_in_one_step() -> None:
+    """None of them saves pages of the step that was planned for all."""
+    manager = make_tiered(num_pages=60, num_host_pages=120, policy="write_through")
+    batches = [make_batch(manager) for _ in range(3)]
+    for batch in batches:
+        batch.admit(0, FIRST)
+    assert [len(batch.take_moves()) for batch in (*batches, manager)] == [0, 0, 0, 0]
+    for batch in batches:
+        batch.step([0], [7])
+    assert [len(batch.take_moves().saves) for batch in (manager, *batches)] == [5, 0, 0, 0]
+    for num_saves in (0, 3):  # the others are idle
+        batches[1].admit(1, OTHER[:13])
+        assert len(batches[1].take_moves().saves) == num_saves
+        batches[1].release([1])
+    manager.check()
+
+
 def test_a_small_tier_writes_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "pagepool"):
         large = make_tiered(num_pages=8, num_host_pages=15, policy="write_through")

@@ -107,10 +107,8 @@ class Rows:
         return [row for row in range(NUM_ROWS) if row not in self.rows]
 
     def transfer(self) -> None:
-        transfers = self.manager.take_moves()
-        if len(transfers):
-            self.manager.complete(transfers.number)
-        self.manager.take_moves()
+        if number := self.manager.take_moves().number:
+            self.manager.complete(number)
 
     def admit(self) -> None:
         if not self.free_rows():

@@ -1083,15 +1083,6 @@ cdef inline void _queue_copy(Pool *pool, int32_t src, Held *target, int32_t plac
     target.due_list = pool.list_number
 
 
-cdef inline bint _are_destinations(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Whether a held page is the destination of a copy that is due."""
-    cdef Py_ssize_t g
-    for g in range(holding.num_groups if pool.copies.num else 0):
-        if _is_destination(pool, &holding.held[g]):
-            return True
-    return False
-
-
 cdef inline bint _are_sources(const Pool *pool, const Holding *holding) noexcept nogil:
     """Whether a held page is the source of a copy that is due."""
     cdef const Held *held
@@ -1106,7 +1097,11 @@ cdef inline bint _are_sources(const Pool *pool, const Holding *holding) noexcept
 
 cdef inline bint has_copies(const Pool *pool, const Holding *holding) noexcept nogil:
     """Whether a copy from or into a held page is due."""
-    return _are_sources(pool, holding) or _are_destinations(pool, holding)
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        if _is_destination(pool, &holding.held[g]):
+            return True
+    return _are_sources(pool, holding)
 
 
 cdef inline bint awaits_moves(const Pool *pool, const Holding *holding) noexcept nogil:
@@ -1127,8 +1122,6 @@ cdef inline void drop_copies(Pool *pool, const Holding *holding) noexcept nogil:
     """Drop the copies into pages that were just given back."""
     cdef Copies *copies = &pool.copies
     cdef Py_ssize_t i, num_kept = 0
-    if not _are_destinations(pool, holding):
-        return
     for i in range(copies.num):
         if _is_held_last(&holding.held[copies.items[i].group], copies.items[i].dst):
             give_back(pool, copies.items[i].src)

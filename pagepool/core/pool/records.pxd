@@ -235,7 +235,7 @@ cdef struct Tier:
     Py_ssize_t num_due
     int64_t num_fills         # lists that were filled from storage; they have negative numbers
     int64_t num_clears        # how often everything was dropped
-    int64_t num_steps         # storage: steps whose moves were taken since it was linked
+    int64_t num_steps         # steps whose moves were taken; of storage, those since it was linked
     int64_t *arrivals         # storage: [pages of the tier] `num_steps` when each was cached
     int64_t oldest_load       # first list with unfinished loads; INT64_MAX: none
     int64_t *loading          # [num_pages] list that loads a page of the pool; 0 for most

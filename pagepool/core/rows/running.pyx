@@ -873,7 +873,7 @@ cdef class RunningRows:
     def take_moves(self) -> Moves:
         """Take the moves that are due, with the writes of the batch's states."""
         cdef StateWrites writes = take_due_writes(self)
-        return take_with(self.store, writes)
+        return take_with(self.store, writes, &self.last_step)
 
     def get_page_ids(self, row) -> tuple:
         """Return the ids of a row's pages, a list for each group, with the null page, 0, for skipped pages. O(pages)."""

@@ -26,4 +26,4 @@ cdef class Moves:
 cdef StateWrites NO_WRITES
 
 cdef StateWrites writes_of(object columns)
-cdef Moves take_with(PageStore store, StateWrites writes)
+cdef Moves take_with(PageStore store, StateWrites writes, int64_t *last_step)

@@ -124,18 +124,20 @@ cdef Py_ssize_t count_due(const Pool *pool) noexcept nogil:
 
 def take_moves(PageStore store not None) -> Moves:
     """Hand the due copies, loads and saves over to the caller, who makes them. O(moves); nothing is allocated without any."""
-    return take_with(store, NO_WRITES)
+    return take_with(store, NO_WRITES, &store.last_step)
 
 
-cdef Moves take_with(PageStore store, StateWrites writes):
-    """Take the moves of a pool, with the writes of a batch."""
+cdef Moves take_with(PageStore store, StateWrites writes, int64_t *last_step):
+    """Take the moves of a pool, with the writes of a batch. `last_step` has the number of the step of which the caller took the
+    moves last.
+    """
     cdef Pool *pool = &store.pool
     cdef int32_t[:, ::1] taken
     cdef Py_ssize_t num_due, num_saves = 0, num_loads = 0, num = -1
     cdef int64_t number = 0
     with store.own_lock()[0]:
         if pool.tier != NULL:
-            begin_step(pool)
+            begin_step(pool, last_step)
         pool.copies.is_between = False
         num_due = count_due(pool)
     if num_due == 0:

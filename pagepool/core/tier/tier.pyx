@@ -209,13 +209,18 @@ def add_tier(PageStore store not None, PageTier tier not None) -> None:
         )
 
 
-cdef void begin_step(Pool *pool) noexcept nogil:
-    """Begin the step whose moves are taken, unless they are taken for forks, or for calls that were refused. A tier that writes
-    through saves the pages cached before the moves of the last step were taken, since that step has begun; storage counts the
-    step.
+cdef void begin_step(Pool *pool, int64_t *last_step) noexcept nogil:
+    """Begin the step whose moves are taken, unless they are taken for forks, or for refused calls, or by a batch without moves
+    of the last step: it runs in that one, which becomes its `last_step`. A tier that writes through saves the pages cached
+    before the moves of the last step were taken, since that step has begun; storage counts the step.
     """
     cdef Tier *tier = pool.tier
+    cdef bint is_next = last_step[0] == tier.num_steps
     if pool.copies.is_between:
+        return
+    tier.num_steps += is_next
+    last_step[0] = tier.num_steps
+    if not is_next:
         return
     save_fresh(pool)
     tier.num_ready = tier.num_fresh
