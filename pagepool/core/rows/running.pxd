@@ -46,7 +46,7 @@ cdef class RunningRows:
     cdef tuple lock_order           # the tables in locking order
     cdef tuple buffers              # arrays that `batch` points into
     cdef list extra_key_bytes       # for each row, the bytes that its `extra_keys` point into
-    cdef int64_t last_step          # step of which moves were taken last
+    cdef int64_t last_step          # last step with moves taken by this batch
     cdef Shortage shortage          # why the last refused admission got no pages
     cdef bint is_short              # the last admission was refused
     cdef list refusals              # for each row, the RefusedRequest of its last request, or None

@@ -128,9 +128,7 @@ def take_moves(PageStore store not None) -> Moves:
 
 
 cdef Moves take_with(PageStore store, StateWrites writes, int64_t *last_step):
-    """Take the moves of a pool, with the writes of a batch. `last_step` has the number of the step of which the caller took the
-    moves last.
-    """
+    """Take the moves of a pool, with the writes of a batch. `last_step` is the last step with moves taken by the caller."""
     cdef Pool *pool = &store.pool
     cdef int32_t[:, ::1] taken
     cdef Py_ssize_t num_due, num_saves = 0, num_loads = 0, num = -1
