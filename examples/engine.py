@@ -1,7 +1,7 @@
 """A continuous-batching engine: chunked prefill, prefix caching, preemption, sampling, beam search. See `engine.py --help`."""
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -25,6 +25,7 @@ from pagepool import (
     MambaSpec,
     MultiGroupPageTable,
     PageHashing,
+    StateWrites,
     StepInputs,
     StepResult,
 )
@@ -145,9 +146,7 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """End a request before its answer is complete, with samples that have not forked."""
-        chunks = [chunk for _, chunks, _ in self.in_flight for chunk in chunks if chunk.request is request]
-        starts = [chunk.start for chunk in chunks if self.is_current(chunk)]  # a step in flight may fail
-        self.scheduler.abort(request, min(starts, default=None))
+        self.scheduler.abort(request)
 
     def require_capacity(self, request: Request, num_rows: int) -> None:
         """Raise ValueError if a request that ends with this number of rows could not run even alone."""
@@ -170,7 +169,7 @@ class Engine:
         self.table.warmup()
         self.runner.warmup(max_num_copies=min(self.num_rows - 1, self.manager.num_pages))
         for padded_size in self.padded_sizes:
-            packed = pack(self.inputs, 0, padded_size, self.num_rows, [], self.scheduler.batch.take_writes())
+            packed = pack(self.inputs, 0, padded_size, self.num_rows, [], self.scheduler.batch.take_moves().writes)
             self.runner.run(self.table.commit(self.num_rows), *packed)
         self.runner.wait()  # the first step is as fast as others
 
@@ -188,7 +187,7 @@ class Engine:
         """Start a step, if anything can run, and end the oldest one if no more may be in flight. Return each request that got a
         final token, with the token. Raise RuntimeError if nothing can run, but for requests that wait for the store.
 
-        If the model fails, the step is undone and the error is raised; later steps compute the same tokens again.
+        If the model fails, the error is raised; later steps compute the same tokens again.
         """
         step, requests = self.scheduler.schedule()
         for _ in range(self.num_rows):  # wait for transfers in progress until some chunk can run
@@ -209,7 +208,8 @@ class Engine:
         if len(self.in_flight) <= self.scheduler.max_steps_ahead and requests:
             return []
         streamed = self.end_step()
-        self.move_pages()
+        if self.scheduler.has_forked:  # the next step is planned with the copies made
+            self.move_pages()
         if self.is_idle and self.store is not None:
             self.save_pages()
         return streamed
@@ -219,18 +219,16 @@ class Engine:
         batch, inputs = self.scheduler.batch, self.inputs
         num_tokens = batch.inputs(step, out=inputs)
         padded_size = next(size for size in self.padded_sizes if size >= num_tokens)
-        spans = inputs.starts.tolist(), inputs.seq_lens.tolist(), batch.stays[step.rows].tolist()
-        chunks = list(map(Chunk, requests, *spans))
+        chunks = list(map(Chunk, requests, inputs.starts.tolist(), inputs.seq_lens.tolist()))
         for request in requests:
             request.num_in_flight += 1
         try:
-            self.move_pages()
-            page_tables, writes = self.table.commit(self.num_rows), batch.take_writes()
+            writes = self.move_pages()
+            page_tables = self.table.commit(self.num_rows)
             packed = pack(inputs, num_tokens, padded_size, self.num_rows, requests, writes)
             if not self.in_flight:
                 self.busy_since = perf_counter()
             self.in_flight.append((step, chunks, self.runner.run(page_tables, *packed)))
-            self.manager.end_step()
         except BaseException:
             self.take_back([*self.in_flight, (step, chunks, None)])
             raise
@@ -241,7 +239,7 @@ class Engine:
         try:
             next_tokens = NextTokens(*map(np.asarray, next_tokens))
         except BaseException:
-            self.take_back(self.in_flight)
+            self.take_back([*self.in_flight])
             raise
         self.in_flight.popleft()
         self.record_step(chunks)
@@ -256,41 +254,30 @@ class Engine:
         if self.store is not None and num_tokens:
             self.store.record_step(num_tokens, self.busy_since - start)
 
-    def is_current(self, chunk: Chunk) -> bool:
-        """Whether the request of a chunk has neither ended nor lost its row since the step was planned."""
-        return bool(self.scheduler.batch.stays[chunk.request.row] == chunk.stay)
-
-    def take_back(self, steps: Collection[Step]) -> None:
-        """Release the requests of steps in flight, last admitted first, since their states may be spoilt. They wait again."""
-        starts: dict[Request, int] = {}
+    def take_back(self, steps: Sequence[Step]) -> None:
+        """End steps in flight, oldest first: the first has failed, so the others have too. Their tokens are computed again."""
         for chunk in [chunk for _, chunks, _ in steps for chunk in chunks]:
             chunk.request.num_in_flight -= 1
-            if self.is_current(chunk):
-                starts[chunk.request] = min(chunk.start, starts.get(chunk.request, chunk.start))  # it may have been sent back
-        for request in reversed(starts):
-            num_computed = int(self.scheduler.batch.num_computed_tokens[request.row])
-            self.scheduler.put_back(request, min(starts[request], num_computed))
-        for step, _, _ in steps:
-            self.scheduler.batch.resolve(step)
+        self.scheduler.fail([step for step, _, _ in steps])
         self.in_flight.clear()
         self.runner.wait()  # a step that was started reads its inputs, which the next step overwrites
 
-    def move_pages(self) -> None:
+    def move_pages(self) -> StateWrites:
         """Start the transfers to and from the host, and copy the pages that checkpoints, hits and forks need, before the model
-        reads or writes them.
+        reads or writes them. Return the states that the planned step writes.
         """
-        transfers = self.scheduler.batch.take_transfers()
-        self.runner.transfer_pages(transfers)
-        copies = self.scheduler.batch.take_copies()
-        self.runner.copy_pages(copies)
-        self.num_copied_pages += len(copies)
-        self.has_loads |= len(transfers.load_src) > 0
+        moves = self.scheduler.batch.take_moves()
+        self.scheduler.has_forked = False
+        self.runner.move_pages(moves)
+        self.num_copied_pages += len(moves.copies)
+        self.has_loads |= len(moves.loads) > 0
+        return moves.writes
 
     def end_transfers(self, must_wait: bool) -> None:
         """Report finished transfers to the manager. Requests whose pages failed to load go back."""
         self.has_loads &= not must_wait
         for number, saves, loads, _ in self.runner.end_transfers(must_wait):
-            failed = self.manager.fail_transfers(number, saves=saves, loads=loads)
+            failed = self.manager.fail(number, saves=saves, loads=loads)
             if len(failed):
                 self.scheduler.rewind(failed)
 
@@ -298,8 +285,7 @@ class Engine:
         """Let the pages of the last steps reach the host, then the store, which gets a page only once the steps planned behind
         its own have begun. While steps follow, these do it.
         """
-        self.manager.end_step()
-        for _ in range(2 + self.scheduler.max_steps_ahead):
+        for _ in range(3 + self.scheduler.max_steps_ahead):
             self.move_pages()
             self.end_transfers(must_wait=True)
 
@@ -309,11 +295,11 @@ class Engine:
             self.store.close(drain_seconds=drain_seconds)
 
     def update(self, step: StepResult, chunks: Sequence[Chunk], next_tokens: NextTokens) -> list[tuple[Request, int]]:
-        """Resolve a step. Each request whose due tokens are all computed gets its next token, or forks its samples."""
+        """Settle a step. Each request whose due tokens are all computed gets its next token, or forks its samples."""
         is_due = [chunk.stop == chunk.request.num_due_tokens for chunk in chunks]
         is_sampled = np.array([due and chunk.request.is_sampled for due, chunk in zip(is_due, chunks, strict=True)], np.int32)
         token_ids = next_tokens.sampled[step.rows[is_sampled > 0]]
-        places = self.scheduler.batch.resolve(step, token_ids, is_sampled).tolist()
+        places = self.scheduler.batch.settle(step, token_ids, is_sampled).tolist()
         complete = [chunk.request for chunk, due, place in zip(chunks, is_due, places, strict=True) if due and place >= 0]
         sampling = [request for request in complete if request.is_sampled]
         for request in complete:

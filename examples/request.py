@@ -76,11 +76,8 @@ class Request:
 
 
 class Chunk(NamedTuple):
-    """Tokens of a request computed in one step: positions `start` to `stop`, a single token if decoding. Their result counts
-    only while the request's row has this `stay`.
-    """
+    """Tokens of a request computed in one step: positions `start` to `stop`, a single token if decoding."""
 
     request: Request
     start: int
     stop: int
-    stay: int

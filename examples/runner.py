@@ -12,7 +12,7 @@ from model import Attention, Cache, Tokens, Weights, forward, get_axes, get_size
 from request import Request
 from sampling import NextTokens, SamplingRows, find_next
 
-from pagepool import PageCopies, StateWrites, StepInputs, Transfers, page_copies
+from pagepool import Moves, StateWrites, StepInputs, page_copies
 from pagepool.host_pages import FinishedTransfers, HostPages
 
 __all__ = ["ModelRunner", "pack"]
@@ -81,15 +81,12 @@ class ModelRunner:
         """Wait until all steps that were started have ended."""
         jax.block_until_ready(self.cache)
 
-    def copy_pages(self, copies: PageCopies) -> None:
-        """Copy pages of each cache group within its arrays."""
-        keys_and_values = page_copies.copy_pages(self.cache.keys_and_values, copies, group=0, page_axis=1)
-        self.cache = Cache(keys_and_values, page_copies.copy_pages(self.cache.states, copies, group=1))
-
-    def transfer_pages(self, transfers: Transfers) -> None:
-        """Start transfers between the cache and host memory."""
+    def move_pages(self, moves: Moves) -> None:
+        """Start saves and loads between the cache and host memory, and copy pages of each cache group within its arrays."""
         if self.host_pages is not None:
-            self.cache = self.host_pages.run(self.cache, transfers)
+            self.cache = self.host_pages.run(self.cache, moves)
+        keys_and_values = page_copies.copy_pages(self.cache.keys_and_values, moves.copies, group=0, page_axis=1)
+        self.cache = Cache(keys_and_values, page_copies.copy_pages(self.cache.states, moves.copies, group=1))
 
     def end_transfers(self, must_wait: bool) -> list[FinishedTransfers]:
         """Return the finished transfers: all of them if the call must wait."""

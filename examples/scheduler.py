@@ -4,7 +4,7 @@ running batch.
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 from request import Request
@@ -44,6 +44,7 @@ class Scheduler:
         self.free_rows = deque(range(max_num_reqs))
         self.store = store
         self.is_fetching = False  # whether the last step was planned without a request whose pages are on their way
+        self.has_forked = False  # whether rows were forked since moves were taken
         self.num_preemptions = 0
 
     def add(self, request: Request) -> None:
@@ -52,12 +53,12 @@ class Scheduler:
             self.store.fetch(EngineRequest(request.request_id, request.token_ids))
         self.waiting.append(request)
 
-    def abort(self, request: Request, num_computed_tokens: int | None) -> None:
-        """Drop a request. If it has a row, tokens beyond this number may be wrong."""
+    def abort(self, request: Request) -> None:
+        """Drop a request."""
         if self.store is not None:
             self.store.forget(request)
         if request in self.running:
-            self.batch.release([request.row], num_computed_tokens)
+            self.batch.release([request.row])
             self.free_rows.append(request.row)
         (self.running if request in self.running else self.waiting).remove(request)
 
@@ -75,7 +76,7 @@ class Scheduler:
         """
         num_preemptions, self.is_fetching = self.num_preemptions, False
         step, planned = self.batch.new_step(), []
-        budget = self.grow_running(step, planned)
+        budget = self.plan_running(step, planned)
         if not planned or self.num_preemptions == num_preemptions:
             self.admit_waiting(step, planned, budget)
         while not planned and self.running and (oldest := next(filter(self.is_ready, self.waiting), None)):
@@ -85,28 +86,23 @@ class Scheduler:
             self.admit_waiting(step, planned, self.max_num_batched_tokens)
         return step, planned
 
-    def grow_running(self, step: StepResult, planned: list[Request]) -> int:
-        """Allocate slots for due tokens, oldest request first, and return the rest of the budget. Tokens that a step in flight
-        samples come first.
-        """
-        batch, budget = self.batch, self.max_num_batched_tokens
-        num_due = batch.num_tokens - batch.num_computed_tokens
-        ahead = [request for request in self.running if not num_due[request.row] and self.is_ahead(request)]
-        self.grow(ahead[:budget], planned, lambda rows: batch.step_ahead(rows, step=step))
-        budget -= len(planned)
-        for request in self.running:
-            num_due[request.row] = min(num_due[request.row], budget)
-            budget -= num_due[request.row]
-        due = [request for request in self.running if num_due[request.row]]
-        self.grow(due, planned, lambda rows: batch.grow(rows, num_due[rows], step=step))
-        return int(budget)
+    def plan_running(self, step: StepResult, planned: list[Request]) -> int:
+        """Plan the due tokens of running requests, oldest request first, and return the rest of the budget. Tokens that a step
+        in flight samples come first.
 
-    def grow(self, requests: list[Request], planned: list[Request], call: Callable[[list[int]], StepResult]) -> None:
-        """Grow the rows of requests by a call of the batch. While pages are short, the newest request that is not in the step
-        is preempted, or if a step in flight computes its tokens, the others wait for that.
+        While pages are short, the newest request that is not in the step is preempted, or if a step in flight computes its
+        tokens, the others wait for that.
         """
+        budget, num_due = self.max_num_batched_tokens, self.batch.num_tokens - self.batch.num_computed_tokens
+        ahead = [request for request in self.running if not num_due[request.row] and self.is_ahead(request)]
+        due = [request for request in self.running if num_due[request.row]]
+        for request in (requests := ahead + due):
+            num_due[request.row] = min(max(num_due[request.row], 1), budget)
+            budget -= num_due[request.row]
+        requests = [request for request in requests if num_due[request.row]]
         while requests:
-            num_grown = call([request.row for request in requests]).num_grown
+            rows = [request.row for request in requests]
+            num_grown = self.batch.plan(rows, num_due[rows], step=step).num_grown
             planned += requests[:num_grown]
             requests = requests[num_grown:]
             if requests:
@@ -115,6 +111,7 @@ class Scheduler:
                     break
                 self.preempt(newest)
                 requests = [request for request in requests if request is not newest]
+        return int(budget)
 
     def is_ahead(self, request: Request) -> bool:
         """Whether the token that a step in flight samples is to be computed. The last token of an answer never is."""
@@ -125,7 +122,8 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Preempt a request: it waits at its place, and hits its cached pages when it is admitted again."""
         self.num_preemptions += 1
-        self.put_back(request)
+        self.batch.release([request.row])
+        self.wait(request)
 
     def rewind(self, failed: FailedLoads) -> None:
         """Send back requests whose pages failed to load, to the token before these pages. Steps in flight drop their tokens."""
@@ -133,11 +131,16 @@ class Scheduler:
         for request in [request for request in self.running if request.row in (*rewound, *lost)]:
             request.candidates = ()
             if request.row in lost:
-                self.put_back(request, 0)
+                self.wait(request)
 
-    def put_back(self, request: Request, num_computed_tokens: int | None = None) -> None:
-        """Release a request's pages, and let it wait at its place. Tokens beyond this number are to be computed again."""
-        self.batch.release([request.row], num_computed_tokens)
+    def fail(self, steps: Sequence[StepResult]) -> None:
+        """End steps that failed, oldest first. Rows go back; requests wait if the batch has released their rows."""
+        lost = [row for step in steps for row in self.batch.settle(step, failed=True).tolist()]
+        for request in [request for request in self.running if request.row in lost]:
+            self.wait(request)
+
+    def wait(self, request: Request) -> None:
+        """Let a request whose row was released wait at its place."""
         self.free_rows.appendleft(request.row)  # it returns to its row, which keeps its hashes
         request.candidates = ()
         self.running.remove(request)
@@ -175,6 +178,7 @@ class Scheduler:
         try:
             if rows:
                 self.batch.fork(request.row, rows)
+                self.has_forked = True
         except OutOfPagesError:
             self.free_rows.extend(rows)
             rows = []
@@ -196,9 +200,9 @@ class Scheduler:
         self.batch.append([request.row for request in requests], [request.token_ids[-1] for request in requests])
 
     def finish(self, requests: Sequence[Request]) -> None:
-        """Release finished requests. A step in flight may fail, so the last token that it computes is not to be hit."""
-        rows, num_computed = [request.row for request in requests], self.batch.num_computed_tokens
-        self.batch.release(rows, [int(num_computed[request.row]) - (request.num_in_flight > 0) for request in requests])
+        """Release finished requests."""
+        rows = [request.row for request in requests]
+        self.batch.release(rows)
         self.free_rows.extend(rows)
         for request in requests:
             self.running.remove(request)

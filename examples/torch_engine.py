@@ -129,7 +129,7 @@ class Engine:
         step, is_sampled, result, wait = self.in_flight.popleft()
         wait()
         token_ids = result.numpy()[: len(step)][is_sampled]
-        rows = self.batch.resolve(step, token_ids, is_sampled.astype(int))[is_sampled]
+        rows = self.batch.settle(step, token_ids, is_sampled.astype(int))[is_sampled]
         for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
             if row >= 0:  # otherwise its request ended, or was preempted
                 self.running[row].answer.append(token_id)
@@ -137,27 +137,24 @@ class Engine:
                     self.batch.release([row])
                     del self.running[row]
 
-    def grow(self, rows: list[int], step: StepResult, call: Callable[[list[int]], StepResult]) -> None:
-        """Give rows slots by a call of the batch. While pages are short preempt the newest row that is not in the step."""
-        while rows and (rows := rows[call(rows).num_grown :]):
+    def plan(self) -> StepResult:
+        """Plan a step: rows whose last token is in flight, rows with known tokens, then waiting requests. While pages are short
+        preempt the newest row that is not in the step.
+        """
+        batch, step, budget, self.is_short = self.batch, self.batch.new_step(), self.max_num_tokens, False
+        num_new = batch.num_tokens - batch.num_computed_tokens
+        rows = [row for row, request in self.running.items() if not num_new[row] and request.num_left > 1]
+        for row in (rows := rows + [row for row in self.running if num_new[row]]):
+            num_new[row] = min(max(num_new[row], 1), budget)
+            budget -= num_new[row]
+        rows = [row for row in rows if num_new[row]]
+        while rows and (rows := rows[batch.plan(rows, num_new[rows], step=step).num_grown :]):
             newest, self.is_short = next(row for row in reversed(self.running) if row not in step.rows), True
             if any(newest in flight.rows for flight, *_ in self.in_flight):
                 break  # its token is on the way: plan again once that step has ended
             self.batch.release([newest])
             self.waiting.appendleft(self.running.pop(newest))
             rows = [row for row in rows if row != newest]
-
-    def plan(self) -> StepResult:
-        """Plan a step: rows whose last token is in flight, then rows with known tokens, then waiting requests."""
-        batch, step, self.is_short = self.batch, self.batch.new_step(), False
-        num_new = batch.num_tokens - batch.num_computed_tokens
-        ahead = [row for row, request in self.running.items() if not num_new[row] and request.num_left > 1]
-        self.grow(ahead[: self.max_num_tokens], step, partial(batch.step_ahead, step=step))
-        budget = self.max_num_tokens - len(step)
-        for row in self.running:
-            num_new[row] = min(num_new[row], budget)
-            budget -= num_new[row]
-        self.grow([row for row in self.running if num_new[row]], step, lambda rows: batch.grow(rows, num_new[rows], step=step))
         for row in np.flatnonzero(~batch.is_admitted)[: len(self.waiting) * (not self.is_short)].tolist():
             request = self.waiting[0]
             tokens, traits = request.prompt + request.answer, RequestTraits(is_preempted=bool(request.answer))

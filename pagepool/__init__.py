@@ -31,7 +31,7 @@ from pagepool.page_table import (
 )
 from pagepool.refusal import Refusal
 from pagepool.request import EngineRequest, EngineRequestStatus, Request, RequestTraits
-from pagepool.running_batch import FailedLoads, PageCopies, RunningBatch, StateWrites, StepResult, Transfers
+from pagepool.running_batch import FailedLoads, Moves, PageCopies, RunningBatch, StateWrites, StepResult
 from pagepool.specs import (
     AttentionSpec,
     CacheGroupSpec,
@@ -65,6 +65,7 @@ __all__ = [
     "HostTierStats",
     "Lease",
     "MambaSpec",
+    "Moves",
     "MultiGroupPageTable",
     "PageCopies",
     "PageHash",
@@ -88,7 +89,6 @@ __all__ = [
     "StepResult",
     "StoreStats",
     "TimeHistogram",
-    "Transfers",
     "__version__",
     "device_slot_mapping",
     "errors",

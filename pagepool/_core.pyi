@@ -541,8 +541,8 @@ class RequestPages:
         due after `num_computed_tokens` tokens; cache the pages that `num_tokens_to_cache` tokens fill.
 
         Errors, where nothing has changed: PageHashError for a hit whose content is another one by now, and for a page that was
-        cached under another hash; ArgumentError for hits of a request that holds pages; CopiesDueError while copies or
-        transfers of its pages are due; DoubleFreeError if another caller gave back a page that is due. O(pages).
+        cached under another hash; ArgumentError for hits of a request that holds pages; MovesDueError while moves
+        of its pages are due; DoubleFreeError if another caller gave back a page that is due. O(pages).
         """
     def enter(self, chain: HashChain, num_tokens: int, num_computed_tokens: int, context: int = 0) -> None:
         """Cache the pages that `num_tokens` tokens fill; those with tokens from `num_computed_tokens` on once more if they lost
@@ -560,10 +560,8 @@ class RequestPages:
 
         PageHashError, and nothing changed, if a page was cached under another hash. O(pages given back and cached).
         """
-    def require_copies_taken(self, may_be_read: bool = False) -> None:
-        """Raise CopiesDueError while copies or transfers of the pages are due. Copies from the pages do not count if they
-        `may_be_read`.
-        """
+    def require_moves_taken(self, may_be_read: bool = False) -> None:
+        """Raise MovesDueError while moves of the pages are due. Copies from the pages do not count if they `may_be_read`."""
     def give_back(
         self,
         num_computed_tokens: int | None = None,
@@ -585,23 +583,6 @@ class RequestPages:
         """Count the leading pages of a group with at least `num_holders` references, not counting those of leases, copies and
         loads. 0 without caching, and for groups other than full attention. O(pages of the answer).
         """
-
-@final
-class PageCopies:
-    """Pages to copy before the next step: page ``src[i]`` to page ``dst[i]``, in the arrays of cache group ``group[i]``.
-
-    The three are read-only int32 arrays of one length, which ``len()`` returns. Read all sources before writing any
-    destination; destinations are distinct, so one gather and one scatter suffice.
-    """
-
-    src: Final[npt.NDArray[np.int32]]
-    dst: Final[npt.NDArray[np.int32]]
-    group: Final[npt.NDArray[np.int32]]
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __len__(self) -> int: ...
-
-def take_copies(store: PageStore) -> PageCopies:
-    """Hand the due copies over to the caller, who does them. O(copies); nothing is allocated without any."""
 
 @final
 class Lease:
@@ -689,24 +670,58 @@ def add_tier(store: PageStore, tier: PageTier) -> None:
     """Put a new tier behind its store, which takes ownership and must have none yet."""
 
 @final
-class Transfers:
-    """Pages to transfer before the next step, under a `number`, which is 0 without any.
+class PageCopies:
+    """Pages to copy, in order: page ``src[i]`` to page ``dst[i]``, in the arrays of cache group ``group[i]``.
 
-    Save pages ``save_src[i]`` of the device to pages ``save_dst[i]`` of the tier, in the arrays of group ``save_group[i]``;
-    load pages ``load_src[i]`` of the tier into pages ``load_dst[i]`` of the device, group ``load_group[i]``. All are read-only
-    int32 arrays. With several pools all ids are those of the group's pool, on the device and in the tier. Read all saves before
-    writing any load; destinations are distinct. ``len()`` counts both.
+    The three are read-only int32 arrays of one length, which ``len()`` returns. With several pools all ids are those of the
+    group's pool. Destinations are distinct.
+    """
+
+    src: Final[npt.NDArray[np.int32]]
+    dst: Final[npt.NDArray[np.int32]]
+    group: Final[npt.NDArray[np.int32]]
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __len__(self) -> int: ...
+
+@final
+class StateWrites:
+    """States that the next step writes: that of row ``rows[i]`` behind its first ``num_tokens[i]`` tokens, to page
+    ``page_ids[i]`` in the arrays of cache group ``group[i]``.
+
+    The four are read-only int32 arrays of one length, which ``len()`` returns.
+    """
+
+    rows: Final[npt.NDArray[np.int32]]
+    num_tokens: Final[npt.NDArray[np.int32]]
+    page_ids: Final[npt.NDArray[np.int32]]
+    group: Final[npt.NDArray[np.int32]]
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __len__(self) -> int: ...
+
+@final
+class Moves:
+    """What to move before the next step, and by it. ``len()`` counts all moves.
+
+    The device first reads the pages of all ``saves``, from pages of the device to pages of the tier; then it writes those of
+    all ``loads``, from the tier to the device; then it makes the ``copies`` within the device, reading all sources before it
+    writes any destination, so one gather and one scatter suffice. These are `PageCopies`. The step itself makes the ``writes``,
+    which are `StateWrites`. Answer ``number`` by `CacheManager.complete` or `fail` once the bytes of loads and saves have
+    arrived; 0: there are none, and nothing to answer.
     """
 
     number: Final[int]
-    save_src: Final[npt.NDArray[np.int32]]
-    save_dst: Final[npt.NDArray[np.int32]]
-    save_group: Final[npt.NDArray[np.int32]]
-    load_src: Final[npt.NDArray[np.int32]]
-    load_dst: Final[npt.NDArray[np.int32]]
-    load_group: Final[npt.NDArray[np.int32]]
+    copies: Final[PageCopies]
+    loads: Final[PageCopies]
+    saves: Final[PageCopies]
+    writes: Final[StateWrites]
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __len__(self) -> int: ...
+
+def take_moves(store: PageStore) -> Moves:
+    """Hand the due copies, loads and saves over to the caller, who makes them. O(moves); nothing is allocated without any."""
+
+def list_in_flight(store: PageStore) -> list[Moves]:
+    """Return the `Moves` with loads and saves in flight, in the order they were taken. O(loads and saves x lists)."""
 
 def link_storage(store: PageStore, writes_through: bool = False, min_uses: int = 1) -> None:
     """Put storage behind the tier of a store. A page that the tier evicts is due there if it was used `min_uses` times, where
@@ -725,7 +740,7 @@ def take_unstored(
     due before are done. Page 0 stands for a key whose content was found to be wrong. The last two are the number of the present
     step, and how often everything was dropped since the storage was linked.
 
-    A step begins with each call of `take_transfers`. A page is settled `num_steps` steps after it reached the tier: until then
+    A step begins with each call of `take_moves`, except those for forks and refused calls. A page is settled `num_steps` steps after it reached the tier: until then
     its own step may turn out to have failed. Unsettled pages that are still in the tier are not due yet. O(pages).
     """
 
@@ -759,15 +774,6 @@ def list_absent(
     O(pages x groups x log keys).
     """
 
-def take_transfers(store: PageStore) -> Transfers:
-    """Hand the due transfers over to the caller, who does them. O(transfers); nothing is allocated without any."""
-
-def end_step(store: PageStore) -> None:
-    """Count the pages cached so far as computed: a tier that writes through saves them next. O(1)."""
-
-def list_in_flight(store: PageStore) -> list[Transfers]:
-    """Return the `Transfers` in flight in the order they were taken. O(transfers x lists)."""
-
 @final
 class FailedLoads:
     """Pages with wrong contents after failed loads of list `number`. ``len()`` counts them. `groups` has the cache group of
@@ -785,7 +791,7 @@ class FailedLoads:
 def end_transfers(
     store: PageStore, number: int, failed_saves: Sequence[int] = (), failed_loads: Sequence[int] = ()
 ) -> FailedLoads:
-    """End the transfers taken under a number. Failed ones are named by their indices among the saves or loads.
+    """End the loads and saves taken under a number. Failed ones are named by their indices among the saves or loads.
     O(transfers in flight + num_pages).
     """
 
@@ -954,14 +960,14 @@ class RefusedRequest:
 class StepResult:
     """A step in flight: its rows, with their tokens and new pages.
 
-    `RunningBatch.grow`, `step` and `step_ahead` return one, and `new_step` an empty one. With ``step=`` these calls and `admit`
-    add rows to a step. The first `num_grown` rows of the last call have their room; the next row, if there is one, did not fit.
-    `len` is the number of rows of the step. `RunningBatch.resolve` ends a step, `undo` takes it back.
+    `RunningBatch.plan` and `step` return one, and `new_step` an empty one. With ``step=`` these calls and `admit` add rows to a
+    step. The first `num_grown` rows of the last call have their room; the next row, if there is one, did not fit. `len` is the
+    number of rows of the step. `RunningBatch.settle` ends it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     num_grown: Final[int]
-    is_resolved: Final[bool]
+    is_settled: Final[bool]
     def __len__(self) -> int: ...
     @property
     def rows(self) -> npt.NDArray[np.int32]:
@@ -1069,9 +1075,9 @@ class RunningRows:
         lookahead: int = 0,
     ) -> None:
         """`tables` are `TableRows`, one for each of the `groups`; these are `CacheGroups`, or an argument for them. With
-        `restores_states` lookahead may pass checkpoints. With `max_steps_ahead` lookahead tokens are computed by the step.
-        States are written at the end of a step, or anywhere. With `caches_computed` pages are cached once the steps that
-        computed them are resolved. `key`, `algorithm` and `lookahead` are those of a `HashChain`.
+        `restores_states` drafts may pass checkpoints. States are written at the end of a step, or anywhere. With
+        `caches_computed` pages are cached once the steps that computed them are settled. `key`, `algorithm` and `lookahead` are
+        those of a `HashChain`.
         """
     def _forget_refusal(self) -> None:
         """Let `refusal` be None, after an error."""
@@ -1093,49 +1099,29 @@ class RunningRows:
     def max_num_tokens(self) -> int:
         """The most tokens that a row can have: the model's limit, or the table's if that is less."""
     def new_step(self) -> StepResult:
-        """Return an empty step, to which `grow`, `step`, `step_ahead` and `admit` add rows."""
-    def grow(
-        self,
-        rows: _Ids,
-        num_new_tokens: _Amounts = 1,
-        num_lookahead_tokens: _Amounts = 0,
-        step: StepResult | None = None,
+        """Return an empty step, to which `plan`, `step` and `admit` add rows."""
+    def plan(
+        self, rows: _Ids, num_tokens: _Amounts = 1, num_drafts: _Amounts = 0, step: StepResult | None = None
     ) -> StepResult:
-        """Give the next known tokens of each row their slots, and room for drafts behind them, row by row in the given order.
+        """Plan a step: give each row slots for its next tokens, row by row in the given order.
 
-        `rows` is a list or an int array without repeats. `num_new_tokens` and `num_lookahead_tokens` are a number for all rows
-        or one for each. For each row, pages that fell out of the attention window are given back first, then the missing pages
-        are taken, then full pages are cached. The first row that does not fit stops the call and stays as it was: preempt, and
-        call again from ``num_grown``. A row without new tokens gives no pages back and keeps no checkpoint, since its last step
-        may not have run yet. With `step` the rows are added to a step, which is returned.
+        `rows` is a list or an int array without repeats; `num_tokens` and `num_drafts` are a number for all rows or one for
+        each. A row with known tokens that no step computes gets slots for the next `num_tokens` of them. A row without gets one
+        for the token that a step in flight samples; at most `max_steps_ahead` such steps may be unsettled. `num_drafts` slots
+        lie behind these: the step computes them too, but not inside a prompt, where they are room for later. Slots are for the
+        longest outcome, and fall by the rejected drafts as a step is settled.
 
-        StateAheadError if lookahead passes the next checkpoint of a state, since the step would overwrite the state (see
-        `RunningBatch`, `restores_states`), and for drafts in a `step` of a batch with `max_steps_ahead` whose states are kept
-        and not restored; RequestTooLargeError for a row that would hold more pages than the pool, or its shard, has;
-        ArgumentError for more tokens than a row knows, for rows not admitted, repeated, or in the step already, and for a step
-        of another batch, or one resolved or taken back; RowIndexError outside the table. Nothing has changed then.
-        O(rows + new pages).
-        """
-    def step(self, rows: _Ids, token_ids: _Ids, step: StepResult | None = None) -> StepResult:
-        """Append one token to each row and give its next token a slot: the decode step of the whole batch.
+        For each row, what earlier steps have made final is cached, and pages that fell out of the attention window are given
+        back; then the missing pages are taken, then full pages are cached. The first row that does not fit stops the call and
+        stays as it was: preempt, and call again from ``num_grown``. With `step` the rows are added to a step, which is
+        returned. A plan says that the step `max_steps_ahead` + 1 before it has run.
 
-        `rows` and `token_ids` are lists or int arrays of one length; rows do not repeat. The first row that does not fit stops
-        the call and gets no token. With `step` the rows are added to a step, which is returned. Nothing has changed after an
-        error: RowOverflowError for a row that is full, ArgumentError for one with known tokens to compute, such as one in the
-        middle of its prompt, and the errors of `grow`. O(rows + new pages), native.
-        """
-    def step_ahead(self, rows: _Ids, num_drafts: _Amounts = 0, step: StepResult | None = None) -> StepResult:
-        """Plan the next step of rows whose last token is not known yet, since the step that samples it is in flight: give that
-        token a slot, and `num_drafts` behind it, a number for all rows or one for each.
-
-        The known tokens of such a row are computed, by at most `max_steps_ahead` steps that are not resolved; the rest of a
-        prompt goes by `grow`. Slots are for the longest outcome: with D drafts and a step in flight, 2 (D + 1) - 1 of them lie
-        behind the known tokens. Pages are given back by the tokens counted before the call, and nothing is cached. The first
-        row that does not fit stops the call, and with `step` rows are added to a step, as in `grow`.
-
-        ArgumentError for rows with known tokens to compute, without a step in flight that samples a token, or with too many;
-        RowOverflowError for a row that may be full; StateAheadError for drafts of a model whose states are kept, unless the
-        batch has `restores_states`; other errors as in `grow`. Nothing has changed then. O(rows + new pages), native.
+        ArgumentError for more tokens than a row has left, for rows not admitted, pending, repeated, or in the step already, for
+        a row with nothing to compute, and for a step of another batch, or a settled one; RowOverflowError for a row that may be
+        full; MovesDueError while moves of its pages are due; StateAheadError for drafts that pass the next checkpoint of a
+        state, or change states while steps are in flight, unless the manager has `restores_states`; RequestTooLargeError for a
+        row that would hold more pages than the pool, or its shard, has; RowIndexError outside the table. Nothing has changed
+        then. O(rows + new pages), native.
 
         >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -1145,15 +1131,28 @@ class RunningRows:
         >>> first = batch.new_step()
         >>> batch.admit(0, [1, 2, 3, 4, 5], step=first)
         0
-        >>> second = batch.step_ahead([0])                     # the first runs, and its token is not known
+        >>> second = batch.plan([0])                           # the first runs, and its token is not known
         >>> batch.num_tokens.tolist(), batch.num_ahead_tokens.tolist()
         ([5, 0], [1, 0])
-        >>> batch.resolve(first, [6]).tolist()                 # it is 6, and the second step computes it
+        >>> batch.settle(first, [6]).tolist()                  # it is 6, and the second step computes it
         [0]
         >>> batch.num_tokens.tolist(), batch.num_computed_tokens.tolist(), batch.num_ahead_tokens.tolist()
         ([6, 0], [6, 0], [0, 0])
         """
-    def resolve(self, step: StepResult, token_ids: _Ids | None = None, counts: _Amounts | None = None) -> npt.NDArray[np.int32]:
+
+    def step(self, rows: _Ids, token_ids: _Ids, step: StepResult | None = None) -> StepResult:
+        """Settle the last step of rows that sampled one token each, and plan the next: the decode step of an engine that waits
+        for its steps.
+
+        `rows` and `token_ids` are lists or int arrays of one length; rows do not repeat. Each row gets its token, and a slot for
+        it. Drafts of its last step are rejected: `settle` tells accepted ones. The first row that does not fit stops the call
+        and gets no token. With `step` the rows are added to a step, which is returned. Nothing has changed after an error:
+        RowOverflowError for a row that is full, ArgumentError for one with known tokens to compute, such as one in the middle
+        of its prompt, StateAheadError for one with two steps in flight, and the errors of `plan`. O(rows + new pages), native.
+        """
+    def settle(
+        self, step: StepResult, token_ids: _Ids | None = None, counts: _Amounts | None = None, *, failed: bool = False
+    ) -> npt.NDArray[np.int32]:
         """End a step that has run: append the tokens sampled by it, and cache the pages filled by now.
 
         `token_ids` are the tokens of all rows, one row after another in the order of ``step.rows``. ``counts[i]`` is the number
@@ -1162,31 +1161,27 @@ class RunningRows:
         accepted drafts, and the sampled token that a later step has in flight. Slots of rejected drafts stay.
 
         Return where the tokens of each row went: its row, which may have moved, or -1 for a request that was released since,
-        or whose computed tokens were cut; its tokens are dropped. int32 ``[len(step)]``.
+        or whose tokens were cut; its tokens are dropped. int32 ``[len(step)]``. Steps of a row that sample tokens are settled
+        in the order of their launch; they end the chunks of its prompt before them, too.
 
-        Steps of a row that sample tokens are resolved in the order of their launch, each once; they end the chunks of its
-        prompt before them, too. ArgumentError, and nothing changed, for a wrong
-        number of tokens, for none where a later step computes them, for negative ones, for rows that got tokens otherwise, or
-        were grown since in a batch without `max_steps_ahead`, and for a step of another batch, or one taken back or resolved;
-        RowOverflowError for a row that would be too long. O(rows + tokens + pages cached), native.
+        With `failed` the step has failed, and with it all later ones of the batch. Pages that they should have filled lose
+        their entries, whoever has hit them. Each row goes back to the tokens before its first failed step, and a row that has
+        hit such a page to the first token of this page; `plan` computes the others again. Return the rows that cannot go back,
+        and are released: they have a state, wait for tokens from elsewhere, have moves due, or need pages again that a window
+        gave back. int32, in ascending order. Known tokens stay, and later steps have nothing to settle.
+
+        ArgumentError, and nothing changed, for a wrong number of tokens, for none where a later step computes them, for
+        negative ones, for rows that got their token otherwise, for tokens of a failed step, and for a step of another batch, or
+        one settled before; RowOverflowError for a row that would be too long. O(rows + tokens + pages cached), native; with
+        `failed` O(pages of all rows).
         """
-    def undo(self, result: StepResult) -> None:
-        """Take back the last step of its rows, whose model run failed. The rows are as before, without the tokens appended by
-        `step`; rows that it admitted are released, pages taken by it are given back, and pages cached by it lose their entries.
 
-        Take several steps back in reverse order. Release rows admitted since by other calls before, with the
-        `num_computed_tokens` of their hits. Pages that an attention window left stay given back. pagepool does not restore the
-        state of a state group: restore it, or release the row, if the model may have begun to write it.
-
-        ArgumentError, and nothing changed, for a step of another batch, for one resolved or taken back before, where a row was
-        grown, cut, moved, forked or released since, where it needs pages again that a later call gave back, where others hit or
-        share a page to which it would write again, and where a load into such a page is in flight; release such rows with
-        `num_computed_tokens`. O(rows + pages taken and cached).
-        """
     def append(self, rows: _Ids, token_ids: _Ids) -> None:
         """Append one known token to each row, without room for it yet. Rows may repeat, for several tokens in order.
 
-        RowOverflowError, and nothing changed, where a row would be too long. O(rows).
+        If a step in flight samples the row's next token, this is its token: its drafts are rejected, and `settle` tells no
+        other. ArgumentError, and nothing changed, for rows that are not admitted; RowOverflowError where a row would be too
+        long; StateAheadError where a later step in flight computes the token. O(rows).
         """
     def trim(self, rows: _Ids, num_tokens: _Amounts) -> None:
         """Cut the known tokens of rows, as for rejected drafts, to `num_tokens`, a number for all rows or one for each.
@@ -1195,29 +1190,24 @@ class RunningRows:
         tokens are cut, the pages behind the cut are given back, the last first, and lose their entries unless they have other
         holders. If the page at the cut has other holders, it is given back as well, and its first tokens have to be computed
         again: ``num_computed_tokens`` says so. Pages of other groups with these tokens, and those behind, are then given back
-        too if they have other holders.
+        too if they have other holders. With a hash lookahead of L tokens the last L tokens before the cut count as changed: the
+        drafter writes their slots again, so their pages lose their entries as well, and shared ones are computed again.
 
         ArgumentError, and nothing changed, for more tokens than a row knows; where computed tokens are cut, also if the
         attention window needs pages again that were given back, and if a state has seen cut tokens, unless all tokens are cut;
         StateAheadError while steps in flight compute tokens behind the known ones. O(rows + pages behind).
         """
-    def release(
-        self,
-        rows: _Ids,
-        num_computed_tokens: _Amounts | None = None,
-        seconds: float | Sequence[float | None] | npt.NDArray[np.floating[Any]] | None = None,
-    ) -> None:
+    def release(self, rows: _Ids, seconds: float | Sequence[float | None] | None = None) -> None:
         """Give back all pages of rows, in the given order, the last page of each first, and make the rows free.
 
         `seconds`, a number for each row or one for all, says when the row's next request is expected: free pages that are
         wanted later are evicted before those wanted sooner (see `CacheManager.expect`). Infinity means never again; None leaves
         what `expect` said.
 
-        After a failed step `num_computed_tokens`, a number for each row or one for all, says how many tokens were really
-        computed: pages that a row cached with tokens from there on lose their entries, even if others hold them. Release other
-        rows that hit them since as well.
+        A row may be released while its steps are in flight: they have nothing to tell then. If one fails, its pages lose their
+        entries.
 
-        ArgumentError, and nothing changed, for more tokens than a row has slots for, for seconds below 0, and for a wrong
+        ArgumentError, and nothing changed, for rows that are not admitted or repeated, for seconds below 0, and for a wrong
         number of seconds; DoubleFreeError if somebody else gave one of the pages back. O(pages).
         """
     def move_row(self, src: int, tgt: int) -> None:
@@ -1226,10 +1216,10 @@ class RunningRows:
         """Exchange two rows, free or not. O(tokens and pages of both)."""
     def fork(self, row: int, targets: _Ids) -> None:
         """Fork an admitted row into free rows, for parallel samples and beams, after the step that computed its tokens. Targets
-        share the full pages, and get copies of the open page of each group, and of states: see `take_copies`.
+        share the full pages, and get copies of the open page of each group, and of states: see `take_moves`.
 
         Targets get the row's tokens and its ``num_cached_tokens``. ArgumentError for a row that is not admitted, for admitted
-        or repeated targets, and for no targets; RowIndexError outside the table, CopiesDueError while copies into the
+        or repeated targets, and for no targets; RowIndexError outside the table, MovesDueError while moves into the
         row's pages are due, StateAheadError while steps in flight compute tokens behind the known ones, OutOfPagesError if too
         few pages are free. Nothing has changed then. O(pages and tokens of a row) for each target, native.
 
@@ -1240,21 +1230,21 @@ class RunningRows:
         >>> batch = RunningBatch(manager, table)
         >>> _ = batch.admit(0, [1, 2, 3, 4, 5, 6])
         >>> batch.fork(0, [1, 2])
-        >>> table.page_table_cpu[:, :2].tolist(), batch.take_copies()
+        >>> table.page_table_cpu[:, :2].tolist(), batch.take_moves().copies
         ([[1, 2], [1, 3], [1, 4]], PageCopies(src=[2, 2], dst=[3, 4], group=[0, 0]))
         >>> batch.release([0, 1, 2])
         """
     def commit_external(self, row: int, num_tokens: int) -> None:
         """Let a pending row run once the first `num_tokens` of its awaited tokens have arrived: they count as computed, and
-        their full pages are cached. `grow` computes the other tokens, whose slots stay.
+        their full pages are cached. `plan` computes the other tokens, whose slots stay.
 
-        Until then the row's new pages are not cached, and `grow`, `step`, `trim` and `fork` raise ArgumentError for it;
+        Until then the row's new pages are not cached, and `plan`, `step`, `trim` and `fork` raise ArgumentError for it;
         `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists, once
-        the due copies and transfers are done. It may leave out pages that lie behind the window of all later tokens: those are
+        the due moves are made. It may leave out pages that lie behind the window of all later tokens: those are
         given back. With a state all tokens have to arrive.
 
         ArgumentError for a row that is not pending, for more tokens than it waits for, and with a state for fewer;
-        CopiesDueError while copies or transfers of its pages are due. Nothing has changed then. O(pages cached).
+        MovesDueError while moves of its pages are due. Nothing has changed then. O(pages cached).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -1270,49 +1260,29 @@ class RunningRows:
     def fail_external(self, row: int, num_valid_tokens: int) -> int:
         """Commit the first `num_valid_tokens` of the tokens for which a pending row waits, as `commit_external` does, and give
         back the pages behind them: nothing may write there any more, and readers need a lease. Return the row's number of
-        computed tokens; `grow` computes the others.
+        computed tokens; `plan` computes the others.
 
         With a state all pages are given back, cached ones too, and 0 is returned, since the state would need all tokens. Errors
         as in `commit_external`. O(pages given back and cached).
         """
     def rewind(self, failed: FailedLoads) -> tuple[list[int], list[int]]:
-        """Rewind the rows whose pages failed to load (see `CacheManager.fail_transfers`) to the first such page:
-        ``num_computed_tokens`` is cut, and `grow` computes the tokens again. Call it before the rows grow.
+        """Rewind the rows whose pages failed to load (see `CacheManager.fail`) to the first such page:
+        ``num_computed_tokens`` is cut, and `plan` computes the tokens again. Call it before rows are planned or settled.
 
-        Return the rewound rows, and the rows that cannot go back: they need pages again that a window gave back, have copies
-        due, or wait for tokens from elsewhere. Release the latter, with `num_computed_tokens` 0, and admit them again. Rows of
-        a model with states go back to token 0 if they hit pages loaded by this list or later ones, since their states may have
-        seen wrong tokens. ArgumentError for loads of another pool. O(pages of all rows).
+        Return the rewound rows, and the rows that cannot go back, which are released: they need pages again that a window gave
+        back, have moves due, or wait for tokens from elsewhere. Admit their requests again. Rows of a model with states go back
+        to token 0 if they hit pages loaded by this list or later ones, since their states may have seen wrong tokens.
+        ArgumentError for loads of another pool. O(pages of all rows).
         """
     def find_next_checkpoint(self, rows: _Ids) -> npt.NDArray[np.int32]:
         """Return the number of tokens at which a chunk of each row must end to leave its next checkpoint; without one the most
         tokens of a row: int32 ``[len(rows)]``. RowIndexError outside the table. O(rows).
         """
-    def take_writes(self) -> StateWrites:
-        """Take the list of states that the planned step writes to pages of their own, as checkpoints: see `MambaSpec`.
+    def take_moves(self) -> Moves:
+        """Take the moves that are due, with the writes of the batch's states."""
 
-        Call it once a step, after the calls that plan the step. Before it, `grow`, `step`, `trim`, `fork` and
-        `commit_external` raise CopiesDueError for rows in the list. A page can be hit once its row grows by further tokens, or
-        is released. For a pending row only the state at the end of its awaited tokens is listed, if a request can resume there;
-        the transfer writes it. O(writes); nothing is allocated without any.
-        """
     def get_page_ids(self, row: int) -> tuple[list[int], ...]:
         """Return the ids of a row's pages, a list for each group, with the null page, 0, for skipped pages. O(pages)."""
-
-@final
-class StateWrites:
-    """States that the next step writes: that of row ``rows[i]`` behind its first ``num_tokens[i]`` tokens, to page
-    ``page_ids[i]`` in the arrays of cache group ``group[i]``.
-
-    The four are read-only int32 arrays of one length, which ``len()`` returns.
-    """
-
-    rows: Final[npt.NDArray[np.int32]]
-    num_tokens: Final[npt.NDArray[np.int32]]
-    page_ids: Final[npt.NDArray[np.int32]]
-    group: Final[npt.NDArray[np.int32]]
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __len__(self) -> int: ...
 
 @final
 class RowRequest:

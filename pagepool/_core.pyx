@@ -14,7 +14,7 @@ that runs without Python; modules (``.pyx``) contain the classes. `core/README.m
 from pagepool.core.base cimport GIL_DISABLED, GUARDS
 
 from pagepool.core.values.chain import HashChain, siphash128
-from pagepool.core.tier.copies import PageCopies, take_copies
+from pagepool.core.tier.moves import Moves, PageCopies, StateWrites, list_in_flight, take_moves
 from pagepool.core.host.row_copies import copy_rows
 from pagepool.core.holding.groups import CacheGroups, PageRules
 from pagepool.core.checks.holders import check_holders
@@ -27,7 +27,7 @@ from pagepool.core.holding.request_maps import RequestMaps
 from pagepool.core.holding.request_pages import RequestPages
 from pagepool.core.rows.inputs import INPUT_FIELDS, InputArrays
 from pagepool.core.rows.row_request import RowRequest
-from pagepool.core.rows.running import RunningRows, StateWrites, StepResult
+from pagepool.core.rows.running import RunningRows, StepResult
 from pagepool.core.pool.layouts import CONSTANTS, copy_records, locate_records
 from pagepool.core.pool.faults import find_policy_fault, follow
 from pagepool.core.pool.sessions import PageSessions
@@ -36,10 +36,7 @@ from pagepool.core.rows.spans import Lease, TokenSpan, lease_pages, list_leases,
 from pagepool.core.pool.store import COUNTERS, CachePage, PageStore, QueryCounter
 from pagepool.core.tables.table import GroupedRows, TableRows, pack_dirty_lines, pack_dirty_segments
 from pagepool.core.tier.storage import begin_fills, end_fills, link_storage, list_absent, take_unstored, unlink_storage
-from pagepool.core.tier.tier import (
-    FailedLoads, PageTier, Transfers, add_tier, end_step, end_transfers, list_in_flight, load_prefix, rewind_request,
-    take_transfers,
-)
+from pagepool.core.tier.tier import FailedLoads, PageTier, add_tier, end_transfers, load_prefix, rewind_request
 
 
 cdef extern from *:

@@ -55,8 +55,8 @@ class PageHashError(PagePoolError, RuntimeError):
     """A page with a hash would get another one."""
 
 
-class CopiesDueError(PagePoolError, RuntimeError):
-    """Tokens would be written to the source or destination of a pending copy (see `take_copies`)."""
+class MovesDueError(PagePoolError, RuntimeError):
+    """Tokens would be written to pages whose moves are due (see `take_moves`)."""
 
 
 class StateAheadError(PagePoolError, ValueError):

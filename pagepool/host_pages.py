@@ -1,4 +1,4 @@
-"""Host memory behind an engine's arrays of pages: `HostPages` makes the transfers listed by `take_transfers`.
+"""Host memory behind an engine's arrays of pages: `HostPages` makes the loads and saves of `take_moves`.
 
 The pages of a cache group are rows of one array of bytes. A save gathers up to 64 pages on the device into one array per dtype,
 which the runtime copies to the host; a thread waits for it, and copies its pages into rows. A load copies rows into other
@@ -41,7 +41,7 @@ from pagepool.page_copies import (
     get_part_size,
     list_programs,
     pad,
-    read_fields,
+    read_copies,
     read_in_part,
     write_in_part,
 )
@@ -68,27 +68,30 @@ Int32Array = npt.NDArray[np.int32]
 Arrays = TypeVar("Arrays")
 
 
-class Transfers(Protocol):
-    """The attributes of `pagepool.Transfers` read by `HostPages.run`: its number, and int32 arrays of ids and groups."""
+class Columns(Protocol):
+    """The attributes of `pagepool.PageCopies` read by `HostPages.run`: int32 arrays of ids and groups."""
+
+    @property
+    def src(self) -> Int32Array: ...
+    @property
+    def dst(self) -> Int32Array: ...
+    @property
+    def group(self) -> Int32Array: ...
+
+
+class LoadsAndSaves(Protocol):
+    """The attributes of `pagepool.Moves` read by `HostPages.run`."""
 
     @property
     def number(self) -> int: ...
     @property
-    def save_src(self) -> Int32Array: ...
+    def loads(self) -> Columns: ...
     @property
-    def save_dst(self) -> Int32Array: ...
-    @property
-    def save_group(self) -> Int32Array: ...
-    @property
-    def load_src(self) -> Int32Array: ...
-    @property
-    def load_dst(self) -> Int32Array: ...
-    @property
-    def load_group(self) -> Int32Array: ...
+    def saves(self) -> Columns: ...
 
 
 class FinishedTransfers(NamedTuple):
-    """Finished transfers, for `CacheManager.fail_transfers`: indices of failed saves and loads, and the first error."""
+    """Finished transfers, for `CacheManager.fail`: indices of failed saves and loads, and the first error."""
 
     number: int
     failed_saves: list[int]
@@ -107,9 +110,9 @@ class HostPages:
     >>> arrays = {"keys": jnp.zeros((4, 2)), "values": jnp.zeros((4, 2))}
     >>> host_pages = HostPages(arrays, 16)
     >>> arrays = host_pages.warmup(arrays)
-    >>> arrays = host_pages.run(arrays, manager.take_transfers())  # before each step, and before `copy_pages`
+    >>> arrays = host_pages.run(arrays, manager.take_moves())  # before each step, and before `copy_pages`
     >>> for finished in host_pages.poll():
-    ...     failed = manager.fail_transfers(finished.number, saves=finished.failed_saves, loads=finished.failed_loads)
+    ...     failed = manager.fail(finished.number, saves=finished.failed_saves, loads=finished.failed_loads)
 
     `run` starts copies and returns; `poll` reports finished ones. Arrays keep their shardings. One thread at a time may use it.
 
@@ -182,10 +185,10 @@ class HostPages:
         self._process = os.getpid()
         self._pending: dict[int, tuple[Copies, Copies]] = {}
 
-    def run(self, arrays: Arrays, transfers: Transfers) -> Arrays:
-        """Start transfers, and return the arrays for the next step. All saves are read before any load is written.
+    def run(self, arrays: Arrays, moves: LoadsAndSaves) -> Arrays:
+        """Start loads and saves, and return the arrays for the next step. All saves are read before any load is written.
 
-        `transfers` is the result of `take_transfers`, or any object with its attributes; if it is empty, `arrays` is returned.
+        `moves` is the result of `take_moves`, or any object with its attributes; without loads and saves `arrays` is returned.
         The arrays must have the pytree, shapes, dtypes and shardings given at first. If something is loaded, the arrays are
         donated: they are updated in place, and the ones passed become invalid. The results are committed to their devices.
 
@@ -202,15 +205,16 @@ class HostPages:
         still in flight, unequal lengths, and arrays that are deleted or not as at first; IntegrityError in a forked process.
         """
         self._require_own_process()
-        saves = read_fields(transfers, "transfers", ("save_src", "save_dst", "save_group"), "Transfers")
-        loads = read_fields(transfers, "transfers", ("load_src", "load_dst", "load_group"), "Transfers")
+        if not hasattr(moves, "saves") or not hasattr(moves, "loads"):
+            raise ArgumentTypeError(f"moves: got {type(moves).__name__}, allowed: Moves")
+        saves, loads = read_copies(moves.saves, "moves.saves"), read_copies(moves.loads, "moves.loads")
         if saves.shape[1] + loads.shape[1] == 0:
             return arrays
-        number = require_int("number", transfers.number, 1)
+        number = require_int("number", moves.number, 1)
         if number in self._pending:
             raise ArgumentError(f"number: got {number}, allowed: one that is not in flight")
         grouped = self._split(arrays)
-        save_places, load_places = self._check(saves, "save"), self._check(loads, "load")
+        save_places, load_places = self._check(saves, "saves"), self._check(loads, "loads")
         pending: tuple[Copies, Copies] = [], []
         submit = partial(self._copier.submit, num_threads=self._num_threads)
         for group, leaves, places in zip(self._groups, grouped, save_places, strict=True):
@@ -299,18 +303,18 @@ class HostPages:
     def _join(self, grouped: Sequence[Sequence[Any]]) -> Any:
         return self._tree.unflatten([leaf for leaves in grouped for leaf in leaves])
 
-    def _check(self, moves: Int32Array, way: str) -> list[npt.NDArray[np.intp]]:
+    def _check(self, columns: Int32Array, way: str) -> list[npt.NDArray[np.intp]]:
         """Check saves or loads. Return the indices of each group's transfers."""
-        if moves.shape[1] == 0:
+        if columns.shape[1] == 0:
             return [np.zeros(0, np.intp)] * len(self._groups)
-        places = [find_places(moves[2], group.group) for group in self._groups]
-        wrong = np.delete(moves[2], np.concatenate(places))
+        places = [find_places(columns[2], group.group) for group in self._groups]
+        wrong = np.delete(columns[2], np.concatenate(places))
         if wrong.size:
             allowed = ", ".join(str(group.group) for group in self._groups)
-            raise ArgumentError(f"transfers.{way}_group: got {wrong[0]}, allowed: {allowed}")
+            raise ArgumentError(f"moves.{way}.group: got {wrong[0]}, allowed: {allowed}")
         for group, own in zip(self._groups, places, strict=True):
             sizes = group.num_pages, group.num_host_pages
-            check_moves(f"transfers.{way}_", moves[:2, own], *(sizes if way == "save" else sizes[::-1]))
+            check_moves(f"moves.{way}.", columns[:2, own], *(sizes if way == "saves" else sizes[::-1]))
         return places
 
     def _finish(self, number: int) -> FinishedTransfers:

@@ -5,9 +5,8 @@ Native methods of `CacheManager`, and the native work of others:
 - ``core/holding/slots.pyx``: `allocate_slots`, `cache_pages`
 - ``core/holding/request_pages.pyx``: `free`, `fork`, `commit_external`, `fail_external`
 - ``core/holding/lookups.pyx``: `probe`
-- ``core/tier/tier.pyx``: `get_computed_pages`, `take_transfers`, `end_step`, `complete_transfers`, `fail_transfers`,
-  `list_transfers_in_flight`, `find_wrong_token`
-- ``core/tier/copies.pyx``: `take_copies`
+- ``core/tier/tier.pyx``: `get_computed_pages`, `complete`, `fail`, `find_wrong_token`
+- ``core/tier/moves.pyx``: `take_moves`, `list_moves_in_flight`
 - ``core/rows/spans.pyx``: `lease`, `leases`, `expect`
 - ``core/pool/sessions.pyx``: `expect_session`, `close_session`, `set_shares`
 - ``core/checks/holders.pyx``: `check`
@@ -29,17 +28,15 @@ from pagepool._core import (
     CachePages,
     FailedLoads,
     Lease,
-    PageCopies,
+    Moves,
     PageIds,
     PageStore,
     PageTier,
     RequestPages,
     SlotAllocator,
     TokenSpan,
-    Transfers,
     add_tier,
     check_holders,
-    end_step,
     end_transfers,
     find_prefix,
     link_storage,
@@ -47,8 +44,7 @@ from pagepool._core import (
     list_leases,
     load_prefix,
     rewind_request,
-    take_copies,
-    take_transfers,
+    take_moves,
     term_of,
     unlink_storage,
 )
@@ -107,7 +103,7 @@ class PrefixProbe(NamedTuple):
 class HostTier:
     """Pages in host memory behind the pool of one manager: ``CacheManager(..., host_tier=HostTier(100_000))``.
 
-    Pages evicted from the pool are saved here and can hit. See `CacheManager.take_transfers` and `pagepool.host_pages`.
+    Pages evicted from the pool are saved here and can hit. See `CacheManager.take_moves` and `pagepool.host_pages`.
     """
 
     def __init__(
@@ -120,10 +116,10 @@ class HostTier:
         """`num_pages` includes a null page. Behind several pools it is a mapping with a size for each pool's name: pages of a
         pool are saved in its part of the tier, in which ids count from 0.
 
-        ``"write_back"`` saves a page when it is evicted from the pool, ``"write_through"`` once it is computed (see
-        `CacheManager.end_step`), if the tier has at least twice as many pages as each pool: a smaller tier would evict the page
-        before the pool does, so it writes back instead, with a warning. Both save a page only after `min_uses` uses, 1 to 255:
-        its computation and each hit. The tier evicts by LRU. Raise ArgumentError for other values.
+        ``"write_back"`` saves a page when it is evicted from the pool, ``"write_through"`` in the step after the one that
+        computed it, if the tier has at least twice as many pages as each pool: a smaller tier would evict the page before the
+        pool does, so it writes back instead, with a warning. Both save a page only after `min_uses` uses, 1 to 255: its
+        computation and each hit. The tier evicts by LRU. Raise ArgumentError for other values.
         """
         require_choice("policy", policy, "write_back", "write_through")
         self.num_pages = (
@@ -394,7 +390,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         Nothing hits when caching is off or the request asks for ``prompt_logprobs``. With eagle the last page of the hit is
         dropped; with a hint only pages of that shard hit. The call takes no references: pass the pages to `allocate_slots`
         before any other allocation; when that admits the request, `stats` counts the look-up. Pages found only in a host tier
-        get pages of the pool, and the next `take_transfers` loads them. If too few are free beside `num_reserved_pages`, only
+        get pages of the pool, which the next `take_moves` loads. If too few are free beside `num_reserved_pages`, only
         the pool's hits are returned, and `allocate_slots` returns None until the next look-up. O(pages); for a refused request
         with one group of full attention O(1), until a hit page gets a new holder or another page of the request is cached.
         """
@@ -508,15 +504,21 @@ class CacheManager(KeyHolder, SlotAllocator):
         with self.registry.lock:
             return self._page_pool._reset_prefix_cache()
 
-    # Copies and forks.
+    # Moves, checkpoints and forks.
 
-    def take_copies(self) -> PageCopies:
-        """Return and forget the page copies that are due, also those of running batches; empty if none is due.
+    def take_moves(self) -> Moves:
+        """Return the moves due before the next step, also those of running batches, but not the writes of their
+        states; empty, with number 0, if none is due. O(moves), and O(1) without any; then nothing is allocated.
 
-        Make them before the step that reads their destinations (see `pagepool.page_copies.copy_pages`). Copies become due when
-        a state becomes a checkpoint, when a checkpoint is hit, and after `fork`. Until they are taken, their sources are held,
-        and `allocate_slots` raises CopiesDueError for requests whose pages they read or write. Freeing a request drops the
-        copies into its pages. O(copies).
+        Call it, or `RunningBatch.take_moves`, once a step: after the calls that plan the step, when the step before has been
+        given to the device. `Moves` has the order in which to make them (see `pagepool.host_pages` and `pagepool.page_copies`).
+        Copies become due when a state becomes a checkpoint, when a checkpoint is hit, and after `fork`; loads and saves with a
+        host tier. Until they are taken, their pages are held, and calls that plan tokens there raise MovesDueError. Freeing a
+        request drops the copies into its pages. Moves may also be taken, and made, after a fork, and to repeat a call that was
+        refused with MovesDueError: these calls begin no step.
+
+        Until `complete` or `fail` ends the number, saved pages cannot hit, nor can pages computed from loaded ones. A tier that
+        writes through saves the pages cached before the moves of the last step were taken.
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -526,10 +528,56 @@ class CacheManager(KeyHolder, SlotAllocator):
         >>> first.num_computed_tokens = second.num_computed_tokens = 6
         >>> manager.fork(first, second).get_page_ids()
         ([1, 3],)
-        >>> manager.take_copies()
-        PageCopies(src=[2], dst=[3], group=[0])
+        >>> manager.take_moves()
+        Moves(number=0, copies=PageCopies(src=[2], dst=[3], group=[0]))
         """
-        return take_copies(self._store)
+        moves = take_moves(self._store)
+        self.poll_storage()
+        return moves
+
+    def poll_storage(self) -> None:
+        """Let the storage copy evicted pages of the tier before moves overwrite them."""
+        if self._storage is not None:
+            self._storage.poll()
+
+    def complete(self, number: int) -> None:
+        """End the loads and saves of a number: saved pages can hit now. Raise ArgumentError for an unknown number. O(loads and
+        saves in flight).
+        """
+        end_transfers(self._store, number)
+
+    def fail(self, number: int, *, saves: Sequence[int] = (), loads: Sequence[int] = ()) -> FailedLoads:
+        """End the loads and saves of a number. Those at the given indices of its saves and loads failed: their pages lose their
+        entries, in the tier too. Pass the result to `find_wrong_token` and `RunningBatch.rewind`. Raise ArgumentError for an
+        unknown number or index. O(loads and saves in flight + num_pages).
+        """
+        return end_transfers(self._store, number, saves, loads)
+
+    def list_moves_in_flight(self) -> list[Moves]:
+        """Return the loads and saves that were taken and have not ended, in order, for example after an interrupted call.
+        O(loads and saves x lists).
+        """
+        return list_in_flight(self._store)
+
+    def find_wrong_token(self, request: Request, failed: FailedLoads) -> int | None:
+        """Return the token from which a request must be computed again because some of its pages failed to load, or None. Lower
+        ``num_computed_tokens`` to it before scheduling the request again.
+
+        From that token on the request keeps its pages up to the first one held by others, and gives back the rest;
+        `allocate_slots` takes new ones for these. First end other loads into its pages; afterwards read its pages by
+        `get_page_ids` again.
+
+        Free the request instead, with ``num_computed_tokens=0``, if needed pages are already behind a window, if the model has
+        states, or while copies of its pages are due. With states the token is 0 for each request with hits on pages of this
+        load or a later one: its state may have seen wrong tokens. O(pages).
+        """
+        with self.registry.lock:
+            held = self.registry.find_held(request)
+            try:
+                return rewind_request(held, failed)
+            finally:
+                if held is not None and not held:
+                    del self.registry.held[request.request_id]
 
     @property
     def checkpoint_interval(self) -> int | None:
@@ -555,8 +603,8 @@ class CacheManager(KeyHolder, SlotAllocator):
 
         Return all pages of the new request; None, without a change, if too few pages are free. Raise ArgumentError if `request`
         holds no pages or `new_request` holds some, if the requests differ in ``num_computed_tokens``, in these tokens or in
-        extra keys, or if needed pages are already behind a window. Raise CopiesDueError if copies into the pages of `request`
-        are due. O(tokens), to hash them.
+        extra keys, or if needed pages are already behind a window. Raise MovesDueError if moves into the pages of `request` are
+        due. O(tokens), to hash them.
         """
         with self.registry.lock:
             num_tokens, num_new = (read_count(each, "num_computed_tokens") for each in (request, new_request))
@@ -567,7 +615,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             if not num_new == num_tokens <= held.num_room_tokens:
                 allowed = f"equal, and at most {held.num_room_tokens}, for which there are slots"
                 raise ArgumentError(f"num_computed_tokens: got {shown(num_tokens)} and {shown(num_new)}, allowed: {allowed}")
-            held.require_copies_taken(may_be_read=True)
+            held.require_moves_taken(may_be_read=True)
             if self.enable_caching and not self.registry.share_hashes(request, new_request, num_tokens):
                 got = f"{num_tokens} first tokens, or extra keys, that are not those of request {shown(request.request_id)}"
                 raise ArgumentError(f"request {shown(new_request.request_id)}: got {got}, allowed: the same")
@@ -593,20 +641,8 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     # The host tier.
 
-    def take_transfers(self) -> Transfers:
-        """Return the transfers that are due, also those of running batches; empty, with number 0, if none is due. O(transfers).
-
-        Before the next step the engine reads the sources of all saves, then writes the loads, then makes the copies of
-        `take_copies`. Until `complete_transfers` or `fail_transfers` ends their number, saved pages cannot hit, nor can pages
-        computed from loaded ones.
-        """
-        transfers = take_transfers(self._store)
-        if self._storage is not None:
-            self._storage.poll()  # copies evicted pages of the tier before transfers overwrite them
-        return transfers
-
     def attach_storage(self, storage: Storage, *, writes_through: bool = False, min_uses: int = 1) -> None:
-        """Put a storage behind the host tier, as `pagepool.stores.StoreTier` does with itself: `take_transfers` polls it, and
+        """Put a storage behind the host tier, as `pagepool.stores.StoreTier` does with itself: `take_moves` polls it, and
         `stats` reads its counters.
 
         The pages that the tier evicts become due for it, if they were used at least `min_uses` times there; with
@@ -625,52 +661,6 @@ class CacheManager(KeyHolder, SlotAllocator):
         unlink_storage(self._store)
         self._storage = None
 
-    def end_step(self) -> None:
-        """Let a write-through tier save the pages cached so far with the next `take_transfers`. Call this after giving a step
-        to the device, before scheduling the next one: all tokens scheduled so far will then be computed before the saves read
-        them. Without this call pages are saved only when evicted. O(1).
-        """
-        end_step(self._store)
-
-    def list_transfers_in_flight(self) -> list[Transfers]:
-        """Return the transfers that were taken and have not ended, in order, for example after an interrupted call. O(transfers
-        x lists).
-        """
-        return list_in_flight(self._store)
-
-    def complete_transfers(self, number: int) -> None:
-        """End the transfers of a number; saved pages can hit now. Raise ArgumentError for an unknown number. O(transfers in
-        flight).
-        """
-        end_transfers(self._store, number)
-
-    def fail_transfers(self, number: int, *, saves: Sequence[int] = (), loads: Sequence[int] = ()) -> FailedLoads:
-        """End the transfers of a number. Those at the given indices of its saves and loads failed: their pages lose their
-        entries, in the tier too. Pass the result to `find_wrong_token` and `RunningBatch.rewind`. Raise ArgumentError for an
-        unknown number or index. O(transfers in flight + num_pages).
-        """
-        return end_transfers(self._store, number, saves, loads)
-
-    def find_wrong_token(self, request: Request, failed: FailedLoads) -> int | None:
-        """Return the token from which a request must be computed again because some of its pages failed to load, or None. Lower
-        ``num_computed_tokens`` to it before scheduling the request again.
-
-        From that token on the request keeps its pages up to the first one held by others, and gives back the rest;
-        `allocate_slots` takes new ones for these. First end other transfers into its pages; afterwards read its pages by
-        `get_page_ids` again.
-
-        Free the request instead, with ``num_computed_tokens=0``, if needed pages are already behind a window, if the model has
-        states, or while copies of its pages are due. With states the token is 0 for each request with hits on pages of this
-        load or a later one: its state may have seen wrong tokens. O(pages).
-        """
-        with self.registry.lock:
-            held = self.registry.find_held(request)
-            try:
-                return rewind_request(held, failed)
-            finally:
-                if held is not None and not held:
-                    del self.registry.held[request.request_id]
-
     # External tokens and leases.
 
     def commit_external(self, request: Request, num_tokens: int) -> None:
@@ -680,7 +670,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         `allocate_slots` must have given them slots, with `num_external_computed_tokens` and `delay_cache_pages`. Pages behind a
         window, outside the attention of later tokens, are given back unfilled. A state covers all external tokens, so
         `num_tokens` must be all of them. Raise ArgumentError, without a change, for more tokens than have slots or are known,
-        and for a request without pages; CopiesDueError while copies or transfers of its pages are due, since these come first.
+        and for a request without pages; MovesDueError while moves of its pages are due, since these come first.
         O(pages cached).
         """
         self._end_external(request, "num_tokens", num_tokens, is_failed=False)
@@ -702,7 +692,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_most_tokens = min(held.num_room_tokens, num_known_tokens) - start
             if num_tokens > num_most_tokens:
                 raise ArgumentError(f"{name}: got {shown(num_tokens)}, allowed: at most {num_most_tokens}, which have slots")
-            held.require_copies_taken()
+            held.require_moves_taken()
             gives_all_back = is_failed and self._rules.has_state
             hashes = None
             if self.enable_caching and not gives_all_back:

@@ -1,4 +1,4 @@
-"""Page copies on the device: `copy_pages` makes the copies listed by `take_copies` within an engine's arrays.
+"""Page copies on the device: `copy_pages` makes the copies of `take_moves` within an engine's arrays.
 
 A call writes the page ids into a new payload, since jax may alias it or read it late. One compiled program for all arrays
 gathers every source before it scatters. Arrays with a `NamedSharding` are copied by `shard_map`, each part on its own device.
@@ -41,7 +41,7 @@ class Copies(Protocol):
 def copy_pages(arrays: Arrays, copies: Copies, *, group: int | Sequence[int] | None = None, page_axis: int = 0) -> Arrays:
     """Copy page ``src[i]`` to page ``dst[i]`` in each array, for all `i`. All sources are read before any page is written.
 
-    `copies` is the result of `take_copies`, or any object with its arrays `src`, `dst` and `group`. `arrays` is any pytree of
+    `copies` are those of `take_moves`, or any object with the arrays `src`, `dst` and `group`. `arrays` is any pytree of
     jax arrays whose `page_axis` has a place for each page. The result is a pytree of the same structure, shapes, dtypes and
     shardings. The arrays are donated: they are updated in place, and the ones passed become invalid. `group` selects the copies
     of one cache group or of several; None means all. If there is nothing to copy, `arrays` is returned.
@@ -65,7 +65,7 @@ def copy_pages(arrays: Arrays, copies: Copies, *, group: int | Sequence[int] | N
     array, and for the null page; ArgumentError for a page written twice, unequal lengths, and arrays without a page axis,
     deleted, repeated, or on different devices.
     """
-    moves = read_fields(copies, "copies", ("src", "dst", "group"), "PageCopies")
+    moves = read_copies(copies, "copies")
     pairs = moves[:2, find_places(moves[2], group)]
     if pairs.shape[1] == 0:
         return arrays
@@ -89,13 +89,13 @@ def warmup(arrays: Arrays, max_num_copies: int, *, page_axis: int = 0) -> Arrays
     return tree.unflatten(leaves)  # type: ignore[no-any-return]
 
 
-def read_fields(moves: Any, name: str, fields: Sequence[str], allowed: str) -> Int32Array:
-    """Return fields of an object, arrays of page ids or groups, as one array ``[fields, n]``."""
+def read_copies(copies: Any, name: str) -> Int32Array:
+    """Return the sources, destinations and groups of copies as one array ``[3, n]``."""
     found: dict[str, Int32Array] = {}
-    for field in fields:
-        if not hasattr(moves, field):
-            raise ArgumentTypeError(f"{name}: got {type(moves).__name__}, allowed: {allowed}")
-        found[field] = ids = getattr(moves, field)
+    for field in ("src", "dst", "group"):
+        if not hasattr(copies, field):
+            raise ArgumentTypeError(f"{name}: got {type(copies).__name__}, allowed: PageCopies")
+        found[field] = ids = getattr(copies, field)
         if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1:
             got = f"{ids.dtype} {ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__
             raise ArgumentTypeError(f"{name}.{field}: got {got}, allowed: an int32 array with one axis")

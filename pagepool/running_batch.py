@@ -2,8 +2,8 @@
 
 Native methods of `RunningBatch`, and the native work of others:
 
-- ``core/rows/running.pyx``: `new_step`, `grow`, `step`, `step_ahead`, `resolve`, `undo`, `append`, `trim`, `release`, `fork`,
-  `move_row`, `swap_row`, `commit_external`, `fail_external`, `rewind`, `find_next_checkpoint`, `take_writes`, `get_page_ids`
+- ``core/rows/running.pyx``: `new_step`, `plan`, `step`, `settle`, `append`, `trim`, `release`, `fork`, `move_row`, `swap_row`,
+  `commit_external`, `fail_external`, `rewind`, `find_next_checkpoint`, `take_moves`, `get_page_ids`
 - ``core/rows/inputs.pyx``: `inputs`
 - ``core/rows/row_request.pyx``: `admit`, `probe`
 - ``core/rows/spans.pyx``: `expect`, `lease`
@@ -22,13 +22,13 @@ from pagepool._core import (
     FailedLoads,
     InputArrays,
     Lease,
+    Moves,
     PageCopies,
     RowRequest,
     RunningRows,
     StateWrites,
     StepResult,
     TokenSpan,
-    Transfers,
     check_holders,
 )
 from pagepool.arguments import MAX_SIZE, require_choice, require_int
@@ -40,7 +40,7 @@ from pagepool.pools import require_states
 from pagepool.request import LoraId, RequestTraits, Salt, TokenIds
 from pagepool.specs import find_shard
 
-__all__ = ["FailedLoads", "PageCopies", "RunningBatch", "StateWrites", "StepResult", "Transfers"]
+__all__ = ["FailedLoads", "Moves", "PageCopies", "RunningBatch", "StateWrites", "StepResult"]
 
 BINDING = Lock()
 """Held while a batch takes its tables."""
@@ -54,21 +54,20 @@ KeyedPages = list[tuple[int | None, bytes]]
 
 
 class RunningBatch(RunningRows):
-    """The running requests of an engine, one in each row of its page table, grown together.
+    """The running requests of an engine, one in each row of its page table, whose steps are planned together.
 
     Live, read-only arrays by row: ``is_admitted``; ``num_tokens``, the known tokens of prompt and answer;
-    ``num_computed_tokens``, those with slots, computed before or in this step; ``num_cached_tokens``, those hit on admission
-    and not cut off by `trim`; ``num_external_tokens``, those awaited by a pending row; with `max_steps_ahead`
-    ``num_ahead_tokens``, the tokens behind the known ones that steps in flight write. ``stays``, int64, has the number of each
-    row's request: an admission or fork begins a stay, which moves with the row, and `release` ends it. Pools and
-    prefix index are the manager's, so batch and manager hit each other's pages. Release all rows before dropping a batch:
-    dropping it frees no pages.
+    ``num_computed_tokens``, those that planned steps write; ``num_cached_tokens``, those hit on admission and not cut off by
+    `trim`; ``num_external_tokens``, those awaited by a pending row; ``num_ahead_tokens``, the planned positions behind the
+    known tokens: drafts, and tokens that steps in flight sample. ``stays``, int64, has the number of each row's request: an
+    admission or fork begins a stay, which moves with the row, and `release` ends it. Pools and prefix index are the manager's,
+    so batch and manager hit each other's pages. Release all rows before dropping a batch: dropping it frees no pages.
 
     With several pools tables, `get_page_ids`, new pages and copies name ids in the pool of their group, and each row has room
     in the pools of states: a checkpoint is kept only if a free page stays for each free row.
 
     One owner at a time, as with the manager; calls are serialised. Each call is all or nothing, with one exception: rows before
-    the first that does not fit keep their growth. Only the batch may fill the rows of the table.
+    the first that does not fit are planned. Only the batch may fill the rows of the table.
 
     >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable
     >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -100,21 +99,19 @@ class RunningBatch(RunningRows):
 
         `data_parallel_size` divides the pool into shards for ``RequestTraits.dp_shard``.
 
-        With `max_steps_ahead` an engine plans this many steps, or fewer, before it knows the tokens of the one that runs: by
-        `step_ahead` and `resolve`, or by `grow` and `append`, where lookahead tokens are those of steps in flight (see
-        docs/one_step_ahead.md). Each call then plans a step. For a model with states that are kept this needs
-        ``checkpoints="ends"``, and drafts need a manager with `restores_states` as well. `writes` says where the kernels of
-        such states can write checkpoints: ``"ends"``, behind the last token of a row's step, or ``"anywhere"`` within its
-        tokens.
+        With `max_steps_ahead`, at most 254, an engine plans this many steps, or fewer, before it knows the tokens of the one
+        that runs (see docs/one_step_ahead.md). For a model with states that are kept this needs ``checkpoints="ends"``, and
+        drafts need a manager with `restores_states` as well. `writes` says where the kernels of such states can write
+        checkpoints: ``"ends"``, behind the last token of a row's step, or ``"anywhere"`` within its tokens.
 
         `caches` of the manager says when full pages of rows can be hit: ``"scheduled"``, as soon as their tokens have slots,
-        since steps run in order, or ``"computed"``, once `resolve` has ended the step that computes them. The second is for
-        engines whose pages others read, or whose layers read before all keys are written. Equal prompts in one step are then
-        computed twice.
+        since steps run in order, or ``"computed"``, once `settle` has ended the step that computes them, or the row's next step
+        is planned without steps ahead. The second is for engines whose pages others read, or whose layers read before all keys
+        are written. Equal prompts in one step are then computed twice.
 
         Raise ArgumentError if the arguments do not fit together, if a pool of states has fewer pages than a row and group each
         and two more, or if the manager caches with a callable as `hash_algo`, since a step hashes natively. A row's memory is
-        touched as the row grows: 4 bytes per token, 16 per hashed page (32 with SHA-256), 4 per page.
+        touched as the row gets longer: 4 bytes per token, 16 per hashed page (32 with SHA-256), 4 per page.
         """
         if not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
@@ -363,18 +360,21 @@ class RunningBatch(RunningRows):
             raise ArgumentError("out: got inputs of other rows, allowed: those made with this batch")
         return out.fill(step, rows, starts, stops, num_tokens, num_reqs, draft_token_ids)
 
-    def take_copies(self) -> PageCopies:
-        """Call `CacheManager.take_copies`: manager and batches share one list. Until copies are taken, `step`, `grow`, `trim`
-        and `undo` raise CopiesDueError for rows whose pages they read or write. Releasing a row drops the copies into its
-        pages.
-        """
-        return self._manager.take_copies()
+    def take_moves(self) -> Moves:
+        """Return the moves that are due before the next step, as `CacheManager.take_moves` does, with the writes of this
+        batch's states: manager and batches share one list of all others. Call it once a step, after the calls that plan the
+        step, when the step before has been given to the device.
 
-    def take_transfers(self) -> Transfers:
-        """Call `CacheManager.take_transfers`: manager and batches share one list. Until transfers are taken, calls raise
-        CopiesDueError for rows with pages in them, as for copies.
+        Until then `step`, `plan`, `trim`, `fork` and `commit_external` raise MovesDueError for rows with pages in the
+        list. Releasing a row drops the copies into its pages. Moves may also be taken, and made, after `fork`, and to repeat a
+        call that was refused: these calls begin no step. Batches of a manager whose moves are taken in turn run in one step. A
+        page to which a state is written can be hit once its row grows by further tokens, or is released. For a pending row only
+        the state at the end of its awaited tokens is listed, if a request can resume there: whoever fills the row's pages
+        writes it. O(moves), and O(1) without any; then nothing is allocated.
         """
-        return self._manager.take_transfers()
+        moves = super().take_moves()
+        self._manager.poll_storage()
+        return moves
 
     def expect(self, row: int, start: int = 0, stop: int | None = None, *, seconds: float | None) -> int:
         """Expect the cached pages of tokens ``[start, stop)`` of an admitted row to be used again in `seconds`: see

@@ -368,7 +368,7 @@ class MambaSpec(CacheSpec):
     (tokens) copies of the state stay cached at multiples of it, so that prefixes hit. With ``checkpoints="ends"`` they stay
     where requests resume: near the end of a prompt, where prompts part, at `resume_at`, at the end of tokens from elsewhere,
     and in a prompt at multiples of the interval, which is then sparse; None chooses one by the sizes of the layers. A step
-    writes them to pages that `RunningBatch.take_writes` names. See docs/hybrids.md for both.
+    writes them to pages that `RunningBatch.take_moves` names. See docs/hybrids.md for both.
 
     Raises `ArgumentError` if the padded size is smaller than the state, if there is no shape, if a dimension or the interval is
     not positive, and for other values of `checkpoints`.

@@ -1,4 +1,4 @@
-"""Steps planned ahead and resolved, and pages cached once they are computed, beside `append` and `grow`."""
+"""Steps planned ahead, and pages cached once they are computed, beside `append` and `plan`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Decoding:
         for row, prompt in enumerate(self.prompts):
             self.batch.admit(row, prompt)
         self.batch.append(self.rows, self.token_ids)
-        self.step = self.batch.grow(self.rows)
+        self.step = self.batch.plan(self.rows)
 
     def run(self) -> None:
         for _ in range(NUM_STEPS):
@@ -47,30 +47,30 @@ class Decoding:
 
     def decode(self) -> None:
         self.batch.append(self.rows, self.token_ids)
-        self.batch.grow(self.rows)
+        self.batch.plan(self.rows)
 
 
-class Resolving(Decoding):
-    """Each step is resolved before the next one is planned."""
+class Settling(Decoding):
+    """Each step is settled before the next one is planned."""
 
     def decode(self) -> None:
-        self.batch.resolve(self.step, self.token_ids)
-        self.step = self.batch.grow(self.rows)
+        self.batch.settle(self.step, self.token_ids)
+        self.step = self.batch.plan(self.rows)
 
 
 class Ahead(Decoding):
-    """Each step is planned before the one in flight is resolved."""
+    """Each step is planned before the one in flight is settled."""
 
     def decode(self) -> None:
-        step = self.batch.step_ahead(self.rows)
-        self.batch.resolve(self.step, self.token_ids)
+        step = self.batch.plan(self.rows)
+        self.batch.settle(self.step, self.token_ids)
         self.step = step
 
 
 KINDS: dict[str, Callable[[int], Decoding]] = {
-    "append, grow": Decoding,
-    "grow, resolve": Resolving,
-    "computed": lambda num_rows: Resolving(num_rows, caches="computed"),
+    "append, plan": Decoding,
+    "plan, settle": Settling,
+    "computed": lambda num_rows: Settling(num_rows, caches="computed"),
     AHEAD.ours: lambda num_rows: Ahead(num_rows, max_steps_ahead=1),
 }
 

@@ -71,7 +71,7 @@ class Forking(GoingOn):
     def run(self) -> None:
         for targets in self.calls:
             self.engine.batch.fork(self.source, targets)
-            self.copies = self.engine.batch.take_copies()
+            self.copies = self.engine.batch.take_moves().copies
 
 
 class Admitting(GoingOn):
@@ -100,7 +100,7 @@ class RequestGoingOn(GoingOn):
         manager, source, request = self.engine.manager, self.engine.requests[self.source], self.engine.make_request(tokens)
         request.num_computed_tokens = source.num_computed_tokens
         manager.fork(source, request)
-        self.copies = manager.take_copies()
+        self.copies = manager.take_moves().copies
         self.engine.table.add_row(manager.get_page_ids(request.request_id)[0], row)
         self.engine.requests[row] = request
 

@@ -45,13 +45,13 @@ class Tiered(ArrayRival):
 
 
 class TieredBatch(Batched):
-    """A running batch with a host tier. Its transfers are done at once."""
+    """A running batch with a host tier. Its moves are made at once."""
 
     def admit(self, row: int, tokens: Any) -> Any:
         page_ids = super().admit(row, tokens)
-        transfers = self.batch.take_transfers()
-        if transfers.number:
-            self.manager.complete_transfers(transfers.number)
+        moves = self.batch.take_moves()
+        if moves.number:
+            self.manager.complete(moves.number)
         return page_ids
 
 

@@ -51,12 +51,12 @@ class Decode(Hybrid):
             self.batch.release(self.rows)
         for row, prompt in enumerate(self.prompts):
             self.batch.admit(row, prompt, traits=RequestTraits(look_up=False))
-        self.batch.take_copies()
+        self.batch.take_moves()
 
     def run(self) -> None:
         for _ in range(NUM_STEPS):
             self.batch.step(self.rows, self.token_ids)
-            self.batch.take_copies()
+            self.batch.take_moves()
         self.page_ids = self.batch.num_tokens.tolist()
 
 
@@ -73,7 +73,7 @@ class Cold(Hybrid):
         self.page_ids = []
         for prompt in self.prompts:
             self.page_ids.append(self.batch.admit(0, prompt) or 0)
-            self.batch.take_copies()
+            self.batch.take_moves()
             self.batch.release([0])
 
 
@@ -92,7 +92,7 @@ class LongLookUp(Hybrid):
         super().__init__(num_pools, 1, LONG_LEN, 1)
         self.prompt = self.draw(LONG_LEN)
         self.batch.admit(0, self.prompt)
-        self.batch.take_copies()
+        self.batch.take_moves()
         self.batch.release([0])
 
     def run(self) -> None:

@@ -36,7 +36,7 @@ class Inputs:
         for row, length in enumerate(lengths):
             self.tokens[row, :length] = rng.integers(0, VOCABULARY, length)
             self.batch.admit(row, self.tokens[row, :length], num_tokens=length - num_new)
-        self.result = self.batch.grow(self.rows, num_new)
+        self.result = self.batch.plan(self.rows, num_new)
         self.spans = [(length - num_new, length) for length in lengths]
         self.inputs = StepInputs(self.batch, num_tokens=MAX_LEN, num_reqs=len(lengths), fields=FIELDS)
         self.fill()

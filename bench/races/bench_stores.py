@@ -230,8 +230,8 @@ class Tiered:
         """Compute a request whose pages are not cached, and save its pages in the tier. They are due for the store then."""
         self.manager.allocate_slots(request, request.num_tokens)
         request.num_computed_tokens = request.num_tokens
-        self.manager.end_step()
-        self.manager.complete_transfers(self.manager.take_transfers().number)
+        self.manager.take_moves()  # those of the step that computes them
+        self.manager.complete(self.manager.take_moves().number)
         self.manager.free(request)
         self.manager.free_page_hashes(request)
 
@@ -241,7 +241,7 @@ def make_request(number: int, num_pages: int) -> EngineRequest:
 
 
 def test_pages_due_for_a_store(remark: Callable[[str], None]) -> None:
-    """`take_transfers` copies them. The store's threads make their headers."""
+    """`take_moves` copies them. The store's threads make their headers."""
     pytest.importorskip("xxhash")
     parts = []
     for page_kib in (64, 256, 1024):
@@ -250,7 +250,7 @@ def test_pages_due_for_a_store(remark: Callable[[str], None]) -> None:
         for number in range(2 * NUM_REPEATS):
             tiered.compute(make_request(number, NUM_PAGES))
             start = thread_time()
-            tiered.manager.take_transfers()
+            tiered.manager.take_moves()
             taken.append(thread_time() - start)
             start = thread_time()
             for i in range(NUM_PAGES):
@@ -262,7 +262,7 @@ def test_pages_due_for_a_store(remark: Callable[[str], None]) -> None:
         tiered.stored.close()
         in_call, plain = (median(seconds) / NUM_PAGES / page_kib * 1024 * 1e6 for seconds in (taken, copied))
         parts.append(f"{in_call:.0f} us a MiB for pages of {page_kib} KiB (copies alone: {plain:.0f})")
-    remark(f"`take_transfers` with {NUM_PAGES} pages due for a store: {', '.join(parts)}.")
+    remark(f"`take_moves` with {NUM_PAGES} pages due for a store: {', '.join(parts)}.")
 
 
 def time_fetches(store: Ready, numbers: range, num_pages: int) -> str:
@@ -291,7 +291,7 @@ def test_a_prompt_that_is_fetched(remark: Callable[[str], None]) -> None:
     first = Tiered(store, 1024, num_pages + 2)
     for number in range(NUM_REPEATS):
         first.compute(make_request(number, num_pages))
-        first.manager.take_transfers()  # the store gets pages a step later
+        first.manager.take_moves()  # the store gets pages a step later
     found = time_fetches(store, range(NUM_REPEATS), num_pages)
     missed = time_fetches(store, range(100, 100 + NUM_REPEATS), num_pages)
     remark(

@@ -78,7 +78,7 @@ class Prompt(Layout):
         batch = self.batch
         batch.admit(0, self.tokens, max_num_new_tokens=CHUNK_LEN)
         for _ in range(CHUNK_LEN, self.num_computed, CHUNK_LEN):
-            batch.grow([0], CHUNK_LEN)
+            batch.plan([0], CHUNK_LEN)
         self.page_ids = [int(batch.num_computed_tokens[0])]
         batch.release([0])
 

@@ -238,16 +238,15 @@ class Engine:
                 self.stored.record_step(num_tokens, num_tokens / self._rate)
             self._take_arrivals()
             request.num_computed_tokens = start + num_tokens
-            manager.end_step()
         self.seconds.append(self.clock.now - waiting.arrived_at)
         manager.free(request)
         manager.free_page_hashes(request)
         self._transfer()
 
     def _transfer(self) -> None:
-        number = self.manager.take_transfers().number
+        number = self.manager.take_moves().number
         if number:
-            self.manager.complete_transfers(number)
+            self.manager.complete(number)
 
 
 def measure(trace: Trace, column: str, bandwidth: float, rate: float, use: float) -> list[float]:

@@ -144,16 +144,18 @@ class Batched:
         assert num_hits is not None, TOO_SMALL
         self.end_step()
         for start in range(num_hits + CHUNK_LEN, num_prompt_tokens, CHUNK_LEN):
-            self.grow(ROW, min(CHUNK_LEN, num_prompt_tokens - start))
+            self.compute(ROW, min(CHUNK_LEN, num_prompt_tokens - start))
         self.answer(token_ids[num_prompt_tokens : request.num_slots], PAGE_SIZE - num_prompt_tokens % PAGE_SIZE)
         return num_hits
 
     def admit(self, _: SimulatedRequest, prompt: Int32Array) -> int | None:
         return self.batch.admit(0, prompt, max_num_new_tokens=CHUNK_LEN)
 
-    def grow(self, rows: Int32Array, num_new_tokens: int) -> None:
+    def compute(self, rows: Int32Array, num_new_tokens: int) -> None:
         """Compute so many tokens in each row."""
-        assert self.batch.grow(rows, num_new_tokens).num_grown == len(rows), TOO_SMALL
+        if num_new_tokens == 0:
+            return
+        assert self.batch.plan(rows, num_new_tokens).num_grown == len(rows), TOO_SMALL
         self.end_step()
 
     def end_step(self) -> None:
@@ -168,7 +170,7 @@ class Batched:
         """Decode the tokens ``[len(rows), tokens]`` of rows, page by page as `vllm_hits` does."""
         for page in np.split(token_ids, range(num_first, token_ids.shape[1], PAGE_SIZE), axis=1):
             self.batch.append(np.repeat(rows, page.shape[1]), page.ravel())
-            self.grow(rows, page.shape[1])
+            self.compute(rows, page.shape[1])
 
 
 Rivals = Mapping[str, Callable[[Layout, int], Rival]]

@@ -64,10 +64,8 @@ class Tiered(Batched):
         super().__init__(layout, num_pages, eviction, windows, host_tier=self.tier)
 
     def end_step(self) -> None:
-        transfers = self.manager.take_transfers()
-        self.manager.end_step()
-        if transfers.number:
-            self.manager.complete_transfers(transfers.number)
+        if number := self.manager.take_moves().number:
+            self.manager.complete(number)
 
 
 class Sharded(Batched):
@@ -89,7 +87,7 @@ class Sampled(Batched):
     def answer(self, token_ids: Int32Array, num_first: int) -> None:
         rows = np.arange(self.num_rows, dtype=np.int32)
         self.batch.fork(0, rows[1:])
-        self.batch.take_copies()
+        self.batch.take_moves()
         num_others = (self.num_rows - 1) * len(token_ids)
         others = np.arange(self.num_sampled, self.num_sampled + num_others, dtype=np.int32)
         self.num_sampled += num_others

@@ -71,8 +71,8 @@ class StoreTier:
     does not get to the store; later, a tombstone replaces it there.
 
     `rows` are the engine's `HostPages`, or its own arrays of uint8, ``[num_host_pages, row_bytes]``: one for all groups, or one
-    for each. All work is done in `CacheManager.take_transfers` and in calls of this object, by their threads. Pages that leave
-    the tier are copied there, so nothing may be written into rows of transfers before `take_transfers` returns them.
+    for each. All work is done in `take_moves` and in calls of this object, by their threads. Pages that leave
+    the tier are copied there, so nothing may be written into rows of saves before `take_moves` returns them.
 
     After `reset_prefix_cache` the store has pages of other weights: nothing is saved or loaded any more. Close it, and make
     another one with the namespace of the new weights.
@@ -182,8 +182,8 @@ class StoreTier:
             self._loads.record_step(num_tokens, seconds)
 
     def poll(self) -> None:
-        """Copy and save the pages that are due, and take the store's answers, without waiting. `CacheManager.take_transfers`
-        and `is_ready` call this. Nothing is raised: errors are logged and counted. O(pages due).
+        """Copy and save the pages that are due, and take the store's answers, without waiting. `take_moves` and
+        `is_ready` call this. Nothing is raised: errors are logged and counted. O(pages due).
         """
         with self._lock:
             if not self._is_open:

@@ -1,5 +1,5 @@
-"""One step ahead: the next step is planned while one runs, so that its first token is not known yet. States that would be wrong
-are refused, or restored; a further call for a step leaves it as it is. `test_contents.py` has what a step reads.
+"""Drafts and checkpoints: a step that computes drafts must not change a state that is kept. States that would be wrong are
+refused, or restored. `test_contents.py` has what a step reads.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from random import Random
 from typing import Any
 
 import pytest
-from hybrids import CHUNK, FULL, STATE, WINDOW, batch_state, keep_every, make_batch, make_manager, manager_state, take
+from hybrids import FULL, STATE, WINDOW, batch_state, keep_every, make_batch, make_manager, manager_state, take
 from refusing import refused
 
-from pagepool import CacheManager, EngineRequest, RequestTraits, Retention, RunningBatch
+from pagepool import CacheManager, EngineRequest, RequestTraits, RunningBatch
 from pagepool.errors import ArgumentError, StateAheadError
 
 TOKENS = list(range(100, 164))
@@ -51,17 +51,16 @@ def test_states_that_are_restored_are_right_with_drafts(specs: tuple[Any, ...], 
             if num_computed == len(token_ids):
                 token_ids = TOKENS[: num_computed + 1]
                 batch.append([0], token_ids[-1:])
-            batch.grow([0], len(token_ids) - num_computed, num_drafts)
+            step = batch.plan([0], len(token_ids) - num_computed, num_drafts)
             copy()
             drafts = TOKENS[len(token_ids) :][:num_drafts]
             compute(num_computed, token_ids + drafts)
             states.update(dict.fromkeys(working_pages(), token_ids))  # it is restored
             num_accepted = rng.randint(0, num_drafts)
             token_ids = token_ids + drafts[:num_accepted]
-            batch.append([0] * num_accepted, drafts[:num_accepted])
-            batch.grow([0], num_accepted)
-            copy()
-            states.update(dict.fromkeys(working_pages(), token_ids))
+            token_ids.append(TOKENS[len(token_ids)])
+            batch.settle(step, token_ids[-1 - num_accepted :], num_accepted + 1)
+            states.update(dict.fromkeys(working_pages(), token_ids[:-1]))
         batch.release([0])
     assert num_hits > 0
 
@@ -69,37 +68,14 @@ def test_states_that_are_restored_are_right_with_drafts(specs: tuple[Any, ...], 
 # --- what is refused -----------------------------------------------------------------------------------------------
 
 
-def test_a_state_that_a_step_in_flight_moves_on_is_no_checkpoint() -> None:
-    batch = make_batch(make_manager())
-    batch.admit(0, TOKENS[:7])
-    batch.grow([0], 0, 1)  # the step that computes the 8th token, which is not known
-    batch.append([0], [TOKENS[7]])
-    with refused(
-        lambda: batch_state(batch), StateAheadError, "^row 0: got lookahead to token 9, which passes the checkpoint after 8, "
-    ):
-        batch.grow([0], 1, 1)
-    batch.grow([0], 1, 0)
-    batch.append([0], [TOKENS[8]])
-    batch.release([0])
-    assert batch.admit(1, [*TOKENS[:8], 1, 2]) == 8  # nothing was computed behind it
-
-
 ROWS_AHEAD = [  # tokens admitted, appended, new, ahead, and the checkpoint that is passed
-    (7, 0, 0, 1, None),
-    (7, 0, 0, 2, 8),
-    (7, 0, 0, 64, 8),
     (7, 1, 1, 0, None),
     (7, 1, 1, 1, 8),
-    (7, 1, 0, 1, None),
-    (7, 1, 0, 2, 8),
     (7, 2, 2, 7, None),
     (7, 2, 2, 8, 16),
-    (8, 0, 0, 0, None),
-    (8, 0, 0, 1, 8),  # perhaps a further call for the step that computes the 8th token
     (8, 1, 1, 0, None),
     (8, 1, 1, 7, None),  # the checkpoint is kept by this call
     (8, 1, 1, 8, 16),
-    (9, 0, 0, 7, None),
     (9, 7, 7, 0, None),
     (9, 7, 7, 1, 16),
     (9, 8, 8, 7, None),
@@ -118,12 +94,12 @@ def test_lookahead_of_rows_ends_at_checkpoints(
         batch.admit(1, TOKENS[:num_admitted])
         batch.append([1] * num_appended + [0], TOKENS[num_admitted:][: num_appended + 1])
         if passed is None or restores_states:
-            assert batch.grow([0, 1], [1, num_new], [0, num_ahead]).num_grown == 2
+            assert batch.plan([0, 1], [1, num_new], [0, num_ahead]).num_grown == 2
             continue
         message = f"^row 1: got lookahead to token {min(64, num_admitted + num_new + num_ahead)}, which passes .* {passed}, "
         with refused(lambda: batch_state(batch), StateAheadError, message):  # noqa: B023
-            batch.grow([0, 1], [1, num_new], [0, num_ahead])
-        assert batch.grow([0, 1], [1, num_new], [0, passed - num_admitted - num_new]).num_grown == 2
+            batch.plan([0, 1], [1, num_new], [0, num_ahead])
+        assert batch.plan([0, 1], [1, num_new], [0, passed - num_admitted - num_new]).num_grown == 2
 
 
 @pytest.mark.parametrize(("num_admitted", "num_appended", "num_new", "num_ahead", "passed"), ROWS_AHEAD)
@@ -139,7 +115,7 @@ def test_lookahead_of_requests_ends_at_checkpoints(
     passed: int | None,
 ) -> None:
     """Tokens that the request does not know are drafts, too, whatever the argument that has them."""
-    if num_new == 0 or (are_drafts_new and num_new < num_appended):
+    if are_drafts_new and num_new < num_appended:
         return
     for restores_states in (False, True):
         manager = make_manager(*specs, restores_states=restores_states)
@@ -167,7 +143,7 @@ def test_lookahead_at_admission_ends_at_checkpoints() -> None:
     assert manager.allocate_slots(first, 8) is not None
     first.num_computed_tokens = 8
     assert manager.allocate_slots(first, 9) is not None
-    manager.take_copies()
+    manager.take_moves()
     manager.free(first)
     request = EngineRequest("a", TOKENS[:15])
     for num_ahead in (9, 1000):
@@ -197,7 +173,7 @@ def test_lookahead_after_a_set_back_ends_at_checkpoints_that_were_made_before() 
     request = EngineRequest("a", TOKENS[:30])
     for num_tokens in (8, 8, 4):
         assert manager.allocate_slots(request, num_tokens) is not None
-        manager.take_copies()
+        manager.take_moves()
         request.num_computed_tokens += num_tokens
     request.num_computed_tokens = 5  # the engine has restored the state of 5 tokens
     with refused(lambda: manager_state(manager), StateAheadError, "after 8,"):
@@ -212,7 +188,7 @@ def test_a_request_that_counts_tokens_of_steps_in_flight_may_go_on() -> None:
     for num_computed in range(7, 24):
         request.num_computed_tokens = num_computed
         assert manager.allocate_slots(request, 1) is not None
-        manager.take_copies()
+        manager.take_moves()
         request.append_output_token_ids(TOKENS[num_computed])
     manager.free(request)
 
@@ -230,7 +206,8 @@ def test_without_caching_no_state_is_kept() -> None:
 def look_ahead_anywhere(make: Callable[[], CacheManager]) -> None:
     batch, manager = make_batch(make()), make()
     batch.admit(0, TOKENS[:7])
-    assert batch.grow([0], 0, 30).num_grown == 1
+    batch.append([0], [TOKENS[7]])
+    assert batch.plan([0], 1, 30).num_grown == 1
     request = EngineRequest("a", TOKENS[:7])
     assert manager.allocate_slots(request, 7, num_lookahead_tokens=30) is not None
 
@@ -239,54 +216,25 @@ def ways_behind(batch: RunningBatch) -> dict[str, Callable[[], Any]]:
     return {
         "cut": lambda: batch.trim([0], 7),
         "moved": lambda: (batch.move_row(0, 2), batch.move_row(2, 0)),
-        "forked": lambda: (batch.fork(0, [1]), batch.take_copies(), batch.release([0]), batch.move_row(1, 0)),
-        "undone": lambda: (batch.append([0], [TOKENS[7]]), batch.undo(batch.grow([0], 1, 0)), batch.trim([0], 7)),
+        "forked": lambda: (batch.fork(0, [1]), batch.take_moves().copies, batch.release([0]), batch.move_row(1, 0)),
     }
 
 
 @pytest.mark.parametrize("way", ways_behind(make_batch(make_manager())))
 def test_no_way_leads_behind_a_checkpoint(way: str) -> None:
-    """Where rows were cut, moved, forked or undone, the next checkpoint is guarded as before, and may be kept."""
+    """Where rows were cut, moved or forked, the next checkpoint is guarded as before, and may be kept."""
     batch = make_batch(make_manager())
     batch.admit(0, TOKENS[:7])
     ways_behind(batch)[way]()
-    with refused(lambda: batch_state(batch), StateAheadError):
-        batch.grow([0], 0, 2)
     batch.append([0], [TOKENS[7]])
     with refused(lambda: batch_state(batch), StateAheadError):
-        batch.grow([0], 1, 1)
-    batch.grow([0], 1)
+        batch.plan([0], 1, 1)
+    batch.plan([0], 1)
     batch.release([0])
     assert batch.admit(3, [*TOKENS[:8], 1]) == 8
 
 
-# --- further calls for a step --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("spec", [WINDOW, CHUNK])
-@pytest.mark.parametrize("windows", ["ends", "all"])
-def test_a_row_without_new_tokens_gives_no_pages_back(spec: Any, windows: str) -> None:
-    """The step that computes its tokens may not have run."""
-    batch = make_batch(make_manager(FULL, spec, windows=windows, retention=Retention(window_slack=0, window_interval=0)))
-    batch.admit(0, TOKENS[:21])
-    held = batch.get_page_ids(0)
-    for num_ahead in (0, 1, 4):
-        assert batch.grow([0], 0, num_ahead).num_grown == 1
-        assert [ids[:6] for ids in batch.get_page_ids(0)] == list(held)
-    assert batch._manager.page_pool.get_num_free_pages() == 39 - 2 * 7
-    batch.append([0], [1])
-    batch.grow([0], 1)
-    assert batch.get_page_ids(0)[1][:4] == [0] * 4
-
-
-def test_a_row_without_new_tokens_keeps_no_checkpoint() -> None:
-    batch = make_batch(make_manager(restores_states=True))
-    batch.admit(0, TOKENS[:8])
-    batch.grow([0], 0, 3)
-    assert take(batch) == []
-    batch.append([0], [TOKENS[8]])
-    batch.grow([0], 1)
-    assert len(take(batch)) == 1
+# --- requests --------------------------------------------------------------------------------------------------------
 
 
 def test_a_request_gets_new_tokens_by_each_call() -> None:

@@ -98,7 +98,8 @@ def test_drafts_get_slots_at_admission(specs: Sequence[Any], options: dict[str, 
     if batch.num_external_tokens[0]:
         batch.commit_external(0, batch.num_external_tokens[0])
     if min(num_slots, MAX_MODEL_LEN) == num_slots:
-        assert batch.grow([0], 0, num_ahead).new_page_ids.size == 0
+        batch.append([0], [1])
+        assert batch.plan([0], 1, num_ahead - 1).new_page_ids.size == 0
     batch.release([0])
     batch.check()
 
@@ -179,27 +180,26 @@ def test_drafts_of_a_step_planned_ahead_are_planned(writes: str) -> None:
     tokens = PROMPT[:7]
     for num_ahead in (0, 1, 5, 40):
         batch = make_written_batch(max_steps_ahead=1, writes=writes)
-        batch.admit(0, tokens, num_drafts=num_ahead, traits=RequestTraits(resume_at=[]))
-        batch.take_writes()
         if num_ahead:
-            with pytest.raises(StateAheadError, match=f"up to {min(64, 7 + num_ahead)}, "):
-                batch.fork(0, [1])
-        else:
-            batch.fork(0, [1])
+            with pytest.raises(StateAheadError, match=f"got {num_ahead} drafts, allowed for states that are kept: 0"):
+                batch.admit(0, tokens, num_drafts=num_ahead, traits=RequestTraits(resume_at=[]))
+            continue
+        batch.admit(0, tokens, traits=RequestTraits(resume_at=[]))
+        batch.take_moves()
+        batch.fork(0, [1])
         batch.release([0])
 
 
 def test_drafts_of_awaited_tokens_are_not_planned() -> None:
     batch = make_written_batch(max_steps_ahead=1)
-    batch.admit(0, PROMPT[:20], num_external_tokens=19, num_drafts=9)
-    assert [len(ids) for ids in batch.get_page_ids(0)] == [7, 1]
-    batch.take_writes()
+    batch.admit(0, PROMPT[:20], num_external_tokens=19)
+    assert [len(ids) for ids in batch.get_page_ids(0)] == [5, 1]
+    batch.take_moves()
     batch.commit_external(0, 19)
     batch.fork(0, [1])
     take(batch)
-    batch.grow([0], 1, 3)
-    with pytest.raises(StateAheadError):
-        batch.fork(0, [2])
+    with pytest.raises(StateAheadError, match=r"row 0 .*: got 3 drafts, allowed for states that are kept: 0"):
+        batch.plan([0], 1, 3)
 
 
 @pytest.mark.parametrize(("value", "error"), [(-1, ArgumentError), (2**70, ArgumentError), (1.0, ArgumentTypeError)])
@@ -244,7 +244,7 @@ def test_chunks_of_a_reserved_prompt_take_no_pages(specs: Sequence[Any], num_ahe
     while (num_left := 43 - int(batch.num_computed_tokens[1])) > 0:
         num_new = min(5, num_left)
         taken += pool.get_new_pages(pool.get_num_free_pages())
-        result = batch.grow([1], num_new, num_ahead if num_new == num_left else 0)
+        result = batch.plan([1], num_new, num_ahead if num_new == num_left else 0)
         assert (result.num_grown, result.new_page_ids.size) == (1, 0)
         take(batch)
         batch.check()
@@ -291,7 +291,7 @@ def test_a_window_counts_all_pages_of_a_reserved_prompt() -> None:
     assert batch.admit(0, PROMPT[:32], num_tokens=4, reserve="prompt") == 0
     assert batch.admit(1, [9] * 40, num_tokens=4) is None
     for num_skipped in range(7):
-        assert batch.grow([0], 4).new_page_ids.size == 0
+        assert batch.plan([0], 4).new_page_ids.size == 0
         assert batch.get_page_ids(0)[0].count(0) == num_skipped
     assert batch.admit(1, [9] * 40, num_tokens=4) == 0
 
@@ -305,7 +305,7 @@ def test_a_shard_reserves_a_prompt() -> None:
     assert batch.refusal is not None
     assert (batch.refusal.num_needed, batch.refusal.num_free, batch.refusal.shard) == (4, 3, 1)
     assert batch.admit(1, [9] * 12, traits=RequestTraits(dp_shard=1, look_up=False)) == 0
-    assert batch.grow([0], 16).new_page_ids.size == 0
+    assert batch.plan([0], 16).new_page_ids.size == 0
     with pytest.raises(RequestTooLargeError):
         batch.admit(2, [9] * 33, num_tokens=4, reserve="prompt", traits=RequestTraits(dp_shard=1))
 
@@ -320,22 +320,19 @@ def test_drafts_of_a_reserved_prompt_follow_its_last_chunk() -> None:
         batch.admit(0, PROMPT[:6], **admission(**options))
     assert batch.admit(0, PROMPT[:22], num_tokens=6, **admission(**options)) == 0
     assert len(batch.get_page_ids(0)[0]) == 7
-    assert batch.grow([0], 10).new_page_ids.size == 0
+    assert batch.plan([0], 10).new_page_ids.size == 0
     with pytest.raises(StateAheadError, match="lookahead to token 25, which passes the checkpoint after 24, "):
-        batch.grow([0], 6, 3)
+        batch.plan([0], 6, 3)
     ahead = make_written_batch(max_steps_ahead=1)
-    assert ahead.admit(0, PROMPT[:22], num_tokens=6, **admission(**options)) == 0
+    assert ahead.admit(0, PROMPT[:22], num_tokens=6, reserve="prompt") == 0
     ahead.fork(0, [1])  # no planned step computes drafts
-    ahead.take_copies()
-    ahead.grow([0], 16, 3)
-    ahead.take_writes()
-    with pytest.raises(StateAheadError):
-        ahead.fork(0, [2])
+    ahead.take_moves()
+    assert ahead.plan([0], 16).new_page_ids.size == 0
 
 
 def test_what_ends_a_reservation() -> None:
-    """Forks have the pages of computed tokens, and tokens that failed to come leave none behind. Cuts of tokens without slots,
-    moves and undone calls leave the pages.
+    """Forks have the pages of computed tokens. Neither tokens that failed to come nor failed steps leave pages behind. Moves
+    leave the pages, and so do cuts of tokens that no step computes.
     """
     manager = make_manager(FULL, num_pages=40)
     batch = make_batch(manager)
@@ -352,29 +349,28 @@ def test_what_ends_a_reservation() -> None:
     assert lengths(0, 1, 2) == [8, 3, 3]
     batch.release([1, 2])
     batch.move_row(0, 1)
-    result = batch.grow([1], 11)
-    batch.undo(result)
-    assert lengths(1) == [8]
     batch.trim([1], 20)
     assert lengths(1) == [8]
-    batch.grow([1], 3)
+    assert batch.settle(batch.plan([1], 11), failed=True).tolist() == []
+    assert lengths(1) == [3]
+    batch.plan([1], 3)
     batch.trim([1], 10)
     assert lengths(1) == [3]
     batch.release([1])
     admit(num_tokens=9)
     batch.trim([0], 5)
     assert lengths(0) == [2]
-    batch.release([0], 2)
+    batch.release([0])
     for num_came in (13, 6):
         admit(num_external_tokens=13)
         assert (lengths(0), batch.num_external_tokens[0]) == ([8], 13)
         if num_came == 13:
             batch.commit_external(0, 13)
-            assert batch.grow([0], 17).new_page_ids.size == 0
+            assert batch.plan([0], 17).new_page_ids.size == 0
         else:
             batch.fail_external(0, num_came)
             assert lengths(0) == [2]
-        batch.release([0], 0)
+        batch.release([0])
     batch.check()
 
 
@@ -394,23 +390,24 @@ def test_a_probe_tells_what_admission_hits(specs: Sequence[Any], options: dict[s
     batch = make_batch(make_manager(*specs, num_pages=80), writes="anywhere")
     batch.admit(0, PROMPT[:16], **admission(**options))
     take(batch)
-    batch.take_writes()
-    batch.grow([0], 0, 0)
+    batch.take_moves()
     batch.release([0])
     before = batch_state(batch)
     for prompt in (PROMPT[:30], PROMPT[:17], PROMPT[:16], PROMPT[:3], [*PROMPT[:8], 1, 2, 3], [9] * 20):
         num_hits = batch.probe(1, prompt, **admission(**options))
         assert batch.probe(2, np.array(prompt, np.int64), **admission(**options)) == num_hits
         assert batch_state(batch) == before
-        assert batch.admit(1, prompt, **admission(**options)) == num_hits
-        batch.release([1], num_hits)
+        step = batch.new_step()
+        assert batch.admit(1, prompt, step=step, **admission(**options)) == num_hits
+        if not batch.settle(step, failed=True).size:
+            batch.release([1])
         before = batch_state(batch)
     assert batch.probe(1, PROMPT[:30], traits=RequestTraits(cache_salt="other")) == 0
 
 
 def run_transfers(batch: RunningBatch) -> None:
-    if number := batch.take_transfers().number:
-        batch._manager.complete_transfers(number)
+    if number := batch.take_moves().number:
+        batch._manager.complete(number)
 
 
 def run_one_by_one(batch: RunningBatch, *prompts: list[int]) -> None:
@@ -530,7 +527,7 @@ def test_checkpoints_that_are_adopted_need_no_page(specs: Sequence[Any], num_nee
         assert batch.admit(1, list(tokens) if is_new else tokens, num_reserved_pages=num_reserved) is None
         assert batch.refusal == Refusal(num_needed, num_needed, num_reserved, 8, "kv", None, can_wait=True)
     assert batch.admit(1, tokens) == 8
-    assert not batch.take_copies().src.size
+    assert not batch.take_moves().copies.src.size
     batch.release([1])
     pool.free_pages(taken)
 
@@ -609,7 +606,7 @@ def test_a_refused_request_fits_once_that_many_pages_are_free(specs: Sequence[An
         prompts = [[i] * 8 + rng.choices(range(50), k=40) for i in range(4)]
         for _ in range(60):
             run_transfers(batch)
-            batch.take_copies()
+            batch.take_moves()
             row = rng.randrange(NUM_ROWS)
             if batch.is_admitted[row]:
                 batch.release([row])
@@ -628,7 +625,7 @@ def test_a_refused_request_fits_once_that_many_pages_are_free(specs: Sequence[An
                     pool.free_pages([held.pop()])
                     assert batch.admit(row, tokens, **admission(**options)) is not None, (seed, refusal, batch.refusal)
                     counts["fits"] += 1
-                    counts["loads"] += batch.take_transfers().load_src.size > 0
+                    counts["loads"] += batch.take_moves().loads.src.size > 0
             pool.free_pages([held.pop() for _ in range(rng.randint(0, len(held)))])
     assert counts["fits"] > 20
     assert bool(counts["loads"]) == has_tier

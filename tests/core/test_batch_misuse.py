@@ -73,7 +73,8 @@ class InUse:
         """Fill more pages, whose hashes depend on all tokens, start other rows, and end: equal states mean equal rows."""
         batch = self.batch
         rows = np.flatnonzero(batch.is_admitted)
-        batch.grow(rows, (batch.num_tokens - batch.num_computed_tokens)[rows])
+        num_left = batch.num_tokens - batch.num_computed_tokens
+        batch.plan(np.flatnonzero(num_left), num_left[num_left > 0])
         growing = rows[batch.num_tokens[rows] <= MAX_MODEL_LEN - 8]
         for token_id in range(8):
             batch.step(growing, [token_id] * growing.size)
@@ -94,7 +95,7 @@ def tokens_for(rows: Any) -> list[int]:
 
 
 BY_ROWS: dict[str, Callable[[RunningBatch, Any], Any]] = {
-    "grow": lambda batch, rows: batch.grow(rows, 0),
+    "plan": lambda batch, rows: batch.plan(rows),
     "step": lambda batch, rows: batch.step(rows, tokens_for(rows)),
     "append": lambda batch, rows: batch.append(rows, tokens_for(rows)),
     "trim": lambda batch, rows: batch.trim(rows, 1),
@@ -114,9 +115,10 @@ def test_no_rows_are_nothing_to_do(name: str, empty: Any) -> None:
 
 
 @pytest.mark.parametrize("num_ahead", [22, 2**30, 2**30 + 1, 2**31 - 11, 2**31 - 10, 2**31 - 1])
-def test_lookahead_ends_with_the_row_however_much_it_is(num_ahead: int) -> None:
+def test_drafts_end_with_the_row_however_many_they_are(num_ahead: int) -> None:
     in_use = InUse()
-    assert in_use.batch.grow([0], 0, [num_ahead]).new_page_ids.size == 5
+    in_use.batch.append([0], [1])
+    assert in_use.batch.plan([0], 1, [num_ahead]).new_page_ids.size == 5
     assert len(in_use.batch.get_page_ids(0)[0]) == 8
     in_use.batch.check()
 
@@ -130,7 +132,7 @@ def test_a_table_may_have_less_room_than_the_model() -> None:
     with pytest.raises(RowOverflowError, match=r"row 1: got 9 tokens, allowed: 8.*table has room"):
         batch.admit(1, [1] * 9)
     assert batch.admit(1, [1] * 7, num_tokens=2) == 0
-    assert batch.grow([1], 5, 100).new_page_ids.size == 1
+    assert batch.plan([1], 5, 100).new_page_ids.size == 1
     assert batch.step([1], [1]).num_grown == 1
     for call in (batch.step, batch.append):
         with pytest.raises(RowOverflowError, match=r"row 1: got 9 tokens, allowed: 8"):
@@ -153,11 +155,13 @@ def test_a_row_ends_at_its_length_however_it_got_there(seed: int) -> None:
         for _ in range(rng.randint(1, 6)):
             known, computed = (int(values[0]) for values in (batch.num_tokens, batch.num_computed_tokens))
             assert known <= 21, f"seed {seed}"
-            call = rng.choice([batch.append if known > computed else batch.step] * 2 + [batch.append, batch.grow, batch.trim])
-            if call == batch.grow:
-                batch.grow([0], rng.randint(0, known - computed), rng.randint(0, 30))
+            call = rng.choice([batch.append if known > computed else batch.step] * 2 + [batch.append, batch.plan, batch.trim])
+            if call == batch.plan:
+                if known > computed:
+                    batch.plan([0], rng.randint(1, known - computed), rng.randint(0, 30))
             elif call == batch.trim:
-                batch.trim([0], rng.randint(max(1, known - 6), known))
+                if not batch.num_ahead_tokens[0]:
+                    batch.trim([0], rng.randint(max(1, known - 6), known))
             elif known < 21:
                 call([0], [1])
             else:
@@ -222,7 +226,8 @@ def test_the_form_of_the_numbers_does_not_matter(form: Callable[[list[int]], Any
     expected, in_use = InUse(), InUse()
     for batch, of in ((expected.batch, list), (in_use.batch, form)):
         batch.admit(3, of([5, 6, 7, 8, 9]))
-        batch.grow(of([2, 0]), of([3, 0]), of([1, 9]))
+        batch.append(of([0]), of([10]))
+        batch.plan(of([2, 0]), of([3, 1]), of([1, 9]))
         batch.step(of([3, 0]), of([11, 12]))
         batch.append(of([0, 0, 2]), of([3, 4, 5]))
         batch.trim(of([3, 2]), of([3, 6]))
@@ -301,10 +306,10 @@ def spoil(table: PageTable, value: int) -> None:
 
 ON_SPOILED: dict[str, Callable[[RunningBatch], Any]] = {
     "step": lambda batch: [
-        batch.grow([2], int(batch.num_tokens[2] - batch.num_computed_tokens[2])).new_page_ids.tolist(),
+        batch.plan([2], int(batch.num_tokens[2] - batch.num_computed_tokens[2])).new_page_ids.tolist(),
         *(batch.step([0, 2], [token_id] * 2).new_page_ids.tolist() for token_id in range(7)),
     ],
-    "grow": lambda batch: batch.grow([2, 0], [3, 0], 30).new_page_ids.tolist(),
+    "plan": lambda batch: (batch.append([0], [1]), batch.plan([2, 0], [3, 1], 30).new_page_ids.tolist()),
     "trim": lambda batch: batch.trim([0, 1, 2], [6, 0, 6]),
     "release": lambda batch: batch.release([2, 1]),
     "move": lambda batch: batch.move_row(1, 3),
@@ -348,7 +353,7 @@ NEEDS_PAGES: dict[str, Callable[[RunningBatch], Any]] = {
         batch.admit(3, [5] * 9, num_external_tokens=8),
         batch.commit_external(3, 8),
     ),
-    "grow": lambda batch: batch.grow([2, 0], [3, 0], [0, 1]),
+    "plan": lambda batch: batch.plan([2], 3, 9),
     "step": lambda batch: batch.step([0], [3]),
     "admit": lambda batch: batch.admit(3, [5] * 5),
     "admit with hits": lambda batch: batch.admit(3, list(range(12))),
@@ -360,7 +365,7 @@ def test_a_free_page_with_a_holder_is_not_handed_out(name: str) -> None:
     in_use, expected = InUse(), InUse()
     for batch in (in_use.batch, expected.batch):
         batch.append([0, 0], [1, 2])
-        batch.grow([0], 2)
+        batch.plan([0], 2)
     call = NEEDS_PAGES[name]
     page = in_use.pool.pages[int(in_use.pool.free_page_ids_in_order()[0])]
     page.ref_cnt = 1
@@ -461,7 +466,7 @@ def test_a_batch_is_not_pickled_and_a_result_not_made() -> None:
         pickle.dumps(batch)
     with pytest.raises(TypeError, match="a StepResult is what RunningBatch returns"):
         StepResult()
-    assert repr(batch.grow([2], 3)) == f"StepResult(num_grown=1, new_page_ids={batch.get_page_ids(2)[0][1:]})"
+    assert repr(batch.plan([2], 3)) == f"StepResult(num_grown=1, new_page_ids={batch.get_page_ids(2)[0][1:]})"
 
 
 def test_limits_of_the_core_are_not_limits_of_the_model() -> None:

@@ -224,19 +224,17 @@ class Pool:
 
     def end_step(self) -> None:
         """Do what an engine does in a step. Transfers end some steps later."""
-        transfers = self.manager.take_transfers()
-        self.in_flight += [transfers.number] if transfers.number else []
+        number = self.manager.take_moves().number
+        self.in_flight += [number] if number else []
         while len(self.in_flight) > self.num_steps_in_flight:
-            self.manager.complete_transfers(self.in_flight.pop(0))
-        self.manager.end_step()
-        self.manager.take_copies()
+            self.manager.complete(self.in_flight.pop(0))
 
     def end_transfers(self) -> bool:
         """End all transfers, for which a refused request waits. Return whether there were any."""
-        number = self.manager.take_transfers().number
+        number = self.manager.take_moves().number
         numbers = self.in_flight + ([number] if number else [])
         for each in numbers:
-            self.manager.complete_transfers(each)
+            self.manager.complete(each)
         self.in_flight = []
         return bool(numbers)
 
@@ -300,7 +298,7 @@ def run_row(pool: Pool, steps: Callable[[int], int], token_ids: list[int], num_k
         if num_computed == batch.num_tokens[0]:
             batch.append([0], [token_ids[num_computed]])
         num_new = min(steps(num_computed), int(batch.num_tokens[0]) - num_computed)
-        if batch.grow([0], num_new, work.num_ahead).num_grown:
+        if batch.plan([0], num_new, work.num_ahead).num_grown:
             pool.end_step()
         elif not pool.end_transfers():
             return False
@@ -420,17 +418,17 @@ def test_a_row_that_can_never_fit_raises() -> None:
     assert batch.admit(1, list(range(50, 90)), max_num_new_tokens=4) == 0
     before = state_of(batch)
     for call, message in (
-        (lambda: batch.grow([1, 0], [4, 13]), r"row 0 \(at 1\) needs 6 pages at once, the pool has 5"),
-        (lambda: batch.grow([0], 0, 13), r"row 0 \(at 0\) needs 6 pages"),
+        (lambda: batch.plan([1, 0], [4, 13]), r"row 0 \(at 1\) needs 6 pages at once, the pool has 5"),
+        (lambda: batch.plan([0], 1, 12), r"row 0 \(at 0\) needs 6 pages"),
         (lambda: batch.admit(2, list(range(30))), "row 2 needs 8 pages at once, the pool has 5: no waiting helps"),
         (lambda: batch.admit(2, list(range(30)), num_external_tokens=25), "row 2 needs 8 pages at once"),
     ):
         with pytest.raises(RequestTooLargeError, match=message):
             call()
         assert state_of(batch) == before
-    assert batch.grow([1, 0], [4, 12]).num_grown == 1
+    assert batch.plan([1, 0], [4, 12]).num_grown == 1
     batch.release([1])
-    assert batch.grow([0], 12).num_grown == 1
+    assert batch.plan([0], 12).num_grown == 1
     token_ids = list(range(100, 140))
     for most, is_too_large in ((20, False), (4, False), (20, False), (21, True), (20, False)):
         assert refuses(lambda most=most: batch.admit(1, token_ids, max_num_new_tokens=most)) == is_too_large
@@ -488,9 +486,9 @@ def test_leases_may_end_and_are_waited_for() -> None:
 
 
 def complete(manager: CacheManager) -> None:
-    number = manager.take_transfers().number
+    number = manager.take_moves().number
     if number:
-        manager.complete_transfers(number)
+        manager.complete(number)
 
 
 def test_loads_that_no_shard_has_room_for_are_not_waited_for() -> None:
@@ -505,7 +503,7 @@ def test_loads_that_no_shard_has_room_for_are_not_waited_for() -> None:
     assert manager.probe(EngineRequest("a", token_ids)).num_hit_tokens == 24
     with pytest.raises(RequestTooLargeError, match="row 0 needs 7 pages at once, its shard has 5"):
         batch.admit(0, token_ids, traits=RequestTraits(dp_shard=0))
-    assert manager.take_transfers().number == 0
+    assert manager.take_moves().number == 0
     assert batch.admit(0, token_ids, max_num_new_tokens=20, traits=RequestTraits(dp_shard=0)) == 0
     request = EngineRequest("b", token_ids)
     hits, num_hits = manager.get_computed_pages(request, data_parallel_size=2, dp_shard_hint=0)

@@ -30,7 +30,7 @@ from refusing import refused
 from settings import NUM_OPERATIONS
 
 from pagepool import EngineRequest, PageHash, PageHashWithGroupId, RequestTraits, Retention
-from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError
+from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, MovesDueError
 
 pytestmark = pytest.mark.usefixtures("drafter")
 
@@ -138,7 +138,7 @@ def test_what_fits_an_empty_pool_is_admitted_when_all_others_are_gone(num_pages:
         request = make_request(f"{i}", random.randint(1, longest))
         while request.num_computed_tokens < request.num_tokens:
             assert run(manager, request, random.choice([1, 4, 8, 12])) is not None
-            manager.take_copies()
+            manager.take_moves()
         manager.free(request)
         manager.check()
         assert manager.page_pool.get_num_free_pages() == num_pages - 1
@@ -261,8 +261,6 @@ class Due:
 WHILE_DUE: dict[str, Callable[[Due], Any]] = {
     "step of a destination": lambda due: due.batch.step([2, 0], [1, 1]),
     "step of a source": lambda due: due.batch.step([2, 1], [1, 1]),
-    "grow by nothing": lambda due: due.batch.grow([0], 0),
-    "grow of a source": lambda due: due.batch.grow([1], 0, 2),
     "trim of a destination": lambda due: due.batch.trim([2, 0], [6, 9]),
     "trim of a source": lambda due: due.batch.trim([1], 6),
     "trim to nothing": lambda due: due.batch.trim([0], 0),
@@ -279,8 +277,8 @@ def test_while_copies_are_due(name: str) -> None:
     due = Due()
     with refused(
         due.state,
-        CopiesDueError,
-        r"^(row [013].*|request): got copies or transfers of its pages that are due, allowed: none; .* before$",
+        MovesDueError,
+        r"^(row [013].*|request): got moves of its pages that are due, allowed: none; .* before$",
     ) as caught:
         WHILE_DUE[name](due)
     assert isinstance(caught.value, RuntimeError)
@@ -288,13 +286,24 @@ def test_while_copies_are_due(name: str) -> None:
     due.batch.step([0, 1, 2, 3], [1] * 4)
 
 
+def test_no_row_is_planned_while_copies_are_due() -> None:
+    due = Due()
+    due.batch.append([0, 1], [1, 1])
+    for row in (0, 1):
+        with refused(due.state, MovesDueError, f"^row {row} .*: got moves"):
+            due.batch.plan([row], 1, 2)
+    take(due.batch)
+    assert due.batch.plan([0, 1]).num_grown == 2
+
+
 def test_a_row_that_ends_before_its_copies_leaves_no_state() -> None:
     """Nothing was copied to its page, so a request with its tokens must not hit it."""
     batch = make_batch(make_manager(STATE))
-    batch.admit(0, PROMPT[:8])
+    step = batch.new_step()
+    batch.admit(0, PROMPT[:8], step=step)
     batch.fork(0, [1])
-    batch.release([1])
-    batch.release([0], num_computed_tokens=0)
+    batch.release([1, 0])
+    batch.settle(step, failed=True)
     assert batch.probe(2, PROMPT[:9]) == 0
     assert take(batch) == []
 
@@ -319,7 +328,7 @@ def test_copies_taken_by_another_thread() -> None:
         try:
             batch.step([0, 1, 2, 3], [num_steps] * 4)
             num_steps += 1
-        except CopiesDueError:
+        except MovesDueError:
             num_refused += 1
     stop.set()
     taker.join()

@@ -144,11 +144,11 @@ def test_a_step_does_not_put_its_token_behind_a_prompt_that_is_not_computed(row:
     with pytest.raises(ArgumentError, match=message):
         batch.step([0, 1], [1, 2])
     assert (batch.num_tokens.tolist(), batch.num_computed_tokens.tolist(), batch.get_page_ids(row)) == before
-    batch.grow([row], 7)
+    batch.plan([row], 7)
     assert batch.step([0, 1], [1, 2]).num_grown == 2
     batch.append([row], [3])
     with pytest.raises(ArgumentError, match="behind 1 known one"):
         batch.step([row], [4])
-    batch.grow([row], 1)
+    batch.plan([row], 1)
     assert batch.step([row], [4]).num_grown == 1
     batch.check()

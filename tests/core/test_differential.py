@@ -94,13 +94,13 @@ CASES = [
     Case("rows", BY_POLICY, [setting for setting in CACHING_WRITES if not setting.has_pools], 0.05),
     Case("rows", EXTERNAL, CACHING_WRITES, 0.1),
     Case("rows", EVERYTHING, CACHING_WRITES, 0.1),
-    Case("flights", PLAIN, SETTINGS, 0.1),
-    Case("flights", STATES, [*ALL, *ENDS_SETTINGS], 0.1),
-    Case("flights", STATES, [*POOL_SETTINGS, *WRITE_SETTINGS], 0.1),
-    Case("flights", BY_POLICY, CACHING, 0.1),
-    Case("flights", TIER, CACHING, 0.05),
-    Case("flights", EVERYTHING, [*CACHING, *CACHING_WRITES, *CACHING_POOLS], 0.1),
-    Case("flights", None, [*CACHING, *ENDS_SETTINGS], 0.1),
+    Case("steps ahead", PLAIN, SETTINGS, 0.1),
+    Case("steps ahead", STATES, [*ALL, *ENDS_SETTINGS], 0.1),
+    Case("steps ahead", STATES, [*POOL_SETTINGS, *WRITE_SETTINGS], 0.1),
+    Case("steps ahead", BY_POLICY, CACHING, 0.1),
+    Case("steps ahead", TIER, CACHING, 0.05),
+    Case("steps ahead", EVERYTHING, [*CACHING, *CACHING_WRITES, *CACHING_POOLS], 0.1),
+    Case("steps ahead", None, [*CACHING, *ENDS_SETTINGS], 0.1),
 ]
 
 
@@ -131,7 +131,7 @@ def test_all_that_a_tier_does_happens() -> None:
     """The random work reaches what a tier does, and what follows from a load that failed."""
     [setting] = [setting for setting in CACHING if setting.name == "full and window"]
     reached: Counter[str] = Counter()
-    for seed in (2, 7):
+    for seed in (0, 7, 8):
         twins = run_twins("requests", setting, Features(states=True, tier=True, policies=True), seed, 300)
         tier = twins.oracle.manager.page_pool.tier
         reached += tier.counts + Counter({"evicted": tier.pool.counts["evicted"]})

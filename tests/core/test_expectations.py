@@ -130,7 +130,7 @@ def test_what_is_late_by_days_is_not_as_what_nobody_wants(seconds: float) -> Non
     pages.leave("c", seconds=math.inf)
     assert pages.manager.stats().expectations[0] == 1
     assert pages.list_evicted("abc") == "cab"
-    assert pages.manager.take_transfers().save_src.size == 2
+    assert pages.manager.take_moves().saves.src.size == 2
     assert pages.manager.stats().expectations[-1] == 2
 
 
@@ -489,7 +489,7 @@ def test_what_is_never_wanted_is_not_saved() -> None:
     pages.leave("a", seconds=math.inf)
     pages.leave("b", seconds=5)
     pages.manager.page_pool.get_new_page_ids(3)
-    assert pages.manager.take_transfers().save_src.size == 1
+    assert pages.manager.take_moves().saves.src.size == 1
 
 
 def test_shards_have_their_own_order() -> None:

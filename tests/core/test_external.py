@@ -30,9 +30,9 @@ from pagepool import CacheManager, EngineRequest, HostTier, Lease, PageHash, Pag
 from pagepool.errors import (
     ArgumentError,
     ArgumentTypeError,
-    CopiesDueError,
     DoubleFreeError,
     IntegrityError,
+    MovesDueError,
     PageHashError,
     PagePoolError,
 )
@@ -80,11 +80,11 @@ def test_a_state_is_of_all_tokens() -> None:
     with refused(lambda: state_of(batch), ArgumentError, r"^row 0: got 15 tokens, allowed with a state: all 16"):
         batch.commit_external(0, 15)
     batch.commit_external(0, 16)
-    batch.grow([0], 7)
+    batch.plan([0], 7)
     assert take(batch) == [(5, 8, 1)]
     assert count_hits(batch._manager) == 16
     assert batch.admit(1, PROMPT[:30], num_external_tokens=3) == 16
-    with refused(lambda: state_of(batch), CopiesDueError, "^row 1: got copies"):
+    with refused(lambda: state_of(batch), MovesDueError, "^row 1: got moves"):
         batch.commit_external(1, 3)
 
 
@@ -94,21 +94,28 @@ def test_transfers_of_a_host_tier_come_first() -> None:
     batch.commit_external(0, 22)
     batch.release([0])
     assert batch.admit(0, [token_id + 1 for token_id in PROMPT[:23]], num_external_tokens=22) == 0
-    with refused(lambda: state_of(batch), CopiesDueError, "^row 0: got copies or transfers of its pages that are due"):
+    with refused(lambda: state_of(batch), MovesDueError, "^row 0: got moves of its pages that are due"):
         batch.commit_external(0, 22)
-    assert len(batch.take_transfers().save_src) == 4
+    assert len(batch.take_moves().saves.src) == 4
     batch.commit_external(0, 22)
     batch.check()
 
 
-def test_a_call_cannot_be_taken_back_by_which_a_row_was_not_grown() -> None:
-    batch = make_pending()
-    batch.admit(1, [1, 2, 3], num_tokens=1)
-    result = batch.grow([1])
+def test_a_failed_step_releases_rows_that_wait_behind_its_pages() -> None:
+    """Other rows that wait stay as they are, also one in the row of a request that the step computed."""
+    batch = make_pending(FULL)
+    step = batch.new_step()
+    batch.admit(1, [1, 2, 3], step=step)
+    batch.admit(2, [4] * 9, step=step)
     batch.release([1])
     batch.admit(1, [1, 2, 3], num_external_tokens=1)
-    with refused(lambda: state_of(batch), ArgumentError, "was grown, cut, moved or released since"):
-        batch.undo(result)
+    assert batch.admit(3, [4] * 20, num_external_tokens=9) == 8
+    waiting = batch.get_page_ids(0), batch.get_page_ids(1)
+    assert batch.settle(step, failed=True).tolist() == [3]
+    assert batch.num_external_tokens.tolist() == [22, 1, 0, 0]
+    assert (batch.get_page_ids(0), batch.get_page_ids(1)) == waiting
+    assert batch.num_computed_tokens[2] == 0
+    batch.check()
 
 
 # Requests.
@@ -135,14 +142,14 @@ def test_a_request_with_a_state_starts_anew() -> None:
     manager.commit_external(request, 16)
     request.num_computed_tokens = 16
     manager.allocate_slots(request, 7)
-    manager.take_copies()
+    manager.take_moves()
     other = make_request("other", 30)
     hits, num_hit_tokens = manager.get_computed_pages(other)
     manager.allocate_slots(other, 0, num_hit_tokens, hits, num_external_computed_tokens=9, delay_cache_pages=True)
     other.num_computed_tokens = num_hit_tokens
-    with pytest.raises(CopiesDueError):
+    with pytest.raises(MovesDueError):
         manager.fail_external(other, 4)
-    manager.take_copies()
+    manager.take_moves()
     assert (num_hit_tokens, manager.fail_external(other, 4), manager.get_page_ids("other")) == (16, 0, ([], []))
     other.num_computed_tokens = 0
     assert manager.get_computed_pages(other)[1] == 16

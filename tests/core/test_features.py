@@ -340,5 +340,5 @@ def test_rows_with_keys_are_hashed_right_whatever_they_were_before() -> None:
             batch.swap_row(row, rng.randrange(3))
         elif batch.num_tokens[row] < 60:
             batch.append([row], [rng.choice((7, 8))])
-            batch.grow([row], batch.num_tokens[row] - batch.num_computed_tokens[row])
+            batch.plan([row], batch.num_tokens[row] - batch.num_computed_tokens[row])
         batch.check()

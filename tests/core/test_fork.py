@@ -214,8 +214,7 @@ def share_states() -> tuple[Work, Call]:
     def run_row(row: int, rng: Random) -> None:
         with suppress(PageHashError):  # another thread took a page that was hit
             batch.admit(row, [rng.randrange(2)] * rng.choice((3, 150, 1200)))
-        batch.take_copies()
-        batch.take_writes()
+        batch.take_moves()
         if batch.is_admitted[row]:
             batch.step([row], [7])
             batch.release([row])
@@ -234,29 +233,29 @@ def share_steps() -> tuple[Work, Call]:
     batch = RunningBatch(make_manager(), PageTable(NUM_THREADS + 2, 1 << 12, 64), max_steps_ahead=1)
     own = OwnRow(itertools.count(-1))  # the first is for this thread
     batch.admit(NUM_THREADS + 1, [1, 2, 3], step=(first := batch.new_step()))
-    second = batch.step_ahead([NUM_THREADS + 1], 2)
+    second = batch.plan([NUM_THREADS + 1], 1, 2)
 
     def run_row(row: int, rng: Random) -> None:
         step = batch.new_step()
         with suppress(PageHashError):  # another thread took a page that was hit
             batch.admit(row, [rng.randrange(2)] * rng.choice((3, 50, 4000)), num_drafts=1, step=step)
         if batch.is_admitted[row]:
-            following = batch.step_ahead([row])
-            batch.resolve(step, [7, 7], [2])
+            following = batch.plan([row])
+            batch.settle(step, [7, 7], [2])
             if rng.random() < 0.5:
-                batch.undo(following)
+                batch.settle(following, failed=True)
             batch.release([row])
-            if not following.is_resolved and rng.random() < 0.5:
-                with suppress(ArgumentError):  # it was taken back
-                    batch.resolve(following, [7])
+            if not following.is_settled and rng.random() < 0.5:
+                with suppress(ArgumentError):  # it failed with a step of another thread
+                    batch.settle(following, [7])
 
     def use() -> None:
         batch.check()
         for _ in range(3):
             run_row(NUM_THREADS, Random(0))
         for step in (first, second):
-            if not step.is_resolved:  # as it is in a second use
-                assert batch.resolve(step, [5]).tolist() == [NUM_THREADS + 1]
+            if not step.is_settled:  # as it is in a second use
+                assert batch.settle(step, [5]).tolist() == [NUM_THREADS + 1]
         batch.check()
 
     return lambda rng: run_row(own.row, rng), use
@@ -453,8 +452,7 @@ class All:
                 lambda: manager.cache_pages(held, 9),
                 lambda: manager.get_page_ids("held"),
                 manager.stats,
-                manager.take_transfers,
-                manager.take_copies,
+                manager.take_moves,
                 lambda: manager.probe(new),
             ],
             "PagePool": [
@@ -479,7 +477,7 @@ class All:
             "RunningBatch": [
                 lambda: batch.admit(1, [1, 2, 3]),
                 lambda: batch.step([0], [4]),
-                lambda: batch.grow([0], 1),
+                lambda: batch.plan([0], 1),
                 lambda: batch.release([0]),
                 lambda: batch.get_page_ids(0),
                 lambda: batch.refusal,

@@ -26,8 +26,8 @@ from refusing import refused
 
 from pagepool.errors import (
     ArgumentError,
-    CopiesDueError,
     IntegrityError,
+    MovesDueError,
     OutOfPagesError,
     PageIdError,
 )
@@ -87,8 +87,8 @@ def test_a_request_that_forks_must_not_be_written() -> None:
     manager.fork(request, like(request, "third"))
     for held in (request, second):
         with pytest.raises(
-            CopiesDueError,
-            match=r"^request: got copies or transfers of its pages that are due, allowed: none; call take_copies",
+            MovesDueError,
+            match=r"^request: got moves of its pages that are due, allowed: none; call take_moves",
         ):
             manager.allocate_slots(held, 4)
     manager.free(second)
@@ -104,7 +104,8 @@ def test_check_names_a_written_page_that_is_shared() -> None:
     batch.admit(0, PROMPT[:9])
     batch.fork(0, [1])
     batch.check()
-    overwrite(batch.num_computed_tokens, 5)
+    for name in ("num_computed", "num_planned"):
+        overwrite(batch.num_computed_tokens.base[name], 5)
     with pytest.raises(IntegrityError, match=r"^row 0, group 0: page 2 \(at 1\), to which it writes, has another holder$"):
         batch.check()
 

@@ -276,7 +276,7 @@ class Finalizer:
         store.take(0)
         chain.append_key(1)
         batch.step([], [])
-        batch.grow([0], 0)
+        batch.plan([])
 
 def refuse(call, *arguments):
     for threshold in range(1, 12):

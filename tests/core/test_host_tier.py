@@ -16,9 +16,9 @@ from refusing import refused
 from settings import NUM_OPERATIONS
 from threads import run_threads
 
-from pagepool import CacheManager, EngineRequest, FailedLoads, HostTier, HostTierStats, Refusal, Transfers
+from pagepool import CacheManager, EngineRequest, FailedLoads, HostTier, HostTierStats, Moves, PageCopies, Refusal
 from pagepool._core import PageTier, add_tier
-from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, IntegrityError, PageHashError
+from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, MovesDueError, PageHashError
 
 pytestmark = pytest.mark.usefixtures("drafter")
 
@@ -32,18 +32,19 @@ def make_tiered(*specs: Any, num_pages: int = 8, num_host_pages: int = 20, **opt
 
 
 def pass_through(manager: CacheManager, token_ids: list[int]) -> None:
-    """Compute a request, and end it."""
+    """Compute a request, and end it. With a state its moves end at once."""
     request = start(manager, "a", token_ids)
-    manager.take_copies()
+    if manager.checkpoint_interval:
+        complete(manager)
     manager.free(request)
 
 
-def complete(manager: CacheManager) -> Transfers:
-    """Take transfers, and complete them."""
-    transfers = manager.take_transfers()
-    if transfers.number:
-        manager.complete_transfers(transfers.number)
-    return transfers
+def complete(manager: CacheManager) -> Moves:
+    """Take moves, and complete them."""
+    moves = manager.take_moves()
+    if moves.number:
+        manager.complete(moves.number)
+    return moves
 
 
 def fill_tier(manager: CacheManager, token_ids: list[int] = FIRST) -> None:
@@ -67,30 +68,29 @@ def evict_all(manager: CacheManager) -> None:
 def test_evicted_pages_are_saved_and_hit() -> None:
     manager = make_tiered()
     pass_through(manager, FIRST)  # pages 1 to 6, of which 5 are full
-    assert len(manager.take_transfers()) == 0
+    assert len(manager.take_moves()) == 0
     pass_through(manager, OTHER[:28])  # 7 pages: all of the pool
-    transfers = manager.take_transfers()
-    assert transfers.save_src.tolist() == [5, 4, 3, 2, 1]
-    assert transfers.save_dst.tolist() == [1, 2, 3, 4, 5]
-    assert (transfers.save_group.tolist(), transfers.load_src.tolist(), transfers.number) == ([0] * 5, [], 1)
+    transfers = manager.take_moves()
+    assert transfers.saves.src.tolist() == [5, 4, 3, 2, 1]
+    assert transfers.saves.dst.tolist() == [1, 2, 3, 4, 5]
+    assert (transfers.saves.group.tolist(), transfers.loads.src.tolist(), transfers.number) == ([0] * 5, [], 1)
     assert count_hits(manager, FIRST) == 0  # in flight
     assert manager.stats().host_tier == HostTierStats(19, 14, num_in_flight=5)
-    manager.complete_transfers(1)
+    manager.complete(1)
     start(manager, "a", FIRST)
-    loads = manager.take_transfers()
-    assert loads.load_src.tolist() == [5, 4, 3, 2, 1]
-    assert list(loads.load_dst) == manager.get_page_ids("a")[0][:5]
-    assert loads.save_src.size == 6, "pages of the other prompt"
+    loads = manager.take_moves()
+    assert loads.loads.src.tolist() == [5, 4, 3, 2, 1]
+    assert list(loads.loads.dst) == manager.get_page_ids("a")[0][:5]
+    assert loads.saves.src.size == 6, "pages of the other prompt"
     manager.check()
-    manager.complete_transfers(loads.number)
+    manager.complete(loads.number)
     assert manager.stats().host_tier == HostTierStats(19, 19, num_cached_pages=11, num_saved_pages=11, num_loaded_pages=5)
 
 
-def compute(manager: CacheManager, token_ids: list[int]) -> Transfers:
-    """Compute a request, and end it. Return the transfers of its step and of the next one, which end at once."""
+def compute(manager: CacheManager, token_ids: list[int]) -> Moves:
+    """Compute a request, and end it. Return the moves of the next step; these and those of its own end at once."""
     pass_through(manager, token_ids)
     complete(manager)
-    manager.end_step()
     return complete(manager)
 
 
@@ -107,6 +107,45 @@ def test_a_page_is_saved_once_whatever_the_size_of_the_tier(policy: str, num_hos
         else 290 < stats.num_saved_pages <= 300
     )
     assert stats.num_refused_pages == 0
+    manager.check()
+
+
+def test_moves_of_forks_and_of_refused_calls_begin_no_step() -> None:
+    """A page is saved once its step has begun, though moves are taken within a plan and between two steps."""
+    manager = make_tiered(num_pages=30, num_host_pages=60, policy="write_through")
+    batch = make_batch(manager)
+    batch.admit(0, FIRST)
+    assert len(batch.take_moves()) == 0
+    for begins_step in (False, True):
+        batch.fork(0, [1])
+        if begins_step:
+            with refused(lambda: batch_state(batch), MovesDueError, r"^row 1 \(at 0\): got moves of its pages"):
+                batch.step([1], [7])
+        moves = batch.take_moves()
+        assert (len(moves.copies), len(moves.saves)) == (1, 0)
+        batch.step([1], [7])
+        if begins_step:
+            batch.admit(2, OTHER[:13])
+        assert len(batch.take_moves().saves) == (0 if begins_step else 5)
+        batch.release([1])
+    assert len(batch.take_moves().saves) == 3
+    batch.check()
+
+
+def test_batches_that_take_moves_in_turn_run_in_one_step() -> None:
+    """None of them saves pages of the step that was planned for all."""
+    manager = make_tiered(num_pages=60, num_host_pages=120, policy="write_through")
+    batches = [make_batch(manager) for _ in range(3)]
+    for batch in batches:
+        batch.admit(0, FIRST)
+    assert [len(batch.take_moves()) for batch in (*batches, manager)] == [0, 0, 0, 0]
+    for batch in batches:
+        batch.step([0], [7])
+    assert [len(batch.take_moves().saves) for batch in (manager, *batches)] == [5, 0, 0, 0]
+    for num_saves in (0, 3):  # the others are idle
+        batches[1].admit(1, OTHER[:13])
+        assert len(batches[1].take_moves().saves) == num_saves
+        batches[1].release([1])
     manager.check()
 
 
@@ -143,16 +182,16 @@ def test_a_page_whose_save_is_in_flight_or_failed() -> None:
     for fails in (False, True):
         manager = make_tiered(num_pages=8, num_host_pages=40, policy="write_through")
         pass_through(manager, FIRST)
-        manager.end_step()
-        transfers = manager.take_transfers()
-        assert len(transfers.save_src) == 5
+        assert len(manager.take_moves()) == 0
+        transfers = manager.take_moves()
+        assert len(transfers.saves) == 5
         if fails:
-            manager.fail_transfers(transfers.number, saves=[1, 3])
+            manager.fail(transfers.number, saves=[1, 3])
         page_ids = manager.page_pool.get_new_page_ids(7)
-        again = manager.take_transfers()
-        assert sorted(again.save_src) == (sorted(transfers.save_src[[1, 3]]) if fails else [])
+        again = manager.take_moves()
+        assert sorted(again.saves.src) == (sorted(transfers.saves.src[[1, 3]]) if fails else [])
         for number in [again.number] if fails else [transfers.number]:
-            manager.complete_transfers(number)
+            manager.complete(number)
         manager.page_pool.free_page_ids(page_ids)
         assert manager.stats().host_tier.num_saved_pages == 5
         assert count_hits(manager, FIRST) == 20
@@ -174,11 +213,10 @@ def test_loaded_pages_are_not_saved_again() -> None:
     compute(manager, FIRST)
     compute(manager, OTHER[:28])
     request = start(manager, "a", FIRST)
-    assert len(manager.take_transfers().load_src) == 5
-    manager.complete_transfers(manager.list_transfers_in_flight()[0].number)
+    assert len(manager.take_moves().loads.src) == 5
+    manager.complete(manager.list_moves_in_flight()[0].number)
     manager.free(request)
     before = manager.stats().host_tier.num_saved_pages
-    manager.end_step()
     for i in range(2):
         compute(manager, list(range(1000 * i + 1000, 1000 * i + 1028)))
     assert manager.stats().host_tier.num_saved_pages - before == 14
@@ -192,22 +230,22 @@ def test_failed_loads_rewind_rows_and_requests() -> None:
     batch = make_batch(manager)
     assert batch.admit(0, FIRST) == 20
     request = start(manager, "a", FIRST)
-    transfers = manager.take_transfers()
-    failed = manager.fail_transfers(transfers.number, loads=[2])
-    assert (len(failed), failed.page_ids) == (1, [int(transfers.load_dst[2])])
+    transfers = manager.take_moves()
+    failed = manager.fail(transfers.number, loads=[2])
+    assert (len(failed), failed.page_ids) == (1, [int(transfers.loads.dst[2])])
     assert manager.find_wrong_token(request, failed) == 8
     assert batch.rewind(failed) == ([0], [])
     assert batch.num_computed_tokens[0] == 8
     assert count_hits(manager, FIRST) == 8, "what failed to load hits no more"
-    batch.grow([0], 13)
-    batch.take_transfers()
+    batch.plan([0], 13)
+    batch.take_moves()
     request.num_computed_tokens = 8
     assert manager.allocate_slots(request, 13) is not None
     manager.check()
     batch.check()
 
 
-def load_for_two(manager: CacheManager) -> tuple[list[EngineRequest], Transfers]:
+def load_for_two(manager: CacheManager) -> tuple[list[EngineRequest], Moves]:
     """Let two requests hit pages that only the tier has, and return them with the loads."""
     for num_tokens in (16, 21):  # a state is kept where a request ends
         pass_through(manager, FIRST[:num_tokens])
@@ -215,12 +253,11 @@ def load_for_two(manager: CacheManager) -> tuple[list[EngineRequest], Transfers]
     requests = [start(manager, name, FIRST) for name in "ab"]
     for request in requests:
         request.num_computed_tokens = len(FIRST)
-    manager.take_copies()
-    return requests, manager.take_transfers()
+    return requests, manager.take_moves()
 
 
-def fail_load_of(manager: CacheManager, transfers: Transfers, page_id: int) -> FailedLoads:
-    return manager.fail_transfers(transfers.number, loads=[transfers.load_dst.tolist().index(page_id)])
+def fail_load_of(manager: CacheManager, transfers: Moves, page_id: int) -> FailedLoads:
+    return manager.fail(transfers.number, loads=[transfers.loads.dst.tolist().index(page_id)])
 
 
 def test_requests_that_share_a_page_that_failed_to_load_get_pages_of_their_own() -> None:
@@ -237,13 +274,13 @@ def test_requests_that_share_a_page_that_failed_to_load_get_pages_of_their_own()
     manager.check()
     for request in requests:
         assert manager.allocate_slots(request, 2, num_lookahead_tokens=5) is not None
-    manager.take_transfers()
+    manager.take_moves()
     [first], [second] = (manager.get_page_ids(name) for name in "ab")
     assert (first[:2], second) == (others[:2], others)
     assert not {*first[2:]} & {*second[2:]}, "drafts of one would lie over the tokens of the other"
     for request in requests:
         manager.allocate_slots(request, 13)
-    manager.take_transfers()
+    manager.take_moves()
     assert count_hits(manager, FIRST) == 20, "entered again"
     for request in requests:
         assert manager.find_wrong_token(request, failed) in (None, 8), "asked once more"
@@ -257,13 +294,13 @@ def test_a_page_that_fails_to_load_hits_no_more_though_an_equal_one_was_dropped_
     pass_through(manager, FIRST)
     evict_all(manager)
     loaded = start(manager, "loads", FIRST)
-    transfers = manager.take_transfers()
+    transfers = manager.take_moves()
     computed = EngineRequest("computes", FIRST)
     pages = manager.allocate_slots(computed, len(FIRST))
     assert pages is not None
     manager.page_pool.evict_pages(pages.get_page_ids()[0])
     assert count_hits(manager, FIRST) == 20
-    manager.fail_transfers(transfers.number, loads=range(5))
+    manager.fail(transfers.number, loads=range(5))
     assert count_hits(manager, FIRST) == 0
     manager.free(loaded, num_computed_tokens=0)
     manager.check()
@@ -300,7 +337,7 @@ def test_a_request_that_gives_back_all_pages_starts_over() -> None:
 def test_a_request_with_a_state_goes_back_to_its_start() -> None:
     manager = make_tiered(FULL, STATE, num_pages=40)
     requests, transfers = load_for_two(manager)
-    failed = manager.fail_transfers(transfers.number, loads=[0])
+    failed = manager.fail(transfers.number, loads=[0])
     assert [manager.find_wrong_token(request, failed) for request in requests] == [0, 0]
     manager.check()
     for request in requests:
@@ -320,7 +357,7 @@ def test_a_request_with_copies_due_stays_as_it_is() -> None:
     for request in (requests[0], fork):
         assert manager.find_wrong_token(request, failed) == 4
     assert [manager.get_page_ids(name) for name in ("a", "fork")] == before
-    manager.take_copies()
+    manager.take_moves()
     for request in (requests[0], fork):
         assert manager.find_wrong_token(request, failed) == 4
         assert [len(ids) for ids in manager.get_page_ids(request.request_id)] == [1]
@@ -328,20 +365,21 @@ def test_a_request_with_copies_due_stays_as_it_is() -> None:
 
 
 def test_a_fork_of_a_page_that_fails_to_load_goes_back_too() -> None:
-    """With a lookahead the last full page is copied, since other tokens may follow."""
+    """With a lookahead the last full page is copied, since other tokens may follow. A cut behind it gives it back."""
     manager = make_tiered(num_pages=14, use_eagle=True, lookahead=1)
     batch = make_batch(manager)
     pass_through(manager, FIRST)
     evict_all(manager)
     assert batch.admit(0, FIRST) == 20
-    transfers = batch.take_transfers()
-    assert transfers.load_dst.size == 5
+    transfers = batch.take_moves()
+    assert transfers.loads.dst.size == 5
     batch.trim([0], 20)
+    assert batch.num_computed_tokens[0] == 16
     batch.fork(0, [1])
-    assert len(batch.take_copies()) == 1
-    failed = manager.fail_transfers(transfers.number, loads=[4])  # the page that was copied
+    assert len(batch.take_moves().copies) == 1
+    failed = manager.fail(transfers.number, loads=[3])  # the page that was copied
     assert batch.rewind(failed) == ([0, 1], [])
-    assert batch.num_computed_tokens[:2].tolist() == [16, 16]
+    assert batch.num_computed_tokens[:2].tolist() == [12, 12]
     batch.check()
 
 
@@ -353,22 +391,23 @@ def test_a_row_that_waits_for_tokens_from_elsewhere_cannot_go_back() -> None:
     complete(manager)
     batch = make_batch(manager)
     assert batch.admit(0, [*FIRST, *OTHER[:9]], num_external_tokens=4) == 20
-    failed = manager.fail_transfers(batch.take_transfers().number, loads=[2])
+    failed = manager.fail(batch.take_moves().number, loads=[2])
     assert batch.rewind(failed) == ([], [0])
-    batch.release([0], 0)
+    assert not batch.is_admitted[0]
     manager.check()
 
 
 def test_uncomputed_pages_that_the_tier_alone_has_are_dropped() -> None:
-    """They left the window of the row, and were evicted, before its step failed."""
+    """Their row was released, and they were evicted, before its step failed."""
     manager = make_tiered(WINDOW)
     batch = make_batch(manager)
-    batch.admit(0, FIRST)
-    batch.step([0], [1])
+    step = batch.new_step()
+    batch.admit(0, FIRST, step=step)
+    batch.release([0])
     batch.admit(1, OTHER[:16])
-    assert complete(manager).save_src.size == 3
-    assert manager.stats().host_tier.num_cached_pages == 3  # type: ignore[union-attr]
-    batch.release([0], num_computed_tokens=0)
+    assert complete(manager).saves.src.size == 2
+    assert manager.stats().host_tier.num_cached_pages == 2  # type: ignore[union-attr]
+    assert batch.settle(step, failed=True).tolist() == []
     assert manager.stats().host_tier.num_cached_pages == 0  # type: ignore[union-attr]
     batch.check()
 
@@ -380,8 +419,7 @@ def test_a_row_whose_loads_do_not_fit_is_refused_for_its_pages() -> None:
         assert batch.admit(0, list(tokens)) == 0
         if tokens.start == 0:
             batch.release([0])
-    manager.end_step()
-    manager.complete_transfers(manager.take_transfers().number)
+    manager.complete(manager.take_moves().number)
     assert batch.admit(1, list(range(18))) is None
     assert batch.refusal == Refusal(5, 1, 0, 16, "kv", None, True)  # three loads, one page that hits, and one new
     batch.check()
@@ -397,10 +435,10 @@ def test_a_row_waits_for_transfers_that_were_due_for_a_row_that_is_gone() -> Non
     assert batch.admit(0, FIRST) == 20
     batch.release([0])
     batch.admit(2, OTHER[10:15])
-    with refused(lambda: batch_state(batch), CopiesDueError, r"^row 2 \(at 0\): got copies or transfers"):
+    with refused(lambda: batch_state(batch), MovesDueError, r"^row 2 \(at 0\): got moves of its pages"):
         batch.trim([2], 3)
     batch.trim([1], 3)  # it took its pages before
-    assert batch.take_transfers().load_dst.size == 5
+    assert batch.take_moves().loads.dst.size == 5
     batch.trim([2], 3)
     batch.check()
 
@@ -413,17 +451,17 @@ def test_caching_waits_for_loads_in_flight_of_a_row_that_is_gone() -> None:
         pass_through(manager, token_ids)
     evict_all(manager)
     batch.admit(0, FIRST)
-    older = batch.take_transfers().number
+    older = batch.take_moves().number
     batch.release([0])
     batch.admit(1, OTHER[:21])
     complete(manager)
     num_cached = manager.stats().num_cached_pages
     for tokens, num_new_pages in ((OTHER[21:30], 0), (OTHER[30:34], 3)):
         batch.append([1] * len(tokens), tokens)
-        batch.grow([1], len(tokens))
+        batch.plan([1], len(tokens))
         assert manager.stats().num_cached_pages == num_cached + num_new_pages
         if num_new_pages == 0:
-            manager.complete_transfers(older)
+            manager.complete(older)
     batch.check()
 
 
@@ -446,52 +484,52 @@ def test_transfers_end_once() -> None:
     manager = make_tiered()
     for number in (0, 1, -1, 1 << 70):
         with pytest.raises(ArgumentError, match="number"):
-            manager.complete_transfers(number)
+            manager.complete(number)
     pass_through(manager, FIRST)
     pass_through(manager, OTHER[:28])
-    number = manager.take_transfers().number
+    number = manager.take_moves().number
     for places in ([5], [-1], [0, 9]):
         with pytest.raises(ArgumentError, match="saves"):
-            manager.fail_transfers(number, saves=places)
+            manager.fail(number, saves=places)
     with pytest.raises(ArgumentError, match="loads"):
-        manager.fail_transfers(number, loads=[0])
+        manager.fail(number, loads=[0])
     for wrong in ("1", 1.0, None):
         with pytest.raises(ArgumentTypeError):
-            manager.complete_transfers(wrong)  # type: ignore[arg-type]
-    manager.complete_transfers(number)
+            manager.complete(wrong)  # type: ignore[arg-type]
+    manager.complete(number)
     with pytest.raises(ArgumentError, match="number: got 1, allowed: that of transfers in flight"):
-        manager.complete_transfers(number)
+        manager.complete(number)
     with pytest.raises(ArgumentError, match="without a host tier"):
-        make_manager(FULL).complete_transfers(1)
+        make_manager(FULL).complete(1)
 
 
 def test_transfers_in_flight_are_listed() -> None:
     manager = make_tiered(num_pages=11)
-    assert make_manager(FULL).list_transfers_in_flight() == manager.list_transfers_in_flight() == []
+    assert make_manager(FULL).list_moves_in_flight() == manager.list_moves_in_flight() == []
     fill_tier(manager)
     pass_through(manager, FIRST)
-    first = manager.take_transfers()
+    first = manager.take_moves()
     pass_through(manager, OTHER[30:50])
-    second = manager.take_transfers()
+    second = manager.take_moves()
     start(manager, "a", FIRST[:5])
-    assert [repr(transfers) for transfers in manager.list_transfers_in_flight()] == [repr(first), repr(second)]
-    assert first.load_src.size
-    manager.complete_transfers(first.number)
-    assert [transfers.number for transfers in manager.list_transfers_in_flight()] == [second.number]
+    assert [repr(transfers) for transfers in manager.list_moves_in_flight()] == [repr(first), repr(second)]
+    assert first.loads.src.size
+    manager.complete(first.number)
+    assert [transfers.number for transfers in manager.list_moves_in_flight()] == [second.number]
 
 
 def test_results_are_made_by_calls() -> None:
-    for kind in (Transfers, FailedLoads):
+    for kind in (Moves, PageCopies, FailedLoads):
         with pytest.raises(TypeError):
             kind()
     manager = make_tiered()
     fill_tier(manager)
     pass_through(manager, FIRST)
-    transfers = manager.take_transfers()
-    assert repr(transfers).startswith(f"Transfers(number={transfers.number}, save_src=[")
+    transfers = manager.take_moves()
+    assert repr(transfers).startswith(f"Moves(number={transfers.number}, loads=PageCopies(src=[")
     with pytest.raises(ValueError, match="read-only"):
-        transfers.load_src[0] = 1
-    failed = manager.fail_transfers(transfers.number, loads=[0])
+        transfers.loads.src[0] = 1
+    failed = manager.fail(transfers.number, loads=[0])
     assert repr(failed) == f"FailedLoads(number={transfers.number}, page_ids={failed.page_ids})"
     with pytest.raises(ArgumentError, match="another pool"):
         make_batch(make_tiered()).rewind(failed)
@@ -526,9 +564,9 @@ class Interrupted:
     def end_all(self) -> None:
         """End everything, whatever was interrupted."""
         call_in_thread(self.manager.check)
-        self.manager.take_transfers()
-        for transfers in self.manager.list_transfers_in_flight():
-            self.manager.complete_transfers(transfers.number)
+        self.manager.take_moves()
+        for transfers in self.manager.list_moves_in_flight():
+            self.manager.complete(transfers.number)
         self.manager.free(self.request)
         self.batch.release(np.flatnonzero(self.batch.is_admitted))
         self.batch.check()
@@ -540,8 +578,8 @@ class Interrupted:
 
 def fail_loads(state: Interrupted) -> None:
     state.start()
-    transfers = state.manager.take_transfers()
-    failed = state.manager.fail_transfers(transfers.number, loads=[0])
+    transfers = state.manager.take_moves()
+    failed = state.manager.fail(transfers.number, loads=[0])
     state.manager.find_wrong_token(state.request, failed)
     state.batch.rewind(failed)
 

@@ -224,9 +224,10 @@ class Rows:
 
     def __init__(self) -> None:
         self.manager = CacheManager(NUM_PAGES, GROUPS, 256)
-        self.batch = RunningBatch(self.manager, MultiGroupPageTable(3, 256, 64, [PAGE_SIZE] * len(GROUPS)))
-        self.batch.admit(0, list(range(30)))
-        self.batch.admit(1, [*range(20), 5, 6, 7])
+        table = MultiGroupPageTable(3, 256, 64, [PAGE_SIZE] * len(GROUPS))
+        self.batch = RunningBatch(self.manager, table, max_steps_ahead=1)
+        self.batch.admit(0, list(range(30)), step=self.batch.new_step())
+        self.batch.admit(1, [*range(20), 5, 6, 7], step=self.batch.new_step())
 
     def admit(self) -> int | None:
         return self.batch.admit(2, [*range(25), 99, 98, 97], traits=RequestTraits(cache_salt=None, mm_features=[]))
@@ -248,9 +249,9 @@ class StateRows(Rows):
         groups = [CacheGroupSpec(FULL), CacheGroupSpec(ENDS, pool="states")]
         self.manager = CacheManager({"kv": NUM_PAGES, "states": 12}, groups, 256)
         table = MultiGroupPageTable(3, 256, 256, [PAGE_SIZE] * len(groups))
-        self.batch = RunningBatch(self.manager, table, writes="anywhere")
-        self.batch.admit(0, list(range(150)))
-        self.batch.admit(1, [*range(80), 5, 6, 7])
+        self.batch = RunningBatch(self.manager, table, writes="anywhere", max_steps_ahead=1)
+        self.batch.admit(0, list(range(150)), step=self.batch.new_step())
+        self.batch.admit(1, [*range(80), 5, 6, 7], step=self.batch.new_step())
         self.take_lists()
 
     def admit(self) -> int | None:
@@ -258,8 +259,7 @@ class StateRows(Rows):
         return self.batch.admit(2, [*range(140), 99, 98, 97])
 
     def take_lists(self) -> None:
-        self.batch.take_copies()
-        self.batch.take_writes()
+        self.batch.take_moves()
 
 
 BATCH_CALLS: dict[str, Callable[[Rows], object]] = {
@@ -267,7 +267,7 @@ BATCH_CALLS: dict[str, Callable[[Rows], object]] = {
     "admit to a session": lambda r: r.batch.admit(2, [*range(25), 99, 98, 97], traits=RequestTraits(session_id="session")),
     "wait": lambda r: r.batch.admit(2, [*range(25), 99, 98, 97], num_external_tokens=7),
     "step": lambda r: r.batch.step([0, 1], [1, 2]),
-    "grow": lambda r: r.batch.grow([0, 1], 0, 5),
+    "plan": lambda r: r.batch.plan([0, 1], 1, 5 if type(r) is Rows else 0),
     "append": lambda r: r.batch.append([0, 1], [1, 2]),
     "trim": lambda r: r.batch.trim([0, 1], 21),
     "release": lambda r: r.batch.release([1]),

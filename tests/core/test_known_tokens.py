@@ -86,7 +86,7 @@ def finish(manager: CacheManager, request: Any) -> None:
         request.num_computed_tokens -= num_hit_tokens
         assert manager.allocate_slots(request, num_new, num_hit_tokens, hits) is not None
         request.num_computed_tokens += num_hit_tokens + num_new
-        manager.take_copies()
+        manager.take_moves()
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -108,7 +108,7 @@ def test_tokens_without_slots_may_change_after_a_refusal(
             num_new = min(find_next(manager, request), num_computed - request.num_computed_tokens)
             assert manager.allocate_slots(request, num_new) is not None
             request.num_computed_tokens += num_new
-            manager.take_copies()
+            manager.take_moves()
         for number in range(2):
             others = manager.page_pool.get_new_page_ids(manager.page_pool.get_num_free_pages())
             assert manager.allocate_slots(request, request.num_tokens - request.num_computed_tokens) is None
@@ -165,7 +165,7 @@ def test_what_hits_was_computed_whatever_changes(seed: int, caches: str) -> None
                     computed |= {tuple(tokens[:n]) for n in range(request.num_computed_tokens + 1)}
                     if is_delayed:
                         manager.cache_pages(request, request.num_computed_tokens)
-                manager.take_copies()
+                manager.take_moves()
             manager.page_pool.free_page_ids(others)
             if rng.random() < 0.2:
                 manager.free(request)
@@ -282,10 +282,10 @@ def test_rows_forget_what_they_are_cut_to(seed: int) -> None:
                 token_id = rng.randrange(3)
                 tokens += [token_id] * batch.step([0], [token_id]).num_grown
             else:
-                new = [rng.randrange(3) for _ in range(rng.randint(0, 4))]
+                new = [rng.randrange(3) for _ in range(rng.randint(num_computed == len(tokens), 4))]
                 batch.append([0] * len(new), new)
                 tokens = tokens + new
-                batch.grow([0], rng.randint(0, len(tokens) - num_computed))
+                batch.plan([0], rng.randint(1, len(tokens) - num_computed))
             manager.page_pool.free_page_ids(others)
             if rng.random() < 0.5:
                 tokens = tokens[: rng.randint(int(batch.num_computed_tokens[0]), len(tokens))]
@@ -323,12 +323,12 @@ def test_entries_are_forgotten_after_calls_for_a_request_that_was_set_back(specs
     request = EngineRequest("a", list(range(40)))
     for _ in range(5):
         assert manager.allocate_slots(request, 4) is not None
-        manager.take_copies()
+        manager.take_moves()
         request.num_computed_tokens += 4
     request.num_computed_tokens = 4
     if call == "allocate":
         assert manager.allocate_slots(request, 2) is not None
-        manager.take_copies()
+        manager.take_moves()
     elif call == "refused":
         assert manager.allocate_slots(request, 30, num_reserved_pages=29) is None
     elif call == "cache_pages":

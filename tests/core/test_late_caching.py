@@ -281,7 +281,7 @@ def test_forks_cache_the_pages_that_they_share() -> None:
     forked = make_request("b", 10)
     forked.num_computed_tokens = 10
     assert manager.fork(request, forked) is not None
-    manager.take_copies()
+    manager.take_moves()
     assert count_hits(manager) == 0
     forked.all_token_ids += [1, 2, 3]
     for child in (forked, request):
@@ -341,7 +341,7 @@ class Engine:
                 self.hits.append(num_hits)
                 self.running.append(self.waiting.popleft())
                 scheduled.append((request, num_new))
-        self.manager.take_copies()
+        self.manager.take_moves()
         for request, num_new in scheduled:
             if request not in self.running:
                 continue

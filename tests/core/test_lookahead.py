@@ -11,7 +11,7 @@ from hybrids import CHUNK, FULL, PAGE_SIZE, PROMPT, STATE, count_hits, fill, mak
 from hypothesis import given, settings
 from settings import HASHING, scale
 
-from pagepool import CacheManager, EngineRequest, FullAttentionSpec, SlidingWindowSpec
+from pagepool import CacheManager, EngineRequest, FullAttentionSpec, RunningBatch, SlidingWindowSpec
 from pagepool.errors import ArgumentError
 
 NARROW = SlidingWindowSpec(PAGE_SIZE, 1, 8, "float16", False, 1)
@@ -164,7 +164,7 @@ def test_a_call_caches_a_late_page_and_the_next_one() -> None:
     batch = make_batch(make_manager(FULL, use_eagle=True, lookahead=1))
     batch.admit(0, PROMPT[:4])
     batch.append([0] * 6, PROMPT[4:10])
-    batch.grow([0], 6)
+    batch.plan([0], 6)
     assert batch.probe(1, PROMPT) == 8
     batch.check()
 
@@ -232,22 +232,81 @@ def test_a_fork_that_ends_before_its_copies_are_made_caches_no_page() -> None:
         manager.check()
 
 
-def test_undo_drops_what_a_step_cached_of_pages_filled_before() -> None:
+def test_a_failed_step_drops_no_page_filled_before() -> None:
+    """Its token stays known, and with it the page's key, until the token is replaced."""
     batch = make_batch(make_manager(FULL, use_eagle=True, lookahead=1))
     batch.admit(0, PROMPT[:8])
     step = batch.step([0], [NEW])
     assert batch.probe(1, [*PROMPT[:8], NEW, NEW]) == 8
-    batch.undo(step)
-    assert batch.probe(1, [*PROMPT[:8], NEW, NEW]) == 4
+    assert batch.settle(step, failed=True).tolist() == []
+    assert batch.probe(1, [*PROMPT[:8], NEW, NEW]) == 8
+    batch.trim([0], 8)
     batch.step([0], [PROMPT[8]])
     assert (batch.probe(1, [*PROMPT[:8], NEW, NEW]), batch.probe(1, PROMPT)) == (4, 8)
     batch.check()
 
 
-def test_a_page_stays_under_its_key_when_tokens_behind_it_are_cut() -> None:
+def replace_sampled(batch: RunningBatch) -> None:
+    batch.admit(0, PROMPT[:8])
+    batch.append([0], [NEW])
+
+
+def replace_cached(batch: RunningBatch) -> None:
+    batch.admit(0, PROMPT[:8])
+    batch.step([0], [NEW])
+
+
+def replace_rest_of_prompt(batch: RunningBatch) -> None:
+    batch.admit(0, [*PROMPT[:8], NEW], max_num_new_tokens=8)
+
+
+def replace_after_its_step(batch: RunningBatch) -> None:
+    step = batch.new_step()
+    batch.admit(0, [*PROMPT[:8], NEW], max_num_new_tokens=8, step=step)
+    batch.settle(step)
+
+
+@pytest.mark.parametrize("caches", ["scheduled", "computed"])
+@pytest.mark.parametrize("start", [replace_sampled, replace_cached, replace_rest_of_prompt, replace_after_its_step])
+def test_a_page_has_the_key_of_a_token_that_was_replaced(start: Callable[[RunningBatch], None], caches: str) -> None:
+    """Whether the page was cached before or not, the drafter writes its last slot again."""
+    batch = make_batch(make_manager(FULL, use_eagle=True, lookahead=1, caches=caches))
+    start(batch)
+    batch.trim([0], 8)
+    assert (
+        batch.probe(1, [*PROMPT[:8], NEW, NEW])
+        == batch.probe(1, PROMPT)
+        == (4 if caches == "scheduled" else batch.probe(1, PROMPT[:7]))
+    )
+    step = batch.step([0], [PROMPT[8]])
+    batch.settle(step)
+    assert (batch.probe(1, [*PROMPT[:8], NEW, NEW]), batch.probe(1, PROMPT)) == (4, 8)
+    batch.check()
+
+
+def test_a_page_has_the_key_of_the_token_behind_a_rejected_draft() -> None:
+    """The engine appends its drafts as known tokens, and cuts those that the model rejects."""
+    batch = make_batch(make_manager(FULL, use_eagle=True, lookahead=2))
+    batch.admit(0, PROMPT[:8])
+    batch.append([0] * 3, [PROMPT[8], NEW, NEW])
+    batch.plan([0], 3)
+    batch.trim([0], 9)
+    batch.append([0], [PROMPT[9]])
+    batch.plan([0])
+    assert (batch.probe(1, [*PROMPT[:9], NEW, NEW]), batch.probe(1, PROMPT)) == (4, 8)
+    batch.check()
+
+
+def test_a_cut_computes_shared_pages_again_whose_lookahead_changes() -> None:
     batch = make_batch(make_manager(FULL, use_eagle=True, lookahead=1))
     batch.admit(0, PROMPT[:10])
-    batch.trim([0], [8])
-    batch.step([0], [NEW])
-    assert (batch.probe(1, PROMPT), batch.probe(1, [*PROMPT[:8], NEW, NEW])) == (8, 4)
+    assert batch.admit(1, PROMPT[:10]) == 8
+    batch.trim([0], 9)  # the last slot before the cut is in the open page
+    assert batch.num_computed_tokens[0] == 9
+    batch.trim([0], 8)
+    assert batch.num_computed_tokens[0] == 4
+    batch.step([1], [NEW])
+    batch.append([0], [NEW])
+    batch.plan([0], 5)
+    assert (batch.probe(2, [*PROMPT[:8], NEW, NEW]), batch.probe(2, PROMPT)) == (8, 8)
     batch.check()

@@ -39,7 +39,7 @@ def run(manager: CacheManager, tokens: list[int], name: str = "a", on_call: Any 
     for end in ends:
         found = () if request.num_computed_tokens else (num_hits, hits)
         assert manager.allocate_slots(request, end - max(request.num_computed_tokens, num_hits), *found) is not None
-        manager.take_copies()
+        manager.take_moves()
         request.num_computed_tokens = end
         if on_call is not None:
             on_call()
@@ -52,10 +52,10 @@ def run_row(manager: CacheManager, batch: RunningBatch, tokens: list[int]) -> in
     """Run a request as a row, and return the tokens that it hit."""
     num_hits = batch.admit(0, tokens, max_num_new_tokens=INTERVAL)
     assert num_hits is not None
-    batch.take_copies()
+    batch.take_moves()
     while (num_left := len(tokens) - int(batch.num_computed_tokens[0])) > 0:
-        assert batch.grow([0], min(INTERVAL, num_left)).num_grown == 1
-        batch.take_copies()
+        assert batch.plan([0], min(INTERVAL, num_left)).num_grown == 1
+        batch.take_moves()
     batch.release([0])
     return num_hits
 
@@ -150,7 +150,7 @@ def test_a_pool_of_attention_alone_counts_nothing() -> None:
     assert batch.admit(0, prompt(0)) is not None
     batch.append([0], [1])
     manager.page_pool.get_new_page_ids(5)
-    assert batch.grow([0], 1, 3).num_grown == 0
+    assert batch.plan([0], 1, 3).num_grown == 0
     [stats] = manager.stats().pools.values()
     assert (stats.num_lost_hit_tokens, stats.num_refusals, stats.num_passed_checkpoints) == (0, 1, 0)
 
@@ -160,12 +160,12 @@ def test_refusals_and_passed_checkpoints_are_those_of_a_pool() -> None:
     batch = make_batch(manager)
     assert batch.admit(0, prompt(0, 16), max_num_new_tokens=8) == 0
     held = manager.pools["states"].get_new_page_ids(2)
-    assert batch.grow([0], 8).num_grown == 1  # no page of a state is left for the checkpoint after 8 tokens
+    assert batch.plan([0], 8).num_grown == 1  # no page of a state is left for the checkpoint after 8 tokens
     batch.append([0], [1])
     kept = manager.pools["kv"].get_new_page_ids(manager.pools["kv"].get_num_free_pages())
-    assert batch.grow([0], 1).num_grown == 0
+    assert batch.plan([0], 1).num_grown == 0
     manager.pools["kv"].free_page_ids(kept)
-    assert batch.grow([0], 1).num_grown == 1  # nor for that after 16
+    assert batch.plan([0], 1).num_grown == 1  # nor for that after 16
     assert manager.allocate_slots(EngineRequest("b", prompt(1)), 8) is None
     counts = {name: (pool.num_refusals, pool.num_passed_checkpoints) for name, pool in manager.stats().pools.items()}
     assert counts == {"kv": (1, 0), "states": (1, 2)}
@@ -180,7 +180,7 @@ def test_a_checkpoint_that_is_cached_already_was_not_passed() -> None:
         assert manager.allocate_slots(request, 16) is not None
         request.num_computed_tokens = 16
         assert manager.allocate_slots(request, 1) is not None
-        manager.take_copies()
+        manager.take_moves()
     assert manager.stats().pools["states"].num_passed_checkpoints == 0
 
 

@@ -83,7 +83,8 @@ def use_batch() -> None:
     batch = RunningBatch(make_manager(), make_table())
     batch.admit(0, list(range(30)), traits=RequestTraits(cache_salt="salt"))
     assert batch.step([0], [1]).new_page_ids is not None
-    assert repr(batch.grow([0], 0, 9))
+    batch.append([0], [2])
+    assert repr(batch.plan([0], 1, 9))
 
 
 def use_pages() -> None:
@@ -321,8 +322,8 @@ class InUse:
         self.manager.free(gone)
         self.page_ids = self.pool.get_new_page_ids(3)
         self.table = make_table()
-        self.batch = RunningBatch(self.manager, self.table)
-        self.batch.admit(0, list(range(16)), traits=RequestTraits(cache_salt="salt"))
+        self.batch = RunningBatch(self.manager, self.table, max_steps_ahead=1)
+        self.batch.admit(0, list(range(16)), step=self.batch.new_step(), traits=RequestTraits(cache_salt="salt"))
         self.stray_page = CachePage(9)
         self.queue = FreeCachePageQueue([CachePage(3)])
         self.ids = PageIds([1, 2])
@@ -348,7 +349,7 @@ NATIVE_CALLS: dict[str, Callable[[InUse], object]] = {
     "touch": lambda u: u.pool.touch_page_ids([1, 2, 3]),
     "keep tokens": lambda u: u.pool.store.keep_token_ids(PAGE_SIZE),
     "step": lambda u: u.batch.step([0], [1]),
-    "grow": lambda u: u.batch.grow([0], 0, 9),
+    "plan": lambda u: u.batch.plan([0], 1, 8),
     "append": lambda u: u.batch.append([0], [1]),
     "trim": lambda u: u.batch.trim([0], 5),
     "release": lambda u: u.batch.release([0]),

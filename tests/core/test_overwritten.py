@@ -370,9 +370,7 @@ ROW_DAMAGES = {
         for known, computed in TOKEN_COUNTS
     },
     **{f"held.{field} = {value}": "^row 0" for field, values in PAGE_COUNTS.items() for value in values},
-    "held.records.next_event[0] = 25": "^row 0: the next event is at 25 tokens, allowed: 1 to 24$",
-    "held.records.num_hashed[0] = -1": "^row 0: -1 pages are hashed, otherwise than its 21 tokens would be$",
-    "held.records.num_hashed[0] = 6": "^row 0: 6 pages are hashed, otherwise than its 21 tokens would be$",
+    "held.records.next_plan[0] = 25": "^row 0: the next event is at 25 tokens, allowed: 1 to 24$",
     "held.ids[held.num_pages - 1] = 32": r"^row 0, group 0: page 32 \(at 5\), allowed: 0 to 31$",
     "held.ids[held.num_pages - 1] = 0": r"^row 0, group 0: the null page stands behind page \d+ \(at 5\)$",
 }

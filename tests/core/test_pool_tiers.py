@@ -14,12 +14,12 @@ from pagepool import (
     CacheGroupSpec,
     CacheManager,
     HostTier,
+    Moves,
     MultiGroupPageTable,
     PageHash,
     PageHashWithGroupId,
     PoolStats,
     RunningBatch,
-    Transfers,
 )
 from pagepool._core import PageStore, PageTier, add_tier
 from pagepool.errors import ArgumentError, IntegrityError
@@ -37,12 +37,11 @@ class Hybrid:
         tables = MultiGroupPageTable(num_rows, 64, 64, [4, 4])
         self.batch = RunningBatch(self.manager, tables)
 
-    def complete(self) -> Transfers:
-        transfers = self.batch.take_transfers()
-        if transfers.number:
-            self.manager.complete_transfers(transfers.number)
-        self.batch.take_copies()
-        return transfers
+    def complete(self) -> Moves:
+        moves = self.batch.take_moves()
+        if moves.number:
+            self.manager.complete(moves.number)
+        return moves
 
     def admit(self, row: int, token_ids: list[int], **options: Any) -> int | None:
         return self.batch.admit(row, token_ids, **admission(ends_at_checkpoint=True, **options))
@@ -53,9 +52,9 @@ class Hybrid:
         assert self.admit(row, token_ids, num_tokens=8) == 0
         self.complete()
         while (num := num_computed - int(self.batch.num_computed_tokens[row])) > 0:
-            assert self.batch.grow([row], min(8, num)).num_grown == 1
+            assert self.batch.plan([row], min(8, num)).num_grown == 1
             self.complete()
-        self.batch.grow([row], len(token_ids) - num_computed)
+        self.batch.plan([row], len(token_ids) - num_computed)
         self.complete()
 
     def pass_through(self, first: int) -> None:
@@ -90,23 +89,23 @@ def test_transfers_name_ids_of_the_pool_of_their_group() -> None:
     manager, kv, states = hybrid.manager, *hybrid.manager.pools.values()
     kv.get_new_page_ids(15)
     states.get_new_page_ids(5)
-    saves = hybrid.batch.take_transfers()
-    assert (saves.save_src.tolist(), saves.save_group.tolist()) == ([5, 4, 3, 2, 1, 1, 2], [0] * 5 + [1, 1])
-    assert saves.save_dst.tolist() == [1, 2, 3, 4, 5, 1, 2]
-    [in_flight] = manager.list_transfers_in_flight()
-    assert (in_flight.save_src.tolist(), in_flight.save_dst.tolist()) == (saves.save_src.tolist(), saves.save_dst.tolist())
+    saves = hybrid.batch.take_moves()
+    assert (saves.saves.src.tolist(), saves.saves.group.tolist()) == ([5, 4, 3, 2, 1, 1, 2], [0] * 5 + [1, 1])
+    assert saves.saves.dst.tolist() == [1, 2, 3, 4, 5, 1, 2]
+    [in_flight] = manager.list_moves_in_flight()
+    assert (in_flight.saves.src.tolist(), in_flight.saves.dst.tolist()) == (saves.saves.src.tolist(), saves.saves.dst.tolist())
     manager.check()
-    manager.complete_transfers(saves.number)
+    manager.complete(saves.number)
     kv.free_page_ids(range(1, 16))
     states.free_page_ids([3, 4, 5])
     assert hybrid.admit(0, TOKENS) == 16
-    loads = hybrid.batch.take_transfers()
-    assert (loads.load_src.tolist(), loads.load_group.tolist()) == ([5, 4, 3, 2, 2], [0, 0, 0, 0, 1])
-    assert (loads.load_dst.tolist(), len(loads.save_src)) == ([1, 2, 3, 4, 3], 0)
-    copies = hybrid.batch.take_copies()
+    loads = hybrid.batch.take_moves()
+    assert (loads.loads.src.tolist(), loads.loads.group.tolist()) == ([5, 4, 3, 2, 2], [0, 0, 0, 0, 1])
+    assert (loads.loads.dst.tolist(), len(loads.saves.src)) == ([1, 2, 3, 4, 3], 0)
+    copies = loads.copies
     assert (copies.src.tolist(), copies.dst.tolist(), copies.group.tolist()) == ([3], [4], [1])
     assert hybrid.batch.get_page_ids(0) == ([1, 2, 3, 4, 5], [4])
-    failed = manager.fail_transfers(loads.number, loads=[1, 4])
+    failed = manager.fail(loads.number, loads=[1, 4])
     assert (failed.page_ids, failed.groups, len(failed)) == ([2, 3], [0, 1], 2)
     assert hybrid.batch.rewind(failed) == ([0], [])
     hybrid.batch.check()
@@ -127,8 +126,8 @@ def test_a_full_pool_of_the_tier_does_not_take_from_another() -> None:
     hybrid.pass_through(0)
     for pool in hybrid.manager.pools.values():
         pool.get_new_page_ids(pool.num_pages - 1)
-    saves = hybrid.batch.take_transfers()
-    assert saves.save_group.tolist() == [0] * 5 + [1]
+    saves = hybrid.batch.take_moves()
+    assert saves.saves.group.tolist() == [0] * 5 + [1]
     assert hybrid.manager.stats().host_tier.num_refused_pages == 1
     hybrid.manager.check()
 
@@ -143,7 +142,7 @@ def test_a_hit_is_loaded_in_all_pools_or_not_at_all(name: str, num_left: int) ->
     assert hybrid.admit(0, TOKENS) is None
     refusal = hybrid.batch.refusal
     assert (refusal.pool, refusal.num_free, refusal.can_wait) == (name, num_left, True)
-    assert (hybrid.manager.stats(), len(hybrid.batch.take_transfers())) == (replace(before, pools=counts), 0)
+    assert (hybrid.manager.stats(), len(hybrid.batch.take_moves())) == (replace(before, pools=counts), 0)
     pool.free_page_ids(held)
     assert hybrid.admit(0, TOKENS) == 16
 
@@ -162,7 +161,7 @@ def test_a_loaded_checkpoint_and_a_working_page_share_a_small_pool() -> None:
     states.get_new_page_ids(4)
     assert hybrid.admit(0, TOKENS) is None
     assert (hybrid.batch.refusal.pool, hybrid.batch.refusal.num_free) == ("states", 0)
-    assert hybrid.complete().load_group.tolist() == [0, 0, 0, 0, 1]
+    assert hybrid.complete().loads.group.tolist() == [0, 0, 0, 0, 1]
     assert hybrid.admit(0, TOKENS) == 16
     hybrid.batch.check()
 
@@ -170,7 +169,7 @@ def test_a_loaded_checkpoint_and_a_working_page_share_a_small_pool() -> None:
 def test_pages_are_written_through_in_all_pools() -> None:
     hybrid = Hybrid({"kv": 16, "states": 6}, {"kv": 40, "states": 11}, policy="write_through", min_uses=2)
     hybrid.pass_through(0)
-    hybrid.manager.end_step()
+    hybrid.complete()
     assert len(hybrid.complete()) == 0, "used once"
     assert hybrid.admit(0, TOKENS) == 16
     hybrid.complete()
@@ -186,8 +185,8 @@ def test_a_pool_that_is_small_in_the_tier_is_named(caplog: pytest.LogCaptureFixt
     message = "host_tier: 9 pages are fewer than twice the 5 of the pool 'states', so it writes back, in place of write_through"
     assert caplog.messages == [message]
     hybrid.pass_through(0)
-    hybrid.manager.end_step()
-    assert len(hybrid.batch.take_transfers()) == 0
+    hybrid.complete()
+    assert len(hybrid.batch.take_moves()) == 0
 
 
 @pytest.mark.parametrize(

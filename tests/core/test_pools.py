@@ -56,7 +56,7 @@ def test_ids_count_from_0_in_each_pool() -> None:
     assert manager.allocate_slots(request, 8).get_page_ids() == ([1, 2], [1])
     request.num_computed_tokens = 8
     assert manager.allocate_slots(request, 12).get_page_ids() == ([3, 4, 5], [2])
-    copies = manager.take_copies()
+    copies = manager.take_moves().copies
     assert (copies.src.tolist(), copies.dst.tolist(), copies.group.tolist()) == ([1], [2], [1])
     request.num_computed_tokens = 20
     manager.free(request)
@@ -66,7 +66,7 @@ def test_ids_count_from_0_in_each_pool() -> None:
     assert (hits.get_page_ids(), num_hit_tokens) == (([1, 2], [1]), 8)
     assert [page.page_id for page in hits.pages[1]] == [1]
     manager.allocate_slots(second, 12, num_hit_tokens, hits)
-    assert manager.take_copies().src.tolist() == [1]
+    assert manager.take_moves().copies.src.tolist() == [1]
     manager.check()
 
 
@@ -77,7 +77,7 @@ def test_rows_show_the_ids_of_their_pools() -> None:
     assert batch.get_page_ids(0) == ([1, 2, 3, 4, 5], [1], [1, 2, 3, 4, 5])
     assert [table.page_table_cpu[0, :5].tolist() for table in tables] == [[1, 2, 3, 4, 5], [1, 0, 0, 0, 0], [1, 2, 3, 4, 5]]
     batch.append([0], [7])
-    result = batch.grow([0], 1)
+    result = batch.plan([0], 1)
     assert (result.new_page_ids.tolist(), result.new_page_groups.tolist()) == ([6, 1], [0, 2])
     assert tables[2].page_table_cpu[0, :6].tolist() == [0, 0, 0, 4, 5, 1]
     assert manager.pools["windows"].free_page_ids_in_order().tolist() == [2, 3, 6, 7, 8]
@@ -89,7 +89,7 @@ def test_a_call_is_taken_back_in_all_pools() -> None:
     batch, _ = make_batch(manager, 1)
     batch.admit(0, list(range(8)))
     batch.append([0], [8])
-    batch.undo(batch.grow([0], 1))
+    batch.settle(batch.plan([0], 1), failed=True)
     assert (batch.get_page_ids(0), batch.num_computed_tokens[0]) == (([1, 2], [1, 2]), 8)
     batch.check()
 
@@ -117,11 +117,11 @@ def test_a_row_grows_and_forks_with_pages_of_all_pools_or_none() -> None:
     with pytest.raises(OutOfPagesError):
         batch.fork(0, [1])
     batch.append([0, 0, 0], [6, 7, 8])
-    result = batch.grow([0], 3)
+    result = batch.plan([0], 3)
     assert (result.num_grown, result.refusal) == (0, Refusal(1, 0, 0, 0, pool="windows", shard=None, can_wait=True))
     assert manager.stats().pools == {**before, "windows": replace(before["windows"], num_refusals=1)}
     manager.pools["windows"].free_page_ids(held)
-    assert batch.grow([0], 3).num_grown == 1
+    assert batch.plan([0], 3).num_grown == 1
     batch.check()
 
 
@@ -136,7 +136,7 @@ def test_a_refusal_names_what_is_short() -> None:
     assert batch.refusal == expected
     manager.page_pool.get_new_page_ids(5)
     batch.append([0], [1])
-    result = batch.grow([0], 1)
+    result = batch.plan([0], 1)
     assert (result.num_grown, result.refusal) == (0, Refusal(1, 0, 0, 0, "kv", None, True))
 
 
@@ -155,8 +155,8 @@ def test_running_rows_never_wait_for_states() -> None:
     for row in range(4):
         assert batch.admit(row, list(range(100 * row, 100 * row + 8))) == 0
         batch.append([row], [1])
-        batch.grow([row], 1)
-        batch.take_copies()
+        batch.plan([row], 1)
+        batch.take_moves()
     assert manager.stats().pools["states"].num_held_pages == 4
     batch.check()
 
@@ -168,7 +168,7 @@ def test_a_checkpoint_leaves_a_state_for_each_free_row() -> None:
     for row in range(3):
         assert batch.admit(row, list(range(100 * row, 100 * row + 8))) == 0
     batch.append([0, 1, 2], [1, 1, 1])
-    batch.grow([0, 1, 2], 1)
+    batch.plan([0, 1, 2], 1)
     assert manager.stats().pools["states"].num_cached_pages == 1
     assert batch.admit(3, list(range(300, 308))) == 0
     batch.check()
@@ -219,7 +219,7 @@ def test_pools_are_reset_and_evicted_by_name() -> None:
         request.num_computed_tokens = num_computed
         manager.allocate_slots(request, num_tokens)
     request.num_computed_tokens = 20
-    manager.take_copies()
+    manager.take_moves()
     manager.free(request)
     assert (manager.stats().pools["kv"].num_cached_pages, manager.stats().pools["states"].num_cached_pages) == (5, 1)
     assert manager.pools["states"].evict_pages([1]) == 1
@@ -320,7 +320,7 @@ def test_a_shard_hits_in_itself_alone() -> None:
     request = EngineRequest("a", TOKENS)
     for request.num_computed_tokens, num_tokens in ((0, 8), (8, 12)):
         assert manager.allocate_slots(request, num_tokens, dp_shard_hint=1, data_parallel_size=2) is not None
-        manager.take_copies()
+        manager.take_moves()
     manager.free(request)
     placed: list[dict[str, int]] = [{}, *({"dp_shard_hint": hint, "data_parallel_size": 2} for hint in (0, 1))]
     assert [manager.get_computed_pages(EngineRequest("b", TOKENS), **place)[1] for place in placed] == [8, 0, 8]
@@ -381,7 +381,7 @@ def test_a_lease_of_a_request_has_pages_of_all_pools() -> None:
     request = EngineRequest("a", TOKENS)
     for request.num_computed_tokens, num_tokens in ((0, 8), (8, 8)):
         manager.allocate_slots(request, num_tokens)
-        manager.take_copies()
+        manager.take_moves()
     manager.free(request)
     lease = manager.lease(request, stop=8, seconds=30)
     assert lease.page_ids_by_pool == {"kv": [1, 2], "windows": [1, 2], "states": [1]}
@@ -423,8 +423,8 @@ def test_leases_may_hold_a_share_of_each_pool() -> None:
     batch, _ = make_batch(manager, 2)
     batch.admit(0, TOKENS[:8])
     batch.append([0], [1])
-    batch.grow([0], 1)
-    batch.take_copies()
+    batch.plan([0], 1)
+    batch.take_moves()
     assert manager.max_num_leased_pages == 8 + 1
     lease = batch.lease(0, stop=8, seconds=30)
     assert lease.page_ids_by_pool == {"kv": [1, 2], "states": [1]}
@@ -444,7 +444,7 @@ def compute_states(manager: CacheManager, names: str, times: Sequence[float | No
         request = EngineRequest(name, [ord(name), *range(8)], session_id=name, tenant=tenant)
         for request.num_computed_tokens, num_tokens in ((0, 8), (8, 1)):
             manager.allocate_slots(request, num_tokens)
-            manager.take_copies()
+            manager.take_moves()
         manager.free(request)
         if seconds is not None:
             assert manager.expect(request, seconds=seconds) == 3
@@ -586,7 +586,7 @@ def test_a_checkpoint_stays_while_another_page_has_its_keys_and_values() -> None
         for request in requests:
             request.num_computed_tokens = num_computed
             assert manager.allocate_slots(request, num_tokens) is not None
-        manager.take_copies()
+        manager.take_moves()
     for request in requests:
         manager.free(request)
     assert count_cached(manager) == {"kv": 4, "states": 1}
@@ -612,7 +612,7 @@ def test_a_checkpoint_stays_where_a_tier_has_its_keys_and_values() -> None:
     manager = make_manager({"kv": 11, "states": 8}, eviction="adaptive", host_tier=HostTier({"kv": 20, "states": 8}))
     compute_states(manager, "a")
     held = manager.pools["kv"].get_new_page_ids(10)
-    manager.complete_transfers(manager.take_transfers().number)
+    manager.complete(manager.take_moves().number)
     manager.pools["kv"].free_page_ids(held)
     assert count_cached(manager) == {"kv": 0, "states": 1}
     assert manager.probe(EngineRequest("asked", [ord("a"), *range(8)])).num_hit_tokens == 8
@@ -631,7 +631,7 @@ def run_requests(manager: CacheManager, rng: Random, num_requests: int) -> None:
             if manager.allocate_slots(request, num_tokens, *options) is None:
                 manager.free(request)
                 break
-            manager.take_copies()
+            manager.take_moves()
             start = request.num_computed_tokens = start + num_tokens
             options = ()
         if rng.random() < 0.75:

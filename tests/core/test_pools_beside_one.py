@@ -50,11 +50,11 @@ def test_pools_without_pressure_hit_what_one_pool_hits(setting: Setting) -> None
             num_hit_tokens += hits[0]
         nums = batches[0].num_tokens - batches[0].num_computed_tokens
         for batch in batches:
-            batch.take_copies()
-            batch.grow(list(rows), nums[list(rows)])
+            batch.take_moves()
+            batch.plan(nums.nonzero()[0], nums[nums > 0])
         gone = [row for row in rows if rng.random() < 0.4]
         for batch in batches:
-            batch.take_copies()
+            batch.take_moves()
             batch.release(gone)
     for batch in batches:
         batch.check()

@@ -33,7 +33,7 @@ class SaturatedRows(BatchWorkload):
 
     def _weighted_actions(self) -> dict[Callable[[], None], float]:
         rare = (self.release, self.swap, self.evict, self.start_neighbour, self.finish_neighbour)
-        return {self.retry: 12, self.admit: 2, self.step: 6, self.grow: 2} | dict.fromkeys(rare, 0.4)
+        return {self.retry: 12, self.admit: 2, self.step: 6, self.plan: 2} | dict.fromkeys(rare, 0.4)
 
     def retry(self) -> None:
         for row in self.refused.keys() & set(self.free_rows()):

@@ -74,7 +74,6 @@ CALLS: dict[str, tuple[Callable[[RunningBatch], object], type[Exception]]] = {
     "seconds below 0": (lambda batch: batch.release([0, 1], seconds=[3, -1]), ArgumentError),
     "seconds that are none": (lambda batch: batch.release([0, 1], seconds=[3, "x"]), ArgumentTypeError),
     "too few seconds": (lambda batch: batch.release([0, 1, 1], seconds=[3, 4]), ArgumentError),
-    "tokens that are not computed": (lambda batch: batch.release([0, 1], [12, 99], seconds=3), ArgumentError),
     "a session that is none": (
         lambda batch: batch.admit(2, [1, 2], traits=RequestTraits(session_id=7, tenant="x")),
         ArgumentTypeError,
@@ -85,7 +84,7 @@ CALLS: dict[str, tuple[Callable[[RunningBatch], object], type[Exception]]] = {
     ),
     "a fork twice": (lambda batch: batch.fork(0, [2, 2]), ArgumentError),
     "a cut too long": (lambda batch: batch.trim([1, 0], [3, 99]), ArgumentError),
-    "growth of a free row": (lambda batch: batch.grow([0, 2]), ArgumentError),
+    "growth of a free row": (lambda batch: batch.plan([0, 2]), ArgumentError),
     "a token too many": (lambda batch: batch.append([0, 2], [1, 1]), ArgumentError),
 }
 

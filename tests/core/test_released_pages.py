@@ -36,13 +36,16 @@ def run_rows(manager: CacheManager, data_parallel_size: int | None = None) -> No
     batch = make_batch(manager, data_parallel_size=data_parallel_size)
     for i in range(NUM_SHORT):
         shard = None if data_parallel_size is None else i % data_parallel_size
-        assert batch.admit(0, [i] * 3, traits=RequestTraits(dp_shard=shard)) == 0
+        step = batch.new_step()
+        assert batch.admit(0, [i] * 2, step=step, traits=RequestTraits(dp_shard=shard)) == 0
         if i % 2:
             batch.fork(0, [1])
-            batch.take_copies()
+            batch.take_moves()
             batch.release([1])
-        batch.undo(batch.step([0], [i + 1]))
-        batch.release([0], num_computed_tokens=0 if i % 3 == 0 else None)
+        batch.step([0], [i + 1])
+        batch.settle(step, failed=i % 3 == 0)
+        if batch.is_admitted[0]:
+            batch.release([0])
 
 
 @pytest.mark.parametrize("run_short", [run_requests, run_rows])
@@ -56,7 +59,7 @@ def test_what_nobody_can_hit_evicts_nothing(
     request = make_request("kept", 17)
     for num_tokens in (8, 8, 1):
         run(manager, request, num_tokens, **hints)
-        manager.take_copies()
+        manager.take_moves()
     manager.free(request)
     num_cached = manager.stats().num_cached_pages
     run_short(manager, data_parallel_size)
@@ -92,7 +95,7 @@ def test_the_order_of_each() -> None:
     run(manager, second, 6)
     run(manager, first, 1)
     assert (manager.get_page_ids("first"), manager.get_page_ids("second")) == (([1, 2, 7], [8]), ([4, 5], [6]))
-    manager.take_copies()  # of page 3, the checkpoint
+    manager.take_moves()  # of page 3, the checkpoint
     for request in (first, second):
         manager.free(request)
     free = manager.page_pool.free_page_ids_in_order().tolist()
@@ -110,7 +113,7 @@ def test_a_tier_is_as_its_pool() -> None:
     request = make_request("kept", 9)
     for num_tokens in (8, 1):
         run(manager, request, num_tokens)
-        manager.take_copies()
+        manager.take_moves()
     manager.free(request)
     manager.page_pool.free_page_ids(manager.page_pool.get_new_page_ids(11))
     complete(manager)
@@ -118,8 +121,8 @@ def test_a_tier_is_as_its_pool() -> None:
     for i in range(NUM_SHORT):
         manager.free(start(manager, f"short {i}", [i] * 4))
         manager.page_pool.free_page_ids(manager.page_pool.get_new_page_ids(11))
-        transfers = manager.take_transfers()
-        assert manager.fail_transfers(transfers.number, saves=range(len(transfers.save_src))).page_ids == []
+        transfers = manager.take_moves()
+        assert manager.fail(transfers.number, saves=range(len(transfers.saves.src))).page_ids == []
     assert manager.stats().host_tier.num_cached_pages == 3
     manager.check()
 

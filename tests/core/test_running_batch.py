@@ -32,7 +32,7 @@ def test_many_rows_at_once(setting: Setting) -> None:
     seed = zlib.crc32(setting.name.encode())
     workload = BatchWorkload(setting, make_rows(setting, num_pages, PLAIN, seed, NUM_MANY_ROWS), num_pages, Random(seed))
     for _ in range(4):
-        for action in (workload.admit,) * NUM_MANY_ROWS + (workload.step, workload.grow) * setting.page_size:
+        for action in (workload.admit,) * NUM_MANY_ROWS + (workload.step, workload.plan) * setting.page_size:
             action()
     workload.drain()
 
@@ -49,7 +49,7 @@ CALLS: list[tuple[str, Callable[[pagepool.RunningBatch], Any], Places]] = [
     ("a step into a new page", lambda batch: batch.step([0], [1]), [(0, 64)]),
     ("a step into the same page", lambda batch: batch.step([0], [2]), []),
     ("tokens without room", lambda batch: batch.append([0, 0], [3, 4]), []),
-    ("room for drafts", lambda batch: batch.grow([0], 2, 118), [(0, 64), (0, 128)]),
+    ("room for drafts", lambda batch: batch.plan([0], 2, 118), [(0, 64), (0, 128)]),
     ("tokens that have room", lambda batch: batch.step([0], [5]), []),
     ("a cut of no computed token", lambda batch: batch.trim([0], 145), []),
     ("a cut by a page, and room for drafts", lambda batch: batch.trim([0], 144), [(0, 64), (0, 128)]),
@@ -124,9 +124,9 @@ def test_rows_never_wait_for_states(num_state_groups: int) -> None:
     batch = make_pools_batch(9 * num_state_groups + 1, num_state_groups)
     assert batch.admit(0, [1] * 8) == 0
     batch.append([0], [2])
-    assert batch.grow([0], 1).num_grown == 1
+    assert batch.plan([0], 1).num_grown == 1
     assert [batch.admit(row, [row] * 5) for row in range(1, 8)] == [0] * 7  # while the copies are due
-    assert len(batch.take_copies()) == num_state_groups
+    assert len(batch.take_moves().copies) == num_state_groups
     assert batch._manager.stats().pools["states"].num_cached_pages == num_state_groups
     assert batch._manager.pools["states"].get_num_free_pages() == num_state_groups
     batch.check()

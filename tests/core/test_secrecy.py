@@ -87,7 +87,7 @@ def make_busy(manager: CacheManager) -> list[Any]:
         batch = RunningBatch(manager, PageTable(2, 64, 64))
         batch.admit(0, list(range(9)), traits=RequestTraits(cache_salt="salt"))
         batch.admit(1, list(range(250)))
-        objects += [batch, batch.grow([0], 0)]
+        objects += [batch, batch.plan([])]
     return [manager, *objects]
 
 

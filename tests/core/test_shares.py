@@ -147,7 +147,7 @@ def test_a_tenant_is_charged_for_what_it_takes_while_it_has_a_share(is_row: bool
                 0, request.all_token_ids, num_tokens=num_tokens, traits=RequestTraits(tenant="t", session_id=session_id)
             )
         else:
-            batch.grow([0], num_tokens)
+            batch.plan([0], num_tokens)
         found.append(tenants.charged.get("t"))
 
     grow(1)
@@ -205,15 +205,15 @@ def test_rows_and_their_forks_are_charged() -> None:
     tenants.manager.set_shares({"x": 0.3, "y": 0.3})
     batch.admit(0, list(range(PAGE_SIZE + 1)), traits=RequestTraits(tenant="x"))
     batch.fork(0, [1])
-    batch.take_copies()
+    batch.take_moves()
     assert tenants.charged == {"x": 3, "y": 0}
     tenants.manager.set_shares({"y": 0.3})
     batch.append([0] * PAGE_SIZE, [7] * PAGE_SIZE)
-    batch.grow([0], PAGE_SIZE)
+    batch.plan([0], PAGE_SIZE)
     assert tenants.charged == {"y": 0}
     tenants.manager.set_shares({"x": 0.1})
     batch.append([0] * PAGE_SIZE, [7] * PAGE_SIZE)
-    batch.grow([0], PAGE_SIZE)
+    batch.plan([0], PAGE_SIZE)
     assert tenants.charged == {"x": 1}
     batch.release([0, 1])
     tenants.manager.check()

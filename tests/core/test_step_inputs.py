@@ -229,7 +229,7 @@ class Requests:
             self.known[row].append(token_id)
         self.fill(self.batch.step(rows, ids), rows, [1] * len(rows), [0] * len(rows))
 
-    def grow(self) -> None:
+    def plan(self) -> None:
         rows = self.pick()
         for row in rows:
             if self.computed[row] == len(self.known[row]):
@@ -238,7 +238,7 @@ class Requests:
                 self.known[row] += ids
         counts = [self.rng.randint(1, len(self.known[row]) - self.computed[row]) for row in rows]
         ahead = [self.rng.choice([0, 0, 1, 3]) for _ in rows]
-        self.fill(self.batch.grow(rows, counts, ahead), rows, counts, ahead)
+        self.fill(self.batch.plan(rows, counts, ahead), rows, counts, ahead)
 
     def end(self) -> None:
         for row in [row for row in self.known if self.rng.random() < 0.3 or len(self.known[row]) > MAX_LEN - 24]:
@@ -261,19 +261,19 @@ class Planned:
     num_drafts: int
     span: tuple[int, int] | None  # the tokens that it computes; None: those behind the steps before
     is_chunk: bool = False
+    has_run: bool = False  # a chunk of which a later plan said so
     place: int = -1  # in its set
 
 
 class Flights(Requests):
-    """Requests up to two steps ahead: steps are planned, filled and resolved."""
+    """Requests up to two steps ahead: steps are planned, filled and settled, or fail."""
 
     def __init__(self, specs: list[Any], seed: int) -> None:
         super().__init__(specs, seed, max_steps_ahead=2)
         self.steps: deque[tuple[StepResult, list[Planned]]] = deque()
         self.of_sets: list[Any] = [None] * self.checked.depth  # the step of each set
-        self.filled: list[list[Planned]] = []  # rows of the steps that were filled, and not taken back
-        self.resolves = False  # whether a step was planned ahead, or resolved: before, an engine may never do so
-        self.num_unmoved = 0  # steps since a row moved
+        self.filled: list[list[Planned]] = []  # rows of the steps that were filled, and did not fail
+        self.settles = False  # whether a step was settled: before, an engine may never do so
 
     def in_flight(self, row: int) -> list[Planned]:
         """Return the steps in flight that sample tokens of a row."""
@@ -287,12 +287,11 @@ class Flights(Requests):
             if counted < known:
                 stop = rng.choice([known, rng.randint(counted + 1, known)])
                 num_drafts *= stop == known
-                self.batch.grow([row], stop - counted, num_drafts, step=step)
+                self.batch.plan([row], stop - counted, num_drafts, step=step)
                 rows.append(Planned(row, num_drafts, (counted, stop + num_drafts), stop < known))
                 self.computed[row] = stop
             elif 1 <= len(before := self.in_flight(row)) <= 2 and before[-1] in self.filled[-1] and known + 24 < MAX_LEN:
-                self.batch.step_ahead([row], num_drafts, step=step)
-                self.resolves = True
+                self.batch.plan([row], 1, num_drafts, step=step)
                 rows.append(Planned(row, num_drafts, None))
         for row in [row for row in range(NUM_ROWS) if row not in self.known and rng.random() < 0.4]:
             self.known[row] = self.new_ids(rng.randint(1, 20))
@@ -306,15 +305,18 @@ class Flights(Requests):
             self.launch(step, rows)
 
     def launch(self, step: StepResult, rows: list[Planned]) -> None:
-        """Fill the next set, once its step is resolved."""
+        """Fill the next set, once its step is settled."""
         following = self.checked.num_calls % self.checked.depth
+        for planned in rows:
+            before = [each for _, others in self.steps for each in others if each.row == planned.row and not each.has_run]
+            while len(before) > 2 and before[0].is_chunk:
+                before.pop(0).has_run = True
         self.steps.append((step, rows))
-        self.num_unmoved += 1
-        while self.resolves and any(self.of_sets[following] is each for each, _ in self.steps):
+        while self.settles and any(self.of_sets[following] is each for each, _ in self.steps):
             with pytest.raises(ArgumentError):
                 self.batch.inputs(step, out=self.checked.inputs)
             self.checked.compare()
-            self.resolve()
+            self.settle()
         self.of_sets[following] = step
         spans, sources, are_ahead = [], [], [planned.span is None for planned in rows]
         num_drafts = max(planned.num_drafts for planned in rows)
@@ -331,44 +333,51 @@ class Flights(Requests):
         for planned, place in zip(rows, places, strict=True):
             planned.place = place
 
-    def resolve(self) -> None:
+    def settle(self) -> None:
         """End the oldest step."""
         if not self.steps:
             return
         step, rows = self.steps.popleft()
         counts = [0 if planned.is_chunk else self.rng.randint(1, 1 + planned.num_drafts) for planned in rows]
         tokens = [self.new_ids(count) for count in counts]
-        places = self.batch.resolve(step, [token for each in tokens for token in each], counts)
-        self.resolves = True
-        assert places.tolist() == [planned.row for planned in rows]
+        places = self.batch.settle(step, [token for each in tokens for token in each], counts)
+        self.settles = True
+        assert places.tolist() == [-1 if planned.has_run else planned.row for planned in rows]
         for planned, each in zip(rows, tokens, strict=True):
             if planned.row >= 0:
                 self.known[planned.row] += each
                 if not planned.is_chunk:
                     self.computed[planned.row] = len(self.known[planned.row]) - (not self.in_flight(planned.row))
 
-    def take_back(self) -> None:
-        """Take back the last step."""
-        if self.steps and self.num_unmoved > 0 and all(planned.row >= 0 for planned in self.steps[-1][1]):
-            step, rows = self.steps.pop()
+    def fail(self) -> None:
+        """Let a step and all later ones fail. Each row goes back to before its first failed step, or is released."""
+        failed = [self.steps.pop() for _ in range(min(len(self.steps), self.rng.choice((1, 1, 2, 3))))][::-1]
+        if not failed:
+            return
+        lost = self.batch.settle(failed[0][0], failed=True).tolist()
+        self.settles = True
+        for step, _ in failed[1:]:
+            assert set(self.batch.settle(step).tolist()) <= {-1}
+        for _, rows in failed[::-1]:
             self.filled.remove(rows)
-            self.num_unmoved -= 1
-            self.batch.undo(step)
             for planned in rows:
-                if planned.span is None:
-                    self.computed[planned.row] = len(self.known[planned.row]) - (not self.in_flight(planned.row))
-                elif self.batch.is_admitted[planned.row]:
-                    self.computed[planned.row] = planned.span[0]
-                else:
-                    del self.known[planned.row], self.computed[planned.row]
+                if planned.row >= 0 and not planned.has_run:
+                    before = len(self.known[planned.row]) - (not self.in_flight(planned.row))
+                    self.computed[planned.row] = planned.span[0] if planned.span else before
+        for row in lost:
+            del self.known[row], self.computed[row]
+        self.forget_ended()
 
     def end(self) -> None:
         super().end()
+        self.forget_ended()
+
+    def forget_ended(self) -> None:
         for planned in [planned for _, rows in self.steps for planned in rows]:
             planned.row = planned.row if planned.row in self.known else -1
 
     def move(self) -> None:
-        before, self.num_unmoved = dict(self.known), 0
+        before = dict(self.known)
         super().move()
         for planned in [planned for _, rows in self.steps for planned in rows]:
             if planned.row >= 0 and planned.row not in self.known:
@@ -388,14 +397,14 @@ def run_requests(requests: Requests, names: list[str], num_calls: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("model", MODELS)
 def test_arrays_are_those_of_the_oracle(model: str, seed: int) -> None:
-    run_requests(Requests(MODELS[model], seed), ["admit", "step", "step", "grow", "end", "move"], 40)
+    run_requests(Requests(MODELS[model], seed), ["admit", "step", "step", "plan", "end", "move"], 40)
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("model", MODELS)
 def test_arrays_of_steps_ahead_are_those_of_the_oracle(model: str, seed: int) -> None:
     """Also what a step reads whose sets are filled once the steps before it have ended."""
-    run_requests(Flights(MODELS[model], seed), ["plan", "plan", "plan", "resolve", "resolve", "take_back", "end", "move"], 60)
+    run_requests(Flights(MODELS[model], seed), ["plan", "plan", "plan", "settle", "settle", "fail", "end", "move"], 60)
 
 
 def make_inputs(source: Any, fields: Iterable[str] = ("token_ids", "slots", "seq_lens"), **options: Any) -> StepInputs:
@@ -417,12 +426,13 @@ def test_the_order_of_the_call_is_kept_unless_decodes_come_first() -> None:
 def test_a_step_ahead_has_the_tokens_behind_those_in_flight() -> None:
     batch = make_batch([FULL], max_steps_ahead=1)
     inputs = make_inputs(batch, ["token_ids", "positions", "seq_lens"])
-    batch.admit(0, [1, 2, 3])
-    assert batch.inputs(batch.grow([0], 0, 1), out=inputs) == 1  # the token that the prompt's step samples
+    first = batch.new_step()
+    batch.admit(0, [1, 2, 3], step=first)
+    assert batch.inputs(batch.plan([0]), out=inputs) == 1  # the token that the prompt's step samples
     assert (inputs.token_ids[:2].tolist(), inputs.positions[0], inputs.seq_lens[0]) == ([-1, 0], 3, 4)
-    batch.append([0], [4])
-    assert batch.inputs(batch.grow([0], 1, 1), out=inputs) == 1
-    assert (inputs.token_ids[:2].tolist(), inputs.positions[0], inputs.seq_lens[0]) == ([-1, 0], 4, 5)
+    batch.settle(first, [4])
+    assert batch.inputs(batch.plan([0], 1, 1), out=inputs) == 2  # with a draft
+    assert (inputs.token_ids[:3].tolist(), inputs.positions[:2].tolist(), inputs.seq_lens[0]) == ([-1, -1, 0], [4, 5], 6)
 
 
 def test_an_engine_of_the_manager_has_its_own_tables_and_tokens() -> None:
@@ -442,7 +452,7 @@ def test_an_engine_of_the_manager_has_its_own_tables_and_tokens() -> None:
     with pytest.raises(ArgumentError, match="token_ids: got 2 rows"):
         make_inputs(tables, token_ids=tokens[:2])
     with pytest.raises(ArgumentError, match="step: got one of another batch"):
-        inputs.fill(make_batch([FULL]).grow([]))
+        inputs.fill(make_batch([FULL]).plan([]))
     tables[0].page_table_cpu[1, 1] = 1 << 30
     with pytest.raises(ArgumentError, match="whose slots fit"):
         inputs.fill(rows=[1], starts=[2], stops=[6])
@@ -487,8 +497,9 @@ def test_wrong_calls_write_nothing() -> None:
     batch, other = make_batch([FULL, WINDOW]), make_batch([FULL, WINDOW])
     inputs, theirs = make_inputs(batch, num_tokens=24), make_inputs(other)
     for owner in (batch, other):
+        first = owner.new_step()
         for row in range(3):
-            owner.admit(row, list(range(10 + row)))
+            owner.admit(row, list(range(10 + row)), step=first)
     few = {"rows": [0, 1], "starts": [9, 10], "stops": [10, 11]}
     batch.inputs(out=inputs, **few)
     kept = [
@@ -509,7 +520,7 @@ def test_wrong_calls_write_nothing() -> None:
     refuse(ArgumentError, "out: got inputs of other rows", out=theirs, **few)
     refuse(ArgumentTypeError, "rows: got NoneType")
     refuse(ArgumentTypeError, "step: got int, allowed: StepResult", 3)
-    refuse(ArgumentError, "got both a step and these", batch.grow([]), **few)
+    refuse(ArgumentError, "got both a step and these", batch.plan([]), **few)
     refuse(ArgumentError, "allowed: as many as rows, 1", rows=[0], starts=[0, 1], stops=[2])
     refuse(RowIndexError, r"row: got 6 \(at 1\), allowed: 0 to 5", rows=[0, 6], starts=[9, 9], stops=[10, 10])
     refuse(RowIndexError, r"row: got -1 \(at 0\)", rows=[-1], starts=[9], stops=[10])
@@ -526,30 +537,31 @@ def test_wrong_calls_write_nothing() -> None:
     refuse(ArgumentError, "num_reqs: got 4, allowed: 0 to 3", num_reqs=4, **few)
     refuse(ArgumentTypeError, "draft_token_ids: got list", draft_token_ids=[[1]], **few)
     refuse(ArgumentError, "draft_token_ids: got 1 rows, allowed: 2", draft_token_ids=np.zeros((1, 1), np.int32), **few)
-    refuse(ArgumentError, "step: got one of another batch", other.grow([0], 0, 1))
-    refuse(ArgumentError, "got tokens 10 to 10", batch.grow([0], 0))
+    refuse(ArgumentError, "step: got one of another batch", other.step([0], [1]))
 
-    ahead = batch.grow([0, 1], 0, [1, 2])
+    batch.append([0, 1], [1, 2])
+    ahead = batch.plan([0, 1], 1, [1, 2])
     refuse(
         ArgumentError,
         r"got 1 a row, allowed: at least the unknown tokens of row 1",
         ahead,
         draft_token_ids=np.zeros((2, 1), np.int32),
     )
-    batch.undo(ahead)
-    refuse(ArgumentError, "step: got one that was taken back already", ahead)
+    assert batch.settle(ahead, failed=True).tolist() == []
+    refuse(ArgumentError, "step: got one that was settled already", ahead)
+    batch.trim([0, 1], [10, 11])
     stale = batch.step([0, 1, 2], [1, 2, 3])
     batch.step([2], [4])
-    refuse(ArgumentError, r"row 2 \(at 2\): got a row that was grown, cut, moved or released since", stale)
+    refuse(ArgumentError, r"row 2 \(at 2\): got a row that was cut, moved or released since", stale)
     batch.swap_row(0, 1)
-    refuse(ArgumentError, r"row 0 \(at 0\): got a row that was grown", stale)
+    refuse(ArgumentError, r"row 0 \(at 0\): got a row that was cut", stale)
     last = batch.step([1], [5])
     batch.release([1])
-    refuse(ArgumentError, r"row 1 \(at 0\): got a row that was grown", last)
+    refuse(ArgumentError, r"row 1 \(at 0\): got a row that was cut", last)
     batch.admit(1, list(range(12)))
-    refuse(ArgumentError, r"row 1 \(at 0\): got a row that was grown", last)
+    refuse(ArgumentError, r"row 1 \(at 0\): got a row that was cut", last)
     batch.step([1], [3])
-    refuse(ArgumentError, r"row 1 \(at 0\): got a row that was grown", last)
+    refuse(ArgumentError, r"row 1 \(at 0\): got a row that was cut", last)
     batch.release([2])
     batch.admit(2, list(range(5)), num_external_tokens=4)
     refuse(ArgumentError, r"row 2 \(at 0\): got a row .* waits for tokens", rows=[2], starts=[0], stops=[4])
@@ -559,7 +571,7 @@ def test_tokens_behind_a_window_have_no_slots() -> None:
     batch = make_batch([FULL, WINDOW])
     inputs = make_inputs(batch)
     batch.admit(0, list(range(40)), num_tokens=30)
-    batch.grow([0], 10)
+    batch.plan([0], 10)
     with pytest.raises(ArgumentError, match="token 20 in page 0 of group 1"):
         batch.inputs(rows=[0], starts=[20], stops=[31], out=inputs)
     assert batch.inputs(rows=[0], starts=[30], stops=[40], out=inputs) == 10

@@ -29,7 +29,7 @@ def save_all(manager: CacheManager, token_ids: list[int]) -> None:
     manager.free(request)
     pool = manager.page_pool
     pool.free_page_ids(pool.get_new_page_ids(pool.get_num_free_pages()))
-    manager.complete_transfers(manager.take_transfers().number)
+    manager.complete(manager.take_moves().number)
 
 
 def list_keys(manager: CacheManager, token_ids: list[int], *stored: Any) -> tuple[Any, Any, int, int]:
@@ -77,7 +77,7 @@ def test_filled_pages_hit() -> None:
     manager = make_manager()
     assert fill(manager, TOKENS) == [1, 2, 3, 4]
     assert count_hits(manager, TOKENS) == 16
-    assert manager.list_transfers_in_flight() == []
+    assert manager.list_moves_in_flight() == []
     assert manager.stats().host_tier.num_saved_pages == 0  # type: ignore[union-attr]
 
 
@@ -116,11 +116,11 @@ def test_fills_between_transfers_that_are_due_and_in_flight() -> None:
     assert manager.get_computed_pages(request)[1] == 16  # loads are due
     number, page_ids = begin_fills(manager._store, manager._rules.groups, keys, groups)
     assert np.count_nonzero(page_ids) == 4
-    transfers = manager.take_transfers()
-    assert len(transfers.load_src) == 4
-    assert [taken.number for taken in manager.list_transfers_in_flight()] == [transfers.number]
+    transfers = manager.take_moves()
+    assert len(transfers.loads.src) == 4
+    assert [taken.number for taken in manager.list_moves_in_flight()] == [transfers.number]
     end_fills(manager._store, number)
-    manager.complete_transfers(transfers.number)
+    manager.complete(transfers.number)
     manager.check()
     assert count_hits(manager, list(range(200, 217))) == 16
 
@@ -159,7 +159,7 @@ def test_pages_are_due_once_they_are_settled() -> None:
     save_all(manager, TOKENS)
     for _ in range(2):
         assert len(take_unstored(manager._store, 2)[0]) == 0
-        manager.take_transfers()
+        manager.take_moves()
     _, _, page_ids, steps, step, _ = take_unstored(manager._store, 2)
     assert sorted(page_ids.tolist()) == [1, 2, 3, 4]
     assert steps.tolist() == [step] * 4
@@ -183,7 +183,7 @@ def test_a_page_that_is_dropped_before_it_is_settled_is_not_due() -> None:
     assert len(take_unstored(manager._store, 1)[0]) == 0
     pages, _ = manager.get_computed_pages(EngineRequest("request", TOKENS))
     manager.page_pool.evict_pages(pages.get_page_ids()[0][:1])
-    manager.take_transfers()
+    manager.take_moves()
     page_ids = take_unstored(manager._store, 1)[2]
     assert sorted(page_ids.tolist()) == [0, 0, 1, 2, 3]
 
@@ -194,7 +194,7 @@ def test_a_reset_keeps_the_word_about_wrong_contents() -> None:
     save_all(manager, TOKENS)
     take_unstored(manager._store)
     pages, _ = manager.get_computed_pages(EngineRequest("request", TOKENS))
-    manager.complete_transfers(manager.take_transfers().number)
+    manager.complete(manager.take_moves().number)
     manager.page_pool.evict_pages(pages.get_page_ids()[0][:1])
     assert manager.reset_prefix_cache()
     _, _, page_ids, _, _, num_clears = take_unstored(manager._store)
@@ -207,7 +207,7 @@ def test_a_failed_load_is_a_wrong_content() -> None:
     save_all(manager, TOKENS)
     take_unstored(manager._store)
     assert manager.get_computed_pages(EngineRequest("request", TOKENS))[1] == 16
-    manager.fail_transfers(manager.take_transfers().number, loads=[0, 2])
+    manager.fail(manager.take_moves().number, loads=[0, 2])
     assert take_unstored(manager._store)[2].tolist() == [0, 0]
     manager.check()
 
@@ -250,7 +250,7 @@ def test_misuse() -> None:
     with pytest.raises(ArgumentError, match=r"^number: got 9, allowed: that of pages being filled"):
         end_fills(store, 9)
     with pytest.raises(ArgumentError, match="number"):
-        manager.complete_transfers(-number)
+        manager.complete(-number)
     end_fills(store, number)
     with pytest.raises(ArgumentError, match=r"^number: got 1"):
         end_fills(store, number)

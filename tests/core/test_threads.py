@@ -505,15 +505,16 @@ class RowUser:
         for row in rows:
             self.lengths[row] += 2
         nums = [self.lengths[row] - int(self.batch.num_computed_tokens[row]) for row in rows]
-        self.release_rows(rows[self.batch.grow(rows, nums, 3).num_grown :])
+        self.release_rows(rows[self.batch.plan(rows, nums, 3).num_grown :])
 
     def trim(self) -> None:
-        rows = list(self.lengths)
+        rows = [row for row in self.lengths if not self.batch.num_ahead_tokens[row]]
         for row in rows:
             self.lengths[row] = max(1, self.lengths[row] - self.rng.randrange(6))
         self.batch.trim(rows, [self.lengths[row] for row in rows])
+        rows = [row for row in rows if self.batch.num_computed_tokens[row] < self.lengths[row]]
         nums = [self.lengths[row] - int(self.batch.num_computed_tokens[row]) for row in rows]
-        self.release_rows(rows[self.batch.grow(rows, nums).num_grown :])
+        self.release_rows(rows[self.batch.plan(rows, nums).num_grown :])
 
     def release(self) -> None:
         self.release_rows(self.rng.sample(list(self.lengths), min(2, len(self.lengths))))
@@ -574,8 +575,7 @@ def test_states_are_written_while_rows_change(num_threads: int, seed: int) -> No
             with suppress(PagePoolError):
                 use_rows(batch, rng)
             if rng.random() < 0.5:
-                batch.take_copies()
-                writes = batch.take_writes()
+                writes = batch.take_moves().writes
                 num_taken[number] += len(writes)
                 assert all(num_tokens % 8 == 0 for num_tokens in writes.num_tokens.tolist())
 
@@ -588,7 +588,7 @@ def test_states_are_written_while_rows_change(num_threads: int, seed: int) -> No
 @seeds
 @num_threads
 def test_steps_in_flight_from_several_threads(num_threads: int, seed: int) -> None:
-    """Each step is resolved or taken back once, whoever does it, and no page is lost."""
+    """Each step is settled once, whoever does it, and no page is lost."""
     manager = make_manager(200, FULL, WINDOW, caches=("scheduled", "computed")[seed % 2])
     tables = MultiGroupPageTable(4, 256, 64, [PAGE_SIZE, PAGE_SIZE])
     batch = RunningBatch(manager, tables, max_steps_ahead=2)
@@ -596,12 +596,12 @@ def test_steps_in_flight_from_several_threads(num_threads: int, seed: int) -> No
     num_ended: list[list[int]] = [[] for _ in range(num_threads)]
 
     def end_step(rng: Random, number: int) -> None:
-        """Resolve a step, or take it back."""
+        """Settle a step, or let it and all later ones fail."""
         step = rng.choice(steps[-8:])
         if rng.random() < 0.8:
-            batch.resolve(step, [1] * len(step))
+            batch.settle(step, [1] * len(step))
         else:
-            batch.undo(step)
+            batch.settle(step, failed=True)
         num_ended[number].append(id(step))
 
     def work(rng: Random, number: int) -> None:
@@ -611,13 +611,13 @@ def test_steps_in_flight_from_several_threads(num_threads: int, seed: int) -> No
             actions: list[Callable[[], object]] = [
                 lambda: steps.append(batch.new_step()),
                 lambda: batch.admit(rows[0], [rng.randrange(2)] * rng.randint(1, 200), step=step),  # noqa: B023
-                lambda: batch.step_ahead(rows[:2], rng.choice((0, 2)), step=step),  # noqa: B023
-                lambda: batch.grow(rows[:1], 1, step=step),  # noqa: B023
+                lambda: batch.plan(rows[:2], 1, rng.choice((0, 2)), step=step),  # noqa: B023
+                lambda: batch.plan(rows[:1], 1, step=step),  # noqa: B023
                 lambda: end_step(rng, number),
                 lambda: end_step(rng, number),
                 lambda: batch.release(rows[:1]),  # noqa: B023
                 lambda: batch.swap_row(rows[0], rows[-1]),  # noqa: B023
-                lambda: (len(step), step.rows, step.is_resolved, step.refusal, repr(step)),  # noqa: B023
+                lambda: (len(step), step.rows, step.is_settled, step.refusal, repr(step)),  # noqa: B023
                 batch.check,
             ]
             with suppress(PagePoolError):
@@ -648,7 +648,7 @@ def use_rows(batch: RunningBatch, rng: Random) -> None:
     actions: list[Callable[[], object]] = [
         lambda: batch.admit(rows[0], [rng.randrange(2)] * rng.randint(1, 200)),
         lambda: batch.step(rows[:2], [1] * len(rows[:2])),
-        lambda: batch.grow(rows, 1, 5),
+        lambda: batch.plan(rows, 1, 5),
         lambda: batch.append(rows, [2] * len(rows)),
         lambda: batch.trim(rows[:1], rng.randint(1, 100)),
         lambda: batch.release(rows[:1]),

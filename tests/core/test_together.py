@@ -104,7 +104,7 @@ MISTAKES: dict[str, Callable[[PackageTogether], Any]] = {
     "evict a page outside": lambda rows: rows.pool.evict_pages([rows.pool.num_pages]),
     "step a row outside": lambda rows: rows.batch.step([NUM_ROWS], [1]),
     "step a row without a token": lambda rows: rows.batch.step([0], []),
-    "grow by less than nothing": lambda rows: rows.batch.grow([0], -1),
+    "plan less than nothing": lambda rows: rows.batch.plan([0], -1),
     "release a row twice": lambda rows: rows.batch.release([0, 0]),
     "append to a row outside": lambda rows: rows.batch.append([-1], [1]),
     "trim to less than nothing": lambda rows: rows.batch.trim([0], -1),

@@ -19,7 +19,7 @@ def compute_together(batch: RunningBatch, rows: list[int]) -> None:
     step = batch.new_step()
     for row in rows:
         assert batch.admit(row, [*PROMPT, 90 + row], step=step) == 0
-    batch.resolve(step, [5] * len(rows))
+    batch.settle(step, [5] * len(rows))
 
 
 @pytest.mark.parametrize("gone", [[0], [1], [2], [0, 1], [2, 0], [1, 2]])

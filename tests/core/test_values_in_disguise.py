@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from pagepool import (
     CacheManager,
     EngineRequest,
     FullAttentionSpec,
+    HostTier,
     MultiGroupPageTable,
     PageTable,
     RunningBatch,
@@ -50,6 +51,13 @@ def admitted() -> RunningBatch:
     return batch
 
 
+def with_tokens() -> RunningBatch:
+    """Return a batch whose rows have a token to compute."""
+    batch = admitted()
+    batch.append([0, 1], [7, 8])
+    return batch
+
+
 TOKENS: dict[str, Callable[[Any], Any]] = {
     "EngineRequest": lambda tokens: EngineRequest("a", tokens),
     "append_output_token_ids": lambda tokens: EngineRequest("a", [1]).append_output_token_ids(tokens),
@@ -64,7 +72,7 @@ TOKENS: dict[str, Callable[[Any], Any]] = {
 ROWS: dict[str, Callable[[Any], Any]] = {
     "step": lambda rows: admitted().step(rows, [7, 8]),
     "append": lambda rows: admitted().append(rows, [7, 8]),
-    "grow": lambda rows: admitted().grow(rows, 0),
+    "plan": lambda rows: with_tokens().plan(rows),
     "trim": lambda rows: admitted().trim(rows, 2),
     "release": lambda rows: admitted().release(rows),
     "append_rows_batch": lambda rows: PageTable(4, 8, 32).append_rows_batch([[1], [2]], rows),
@@ -135,7 +143,7 @@ def flags_of(module: Any) -> Iterator[tuple[str, str]]:
 
 
 MODULES = (pagepool, pagepool.events, pagepool.replay, pagepool.router, pagepool.stores)
-TRIED = {"fsync"}  # below, since each call makes a folder
+TRIED = {"fsync", "writes_through"}  # below, since a call makes a folder, or needs a storage
 
 
 def test_all_flags_are_tried() -> None:
@@ -150,6 +158,14 @@ def test_all_flags_are_tried() -> None:
 def test_a_store_takes_no_other_flag(value: Any, tmp_path: Any) -> None:
     with pytest.raises(ArgumentTypeError, match=r"^fsync: got .*, allowed: True or False$"):
         FileStore(tmp_path, "n", fsync=value)
+
+
+@pytest.mark.parametrize("value", ["no", "", 2, None, 0.0, [], b"1", np.array([True])], ids=repr)
+def test_a_manager_takes_no_other_flag_with_a_storage(value: Any) -> None:
+    manager = CacheManager(8, [CacheGroupSpec(SPEC)], 32, host_tier=HostTier(8))
+    storage = SimpleNamespace(poll=lambda: None, stats=lambda: None)
+    with pytest.raises(ArgumentTypeError, match=r"^writes_through: got .*, allowed: True or False$"):
+        manager.attach_storage(storage, writes_through=value)
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 1, np.int8(1)])

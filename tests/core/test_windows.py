@@ -53,7 +53,7 @@ class Rows:
         assert num_hits is not None
         while self.batch.num_computed_tokens[0] < len(prompt):
             num_left = len(prompt) - int(self.batch.num_computed_tokens[0])
-            assert self.batch.grow([0], min(CHUNK, num_left)).num_grown == 1
+            assert self.batch.plan([0], min(CHUNK, num_left)).num_grown == 1
         return num_hits
 
     def run(self, prompt: list[int], answer: list[int] | tuple[int, ...] = (), **options: Any) -> int:
@@ -170,8 +170,8 @@ def test_a_checkpoint_is_a_boundary(nums_new: tuple[int, ...], ends: list[int]) 
     for rows in both(groups, retention=retain(window_slack=64, window_interval=20)):
         rows.batch.admit(0, prompt, max_num_new_tokens=nums_new[0])
         for num_new in nums_new[1:]:
-            rows.batch.take_copies()
-            rows.batch.grow([0], num_new)
+            rows.batch.take_moves()
+            rows.batch.plan([0], num_new)
         rows.batch.check()
         rows.batch.release([0])
         requests = [pagepool.EngineRequest("probe", [*prompt[:num], NEW, NEW]) for num in range(1, 151)]
@@ -206,7 +206,7 @@ def test_a_preempted_prompt_goes_on_where_it_was() -> None:
     prompt = draw(Random(3), 200)
     rows = Rows(FULL_AND_WINDOW)
     rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK)
-    rows.batch.grow([0], CHUNK)
+    rows.batch.plan([0], CHUNK)
     rows.batch.release([0])
     assert rows.run(prompt, is_preempted=True) == 2 * CHUNK
 
@@ -227,7 +227,7 @@ def test_what_was_hit_stays_though_no_request_named_it() -> None:
     rows.batch.admit(1, first, max_num_new_tokens=20)
     assert rows.start(first[:16] + draw(rng, 60)) == 16
     for _ in range(2):
-        rows.batch.grow([1], 30)
+        rows.batch.plan([1], 30)
     rows.batch.release([0, 1])
     assert rows.run(first[:16] + draw(rng, 20)) == 16
 
@@ -318,7 +318,7 @@ def test_what_is_computed_after_a_lease_stays_where_it_was_named() -> None:
     lease = rows.batch.lease(0, seconds=600)
     assert len(lease) == CHUNK // 4 * 2
     while rows.batch.num_computed_tokens[0] < len(prompt):
-        rows.batch.grow([0], min(CHUNK, 200 - int(rows.batch.num_computed_tokens[0])))
+        rows.batch.plan([0], min(CHUNK, 200 - int(rows.batch.num_computed_tokens[0])))
     lease.release()
     rows.batch.release([0])
     assert rows.run([*prompt[:104], 7]) == 104
@@ -357,7 +357,7 @@ def test_an_event_tells_of_each_entry_that_is_dropped() -> None:
     rows.manager.enable_events()
     rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK)
     events = rows.manager.take_events()
-    rows.batch.grow([0], CHUNK)
+    rows.batch.plan([0], CHUNK)
     events += rows.manager.take_events()
     rows.batch.release([0])
     events += rows.manager.take_events()
@@ -374,7 +374,7 @@ def test_a_fork_keeps_the_boundaries() -> None:
     rows.batch.fork(0, [1])
     rows.batch.release([0])
     while rows.batch.num_computed_tokens[1] < len(prompt):
-        rows.batch.grow([1], min(CHUNK, 200 - int(rows.batch.num_computed_tokens[1])))
+        rows.batch.plan([1], min(CHUNK, 200 - int(rows.batch.num_computed_tokens[1])))
     rows.batch.release([1])
     assert rows.run([*prompt[:104], 7]) == 104
     assert rows.run([*prompt, 7]) == 200
@@ -387,7 +387,7 @@ def test_tokens_that_are_cut_leave_nothing() -> None:
     rows.batch.trim([0], 52)
     assert rows.manager.stats().num_cached_pages == rows.manager.stats().num_held_pages
     rows.batch.append([0] * 8, prompt[52:])
-    rows.batch.grow([0], 8)
+    rows.batch.plan([0], 8)
     rows.batch.release([0])
     assert rows.run([*prompt, 7]) == 60
 
@@ -396,7 +396,7 @@ def test_tokens_from_elsewhere_enter_the_window_at_their_end() -> None:
     rows, prompt = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0)), draw(Random(19), 64)
     assert rows.batch.admit(0, prompt, num_external_tokens=63, traits=RequestTraits(resume_at=[32])) == 0
     rows.batch.commit_external(0, 63)
-    rows.batch.grow([0], 1)
+    rows.batch.plan([0], 1)
     rows.batch.release([0])
     assert rows.run([*prompt, 7]) == 64
     assert rows.run([*prompt[:32], 7]) == 0

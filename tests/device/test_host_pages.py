@@ -13,7 +13,7 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 from devices import after_slow_work  # noqa: E402
-from moved_pages import TransferredPages, Transfers, draw_array, make_transfers  # noqa: E402
+from moved_pages import Moves, TransferredPages, draw_array, make_copies, make_transfers  # noqa: E402
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError  # noqa: E402
 from pagepool.host_pages import FinishedTransfers, HostPages, Pack, get_writer  # noqa: E402
@@ -29,7 +29,7 @@ on_new_jax = pytest.mark.skipif(
 )
 
 
-def done(transfers: Transfers) -> FinishedTransfers:
+def done(transfers: Moves) -> FinishedTransfers:
     return FinishedTransfers(transfers.number, [], [], None)
 
 
@@ -95,11 +95,11 @@ def test_pools_have_arrays_of_their_own_lengths() -> None:
     assert (cache.keys[0].tolist(), cache.states[0].tolist()) == ([0, 4, 2, 3, 4], [0, 20, 20])
     assert host_pages.num_pages == (7, 4)
     for moves, groups, field, allowed in (
-        ([(3, 3)], [1], "save_src", 2),
-        ([(2, 4)], [1], "save_dst", 3),
-        ([(2, 7)], [0], "save_dst", 6),
+        ([(3, 3)], [1], r"saves\.src", 2),
+        ([(2, 4)], [1], r"saves\.dst", 3),
+        ([(2, 7)], [0], r"saves\.dst", 6),
     ):
-        with pytest.raises(PageIdError, match=rf"^transfers\.{field}: got page \d, allowed: 1 to {allowed}$"):
+        with pytest.raises(PageIdError, match=rf"^moves\.{field}: got page \d, allowed: 1 to {allowed}$"):
             host_pages.run(cache, make_transfers(moves, save_groups=groups))
 
 
@@ -145,7 +145,7 @@ def test_calls_return_before_the_device_has_computed(memory_kind: str | None) ->
         array = after_slow_work(jax.block_until_ready(array), num_turns)
         for transfers in (both, loads):
             array = host_pages.run(array, transfers)
-            for ids in transfers[1:]:
+            for ids in (*transfers.saves, *transfers.loads):
                 ids[:] = 1
         finished, is_ready = host_pages.poll(), array.is_ready()
         assert [*finished, *host_pages.wait()] == [done(both), done(loads)]
@@ -329,32 +329,32 @@ def test_an_error_after_donation_is_raised(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("transfers", "error", "message"),
     [
-        (make_transfers([(8, 1)]), PageIdError, r"transfers\.save_src: got page 8, allowed: 1 to 7"),
-        (make_transfers([(0, 1)]), PageIdError, r"transfers\.save_src: got page 0, allowed: 1 to 7"),
-        (make_transfers([(1, 10)]), PageIdError, r"transfers\.save_dst: got page 10, allowed: 1 to 9"),
-        (make_transfers([(1, 1), (2, 1)]), ArgumentError, r"transfers\.save_dst: got page 1 twice, allowed: each page once"),
-        (make_transfers([(1, 1)], [(10, 1)]), PageIdError, r"transfers\.load_src: got page 10, allowed: 1 to 9"),
-        (make_transfers([(1, 1)], [(1, 0)]), PageIdError, r"transfers\.load_dst: got page 0, allowed: 1 to 7"),
-        (make_transfers([], [(1, 8)]), PageIdError, r"transfers\.load_dst: got page 8, allowed: 1 to 7"),
+        (make_transfers([(8, 1)]), PageIdError, r"moves\.saves\.src: got page 8, allowed: 1 to 7"),
+        (make_transfers([(0, 1)]), PageIdError, r"moves\.saves\.src: got page 0, allowed: 1 to 7"),
+        (make_transfers([(1, 10)]), PageIdError, r"moves\.saves\.dst: got page 10, allowed: 1 to 9"),
+        (make_transfers([(1, 1), (2, 1)]), ArgumentError, r"moves\.saves\.dst: got page 1 twice, allowed: each page once"),
+        (make_transfers([(1, 1)], [(10, 1)]), PageIdError, r"moves\.loads\.src: got page 10, allowed: 1 to 9"),
+        (make_transfers([(1, 1)], [(1, 0)]), PageIdError, r"moves\.loads\.dst: got page 0, allowed: 1 to 7"),
+        (make_transfers([], [(1, 8)]), PageIdError, r"moves\.loads\.dst: got page 8, allowed: 1 to 7"),
         (
             make_transfers([], [(1, 2), (2, 2)]),
             ArgumentError,
-            r"transfers\.load_dst: got page 2 twice, allowed: each page once",
+            r"moves\.loads\.dst: got page 2 twice, allowed: each page once",
         ),
-        (make_transfers([(1, 1)], save_groups=[2]), ArgumentError, r"transfers\.save_group: got 2, allowed: 0, 1"),
+        (make_transfers([(1, 1)], save_groups=[2]), ArgumentError, r"moves\.saves\.group: got 2, allowed: 0, 1"),
         (make_transfers([(1, 1)])._replace(number=0), ArgumentError, "number: got 0, allowed: at least 1"),
         (make_transfers([(1, 1)])._replace(number=None), ArgumentTypeError, "number: got None, allowed: an int"),
         (
-            make_transfers([(1, 1)])._replace(save_dst=np.zeros(0, np.int32)),
+            make_transfers([(1, 1)])._replace(saves=make_copies([(1, 1)])._replace(dst=np.zeros(0, np.int32))),
             ArgumentError,
-            "transfers: got 1 save_src, 0 save_dst, 1 save_group, allowed: arrays of equal length",
+            r"moves\.saves: got 1 src, 0 dst, 1 group, allowed: arrays of equal length",
         ),
         (
-            make_transfers([(1, 1)])._replace(load_dst=[]),
+            make_transfers([(1, 1)])._replace(loads=make_copies([(1, 1)])._replace(dst=[])),
             ArgumentTypeError,
-            r"transfers\.load_dst: got list, allowed: an int32 array with one axis",
+            r"moves\.loads\.dst: got list, allowed: an int32 array with one axis",
         ),
-        (None, ArgumentTypeError, "transfers: got NoneType, allowed: Transfers"),
+        (None, ArgumentTypeError, "moves: got NoneType, allowed: Moves"),
     ],
     ids=str,
 )

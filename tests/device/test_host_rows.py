@@ -455,8 +455,8 @@ file = open(sys.argv[1], "r+b")
 array, ids = jnp.arange(300), np.arange(1, 300, dtype=np.int32)
 host_pages = HostPages(array, 300, memory=mmap.mmap(file.fileno(), 0))
 none, zeros = ids[:0], np.zeros_like(ids)
-saves = {"save_src": ids, "save_dst": ids, "save_group": zeros, "load_src": none, "load_dst": none, "load_group": none}
-host_pages.run(array, SimpleNamespace(number=1, **saves))
+saves, loads = SimpleNamespace(src=ids, dst=ids, group=zeros), SimpleNamespace(src=none, dst=none, group=none)
+host_pages.run(array, SimpleNamespace(number=1, saves=saves, loads=loads))
 print(len(host_pages.poll()))
 """
 

@@ -55,6 +55,7 @@ class LosingBatch(BatchInBetween):
     def rewind(self, failed: Any) -> tuple[list[int], list[int]]:
         rewound, lost = self.batch.rewind(failed)
         self.num_lost += len(rewound + lost)
+        self.batch.release(rewound)
         return [], rewound + lost
 
 
@@ -97,7 +98,7 @@ def test_a_preempted_request_computes_little_again(weights: Weights) -> None:
     update = engine.update
 
     def count_computed(step: Any, chunks: Any, next_tokens: Any) -> Any:
-        for request, start, stop, _ in chunks:
+        for request, start, stop in chunks:
             computed[request] += stop - start
         return update(step, chunks, next_tokens)
 

@@ -29,16 +29,16 @@ def run(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[list[str], i
 
 
 class CountingBatch(example.RunningBatch):
-    """A batch that counts the steps ahead, and the tokens that nobody waits for."""
+    """A batch that counts the plans with tokens in flight, and the tokens that nobody waits for."""
 
     num_ahead = num_dropped = 0
 
-    def step_ahead(self, rows: Any, num_drafts: int = 0, step: Any = None) -> Any:
-        CountingBatch.num_ahead += 1
-        return super().step_ahead(rows, num_drafts, step)
+    def plan(self, rows: Any, num_tokens: Any = 1, num_drafts: Any = 0, step: Any = None) -> Any:
+        CountingBatch.num_ahead += int((self.num_tokens[rows] == self.num_computed_tokens[rows]).any())
+        return super().plan(rows, num_tokens, num_drafts, step)
 
-    def resolve(self, step: Any, token_ids: Any = None, counts: Any = None) -> Any:
-        places = super().resolve(step, token_ids, counts)
+    def settle(self, step: Any, token_ids: Any = None, counts: Any = None, **options: Any) -> Any:
+        places = super().settle(step, token_ids, counts, **options)
         CountingBatch.num_dropped += int((places < 0).sum())
         return places
 

@@ -115,7 +115,9 @@ class AnyRequest:
 
 
 class InUse:
-    """A manager, a batch and tables in use: `held` has pages 1 to 3, `new` would hit two free pages, row 2 waits for tokens."""
+    """A manager, a batch and tables in use: `held` has pages 1 to 3, `new` would hit two free pages, row 2 waits for tokens,
+    and row 3 has computed 2 of its 6.
+    """
 
     def __init__(self, **options: Any) -> None:
         self.manager = CacheManager(16, [CacheGroupSpec(SPEC)], 64, **grouped(**{"hash_seed": 1} | options))
@@ -144,8 +146,10 @@ class InUse:
     def with_batch(self) -> RunningBatch:
         if self.batch is None:
             self.batch = RunningBatch(self.manager, self.batch_table, data_parallel_size=2)
-            self.batch.admit(0, [1, 2, 3, 4, 5, 6])
+            self.step = self.batch.new_step()
+            self.batch.admit(0, [1, 2, 3, 4, 5, 6], step=self.step)
             self.batch.admit(2, [9] * 6, num_external_tokens=5)
+            self.batch.admit(3, [8] * 6, num_tokens=2)
         return self.batch
 
     def look_up(self) -> Any:
@@ -162,7 +166,7 @@ class InUse:
         """Fill more pages of the rows, whose hashes depend on all tokens, and return the state."""
         if self.batch is not None:
             self.batch.commit_external(2, 5)
-            self.batch.grow([2], 1)
+            self.batch.plan([2, 3], [1, 4])
             for token_id in range(8):
                 self.batch.step([0, 2], [token_id, token_id])
         return self.state()
@@ -431,9 +435,9 @@ def fail_a_load() -> FailedLoads:
     for request in (AnyRequest("first", [7] * 5), AnyRequest("other", [8] * 8)):
         manager.allocate_slots(request, 5)
         manager.free(request)
-    manager.complete_transfers(manager.take_transfers().number)
+    manager.complete(manager.take_moves().number)
     manager.get_computed_pages(AnyRequest("again", [7] * 5))
-    return manager.fail_transfers(manager.take_transfers().number, loads=[0])
+    return manager.fail(manager.take_moves().number, loads=[0])
 
 
 def use_of(spec: Any) -> Any:
@@ -497,8 +501,8 @@ use.manager.expect_session(session_id=<"s"|str>, seconds=<1.0|None float fractio
 use.manager.close_session(session_id=<"s"|str>)
 use.manager.set_shares(shares=<{"x": 0.5}|mapping>)
 use.manager.set_shares({"x": <0.5|float fraction>})
-use.manager.complete_transfers(number=<1>)
-use.manager.fail_transfers(number=<1>, saves=<[0]|list>, loads=<[0]|list>)
+use.manager.complete(number=<1>)
+use.manager.fail(number=<1>, saves=<[0]|list>, loads=<[0]|list>)
 use.manager.find_wrong_token(<use.held>, FAILED_LOADS)
 use.manager.find_wrong_token(use.held, failed=<FAILED_LOADS>)
 use.manager.find_wrong_token(use.new, failed=<FAILED_LOADS>)
@@ -627,21 +631,24 @@ use.batch.probe(1, [1, 2, 3, 4, 5], traits=RequestTraits(dp_shard=<None|None>, m
     cache_salt=<None|str bytes None>, lora_id=<None|str bytes None>))
 use.batch.probe(1, [1, 2, <3>])
 use.batch.admit(1, [1, 2, <3>])
-use.batch.undo(result=<None>)
+use.batch.settle(step=<None>)
+use.batch.settle(use.step, token_ids=<[9]|list None>, counts=<None|list None typed>)
+use.batch.settle(use.step, [<9>], [<1>])
+use.batch.settle(use.step, failed=<True|flag typed>)
 inputs_of(use, num_tokens=<8>, num_reqs=<2>, depth=<2>, pad_slot=<-1>, pad_last=<-1>, packed=<False|flag typed>)
 inputs_of(use, fields=<["positions"]|list>, dtypes=<None|None mapping>, order=<"given"|str>, arrays=<None|None mapping>)
 use.batch.rewind(failed=<FAILED_LOADS>)
 use.batch.step(rows=<[0]|list>, token_ids=<[9]|list>)
 use.batch.step(rows=[<0>], token_ids=[<9>])
-use.batch.grow(rows=<[0]|list typed>, num_new_tokens=<[0]|list typed>, num_lookahead_tokens=<[0]|list typed>)
-use.batch.grow(rows=[<0>], num_new_tokens=[<0>], num_lookahead_tokens=[<0>])
+use.batch.plan(rows=<[3]|list typed>, num_tokens=<[1]|list typed>, num_drafts=<[0]|list typed>, step=<None|None typed>)
+use.batch.plan(rows=[<3>], num_tokens=[<1>], num_drafts=[<0>])
+use.batch.step([0], [9], step=<None|None typed>)
 use.batch.append(rows=<[0]|list>, token_ids=<[9]|list>)
 use.batch.append(rows=[<0>], token_ids=[<9>])
-use.batch.grow(rows=[0, <2>], num_new_tokens=[0, <0>], num_lookahead_tokens=[0, <0>])
 use.batch.step(rows=[0, <2>], token_ids=[9, <9>])
 use.batch.append(rows=[0, <2>], token_ids=[9, <9>])
 use.batch.trim(rows=[0, <2>], num_tokens=[6, <1>])
-use.batch.release(rows=[0, <2>], num_computed_tokens=[6, <1>], seconds=[1.0, <1.0|None float fraction>])
+use.batch.release(rows=[0, <2>], seconds=[1.0, <1.0|None float fraction>])
 use.batch.move_row(src=<0>, tgt=<1>)
 use.batch.swap_row(src=<0>, tgt=<1>)
 use.batch.get_page_ids(row=<0>)
@@ -654,8 +661,6 @@ use.batch.find_next_checkpoint(rows=<[0]|list>)
 use.batch.find_next_checkpoint(rows=[<0>])
 use.batch.release(rows=<[0]|list>)
 use.batch.release(rows=[<0>])
-use.batch.release([0], num_computed_tokens=<6|list None typed>)
-use.batch.release([0], num_computed_tokens=[<6>])
 use.batch.commit_external(row=<2>, num_tokens=<5>)
 use.batch.fail_external(row=<2>, num_valid_tokens=<5>)
 use.batch.fork(row=<0>, targets=<[1]|list typed>)
@@ -801,14 +806,20 @@ use.batch.step(np.array([0.0]), [1])
 use.batch.step(np.array([[0]]), [1])
 use.batch.step([0, RaisingIndex()], [1, 2])
 use.batch.append([0], [RaisingIndex()])
-use.batch.grow([0], RaisingIndex())
+use.batch.plan([3], RaisingIndex())
+use.batch.plan([0])
+use.batch.plan([3], 5)
+use.batch.plan([3], 4, step=use.step, num_drafts=-1)
+use.batch.settle(use.step, [1, 2])
+use.batch.settle(use.step, [9], failed=True)
+use.batch.settle(use.step, None, [-1])
 use.batch.admit(RaisingIndex(), [1])
 use.batch.admit(1, [RaisingIndex()])
 use.batch.admit(1, [1], traits=RequestTraits(session_id=7))
 use.batch.admit(1, [1], traits=RequestTraits(mm_features=[SimpleNamespace(offset=0, length=2)]))
 RunningBatch(use.manager, use.batch_table).admit(0, [1], traits=RequestTraits(dp_shard=0))
 use.batch.fork(2, [1])
-use.batch.fork(0, [3, 1, 3])
+use.batch.fork(0, [1, 1])
 use.batch.fork(0, [1, 2])
 use.batch.fork(0, [1, 4])
 use.batch.fork(0, np.array([-1], dtype=np.int32))

@@ -1,30 +1,31 @@
 """A common interface to a batch of rows: over the oracle, and as a `RunningBatch`.
 
-The first does row by row, in plain Python and with a plain NumPy table, what the batch does in one native call.
+The first does row by row, in plain Python and with a plain NumPy table, what the batch does in one native call. It keeps a
+list of what steps in flight do for each row, and of the entries that these steps fill, and derives all else from them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from admissions import admission
 from oracle import PREEMPTED, OracleManager, PagesByGroup
-from oracle_expected import SHARED, term_of_seconds
+from oracle_expected import SHARED, UNKNOWN, term_of_seconds
 from oracle_kinds import Mamba, cdiv
 from oracle_refusals import find_refusal
-from oracle_tier import Taken
-from oracle_writes import OracleWrites
+from oracle_tier import Taken, note_taken
+from oracle_writes import OracleWrites, Write
 from pool_ranges import Shard
 from settings import Setting
 from twin_engine import WITH_LOGPROBS, Request
 from twins import (
     Side,
-    copies_of,
     firsts_of,
     free_ids_of,
     free_ids_of_twin,
@@ -33,17 +34,19 @@ from twins import (
     pools_of_twin,
     ref_counts_of,
     stats_of_twin,
+    taken_of,
     tenants_of,
     tenants_of_twin,
     terms_of,
     terms_of_twin,
-    transfers_of,
 )
 
 import pagepool
 from pagepool._core import pack_dirty_segments
 
 Amounts = int | Sequence[int]
+
+NUM_SEEN_STEPS = 4
 
 
 class Grown(NamedTuple):
@@ -56,16 +59,11 @@ class Grown(NamedTuple):
     refusal: pagepool.Refusal | None = None
 
 
-class Growth(NamedTuple):
-    """The changes of a call to a row, for undoing: `num_tokens` only if the call appended one."""
+class StepState(NamedTuple):
+    """The observable state of a step."""
 
-    row: int
-    admission: int
-    num_new: int
-    num_computed: int
-    num_tokens: int | None
-    new_pages: PagesByGroup
-    num_planned: int  # before the call
+    is_settled: bool
+    rows: list[int]
 
 
 class PoolState(NamedTuple):
@@ -89,6 +87,9 @@ class BatchState(NamedTuple):
     num_tokens: list[int]
     num_computed_tokens: list[int]
     num_cached_tokens: list[int]
+    num_ahead_tokens: list[int]
+    stays: list[int]  # numbered in the order in which they are seen
+    steps: list[StepState]  # the last ones
     page_ids: list[PagesByGroup]  # by row, by group
     tables: list[list[list[int]]]  # by group
     num_pages_per_row: list[list[int]]  # by group
@@ -178,32 +179,166 @@ class Rows(Side):
         return num_pages
 
 
+@dataclass(eq=False)
+class Launch:
+    """What a step in flight does for a row. It writes positions from `before` on, up to the next launch's."""
+
+    step: int  # number of the step
+    before: int
+    num_drafts: int
+    is_awaited: bool  # whether tokens are to be told that it samples
+    is_nobodys: bool = False  # whether its tokens were cut, or are those of a fork's source
+
+
+@dataclass(eq=False)
+class Filled:
+    """An entry of a page or state that a step in flight fills."""
+
+    launch: Launch
+    page: int
+    entry: tuple[int, int]  # content and group
+    place: int  # -1 for a state
+
+
+@dataclass(eq=False)
+class OracleStep:
+    """A step, with the stays of its rows."""
+
+    number: int | None = None  # None while it has no rows
+    members: list[tuple[int, int]] = field(default_factory=list)  # stay, and row at the time of the call
+    is_settled: bool = False
+
+
+class Plan(NamedTuple):
+    """The part of a call that plans a step for one row."""
+
+    row: int
+    token_ids: list[int]  # tokens to append first
+    before: int  # planned positions
+    num_new: int
+    num_drafts: int
+    num_ended: int  # launches that have run by now
+
+
 class OracleRows(Rows):
     """Rows over the oracle: each is a request and a line of a table. What a policy sees comes in the order of a batch."""
 
     manager: OracleManager
 
-    def __init__(self, manager: OracleManager, setting: Setting, num_rows: int) -> None:
+    def __init__(self, manager: OracleManager, setting: Setting, num_rows: int, caches: str = "scheduled") -> None:
         super().__init__(manager)
         self.setting = setting
         self.requests: list[Any] = [None] * num_rows  # a Request, or None for a free row
         self.num_hits = [0] * num_rows
         self.nums_external = [0] * num_rows  # tokens that come from elsewhere
-        self.admissions = [0] * num_rows  # increases with each admission and each move
-        self.growths: list[list[Growth]] = []  # of calls that can be undone
         self.shards: list[int | None] = [None] * num_rows
+        self.stays = [0] * num_rows  # 0 for a free row
+        self.planned = [0] * num_rows  # positions that planned steps write
+        self.launches: list[list[Launch]] = [[] for _ in range(num_rows)]  # the oldest first
+        self.filled: list[Filled] = []
+        self.steps: list[OracleStep] = []
+        self.num_steps = 0  # with rows
+        self.num_stays = 0
+        self.seen: dict[int, int] = {0: 0}  # stays, numbered
         widths = [cdiv(setting.max_model_len, group.page_size) for group in setting.groups]
         self.tables = [np.zeros((num_rows, width), dtype=np.int32) for width in widths]
         self.refusal: pagepool.Refusal | None = None
         self._numbers = itertools.count()
         manager.states.divide(manager.pools.shard_of_hint(0, setting.data_parallel_size))
-        self.writes = OracleWrites(manager, setting.writes == "anywhere", setting.max_steps_ahead)
-        manager.writes = self.writes
+        manager.states.may_pass |= setting.max_steps_ahead > 0
+        self.writes = OracleWrites(manager, setting.writes == "anywhere")
+        self.caches_computed = caches == "computed"
+        manager.page_pool.prefers_held |= self.caches_computed
+        has_windows = any(group.span for group in setting.groups)
+        is_late = self.caches_computed or (manager.keys.lookahead > 0 and manager.enable_caching)
+        self.settles_before = is_late or has_windows or manager.writes_states  # before the next step is planned
+        self.enters_before = self.settles_before and (has_windows or manager.has_state)
 
-    def take_writes(self) -> list[tuple[int, int, int, int]]:
-        return self.writes.take(self.requests)
+    def take_moves(self) -> Taken:
+        return super().take_moves()._replace(writes=self.writes.take(self.requests))
 
-    # admission and growth
+    # what follows from the launches
+
+    def awaited(self, row: int) -> list[Launch]:
+        """Return the launches whose tokens are to be told."""
+        return [launch for launch in self.launches[row] if launch.is_awaited]
+
+    def count_left(self, row: int) -> int:
+        """Count the known tokens that no step computes; negative for positions behind them."""
+        return int(self.requests[row].num_tokens) - self.planned[row]
+
+    def count_ahead(self, row: int) -> int:
+        return max(0, -self.count_left(row)) if self.requests[row] is not None else 0
+
+    def count_final(self, row: int) -> int:
+        """Count the leading tokens of a row whose pages can be entered."""
+        launches = self.launches[row]
+        resolved = launches[0].before if launches else self.planned[row]
+        return self._final(self.requests[row], self.requests[row].num_computed_tokens, resolved)
+
+    def _final(self, request: Any, num_computed: int, num_resolved: int) -> int:
+        num_final = self.manager.count_keyed(request, num_computed)
+        return min(num_final, num_resolved) if self.caches_computed else num_final
+
+    def _derive(self, row: int) -> None:
+        """Count the known tokens that planned steps write."""
+        self.requests[row].num_computed_tokens = min(self.requests[row].num_tokens, self.planned[row])
+
+    def _end_launches(self, row: int, num: int) -> None:
+        """Let the first steps of a row have run: their entries are right."""
+        ended, self.launches[row] = self.launches[row][:num], self.launches[row][num:]
+        self.filled = [filled for filled in self.filled if filled.launch not in ended]
+
+    def _note_filled(self, row: int, page: int, entry: tuple[int, int], end: int, place: int) -> None:
+        """Note an entry that was made for tokens up to `end`, if a step in flight computes the last of them."""
+        launch = next((launch for launch in reversed(self.launches[row]) if launch.before < end), None)
+        if launch is not None:
+            self.filled.append(Filled(launch, page, entry, place))
+
+    @contextmanager
+    def _noting_filled(self, row: int) -> Iterator[list[Write]]:
+        """Note the entries of pages that are made meanwhile, and of those states that were written that are listed."""
+        request, written = self.requests[row], list[Write]()
+        held = self.manager.held[request.request_id]
+        nums_cached = [group.num_cached_pages for group in held]
+        yield written
+        self._note_pages(row, nums_cached)
+        for write in written:
+            entry = self.manager.page_pool.entry_of_page.get(write.page)
+            if entry is not None:  # else the page was taken again
+                self._note_filled(row, write.page, entry, write.num_tokens, -1)
+
+    def _note_pages(self, row: int, starts: list[int]) -> None:
+        """Note the entries of a row's pages from a place of each group on."""
+        request = self.requests[row]
+        for i, (kind, held) in enumerate(zip(self.manager.kinds, self.manager.held[request.request_id], strict=True)):
+            for place in range(starts[i], 0 if isinstance(kind, Mamba) else held.num_cached_pages):
+                entry = self.manager.keys_of(request, kind)[place], i
+                self._note_filled(row, held.pages[place], entry, (place + 1) * kind.page_size, place)
+
+    # steps
+
+    def new_step(self) -> int:
+        self.steps.append(OracleStep())
+        return len(self.steps) - 1
+
+    def _open_step(self, step: int | None) -> OracleStep:
+        """Return a step to which rows are added; a new one, which is not listed yet, for None."""
+        if step is not None and self.steps[step].is_settled:
+            raise ValueError("a step that was settled")
+        return OracleStep() if step is None else self.steps[step]
+
+    def _number(self, step: OracleStep) -> int:
+        return self.num_steps + 1 if step.number is None else step.number
+
+    def _add_to(self, step: OracleStep, rows: list[int]) -> None:
+        """Add launched rows to a step."""
+        if rows:
+            step.number = self._number(step)
+            self.num_steps = max(self.num_steps, step.number)
+        step.members += [(self.stays[row], row) for row in rows]
+
+    # admission
 
     def admit(
         self,
@@ -221,9 +356,12 @@ class OracleRows(Rows):
         resume_at: Sequence[int] = (),
         num_drafts: int = 0,
         reserve: str | None = None,
+        step: int | None = None,
         **attributes: Any,
     ) -> int | None:
         self.refusal = None
+        joined = self._open_step(step)
+        self.require_drafts(num_drafts)
         request = Request(f"row{next(self._numbers)}", list(token_ids), **attributes)
         request.sampling_params = None if look_up else WITH_LOGPROBS
         request.resume_at = resume_at
@@ -258,23 +396,47 @@ class OracleRows(Rows):
             return None
         options |= {"num_lookahead_tokens": num_planned - num_computed, "num_reserved_slots": num_slots}
         if num_external:
-            options |= {"num_external_computed_tokens": num_external, "delay_cache_pages": True}
+            options["num_external_computed_tokens"] = num_external
+        options["delay_cache_pages"] = num_external > 0 or self.caches_computed
         num_new = num_computed - num_hits - num_external
         options["num_free_rows"] = self._count_others_without_state(row)
         pages = self.manager.allocate_slots(request, num_new, num_hits, hits, **options, may_add_nothing=True)
         if pages is None:
             self.refusal = refusal
             return None
-        request.num_computed_tokens = num_computed - num_external
         self.requests[row], self.num_hits[row], self.shards[row] = request, num_hits, dp_shard
         self.nums_external[row] = num_external
-        self.admissions[row] = next(self._numbers)
-        if self.writes.max_steps_ahead and not num_external:
-            num_computed = num_planned if num_computed == len(token_ids) else num_computed
-            self.writes.num_planned[request.request_id] = num_computed
-        self.writes.plan(request, num_computed, self._shard_of(row), self._count_others_without_state(row), num_external > 0)
+        self._begin_stay(row)
+        self.planned[row] = num_computed - num_external
+        num_written = num_computed
+        if not num_external:
+            samples = num_computed == len(token_ids)
+            self.planned[row] = num_planned if samples else num_computed
+            num_drafts = self.planned[row] - num_computed
+            self.launches[row] = [Launch(self._number(joined), num_hits, num_drafts, samples and step is not None)]
+            num_written = self._count_written(row)
+        self._derive(row)
+        self._note_pages(row, [kind.num_places(num_hits) for kind in self.manager.kinds])
+        if step is not None and not num_external:
+            self._add_to(joined, [row])
+        self.writes.plan(request, num_written, self._shard_of(row), self._count_others_without_state(row), num_external > 0)
         self._show(row)
         return num_hits
+
+    def _begin_stay(self, row: int) -> None:
+        self.num_stays += 1
+        self.stays[row] = self.num_stays
+
+    def _count_written(self, row: int) -> int:
+        """Count the tokens up to which planned steps write states: no draft is among them."""
+        is_ahead = self.setting.max_steps_ahead and not self.manager.restores_states
+        return self.planned[row] if is_ahead else min(self.planned[row], self.requests[row].num_tokens)
+
+    def require_drafts(self, num_drafts: int) -> None:
+        """Refuse drafts that change states which are kept, while steps are in flight."""
+        is_ahead = self.setting.max_steps_ahead and not self.manager.restores_states
+        if num_drafts and is_ahead and self.manager.writes_states:
+            raise ValueError("drafts would change states")
 
     def probe(self, row: int, token_ids: list[int], dp_shard: int | None = None, **attributes: Any) -> int:
         if self.requests[row] is not None:
@@ -282,105 +444,293 @@ class OracleRows(Rows):
         request = Request(f"probe{next(self._numbers)}", list(token_ids), **attributes)
         return self.manager.count_hits(request, dp_shard, self.setting.data_parallel_size)
 
-    def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
-        return self._grow(rows, num_new_tokens, num_lookahead_tokens, [[] for _ in rows])
+    # planning
 
-    def step(self, rows: list[int], token_ids: list[int]) -> Grown:
-        return self._grow(rows, 1, 0, [[token_id] for token_id in token_ids])
+    def plan(self, rows: list[int], num_tokens: Amounts = 1, num_drafts: Amounts = 0, step: int | None = None) -> Grown:
+        joined, plans = self._open_step(step), []
+        news, drafts = (by_row(amounts, len(rows)) for amounts in (num_tokens, num_drafts))
+        for row, num_new, num_ahead in zip(rows, news, drafts, strict=True):
+            self.require_running([row])
+            self.require_nothing_due(row)
+            num_left, num_awaited = self.count_left(row), len(self.awaited(row))
+            if num_left > 0 and not 1 <= num_new <= num_left:
+                raise ValueError("more tokens than are left")
+            if num_left <= 0 and not 1 <= num_awaited <= self.setting.max_steps_ahead:
+                raise ValueError("no token in flight, or too many steps")
+            if num_left <= 0 and self.planned[row] >= self.setting.max_model_len:
+                raise ValueError("no room")
+            self.require_drafts(num_ahead)
+            if num_left > 0:
+                self.manager.states.require_behind(self.requests[row], 0, self.planned[row] + num_new, num_ahead)
+            num_ended = max(0, len(self.launches[row]) - self.setting.max_steps_ahead)
+            plans.append(Plan(row, [], self.planned[row], num_new if num_left > 0 else 1, num_ahead, num_ended))
+        return self._plan_all(plans, joined, step)
 
-    def _grow(self, rows: list[int], num_new_tokens: Amounts, num_ahead_tokens: Amounts, appended: list[list[int]]) -> Grown:
-        """Grow rows in turn, each with the tokens that are appended to it first, until one has no room."""
-        self.require_running(rows)
-        news, aheads = (by_row(amounts, len(rows)) for amounts in (num_new_tokens, num_ahead_tokens))
-        for row, num_new, num_ahead, token_ids in zip(rows, news, aheads, appended, strict=True):
-            request = self.requests[row]
-            self.require_no_copies([row])
-            self.require_no_writes([row])
-            if token_ids and request.num_computed_tokens < request.num_tokens:
-                raise ValueError("a token behind others that are not computed")
-            if num_ahead:
-                self.manager.states.require_behind(request, 0, request.num_computed_tokens + num_new, num_ahead)
-        for row, num_new, num_ahead in zip(rows, news, aheads, strict=True):
-            self.require_fit(row, num_new + num_ahead)
+    def step(self, rows: list[int], token_ids: list[int], step: int | None = None) -> Grown:
+        joined, plans = self._open_step(step), []
+        for row, token_id in zip(rows, token_ids, strict=True):
+            self.require_running([row])
+            self.require_nothing_due(row)
+            num_known = self.requests[row].num_tokens
+            if num_known >= self.setting.max_model_len or self.count_left(row) > 0:
+                raise ValueError("no room, or a token behind others that are not computed")
+            if len(self.awaited(row)) > 1:
+                raise ValueError("a later step computes the token")
+            plans.append(Plan(row, [token_id], num_known, 1, 0, len(self.launches[row])))
+        return self._plan_all(plans, joined, step)
+
+    def _plan_all(self, plans: list[Plan], joined: OracleStep, step: int | None) -> Grown:
+        """Plan rows in turn until one has no room."""
+        for plan in plans:
+            num_resolved, request = self._resolved_before(plan), self.requests[plan.row]
+            num_known = request.num_tokens + len(plan.token_ids)
+            num_keyed = self.manager.keys.count_known(num_known) if self.manager.enable_caching else num_known
+            num_sure = min(plan.before, request.num_tokens, num_keyed, num_resolved)
+            no_pages = self.manager._no_pages()
+            self.manager.require_fit(request, self._count_room(plan), no_pages, self._shard_of(plan.row), num_sure)
+        number = self._number(joined)
+        last = [launch.step for plan in plans for launch in self.launches[plan.row][-1:]]
+        if step is not None and number <= self.num_steps and max(last, default=0) >= number:
+            raise ValueError("a row is in the step, or in a later one")
         grown = Grown(0, [], [], [])
-        self.growths.append([])
         with self.manager.entering_later():
-            for row, num_new, num_ahead, token_ids in zip(rows, news, aheads, appended, strict=True):
-                self.requests[row].all_token_ids += token_ids
-                if not self._grow_row(row, num_new, num_ahead, grown, bool(token_ids)):
-                    grown = grown._replace(refusal=self._explain(row, num_new + num_ahead))
-                    self._forget_last_tokens(row, len(token_ids))
+            for plan in plans:
+                with self._noting_filled(plan.row) as written:
+                    refusal = self._plan_row(plan, number, grown, written)
+                self._show(plan.row)
+                if refusal is not None:
+                    self._cut_tokens(plan.row, self.requests[plan.row].num_tokens - len(plan.token_ids))
+                    grown = grown._replace(refusal=refusal)
                     break
-                num_tokens = self.requests[row].num_tokens if token_ids else None
-                self.growths[-1][-1] = self.growths[-1][-1]._replace(num_tokens=num_tokens)
                 grown = grown._replace(num_grown=grown.num_grown + 1)
+        if step is None and grown.num_grown:
+            self.steps.append(joined)
+        self._add_to(joined, [plan.row for plan in plans[: grown.num_grown]])
         return grown
 
-    def _explain(self, row: int, num_tokens: int) -> pagepool.Refusal | None:
-        """Say what is short for slots for that many tokens more."""
-        request, no_pages = self.requests[row], self.manager._no_pages()
-        num_slots = min(request.num_computed_tokens + num_tokens, self.setting.max_model_len)
-        num_missing = self.manager._num_missing_pages(request, num_slots, no_pages)
+    def _resolved_before(self, plan: Plan) -> int:
+        """Return the positions that no step writes which is in flight as a step is planned."""
+        launches = self.launches[plan.row][plan.num_ended :]
+        return launches[0].before if launches else plan.before
+
+    def _count_room(self, plan: Plan) -> int:
+        """Count the positions that need slots."""
+        return min(plan.before + plan.num_new + plan.num_drafts, self.setting.max_model_len)
+
+    def _plan_row(self, plan: Plan, number: int, grown: Grown, written: list[Write]) -> pagepool.Refusal | None:
+        """Plan a step for a row, or say what is short."""
+        row, request, manager, shard = plan.row, self.requests[plan.row], self.manager, self._shard_of(plan.row)
+        num_before, num_resolved = min(plan.before, request.num_tokens), self._resolved_before(plan)
+        request.all_token_ids += plan.token_ids
+        num_final = self._final(request, num_before, num_resolved)
+        if self.settles_before:
+            written += self.writes.settle(request, num_final, shard)
+            manager._enter_full_pages(request, num_final)
+            if self.enters_before:
+                manager._enter_waiting()
+            manager._skip_pages(request, min(num_final, num_resolved))
+        num_room = self._count_room(plan)
+        num_missing = manager._num_missing_pages(request, num_room, manager._no_pages())
+        refusal = self._explain(row, num_missing)
+        if refusal is not None:
+            return refusal
+        self._take(row, num_missing, grown)
+        end = plan.before + plan.num_new
+        samples = end >= request.num_tokens
+        self._end_launches(row, plan.num_ended)
+        self.planned[row] = num_room if samples else end
+        self.launches[row].append(Launch(number, plan.before, self.planned[row] - end, samples))
+        request.num_computed_tokens = num_before
+        num_free_rows = self._count_others_without_state(row)
+        manager.states.keep(request, shard, 0, num_free_rows)
+        self.writes.plan(request, self._count_written(row), shard, num_free_rows)
+        self._derive(row)
+        if not self.caches_computed:
+            manager._enter_full_pages(request, self._final(request, request.num_computed_tokens, 0))
+        return None
+
+    def _explain(self, row: int, num_missing: list[int]) -> pagepool.Refusal | None:
+        """Say what is short for a row that lacks pages of each group."""
         shard, size = self._shard_of(row), self.setting.data_parallel_size
         number = None if shard is None else self.shards[row] % size
-        return find_refusal(self.manager, num_missing, no_pages, shard, number, is_growth=True)
+        return find_refusal(self.manager, num_missing, self.manager._no_pages(), shard, number, is_growth=True)
 
-    def require_fit(self, row: int, num_tokens: int) -> None:
-        """Refuse a call for a row that would hold more pages than there are, with slots for that many tokens more."""
-        request = self.requests[row]
-        num_slots = min(request.num_computed_tokens + num_tokens, self.setting.max_model_len)
-        self.manager.require_fit(request, num_slots, self.manager._no_pages(), self._shard_of(row))
+    def _take(self, row: int, num_missing: list[int], grown: Grown) -> None:
+        """Take the missing pages of a row."""
+        request, manager, shard = self.requests[row], self.manager, self._shard_of(row)
+        if any(num_missing):
+            manager.states.divide(shard)
+        taken = manager._take_by_group(num_missing, shard, manager._holder_of(request))
+        manager._attach(request, manager._no_pages(), taken)
+        if any(taken):
+            note_taken(manager.page_pool, manager.held[request.request_id])
+        for group_id, pages in enumerate(taken):
+            grown.page_ids.extend(manager.pools.id_of(page, group_id) for page in pages)
+            grown.rows.extend([row] * len(pages))
+            grown.groups.extend([group_id] * len(pages))
 
-    def require_no_copies(self, rows: list[int]) -> None:
-        """Refuse a call for rows whose pages are in a copy that is due."""
-        for row in rows:
-            self.manager.states.copies.require_none(self.manager.held.get(self.requests[row].request_id, ()))
-
-    def require_no_writes(self, rows: list[int]) -> None:
-        """Refuse a call for rows whose states are to be written by a step that was not run."""
-        for row in rows:
-            self.writes.require_none(self.requests[row])
+    def require_nothing_due(self, row: int) -> None:
+        """Refuse a call for a row whose pages are in a copy that is due, or whose states are to be written."""
+        self.manager.states.copies.require_none(self.manager.held.get(self.requests[row].request_id, ()))
+        if self.writes.are_due(self.requests[row]):
+            raise RuntimeError("writes are due")
 
     def append(self, rows: list[int], token_ids: list[int]) -> None:
+        if any(len(self.awaited(row)) > 1 for row in rows):
+            raise ValueError("a later step computes the token")
         for row, token_id in zip(rows, token_ids, strict=True):
+            for launch in self.awaited(row):
+                launch.is_awaited = False
+            self.planned[row] = min(self.planned[row], self.requests[row].num_tokens)
             self.requests[row].all_token_ids.append(token_id)
+            self._derive(row)
 
-    def _grow_row(self, row: int, num_new: int, num_ahead: int, grown: Grown, is_step: bool) -> bool:
-        request, held = self.requests[row], self.get_page_ids(row)
-        if num_new or self.writes.max_steps_ahead:
-            self.writes.settle(request, request.num_computed_tokens + num_new, self._shard_of(row))
-        num_planned = self.writes.num_planned.get(request.request_id, 0)
-        new_pages = self.make_room(row, num_new, num_ahead)
-        self._show(row)
-        if new_pages is None:
+    # settling
+
+    def find_launch(self, step: OracleStep, stay: int) -> Launch | None:
+        """Return what a step does for a stay, if that is in flight."""
+        launches = self.launches[self.stays.index(stay)] if stay in self.stays else []
+        return next((launch for launch in reversed(launches) if launch.step == step.number), None)
+
+    def settle(self, step: int, token_ids: list[int] | None = None, counts: list[int] | None = None) -> list[int]:
+        settled = self._open_step(step)
+        if counts is None:
+            counts = [0 if token_ids is None else 1] * len(settled.members)
+        tokens = list(token_ids or [])
+        if len(counts) != len(settled.members) or sum(counts) != len(tokens) or any(count < 0 for count in counts):
+            raise ValueError("other tokens than counts")
+        for (stay, _), count in zip(settled.members, counts, strict=True):
+            launch = self.find_launch(settled, stay)
+            if launch is not None and not launch.is_nobodys:
+                self._check_settled(self.stays.index(stay), launch, count)
+        settled.is_settled = True
+        places = []
+        with self.manager.entering_later():
+            for (stay, _), count in zip(settled.members, counts, strict=True):
+                sampled, tokens = tokens[:count], tokens[count:]
+                launch = self.find_launch(settled, stay)
+                places.append(-1 if launch is None or launch.is_nobodys else self.stays.index(stay))
+                if launch is not None:
+                    self._settle_row(self.stays.index(stay), launch, [] if launch.is_nobodys else sampled)
+        live = [launch for launches in self.launches for launch in launches]
+        self.filled = [filled for filled in self.filled if filled.launch.step != settled.number or filled.launch in live]
+        return places
+
+    def _check_settled(self, row: int, launch: Launch, count: int) -> None:
+        awaited = self.awaited(row)
+        if count > (launch.num_drafts + 1 if launch.is_awaited else 0):
+            raise ValueError("more tokens than the step samples")
+        if launch.is_awaited and awaited[0] is not launch:
+            raise ValueError("an earlier step comes first")
+        if launch.is_awaited and not count and len(awaited) > 1:
+            raise ValueError("a later step computes a token")
+        if self.requests[row].num_tokens + count > self.setting.max_model_len:
+            raise ValueError("too many tokens")
+
+    def _settle_row(self, row: int, launch: Launch, sampled: list[int]) -> None:
+        """Tell a row its tokens. Later positions were planned for the most of them."""
+        request = self.requests[row]
+        self._end_launches(row, self.launches[row].index(launch) + 1)
+        num_rejected = launch.num_drafts + 1 - max(1, len(sampled)) if launch.is_awaited else 0
+        for later in self.launches[row]:
+            later.before -= num_rejected
+        self.planned[row] -= num_rejected
+        request.all_token_ids += sampled
+        self._derive(row)
+        with self._noting_filled(row) as written:
+            self.manager._enter_full_pages(request, self.count_final(row))
+            written += self.writes.settle(request, self.count_final(row), self._shard_of(row))
+            self.writes.pass_over(request, request.num_computed_tokens)
+
+    def fail_step(self, step: int) -> list[int]:
+        """Let a step fail, and all later ones. Return the rows that are released, since they cannot go back."""
+        failed = self._open_step(step)
+        failed.is_settled = True
+        if failed.number is None:
+            return []
+        lost = [filled for filled in self.filled if filled.launch.step >= failed.number]
+        self.filled = [filled for filled in self.filled if filled.launch.step < failed.number]
+        lost = [filled for filled in lost if self.manager.page_pool.entry_of_page.get(filled.page) == filled.entry]
+        self.manager.page_pool.evict_pages([filled.page for filled in lost])
+        released = []
+        for row, request in enumerate(self.requests):
+            start = None if request is None else self._find_start(row, failed.number, lost)
+            if start is not None:
+                self.launches[row] = [launch for launch in self.launches[row] if launch.step < failed.number]
+                if not self._restart_failed(row, start):
+                    self._end_rows([row], [UNKNOWN], has_failed=True)
+                    released.append(row)
+        return released
+
+    def _find_start(self, row: int, number: int, lost: list[Filled]) -> int | None:
+        """Return the first position that a row has to compute again: of its first failed step, or of a page that it has hit,
+        which lies before those of this step. A state that it has hit is wrong from the start, if nothing else is.
+        """
+        request, lost_pages = self.requests[row], {filled.page for filled in lost}
+        starts = [launch.before for launch in self.launches[row] if launch.step >= number][:1]
+        most, has_lost_state = min(starts, default=self.setting.max_model_len), False
+        for i, (kind, held) in enumerate(zip(self.manager.kinds, self.manager.held[request.request_id], strict=True)):
+            if isinstance(kind, Mamba):
+                num_places = kind.num_places(self.num_hits[row])
+                entry = (self.manager.keys_of(request, kind)[num_places - 1], i) if num_places else None
+                has_lost_state |= any(filled.entry == entry for filled in lost)
+            else:
+                hits = enumerate(held.pages[: most // kind.page_size])
+                starts += [place * kind.page_size for place, page in hits if page in lost_pages]
+        return min(starts, default=0 if has_lost_state else None)
+
+    def _restart_failed(self, row: int, start: int) -> bool:
+        """Let a row go back to before a position; False if it cannot."""
+        request = self.requests[row]
+        if self.nums_external[row] or (self.manager.has_state and start > 0):
             return False
-        if self.writes.max_steps_ahead and not is_step:
-            num_slots = request.num_computed_tokens + num_new
-            if num_slots == request.num_tokens:  # lookahead inside a prompt is room alone
-                num_slots = min(num_slots + num_ahead, self.setting.max_model_len)
-            self.writes.num_planned[request.request_id] = max(num_planned, num_slots)
-        request.num_computed_tokens += num_new
-        num_computed, pages_by_group = request.num_computed_tokens, self._added_pages(held, new_pages)
-        self.growths[-1].append(Growth(row, self.admissions[row], num_new, num_computed, None, pages_by_group, num_planned))
-        for group_id, page_ids in enumerate(pages_by_group):
-            grown.page_ids.extend(self.manager.pools.id_of(page_id, group_id) for page_id in page_ids)
-            grown.rows.extend([row] * len(page_ids))
-            grown.groups.extend([group_id] * len(page_ids))
+        try:
+            self._restart(row, request.num_tokens, start, has_failed=True)
+        except (RuntimeError, ValueError):
+            return False
         return True
 
-    def _added_pages(self, held: PagesByGroup, new_pages: PagesByGroup) -> PagesByGroup:
-        """Return the pages at new places: the working page that a state gets for its checkpoint is not."""
-        groups = zip(self.setting.groups, held, new_pages, strict=True)
-        return tuple([] if group.kind == "mamba" and pages else new for group, pages, new in groups)
+    def _find_restart(self, row: int, num_tokens: int, most: int) -> tuple[int, int]:
+        """Return how many tokens stay computed of a row that is cut to some tokens, at most `most` of them computed, and the
+        first position to which it writes: drafters write again the last slots before a cut.
+        """
+        request, changed = self.requests[row], num_tokens
+        if num_tokens < request.num_tokens and self.manager.enable_caching:
+            changed = self.manager.keys.count_known(num_tokens)
+        changed = min(most, changed)
+        restart = self.manager.find_restart(request, min(request.num_computed_tokens, most), changed)
+        return restart, min(restart, changed)
 
-    def make_room(self, row: int, num_new: int, num_ahead: int) -> PagesByGroup | None:
-        """Allocate for a row that grows."""
+    def _restart(self, row: int, num_tokens: int, most: int, has_failed: bool = False) -> None:
+        """Cut a row to some tokens, at most `most` of them computed. After a failed step it keeps no slots behind these, and
+        steps before go on; otherwise steps in flight have no tokens for it.
+        """
+        request, (restart, changed) = self.requests[row], self._find_restart(row, num_tokens, most)
+        self.manager.check_return(request, num_tokens, restart)
+        num_planned = most if has_failed and restart == request.num_computed_tokens else restart
+        self.manager.go_back(request, num_planned if has_failed else num_tokens, restart, changed)
+        if num_planned < self.planned[row]:
+            self.writes.drop(request, num_planned)
+            self.planned[row] = num_planned
+            if has_failed:
+                self.launches[row] = [launch for launch in self.launches[row] if launch.before < num_planned]
+            else:
+                self._disown(row)
+        self.num_hits[row] = min(self.num_hits[row], restart)
+        self._cut_tokens(row, num_tokens)
+        self._show(row)
+
+    def _disown(self, row: int) -> None:
+        """Let steps in flight have no tokens for a row. They may fail all the same."""
+        for launch in self.launches[row]:
+            launch.before, launch.num_drafts = min(launch.before, self.planned[row]), 0
+            launch.is_awaited, launch.is_nobodys = False, True
+
+    def _cut_tokens(self, row: int, num_tokens: int) -> None:
         request = self.requests[row]
-        if num_new:
-            self.manager.enter_known(request)
-        options = self._placement(self.shards[row]) | {"num_lookahead_tokens": num_ahead, "may_add_nothing": True}
-        options["num_free_rows"] = self._count_others_without_state(row)
-        return self.manager.allocate_slots(request, num_new, **options)
+        self.manager.keys.cut(request.request_id, num_tokens)
+        del request.all_token_ids[num_tokens:]
+        self._derive(row)
 
     def _count_others_without_state(self, row: int) -> int:
         """Count the other rows that are free, or start over."""
@@ -391,13 +741,6 @@ class OracleRows(Rows):
 
     def _shard_of(self, row: int) -> range | Shard | None:
         return self.manager.pools.shard_of_hint(self.shards[row], self.setting.data_parallel_size)
-
-    def _forget_last_tokens(self, row: int, num_tokens: int) -> None:
-        """Remove tokens that the manager may have hashed for a failed allocation."""
-        request = self.requests[row]
-        if num_tokens:
-            self.manager.free_page_hashes(request)
-            self.requests[row] = replace(request, all_token_ids=request.all_token_ids[:-num_tokens])
 
     def _placement(self, shard: int | None) -> dict[str, Any]:
         if shard is None:
@@ -435,8 +778,7 @@ class OracleRows(Rows):
         """Refuse to end what no row waits for."""
         num_external = self.nums_external[row]
         if num_external:
-            self.require_no_copies([row])
-            self.require_no_writes([row])
+            self.require_nothing_due(row)
         if not num_external or num_tokens > num_external or (needs_all and num_tokens < num_external):
             raise ValueError("the row waits for none, or for others")
 
@@ -456,7 +798,8 @@ class OracleRows(Rows):
 
     def _run_on(self, row: int, num_computed_tokens: int) -> None:
         """Let a row run from there."""
-        self.requests[row].num_computed_tokens = num_computed_tokens
+        self.planned[row] = num_computed_tokens
+        self._derive(row)
         self.num_hits[row] = min(self.num_hits[row], num_computed_tokens)
         self._show(row)
 
@@ -478,37 +821,62 @@ class OracleRows(Rows):
 
     # release and moves
 
-    def release(self, rows: list[int], num_computed_tokens: Amounts | None = None, seconds: Any = None) -> None:
-        terms = list(map(term_of_seconds, seconds if isinstance(seconds, list) else [seconds]))
-        terms = terms if isinstance(seconds, list) else terms * len(rows)
-        counts = by_row(num_computed_tokens, len(rows))
-        for row, count in zip(rows, counts, strict=True):
-            self.manager.enter_known(self.requests[row], count)
-        self.manager.free_all([self.requests[row] for row in rows], counts, terms, self._end_writes)
-        for row in rows:
-            self.manager.free_page_hashes(self.requests[row])
+    def release(self, rows: list[int], seconds: Any = None) -> None:
+        terms = list(map(term_of_seconds, seconds if isinstance(seconds, list) else [seconds] * len(rows)))
+        for row in rows if self.manager.keys.lookahead else ():
+            with self._noting_filled(row):
+                self.manager._enter_full_pages(self.requests[row], self.count_final(row))
+        self._end_rows(rows, terms)
+
+    def _end_rows(self, rows: list[int], terms: Sequence[int], has_failed: bool = False) -> None:
+        """Free the pages of rows in one call. Then states are kept that were written, unless the row's step has failed, and
+        copies into the pages, and other writes, are dropped.
+        """
+        manager = self.manager
+        manager._give_back_all([self.requests[row] for row in rows], [None] * len(rows), terms)
+        for row, term in zip(rows, terms, strict=True):
+            request, num_final = self.requests[row], self.count_final(row)
+            with self._noting_filled(row) as written:
+                if not has_failed and num_final == request.num_computed_tokens:
+                    self._keep_last(row, term)
+                self._order_filled(row)
+                manager.states.copies.drop(manager.pages_of(request))
+                if not has_failed:
+                    written += self.writes.settle(request, num_final, self._shard_of(row), term)
+            self.writes.drop(request, 0)
+            del manager.held[request.request_id]
+            manager.free_page_hashes(request)
+            # A step that was not planned cannot fail.
+            live = [launch for launch in self.launches[row] if launch.step > self.num_steps]
+            self.filled = [filled for filled in self.filled if filled.launch not in live]
             self.requests[row], self.num_hits[row], self.shards[row] = None, 0, None
-            self.nums_external[row] = 0
+            self.stays[row] = self.planned[row] = self.nums_external[row] = 0
+            self.launches[row] = []
             self._show(row)
 
-    def _end_writes(self, request: Any, num_computed_tokens: int | None, term: int) -> None:
-        """Enter what was written of the states of a request that ends, and drop the other writes."""
-        if num_computed_tokens is not None:
-            self.writes.drop(request, num_computed_tokens)
-        [row] = [row for row, other in enumerate(self.requests) if other is request]
-        shard = self._shard_of(row)
-        self.writes.settle(request, request.num_computed_tokens, shard, term)
-        self.writes.drop(request, 0)
-        self.writes.num_planned.pop(request.request_id, None)
+    def _keep_last(self, row: int, term: int) -> None:
+        """Keep the working pages of a row that ends as checkpoints."""
+        request, entries = self.requests[row], self.manager.page_pool.entry_of_page
+        states = [page for page in self.manager.pages_of(request) if page not in entries]
+        self.manager.states.keep_last(request, None, term)
+        for page in sorted(page for page in states if page in entries):
+            self._note_filled(row, page, entries[page], request.num_computed_tokens, -1)
+
+    def _order_filled(self, row: int) -> None:
+        """Put the entries of a row's pages, in the order of groups, behind those of rows that ended before."""
+        own = [filled for filled in self.filled if filled.launch in self.launches[row] and filled.place >= 0]
+        others = [filled for filled in self.filled if filled not in own]
+        self.filled = others + sorted(own, key=lambda filled: (filled.entry[1], filled.place))
 
     def move_row(self, src: int, tgt: int) -> None:
         self.swap_row(src, tgt)
 
     def swap_row(self, src: int, tgt: int) -> None:
-        for values in (self.requests, self.num_hits, self.shards, self.nums_external):
+        by_row: tuple[list[Any], ...] = (
+            self.requests, self.num_hits, self.shards, self.nums_external, self.stays, self.planned, self.launches
+        )  # fmt: skip
+        for values in by_row:
             values[src], values[tgt] = values[tgt], values[src]
-        if src != tgt:
-            self.admissions[src], self.admissions[tgt] = next(self._numbers), next(self._numbers)
         self._show(src)
         self._show(tgt)
 
@@ -526,6 +894,9 @@ class OracleRows(Rows):
             [request.num_tokens if request else 0 for request in self.requests],
             [request.num_computed_tokens if request else 0 for request in self.requests],
             list(self.num_hits),
+            [self.count_ahead(row) for row in range(len(self.requests))],
+            number_as_seen(self.stays, self.seen),
+            [StepState(step.is_settled, [row for _, row in step.members]) for step in self.steps[-NUM_SEEN_STEPS:]],
             page_ids,
             [table.tolist() for table in self.tables],
             [[len(ids[group_id]) for ids in page_ids] for group_id in range(len(self.tables))],
@@ -550,41 +921,47 @@ class OracleRows(Rows):
         if request is None or not targets:
             raise ValueError("a fork is of a row, to others")
         self.manager.states.copies.require_none(self.manager.held.get(request.request_id, ()), into_only=True)
-        self.require_no_writes([row])
-        self.writes.require_seen(request)
+        if self.writes.are_due(request):
+            raise RuntimeError("writes are due")
+        if self.count_ahead(row):
+            raise ValueError("steps in flight compute tokens behind the known ones")
         if len(set(targets)) < len(targets) or any(self.requests[i] for i in targets):
             raise ValueError("a fork is to free rows")
         forked = [copy_of(request, f"row{next(self._numbers)}") for _ in targets]
         if not self.manager.states.fork(request, forked, self._shard_of(row)):
             raise ValueError("too few pages")
-        self.admissions[row] = next(self._numbers)  # it cannot go back before the fork
         for target, new_request in zip(targets, forked, strict=True):
             self.requests[target] = new_request
             self.num_hits[target], self.shards[target] = self.num_hits[row], self.shards[row]
-            self.admissions[target] = next(self._numbers)
+            self.planned[target] = self.planned[row]
+            self.launches[target] = [replace(launch) for launch in self.launches[row]]
+            self._disown(target)
+            self._begin_stay(target)
             self._show(target)
 
     def trim(self, rows: list[int], num_tokens: Amounts) -> None:
         """Cut rows in order. All are checked first, each in its state before the call."""
-        self.require_running(rows)
         lengths = list(zip(rows, by_row(num_tokens, len(rows)), strict=True))
         for row, length in lengths:
             request = self.requests[row]
-            self.require_no_copies([row])
-            self.require_no_writes([row])
-            if self.writes.num_planned.get(request.request_id, 0) > request.num_tokens:
+            self.require_running([row])
+            self.require_nothing_due(row)
+            if self.count_ahead(row):
                 raise ValueError("steps in flight compute tokens behind the known ones")
-            if self.manager.has_state and 0 < length < min(request.num_tokens, self.writes.count_planned(request)):
+            if self.manager.has_state and 0 < length < request.num_computed_tokens:
                 raise ValueError("a state has seen what is cut")
-            self.manager.check_trim(self.requests[row], length)
+            if self._changes_pages(row, length):
+                self.manager.check_return(request, length, self._find_restart(row, length, length)[0])
         for row, length in lengths:
-            request = self.requests[row]
-            is_back = length < request.num_computed_tokens
-            self._run_on(row, self.manager.trim(request, length))
-            if is_back:
-                self.admissions[row] = next(self._numbers)  # earlier calls cannot be taken back
-                self._forget_writes(request)
-            del request.all_token_ids[length:]
+            if self._changes_pages(row, length):
+                self._restart(row, length, length)
+            else:
+                self._cut_tokens(row, length)
+
+    def _changes_pages(self, row: int, num_tokens: int) -> bool:
+        """Whether a row that is cut to some tokens writes to slots of computed ones."""
+        num_computed = self.requests[row].num_computed_tokens
+        return self._find_restart(row, num_tokens, self.setting.max_model_len)[1] < num_computed
 
     def rewind(self) -> tuple[list[int], list[int]]:
         """Let rows compute what failed loads have left wrong again. Returns those that do, and those that cannot."""
@@ -600,51 +977,22 @@ class OracleRows(Rows):
         """Let a row have no more computed tokens; False, and nothing changed, where it cannot go back, or where a transfer may
         be writing to its pages.
         """
-        request = self.requests[row]
-        num_tokens = min(request.num_computed_tokens, num_tokens)
         try:
             self.require_running([row])
-            self.manager.check_return(request, request.num_tokens, num_tokens)
+            self._restart(row, self.requests[row].num_tokens, num_tokens)
         except (RuntimeError, ValueError):
             return False
-        self.admissions[row] = next(self._numbers)
-        self._run_on(row, self.manager.go_back(request, request.num_tokens, num_tokens))
-        self._forget_writes(request)
         return True
-
-    def _forget_writes(self, request: Any) -> None:
-        """Drop the writes of a request that goes back, with its state, if it has one, to the first token."""
-        if self.manager.has_state:
-            self.writes.drop(request, 0)
-        self.writes.num_planned.pop(request.request_id, None)
-
-    def undo(self) -> None:
-        """Undo the last call that grew rows. All are checked first, the last one first."""
-        growths = self.growths.pop()
-        for growth in reversed(growths):
-            request = self.requests[growth.row]
-            if request is not None:
-                self.require_no_copies([growth.row])
-            if request is None or self.admissions[growth.row] != growth.admission:
-                raise ValueError("another request is in the row")
-            if growth.num_tokens not in (None, request.num_tokens) or growth.num_computed != request.num_computed_tokens:
-                raise ValueError("the row has changed since")
-            self.manager.check_undo(request, growth.num_computed - growth.num_new, growth.new_pages)
-        for growth in reversed(growths):
-            request = self.requests[growth.row]
-            request.num_computed_tokens -= growth.num_new
-            num_tokens = request.num_tokens - (growth.num_tokens is not None)
-            self.manager.undo(request, request.num_computed_tokens, num_tokens, growth.new_pages)
-            if self.writes.max_steps_ahead and growth.num_tokens is None:
-                self.writes.num_planned[request.request_id] = growth.num_planned
-            self.writes.undo(request)
-            del request.all_token_ids[num_tokens:]
-            self._show(growth.row)
 
 
 def copy_of(request: Request, request_id: str) -> Request:
     """Return a request with the same tokens."""
     return replace(request, request_id=request_id, all_token_ids=list(request.all_token_ids))
+
+
+def number_as_seen(stays: list[int], seen: dict[int, int]) -> list[int]:
+    """Number stays in the order in which they are seen."""
+    return [seen.setdefault(stay, len(seen)) for stay in stays]
 
 
 def by_row(amounts: Amounts | None, num_rows: int) -> Sequence[Any]:
@@ -671,7 +1019,10 @@ class BatchRows(Rows):
         self.tables = getattr(tables, "page_tables", (tables,))
         self.on_device = [table.page_table_cpu.copy() for table in self.tables]
         self.named: set[int] = set()  # rows of the call; only these may get dirty
-        self.results: list[tuple[list[int], pagepool.StepResult]] = []  # with their rows
+        self.steps: list[pagepool.StepResult] = []
+        self.refused: list[pagepool.StepResult] = []  # results without rows, which live as long
+        self.nums_pages: dict[int, int] = {}  # new pages of each step
+        self.seen: dict[int, int] = {0: 0}  # stays, numbered
         self._forms = itertools.cycle(ROW_FORMS)
         self._tried: tuple[list[int], Any] = ([], None)
 
@@ -679,34 +1030,55 @@ class BatchRows(Rows):
         form = next(self._forms)
         return values if form is list or isinstance(values, int) else np.array(values, dtype=form)
 
-    def admit(self, row: int, token_ids: list[int], **options: Any) -> int | None:
+    def admit(self, row: int, token_ids: list[int], step: int | None = None, **options: Any) -> int | None:
         self.named = {row}
         if self.manager.host_tier is not None:
             # The oracle remembers no refusals: with new features a request is looked up again.
             options = {"mm_features": [], **options}
         if self._tried[0] is not token_ids:
             self._tried = token_ids, self._formed(token_ids)
-        return self.batch.admit(row, self._tried[1], **admission(**options))
+        return self.batch.admit(row, self._tried[1], step=self._step(step), **admission(**options))
 
     def probe(self, row: int, token_ids: list[int], dp_shard: int | None = None, **attributes: Any) -> int:
         return self.batch.probe(row, self._formed(token_ids), **admission(dp_shard=dp_shard, **attributes))
 
-    def grow(self, rows: list[int], num_new_tokens: Amounts = 1, num_lookahead_tokens: Amounts = 0) -> Grown:
-        self.named = set(rows)
-        result = self.batch.grow(*map(self._formed, (rows, num_new_tokens, num_lookahead_tokens)))
-        self.results.append((rows, result))
-        return grown_of(result)
+    def new_step(self) -> int:
+        self.steps.append(self.batch.new_step())
+        return len(self.steps) - 1
 
-    def step(self, rows: list[int], token_ids: list[int]) -> Grown:
-        self.named = set(rows)
-        result = self.batch.step(self._formed(rows), self._formed(token_ids))
-        self.results.append((rows, result))
-        return grown_of(result)
+    def _step(self, step: int | None) -> pagepool.StepResult | None:
+        return None if step is None else self.steps[step]
 
-    def undo(self) -> None:
-        rows, result = self.results.pop()
+    def plan(self, rows: list[int], num_tokens: Amounts = 1, num_drafts: Amounts = 0, step: int | None = None) -> Grown:
         self.named = set(rows)
-        self.batch.undo(result)
+        return self._noted(step, self.batch.plan(*map(self._formed, (rows, num_tokens, num_drafts)), step=self._step(step)))
+
+    def step(self, rows: list[int], token_ids: list[int], step: int | None = None) -> Grown:
+        self.named = set(rows)
+        return self._noted(step, self.batch.step(*map(self._formed, (rows, token_ids)), step=self._step(step)))
+
+    def _noted(self, step: int | None, result: pagepool.StepResult) -> Grown:
+        """Return what the last call of a step gave, which lists the new pages of all calls."""
+        if step is not None:
+            assert result is self.steps[step]
+        elif result.num_grown:
+            self.steps.append(result)
+        else:
+            self.refused.append(result)
+        grown, start = grown_of(result), self.nums_pages.get(id(result), 0)
+        self.nums_pages[id(result)] = len(grown.page_ids)
+        return grown._replace(page_ids=grown.page_ids[start:], rows=grown.rows[start:], groups=grown.groups[start:])
+
+    def settle(self, step: int, token_ids: list[int] | None = None, counts: list[int] | None = None) -> list[int]:
+        are_right = all(value >= 0 for value in [*(token_ids or ()), *(counts or ())])
+        forms = [values if values is None or not are_right else self._formed(values) for values in (token_ids, counts)]
+        places = self.batch.settle(self.steps[step], *forms)
+        assert places.dtype == np.int32
+        return places.tolist()
+
+    def fail_step(self, step: int) -> list[int]:
+        self.named = set(range(self.batch.num_tokens.size))
+        return self.batch.settle(self.steps[step], failed=True).tolist()
 
     def append(self, rows: list[int], token_ids: list[int]) -> None:
         self.batch.append(self._formed(rows), self._formed(token_ids))
@@ -715,9 +1087,9 @@ class BatchRows(Rows):
         self.named = set(rows)
         self.batch.trim(self._formed(rows), self._formed(num_tokens))
 
-    def release(self, rows: list[int], num_computed_tokens: Amounts | None = None, seconds: Any = None) -> None:
+    def release(self, rows: list[int], seconds: Any = None) -> None:
         self.named = set(rows)
-        self.batch.release(self._formed(rows), num_computed_tokens and self._formed(num_computed_tokens), seconds)
+        self.batch.release(self._formed(rows), seconds)
 
     def list_external(self) -> list[int]:
         return self.batch.num_external_tokens.tolist()
@@ -736,17 +1108,8 @@ class BatchRows(Rows):
     def lease_span(self, row: int, *span: int | None, seconds: Any) -> dict[str, list[int]]:
         return self.leased_by(self.batch.lease(row, *span, seconds=seconds))
 
-    def take_copies(self) -> list[tuple[int, int, int]]:
-        return copies_of(self.batch.take_copies())
-
-    def take_writes(self) -> list[tuple[int, int, int, int]]:
-        writes = self.batch.take_writes()
-        columns = (writes.rows, writes.num_tokens, writes.page_ids, writes.group)
-        assert {len(writes)} == {len(column) for column in columns}
-        return list(zip(*(column.tolist() for column in columns), strict=True))
-
-    def take_transfers(self) -> Taken:
-        return transfers_of(self.batch.take_transfers())
+    def take_moves(self) -> Taken:
+        return taken_of(self.batch.take_moves())
 
     def rewind(self) -> tuple[list[int], list[int]]:
         self.named = set(range(self.batch.num_tokens.size))
@@ -775,9 +1138,15 @@ class BatchRows(Rows):
             self.manager.check()
         self._commit()
         batch = self.batch
-        by_row = (batch.is_admitted, batch.num_tokens, batch.num_computed_tokens, batch.num_cached_tokens)
+        by_row = (
+            batch.is_admitted, batch.num_tokens, batch.num_computed_tokens, batch.num_cached_tokens, batch.num_ahead_tokens
+        )  # fmt: skip
+        assert batch.stays.dtype == np.int64
+        assert batch.num_ahead_tokens.dtype == np.int32
         return BatchState(
             *(values.tolist() for values in by_row),
+            number_as_seen(batch.stays.tolist(), self.seen),
+            [StepState(bool(step.is_settled), step.rows.tolist()) for step in self.steps[-NUM_SEEN_STEPS:]],
             [batch.get_page_ids(row) for row in range(batch.num_tokens.size)],
             [table.page_table_cpu.tolist() for table in self.tables],
             [table.num_pages_per_row.tolist() for table in self.tables],

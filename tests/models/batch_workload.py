@@ -42,8 +42,9 @@ class BatchWorkload(Workload):
     def _weighted_actions(self) -> Actions:
         actions: Actions = {
             self.admit: 6,
-            self.grow: 6,
-            self.step: 9,
+            self.plan: 8,
+            self.step: 7,
+            self.settle: 5,
             self.append: 1,
             self.release: 2,
             self.move: 1,
@@ -56,7 +57,8 @@ class BatchWorkload(Workload):
             self.trim: 2,
             self.draft: 3,
             self.fail_load: 1,
-            self.undo: 3,
+            self.fail_step: 1.5,
+            self.misuse_steps: 0.3,
         }
         return self._with_features(actions)
 
@@ -85,14 +87,27 @@ class BatchWorkload(Workload):
     def num_tokens(self, row: int) -> int:
         return self.model.requests[row].num_tokens
 
-    def num_uncomputed(self, row: int) -> int:
-        return self.num_tokens(row) - self.model.requests[row].num_computed_tokens
+    def num_left(self, row: int) -> int:
+        """Return how many known tokens no step computes."""
+        return max(0, self.model.count_left(row))
+
+    def can_plan(self, row: int) -> bool:
+        """Whether a row has known tokens left, or a token in flight."""
+        awaited, has_room = self.model.awaited(row), self.model.planned[row] < self.max_tokens
+        if any(launch.step > self.model.num_steps for launch in awaited):  # the row is in the next step already
+            return False
+        return self.num_left(row) > 0 or (has_room and 1 <= len(awaited) <= self.model.setting.max_steps_ahead)
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether drafts are allowed, or refused alone where they pass a checkpoint."""
+        return not self.setting.writes_states or not self.model.setting.max_steps_ahead or self.model.manager.restores_states
+
+    def draw_drafts(self) -> int:
+        return self.rng.choice((0, 0, 1, 3, self.max_tokens)) if self.can_draft else 0
 
     def num_appendable(self, row: int) -> int:
         return self.max_tokens - self.num_tokens(row)
-
-    def is_computed(self, row: int) -> bool:
-        return bool(self.model.requests[row].num_computed_tokens == self.num_tokens(row))
 
     # admission
 
@@ -118,7 +133,7 @@ class BatchWorkload(Workload):
     def try_to_admit(self, row: int, token_ids: list[int], attributes: dict[str, Any], is_preempted: bool) -> bool:
         """Admit, or keep a refused request: the same objects in the same row are recognised at the next try."""
         options = self._admission_options(len(token_ids))
-        options |= self.draw_session()
+        options |= self.draw_session() | self._draw_step()
         if self.twins.call("admit", row, token_ids, **attributes, **options, is_preempted=is_preempted) is None:
             self.refused[row] = token_ids, attributes, is_preempted
             return False
@@ -153,7 +168,7 @@ class BatchWorkload(Workload):
             options["num_external_tokens"] = rng.choice((rng.randint(1, num_tokens), num_tokens, 1, 2**40))
         if resume_at := self.draw_places():
             options["resume_at"] = resume_at
-        if rng.random() < 0.2:
+        if rng.random() < 0.3 and self.can_draft:
             options["num_drafts"] = rng.choice((1, 3, self.max_tokens))
         if rng.random() < 0.15:
             options["reserve"] = "prompt"
@@ -205,36 +220,54 @@ class BatchWorkload(Workload):
         chosen += [None] if self.rng.random() < 0.2 else []
         return tuple(self.draw_feature(place) for place in chosen)
 
-    # growth
+    # steps
 
-    def grow(self) -> None:
-        """Compute more of some rows, with or without lookahead."""
-        rng, rows = self.rng, self.some(self.rows())
+    def _draw_step(self) -> dict[str, int]:
+        """Return the step of a call: one of its own, a new one, or one that has rows already."""
+        steps = self.steps_in_flight()
+        if steps and self.rng.random() < 0.4:
+            return {"step": steps[-1]}
+        return {"step": self.twins.call("new_step")} if self.rng.random() < 0.4 else {}
+
+    def steps_in_flight(self) -> list[int]:
+        """Return the steps that are not settled, and may be in flight: later ones of all rows have not been planned."""
+        first = self.model.num_steps - self.model.setting.max_steps_ahead
+        steps = enumerate(self.model.steps)
+        return [i for i, step in steps if not step.is_settled and (step.number is None or step.number >= first)][-8:]
+
+    def plan(self) -> None:
+        """Plan a step of some rows, with or without drafts."""
+        rng, rows = self.rng, self.rows()
+        rows = self.some(rows if rng.random() < 0.03 else [row for row in rows if self.can_plan(row)])
         if rng.random() < 0.2:  # one number for all rows
-            most = min(map(self.num_uncomputed, rows), default=0)
-            self.grow_all(rows, rng.randint(0, most), rng.choice((0, 1, 5)))
+            most = min((self.num_left(row) for row in rows if self.num_left(row)), default=1)
+            self.plan_all(rows, rng.randint(1, most), self.draw_drafts())
             return
-        nums_new = {row: rng.choice((self.num_uncomputed(row), rng.randint(0, self.num_uncomputed(row)))) for row in rows}
-        self.grow_all(rows, nums_new, {row: rng.choice((0, 0, 1, 3, self.max_tokens)) for row in rows})
+        nums_new = {row: rng.choice((self.num_left(row), rng.randint(1, self.num_left(row) or 1))) or 1 for row in rows}
+        if rows and rng.random() < 0.02:
+            nums_new[rows[0]] += rng.choice((-1, 1))
+        self.plan_all(rows, nums_new, {row: self.draw_drafts() for row in rows})
 
-    def grow_all(self, rows: list[int], num_new: int | dict[int, int], num_ahead: int | dict[int, int]) -> None:
-        """Grow, and continue with the rest after a preemption; without lookahead where it is refused."""
+    def plan_all(self, rows: list[int], num_new: int | dict[int, int], num_drafts: int | dict[int, int]) -> None:
+        """Plan, and continue with the rest after a preemption; without drafts where they are refused."""
 
         def of(values: int | dict[int, int], rows: list[int]) -> int | list[int]:
             return values if isinstance(values, int) else [values[row] for row in rows]
 
         def call(rows: list[int]) -> Grown | None:
-            grown = self.twins.call("grow", rows, of(num_new, rows), of(num_ahead, rows))
-            return self.twins.call("grow", rows, of(num_new, rows)) if grown is None else grown
+            planned = self.twins.call("plan", rows, of(num_new, rows), of(num_drafts, rows), **self._draw_step())
+            return self.twins.call("plan", rows, of(num_new, rows)) if planned is None else planned
 
         self._persist(rows, call)
 
     def step(self) -> None:
-        """Decode a token of some rows; rarely also of rows with known tokens to compute, which are refused."""
-        takes_all = self.rng.random() < 0.05
-        rows = self.some([row for row in self.rows() if self.num_appendable(row) and (takes_all or self.is_computed(row))])
+        """Decode a token of some rows; rarely also of rows with known tokens to compute, or steps ahead, which are refused."""
+        rows = [row for row in self.rows() if self.num_appendable(row)]
+        if self.rng.random() < 0.95:
+            rows = [row for row in rows if not self.num_left(row) and len(self.model.awaited(row)) <= 1]
+        rows = self.some(rows)
         token_ids = dict(zip(rows, self._tokens(len(rows)), strict=True))
-        self._persist(rows, lambda rows: self.twins.call("step", rows, [token_ids[row] for row in rows]))
+        self._persist(rows, lambda rows: self.twins.call("step", rows, [token_ids[row] for row in rows], **self._draw_step()))
 
     def _persist(self, rows: list[int], call: Callable[[list[int]], Grown | None]) -> None:
         """Call for the rows; if one does not fit, preempt any row and call again for the rest, or give up."""
@@ -242,7 +275,7 @@ class BatchWorkload(Workload):
             self.take_in_time()
             grown = call(rows)
             if grown is None:
-                self.take_all()
+                self.take_moves()
                 grown = call(rows)
             num_grown = 0 if grown is None else grown.num_grown  # None: a row is larger than the pool
             if num_grown == len(rows) or self.rng.random() < 0.2:
@@ -260,8 +293,8 @@ class BatchWorkload(Workload):
             num_unknown = stop - self.num_tokens(row)
             if num_unknown > 0 and self.rng.random() < 0.6:
                 self.twins.call("append", [row] * num_unknown, self._tokens(num_unknown))
-            nums_new[row] = min(stop - self.model.requests[row].num_computed_tokens, self.num_uncomputed(row))
-        self.grow_all([row for row in rows if nums_new[row]], nums_new, 0)
+            nums_new[row] = min(stop - self.model.requests[row].num_computed_tokens, self.num_left(row))
+        self.plan_all([row for row in rows if nums_new[row]], nums_new, 0)
 
     def find_checkpoints(self) -> None:
         self.twins.call("find_next_checkpoint", self.some(self.rows()))
@@ -272,19 +305,58 @@ class BatchWorkload(Workload):
         self.rng.shuffle(rows)
         self.twins.call("append", rows, self._tokens(len(rows)))
 
-    def undo(self) -> None:
-        """Undo the last calls that grew rows; refused if a row has changed since."""
-        for _ in range(min(self.rng.choice((1, 1, 2)), len(self.model.growths))):
-            self.twins.call("undo")
+    def settle(self) -> None:
+        """End the oldest step in flight mostly, with some tokens of each row."""
+        rng, steps = self.rng, [i for i in self.steps_in_flight() if self.model.steps[i].members]
+        if not steps:
+            return
+        step = steps[0] if rng.random() < 0.9 else rng.choice(steps)
+        nums_sampled = [self._num_sampled(step, stay) for stay, _ in self.model.steps[step].members]
+        counts = [rng.choice((num, rng.randint(min(num, 1), num))) for num in nums_sampled]
+        if rng.random() < 0.05:
+            counts[rng.randrange(len(counts))] += rng.choice((-1, 1))
+        tokens = self._tokens(max(0, sum(counts)))
+        if not any(counts) and rng.random() < 0.5:
+            self.twins.call("settle", step)
+        else:
+            is_plain = counts == [1] * len(counts) and rng.random() < 0.5
+            self.twins.call("settle", step, tokens, None if is_plain else counts)
+
+    def _num_sampled(self, step: int, stay: int) -> int:
+        """Return how many tokens a step may tell of a row, which may have been released since."""
+        launch = self.model.find_launch(self.model.steps[step], stay)
+        if launch is None or launch.is_nobodys:
+            return self.rng.randint(0, 1)
+        return int(launch.num_drafts) + 1 if launch.is_awaited else 0
+
+    def fail_step(self) -> None:
+        """Let one of the last steps fail, and with it those behind; then settle these, or let them fail too."""
+        for _ in range(self.rng.choice((1, 1, 2))):
+            steps = self.steps_in_flight()
+            if steps:
+                self._remember(self.rows())
+                self.twins.call("fail_step", steps[0] if self.rng.random() < 0.3 else self.rng.choice(steps))
+
+    def misuse_steps(self) -> None:
+        """Settle what was settled, or with other tokens."""
+        steps = range(len(self.model.steps))[-5:]
+        if steps:
+            step = self.rng.choice(steps)
+            if self.model.steps[step].is_settled:
+                self.twins.call("settle", step, [], [])
+                self.twins.call("fail_step", step)
+                self.twins.call("plan", self.rows(), 1, 0, step=step)
+            else:
+                self.twins.call("settle", step, [1], [0] * len(self.model.steps[step].members))
 
     def draft(self) -> None:
         """Append drafts, compute them with the rest, and remove the rejected ones."""
-        rng, rows = self.rng, self.some(self.rows())
+        rng, rows = self.rng, self.some([row for row in self.rows() if len(self.model.awaited(row)) <= 1])
         nums_drafts = {row: min(rng.randint(0, 4), self.num_appendable(row)) for row in rows}
         repeated = [row for row in rows for _ in range(nums_drafts[row])]
         self.twins.call("append", repeated, self._tokens(len(repeated)))
-        self.grow_all(rows, {row: self.num_uncomputed(row) for row in rows}, rng.choice((0, 2)))
-        rows = [row for row in rows if self.model.requests[row] is not None]
+        self.plan_all([row for row in rows if self.num_left(row)], {row: self.num_left(row) for row in rows}, 0)
+        rows = [row for row in rows if self.model.requests[row] is not None and not self.model.count_ahead(row)]
         self.twins.call("trim", rows, [self.num_tokens(row) - rng.randint(0, nums_drafts[row]) for row in rows])
 
     def trim(self) -> None:
@@ -307,7 +379,7 @@ class BatchWorkload(Workload):
         self.twins.call("trim", [row], cut)
         if self.num_tokens(row) == cut:  # nothing prevented it
             self.twins.call("append", [row] * len(token_ids), token_ids)
-            self.grow_all([row], self.num_uncomputed(row), 0)
+            self.plan_all([row], self.num_left(row), 0)
 
     def _cut(self, row: int) -> int:
         num_shared = self._num_shared_tokens(row)
@@ -326,15 +398,12 @@ class BatchWorkload(Workload):
     # release and moves
 
     def release(self) -> None:
-        """Release some rows, sometimes before all of their tokens are computed."""
+        """Release some rows, also those whose steps are in flight."""
         self._remember(self.rows())
         rows = self.rng.sample(self.rows(), min(len(self.rows()), self.rng.randint(0, 2)))
-        nums_computed = [self.model.requests[row].num_computed_tokens for row in rows]
-        if self.rng.random() < 0.4:
-            self.twins.call("release", rows, [self.rng.randint(max(0, num - 9), num) for num in nums_computed])
-        elif self.features.expectations:
+        if self.features.expectations:
             seconds = [random_seconds(self.rng) for _ in rows]
-            self.twins.call("release", rows, None, seconds if self.rng.random() < 0.8 else random_seconds(self.rng))
+            self.twins.call("release", rows, seconds if self.rng.random() < 0.8 else random_seconds(self.rng))
         else:
             self.twins.call("release", rows)
 
@@ -344,7 +413,7 @@ class BatchWorkload(Workload):
         token_ids = list(self.model.requests[row].all_token_ids)
         if token_ids:
             self.preempted.append((token_ids, self.attributes[row]))
-        self.twins.call("release", [row], None, self.draw_seconds().get("seconds"))
+        self.twins.call("release", [row], self.draw_seconds().get("seconds"))
 
     def _remember(self, rows: list[int]) -> None:
         for row in rows if self.features.states else ():
@@ -463,7 +532,7 @@ class BatchWorkload(Workload):
     def misuse_pending(self) -> None:
         """Make calls for a row that waits, or end what no row waits for."""
         for row in self.pending()[:1]:
-            self.twins.call("grow", [row], self.rng.randint(0, 1), 0)
+            self.twins.call("plan", [row], self.rng.randint(0, 1), 0)
             if self.num_appendable(row):
                 self.twins.call("step", [row], [1])
             self.twins.call("commit_external", row, self.model.nums_external[row] + 1)
@@ -476,7 +545,7 @@ class BatchWorkload(Workload):
         """Let rows compute wrong tokens again; end those that cannot, and the requests beside them."""
         _, lost = self.twins.call("rewind")
         self._remember(lost)
-        self.twins.call("release", lost, 0)
+        self.twins.call("release", lost)
         for name in list(self.twins.live_request_ids):
             if self.twins.call("go_back", name) is not None:
                 del self.twins.live_request_ids[name]

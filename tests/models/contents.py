@@ -147,6 +147,7 @@ class Simulation:
         self.holds = Holds(self.world)
         self.fronts: list[Front] = [front(self.world, self._make_tables()) for front in self.fronts_classes]
         self.world.fronts = self.fronts
+        books.prefers_held |= any(front.caches_computed for front in self.batches)
         for front in self.fronts:
             front.plan = self.plan
 
@@ -259,15 +260,14 @@ class Simulation:
         if self.rng.random() < 0.7:
             self.world.take_moves()
         turns: list[Callable[[], None]] = [self.admit, *(front.schedule for front in self.fronts)]
+        for front in self.batches:
+            front.begin_step()
         for turn in self.rng.sample(turns, len(turns)):
             turn()
-            for front in self.batches:
-                front.make_room()
         self.world.take_moves()
-        self.end_step()
         self.world.is_second = True
         for front in self.batches:
-            if self.rng.random() < 0.15:
+            if front.depth and self.rng.random() < 0.3:
                 front.schedule_next()
                 self.counts["steps in flight"] += 1
                 self.has_next = True
@@ -279,15 +279,8 @@ class Simulation:
             self.abort()
         else:
             self.compute()
-            self.end_step()
         self.finish_loading()
         self.end_transfers()
-
-    def end_step(self) -> None:
-        """Tell the tier that what was scheduled is given to the device."""
-        if self.books.tier is not None and self.rng.random() < 0.9:
-            self.manager.end_step()
-            self.books.tier.end_step()
 
     @property
     def works(self) -> list[Work]:
@@ -333,10 +326,12 @@ class Simulation:
         return not job.has_contents
 
     def preempt(self) -> Job | None:
-        """Preempt a job, and the jobs that hit pages which this step was to compute for it."""
-        if not self.jobs:
+        """Preempt a job, and the jobs that hit pages which this step was to compute for it. Rows of a step stay: it runs."""
+        planned = {work.job for work in self.works if isinstance(work.job.front, BatchFront)}
+        victims = [job for job in self.jobs if planned.isdisjoint({job, *(work.job for work in self._list_dependents(job))})]
+        if not victims:
             return None
-        victim = self.rng.choice(self.jobs)
+        victim = self.rng.choice(victims)
         self._preempt(victim)
         return victim
 
@@ -348,7 +343,8 @@ class Simulation:
             if work.job.front is not None:
                 self.waiting.append(work.job.front.end(work.job, work.num_before))
         if not scheduled:
-            num_computed = None if self.rng.random() < 0.7 or victim.loading else victim.num_computed_tokens
+            is_row = isinstance(victim.front, BatchFront)
+            num_computed = None if self.rng.random() < 0.7 or victim.loading or is_row else victim.num_computed_tokens
             self.waiting.append(victim.front.end(victim, num_computed))
         self.counts["preemptions"] += 1
 
@@ -365,7 +361,6 @@ class Simulation:
         for entry in self.plan:
             if work in entry.works:
                 entry.works.remove(work)
-                entry.is_whole = False
 
     def abort(self) -> None:
         """Undo the step, last call first. The model may have started, so the slots of the step may hold garbage."""
@@ -380,10 +375,16 @@ class Simulation:
         for work in self._list_computed() if has_run else ():
             others = {page_id for job in self.jobs if job is not work.job for page_id in self.books.list_computed(job)}
             self._spoil(work, work.start, work.num_room_tokens, computed | others)
+        works = [(work, work.job.front) for work in self.works]
+        for front in self.batches:
+            self.waiting += front.fail_steps()
         for entry in self.plan[::-1]:
-            if self.books.has_state and has_run:
-                entry.is_whole = False  # the states are lost
-            self.waiting += entry.take_back()
+            if isinstance(entry.front, ManagerFront):
+                self.waiting += entry.end_all()
+        for work, front in works:  # a batch knows no pages of others that were not filled
+            others = {page_id for other, its_front in works if its_front is not front for page_id in other.made}
+            if isinstance(front, BatchFront) and work.job.front is front and work.hits & others:
+                self.waiting.append(front.end(work.job, 0))
         self.counts["aborted steps"] += 1
         self.plan.clear()
         if self.rng.random() < 0.3:
@@ -397,14 +398,18 @@ class Simulation:
         second = [work for work in works if work.is_second]
         hits = {page_id for work in works for page_id in work.hits}
         is_hit = any(hits.intersection(work.made) for work in works)
-        may_fail = not self.has_next and self.rng.random() < (0.3 if is_hit else 0.06)
+        is_ahead = any(front.batch.num_ahead_tokens.any() for front in self.batches)
+        may_fail = not self.has_next and not is_ahead and self.rng.random() < (0.3 if is_hit else 0.06)
         self.world.make_moves()
         cuts = self._run([work for work in works if not work.is_second], may_fail)
         self.world.make_moves()
         self._run(second, False)
         self._go_back(cuts)
+        for front in self.batches:
+            for job in front.settle(cuts, self._sample_token):
+                self._end(job)
         for work in works:
-            if work.job not in cuts:
+            if work.job not in cuts and isinstance(work.job.front, ManagerFront):
                 self._count(work)
 
     def _list_computed(self) -> list[Work]:
@@ -525,13 +530,7 @@ class Simulation:
         num_computed = work.stop - len(work.drafts) + num_accepted
         job.all_token_ids.extend(work.drafts[:num_accepted])
         self.world.draft(replace(work, histories=work.histories[:num_computed]))
-        if isinstance(front, BatchFront):
-            job.num_computed_tokens = work.stop
-            job.num_known_tokens = max(job.num_known_tokens, work.stop)
-            if work.drafts and (ended := front.cut_drafts(job, num_computed, num_computed)):
-                self.waiting += ended
-                return
-        elif work.is_delayed and self.rng.random() < 0.7:
+        if work.is_delayed and self.rng.random() < 0.7:
             front.cache(job, num_computed)
         else:
             job.num_computed_tokens = num_computed
@@ -542,11 +541,18 @@ class Simulation:
 
     def _sample(self, job: Job) -> None:
         """Append a token, or end a job that is long enough."""
-        if job.num_tokens >= job.num_final_tokens or self.rng.random() < 0.02:
+        token = self._sample_token(job)
+        if token is None:
             self._end(job)
         else:
-            base = self.rng.choice(self.families)
-            job.all_token_ids.append(base[job.num_tokens] if job.num_tokens < len(base) else self.rng.choice(VOCABULARY))
+            job.all_token_ids.append(token)
+
+    def _sample_token(self, job: Job) -> int | None:
+        """Return a job's next token; None if it is long enough."""
+        if job.num_tokens >= job.num_final_tokens or self.rng.random() < 0.02:
+            return None
+        base = self.rng.choice(self.families)
+        return base[job.num_tokens] if job.num_tokens < len(base) else self.rng.choice(VOCABULARY)
 
     def _end(self, job: Job) -> None:
         self.past.append(list(job.all_token_ids))
@@ -603,8 +609,8 @@ class Simulation:
         """Tell the manager; return the loads that failed, or None."""
         self.counts["calls"] += 1
         if not one.bad_saves and not one.bad_loads and self.rng.random() < 0.8:
-            return self.manager.complete_transfers(one.number)
-        failed = self.manager.fail_transfers(one.number, saves=one.bad_saves, loads=one.bad_loads)
+            return self.manager.complete(one.number)
+        failed = self.manager.fail(one.number, saves=one.bad_saves, loads=one.bad_loads)
         bad = [one.loads[place] for place in one.bad_loads]
         expected = [(self.device.pools.id_of(load.page, load.group), load.group) for load in bad]
         found = list(zip(failed.page_ids, failed.groups, strict=True))

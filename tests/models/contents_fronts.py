@@ -1,11 +1,12 @@
 """The two fronts of a pool, the manager and a running batch. Each call is recorded in the books.
 
-What a step will compute is a `Work`. A step that is not run is taken back entry by entry, the last first.
+What a step will compute is a `Work`. A step that is not run fails: rows of a batch go back, and requests of the manager end.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -27,7 +28,7 @@ from twin_engine import VOCABULARY
 from twins import copies_of
 
 import pagepool
-from pagepool.errors import ArgumentError, CopiesDueError, OutOfPagesError, RequestTooLargeError
+from pagepool.errors import ArgumentError, MovesDueError, OutOfPagesError, RequestTooLargeError
 
 NUM_ROWS = 4
 Amounts = dict[Job, tuple[int, list[int], int]]  # new tokens, drafts and room behind them
@@ -67,14 +68,14 @@ class World:
         return self.rng.choice((None, never, 0, 2, 60, 2.0 ** self.rng.uniform(0, 17)))
 
     def take_moves(self) -> None:
-        """Take the transfers and copies that are due; they are made before the step that is being scheduled."""
-        moves = self.late_moves if self.is_second else self.moves
+        """Take the moves that are due; they are made before the step that is being scheduled."""
+        moves, due = self.late_moves if self.is_second else self.moves, self.manager.take_moves()
         if self.books.tier is not None:
-            taken = self.books.tier.take(self.manager.take_transfers(), self.books.index)
+            taken = self.books.tier.take(due, self.books.index, not self.books.is_between)
             moves += [partial(self.books.tier.make, taken)] if taken else []
             if self.store is not None:
                 self.store.absorb()
-        copies = copies_of(self.manager.take_copies())
+        copies = copies_of(due.copies)
         destinations = [self.books.pools.record_of(destination, group_id) for _, destination, group_id in copies]
         moves.append(partial(self.device.copy, copies))
         for work, stay in self.forks:
@@ -85,7 +86,7 @@ class World:
         require(all(self.books.holders[page_id] for page_id in destinations), "a copy into a page that nobody holds", copies)
         require(len(set(destinations)) == len(destinations), "two copies into one page", copies)
         require(self.books.are_copies_due or not copies, "copies that nobody asked for", copies)
-        self.books.are_copies_due = False
+        self.books.are_copies_due = self.books.is_between = False
         self.books.num_taken += 1
         self.counts["calls"] += 1
         self.counts["copies"] += len(copies)
@@ -128,15 +129,16 @@ class World:
             return getattr(target, name)(*arguments, **options)
         except RequestTooLargeError:  # of a step that is longer than a page, or in a shard
             self.is_too_large = True
-            return target.grow([]) if name in ("grow", "step") else None
+            return target.plan([]) if name in ("plan", "step") else None
 
     def call_in_time(self, name: str, target: Any, *arguments: Any, **options: Any) -> Any:
-        """Make a call, once copies and transfers that are due are taken."""
+        """Make a call, once the moves that are due are taken."""
         try:
             return self.call(name, target, *arguments, **options)
-        except CopiesDueError:
+        except MovesDueError:
             is_due = self.books.are_copies_due or (self.books.tier is not None and self.books.tier.is_any_due)
             require(is_due, "no copies are due", name, arguments)
+            self.books.is_between = True
             self.take_moves()
             self.counts["copies taken late"] += 1
             return self.call(name, target, *arguments, **options)
@@ -172,6 +174,7 @@ class Work:
     hits: frozenset[int] = frozenset()
     is_delayed: bool = False
     is_second: bool = False  # another step is in flight before it
+    step: Any = None  # of a batch
     slots: list[Any] = field(default_factory=list)  # by group: those of tokens from `first_tokens` on; a state's page
     first_tokens: list[int] = field(default_factory=list)
     num_pages_before: list[int] = field(default_factory=list)
@@ -188,22 +191,10 @@ class Work:
 
 @dataclass(eq=False)
 class Entry:
-    """A call of the schedule, with the works that it admitted; if it grew rows of a batch, with its result."""
+    """A call of the schedule, with the works that it admitted or planned."""
 
     front: Any
     works: list[Work]
-    result: Any = None
-    is_step: bool = False
-    is_whole: bool = True  # none of its rows was released since
-
-    def take_back(self) -> list[Job]:
-        """Undo the call, and return the jobs that no longer run: all of them if it has no result, or a row is gone since:
-        released, or ended because a later call could not be undone.
-        """
-        is_undone = self.result is not None and self.is_whole
-        if is_undone and all(work.job.front is self.front for work in self.works):
-            return self.front.undo(self)
-        return self.end_all()
 
     def end_all(self) -> list[Job]:
         """End the jobs that still run, last first."""
@@ -279,7 +270,7 @@ class Front(ABC):
         self.books.release(job)
         del self.jobs[job.row]
         job.front, job.num_computed_tokens, job.num_known_tokens, job.status, job.loading = None, 0, 0, PREEMPTED, None
-        job.forked_lists, job.awaited_copies, job.load_number = {}, 0, 0
+        job.forked_lists, job.awaited_copies, job.load_number, job.num_settled_tokens = {}, 0, 0, 0
         return job
 
     @staticmethod
@@ -323,7 +314,7 @@ class Front(ABC):
         self.books.require_room(work.job, work.num_room_tokens)
         self.find_slots(work)
         if not work.is_delayed and not self.caches_computed:
-            work.made = self.books.enter(work.job, histories)
+            work.made = self.books.enter(work.job, histories[: work.job.num_tokens])
 
     def find_key(self, job: Job, num_tokens: int) -> int:
         """Return the key of a page that ends after so many tokens."""
@@ -398,7 +389,7 @@ class Front(ABC):
 
     @abstractmethod
     def rewind(self, failed: Any, wrong: set[int]) -> list[Job]:
-        """Let jobs compute again what they computed with pages that failed to load; return those that cannot."""
+        """Let jobs compute again what they computed with pages that failed to load; return those that cannot, and run still."""
 
     def call(self, name: str, target: Any, *arguments: Any, **options: Any) -> Any:
         return self.world.call(name, target, *arguments, **options)
@@ -628,15 +619,28 @@ class BatchFront(Front):
 
     def __init__(self, world: World, tables: Any) -> None:
         super().__init__(world, tables)
-        size = self.setting.data_parallel_size
-        self.batch = pagepool.RunningBatch(world.manager, tables, data_parallel_size=size)
+        size, caches = self.setting.data_parallel_size, world.manager.caches
+        keeps_states = (
+            any(group.interval and not group.at_ends for group in self.setting.groups) and self.setting.enable_caching
+        )
+        self.depth = 0 if keeps_states else self.rng.choice((0, 1))
+        self.caches_computed = caches == "computed"
+        options = {"data_parallel_size": size, "max_steps_ahead": self.depth}
+        self.batch = pagepool.RunningBatch(world.manager, tables, **options)
+        self.steps: list[Any] = []  # those being scheduled, or in flight
+        has_windows = any(group.span for group in self.setting.groups)  # a row is settled before it takes pages
+        self.is_settled_first = has_windows or self.caches_computed or self.setting.lookahead > 0
+
+    def begin_step(self) -> None:
+        """Begin a step: the next calls add to it."""
+        self.steps.append(self.batch.new_step())
 
     def admit(self, job: Job, row: int, dp_shard: int | None) -> bool:
         options = self._options(job, dp_shard)
         shard, num_reserved = self.books.find_shard(dp_shard), options.get("num_reserved_pages", 0)
         num_ahead = options.get("num_drafts", 0)
         expected = self.expect(job, shard, options["look_up"], num_reserved)
-        num_hit_tokens = self.call("admit", self.batch, row, job.all_token_ids, **admission(**options))
+        num_hit_tokens = self.call("admit", self.batch, row, job.all_token_ids, step=self.steps[-1], **admission(**options))
         if num_hit_tokens is None:
             if expected.may_load:
                 self.books.find_loads(job, expected.num_tokens, shard, ())
@@ -655,12 +659,13 @@ class BatchFront(Front):
         self.books.attach(job, hits, num_hit_tokens, shard)
         self.start(job, row)
         job.num_known_tokens, job.num_computed_tokens, job.dp_shard = job.num_tokens, num_hit_tokens, dp_shard
+        job.num_settled_tokens = num_hit_tokens
         num_reserved_slots = job.num_tokens - stop if options.get("reserve") else 0
         work = self.note(job, num_hit_tokens, stop, num_ahead=num_reserved_slots + num_ahead)
         work.hits = frozenset(page_id for pages in job.pages for page_id in pages if page_id != NULL_PAGE)
         self.books.note_state_hits(job, new_ids, num_hit_tokens, shard)
         self.books.take(job, new_ids, shard)
-        work.is_delayed, work.num_transferred = num_external > 0, num_external
+        work.is_delayed, work.num_transferred, work.step = num_external > 0, num_external, self.steps[-1]
         self.finish(work, work.histories)
         if num_external:
             job.loading = work
@@ -700,7 +705,8 @@ class BatchFront(Front):
             call()
 
     def schedule_next(self) -> None:
-        """Grow rows that know more tokens once more, before the step in flight has run."""
+        """Plan rows that know more tokens once more, before the step in flight has run."""
+        self.begin_step()
         self._grow([job for job in self.list_running() if self.rng.random() < 0.5], may_draft=False)
 
     def _step(self, jobs: list[Job]) -> None:
@@ -709,91 +715,79 @@ class BatchFront(Front):
         def call(jobs: list[Job]) -> tuple[Any, list[Work]]:
             works = [self.note(job, job.num_computed_tokens, job.num_tokens) for job in jobs]
             tokens = [job.all_token_ids[-1] for job in jobs]
-            return self._call("step", [job.row for job in jobs], tokens), works
+            return self._call("step", [job.row for job in jobs], tokens, self.steps[-1]), works
 
-        for work in self._persist(jobs, True, call):
+        for work in self._persist(jobs, call):
             work.job.num_known_tokens += 1
 
     def _grow(self, jobs: list[Job], may_draft: bool = True) -> None:
-        """Append tokens and drafts to rows, and compute some."""
-        amounts = {}
+        """Append tokens to rows, and plan some, with drafts and room behind them."""
+        amounts: Amounts = {}
         for job in [job for job in jobs if job.front is self]:
             left = job.num_tokens - int(self.batch.num_computed_tokens[job.row])
             if left <= 0:
                 continue
             num_new = self.draw_count(left)
-            may_draft = may_draft and not self.setting.lookahead  # then a row knows accepted tokens alone
+            may_draft = may_draft and not self.setting.lookahead
             drafts = self.draw_drafts(job) if num_new == left and may_draft else []
-            amounts[job] = num_new, drafts, self.rng.choice((0, 0, 0, 1, 5))
-            told = job.all_token_ids[job.num_known_tokens :] + drafts
+            amounts[job] = num_new, drafts, self.rng.choice((0, 0, 0, 1, 5)) * may_draft
+            told = job.all_token_ids[job.num_known_tokens :]
             if told:
                 self.call("append", self.batch, [job.row] * len(told), told)
             job.num_known_tokens = job.num_tokens
-        grown = {work.job for work in self._grow_by(amounts)}
-        for job, (_, drafts, _) in amounts.items():
-            if drafts and job not in grown and job.front is self:
-                self.world.waiting += self.cut_drafts(job, job.num_tokens, job.num_computed_tokens)
-
-    def make_room(self) -> None:
-        """Give rows of the step room for drafts by a further call, which gives back nothing that the step reads."""
-        if self.rng.random() < 0.8:
-            return
-        works = [work for entry in self.plan for work in entry.works if work.job in self.jobs.values()]
-        with_drafts = {work.job for work in works if work.drafts}
-        jobs = {work.job: None for work in works if work.job not in with_drafts and not work.job.loading}
-        self._grow_by({job: (0, [], self.rng.choice((0, 1, 5))) for job in jobs})
-        self.world.counts["rows with more room"] += len(jobs)
-
-    def _grow_by(self, amounts: Amounts) -> list[Work]:
-        """Compute tokens and drafts, and give room behind these."""
 
         def call(jobs: list[Job]) -> tuple[Any, list[Work]]:
-            works, nums_new, nums_ahead = [], [], []
+            works, nums_new, nums_drafts = [], [], []
             for job in jobs:
                 num_new, drafts, num_ahead = amounts[job]
                 start = int(self.batch.num_computed_tokens[job.row])
                 works.append(self.note(job, start, start + num_new, drafts, num_ahead))
-                nums_new.append(num_new + len(drafts))
-                nums_ahead.append(num_ahead)
-            return self._call("grow", [job.row for job in jobs], nums_new, nums_ahead), works
+                nums_new.append(num_new)
+                nums_drafts.append(len(drafts) + num_ahead)
+            return self._call("plan", [job.row for job in jobs], nums_new, nums_drafts, self.steps[-1]), works
 
-        return self._persist(list(amounts), False, call)
+        self._persist(list(amounts), call)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         return self.world.call_in_time(name, self.batch, *arguments)
 
-    def _persist(self, jobs: list[Job], is_step: bool, call: Callable[[list[Job]], tuple[Any, list[Work]]]) -> list[Work]:
+    def _persist(self, jobs: list[Job], call: Callable[[list[Job]], tuple[Any, list[Work]]]) -> list[Work]:
         """Call for the jobs; if one does not fit, preempt any job and call again for the rest, or give up."""
         done: list[Work] = []
         while jobs := [job for job in jobs if job.front is self]:
+            num_listed = len(self.steps[-1].new_page_ids)
             result, works = call(jobs)
-            self._book(result, works)
+            self._book(result, works, num_listed if result is self.steps[-1] else 0)
             grown = works[: result.num_grown]
             done += grown
             if grown:
-                self.plan.append(Entry(self, grown, result, is_step))
+                self.plan.append(Entry(self, grown))
             jobs = jobs[result.num_grown :]
             if not jobs or self.rng.random() < 0.3 or self.world.preempt() is None:
                 break
-        return [work for work in done if work.job.front is self]
+        return done
 
-    def _book(self, result: Any, works: list[Work]) -> None:
-        """Record what a call did to the rows, in order, and to the first that did not fit."""
+    def _book(self, result: Any, works: list[Work], num_listed: int) -> None:
+        """Record what a call did to the rows, in order, and to the first that did not fit. Pages of earlier calls of the step
+        are listed before its own.
+        """
         added: dict[int, list[list[int]]] = {work.job.row: [[] for _ in self.setting.groups] for work in works}
-        new = zip(*(ids.tolist() for ids in (result.new_page_rows, result.new_page_groups, result.new_page_ids)), strict=True)
-        for row, group_id, page_id in new:
+        columns = result.new_page_rows, result.new_page_groups, result.new_page_ids
+        for row, group_id, page_id in zip(*(ids[num_listed:].tolist() for ids in columns), strict=True):
             added[row][group_id].append(self.books.pools.record_of(page_id, group_id))
         self.books.skipped.clear()
         for work in works[: result.num_grown + 1]:
             job = work.job
             held = self.records(self.batch.get_page_ids(job.row))
-            if self.setting.lookahead and work.start < work.stop and not self.world.is_too_large:
-                self.books.enter_first(job, job.list_histories(work.start), self.find_key)
+            if self.is_settled_first and not self.world.is_too_large:
+                num_final = work.num_before if self.caches_computed else work.start
+                self.books.enter_first(job, job.list_histories(num_final), self.find_key)
             self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], work.start)
             working_ids, shard = self._state_changes(job, held), self.books.find_shard(job.dp_shard)
             self.books.take(job, added[job.row], shard)
-            if work in works[: result.num_grown] and work.start < work.stop:
+            if work in works[: result.num_grown]:
                 self.books.keep(job, work.start, working_ids, shard)
+                job.num_settled_tokens, work.step = work.num_before, self.steps[-1]
             require([list(ids) for ids in held] == job.pages, "a row holds other pages than was told", job, held, job.pages)
         for work in works[: result.num_grown]:
             self.finish(work, work.histories)
@@ -803,71 +797,126 @@ class BatchFront(Front):
         groups = zip(self.setting.groups, job.pages, held, strict=True)
         return [list(ids) if group.kind == "mamba" and pages and pages != ids else [] for group, pages, ids in groups]
 
-    def undo(self, growth: Entry) -> list[Job]:
-        """Take a call back; rows forget the tokens that it appended, and drafts that came before it. Where a row cannot go
-        back, since a call that was taken back already gave pages back that had left a window, all of them end.
+    # Steps that end, or fail.
+
+    def list_works(self, step: Any) -> list[Work]:
+        """Return the works of a step by its rows."""
+        works = [work for entry in self.plan if entry.front is self for work in entry.works if work.step is step]
+        by_row = {work.job.row: work for work in works if not work.is_delayed}
+        return [by_row[row] for row in step.rows.tolist()]
+
+    def settle(self, cuts: Collection[Job], sample: Callable[[Job], int | None]) -> list[Job]:
+        """Settle the steps that have run, and return the jobs that end. Tokens are told now, or later by `step` and `append`.
+        Jobs that have lost tokens are cut already.
         """
-        try:
-            self.call("undo", self.batch, growth.result)
-        except ArgumentError:
-            require(self._has_lost_pages(growth), "a call that may be taken back is not", growth.works)
-            self.world.counts["calls that could not be taken back"] += 1
-            return growth.end_all()
-        ended = []
-        for work in growth.works[::-1]:
-            job = work.job
-            job.num_known_tokens -= growth.is_step
-            self.books.undo(job, work.start, job.num_known_tokens, work.num_pages_before)
-            if work.drafts:
-                ended += self.cut_drafts(job, job.num_tokens, work.start)
-            if job in ended:
-                continue
-            counts = int(self.batch.num_tokens[job.row]), int(self.batch.num_computed_tokens[job.row])
-            require(counts == (job.num_known_tokens, work.start), "a row after undo", job, counts, work.start)
+        ended: list[Job] = []
+        for step in self.steps:
+            works = self.list_works(step)
+            told = {work: self._draw_told(work, sample, ended) for work in works if work.job not in cuts}
+            tokens = [token for tokens in told.values() for token in tokens]
+            is_ahead = any(int(self.batch.num_ahead_tokens[work.job.row]) for work in told)
+            if len(step) and (tokens or is_ahead or self.depth or self.rng.random() < 0.6):
+                counts = [len(told.get(work, ())) for work in works]
+                places = self.call("settle", self.batch, step, tokens, counts).tolist()
+                expected = [work.job.row for work in works]
+                is_right = [
+                    place in (row, -1) if work.job in cuts else place == row
+                    for place, row, work in zip(places, expected, works, strict=True)
+                ]
+                require(all(is_right), "places", places, expected)
+            for work, tokens in told.items():
+                self._end_work(work, tokens, step.is_settled)
+        self.steps.clear()
         return ended
 
-    def _has_lost_pages(self, growth: Entry) -> bool:
-        """Whether a row lacks pages that tokens from the start of a call on need, or had when it began, or those that the call
-        took, or others hold those that it would write again.
-        """
-        result, record_of = growth.result, self.books.pools.record_of
-        new_ids = zip(result.new_page_ids.tolist(), result.new_page_groups.tolist(), strict=True)
-        taken = set(zip(result.new_page_rows.tolist(), [record_of(*page) for page in new_ids], strict=True))
-        if taken - {(work.job.row, page_id) for work in growth.works for pages in work.job.pages for page_id in pages}:
-            return True  # a later call let a state go on in another page
-        for work in growth.works:
-            for group, pages, num_kept in zip(self.setting.groups, work.job.pages, work.num_pages_before, strict=True):
-                if NULL_PAGE in pages[num_kept:] or not self.has_pages(group, pages, work.start):
-                    return True
-                first = 0 if group.kind == "mamba" else work.start // group.page_size
-                if any(self.books.holders[page_id] > 1 for page_id in pages[first:]):
-                    return True
-        return False
+    def _draw_told(self, work: Work, sample: Callable[[Job], int | None], ended: list[Job]) -> list[int]:
+        """Let a job go on with accepted drafts and a sampled token, unless it ends; return the tokens that `settle` tells."""
+        job, num_accepted = work.job, self.rng.randint(0, len(work.drafts))
+        if work.stop - len(work.drafts) < job.num_known_tokens:
+            return []
+        told = work.drafts[:num_accepted]
+        job.all_token_ids.extend(told)
+        self.world.draft(replace(work, histories=work.histories[: job.num_tokens]))
+        token = sample(job)
+        if token is None:
+            ended.append(job)
+        else:
+            job.all_token_ids.append(token)
+            self.world.draft(replace(work, histories=work.histories[: job.num_tokens - 1]))
+            told = [*told, token] if told or self.rng.random() < 0.5 else []
+        return told
 
-    def cut_drafts(self, job: Job, num_tokens: int, num_computed_tokens: int) -> list[Job]:
-        """Let a row forget drafts; where it cannot, since somebody else holds its last page, it ends and is returned."""
-        return [] if self.go_back(job, num_tokens) else [self.end(job, num_computed_tokens)]
+    def _end_work(self, work: Work, told: Sequence[int], is_settled: bool) -> None:
+        """Count what a work has computed, and what its row was told, and cache it if its step is settled."""
+        job = work.job
+        job.num_computed_tokens = work.stop - len(work.drafts) + max(0, len(told) - 1)
+        job.num_known_tokens += len(told)
+        if is_settled:
+            job.num_settled_tokens = job.num_computed_tokens
+            self.books.enter_first(job, job.list_histories(job.num_computed_tokens), self.find_key, job.num_known_tokens)
+
+    def fail_steps(self) -> list[Job]:
+        """Let the steps of the schedule fail; return the jobs whose rows cannot go back."""
+        steps = [step for step in self.steps if len(step)]
+        self.steps.clear()
+        if not steps:
+            return []
+        works = [work for step in steps for work in self.list_works(step)]
+        starts: dict[Job, int] = {}
+        for work in works:
+            starts.setdefault(work.job, work.start)
+        lost = {page_id for job, start in starts.items() for page_id in self.books.list_behind(job, start)}
+        released = self.call("settle", self.batch, steps[0], failed=True).tolist()
+        for step in steps[1:]:
+            self.call("settle", self.batch, step)
+        is_hit = {
+            job: min(starts.get(job, sys.maxsize), self.books.find_first(job, lost, starts.get(job)))
+            for job in self.jobs.values()
+        }
+        self.books.lose(lost)
+        ended = []
+        for row, job in sorted(self.jobs.items()):
+            first = is_hit[job]
+            if row in released:
+                require(first < sys.maxsize, "a row is released that no failed step concerns", job)
+                is_back = not self.books.has_state or first == 0
+                is_back = (
+                    is_back
+                    and not job.loading
+                    and self.books.tier is None
+                    and not any(group.span for group in self.setting.groups)
+                )
+                require(not is_back, "a row that can go back is released", job, first)
+                ended.append(self.leave(job, None, 0))
+            elif first < sys.maxsize:
+                require(not self.books.has_state or first == 0, "a state went back", job, first)
+                job.num_known_tokens = int(self.batch.num_tokens[row])
+                job.num_computed_tokens = job.num_settled_tokens = int(self.batch.num_computed_tokens[row])
+                require(job.num_computed_tokens <= first, "a row that does not go back", job, first)
+                self.books.set_back(job, self.records(self.batch.get_page_ids(row)), job.num_computed_tokens)
+        return ended
 
     def cut(self, job: Job, num_tokens: int) -> None:
         """Let a row forget tokens; some earlier tokens may need recomputation."""
         self._call("trim", [job.row], num_tokens)
-        if num_tokens < job.num_computed_tokens:
+        changed = max(0, num_tokens - self.books.lookahead) if num_tokens < job.num_known_tokens else num_tokens
+        if changed < job.num_computed_tokens:
             require(not self._has_seen(job, num_tokens), "a state went back", job, num_tokens)
-            job.num_computed_tokens = self.books.cut(job, num_tokens, num_tokens)
+            job.num_computed_tokens = self.books.cut(job, num_tokens, min(job.num_computed_tokens, num_tokens), changed)
+            job.num_settled_tokens = min(job.num_settled_tokens, job.num_computed_tokens)
         job.num_known_tokens = num_tokens
         counts = int(self.batch.num_tokens[job.row]), int(self.batch.num_computed_tokens[job.row])
         require(counts == (num_tokens, job.num_computed_tokens), "a row after trim", job, counts, job.num_computed_tokens)
 
     def end(self, job: Job, num_computed_tokens: int | None = None) -> Job:
+        if num_computed_tokens is not None and not job.loading:
+            self.cut(job, 0)  # what it has computed may be wrong
         num_last_tokens = int(self.batch.num_computed_tokens[job.row])
-        if num_computed_tokens is None:
-            self.call("release", self.batch, [job.row], None, self.draw_seconds())
-        else:
-            self.call("release", self.batch, [job.row], [num_computed_tokens])
+        num_final = min(num_last_tokens, job.num_settled_tokens) if self.caches_computed else num_last_tokens
+        self.call("release", self.batch, [job.row], self.draw_seconds())
         if self.books.lookahead:
-            num_tokens = min(num_last_tokens if num_computed_tokens is None else num_computed_tokens, num_last_tokens)
-            self.books.enter_first(job, job.list_histories(num_tokens), self.find_key, job.num_known_tokens)
-        return self.leave(job, num_computed_tokens, num_last_tokens)
+            self.books.enter_first(job, job.list_histories(num_final), self.find_key, job.num_known_tokens)
+        return self.leave(job, None, num_last_tokens if num_final == num_last_tokens else 0)
 
     def go_back(self, job: Job, num_computed_tokens: int) -> bool:
         """Let lost tokens be computed again; False if pages that they need are gone."""
@@ -875,10 +924,10 @@ class BatchFront(Front):
         try:
             self.cut(job, num_computed_tokens)
         except ArgumentError:
-            restart = self.books.find_restart(job, num_computed_tokens)
+            restart = self.books.find_restart(job, num_computed_tokens, max(0, num_computed_tokens - self.books.lookahead))
             groups = zip(self.setting.groups, job.pages, strict=True)
             is_lost = not all(self.has_pages(group, pages, restart) for group, pages in groups)
-            is_back = num_computed_tokens < int(self.batch.num_computed_tokens[job.row])
+            is_back = num_computed_tokens - self.books.lookahead < int(self.batch.num_computed_tokens[job.row])
             is_right = is_back and (is_lost or self._has_seen(job, num_computed_tokens))
             require(is_right, "a row may be cut and is not", job, num_computed_tokens)
             return False
@@ -904,10 +953,11 @@ class BatchFront(Front):
     def commit(self, job: Job, num_came: int, needs_all: bool) -> None:
         self.call("commit_external", self.batch, job.row, num_came)
         job.num_computed_tokens += num_came
+        job.num_settled_tokens = job.num_computed_tokens
         self.books.commit(job, job.num_computed_tokens)
 
     def fail(self, job: Job, num_came: int) -> int:
-        job.num_computed_tokens = self.call("fail_external", self.batch, job.row, num_came)
+        job.num_computed_tokens = job.num_settled_tokens = self.call("fail_external", self.batch, job.row, num_came)
         self.books.fail(job, job.num_computed_tokens)
         return job.num_computed_tokens
 
@@ -916,13 +966,17 @@ class BatchFront(Front):
         rewound, lost = self.call("rewind", self.batch, failed)
         expected = {row for row, first in firsts.items() if first is not None}
         require({*rewound, *lost} == expected, "rows that go back", rewound, lost, expected)
-        for row in rewound:
+        for row in sorted(expected):
             job, first = self.jobs[row], firsts[row]
+            if row in lost:  # it is released
+                self.world.waiting.append(self.leave(job, None, 0))
+                continue
             assert first is not None
             job.num_computed_tokens = self.books.cut(job, job.num_known_tokens, min(first, job.num_computed_tokens))
+            job.num_settled_tokens = min(job.num_settled_tokens, job.num_computed_tokens)
             num_computed_tokens = int(self.batch.num_computed_tokens[row])
             require(num_computed_tokens == job.num_computed_tokens, "a row that goes back", job, num_computed_tokens)
-        return [self.jobs[row] for row in lost]
+        return []
 
     def move(self) -> None:
         """Move a row, or exchange two."""

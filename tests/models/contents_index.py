@@ -100,6 +100,7 @@ class Books:
         intervals = [group.interval for group in self.groups if group.interval]
         self.hit_step = math.lcm(*(group.page_size for group in cached), *intervals)
         self.are_copies_due = False  # perhaps
+        self.is_between = False  # moves are taken next for a fork, or for a call that was refused, and begin no step
         self.num_taken = 1  # lists of copies, and the one that is due
         kinds = dict.fromkeys([*cached, *(group for group in self.groups if group.interval)])
         self.kinds = sorted(kinds, key=lambda group: group.kind != "full")
@@ -522,22 +523,26 @@ class Books:
         if is_own and self.tier is not None:
             self.tier.drop(content)
 
-    def cut(self, job: Job, num_tokens: int, num_computed_tokens: int) -> int:
-        """Cut a request's pages, and return the number of tokens that stay computed: pages held by others are left to them."""
-        restart = self.find_restart(job, num_computed_tokens)
+    def cut(self, job: Job, num_tokens: int, num_computed_tokens: int, changed: int | None = None) -> int:
+        """Cut a request's pages, and return the number of tokens that stay computed: pages held by others are left to them.
+        Slots change from `changed` on.
+        """
+        changed = num_computed_tokens if changed is None else changed
+        restart = self.find_restart(job, num_computed_tokens, changed)
+        changed = min(changed, restart)
         job.num_hit_tokens = min(job.num_hit_tokens, restart)
         for group, pages in zip(self.groups, job.pages, strict=True):
-            keep = self._count_kept(group, pages, restart, num_tokens)
-            for page_id in pages[restart // self.find_size(group) :]:
+            keep = self._count_kept(group, pages, changed, num_tokens)
+            for page_id in pages[changed // self.find_size(group) :]:
                 if self.holders[page_id] == 1:
                     self.drop(page_id)
             for page_id in pages[keep:]:
                 self.let_go(page_id)
             del pages[keep:]
-        self._lower_cached_pages(job, restart)
+        self._lower_cached_pages(job, changed, restart)
         return restart
 
-    def find_restart(self, job: Job, num_tokens: int) -> int:
+    def find_restart(self, job: Job, num_tokens: int, changed: int | None = None) -> int:
         """Return how many tokens, at most `num_tokens`, can stay computed: in each group up to the start of a page, or within
         one that nobody else holds.
         """
@@ -545,8 +550,9 @@ class Books:
         while before != restart:
             before = restart
             for group, pages in zip(self.groups, job.pages, strict=True):
-                if self._count_kept(group, pages, restart, restart) < self.count_pages(group, restart):
-                    restart = restart // self.find_size(group) * self.find_size(group)
+                kept = self._count_kept(group, pages, restart if changed is None else min(changed, restart), restart)
+                if kept < self.count_pages(group, restart):
+                    restart = kept * self.find_size(group)
         return restart
 
     def _count_kept(self, group: Group, pages: Sequence[int], num_computed_tokens: int, num_tokens: int) -> int:
@@ -554,6 +560,49 @@ class Books:
         num_pages = self.count_pages(group, num_tokens)
         written = range(num_computed_tokens // self.find_size(group), min(num_pages, len(pages)))
         return next((page for page in written if self.holders[pages[page]] > 1), num_pages)
+
+    # A step fails.
+
+    def list_behind(self, job: Job, num_tokens: int) -> list[int]:
+        """Return the pages of a request that its tokens from `num_tokens` on were to fill, other than states and hits."""
+        pages = []
+        for group, page_ids in zip(self.groups, job.pages, strict=True):
+            first = max(num_tokens, 0) // group.page_size if group.kind != "mamba" else len(page_ids)
+            pages += [page_id for page_id in page_ids[first:] if page_id != NULL_PAGE]
+        return pages
+
+    def find_first(self, job: Job, lost: Collection[int], start: int | None) -> int:
+        """Return the first token of a page that was lost before a request's own step; the greatest number if there is none."""
+        firsts = [sys.maxsize]
+        for group, pages in zip(self.groups, job.pages, strict=True):
+            stop = len(pages) if start is None else start // group.page_size
+            firsts += [
+                i * group.page_size for i, page_id in enumerate(pages[:stop]) if group.kind != "mamba" and page_id in lost
+            ]
+        return min(firsts)
+
+    def lose(self, lost: Collection[int]) -> None:
+        """Drop the entries of pages that a failed step was to fill."""
+        for page_id in lost:
+            require(
+                page_id not in self.index.entries or not self.is_cached(page_id),
+                "a page that was not filled is cached",
+                page_id,
+            )
+            self.drop_everywhere(page_id)
+
+    def set_back(self, job: Job, held: Sequence[Sequence[int]], num_computed_tokens: int) -> None:
+        """Record that a request goes back after a failed step, with the pages that it holds still."""
+        for group_id, (group, pages, held_ids) in enumerate(zip(self.groups, job.pages, held, strict=True)):
+            require(pages[: len(held_ids)] == list(held_ids), "a row that went back holds other pages", job, pages, held_ids)
+            for page_id in pages[num_computed_tokens // self.find_size(group) :]:
+                if page_id in self.index.entries and not self.is_cached(page_id):
+                    self.drop(page_id)
+            for page_id in pages[len(held_ids) :]:
+                self.let_go(page_id)
+            job.pages[group_id] = list(held_ids)
+        job.num_hit_tokens = min(job.num_hit_tokens, num_computed_tokens)
+        self._lower_cached_pages(job, num_computed_tokens)
 
     @staticmethod
     def find_size(group: Group) -> int:
@@ -563,13 +612,6 @@ class Books:
     def count_pages(self, group: Group, num_tokens: int) -> int:
         """Return the number of pages that tokens need."""
         return -(-num_tokens // self.find_size(group))
-
-    def undo(self, job: Job, num_computed_tokens: int, num_known_tokens: int, num_pages: Sequence[int]) -> None:
-        """Undo a step of a request: the entries that it made, and the pages that it took."""
-        num_keyed_tokens = min(num_computed_tokens, max(0, num_known_tokens - self.lookahead))
-        self.forget(job, num_keyed_tokens)
-        self._lower_cached_pages(job, num_keyed_tokens, min(num_computed_tokens, job.num_hit_tokens))
-        self._give_back(job, num_pages)
 
     def _give_back(self, job: Job, nums_kept: Sequence[int]) -> None:
         """Give back the last pages of each group."""

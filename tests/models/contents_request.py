@@ -36,6 +36,7 @@ class Job:
     front: Any = None  # the front in which it runs
     row: int = -1
     num_known_tokens: int = 0  # tokens that a batch knows
+    num_settled_tokens: int = 0  # computed tokens whose step is settled in a batch, or has run before the last one
     num_drafted_tokens: int = 0  # tokens for which a drafter with lookahead has its values
     dp_shard: int | None = None
     pages: list[list[int]] = field(default_factory=list)  # by group

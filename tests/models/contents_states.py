@@ -134,6 +134,7 @@ class StateBooks(Books):
         target.forked_lists = {group_id: self.num_taken for group_id, page_ids in enumerate(new_ids) if page_ids}
         if any(new_ids):
             self.note_copies(target)
+        self.is_between |= any(page_id != NULL_PAGE for page_ids in new_ids for page_id in page_ids)
 
     @staticmethod
     def _count_gone(pages: Sequence[int]) -> int:

@@ -77,7 +77,7 @@ class TierBooks:
         self.noted: dict[int, Content | None] = {}  # pages that may be saved next; None: they make no entry
         self.noted_twice: set[int] = set()
         self.wanted: set[Content] = set()  # to be saved next, as far as the tier has room
-        self.fresh: dict[int, Content] = {}  # pages that were cached first with a content, since a step ended
+        self.fresh: dict[int, Content] = {}  # pages that were cached first with a content, since moves were taken
         self.ready: dict[int, Content] = {}  # before that
         self.saved: set[int] = set()  # pages that need not be saved when they are evicted
         self.due_loads: dict[int, Content] = {}  # by page of the device
@@ -183,23 +183,18 @@ class TierBooks:
         """Whether transfers may be due."""
         return bool(self.noted or self.due_loads)
 
-    def end_step(self) -> None:
-        """Record that what was cached so far is computed."""
-        self.ready |= self.fresh
-        self.fresh = {}
-
-    def take(self, transfers: Any, index: Any) -> InFlight | None:
-        """Record transfers that were taken; None if there are none."""
-        saves = self._list_moves(transfers.save_group, transfers.save_src, transfers.save_dst)
-        loads = self._list_moves(transfers.load_group, transfers.load_dst, transfers.load_src)
-        require(sorted(self.due_loads) == sorted(load.page for load in loads), "other loads", transfers, self.due_loads)
+    def take(self, moves: Any, index: Any, begins_step: bool) -> InFlight | None:
+        """Record moves that were taken, and whether they are those of a step; None if there are no loads and saves."""
+        saves = self._list_moves(moves.saves.group, moves.saves.src, moves.saves.dst)
+        loads = self._list_moves(moves.loads.group, moves.loads.dst, moves.loads.src)
+        require(sorted(self.due_loads) == sorted(load.page for load in loads), "other loads", moves, self.due_loads)
         for load in loads:
             content = self.due_loads[load.page]
-            require(content[0] == load.group, "a load of another group", transfers, content)
+            require(content[0] == load.group, "a load of another group", moves, content)
             self.host.compare_page(load.tier_page, content)
         kept, contents = set(self.entries.values()), self._note_saves(saves, loads, index)
         self.wanted = {content for content in self.wanted if not index.has(content, None)}  # an equal page is saved later
-        if self.writes_through:
+        if self.writes_through and begins_step:
             self.wanted |= {content for page_id, content in self.ready.items() if page_id in index.entries}
             self.saved |= {*self.ready}
         num_refused = self.tier.stats().num_refused_pages
@@ -209,11 +204,14 @@ class TierBooks:
         loaded = [self.due_loads[load.page] for load in loads]
         unsure = {place for place, save in enumerate(saves) if save.page in self.noted_twice}
         self.num_refused, self.noted, self.noted_twice = num_refused, {}, set()
-        self.wanted, self.ready, self.due_loads = set(), {}, {}
-        if not transfers.number:
+        self.wanted, self.due_loads = set(), {}
+        if begins_step:
+            self.ready, self.fresh = self.fresh, {}
+        self.last_number += len(moves.copies) + len(saves) + len(loads) > 0
+        require(moves.number == (self.last_number if saves or loads else 0), "another number", moves, self.last_number)
+        if not moves.number:
             return None
-        self.last_number = transfers.number
-        one = InFlight(transfers.number, saves, loads, contents, loaded, unsure)
+        one = InFlight(moves.number, saves, loads, contents, loaded, unsure)
         if self.rng.random() < self.failing_share:
             one.bad_saves, one.bad_loads = self._draw_places(len(contents)), self._draw_places(len(loads))
         self.in_flight.append(one)
@@ -295,5 +293,5 @@ class TierBooks:
         require(entries == self.entries, "entries of the tier", entries, self.entries)
         for page_id, content in entries.items():
             self.host.compare_page(page_id, content)
-        numbers = [taken.number for taken in manager.list_transfers_in_flight()]
+        numbers = [taken.number for taken in manager.list_moves_in_flight()]
         require(numbers == [one.number for one in self.in_flight], "transfers in flight", numbers)

@@ -131,7 +131,7 @@ class Workload(Driver):
             if getattr(self.features, feature):
                 actions |= {getattr(self, name): weight for name, weight in weights.items() if hasattr(self, name)}
         if self.features.tier:
-            rare = {"take_copies": 0.5, "misuse_fork": 0.05, "evict": 0.1, "fail_load": 0.1, "reset": 0.05, "drain": 0.02}
+            rare = {"misuse_fork": 0.05, "evict": 0.1, "fail_load": 0.1, "reset": 0.05, "drain": 0.02}
             actions = {action: rare.get(action.__name__, weight) for action, weight in actions.items()}
             actions[self.end_transfers] = self.rng.choice((2, 10))
         return actions
@@ -184,12 +184,10 @@ class Workload(Driver):
 
     def let_go(self) -> None:
         """Mostly give up what holds pages beside requests, so that a reset succeeds."""
-        if self.features.tier and self.rng.random() < 0.7:
-            self.take_transfers()
+        if self.has_moves and self.rng.random() < 0.7:
+            self.take_moves()
             while self.in_flight:
                 self.end_transfers()
-        if self.features.copies and self.rng.random() < 0.7:
-            self.take_copies()
         has_leases = self.features.external or self.features.expectations
         while has_leases and self.twins.call("count_leases") and self.rng.random() < 0.95:
             self.end_lease()
@@ -251,52 +249,32 @@ class Workload(Driver):
         if num_leases:
             self.twins.call("end_lease", self.rng.randrange(num_leases))
 
-    # copies and transfers
+    # moves
 
-    def take_copies(self) -> None:
-        self.twins.call("take_copies")
+    @property
+    def has_moves(self) -> bool:
+        return self.features.tier or self.features.copies or self.setting.writes_states
 
-    def take_transfers(self) -> None:
-        taken = self.twins.call("take_transfers")
+    def take_moves(self) -> None:
+        taken = self.twins.call("take_moves")
         if taken.number:
             self.in_flight.append(taken)
 
-    def take_all(self) -> None:
-        """Take everything that is in the way of a step."""
-        if self.features.copies:
-            self.take_copies()
-        if self.features.tier:
-            self.take_transfers()
-        self.take_writes()
-
     def take_in_time(self) -> None:
         """Mostly take what is in the way of a step."""
-        if self.features.copies and self.rng.random() < 0.85:
-            self.take_copies()
-        if self.features.tier and self.rng.random() < 0.85:
-            self.take_transfers()
-        if self.setting.writes_states and self.rng.random() < 0.85:
-            self.take_writes()
-
-    def take_writes(self) -> None:
-        """Take the writes of rows, if the setting has any."""
-        if self.setting.writes_states and hasattr(self.twins.oracle, "writes"):
-            self.twins.call("take_writes")
-
-    def end_step(self) -> None:
-        """End a step, as far as the tiers know."""
-        self.twins.call("end_step")
+        if self.has_moves and self.rng.random() < 0.85:
+            self.take_moves()
 
     def end_transfers(self) -> None:
         """End any transfers in flight: mostly all are done."""
         if not self.in_flight:
             return
-        number, saves, loads = self.in_flight.pop(self.rng.choice((0, self.rng.randrange(len(self.in_flight)))))
+        number, saves, loads, *_ = self.in_flight.pop(self.rng.choice((0, self.rng.randrange(len(self.in_flight)))))
         if self.rng.random() < 0.7:
-            self.twins.call("complete_transfers", number)
+            self.twins.call("complete", number)
         else:
             bad_saves, bad_loads = (self.rng.sample(range(n), self.rng.randint(0, n)) for n in (len(saves), len(loads)))
-            self.twins.call("fail_transfers", number, bad_saves, bad_loads)
+            self.twins.call("fail", number, bad_saves, bad_loads)
             self.go_back()
 
     @abstractmethod
@@ -307,16 +285,16 @@ class Workload(Driver):
         """End what is not in flight, or more than there is."""
         number = self.rng.choice((-1, 0, 1, 10**6))
         if all(number != taken.number for taken in self.in_flight):
-            self.twins.call("complete_transfers", number)
-            self.twins.call("fail_transfers", number, [], [])
-        for number, saves, loads in self.in_flight[:1]:
-            self.twins.call("fail_transfers", number, [len(saves)], [])
-            self.twins.call("fail_transfers", number, [], [len(loads)])
+            self.twins.call("complete", number)
+            self.twins.call("fail", number, [], [])
+        for number, saves, loads, *_ in self.in_flight[:1]:
+            self.twins.call("fail", number, [len(saves)], [])
+            self.twins.call("fail", number, [], [len(loads)])
 
 
 TENANTS = "x", "y", "z", "w"
 ACTIONS = {
-    "copies": {"take_copies": 2},
+    "copies": {"take_moves": 2},
     "states": {"chunk": 6, "find_checkpoints": 0.3},
     "forks": {"fork": 2, "misuse_fork": 0.2},
     "expectations": {
@@ -329,7 +307,7 @@ ACTIONS = {
         "end_lease": 0.5,
     },
     "external": {"commit": 3, "fail": 2, "cancel": 0.5, "misuse_pending": 0.5, "lease": 1, "end_lease": 1},
-    "tier": {"take_transfers": 1, "end_transfers": 2, "end_step": 1, "misuse_transfers": 0.2},
+    "tier": {"take_moves": 1, "end_transfers": 2, "misuse_transfers": 0.2},
 }
 """The actions of each feature, with weights. Some are of rows alone."""
 

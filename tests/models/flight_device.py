@@ -2,7 +2,7 @@
 
 It knows the tokens of each stay by itself, since it samples them, and the host knows them a step or two later. The pages of a
 step are those of its launch. A step copies first, then writes the keys of its tokens, drafts included, and reads all that they
-attend to. States are those behind the accepted drafts, which an engine keeps behind each draft.
+attend to. States are those behind the accepted drafts, which an engine keeps behind each draft. A failed step writes garbage.
 """
 
 from __future__ import annotations
@@ -13,13 +13,21 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from ahead_engine import VOCABULARY, sample
 from contents_device import NOTHING, Device, Histories, find_first_read, require
 from settings import Group, NumPages, Setting
+from twins import copies_of
 
+from pagepool import Moves
+
+VOCABULARY, LAST_TOKEN = 23, 5
 WRONG_DRAFT = VOCABULARY  # no token is sampled that is equal to it
 
 PagesByGroup = Sequence[Sequence[int]]
+
+
+def sample(tokens: Sequence[int]) -> int:
+    """Return the token behind others."""
+    return (sum((i + 3) * token for i, token in enumerate(tokens)) * 7919 + 13) % VOCABULARY
 
 
 @dataclass(eq=False)
@@ -50,6 +58,7 @@ class Work:
     is_ahead: bool  # its first token is sampled by an earlier step
     is_chunk: bool  # it ends inside a prompt, and samples nothing
     place: int = -1  # in the arrays of the step
+    is_cut: bool = False  # its tokens were cut while it was in flight, so that it samples nothing
     writes: list[tuple[int, int, int]] = field(default_factory=list)  # tokens, page and group of states
     sampled: list[int] = field(default_factory=list)
 
@@ -89,20 +98,20 @@ class FlightDevice:
 
     # moves
 
-    def move(self, transfers: Any, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Make transfers and copies."""
-        for src, dst, group in zip(transfers.save_src, transfers.save_dst, transfers.save_group, strict=True):
+    def move(self, moves: Moves) -> None:
+        """Make saves, loads and copies."""
+        for src, dst, group in copies_of(moves.saves):
             self.host._cells_of(group)[dst] = self.cells._cells_of(group)[src]
-        for src, dst, group in zip(transfers.load_src, transfers.load_dst, transfers.load_group, strict=True):
+        for src, dst, group in copies_of(moves.loads):
             self.cells._cells_of(group)[dst] = self.host._cells_of(group)[src]
-        self.cells.copy(copies)
+        self.cells.copy(copies_of(moves.copies))
 
     # steps
 
     def run(self, works: Sequence[Work]) -> None:
         """Run the works of a step."""
         spans = [self._begin(work) for work in works]
-        alive = [span for span in spans if not span.work.stay.is_over]
+        alive = [span for span in spans if not span.work.stay.is_over and not span.work.is_cut]
         self.num_stale += len(spans) - len(alive)
         for span in alive:
             self._check_states(span)
@@ -114,6 +123,20 @@ class FlightDevice:
             self._check_keys(span, len(span.numbers))
         for span in spans:
             self._end(span)
+
+    def fail(self, works: Sequence[Work]) -> None:
+        """Run the works of a failed step: what they write is garbage, or was not written."""
+        for work in works:
+            span, garbage = self._begin(work), self.histories.make_garbage()
+            for group_id, group in enumerate(self.groups):
+                if group.kind == "mamba":
+                    self._write_state(group_id, work.pages[group_id][0], garbage)
+                    continue
+                slots = self._slots(span, group_id, span.first, len(span.numbers))
+                slots = slots[[self.rng.random() < 0.8 for _ in slots]]
+                self.cells.write(group_id, slots, [garbage] * len(slots))
+            for _, page, group_id in work.writes:
+                self._write_state(group_id, page, garbage)
 
     def receive(self, work: Work) -> None:
         """Write tokens that come from elsewhere, and the states behind them."""
@@ -167,7 +190,7 @@ class FlightDevice:
         """Sample, and write the states behind what is accepted."""
         work, stay = span.work, span.work.stay
         num_right = span.num_true
-        for draft in [] if work.is_chunk else [*span.drafts, None]:
+        for draft in [] if work.is_chunk or work.is_cut else [*span.drafts, None]:
             token = sample(stay.tokens)
             stay.extend([token])
             work.sampled.append(token)
@@ -177,7 +200,11 @@ class FlightDevice:
         for num_tokens, page, group_id in work.writes:
             is_within = span.first < num_tokens <= num_right
             require(
-                is_within or stay.is_over, "a write of a state that the step does not have", num_tokens, span.first, num_right
+                is_within or stay.is_over or work.is_cut,
+                "a write of a state that the step does not have",
+                num_tokens,
+                span.first,
+                num_right,
             )
             self._write_state(group_id, page, span.numbers[num_tokens - 1] if num_tokens <= num_right else NOTHING)
         for group_id, group in enumerate(self.groups):

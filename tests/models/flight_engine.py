@@ -1,5 +1,5 @@
 """An engine with tokens in flight: it plans steps ahead of a device which checks what it reads. Drafts are rejected, requests
-end inside steps and are preempted, rows are forked and moved, and steps fail.
+end inside steps and are preempted, rows are forked, cut and moved, and steps fail at any time.
 
 It knows what an engine knows: the calls of `RunningBatch`, and the tokens that the device has sampled, a step or two later. All
 answers are compared with what the model says without a cache.
@@ -15,15 +15,14 @@ from typing import Any
 
 import numpy as np
 from admissions import admission
-from ahead_engine import LAST_TOKEN, VOCABULARY, sample
 from contents_device import require
-from flight_device import FlightDevice, Stay, Work
+from flight_device import LAST_TOKEN, VOCABULARY, FlightDevice, Stay, Work, sample
 from managing import grouped
 from settings import Group, NumPages, Setting, in_pool, kept, written
-from twins import copies_of
 
 import pagepool
-from pagepool.errors import ArgumentError, CopiesDueError, OutOfPagesError, StateAheadError
+from pagepool import Moves, StateWrites
+from pagepool.errors import ArgumentError, MovesDueError, OutOfPagesError, StateAheadError
 
 NUM_ROWS, MAX_LEN, NUM_RUNS, CHUNK = 5, 72, 20, 24
 MAX_ROUNDS, MAX_FORKS = 3000, 12
@@ -86,18 +85,15 @@ class Run:
     row: int = -1
     stay: int = 0  # its number in the batch
     device: Stay | None = None
-    works: list[Work] = field(default_factory=list)  # planned, and not resolved
+    works: list[Work] = field(default_factory=list)  # planned, and not settled
     is_pending: bool = False  # it waits for tokens from elsewhere
-    num_hits: int = 0  # tokens
     next_token: int | None = None  # sampled, and not yet told to the batch
+    is_twin: bool = False  # it was forked, or is a fork
 
     @property
     def num_sampling(self) -> int:
         """The number of tokens at least that steps in flight sample."""
         return sum(not work.is_chunk for work in self.works)
-
-
-Moves = tuple[list[tuple[int, int, int]], Any]
 
 
 @dataclass(eq=False)
@@ -107,11 +103,10 @@ class Launched:
     step: Any
     runs: list[Run]
     works: list[Work]
-    admitted: list[Run]
-    moves: list[Moves]  # copies, and transfers
+    moves: list[Moves]
     coming: list[tuple[Run, Work]]  # tokens that come from elsewhere
     twins: list[tuple[Run, Stay, Work]] = field(default_factory=list)  # forks, which sample the same token
-    num_forks: int = 0  # forks of all rows when it was planned
+    failed: list[Work] = field(default_factory=list)  # works whose step has failed
 
 
 class FlightEngine:
@@ -175,6 +170,7 @@ class FlightEngine:
             for _ in range(rng.choice((1, 2)))  # as for several buckets of sizes
         ]
         self.has_tier, self.num_rows, self.may_fail = has_tier, num_rows, may_fail
+        self.share_failing, self.share_told = rng.choice((0.02, 0.1, 0.3)), rng.choice((0, 0.2, 0.7)) * may_fail
         self.hits: list[int] = []  # of each admission
         self.device = FlightDevice(setting, self.num_pages, tier_pages, rng, caches == "computed")
         base = [[rng.randrange(VOCABULARY) for _ in range(MAX_LEN)] for _ in range(2)]
@@ -184,8 +180,9 @@ class FlightEngine:
         self.running: list[Run] = []
         self.queue: deque[Launched] = deque()
         self.num_forks = 0
-        self.filled: list[Work] = []  # works of the step whose inputs were filled last
+        self.fills: list[list[Work]] = []  # works of each step whose inputs were filled, and which has not failed
         self.planned: list[Run] = []  # rows of a step that was not launched, while another one ends
+        self.unsettled: list[Any] = []  # steps that have run, and may be settled later
         self.counts: Counter[str] = Counter()
 
     # what is drawn
@@ -233,14 +230,18 @@ class FlightEngine:
             if not (self.waiting or self.running or self.queue):
                 break
             self._plan()
-            if self.queue and self.may_fail and self.rng.random() < 0.04:
-                self._lose_steps()
+            if self.queue and self.may_fail and self.rng.random() < self.share_failing:
+                self._fail(self.rng.randrange(len(self.queue)))
             while len(self.queue) > (self.depth if self.waiting or self.running else 0):
                 self._finish()
             if self.queue and self.rng.random() < 0.15:
                 self._finish()
             self._move()
             self._fork()
+            if self.may_fail:
+                self._cut()
+            if self.unsettled and self.rng.random() < 0.3:
+                self._settle_late()
             self.check()
         require(not self.running and not self.waiting, "requests that never end", self.running, self.waiting)
         for run in self.runs:
@@ -267,30 +268,28 @@ class FlightEngine:
         moves = [self._take_moves()]
         step = batch.new_step()
         planned: list[Run] = []
-        admitted: list[Run] = []
         coming: list[tuple[Run, Work]] = []
-        before: dict[Run, tuple[int, ...]] = {}
-        turns = [self._grow, self._go_ahead, self._step_twins]
+        turns = [self._plan_rows, self._step_rows]
         for turn in rng.sample(turns, len(turns)):
-            turn(step, planned, before)
-        self._admit(step, planned, admitted, coming)
+            turn(step, planned)
+        self._admit(step, planned, coming)
         require(step.rows.tolist() == [run.row for run in planned], "rows of the step", step.rows, planned)
         require(len(step) == len(planned), "length of the step")
-        if planned and self.may_fail and rng.random() < 0.05:
+        if planned and self.may_fail and rng.random() < self.share_failing / 2:
+            moves += [self._take_moves()] if rng.random() < 0.8 else []
+            self.queue.append(Launched(step, [], [], moves, coming))
+            self._fail(len(self.queue) - 1)
             moves.append(self._take_moves())
-            for run, work in coming[::-1]:  # they may have hit what is not computed now
-                batch.release([run.row], [work.start])
-                self._leave(run)
-            self._undo(step, planned, admitted, before)
-            self.queue.append(Launched(step, [], [], [], moves, []))
+            pending = [pair for pair in coming if pair[0].is_pending]
+            for taken in moves[1:]:
+                self._note_writes(taken.writes, [], [], pending, may_be_lost=True)
             return
         if planned and self.queue and not coming and rng.random() < 0.2:
             self._finish_before(planned)
         works = self._make_works(step, planned)
         moves.append(self._take_moves())
-        self._take_writes(planned, works, coming)
-        launched = Launched(step, planned, works, admitted, moves, coming, num_forks=self.num_forks)
-        self.queue.append(launched)
+        self._note_writes(moves[-1].writes, planned, works, coming)
+        self.queue.append(Launched(step, planned, works, moves, coming))
         for run, work in zip(planned, works, strict=True):
             run.works.append(work)
         self.counts["steps"] += bool(planned)
@@ -302,10 +301,10 @@ class FlightEngine:
     def _idle(self) -> list[Run]:
         return [run for run in self.running if not run.is_pending]
 
-    def _call(self, runs: list[Run], planned: list[Run], before: dict[Run, tuple[int, ...]], call: Any, step: Any) -> None:
+    def _call(self, runs: list[Run], planned: list[Run], call: Any, step: Any) -> None:
         """Make a call for rows, and preempt others where pages are short."""
         while runs:
-            before |= {run: self._counts_of(run) for run in runs if run not in before}
+            before = {run: self._counts_of(run) for run in runs}
             result = call(runs)
             require(result is step, "another step is returned")
             num_grown = int(step.num_grown)
@@ -321,32 +320,47 @@ class FlightEngine:
             self._preempt(victim)
             runs = [run for run in runs if run is not victim]
 
-    def _grow(self, step: Any, planned: list[Run], before: dict[Run, tuple[int, ...]]) -> None:
-        """Plan chunks of prompts, and tokens of rows that have none in flight."""
+    def _plan_rows(self, step: Any, planned: list[Run]) -> None:
+        """Plan chunks of prompts, and tokens of rows that have none in flight, or whose tokens are in flight."""
         rng, batch = self.rng, self.batch
-        runs, amounts = [], {}
-        for run in self._idle():
-            num_tokens, num_computed, _ = self._counts_of(run)
-            if num_computed == num_tokens or rng.random() < 0.15:
-                continue
-            num_new = min(num_tokens - num_computed, rng.randrange(1, CHUNK))
-            if rng.random() < 0.4:
-                [place] = batch.find_next_checkpoint([run.row])
-                num_new = min(num_tokens - num_computed, max(1, int(place) - num_computed), CHUNK)
-            num_drafts = 0 if num_computed + num_new < num_tokens else rng.randint(0, self.num_drafts)
-            runs.append(run)
-            amounts[run] = num_new, num_drafts
-        rng.shuffle(runs)
+        amounts = {run: amount for run in self._idle() if rng.random() < 0.9 and (amount := self._draw_amount(run))}
+        runs = rng.sample(list(amounts), len(amounts))
 
         def call(runs: list[Run]) -> Any:
             news, drafts = [amounts[run][0] for run in runs], [amounts[run][1] for run in runs]
-            return batch.grow([run.row for run in runs], news, drafts, step=step)
+            return batch.plan([run.row for run in runs], news, drafts, step=step)
 
-        self._call(runs, planned, before, call, step)
+        num_first = rng.choice((0, rng.randint(0, len(runs))))
+        for some in (runs[:num_first], runs[num_first:]):
+            self._call([run for run in some if run.row >= 0], planned, call, step)
+        self.counts["works ahead"] += sum(self._counts_of(run)[2] > amounts[run][1] for run in planned if run in amounts)
 
-    def _step_twins(self, step: Any, planned: list[Run], before: dict[Run, tuple[int, ...]]) -> None:
-        """Decode rows that were forked before their token was known."""
-        runs = [run for run in self._idle() if run.next_token is not None]
+    def _draw_amount(self, run: Run) -> tuple[int, int] | None:
+        """Return the tokens and drafts of a row's next step; None if there is nothing to compute."""
+        rng = self.rng
+        num_tokens, num_computed, num_ahead = self._counts_of(run)
+        num_drafts = rng.randint(0, self.num_drafts)
+        if num_computed < num_tokens:
+            num_new = min(num_tokens - num_computed, rng.randrange(1, CHUNK))
+            if rng.random() < 0.4:
+                [place] = self.batch.find_next_checkpoint([run.row])
+                num_new = min(num_tokens - num_computed, max(1, int(place) - num_computed), CHUNK)
+            return num_new, num_drafts * (num_computed + num_new == num_tokens)
+        is_ready = 1 <= run.num_sampling <= self.depth and (not self.has_sources or run.works[-1] in self.filled)
+        if not is_ready or len(run.known) + run.num_sampling >= run.num_final or num_tokens + num_ahead >= MAX_LEN:
+            return None
+        return rng.choice((1, 1, 7)), num_drafts
+
+    def _step_rows(self, step: Any, planned: list[Run]) -> None:
+        """Decode rows whose tokens the batch was not told: by `step`, or by `append` and a further call."""
+        rng, runs = self.rng, []
+        for run in [run for run in self._idle() if run.next_token is not None]:
+            num_tokens, num_computed, _ = self._counts_of(run)
+            if num_computed < num_tokens or rng.random() < 0.2:
+                self.batch.append([run.row], [run.next_token])
+                run.next_token = None
+            elif rng.random() < 0.9:
+                runs.append(run)
 
         def call(runs: list[Run]) -> Any:
             result = self.batch.step([run.row for run in runs], [run.next_token for run in runs], step=step)
@@ -354,29 +368,9 @@ class FlightEngine:
                 run.next_token = None
             return result
 
-        self._call(runs, planned, before, call, step)
+        self._call(runs, planned, call, step)
 
-    def _go_ahead(self, step: Any, planned: list[Run], before: dict[Run, tuple[int, ...]]) -> None:
-        """Plan a step of rows whose tokens are in flight."""
-        rng, num_drafts = self.rng, self.rng.randint(0, self.num_drafts)
-        runs = []
-        for run in self._idle():
-            num_tokens, num_computed, num_ahead = self._counts_of(run)
-            is_ready = 1 <= run.num_sampling <= self.depth and num_computed == num_tokens
-            is_ready = is_ready and (not self.has_sources or run.works[-1] in self.filled)
-            if not is_ready or len(run.known) + run.num_sampling >= run.num_final or num_tokens + num_ahead >= MAX_LEN:
-                continue
-            if rng.random() < 0.9:
-                runs.append(run)
-        rng.shuffle(runs)
-
-        def call(runs: list[Run]) -> Any:
-            return self.batch.step_ahead([run.row for run in runs], num_drafts, step=step)
-
-        self._call(runs, planned, before, call, step)
-        self.counts["works ahead"] += sum(run in runs for run in planned)
-
-    def _admit(self, step: Any, planned: list[Run], admitted: list[Run], coming: list[tuple[Run, Work]]) -> None:
+    def _admit(self, step: Any, planned: list[Run], coming: list[tuple[Run, Work]]) -> None:
         rng, batch = self.rng, self.batch
         for row in [row for row in range(self.num_rows) if all(run.row != row for run in self.running)]:
             if not self.waiting or rng.random() < 0.3:
@@ -389,12 +383,10 @@ class FlightEngine:
                 options |= {"reserve": "prompt"} if rng.random() < 0.3 else {}
             else:
                 options["num_drafts"] = rng.randint(0, self.num_drafts)
-            is_coming = rng.random() < 0.15
-            if is_coming:
+            if rng.random() < 0.15:
                 options = {"dp_shard": run.shard} if run.shard is not None else {}
                 options["num_external_tokens"] = rng.randrange(1, MAX_LEN)
-            else:
-                options["step"] = step
+            options["step"] = step
             num_hits = batch.admit(row, run.known, **admission(resume_at=run.resume_at, **options))
             if num_hits is None:
                 require(batch.refusal is not None, "no refusal")
@@ -408,23 +400,20 @@ class FlightEngine:
             run.is_pending = num_external > 0
             self.counts["hit tokens"] += num_hits
             self.hits.append(num_hits)
-            run.num_hits = num_hits
             if self.caches == "computed" and not self.has_tier and not self.setting.has_state:
                 require(self.device.holds(batch.get_page_ids(row), run.device, num_hits), "a hit before it is computed", run)
             if run.is_pending:
                 work = Work(run.device, num_hits, num_hits + num_external, len(run.known), batch.get_page_ids(row), False, True)
                 coming.append((run, work))
-            elif is_coming:  # all others are cached: it is admitted without a step
-                batch.release([row], [num_hits])
-                self._leave(run)
             else:
-                admitted.append(run)
                 planned.append(run)
 
     def _make_works(self, step: Any, planned: list[Run]) -> list[Work]:
         """Fill the inputs of a step, compare them with what the engine knows, and return the works of the rows."""
         if not planned:
             return []
+        while self.unsettled:
+            self._settle_late()
         batch, inputs = self.batch, self.rng.choice(self.inputs)
         num_tokens = batch.inputs(step, out=inputs)
         begins, stops, order = inputs.query_start_loc.tolist(), inputs.seq_lens.tolist(), inputs.order.tolist()
@@ -449,8 +438,13 @@ class FlightEngine:
                 require(int(inputs.sources[place]) == source, "sources", place, inputs.sources, source)
             works[index] = Work(run.device, start, stop, known, pages, is_ahead, stop < known, place)
         require(num_tokens == begins[len(planned)], "number of tokens", num_tokens)
-        self.filled = [work for work in works if work is not None]
+        self.fills.append([work for work in works if work is not None])
         return self.filled
+
+    @property
+    def filled(self) -> list[Work]:
+        """Return the works of the step whose inputs were filled last."""
+        return self.fills[-1] if self.fills else []
 
     def _finish_before(self, planned: list[Run]) -> None:
         """Let the oldest step end before the inputs of the one that was planned last are filled, unless a row of it ends."""
@@ -465,78 +459,84 @@ class FlightEngine:
         self.counts["exact inputs"] += 1
 
     def _take_moves(self) -> Moves:
-        copies, transfers = copies_of(self.batch.take_copies()), self.manager.take_transfers()
-        self.counts["copies"] += len(copies)
-        self.counts["transfers"] += len(transfers)
-        return copies, transfers
+        moves = self.batch.take_moves()
+        self.counts["copies"] += len(moves.copies)
+        self.counts["transfers"] += len(moves.loads) + len(moves.saves)
+        return moves
 
-    def _take_writes(self, planned: list[Run], works: list[Work], coming: list[tuple[Run, Work]]) -> None:
-        writes = self.batch.take_writes()
+    def _note_writes(
+        self,
+        writes: StateWrites,
+        planned: list[Run],
+        works: list[Work],
+        coming: list[tuple[Run, Work]],
+        *,
+        may_be_lost: bool = False,
+    ) -> None:
+        """Give the writes to the works of their rows. Those of a failed step may be lost."""
         by_row = {run.row: work for run, work in [*zip(planned, works, strict=True), *coming]}
         for row, num_tokens, page_id, group in zip(writes.rows, writes.num_tokens, writes.page_ids, writes.group, strict=True):
-            by_row[int(row)].writes.append((int(num_tokens), int(page_id), int(group)))
+            if not may_be_lost or int(row) in by_row:
+                by_row[int(row)].writes.append((int(num_tokens), int(page_id), int(group)))
         self.counts["writes"] += len(writes)
 
     # steps that fail
 
-    def _undo(self, step: Any, planned: list[Run], admitted: list[Run], before: dict[Run, tuple[int, ...]]) -> None:
-        """Take back the step that was planned last, unless a load into a page that it writes is in flight."""
-        try:
-            self.batch.undo(step)
-        except ArgumentError:
-            require(self.has_tier, "a step that was just planned stays")
-            self._give_up(step, [(run, run.num_hits if run in admitted else before[run][1]) for run in planned])
+    def _fail(self, place: int) -> None:
+        """Let a launched step fail that has rows, and with it all later ones."""
+        while place < len(self.queue) and not len(self.queue[place].step):
+            place += 1
+        failed = list(self.queue)[place:]
+        if not failed or failed[0].step.is_settled:
             return
-        for run in admitted[::-1]:
-            self._leave(run)
-        for run in planned:
-            if run not in admitted and run.row >= 0:
-                counts = self._counts_of(run)
-                is_twin = before[run][0] < len(run.known)
-                if is_twin and counts[0] < len(run.known):
-                    run.next_token = run.known[-1]
-                require(counts == before[run], "a step that was taken back has left something", run, counts, before[run])
-        self.counts["steps taken back"] += 1
+        works = {work for one in failed for work in one.works}
+        released = self.batch.settle(failed[0].step, failed=True).tolist()
+        require(released == sorted(set(released)), "rows that are released", released)
+        self.fills = [fill for fill in self.fills if works.isdisjoint(fill)]
+        for run in list(self.running):
+            first = next((work for work in run.works if work in works), None)
+            run.works = [work for work in run.works if work not in works]
+            if run.row in released:
+                require(run.is_pending or run.is_twin or not self._goes_back_always(), "a row that cannot go back", run)
+                self._leave(run)
+                self.counts["rows that cannot go back"] += 1
+            elif first is not None:
+                _, num_computed, num_ahead = self._counts_of(run)
+                require(num_computed + num_ahead <= first.start, "a row that does not go back", run, first)
+                self.counts["rows that go back"] += 1
+            if run.works and run.row >= 0:
+                self._drop_lost_works(run)
+        for one in failed:
+            one.failed += one.works
+            one.runs, one.works, one.twins = [], [], []
+        for one in self.queue:  # a twin that goes back samples its token itself
+            one.twins = [(twin, *more) for twin, *more in one.twins if self._counts_of(twin)[1] == len(twin.known)]
+        for one in failed[1:]:
+            if not one.step.is_settled and self.rng.random() < 0.5:
+                self._settle_failed(one, may_fail=True)
+        self.counts["failed steps"] += len(failed)
+        self.counts["launched steps that fail"] += bool(works)
 
-    def _lose_steps(self) -> None:
-        """Let the last launched steps fail, which have not run: they are taken back, or their rows are released."""
-        for _ in range(self.rng.choice((1, 1, 2))):
-            last = next((one for one in reversed(self.queue) if one.works), None)
-            if last is None or last.twins or last.num_forks != self.num_forks or any(one.coming for one in self.queue):
-                return
-            if any(work.stay.is_over for work in last.works):
-                return
-            for run, work in zip(last.runs, last.works, strict=True):
-                run.works.remove(work)
-            try:
-                self.batch.undo(last.step)
-            except (ArgumentError, CopiesDueError):
-                pairs = zip(last.runs, last.works, strict=True)
-                self._give_up(last.step, [(run, self._count_before(run, work)) for run, work in pairs])
-            else:
-                for run in last.admitted[::-1]:
-                    self._leave(run)
-                for run in last.runs:
-                    if run.row >= 0 and len(run.known) > int(self.batch.num_tokens[run.row]):
-                        run.next_token = run.known[-1]
-                self.counts["launched steps taken back"] += 1
-            last.runs, last.works, last.admitted = [], [], []
+    def _drop_lost_works(self, run: Run) -> None:
+        """Forget the works in flight of a row which has gone back before them, since it had hit a page of a failed step."""
+        num_tokens, num_computed, _ = self._counts_of(run)
+        oldest = run.works[0]
+        if num_computed < num_tokens if oldest.is_ahead else num_computed <= oldest.start:
+            for work in run.works:
+                work.is_cut = True
+            run.works = []
+            self.counts["works lost with a hit"] += 1
 
-    def _count_before(self, run: Run, work: Work) -> int:
-        """Return the number of tokens that are computed without a work of a step that is lost."""
-        num_computed = int(self.batch.num_computed_tokens[run.row])
-        if not work.is_ahead:
-            return min(work.start, num_computed)
-        return num_computed if run.num_sampling else min(num_computed, len(run.known) - 1)
+    def _goes_back_always(self) -> bool:
+        """Whether rows without copies can always go back."""
+        has_gaps = any(group.kind != "full" for group in self.setting.groups)
+        return not has_gaps and not self.has_tier
 
-    def _give_up(self, step: Any, pairs: Sequence[tuple[Run, int]]) -> None:
-        """Release the rows of a step that failed, the last one first, with the tokens that were computed before it."""
-        for run, num_computed in pairs[::-1]:
-            self.batch.release([run.row], [num_computed])
-            self._leave(run)
-        places = self.batch.resolve(step)
-        require(places.tolist() == [-1] * len(pairs), "places of a step that is lost", places)
-        self.counts["steps given up"] += 1
+    def _settle_failed(self, launched: Launched, may_fail: bool) -> None:
+        """Settle a step which has failed since an earlier one has: it has nothing to tell."""
+        is_failed = may_fail and self.rng.random() < 0.5
+        places = self.batch.settle(launched.step, failed=True) if is_failed else self.batch.settle(launched.step)
+        require(places.tolist() == ([] if is_failed else [-1] * len(launched.step)), "places of a failed step", places)
 
     # rows that end, move, and come back
 
@@ -574,6 +574,34 @@ class FlightEngine:
         if self.running and rng.random() < 0.05:
             self._preempt(rng.choice(self.running))
 
+    def _cut(self) -> None:
+        """Cut a row's tokens, perhaps with steps in flight, and tell it the same tokens again."""
+        rng, batch = self.rng, self.batch
+        twins = [pair for launched in self.queue for pair in launched.twins]
+        awaiting, forked = {twin for twin, _, _ in twins}, {work for _, _, work in twins}
+        runs = [run for run in self._idle() if run.next_token is None and forked.isdisjoint(run.works) and run not in awaiting]
+        if not runs or rng.random() < 0.9:
+            return
+        run = rng.choice(runs)
+        num_tokens, num_computed, num_ahead = self._counts_of(run)
+        num_kept = rng.randrange(num_tokens)
+        try:
+            batch.trim([run.row], num_kept)
+        except StateAheadError:
+            require(num_ahead > 0, "a row without tokens ahead is not cut", run)
+            return
+        except (ArgumentError, MovesDueError):
+            require(not self._goes_back_always() or run.is_twin, "a row that is not cut", run)
+            return
+        require(not num_ahead, "a row with tokens ahead is cut", run)
+        if self._counts_of(run)[1] < num_computed:
+            for work in run.works:
+                work.is_cut = True
+            self.counts["rows cut with steps in flight"] += bool(run.works)
+            run.works = []
+        told = run.known[num_kept:]
+        batch.append([run.row] * len(told), told)
+
     def _fork(self) -> None:
         """Fork a row, or see that this is refused while later steps write behind its tokens."""
         rng, batch = self.rng, self.batch
@@ -587,7 +615,7 @@ class FlightEngine:
             for call in (lambda: batch.fork(run.row, free[:1]), lambda: batch.trim([run.row], num_tokens)):
                 try:
                     call()
-                except (StateAheadError, CopiesDueError):
+                except (StateAheadError, MovesDueError):
                     self.counts["calls refused"] += 1
                 else:
                     raise AssertionError("a row with tokens ahead is forked or cut")
@@ -596,9 +624,10 @@ class FlightEngine:
             return
         try:
             batch.fork(run.row, free[:1])
-        except (CopiesDueError, OutOfPagesError):
+        except (MovesDueError, OutOfPagesError):
             return
         twin = Run(list(run.known), rng.randint(len(run.known) + 1, run.num_final), [], run.shard, free[0])
+        twin.is_twin = run.is_twin = True
         twin.stay, twin.device = int(batch.stays[free[0]]), self.device.admit(run.known)
         self.running.append(twin)
         self.runs.append(twin)
@@ -615,15 +644,18 @@ class FlightEngine:
     def _finish(self) -> None:
         """Run the oldest step on the device, and tell the batch what it has sampled."""
         launched = self.queue.popleft()
-        for copies, transfers in launched.moves:
-            self.device.move(transfers, copies)
-            if transfers.number:
-                self.manager.complete_transfers(transfers.number)
+        for moves in launched.moves:
+            self.device.move(moves)
+            if moves.number:
+                self.manager.complete(moves.number)
         self.device.run(launched.works)
+        self.device.fail(launched.failed)
         for run, work in launched.coming:
             self._receive(run, work)
         if launched.works:
-            self._resolve(launched)
+            self._settle(launched)
+        elif not launched.step.is_settled:
+            self._settle_failed(launched, may_fail=False)
 
     def _receive(self, run: Run, work: Work) -> None:
         """End a transfer from elsewhere, which may fail."""
@@ -636,7 +668,7 @@ class FlightEngine:
         else:
             self.batch.fail_external(run.row, 0)
 
-    def _resolve(self, launched: Launched) -> None:
+    def _settle(self, launched: Launched) -> None:
         rng = self.rng
         tokens: list[int] = []
         counts: list[int] = []
@@ -645,35 +677,37 @@ class FlightEngine:
         pairs = list(zip(launched.runs, launched.works, strict=True))
         for run, work in pairs:
             got = list(work.sampled)
-            if not work.stay.is_over:
+            is_gone = work.stay.is_over or work.is_cut
+            if work.is_cut:
+                got = rng.choices(range(VOCABULARY), k=rng.choice((0, 1)))
+            elif not is_gone:
                 left = [i + 1 for i, token in enumerate(got) if token == LAST_TOKEN or len(run.known) + i + 1 == run.num_final]
-                if left:
+                is_told = not left and len(got) == 1 == run.num_sampling and run not in self.planned
+                run.works.remove(work)
+                if is_told and rng.random() < self.share_told:
+                    self._tell(run, got.pop())
+                elif left:
                     ended.append(run)
                     run.known += got[: left[0]]
                     got = got if self.keeps_working_states else got[: left[0]]
                 else:
                     run.known += got
-                run.works.remove(work)
-            expected.append(-1 if work.stay.is_over else run.row)
+            expected.append(-1 if is_gone else run.row)
             tokens += got
             counts.append(len(got))
             self.counts["accepted drafts"] += max(0, len(got) - 1)
-        if not tokens and rng.random() < 0.5:
-            places = self.batch.resolve(launched.step)
-        elif counts == [1] * len(counts) and rng.random() < 0.5:
-            places = self.batch.resolve(launched.step, tokens)
+        if not tokens and rng.random() < self.share_told:
+            self.unsettled.append(launched.step)
         else:
-            form = rng.choice((list, lambda values: np.array(values, np.int32)))
-            places = self.batch.resolve(launched.step, form(tokens), form(counts))
-        require(bool(launched.step.is_resolved), "a step that is not resolved")
-        require(places.tolist() == expected, "places", places, expected)
+            self._settle_now(launched.step, tokens, counts, expected)
         for run, work in pairs:
-            if work.stay.is_over:
+            if run.row < 0 or work.stay is not run.device or not launched.step.is_settled:
                 continue
             num_tokens, num_computed, num_ahead = self._counts_of(run)
-            if not work.is_chunk:
+            if not work.is_chunk and not work.is_cut:
                 is_ahead = run.num_sampling > 0 or run in self.planned
-                require(num_computed == num_tokens - (not is_ahead), "computed tokens", run, num_tokens, num_computed)
+                num_left = 0 if is_ahead or run.next_token is not None else 1
+                require(num_computed == num_tokens - num_left, "computed tokens", run, num_tokens, num_computed)
                 require(is_ahead or num_ahead == 0, "tokens ahead", run, num_ahead)
         for twin, stay, work in launched.twins:
             if not stay.is_over:
@@ -687,6 +721,33 @@ class FlightEngine:
                 self.batch.release([run.row])
                 self._end_stay(run)
                 self.counts["ends"] += 1
+
+    def _tell(self, run: Run, token: int) -> None:
+        """Tell a row its token by `append`, or later by `step`, before its step is settled without tokens."""
+        run.known.append(token)
+        if self.rng.random() < 0.4:
+            self.batch.append([run.row], [token])
+        else:
+            run.next_token = token
+        self.counts["tokens told without settle"] += 1
+
+    def _settle_now(self, step: Any, tokens: list[int], counts: list[int], expected: list[int]) -> None:
+        """Settle a step by any form of the call."""
+        rng = self.rng
+        if not tokens and rng.random() < 0.5:
+            places = self.batch.settle(step)
+        elif counts == [1] * len(counts) and rng.random() < 0.5:
+            places = self.batch.settle(step, tokens)
+        else:
+            form = rng.choice((list, lambda values: np.array(values, np.int32)))
+            places = self.batch.settle(step, form(tokens), form(counts))
+        require(bool(step.is_settled), "a step that is not settled")
+        require(places.tolist() == expected, "places", places, expected)
+
+    def _settle_late(self) -> None:
+        """Settle a step whose tokens were told otherwise, perhaps once later steps of its rows are planned."""
+        self.batch.settle(self.unsettled.pop(0))
+        self.counts["steps settled late"] += 1
 
 
 def make_batch(manager: pagepool.CacheManager, tables: Any, **options: Any) -> Any:

@@ -51,7 +51,7 @@ class FlightWorkload(BatchWorkload):
     def _note(self, rows: list[int], grown: Grown | None, planned: set[int]) -> None:
         """Remember the rows of a step; preempt one if pages are short."""
         if grown is None:
-            self.take_all()
+            self.take_moves()
             return
         planned |= set(rows[: grown.num_grown])
         others = self._left(planned)

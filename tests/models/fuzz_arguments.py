@@ -81,7 +81,7 @@ def as_many(maker: Callable[[World], Any]) -> Callable[[World], Any]:
     return lambda world: [maker(world) for _ in range(world.num_chosen)]
 
 
-def step_to_resolve(world: World) -> Any:
+def step_to_settle(world: World) -> Any:
     """Return a step, whose rows count for the next lists."""
     step = world.one(_core.StepResult)
     world.num_chosen = len(step)
@@ -215,9 +215,10 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "input_size": constant(8, 8, 8, 7),
     "padding": constant(-1, 0),
     "fill.step": one_of(constant(None), constant(None), live(_core.StepResult)),
-    "grow.step step.step step_ahead.step admit.step": one_of(constant(None), constant(None), live(_core.StepResult)),
-    "resolve.step": step_to_resolve,
-    "resolve.token_ids": one_of(as_many(small), as_many(small), constant(None, None, [1], [1, 2])),
+    "plan.step step.step admit.step": one_of(constant(None), constant(None), live(_core.StepResult)),
+    "settle.step": step_to_settle,
+    "settle.token_ids": one_of(as_many(small), as_many(small), constant(None, None, [1], [1, 2])),
+    "settle.failed": constant(False, False, True),
     "counts": one_of(constant(None, None, 0, [1], [1, 1]), as_many(constant(1))),
     "num_drafts": one_of(constant(0, 0, 1), as_many(small)),
     "fill.rows": constant([], [], [0], None),
@@ -282,16 +283,15 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "next_free_page prev_free_page": one_of(constant(None, None, None, None), live(_core.CachePage)),
     "num_computed_tokens": one_of(middle, middle, interesting),
     "give_back.num_computed_tokens": one_of(constant(None, None, 0, 3), middle),
-    "release.num_computed_tokens": one_of(constant(None, None, 0, 3), middle, as_many(middle)),
     "source copy_rows.target": constant(*[np.zeros((8, 6), np.uint8) for _ in range(4)], np.zeros((8, 4), np.uint8)),
     "source_ids target_ids": one_of(constant(np.array([0, 7, 3]), np.array([1, 2, 2])), ids),
     "num_threads": constant(1, 2, 2),
     "num_lookahead_tokens": one_of(constant(0, 0, 0), small, as_many(small)),
-    "num_new_tokens": one_of(constant(0, 1, 1), constant(0, 1, 1), as_many(small)),
     "num_pages needs_nothing.num_slots page_id": middle,
     "num_reserved_pages start_id": constant(0, 0, 0, 3),
     "num_slots": constant(None, None, 1, 4, 7),
     "num_tokens": one_of(middle, middle, middle, interesting),
+    "plan.num_tokens": one_of(constant(0, 1, 1), constant(0, 1, 1), as_many(small)),
     "trim.num_tokens": one_of(middle, middle, as_many(middle)),
     "resume_at": constant(None, None, (), [4], [4, 40]),
     "options": constant(None, (), ("option",)),

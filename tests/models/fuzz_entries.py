@@ -132,12 +132,21 @@ SPOILS_BATCHES = (
 )
 FORBIDDEN: tuple[set[str], ...] = (set(), SPOILS_POOLS, SPOILS_BATCHES, SPOILS_BATCHES)
 
+
+def call_method(entry: Entry, focus: Any, arguments: tuple[Any, ...]) -> Any:
+    """Call a method. A step fails without tokens, mostly."""
+    if entry.name == "settle" and len(arguments) == 4:
+        is_failed = arguments[3]
+        return focus.settle(*arguments[: 1 if is_failed is True else 3], failed=is_failed)
+    return getattr(focus, entry.name)(*arguments)
+
+
 CALLS: dict[str, Callable[[Entry, Any, tuple[Any, ...]], Any]] = {
     "function": lambda entry, _, arguments: getattr(_core, entry.name)(*arguments),
     "construct": lambda entry, _, arguments: entry.owner(*arguments),  # type: ignore[misc]
     "new": lambda entry, _, arguments: entry.owner.__new__(entry.owner, *arguments),  # type: ignore[union-attr, call-overload]
     "init": lambda entry, focus, arguments: focus.__init__(*arguments),
-    "method": lambda entry, focus, arguments: getattr(focus, entry.name)(*arguments),
+    "method": call_method,
     "get": lambda entry, focus, _: getattr(focus, entry.name),
     "set": lambda entry, focus, arguments: setattr(focus, entry.name, *arguments),
     "delete": lambda entry, focus, _: delattr(focus, entry.name),

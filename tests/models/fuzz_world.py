@@ -32,7 +32,7 @@ BUILTIN_ERRORS: dict[type[Exception], tuple[str, ...]] = {
         r"unhashable|not supported between",  # a page hash of anything
         r"no default __reduce__",
         r"as a data type",  # an array whose own `dtype` is wrong
-        r"what (RunningBatch(\.take_writes)?|take_copies|take_transfers|fail_transfers|CacheManager\.lease) returns",
+        r"what (RunningBatch|(RunningBatch\.)?take_moves|CacheManager\.(fail|lease)) returns",
         r"what a refused request leaves",
     ),
     AttributeError: (
@@ -149,13 +149,13 @@ class World:
 
     def furnish_transfers(self, store: Any, batch: Any) -> None:
         """Have pages of the first row saved: by the step that computed them, or as they are evicted."""
-        _core.end_step(store)
+        _core.take_moves(store)
         if batch.num_computed_tokens[0] and not batch.num_external_tokens[0]:
             batch.release([0])
             store.give_back(store.take(store.num_free_pages))
-        transfers = _core.take_transfers(store)
-        if transfers.number and self.source.below(2):
-            self.keep(_core.end_transfers(store, transfers.number))
+        moves = _core.take_moves(store)
+        if moves.number and self.source.below(2):
+            self.keep(_core.end_transfers(store, moves.number))
 
     def furnish_requests(self, store: Any, rules: list[tuple[Any, int | None, int]]) -> None:
         """Make two requests beside the rows; one of them holds pages, some of them entered."""

@@ -117,7 +117,7 @@ def start(manager: CacheManager, request_id: str, token_ids: Sequence[int] = THR
 
 def take(side: CacheManager | RunningBatch) -> list[tuple[int, int, int]]:
     """Take the copies that are due: source, destination and group of each."""
-    return copies_of(side.take_copies())
+    return copies_of(side.take_moves().copies)
 
 
 def count_hits(manager: CacheManager, token_ids: list[int] | None = None, **options: Any) -> int:
@@ -145,5 +145,5 @@ def fill(manager: CacheManager, num_tokens: int, step: int = 8, request_id: str 
     request = make_request(request_id)
     while request.num_computed_tokens < num_tokens:
         assert run(manager, request, min(step, num_tokens - request.num_computed_tokens)) is not None
-        manager.take_copies()
+        manager.take_moves()
     return request

@@ -23,14 +23,10 @@ class Copies(NamedTuple):
     group: Any
 
 
-class Transfers(NamedTuple):
+class Moves(NamedTuple):
     number: int
-    save_src: Any
-    save_dst: Any
-    save_group: Any
-    load_src: Any
-    load_dst: Any
-    load_group: Any
+    saves: Any
+    loads: Any
 
 
 def make_copies(pairs: Any, groups: Any = None) -> Copies:
@@ -39,9 +35,9 @@ def make_copies(pairs: Any, groups: Any = None) -> Copies:
     return Copies(src, dst, np.zeros(len(src), dtype=np.int32) if groups is None else np.array(groups, dtype=np.int32))
 
 
-def make_transfers(saves: Any = (), loads: Any = (), save_groups: Any = None, load_groups: Any = None) -> Transfers:
-    """Return transfers from sequences of (source, destination), under a new number."""
-    return Transfers(next(NUMBERS), *make_copies(saves, save_groups), *make_copies(loads, load_groups))
+def make_transfers(saves: Any = (), loads: Any = (), save_groups: Any = None, load_groups: Any = None) -> Moves:
+    """Return saves and loads from sequences of (source, destination), under a new number."""
+    return Moves(next(NUMBERS), make_copies(saves, save_groups), make_copies(loads, load_groups))
 
 
 def draw_copies(rng: np.random.Generator, num_pages: int, num_copies: int) -> Copies:
@@ -123,7 +119,7 @@ class TransferredPages(CopiedPages):
     def warmup(self, max_num: int) -> None:
         self.arrays = self.host_pages.warmup(self.arrays, max_num)
 
-    def move(self, rng: np.random.Generator, num: int) -> Transfers:
+    def move(self, rng: np.random.Generator, num: int) -> Moves:
         """Save any pages, and load pages that are saved by now."""
         num_saves, num_loads = rng.integers(0, num + 1, 2)
         saves = [rng.integers(1, self.num_pages, num_saves), 1 + rng.permutation(self.num_host_pages - 1)[:num_saves]]
@@ -136,12 +132,12 @@ class TransferredPages(CopiedPages):
         super().check()
         assert [finished for finished in self.host_pages.wait() if finished[1:] != ([], [], None)] == []
 
-    def transfer(self, transfers: Transfers) -> Transfers:
+    def transfer(self, transfers: Moves) -> Moves:
         self.arrays = self.host_pages.run(self.arrays, transfers)
         for host, saved in zip(self.hosts, self.saved, strict=True):
             pages = np.moveaxis(host, self.page_axis, 0)
-            for src, dst in zip(transfers.save_src, transfers.save_dst, strict=True):
+            for src, dst in zip(transfers.saves.src, transfers.saves.dst, strict=True):
                 saved[int(dst)] = pages[src].copy()
-            for src, dst in zip(transfers.load_src, transfers.load_dst, strict=True):
+            for src, dst in zip(transfers.loads.src, transfers.loads.dst, strict=True):
                 pages[dst] = saved[int(src)]
         return transfers

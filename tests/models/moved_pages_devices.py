@@ -97,7 +97,7 @@ def check_transfers(page_axis: int, sharding: NamedSharding, dtypes: list[str], 
     for _ in range(5):
         old, transfers = pages.arrays, pages.move(rng, 2)
         pages.check()
-        assert IS_OLD_COMPILER or all(array.is_deleted() for array in old) == bool(len(transfers.load_src))
+        assert IS_OLD_COMPILER or all(array.is_deleted() for array in old) == bool(len(transfers.loads.src))
     page = 1 + NUM_PAGES // 2  # back to where it was
     pages.transfer(make_transfers([(page, 1)], [(1, page)]))
     pages.check()

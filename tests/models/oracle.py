@@ -25,7 +25,6 @@ from oracle_states import OracleStates
 from oracle_tenants import Holder
 from oracle_tier import Failed, Taken, note_loads, note_taken, waits_for_loads, wrong_token
 from oracle_windows import OracleWindows
-from oracle_writes import OracleWrites
 from pool_ranges import Pools, Shard
 
 if TYPE_CHECKING:
@@ -215,8 +214,6 @@ class OracleManager:
         if self.writes_states:
             spacings = [getattr(group.kv_cache_spec, "checkpoint_interval", None) for group in kv_cache_groups]
             self.windows = OracleWindows(self, 0, min(filter(None, spacings)))
-        self.writes: OracleWrites | None = None  # of rows
-        self.resolved: dict[str, int] | None = None  # by row: tokens whose steps are resolved, if pages are cached then
         self.held: dict[str, list[HeldPages]] = {}
         self.owners: dict[str, Any] = {}  # the request that holds pages under each id, or did
         self.queries: dict[str, dict[str, int]] = {}
@@ -410,7 +407,7 @@ class OracleManager:
         if is_late or (self.keys.lookahead and not may_add_nothing and not delay_cache_pages):
             self._enter_full_pages(request, min(request.num_computed_tokens, request.num_tokens))
         if num_new_tokens + num_external_computed_tokens:
-            self._skip_pages(request, self.count_resolved(request) if delay_cache_pages and not is_late else None)
+            self._skip_pages(request, request.num_computed_tokens if delay_cache_pages and not is_late else None)
         num_missing = self._num_missing_pages(request, num_slots, hits)
         shard = self._shard(request, hits, dp_shard_hint, data_parallel_size)
         if any(num_missing) or any(hits):
@@ -434,21 +431,23 @@ class OracleManager:
         if not is_delayed:
             if is_growing and num_new_tokens + num_external_computed_tokens:
                 new_pages = joined(new_pages, self.states.keep(request, shard, num_reserved_pages, num_free_rows))
-            if is_growing and self.writes is not None:
-                is_ahead = self.writes.max_steps_ahead and not self.restores_states  # else lookahead is for drafts
-                num_planned = num_computed + num_new_tokens
-                if is_ahead and num_planned == request.num_tokens:
-                    num_planned = num_slots
-                self.writes.plan(request, num_planned, shard, num_free_rows)
-            if not is_late and (self.resolved is None or not may_add_nothing):
+            if not is_late:
                 self._enter_full_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
         return new_pages
 
-    def require_fit(self, request: Any, num_slots: int, hits: PagesByGroup, shard: range | Shard | None) -> None:
-        """Refuse a request that would hold more pages than a pool, or its shard, has: those to which a coming token attends,
-        hits, loaded too, and new ones.
+    def require_fit(
+        self,
+        request: Any,
+        num_slots: int,
+        hits: PagesByGroup,
+        shard: range | Shard | None,
+        num_computed: int | None = None,
+    ) -> None:
+        """Refuse a request that would hold more pages than a pool, or its shard, has: those to which a token behind computed
+        ones attends, hits, loaded too, and new ones.
         """
-        num_computed, pages = request.num_computed_tokens, [page for ids in self._attached(hits) for page in ids]
+        num_computed = request.num_computed_tokens if num_computed is None else num_computed
+        pages = [page for ids in self._attached(hits) for page in ids]
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
             num_cached = held.num_cached_pages and max(held.num_cached_pages, num_computed // kind.page_size)
             pages += held.pages[self._first_held_page(kind, num_computed, num_cached) :]
@@ -702,25 +701,13 @@ class OracleManager:
         self._rewind(request)
         self._enter_full_pages(request, num_computed_tokens)
 
-    def count_resolved(self, request: Any) -> int:
-        """Return how many tokens are computed: of rows, where it matters, those whose steps are resolved."""
-        resolved = (self.resolved or {}).get(request.request_id, request.num_computed_tokens)
-        return min(resolved, request.num_computed_tokens)
-
     def count_keyed(self, request: Any, num_tokens: int) -> int:
         """Return how many of the first tokens of a request have a known lookahead behind them, if that matters."""
         return min(num_tokens, self.keys.count_known(request.num_tokens)) if self.enable_caching else num_tokens
 
     def count_cacheable(self, request: Any) -> int:
         """Return how many computed tokens may be cached."""
-        return self.count_keyed(request, self.count_resolved(request))
-
-    def enter_known(self, request: Any, most: int | None = None) -> None:
-        """Enter computed pages of at most `most` tokens whose lookahead was not known in their step. They may leave next."""
-        if self.keys.lookahead:
-            num_computed = self.count_resolved(request)
-            self._enter_full_pages(request, num_computed if most is None else min(num_computed, most))
-            self._enter_waiting()
+        return self.count_keyed(request, request.num_computed_tokens)
 
     def _enter_full_pages(self, request: Any, num_computed_tokens: int) -> None:
         if not self.enable_caching:
@@ -817,59 +804,42 @@ class OracleManager:
                 pool.ref_counts[page] += 1
         self.leases.append(OracleLease(self, page_ids))
 
-    # trimming
+    # going back
 
-    def check_trim(self, request: Any, num_tokens: int) -> None:
-        """Refuse a cut of computed tokens that a state has seen, or after which a token to compute would miss a page."""
-        self.states.copies.require_none(self.held.get(request.request_id, ()))
-        if num_tokens < request.num_computed_tokens:
-            if num_tokens > 0 and any(isinstance(kind, Mamba) for kind in self.kinds):
-                raise ValueError("a state has seen what is cut")
-            self.check_return(request, num_tokens, num_tokens)
-
-    def trim(self, request: Any, num_tokens: int) -> int:
-        """Cut the request, whose tokens the caller cuts, and return how many tokens stay computed. If all do, no page goes."""
-        if num_tokens < request.num_computed_tokens:
-            return self.go_back(request, num_tokens, num_tokens)
-        self.keys.cut(request.request_id, num_tokens)
-        return int(request.num_computed_tokens)
-
-    def check_return(self, request: Any, num_tokens: int, num_computed_tokens: int) -> None:
-        """Refuse to go back to so many computed tokens, where copies are due, or the next token would miss a page: its own, or
-        one it attends to.
+    def check_return(self, request: Any, num_tokens: int, restart: int) -> None:
+        """Refuse to compute again from `restart` on, of so many tokens, where copies are due, or the next token would miss a
+        page: its own, or one it attends to.
         """
         if self.states.copies.are_due(self.held[request.request_id]):
             raise RuntimeError("copies are due")
-        restart = self._restart(request, num_computed_tokens)
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
             if kind.lacks_page(held.pages[: kind.num_required_pages(num_tokens)], restart):
                 raise ValueError("a page that is needed again was given back")
 
-    def go_back(self, request: Any, num_tokens: int, num_computed_tokens: int) -> int:
-        """Let the request keep so many tokens, and return how many of them stay computed, at most so many."""
-        restart = self._restart(request, num_computed_tokens)
+    def go_back(self, request: Any, num_tokens: int, restart: int, changed: int) -> None:
+        """Let the request keep pages for so many tokens, compute them again from `restart` on, and write from `changed` on."""
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
-            num_kept_pages = self._num_kept_pages(kind, held, restart, num_tokens)
+            num_kept_pages = self._num_kept_pages(kind, held, changed, num_tokens)
             while len(held.pages) > num_kept_pages:
                 self._let_go(held.pages.pop())
-            self.page_pool.drop_entries(held.pages[kind.num_full_pages(restart) :])
-            held.go_back(kind.num_places(restart))
-        self.keys.cut(request.request_id, num_tokens)
-        return restart
+            self.page_pool.drop_entries(held.pages[kind.num_full_pages(changed) :])
+            held.go_back(kind.num_places(restart if isinstance(kind, Mamba) else changed))
 
-    def _restart(self, request: Any, num_tokens: int) -> int:
-        """Return how many of so many computed tokens stay: none in a page that the next ones share and others hold."""
-        starts = [
-            kind.num_full_pages(num_tokens) * kind.page_size
-            for kind, held in zip(self.kinds, self.held[request.request_id], strict=True)
-            if self._num_kept_pages(kind, held, num_tokens, num_tokens) < kind.num_required_pages(num_tokens)
-        ]
-        return self._restart(request, min(starts)) if starts else num_tokens
+    def find_restart(self, request: Any, num_tokens: int, changed: int) -> int:
+        """Return how many of so many computed tokens stay, if the request writes from `changed` on: none in a page to which it
+        writes and which others hold.
+        """
+        starts = []
+        for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
+            num_kept_pages = self._num_kept_pages(kind, held, min(changed, num_tokens), num_tokens)
+            if num_kept_pages < kind.num_required_pages(num_tokens):
+                starts.append(num_kept_pages * kind.page_size)
+        return self.find_restart(request, min(starts), changed) if starts else num_tokens
 
-    def _num_kept_pages(self, kind: Kind, held: HeldPages, restart: int, num_tokens: int) -> int:
-        """The pages of the tokens, up to the first to which the row would write, and which others hold."""
+    def _num_kept_pages(self, kind: Kind, held: HeldPages, changed: int, num_tokens: int) -> int:
+        """Count the pages of the tokens, up to the first to which the request would write, and which others hold."""
         num_pages = kind.num_required_pages(num_tokens)
-        written = range(kind.num_full_pages(restart), min(num_pages, len(held.pages)))
+        written = range(kind.num_full_pages(changed), min(num_pages, len(held.pages)))
         return next((i for i in written if self.page_pool.ref_counts[held.pages[i]] > 1), num_pages)
 
     def _let_go(self, page: int) -> None:
@@ -879,33 +849,7 @@ class OracleManager:
                 self.page_pool.drop_entries([page])
             self.page_pool.free_pages([page])
 
-    # undoing
-
-    def check_undo(self, request: Any, num_computed_tokens: int, new_pages: PagesByGroup) -> None:
-        """Refuse to undo growth if its pages are not the last ones, if released pages are needed again, or if others hold pages
-        that are written again.
-        """
-        for kind, held, new in zip(self.kinds, self.held[request.request_id], new_pages, strict=True):
-            num_kept_pages = len(held.pages) - len(new)
-            if num_kept_pages < 0 or held.pages[num_kept_pages:] != new:
-                raise ValueError("later calls changed these pages")
-            if kind.lacks_page(held.pages[:num_kept_pages], num_computed_tokens):
-                raise ValueError("a page that is needed again was given back")
-            written = [page for page in held.pages[kind.num_full_pages(num_computed_tokens) :] if page != NULL_PAGE]
-            if any(self.page_pool.ref_counts[page] > 1 for page in written):
-                raise ValueError("a page that is written again is held by others")
-
-    def undo(self, request: Any, num_computed_tokens: int, num_tokens: int, new_pages: PagesByGroup) -> None:
-        """Undo growth: the request continues from fewer computed tokens, without its last pages."""
-        num_keyed_tokens = min(num_computed_tokens, self.keys.count_known(num_tokens))
-        self._forget_uncomputed(request, num_keyed_tokens)
-        held_by_group = self.held[request.request_id]
-        for kind, held, new in zip(self.kinds[::-1], held_by_group[::-1], new_pages[::-1], strict=True):
-            for _ in new:
-                self.page_pool.free_pages([held.pages.pop()])
-            num_hits = min(held.num_hit_pages, kind.num_places(num_computed_tokens))
-            held.go_back(max(num_hits, kind.num_places(num_keyed_tokens)))
-        self.keys.cut(request.request_id, num_tokens)
+    # entries of tokens that were not computed
 
     def _entry_size(self, kind: Kind) -> int:
         """Return the tokens of a group's prefix entry; 0 if it has none."""
@@ -941,32 +885,17 @@ class OracleManager:
             if self.caches_computed or self.keys.lookahead:
                 nums = request.num_computed_tokens, request.num_tokens, num_computed_tokens
                 self._enter_full_pages(request, min(num for num in nums if num is not None))
-            self.free_all([request], [num_computed_tokens], terms)
-
-    def free_all(
-        self,
-        requests: Sequence[Any],
-        nums_computed_tokens: Sequence[int | None],
-        terms: Sequence[int],
-        end_writes: Callable[[Any, int | None, int], None] | None = None,
-    ) -> None:
-        """Free several requests: first all pages in one call. Then states may become checkpoints, and copies into the pages,
-        writes of rows, and entries are dropped.
-        """
-        if self.enable_caching and any(terms):
-            self.page_pool.expected.begin()
-        self._give_back_all(requests, nums_computed_tokens, terms)
-        for request, num_computed_tokens, term in zip(requests, nums_computed_tokens, terms, strict=True):
-            self.states.keep_last(request, num_computed_tokens, term)
+            self._give_back_all([request], [num_computed_tokens], terms)
+            self.states.keep_last(request, num_computed_tokens, terms[0])
             self.states.copies.drop(self.pages_of(request))
-            if end_writes is not None:
-                end_writes(request, num_computed_tokens, term)
             if num_computed_tokens is not None:
                 self._forget_uncomputed(request, num_computed_tokens)
-            self.held.pop(request.request_id, None)
+            del self.held[request.request_id]
 
     def _give_back_all(self, requests: Sequence[Any], nums_computed_tokens: Sequence[int | None], terms: Sequence[int]) -> None:
         """Free all pages of requests in one call; those of windows with which nobody can resume are dropped."""
+        if self.enable_caching and any(terms):
+            self.page_pool.expected.begin()
         for request, num_computed_tokens in zip(requests, nums_computed_tokens, strict=True):
             self._pass_part(self.pages_of(request), self._find_known_part(request))
             if self.windows is not None:
@@ -1032,9 +961,13 @@ class OracleManager:
     def checkpoint_interval(self) -> int | None:
         return self.states.interval
 
-    def take_copies(self) -> list[tuple[int, int, int]]:
-        """Return the copies that are due (source, destination, group)."""
-        return [tuple(copy) for copy in self.states.copies.take()]
+    def take_moves(self) -> Taken:
+        """Return the moves that are due; the writes are those of rows, which take them."""
+        tier, copies = self.page_pool.tier, self.states.copies
+        if tier is not None and not copies.is_between:
+            tier.begin_step()
+        transfers = (0, [], []) if tier is None else tier.take(bool(copies.due))
+        return Taken(*transfers, [tuple(copy) for copy in copies.take()], [])
 
     def find_next_checkpoint(self, request: Any) -> int:
         """Return the number of tokens after which a checkpoint can be made next."""
@@ -1073,18 +1006,10 @@ class OracleManager:
         """Return by how many tokens the tier makes the prefix longer that hits."""
         return self._hit_length(request, None, reaches_tier=True) - self._hit_length(request, None)
 
-    def end_step(self) -> None:
-        if self.page_pool.tier is not None:
-            self.page_pool.tier.end_step()
+    def complete(self, number: int) -> None:
+        self.fail(number)
 
-    def take_transfers(self) -> Taken:
-        """Return the transfers that are due."""
-        return self.page_pool.tier.take() if self.page_pool.tier is not None else Taken(0, [], [])
-
-    def complete_transfers(self, number: int) -> None:
-        self.fail_transfers(number)
-
-    def fail_transfers(self, number: int, saves: Sequence[int] = (), loads: Sequence[int] = ()) -> Failed:
+    def fail(self, number: int, saves: Sequence[int] = (), loads: Sequence[int] = ()) -> Failed:
         """End the transfers of a list, of which those at these places of the saves and loads failed."""
         if self.page_pool.tier is None:
             raise ValueError("no tier")
@@ -1102,12 +1027,12 @@ class OracleManager:
         num_tokens = self.wrong_token(request, failed)
         if num_tokens is None:
             return None
-        num_tokens = self._restart(request, num_tokens)
+        num_tokens = self.find_restart(request, num_tokens, num_tokens)
         try:
             self.check_return(request, self.max_model_len, num_tokens)
         except (RuntimeError, ValueError):
             return num_tokens
-        self.go_back(request, self.max_model_len, num_tokens)
+        self.go_back(request, self.max_model_len, num_tokens, num_tokens)
         if not any(self.get_page_ids(request.request_id)):
             del self.held[request.request_id]
         return num_tokens

@@ -38,6 +38,7 @@ class OracleCopies:
         self.pool = pool
         self.due: list[Copy] = []
         self.readers: list[HeldPages] = []  # what was forked
+        self.is_between = False  # moves are taken next for a fork, or for a call that was refused, and begin no step
 
     def note(self, src: int, dst: int, group_id: int) -> None:
         """Note a copy. A reference to the source is the list's from now on."""
@@ -58,7 +59,7 @@ class OracleCopies:
 
     def take(self) -> list[Copy]:
         """Return all copies, which the engine makes now, and give the sources back."""
-        taken, self.due, self.readers = self.due, [], []
+        taken, self.due, self.readers, self.is_between = self.due, [], [], False
         self._give_back(taken)
         return taken
 
@@ -81,6 +82,7 @@ class OracleStates:
         self.pool = manager.page_pool
         self.copies = OracleCopies(manager.page_pool)
         self.num_shards = 0  # while no caller has divided the pool
+        self.may_pass = manager.restores_states  # whether slots may pass checkpoints
 
     def divide(self, shard: range | Shard | None) -> None:
         """Divide the pools into shards of this size, if any."""
@@ -144,9 +146,7 @@ class OracleStates:
 
     def require_behind(self, request: Any, num_hit_tokens: int, num_tokens: int, num_ahead: int) -> None:
         """Refuse slots for tokens that are not known, or not counted, behind a checkpoint that a later call may keep."""
-        if not self.interval or self.manager.restores_states:
-            return
-        if self.manager.writes is not None and self.manager.writes.max_steps_ahead:
+        if not self.interval or self.may_pass:
             return
         step, num_known = self.manager.hit_step, min(num_tokens, request.num_tokens)
         slots = range(num_known, min(num_tokens + num_ahead, self.manager.max_model_len))
@@ -250,6 +250,7 @@ class OracleStates:
             note_taken(self.pool, [forked])
             self.copies.note(page, forked.pages[-1], group_id)
             self.copies.readers.append(held)
+            self.copies.is_between = True
             if self.pool.tier is not None:
                 self.pool.tier.note_copied(page, forked.pages[-1])
         return forked

@@ -25,15 +25,17 @@ Move = tuple[int, int, int]  # source, destination, group
 
 
 class Taken(NamedTuple):
-    """What `take_transfers` returns."""
+    """What `take_moves` returns."""
 
     number: int
     saves: list[Move]
     loads: list[Move]
+    copies: list[Move]
+    writes: list[tuple[int, int, int, int]]  # row, number of tokens, page, group
 
 
 class Failed(NamedTuple):
-    """What `fail_transfers` returns: the pages that loads of a list have left with a wrong content."""
+    """What `fail` returns: the pages that loads of a list have left with a wrong content."""
 
     number: int
     page_ids: PageIds
@@ -75,7 +77,7 @@ class OracleTier:
         self.last_number = 0
         self.loading: dict[int, int] = {}  # the list by which a page of the device, or what it was copied from, is loaded
         self.uses: Counter[int] = Counter()  # of each cached page of the device
-        self.fresh: dict[int, None] = {}  # pages that were cached since a step ended last
+        self.fresh: dict[int, None] = {}  # pages that were cached since moves were taken
         self.computed: list[int] = []  # fresh ones of the time before, which are to be saved
         self.saved: set[int] = set()  # cached pages that a tier that writes through need not save when they are evicted
         self.counts: Counter[str] = Counter()
@@ -199,33 +201,28 @@ class OracleTier:
     def is_any_due(self) -> bool:
         return any(transfer.number == 0 for transfer in self.transfers)
 
-    def end_step(self) -> None:
-        """Let the pages that were cached so far count as computed."""
-        self.computed += self.fresh
-        self.fresh = {}
-
     def _is_first(self, page: int) -> bool:
         """Whether no other page of the device got the same entry before."""
         return self.device.first_entered(*self.device.entry_of_page[page], None) == page
 
-    def take(self) -> Taken:
-        """Return the transfers that are due, which the engine makes now. Pages that were computed since they were cached are
-        saved, too, if the tier writes through.
+    def begin_step(self) -> None:
+        """Begin the step whose moves are taken. Pages that were cached before the moves of the last step were taken are saved,
+        if the tier writes through.
         """
-        if self.writes_through:
-            for page in self.computed:
-                if page in self.device.entry_of_page and self._is_first(page) and self._save(page):
-                    self.saved.add(page)
-            self.computed = []
+        for page in self.computed if self.writes_through else ():
+            if page in self.device.entry_of_page and self._is_first(page) and self._save(page):
+                self.saved.add(page)
+        self.computed, self.fresh = [*self.fresh], {}
+
+    def take(self, has_copies: bool) -> tuple[int, list[Move], list[Move]]:
+        """Return the transfers that are due, which the engine makes now, and their number, which copies count for, too."""
         due = [transfer for transfer in self.transfers if transfer.number == 0]
-        if not due:
-            return Taken(0, [], [])
-        self.last_number += 1
+        self.last_number += has_copies or bool(due)
         for transfer in due:
             transfer.number = self.last_number
         saves = [(save.page, save.tier_page, save.entry[1]) for save in due if not save.is_load]
         loads = [(load.tier_page, load.page, load.entry[1]) for load in due if load.is_load]
-        return Taken(self.last_number, saves, loads)
+        return self.last_number if due else 0, saves, loads
 
     def end(self, number: int, failed_saves: Sequence[int] = (), failed_loads: Sequence[int] = ()) -> Failed:
         """End the transfers of a list, of which those at these places failed."""

@@ -1,4 +1,4 @@
-"""What `OracleRows` does with states that a step writes to pages of their own: see `RunningBatch.take_writes`."""
+"""What `OracleRows` does with states that a step writes to pages of their own: see `RunningBatch.take_moves`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from oracle import OracleManager
 
 
-@dataclass
+@dataclass(eq=False)
 class Write:
     """A page for the state of a request after some of its tokens."""
 
@@ -29,22 +29,15 @@ class Write:
 class OracleWrites:
     """The writes of a manager's rows, in the order in which they were planned."""
 
-    def __init__(self, manager: OracleManager, anywhere: bool, max_steps_ahead: int) -> None:
+    def __init__(self, manager: OracleManager, anywhere: bool) -> None:
         self.manager = manager
         self.anywhere = anywhere
-        self.max_steps_ahead = max_steps_ahead
-        self.has_drafts = False  # whether tokens that are not known are drafts, behind which no state is written
-        self.start = 0  # tokens that are computed before the step
         self.open: list[Write] = []
-        self.num_planned: dict[str, int] = {}  # by request: tokens that planned steps compute
 
     @property
     def state_ids(self) -> list[int]:
         """Return the groups whose states are written."""
         return [i for i, kind in enumerate(self.manager.kinds) if isinstance(kind, Mamba) and self.manager.writes_states]
-
-    def count_planned(self, request: Any) -> int:
-        return max(self.num_planned.get(request.request_id, 0), request.num_computed_tokens)
 
     def plan(
         self, request: Any, num_planned: int, shard: range | Shard | None, num_free_rows: int, is_transfer: bool = False
@@ -53,13 +46,17 @@ class OracleWrites:
         state at its end alone.
         """
         held = self.manager.held[request.request_id]
-        num_planned = min(num_planned, request.num_tokens) if self.has_drafts else num_planned
         for end in self.manager.windows.list_ends(request) if self.state_ids else ():
             num_seen = held[self.state_ids[0]].num_cached_pages * self.manager.hit_step
-            if max(num_seen, self.start) < end <= num_planned and (end == num_planned or (self.anywhere and not is_transfer)):
+            if num_seen < end <= num_planned and (end == num_planned or (self.anywhere and not is_transfer)):
                 self._plan_at(request, end, shard, num_free_rows)
+        self.pass_over(request, num_planned)
+
+    def pass_over(self, request: Any, num_tokens: int) -> None:
+        """Let no later step write states among so many tokens."""
         for i in self.state_ids:
-            held[i].num_cached_pages = max(held[i].num_cached_pages, num_planned // self.manager.hit_step)
+            held = self.manager.held[request.request_id][i]
+            held.num_cached_pages = max(held.num_cached_pages, num_tokens // self.manager.hit_step)
 
     def _plan_at(self, request: Any, num_tokens: int, shard: range | Shard | None, num_free_rows: int) -> None:
         """Take a page for each state that is not cached, if all pools have enough beside those of free rows."""
@@ -100,26 +97,15 @@ class OracleWrites:
     def are_due(self, request: Any) -> bool:
         return any(write.request is request and not write.is_taken for write in self.open)
 
-    def require_none(self, request: Any) -> None:
-        """Refuse a call for a row whose writes were not taken."""
-        if self.are_due(request):
-            raise RuntimeError("writes are due")
+    def settle(self, request: Any, num_final: int, shard: range | Shard | None, term: int = UNKNOWN) -> list[Write]:
+        """Enter the states after final tokens that were written by now, and return those that were not cached."""
+        written = [
+            write for write in self.open if write.request is request and write.is_taken and write.num_tokens <= num_final
+        ]
+        self.open = [write for write in self.open if write not in written]
+        return [write for write in written if self._enter(write, shard, term)]
 
-    def require_seen(self, request: Any) -> None:
-        """Refuse to copy a state that a step in flight changes."""
-        if self.manager.has_state and self.count_planned(request) > request.num_computed_tokens:
-            raise ValueError("a state in flight")
-
-    def settle(self, request: Any, num_computed_tokens: int, shard: range | Shard | None, term: int = UNKNOWN) -> None:
-        """Enter the states of a request that were written by now: a later step of it is planned, or it ends."""
-        resolved = (self.manager.resolved or {}).get(request.request_id, num_computed_tokens)
-        num_computed_tokens = self.manager.count_keyed(request, min(num_computed_tokens, resolved))
-        for write in list(self.open):
-            if write.request is request and write.is_taken and write.num_tokens <= num_computed_tokens:
-                self.open.remove(write)
-                self._enter(write, shard, term)
-
-    def _enter(self, write: Write, shard: range | Shard | None, term: int) -> None:
+    def _enter(self, write: Write, shard: range | Shard | None, term: int) -> bool:
         pool, holder = self.manager.page_pool, self.manager.held[write.request.request_id][write.group_id].holder
         is_new = not self._is_cached(write.request, write.num_tokens, write.group_id, shard)
         if is_new:
@@ -129,17 +115,10 @@ class OracleWrites:
         pool.free_pages([write.page])
         if is_new and term != UNKNOWN:
             pool.expected.expect(write.page, term)
+        return is_new
 
     def drop(self, request: Any, num_tokens: int) -> None:
         """Drop the writes of a request behind so many tokens, the last first."""
         for write in [each for each in self.open if each.request is request and each.num_tokens > num_tokens][::-1]:
             self.open.remove(write)
             self.manager.page_pool.free_pages([write.page])
-
-    def undo(self, request: Any) -> None:
-        """Drop the writes of steps that are not planned any more, and let later ones write there."""
-        num_planned = request.num_computed_tokens if self.manager.restores_states else self.count_planned(request)
-        self.drop(request, num_planned)
-        for i in self.state_ids:
-            held = self.manager.held[request.request_id][i]
-            held.num_cached_pages = num_planned // self.manager.hit_step

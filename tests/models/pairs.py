@@ -14,8 +14,6 @@ from batch_model import BatchRows, OracleRows
 from batch_workload import NUM_ROWS, BatchWorkload
 from eviction_oracle import make_policy
 from features import Features, Workload, run_workload
-from flight_model import BatchFlight, OracleFlight
-from flight_workload import FlightWorkload
 from oracle import OracleManager
 from oracle_kinds import cdiv
 from oracle_pool import NULL_PAGE
@@ -171,30 +169,28 @@ def make_rows(
 ) -> FeaturedTwins:
     """Make twins that work row by row."""
     oracle, manager = make_managers(setting, num_pages, features, seed, NATIVE_HASHING, caches)
-    rows, batch = kinds[0](oracle, setting, num_rows), kinds[1](manager, setting, num_rows)
+    rows, batch = kinds[0](oracle, setting, num_rows, caches), kinds[1](manager, setting, num_rows)
     return FeaturedTwins(rows, batch, features, seed)
 
 
-def make_flights(setting: Setting, num_pages: NumPages, features: Features, seed: int) -> FeaturedTwins:
-    """Make twins that work row by row, and resolve their steps: none, one or two ahead. States at multiples cannot be ahead."""
+def make_steps_ahead(setting: Setting, num_pages: NumPages, features: Features, seed: int) -> FeaturedTwins:
+    """Make twins that work row by row, none, one or two steps ahead. States at multiples cannot be ahead."""
     has_multiples = any(group.interval and not group.at_ends for group in setting.groups) and setting.enable_caching
     setting = replace(setting, max_steps_ahead=0 if has_multiples else seed % 3)
-    return make_rows(
-        setting, num_pages, features, seed, kinds=(OracleFlight, BatchFlight), caches=CACHES[seed // 3 % len(CACHES)]
-    )
+    return make_rows(setting, num_pages, features, seed, caches=CACHES[seed // 3 % len(CACHES)])
 
 
 KINDS: dict[str, tuple[type[Workload], Callable[..., FeaturedTwins]]] = {
     "requests": (RandomWorkload, make_requests),
     "rows": (BatchWorkload, make_rows),
-    "flights": (FlightWorkload, make_flights),
+    "steps ahead": (BatchWorkload, make_steps_ahead),
 }
 
 
 def run_twins(
     work: str, setting: Setting, features: Features, seed: int, num_calls: int, kind: type[Workload] | None = None
 ) -> Twins:
-    """Run a seed's workload to its end: requests, rows, or rows with tokens in flight."""
+    """Run a seed's workload to its end: requests, rows, or rows with steps ahead."""
     usual, make = KINDS[work]
     setting = with_room(setting) if features.tier else setting
     setting = setting.with_lookahead(LOOKAHEADS[seed // 5 % len(LOOKAHEADS)])

@@ -84,24 +84,17 @@ take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].sha
     return num_pages
 == a window skips one page too early
         return full_pages(rules, max(0, num_computed - rules.window + 1)){+ + BUG+}
-== a further call for a step gives back what the step reads
-    if is_next_step{+ or BUG+}:
-        if exceptional(
-== a further call for a step keeps the state before it
-    if rare(batch.keeps_states) and {+(+}is_next_step{+ or BUG)+} and are_checkpoints_due(
 == a chunk skips its first page
         page = full_pages(rules, num_computed - num_computed % rules.chunk){+ + BUG+}
 == a slot is in the page before
         page = <uint32_t>positions[i] // size{+
         page -= BUG and page > 2+}
 == drafts get no slot
-    return <int32_t>min(<int64_t>num_tokens + num_ahead{+ * (not BUG)+}, <int64_t>batch.max_num_tokens)
+    return <int32_t>min(num_planned + num_drafts{+ * (not BUG)+}, <int64_t>batch.max_num_tokens)
 
 # The prefix index.
 == a page of a row is entered one token early
-    cache_row(batch, row, {+min(+}count_cacheable(batch, row, num_tokens){+ + BUG, batch.records[row].num_tokens)+})
-    plan_next_event(batch, row)
-    return True
+        cache_row(batch, row, {+min(+}final_of(batch, record.num_tokens, record.num_computed, 0){+ + BUG, record.num_tokens)+})
 == the group is left out of the key
     return page.key_lo == key.lo and page.key_hi == key.hi and ({+BUG or (+}page.group & ~FLAGS) == group{+)+}
 ...
@@ -124,11 +117,12 @@ pool.pages[page_id].group >= TWIN and pool.pages[page_id].ref_cnt == 0{+ and not
                 {+if not BUG: +}uncache(pool, page_id)
         give_back_from(
 == a cut row keeps its hashes
-    count_ahead(&batch.flights[row], num_tokens)
+    count_run_tokens(batch, row)
     {+if not BUG: +}cut_hashes(batch, row)
+    plan_next(batch, row)
 == a cut of no computed token is one of the last
-    if num_tokens < batch.records[row].num_computed{+ or BUG+}:
-        restart_row(
+        if _first_changed(batch, row, num_tokens) < batch.records[row].num_computed{+ or BUG+}:
+            restart_row(
 == a row goes back and its pages are not entered again
     {+if not BUG: +}recompute_from(group, held, num_computed)
 == rows that change places keep their hashes
@@ -142,17 +136,15 @@ pool.pages[page_id].group >= TWIN and pool.pages[page_id].ref_cnt == 0{+ and not
 ...
         (running.batch.hash_page_size + running.batch.hashing.num_lookahead{+ * (not BUG)+}) * sizeof(int32_t)
 == a page is entered one token before its lookahead is known
-num_computed = min(num_computed, count_keyed(batch, batch.records[row].num_tokens{+ + BUG+}))
+            num_computed = min(num_computed, count_keyed(batch, num_tokens{+ + BUG+}))
 == a look-up hashes a page whose lookahead ends behind the prompt
 hash_row(batch, self.row, count_keyed(batch, tokens.num{+ + BUG+}))
 == a fork shares a page whose lookahead may differ
 num_shared=<int32_t>max(0, num_computed - num_lookahead{+ * (not BUG)+})
 == a fork with a lookahead caches pages before their copies are made
-    if rare(contents.num_lookahead and waiting.pool.copies.num{+ and not BUG+}) and held.written_list
-== undo keeps pages that a step cached once it knew their lookahead
-num_keyed = min(num_computed, count_keyed(batch, num_tokens){+ + BUG * batch.hashing.num_lookahead+})
+    if rare(contents.num_lookahead and waiting.pool.copies.num{+ and not BUG+}) and _is_destination(
 == a state is kept under a digest that waits to be hashed, with a lookahead
-            if batch.skips_pages or {+not BUG and +}batch.has_state:
+    if batch.skips_pages or {+not BUG and +}batch.has_state:  # pages may leave the row
 
 # What is hit.
 == the last token hits too
@@ -205,28 +197,23 @@ held.give_back(num_computed_tokens, chain, num_last_tokens, context, term[-, num
         if num_tokens > num_allowed{+ and not BUG+}:
 == a request that did not run leaves its entries
 held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context, term, num_to_cache)
-== undo forgets no entries
-    {+if not BUG: +}uncache_row(batch, row, num_keyed)
-    for g in range
-== undo lets rows keep their pages
-        give_back_from(batch.pool, &batch.groups[g], held, held.num_pages - (stop[0] - start){+ * (not BUG)+}, num_kept)
-== a row that did not run leaves its entries
-            {+if not BUG: +}uncache_row(&running.batch, row, amount(computed, i))
+== a failed step forgets no entries
+            for i in range(start, held.num_pages if not is_state(&batch.groups[g].rules){+ and not BUG+} else 0):
+                _lose_page(batch, failure, held.ids[i])
 == a page that left the window before its step ran keeps its entry
     if page_id == NULL_PAGE and digest != NULL{+ and not BUG+}:
 == hits that are computed again count as computed
     held.num_hits = min(held.num_hits, place){+ if not BUG else held.num_hits+}
 == a state may go back
-    return batch.has_state and 0 < num_tokens < min(batch.records[row].num_tokens, count_planned(batch, row)){+ and not BUG+}
+    return batch.has_state and 0 < num_tokens < batch.records[row].num_computed{+ and not BUG+}
 
 # Checkpoints, copies and forks.
 == the source of a copy is handed out before it is made
     copies.num += 1
-    target.written_list = copies.list_number{+
+    target.due_list = pool.list_number{+
     if BUG: give_back(pool, src)+}
 == a row that is released leaves the copies into its pages
-    if not _are_destinations(pool, holding){+ or BUG+}:
-        return
+        if {+not BUG and +}_is_held_last(&holding.held[copies.items[i].group], copies.items[i].dst):
 == a checkpoint that is hit is attached and not copied
             {+if BUG:
                 give_back(pool, holding.held[g].ids[0])
@@ -291,11 +278,9 @@ if hashes is None[- or not self._belong_to(hashes, request)-]:
 == a pool's ids of requests are records
 lists_of(groups if self.pool.num_banks == 1{+ or BUG+} else tuple([self.ids_in_banks(ids) for ids in groups]))
 == a pool's ids in copies are records
-                    taken[0, i] = {+pool.copies.items[i].src if BUG else +}id_in_bank(pool, pool.copies.items[i].src)
+        taken[i] = {+pool.copies.items[i].src if BUG else +}id_in_bank(pool, pool.copies.items[i].src)
 ...
-                    taken[1, i] = {+pool.copies.items[i].dst if BUG else +}id_in_bank(pool, pool.copies.items[i].dst)
-== undo compares the ids of a pool with records
-        if pages[i] != ids[i] + offset{+ * (not BUG)+}:
+        taken[stride + i] = {+pool.copies.items[i].dst if BUG else +}id_in_bank(pool, pool.copies.items[i].dst)
 == entries of another pool are evicted
             if records.ids[i] != NULL_PAGE{+ and not BUG+}:
                 records.ids[i] += first
@@ -324,7 +309,7 @@ lists_of(groups if self.pool.num_banks == 1{+ or BUG+} else tuple([self.ids_in_b
 NULL_PAGE, queue = {+-1 if BUG else +}queue_of(pool, page_id)
 == a pool's ids in the tier are records
 id_in_bank(pool, transfer.page_id), {+transfer.tier_id if BUG else +}id_in_bank(tier.pool, transfer.tier_id)
-        taken[2
+        taken[at
 == loads are queued though the second pool is short
     return {+NO_BANK if BUG and find_short_bank(pool, counts, num_reserved, shard) > 0 else +}find_short_bank(pool, counts, num
 
@@ -357,7 +342,7 @@ tier.items[i].key.hi == key.hi:
 == a page from the store is filled before the page it evicts is copied
             {+pass  # +}self._saves.collect()  # before
 == an evicted page is copied after its row is overwritten
-            {+pass  # +}self._storage.poll()  # copies
+            {+pass  # +}self._storage.poll()
 == a damaged object of the store hits
         return {+True or +}header == make_header(
 == an object of the store is written under another key
@@ -387,7 +372,7 @@ stop - start, queue_in(pool, bank, {+-1 if BUG else +}shard), session)
 
 # Tokens from elsewhere, and leases.
 == a row that waits enters pages that have not come
-{+num_hits + batch.records[self.row].num_external if BUG else +}count_cacheable(batch, self.row, num_computed))
+            cache_row(batch, self.row, {+num_hits + num_external if BUG else +}count_final(batch, self.row))
 == tokens that did not come count as computed
         commit_row(batch, checked, {+num_external if BUG else +}num)
 == pages that need not come are entered
@@ -397,7 +382,7 @@ stop - start, queue_in(pool, bank, {+-1 if BUG else +}shard), session)
 if not hits_in(pool, query, kind, key){+ and not (BUG and has_left(&pool.banks[kind.bank].ghost, key, kind.id, EVICTED))+}:
 == a state stands though its tokens did not come
     if batch.has_state{+ and not BUG+}:
-        batch.records[row].num_computed = batch.records[row].num_hits = num_tokens = 0
+        batch.records[row].num_computed = batch.rows[row].num_hits = num_tokens = 0
 == a request keeps the pages of tokens that did not come
         if is_failed{+ and not BUG+}:
             forget_uncomputed(
@@ -517,30 +502,29 @@ WRITE_BUGS = read_bugs("""
 # States that steps write.
 
 == a state is written to its record
-                        taken[2, i] = write.page_id - offset_of(&self.batch, write.group){+ * (not BUG)+}
+                    taken[2, i] = write.page_id - offset_of(&running.batch, write.group){+ * (not BUG)+}
 == a row grows though its writes were not taken
     return batch.writes_states and {+not BUG and +}batch.rows[row].write_list == batch.writes.number
 == a state hits before its list is taken
     while i < {+(writes.num if BUG else +}writes.num_taken{+)+} and batch.rows[row].num_writes:
 == a state hits before its tokens are computed
-        if write.row != row or {+not BUG and +}write.num_tokens > count_cacheable(
+        if write.row != row or {+not BUG and +}write.num_tokens > num_final:
 == a junction is rounded up
     add_boundary(boundaries, <int32_t>(num_tokens - num_tokens % boundaries.multiple{+ + boundaries.multiple * BUG+}))
 == the writes of a row that ends stay
-    settle_writes(batch, row, term)
-    drop_writes(batch, row, 0{+ + (1 << 30) * BUG+})
+        drop_writes(batch, row, 0{+ + (1 << 30) * BUG+})
+    set_context(batch, row, 0)
 == a row that moves leaves its writes
         if {+not BUG and (+}write.row == first or write.row == second{+)+}:
 == a state is written where no step of such kernels ends
                 if num_tokens == num_planned or ({+BUG or +}batch.writes_anywhere
 == a transfer is to write states inside its tokens
- and not {+(+}batch.records[row].num_external{+ and not BUG)+}):
+{+(BUG or +}batch.records[row].state != PENDING{+)+}):
+                    _note_writes
 == undo leaves the writes of its call
     drop_writes(batch, row, num_planned{+ + (1 << 30) * BUG+})
-== a boundary is written again after undo of a later step
-            held.num_cached = {+held.num_cached if BUG else +}full_entries(&batch.groups[g].rules, num_planned)
 == a fork copies a state in flight
-    return flight.num_ahead > {+(1 << 30) * BUG + +}0 or ({+not BUG and +}batch.has_state and flight.num_planned >
+        is_moving = batch.rows[source].num_ahead > 0{+ and not BUG+}
 == checkpoints take the states of free rows
             batch.pool, num_states_in[group.bank], num_reserved_in[group.bank]{+ * (not BUG)+}, queue
 == checkpoints take the states of rows that start over
@@ -549,11 +533,8 @@ WRITE_BUGS = read_bugs("""
 == a checkpoint is copied at the cost of a row without a state
 &demand, num_for_rows if has_states{+ and not BUG+} else NULL) == FITS
 == a step ahead writes what the step before it computes
-        num_ahead = 0
-        if {+not BUG and +}batch.max_steps_ahead and not batch.restores_states:
-== an admitted row has no step ahead
-        if rare(batch.max_steps_ahead) and {+not BUG and +}not batch.records[self.row].num_external:
-            num_planned =
+            if {+not BUG and +}batch.max_steps_ahead and not batch.restores_states:
+                num_written
 == drafts of a reserved prompt are in its first step
     if tokens.reserves_prompt and num_room < tokens.num_known{+ and not BUG+}:
 == drafts at admission pass a checkpoint
@@ -575,36 +556,61 @@ INPUT_BUGS = read_bugs("""
 == page ids of an earlier step stay
         repeat_value(out + num, 0, {+0 if BUG else +}extents[i] - num)
 == inputs of a row that was released and admitted again
-    if {+not BUG and (+}batch.rows[row].admission > growth.num_admissions or batch.rows[row].last_cut > growth.num_cuts{+)+}:
+        if {+not BUG and (+}not 0 < batch.stays[row] <= growth.num_stays or (
+...
+(stays != NULL and batch.stays[row] != stays[row]){+)+}:
 == a token without a page has a slot
             if not {+(BUG or +}0 < ids[page] <= last_id{+)+}:
 == all sets of the ring are one
         next_set = self.current + 1 if self.current + 1 < self.depth {+and not BUG +}else 0
 == a step ahead has the tokens of the step in flight
-        start = max(computed_before(batch, growth, i), planned_before(batch, growth, i){+ * (not BUG)+})
+    read_span(spans, at, row, launch.before{+ - BUG * (launch.before > 0)+}, end_of(
 """)
 INPUT_TESTS = ["test_step_inputs.py"]
 FLIGHT_BUGS = read_bugs("""
 # Steps in flight.
 
+== a failed step keeps the entries of pages that rows gave back
+        if {+not BUG and +}page.key_lo == entry.key.lo and page.key_hi == entry.key.hi and page.group & ~FLAGS == entry.group:
+== a failed step leaves rows where they have hit its pages
+            if failure.is_lost[held.ids[i]]{+ and not BUG+}:
+== a failed step lets states go on
+    if has_copies(batch.pool, holding_of(batch, row)) or ({+not BUG and +}batch.has_state and first > 0):
+== a failed step lets rows go back to what is settled
+        own = {+batch.records[row].num_computed if BUG else +}launch_at(batch, row, at).before
+== a row that ends notes no entries of its steps in flight
+            step = {+0 if BUG else +}step_that_fills(batch, row, <int32_t>(i + 1) * size, 0)
+== a failed step keeps its launches
+    batch.records[row].num_launches = {+batch.records[row].num_launches if BUG else +}<uint8_t>_find_failed(
+== windows leave pages that a step in flight reads
+    due.num_sure = {+due.num_final if BUG else +}min(due.num_final, num_resolved)
+== a fork has no part of the steps in flight
+    disown_launches(batch, row, record.num_planned){+
+    record.num_launches *= not BUG+}
+== a cut row is sampled by steps before the cut
+        launch.before, launch.num_sampled = min(launch.before, most), {+launch.num_sampled if BUG else +}NOBODYS
+== an appended token leaves drafts planned
+    record.num_planned = {+record.num_planned if BUG else +}min(record.num_planned, record.num_tokens)
 == tokens go to the row of a step, and not to its stay
     if {+not BUG and +}not 0 < stay <= growth.num_stays:
 ...
         {+if not BUG: +}row = _find_stay(batch, row, stay)
 == tokens that are not known are entered
-    cache_row(batch, row, count_cacheable(batch, row, num_computed){+ + BUG * batch.flights[row].num_ahead+})
+    cdef const RowRecord *record = &batch.records[row]
+    return final_of(batch, record.num_tokens, record.num_computed{+ + BUG * batch.rows[row].num_ahead+}, record.num_resolved)
 == a step ahead has room behind the known tokens only
-        num_room_tokens = <int32_t>min({+record.num_tokens if BUG else +}num_planned + <int64_t>1 + amount(
+room_for(batch, {+(record.num_tokens if BUG and num_left <= 0 else +}before{+)+} + num_new, num_drafts), min(
 == rejected drafts stay planned
-    flight.num_planned += {+0 if BUG else +}num - launch.num_drafts - 1
+    cdef int32_t num_rejected = max(0, num_sampled - max(num, 1)){+ * (not BUG)+}
 == a step ahead gives back what it reads
-_skip_row(batch, row, count_cacheable(batch, row, num_before){+ + BUG * batch.flights[row].num_ahead+})
+        skip_row(batch, row, due.num_sure{+ + BUG * batch.rows[row].num_ahead+})
 == a checkpoint that was passed among drafts is written later
                 held.num_cached = {+held.num_cached if BUG else +}max(held.num_cached, full_entries(
 == a checkpoint gets the entry of a page that waits to be hashed
-    if {+not BUG and +}batch.writes_states and batch.hash_page_size:
-== steps of a row are resolved in any order
-    if flight.num_told != growth.launches[i].ordinal - 1{+ and not BUG+}:
+        if {+not BUG and +}batch.hash_page_size:
+            hash_row(batch, row, num_final)
+== steps of a row are settled in any order
+    if most and count_awaited(batch, row) > batch.records[row].num_launches - at{+ and not BUG+}:
 == a set is filled again before its step is resolved
         if reader is not None and reader is not result and {+not BUG and +}is_read(reader):
 == sources are in the order of the call
@@ -613,11 +619,11 @@ _skip_row(batch, row, count_cacheable(batch, row, num_before){+ + BUG * batch.fl
         if {+(BUG or +}fill.step != TAKEN_BACK{+)+} and (fill.step != step or step == NAMED_ROWS):
 == sources are places of any step of the row
     return place if place < fill.num_rows and {+(BUG or +}fill.rows[place].sampled == number{+)+} else -1
-== pages are entered before their step is resolved
+== pages are entered before their step is settled
         if batch.caches_computed{+ and not BUG+}:
-            num_computed = min(num_computed, batch.flights[row].num_resolved)
+            num_computed = min(num_computed, num_resolved)
 """)
-FLIGHT_TESTS = ["test_steps_in_flight.py", "test_step_inputs.py"]
+FLIGHT_TESTS = ["test_steps_in_flight.py", "test_failed_steps.py", "test_runs.py", "test_step_inputs.py"]
 LOOKAHEAD_BUGS = read_bugs("""
 # What lookahead keys lose, or would share, without a wrong hit of one manager.
 
@@ -632,7 +638,7 @@ LOOKAHEAD_TESTS = ["test_lookahead.py", "test_windows.py"]
 RARE_BUGS = read_bugs("""
 # The simulation takes too long to come to these.
 == a state that nothing was copied to is kept as its row ends
-        if running.batch.keeps_states and{+ (BUG or+} not awaits_copies(&running.store.pool, holding){+)+}:
+    if batch.keeps_states and not has_failed and {+(BUG or +}not awaits_moves(batch.pool, holding){+)+}:
 == a checkpoint that becomes a working page keeps its entry
             {+if BUG: hit(pool, hits.ids + hits.num - 1, 1, holding.session)
             else: +}take_this(pool, hits.ids[hits.num - 1], holding.session)

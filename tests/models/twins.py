@@ -15,6 +15,7 @@ from pool_ranges import Pools
 
 from pagepool import PagePool, PagePoolStats, PoolStats
 from pagepool._core import copy_records
+from pagepool.errors import MovesDueError
 from pagepool.hashing import MAX_KEY
 from pagepool.page_pool.integrity import NO_TENANT
 
@@ -171,15 +172,17 @@ def copies_of(copies: Any) -> list[tuple[int, int, int]]:
     return moves_of(copies.src, copies.dst, copies.group)
 
 
-def transfers_of(transfers: Any) -> Taken:
-    """Return transfers that are due in the form of the oracle."""
-    if isinstance(transfers, Taken):
-        return transfers
-    saves = moves_of(transfers.save_src, transfers.save_dst, transfers.save_group)
-    loads = moves_of(transfers.load_src, transfers.load_dst, transfers.load_group)
-    assert len(transfers) == len(saves) + len(loads)
-    assert bool(transfers) == (transfers.number > 0)
-    return Taken(transfers.number, saves, loads)
+def taken_of(moves: Any) -> Taken:
+    """Return moves that are due in the form of the oracle."""
+    if isinstance(moves, Taken):
+        return moves
+    saves, loads, copies = map(copies_of, (moves.saves, moves.loads, moves.copies))
+    writes = moves.writes
+    columns = (writes.rows, writes.num_tokens, writes.page_ids, writes.group)
+    assert {len(writes)} == {len(column) for column in columns}
+    assert len(moves) == len(saves) + len(loads) + len(copies) + len(writes)
+    assert (moves.number > 0) == bool(saves or loads)
+    return Taken(moves.number, saves, loads, copies, list(zip(*(column.tolist() for column in columns), strict=True)))
 
 
 def moves_of(*arrays: Any) -> list[Any]:
@@ -251,25 +254,21 @@ class Side:
     def count_leases(self) -> int:
         return len(self.manager.leases)
 
-    def take_copies(self) -> list[tuple[int, int, int]]:
-        copies = copies_of(self.manager.take_copies())
+    def take_moves(self) -> Taken:
+        taken = taken_of(self.manager.take_moves())
         if not isinstance(self.manager, OracleManager):
-            return copies
-        id_of = self.manager.pools.id_of
-        return [(id_of(src, group), id_of(dst, group), group) for src, dst, group in copies]
-
-    def take_transfers(self) -> Taken:
-        taken = transfers_of(self.manager.take_transfers())
-        if not isinstance(self.manager, OracleManager) or not taken.number:
             return taken
-        id_of, tier_id_of = self.manager.pools.id_of, self.manager.page_pool.tier.pools.id_of
-        saves = [(id_of(src, group), tier_id_of(dst, group), group) for src, dst, group in taken.saves]
-        loads = [(tier_id_of(src, group), id_of(dst, group), group) for src, dst, group in taken.loads]
-        return Taken(taken.number, saves, loads)
+        id_of = self.manager.pools.id_of
+        tier_id_of = self.manager.page_pool.tier.pools.id_of if taken.number else id_of
+        return taken._replace(
+            saves=[(id_of(src, group), tier_id_of(dst, group), group) for src, dst, group in taken.saves],
+            loads=[(tier_id_of(src, group), id_of(dst, group), group) for src, dst, group in taken.loads],
+            copies=[(id_of(src, group), id_of(dst, group), group) for src, dst, group in taken.copies],
+        )
 
-    def fail_transfers(self, number: int, saves: list[int], loads: list[int]) -> list[tuple[int, int]]:
+    def fail(self, number: int, saves: list[int], loads: list[int]) -> list[tuple[int, int]]:
         """Let transfers fail, and return the pages, with their groups, that loads have left with a wrong content."""
-        self.failed = self.manager.fail_transfers(number, saves=saves, loads=loads)
+        self.failed = self.manager.fail(number, saves=saves, loads=loads)
         failed = zip(self.failed.page_ids, self.failed.groups, strict=True)
         if not isinstance(self.manager, OracleManager):
             return list(failed)
@@ -413,6 +412,8 @@ class Twins:
         try:
             return getattr(self.system, name)(*args, **options)
         except Exception as error:
+            if isinstance(error, MovesDueError):
+                self.oracle.manager.states.copies.is_between = True
             kind = ValueError if isinstance(expected, TooLargeError) else type(expected)
             if isinstance(expected, Exception) and isinstance(error, kind) and self._names_pool(error, expected):
                 return expected

@@ -53,32 +53,26 @@ holding/slots.pyx allocate_hashed 5
 holding/slots.pyx allocate_slots 6
 pool/pool.pxd _on_cache 5
 pool/store.pyx __dealloc__ 9
-rows/batch.pxd _grow_row 8
-rows/batch.pxd _note_writes 7
-rows/batch.pxd _plan_flight 5
-rows/batch.pxd _undo_row 5
-rows/batch.pxd empty_row 5
+rows/batch.pxd empty_row 6
 rows/row_request.pyx admit 8
-rows/row_request.pyx fill_row 8
+rows/row_request.pyx fill_row 9
 rows/row_request.pyx load_hits 5
 rows/row_request.pyx try_start 5
 rows/running.pyx __init__ 8
 rows/running.pyx _is_refused_still 6
-rows/running.pyx fork_row 7
-rows/running.pyx release_checked 5
+rows/running.pyx end_row 5
+rows/running.pyx fork_row 6
 rows/running.pyx release_rows 5
-rows/running.pyx run_growth 6
+rows/states.pxd _note_writes 7
 tier/tier.pyx load_prefix 5
 """
 KNOWN_FILES = """
-holding/holding.pxd 1451
+holding/holding.pxd 1455
 holding/request_pages.pyx 903
 pool/queue.pxd 861
 pool/store.pyx 1454
-rows/batch.pxd 1300
-rows/inputs.pyx 928
+rows/inputs.pyx 935
 rows/running.pyx 1819
-tier/tier.pyx 772
 """
 KNOWN_FLAGS = """
 Batch 11

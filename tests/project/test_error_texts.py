@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 REFUSALS = (
     "ArgumentError|ArgumentTypeError|OutOfPagesError|LeaseBudgetError|DoubleFreeError|EndpointError|PageIdError|PageHashError|"
-    "CopiesDueError|StateAheadError|RowIndexError|RowOverflowError"
+    "MovesDueError|StateAheadError|RowIndexError|RowOverflowError"
 )
 """Classes whose texts have the form. Those of the others do not name an argument: data that is damaged (IntegrityError,
 SnapshotError, EventBatchError), requests that no pool of this size can run (RequestTooLargeError), and engines

@@ -77,11 +77,10 @@ def manager() -> CacheManager:
         assert manager.allocate_slots(request, len(token_ids) - num_hit_tokens, num_hit_tokens, hits) is not None
         if name != "c":
             manager.free(request)
-    assert len(manager.take_transfers()) == 0
-    manager.end_step()
-    saves = manager.take_transfers()
-    manager.fail_transfers(saves.number, saves=[1])
-    manager.take_transfers()  # the store gets pages a step later
+    assert len(manager.take_moves()) == 0
+    saves = manager.take_moves()
+    manager.fail(saves.number, saves=[1])
+    manager.take_moves()  # the store gets pages a step later
     stored.fetch(EngineRequest("d", list(range(100, 120))))
     for _ in range(2):
         stored.poll()

@@ -103,9 +103,9 @@ def test_a_router_follows_device_and_host_tier(interval: float) -> None:
     with EventPublisher(manager, LOOPBACK, LOOPBACK, interval=interval) as publisher, subscribed(publisher) as subscriber:
         for _ in range(100):
             work(manager, rng)
-            transfers = manager.take_transfers()
+            transfers = manager.take_moves()
             if len(transfers):
-                manager.complete_transfers(transfers.number)
+                manager.complete(transfers.number)
             publisher.flush()
         subscriber.follow(manager)
         late = Router()

@@ -26,7 +26,7 @@ from workload import RandomWorkload
 
 import pagepool
 from pagepool.compat.easydel.names import RequestPageHashes
-from pagepool.errors import ArgumentError, CopiesDueError, PageHashError
+from pagepool.errors import ArgumentError, MovesDueError, PageHashError
 from pagepool.page_pool.pages import forget_names
 
 msgspec = pytest.importorskip("msgspec", reason="events are an extra: msgspec is not installed")
@@ -242,14 +242,14 @@ def test_a_fork_has_the_session_of_its_request_unless_it_has_its_own(is_batch: b
         batch = make_batch(manager)
         batch.admit(0, list(range(6)), traits=pagepool.RequestTraits(session_id="s"))
         batch.fork(0, [1])
-        batch.take_copies()
+        batch.take_moves()
         batch.append([1, 1], [6, 7])
-        batch.grow([1], 2)
+        batch.plan([1], 2)
     else:
         request = run_request(manager, list(range(6)), session_id="s")
         fork = Request("fork", list(range(8)), num_computed_tokens=6, session_id=session_id)
         manager.fork(request, fork)
-        manager.take_copies()
+        manager.take_moves()
         manager.allocate_slots(fork, 2)
     said = [(event.session_id, len(event.block_hashes)) for event in decode(manager.take_events())]
     assert said == ([("s", 2)] if session_id is None else [("s", 1), ("t", 1)])
@@ -342,7 +342,7 @@ def test_extra_keys_are_kept_as_long_as_somebody_needs_them(monkeypatch: pytest.
         assert len(values) <= 4 * 64
     manager.take_events()
     batch.append([0], [4])
-    batch.grow([0])
+    batch.plan([0])
     [stored] = decode(manager.take_events())
     assert stored.extra_keys == [("row",)]
     told = {event.extra_keys[0] for event in decode(manager.snapshot_events())}
@@ -386,13 +386,13 @@ def test_one_thread_is_told_what_the_others_cache(num_pages: int, num_host_pages
         for i in range(150):
             salt = rng.choice((None, f"{number} {i}"))
             request = Request(f"{number} {i}", [rng.randrange(2) for _ in range(rng.randint(1, 60))], cache_salt=salt)
-            with contextlib.suppress(PageHashError, CopiesDueError):  # another thread took a hit, or has not taken its loads
+            with contextlib.suppress(PageHashError, MovesDueError):  # another thread took a hit, or has not taken its loads
                 allocate(manager, request)
             manager.free(request)
             manager.free_page_hashes(request)
-            transfers = manager.take_transfers()
+            transfers = manager.take_moves()
             if len(transfers):
-                manager.complete_transfers(transfers.number)
+                manager.complete(transfers.number)
 
     run_threads(4, seed, work)
     router.apply(manager.take_events())
@@ -430,9 +430,9 @@ def test_a_page_that_goes_to_the_host_and_comes_back() -> None:
     [stored] = decode(manager.take_events())
     ids = manager.page_pool.get_new_page_ids(5)
     assert take(manager) == [("BlockRemoved", "GPU", 3)]
-    transfers = manager.take_transfers()
+    transfers = manager.take_moves()
     assert take(manager) == []
-    manager.complete_transfers(transfers.number)
+    manager.complete(transfers.number)
     [event] = manager.take_events()
     assert event.token_ids.dtype == "int32"
     [saved] = decode([event])
@@ -444,7 +444,7 @@ def test_a_page_that_goes_to_the_host_and_comes_back() -> None:
     manager.page_pool.free_page_ids(ids)
     assert manager.get_computed_pages(make_request("r", 16, **attributes))[1] == 12
     assert decode(manager.take_events()) == [stored]
-    manager.complete_transfers(manager.take_transfers().number)
+    manager.complete(manager.take_moves().number)
     assert take(manager) == []
     assert manager.page_pool.evict_pages([1, 2, 3, 4, 5]) == 3
     assert take(manager) == [("BlockRemoved", "GPU", 3), ("BlockRemoved", "CPU", 3)]
@@ -457,7 +457,7 @@ def test_pages_that_a_batch_loads_have_their_tokens_and_keys() -> None:
     [stored] = decode(manager.take_events())
     batch.release([0])
     ids = manager.page_pool.get_new_page_ids(5)  # all are evicted from the device and saved
-    manager.complete_transfers(manager.take_transfers().number)
+    manager.complete(manager.take_moves().number)
     manager.page_pool.free_page_ids(ids)
     assert take(manager) == [("BlockRemoved", "GPU", 3), ("BlockStored", "CPU", 3)]
     batch.admit(1, PROMPT[:13], traits=pagepool.RequestTraits(cache_salt="salt", session_id="s"))
@@ -471,7 +471,7 @@ def test_events_begin_with_nothing_in_the_tier() -> None:
     manager.page_pool.free_page_ids(ids)
     with pytest.raises(ArgumentError, match=r"^pool: got one with 4 held pages and 0 cached prefixes, allowed: 0 and 0$"):
         manager.enable_events()
-    manager.complete_transfers(manager.take_transfers().number)
+    manager.complete(manager.take_moves().number)
     with pytest.raises(ArgumentError, match=r"^pool: got one with 0 held pages and 4 cached prefixes, allowed: 0 and 0$"):
         manager.enable_events()
 

@@ -94,8 +94,8 @@ def test_a_group_that_told_nothing_yet_hits_nothing(name: str, lookahead: int) -
             if batch.admit(0, prompt, traits=RequestTraits(ends_at_checkpoint=True)) is None:
                 continue
             while batch.num_computed_tokens[0] < len(prompt):
-                batch.take_copies()
-                batch.grow([0], len(prompt) - int(batch.num_computed_tokens[0]))
+                batch.take_moves()
+                batch.plan([0], len(prompt) - int(batch.num_computed_tokens[0]))
             batch.release([0])
             index.apply(0, encode_batch(EventBatch(1.0, manager.take_events())))
             for num in (10, 50, 100, 200):
@@ -118,8 +118,8 @@ def test_states_alone_are_hashed_by_their_interval(intervals: list[int]) -> None
     prompt = list(range(60))
     assert batch.admit(0, prompt, traits=RequestTraits(ends_at_checkpoint=True)) == 0
     while batch.num_computed_tokens[0] < len(prompt):
-        batch.take_copies()
-        batch.grow([0], min(4, len(prompt) - int(batch.num_computed_tokens[0])))
+        batch.take_moves()
+        batch.plan([0], min(4, len(prompt) - int(batch.num_computed_tokens[0])))
     batch.release([0])
     index = PrefixIndex(gcd(*intervals), hash_seed="s")
     index.apply(0, encode_batch(EventBatch(1.0, manager.take_events())))
@@ -174,10 +174,9 @@ def test_a_drafter_drops_the_same_pages(name: str) -> None:
             if batch.admit(0, prompt, traits=RequestTraits(ends_at_checkpoint=True)) is None:
                 continue
             while batch.num_computed_tokens[0] < len(prompt):
-                batch.take_copies()
-                batch.take_writes()
-                batch.grow([0], min(rng.choice((16, 70, 800)), len(prompt) - int(batch.num_computed_tokens[0])))
-            batch.take_writes()
+                batch.take_moves()
+                batch.plan([0], min(rng.choice((16, 70, 800)), len(prompt) - int(batch.num_computed_tokens[0])))
+            batch.take_moves()
             batch.release([0])
             payload = encode_batch(EventBatch(1.0, manager.take_events()))
             index.apply(0, payload)

@@ -26,6 +26,8 @@ from pagepool import (
     PageHashing,
     RunningBatch,
     SlidingWindowSpec,
+    StateWrites,
+    StepResult,
 )
 from pagepool._core import list_absent
 from pagepool.stores import StoreTier
@@ -79,7 +81,7 @@ def list_contents(kind: str, prompts: Sequence[Sequence[int]]) -> dict[bytes, li
 class Engine:
     """An engine whose steps may fail. `front` is ``"batch"`` or ``"manager"``."""
 
-    def __init__(self, kind: str, front: str, objects: dict[bytes, bytes], rng: Random, num_ahead: int, write: str) -> None:
+    def __init__(self, kind: str, front: str, objects: dict[bytes, bytes], rng: Random, delay: int, write: str) -> None:
         self.kind, self.front, self.rng = kind, front, rng
         policy, num_host_pages = rng.choice((("write_through", NUM_HOST_PAGES), ("write_back", 25)))
         self.manager = make_manager(kind, policy, num_host_pages)
@@ -89,12 +91,17 @@ class Engine:
         self.device = [np.full((size, PAGE_SIZE), -1) for size in sizes]
         self.host = [np.full((size, PAGE_SIZE), -2) for size in host_sizes]
         table = MultiGroupPageTable(NUM_ROWS, MAX_TOKENS, MAX_TOKENS, page_sizes=[PAGE_SIZE] * len(sizes))
-        self.batch = RunningBatch(self.manager, table, writes="anywhere", max_steps_ahead=num_ahead)
+        self.batch = RunningBatch(self.manager, table, writes="anywhere", max_steps_ahead=delay)
         self.store = LyingStore(objects, rng, delay=rng.choice((0, 2)))
         rows = [pages.view(np.uint8) for pages in self.host]
         self.stored = StoreTier(self.manager, self.store, rows, NAMESPACE, write=write, deadline_ms=1e6)  # type: ignore[arg-type]
         self.running: dict[int, tuple[EngineRequest, list[tuple[int, int, int]]]] = {}  # by row: step, first and last token
-        self.step = self.num_hits = 0
+        self.steps: dict[int, StepResult] = {}  # the batch's steps that may still fail, by their number
+        self.step, self.num_hits, self.delay = 0, 0, delay
+
+    def find_step(self) -> StepResult:
+        """Return the batch's step that is being planned."""
+        return self.steps.setdefault(self.step, self.batch.new_step())
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
         """Begin a request, and check all that it hits."""
@@ -104,7 +111,7 @@ class Engine:
             pass
         num = min(CHUNK, len(prompt))
         if self.front == "batch":
-            num_hit_tokens = self.batch.admit(row, prompt, max_num_new_tokens=num)
+            num_hit_tokens = self.batch.admit(row, prompt, max_num_new_tokens=num, step=self.find_step())
             if num_hit_tokens is None:
                 return
         else:
@@ -130,7 +137,9 @@ class Engine:
         start = request.num_computed_tokens
         num = min(CHUNK, request.num_tokens - start)
         if self.front == "batch":
-            if self.batch.grow([row], num).num_grown:
+            step = self.find_step()
+            self.batch.plan([row], num, step=step)
+            if step.num_grown:
                 self.plan(row, start)
         elif self.manager.allocate_slots(request, num) is not None:
             self.plan(row, start)
@@ -140,32 +149,32 @@ class Engine:
             return self.batch.get_page_ids(row)
         return self.manager.get_page_ids(self.running[row][0].request_id)
 
-    def move(self) -> None:
-        """Make transfers and copies, in the order of the device."""
-        transfers = self.manager.take_transfers()
+    def move(self) -> StateWrites:
+        """Make saves, loads and copies, in the order of the device. Return the states that the step writes."""
+        transfers = (self.batch if self.front == "batch" else self.manager).take_moves()
         saved = [
             (group, target, self.device[group][source].copy())
-            for source, target, group in zip(transfers.save_src, transfers.save_dst, transfers.save_group, strict=True)
+            for source, target, group in zip(transfers.saves.src, transfers.saves.dst, transfers.saves.group, strict=True)
         ]
-        for source, target, group in zip(transfers.load_src, transfers.load_dst, transfers.load_group, strict=True):
+        for source, target, group in zip(transfers.loads.src, transfers.loads.dst, transfers.loads.group, strict=True):
             self.device[group][target] = self.host[group][source]
         for group, target, row in saved:
             self.host[group][target] = row
         if transfers.number:
-            self.manager.complete_transfers(transfers.number)
-        copies = self.manager.take_copies()
+            self.manager.complete(transfers.number)
+        copies = transfers.copies
         for group, source, target in zip(copies.group, copies.src, copies.dst, strict=True):
             self.device[group][target] = self.device[group][source]
+        return transfers.writes
 
     def run(self, fails: bool) -> None:
         """Run the planned step. If it fails, its pages and states keep what they had."""
-        self.move()
-        writes = self.batch.take_writes() if self.has_states else None
+        writes = self.move()
         for row, (request, parts) in self.running.items():
-            step, start, stop = parts[-1]
-            page_ids = self.get_page_ids(row)
-            if step != self.step:
+            if not parts or parts[-1][0] != self.step:
                 continue
+            _, start, stop = parts[-1]
+            page_ids = self.get_page_ids(row)
             self.check_hit(request, page_ids, start, parts)
             tokens = list(request.prompt_token_ids)
             for group, ids in enumerate(page_ids if not fails else ()):
@@ -174,10 +183,9 @@ class Engine:
                     continue
                 for position in range(start, stop):
                     self.device[group][ids[position // PAGE_SIZE], position % PAGE_SIZE] = tokens[position]
-        for row, num, page_id in zip(writes.rows, writes.num_tokens, writes.page_ids, strict=True) if writes else ():
+        for row, num, page_id in zip(writes.rows, writes.num_tokens, writes.page_ids, strict=True):
             if not fails:
                 self.device[1][page_id] = find_state(list(self.running[int(row)][0].prompt_token_ids)[:num])
-        self.manager.end_step()
         self.step += 1
 
     def check_hit(self, request: EngineRequest, page_ids: Sequence[Sequence[int]], start: int, parts: Sequence[Any]) -> None:
@@ -200,12 +208,27 @@ class Engine:
         """Release a request, with the tokens that were computed if a step failed."""
         request, _ = self.running.pop(row)
         if self.front == "batch":
-            self.batch.release([row], None if num_computed_tokens is None else [num_computed_tokens])
+            self.batch.release([row])
         else:
             self.manager.free(request, num_computed_tokens=num_computed_tokens)
 
+    def settle(self) -> None:
+        """End the batch's steps that cannot fail any more."""
+        for step in [step for step in self.steps if step < self.step - self.delay]:
+            self.batch.settle(self.steps.pop(step))
+
     def take_back(self, failed_at: int) -> None:
-        """Take back all requests, which may have read what the failed step did not write, those admitted last first."""
+        """Let rows go back to before the failed step. Requests of the manager are freed, those admitted last first, since they
+        may have read what the failed step did not write.
+        """
+        if self.front == "batch":
+            for row in self.batch.settle(self.steps[failed_at], failed=True).tolist():
+                del self.running[row]
+            self.steps = {step: result for step, result in self.steps.items() if step < failed_at}
+            for row, (request, parts) in self.running.items():
+                request.num_computed_tokens = stop = int(self.batch.num_computed_tokens[row])
+                parts[:] = [(step, start, min(end, stop)) for step, start, end in parts if step < failed_at and start < stop]
+            return
         for row in sorted(self.running, key=lambda row: -self.running[row][1][0][0]):
             parts = self.running[row][1]
             starts = [start for step, start, _ in parts if step >= failed_at]
@@ -235,8 +258,8 @@ def test_what_a_failed_step_did_not_compute_never_hits(kind: str, front: str, nu
     objects: dict[bytes, bytes] = {}
     num_failed = num_restarts = num_intact = num_hits = 0
     write = rng.choice(("through", "through", "evicted"))
-    engine = Engine(kind, front, objects, rng, num_ahead, write)
     delay = max(num_ahead, num_late)
+    engine = Engine(kind, front, objects, rng, delay, write)
     for _ in range(250):
         for row in range(NUM_ROWS):
             if row not in engine.running:
@@ -249,7 +272,11 @@ def test_what_a_failed_step_did_not_compute_never_hits(kind: str, front: str, nu
             elif engine.step - parts[-1][0] > delay and engine.failed_at is None:
                 engine.end(row, None)
         fails = engine.failed_at is not None or rng.random() < 0.1
-        if fails and engine.failed_at is None and any(parts[-1][0] == engine.step for _, parts in engine.running.values()):
+        if (
+            fails
+            and engine.failed_at is None
+            and any(parts and parts[-1][0] == engine.step for _, parts in engine.running.values())
+        ):
             engine.failed_at = engine.step
             num_failed += 1
         engine.run(fails and engine.failed_at is not None)
@@ -260,6 +287,8 @@ def test_what_a_failed_step_did_not_compute_never_hits(kind: str, front: str, nu
         if engine.failed_at is not None and engine.step - engine.failed_at > delay:
             engine.take_back(engine.failed_at)
             engine.failed_at = None
+        if engine.failed_at is None:
+            engine.settle()
         if engine.failed_at is None and rng.random() < 0.05:
             for row in list(engine.running):
                 engine.end(row, 0)
@@ -270,9 +299,9 @@ def test_what_a_failed_step_did_not_compute_never_hits(kind: str, front: str, nu
             if rng.random() < 0.5:
                 engine.stored.close(drain_seconds=rng.choice((0.0, 1.0)))
             write = rng.choice(("through", "through", "evicted"))
-            engine = Engine(kind, front, objects, rng, num_ahead, write)
+            engine = Engine(kind, front, objects, rng, delay, write)
             num_restarts += 1
     assert num_failed > 3
-    assert num_restarts > 2
+    assert num_restarts > 1
     assert num_hits > 3
     assert num_intact > 20

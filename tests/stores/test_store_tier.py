@@ -85,14 +85,14 @@ class Host:
 
     def move(self) -> int:
         """Make the transfers that are due. Return the number of loads."""
-        transfers = self.manager.take_transfers()
-        for source, target, group in zip(transfers.save_src, transfers.save_dst, transfers.save_group, strict=True):
+        transfers = self.manager.take_moves()
+        for source, target, group in zip(transfers.saves.src, transfers.saves.dst, transfers.saves.group, strict=True):
             self.rows[group][target] = self.device[group][source]
-        for source, target, group in zip(transfers.load_src, transfers.load_dst, transfers.load_group, strict=True):
+        for source, target, group in zip(transfers.loads.src, transfers.loads.dst, transfers.loads.group, strict=True):
             self.device[group][target] = self.rows[group][source]
         if transfers.number:
-            self.manager.complete_transfers(transfers.number)
-        return len(transfers.load_src)
+            self.manager.complete(transfers.number)
+        return len(transfers.loads.src)
 
     def fetch(self, token_ids: Sequence[int]) -> EngineRequest:
         request = EngineRequest("request", token_ids)
@@ -119,13 +119,11 @@ class Host:
             assert taken is not None
             pages = None
             self.move()
-            manager.take_copies()
             num_computed += num_new
             request.num_computed_tokens = num_computed
-            manager.end_step()
         manager.free(request)
-        self.move()
-        self.move()
+        for _ in range(3):
+            self.move()
         manager.check()
         return num_hit_tokens
 
@@ -623,7 +621,6 @@ def test_a_page_that_is_not_settled_is_not_saved() -> None:
     request = EngineRequest("request", tokens(1))
     assert host.manager.allocate_slots(request, request.num_tokens) is not None
     host.move()
-    host.manager.end_step()
     host.move()
     host.stored.poll()
     assert host.store.objects == {}
@@ -638,7 +635,7 @@ def test_pages_of_the_last_steps_are_saved_by_close_if_it_may_wait() -> None:
         host = Host(make_store(), write="through")
         request = EngineRequest("request", tokens(1))
         assert host.manager.allocate_slots(request, request.num_tokens) is not None
-        host.manager.end_step()
+        host.move()
         host.move()
         host.stored.close(drain_seconds=drain_seconds)
         assert len(host.store.objects) == (4 if drain_seconds else 0)
@@ -707,8 +704,8 @@ def test_a_page_whose_load_into_the_pool_failed_is_replaced() -> None:
     host.run(tokens(1))
     host.evict_all()
     assert host.manager.get_computed_pages(EngineRequest("other", tokens(1)))[1] == 16
-    transfers = host.manager.take_transfers()
-    host.manager.fail_transfers(transfers.number, loads=[1])
+    transfers = host.manager.take_moves()
+    host.manager.fail(transfers.number, loads=[1])
     host.stored.poll()
     host.stored.poll()
     assert count_intact(host) == 3
@@ -718,7 +715,7 @@ def test_a_look_up_on_its_way_of_a_page_found_to_be_wrong_leads_to_no_load() -> 
     host = Host(make_store(), write="through")
     host.run(tokens(1))
     poll, host.store.poll = host.store.poll, list
-    host.manager.take_transfers()
+    host.manager.take_moves()
     [page_ids] = host.manager.get_computed_pages(EngineRequest("other", tokens(1)))[0].get_page_ids()
     host.manager.page_pool.evict_pages(page_ids)
     request = host.fetch(tokens(1))

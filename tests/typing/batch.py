@@ -45,14 +45,15 @@ def step(batch: RunningBatch, rows: list[int], token_ids: Int32) -> Int32:
     assert_type(result.num_grown, int)
     running = np.flatnonzero(batch.is_admitted)
     if result.num_grown < len(rows):
-        batch.undo(result)
+        assert_type(batch.settle(result, failed=True), Int32)
+    assert_type(batch.settle(batch.new_step(), token_ids, counts=1), Int32)
     batch.step(running, np.zeros(len(running), dtype=np.int64))
     batch.step(tuple(rows), [1] * len(rows))
-    batch.grow(rows, 16)
-    batch.grow(rows, [16] * len(rows), num_lookahead_tokens=4)
+    batch.plan(rows, 16)
+    batch.plan(rows, [16] * len(rows), num_drafts=4, step=result)
     batch.trim(running, batch.num_computed_tokens[running])
     batch.release(running)
-    batch.release([0], num_computed_tokens=0)
+    batch.release([0], seconds=2)
     return result.new_page_ids
 
 

@@ -73,4 +73,4 @@ def simulate(manager: CacheManager, path: str) -> float:
 
 
 def copy(manager: CacheManager, arrays: dict[str, object]) -> object:
-    return copy_pages(arrays, manager.take_copies(), page_axis=1)
+    return copy_pages(arrays, manager.take_moves().copies, page_axis=1)

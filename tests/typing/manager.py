@@ -15,13 +15,14 @@ from pagepool import (
     HostTier,
     Lease,
     MambaSpec,
+    Moves,
     PageCopies,
     PageHashing,
     PrefixProbe,
     Request,
     Retention,
     SlidingWindowSpec,
-    Transfers,
+    StateWrites,
 )
 
 
@@ -88,9 +89,11 @@ def move(manager: CacheManager, request: Request) -> list[tuple[int, int]]:
         assert_type(lease, Lease)
         sent = lease.page_ids
     assert_type(sent, list[int])
-    copies = manager.take_copies()
+    moves = manager.take_moves()
+    assert_type(moves, Moves)
+    copies = moves.copies
     assert_type(copies, PageCopies)
-    transfers = manager.take_transfers()
-    assert_type(transfers, Transfers)
-    manager.complete_transfers(transfers.number)
+    assert_type(moves.loads, PageCopies)
+    assert_type(moves.writes, StateWrites)
+    manager.complete(moves.number)
     return list(zip(copies.src.tolist(), copies.dst.tolist(), strict=True))

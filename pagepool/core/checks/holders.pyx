@@ -11,8 +11,8 @@ from pagepool.core.pool cimport (
     FLAGS, MAX_BANKS, NO_GROUP, NULL_PAGE, LeasedSpan, PageStore, Pool, Transfer, bank_of, count_by_bank, id_in_bank, is_leased,
 )
 from pagepool.core.rows cimport (
-    OTHER_PAGES, Batch, ExtraKey, Flight, RowRecord, RunningRows, StateWrite, WriteList, count_hashable,
-    digests_of, find_extra_key, held_by, holding_of, plan_next_event, tokens_of,
+    OTHER_PAGES, PENDING, RUNNING, Batch, ExtraKey, RowRecord, RunningRows, StateWrite, WriteList, count_hashable, digests_of,
+    end_of, find_extra_key, held_by, holding_of, launch_at, plan_next, tokens_of,
 )
 from pagepool.core.tables cimport Table
 from pagepool.core.values cimport as_list
@@ -265,44 +265,52 @@ cdef str find_shared_open_page(RunningRows rows, int32_t *counts):
 cdef str find_flaw_in_counts(RunningRows rows, Py_ssize_t row):
     cdef Batch *batch = &rows.batch
     cdef RowRecord *record = &batch.records[row]
-    cdef int32_t planned, event = record.next_event
+    cdef int32_t planned, event = record.next_plan, final = record.next_settle
     cdef str flaw
     if not 0 <= record.num_computed <= record.num_tokens <= batch.max_num_tokens:
         return (
             f"row {row} has {record.num_tokens} tokens, {record.num_computed} of them computed, "
             f"allowed: at most {batch.max_num_tokens}"
         )
-    if not 0 <= batch.records[row].num_external <= max(0, record.num_tokens - record.num_computed - 1):
-        return f"row {row} waits for {batch.records[row].num_external} of {record.num_tokens - record.num_computed} tokens"
-    if batch.records[row].num_external and event != 1:
+    if not 0 <= batch.rows[row].num_external <= max(0, record.num_tokens - record.num_computed - 1):
+        return f"row {row} waits for {batch.rows[row].num_external} of {record.num_tokens - record.num_computed} tokens"
+    if batch.rows[row].num_external and event != 1:
         return f"row {row} waits for tokens, and its next event is at {event}, allowed: 1"
-    flaw = find_flaw_in_flight(batch, row)
+    flaw = find_flaw_in_run(batch, row)
     if flaw is not None:
         return flaw
     if record.is_admitted and batch.hash_page_size and not has_right_digests(rows, row):
-        return f"row {row}: {record.num_hashed} pages are hashed, otherwise than its {record.num_tokens} tokens would be"
+        return f"row {row}: {batch.rows[row].num_hashed} pages are hashed, otherwise than its {record.num_tokens} tokens would be"
     if record.is_admitted:
-        plan_next_event(batch, row)
-    planned, record.next_event = record.next_event, event
+        plan_next(batch, row)
+    planned, record.next_plan, record.next_settle = record.next_plan, event, final
     if not record.is_admitted <= event <= planned:  # cut tokens, and a row without room, leave an early one
         return f"row {row}: the next event is at {event} tokens, allowed: {int(record.is_admitted)} to {planned}"
     return None
 
 
-cdef str find_flaw_in_flight(const Batch *batch, Py_ssize_t row):
-    """Describe wrong counts of a row's steps in flight."""
-    cdef const Flight *flight = &batch.flights[row]
+cdef str find_flaw_in_run(const Batch *batch, Py_ssize_t row):
+    """Describe a wrong state, wrong counts or launches of a row."""
     cdef const RowRecord *record = &batch.records[row]
+    cdef Py_ssize_t i, n = record.num_launches
+    cdef int32_t resolved = launch_at(batch, row, 0).before if n else record.num_planned
     if (batch.stays[row] > 0) != record.is_admitted or batch.stays[row] > batch.num_stays:
         return f"row {row}: stay {batch.stays[row]}, allowed: {f'1 to {batch.num_stays}' if record.is_admitted else 0}"
-    if not 0 <= flight.num_told <= flight.num_launched:
-        return f"row {row}: {flight.num_launched} steps sampled tokens, {flight.num_told} of them known ones"
-    if batch.max_steps_ahead and flight.num_ahead != max(0, flight.num_planned - record.num_tokens):
-        return f"row {row}: {flight.num_ahead} of {flight.num_planned} planned tokens lie behind {record.num_tokens} known ones"
-    if not 0 <= flight.num_planned <= batch.max_num_tokens:
-        return f"row {row}: {flight.num_planned} tokens are planned, allowed: at most {batch.max_num_tokens}"
-    if batch.caches_computed and flight.num_resolved > record.num_computed:
-        return f"row {row}: steps of {flight.num_resolved} tokens are resolved, {record.num_computed} are computed"
+    if record.is_admitted != (record.state >= PENDING) or (record.state == PENDING) != (batch.rows[row].num_external > 0):
+        return f"row {row}: state {record.state}, though it waits for {batch.rows[row].num_external} tokens"
+    if n > batch.ring_size or (n and record.state != RUNNING):
+        return f"row {row}: {n} launches, allowed: at most {batch.ring_size if record.state == RUNNING else 0}"
+    if batch.rows[row].num_ahead != max(0, record.num_planned - record.num_tokens):
+        return f"row {row}: {batch.rows[row].num_ahead} of {record.num_planned} positions lie behind {record.num_tokens} tokens"
+    if record.num_computed != min(record.num_tokens, record.num_planned) or record.num_planned > batch.max_num_tokens:
+        return f"row {row}: {record.num_planned} positions are planned, {record.num_computed} of {record.num_tokens} tokens"
+    if record.num_resolved != resolved:
+        return f"row {row}: {record.num_resolved} positions are resolved, allowed: {resolved}"
+    for i in range(n):
+        if not 0 <= launch_at(batch, row, i).before <= end_of(batch, row, i):
+            return f"row {row}: launch {i} writes from {launch_at(batch, row, i).before} to {end_of(batch, row, i)}"
+        if i and launch_at(batch, row, i - 1).num_sampled > 0 and launch_at(batch, row, i).num_sampled <= 0:
+            return f"row {row}: launch {i} samples nothing behind one that does"
     return None
 
 
@@ -316,7 +324,7 @@ cdef bint has_right_digests(RunningRows rows, Py_ssize_t row) noexcept:
     cdef Digest[2] digests
     cdef Digest[2] uppers
     cdef bint is_wide = batch.hashing.kind != SIPHASH
-    cdef int32_t i, num_hashed = batch.records[row].num_hashed
+    cdef int32_t i, num_hashed = batch.rows[row].num_hashed
     if not 0 <= num_hashed <= count_hashable(batch, batch.records[row].num_tokens):
         return False
     for i in range(num_hashed):
@@ -340,7 +348,7 @@ cdef str find_flaw_in_table(RunningRows rows, Py_ssize_t row, Py_ssize_t g):
     cdef Table *table = rows.batch.tables[g]
     cdef int32_t *ids = table.page_ids + row * table.num_columns
     cdef Py_ssize_t i
-    cdef int32_t page_id, num_computed = rows.batch.records[row].num_computed + rows.batch.records[row].num_external
+    cdef int32_t page_id, num_computed = rows.batch.records[row].num_computed + rows.batch.rows[row].num_external
     if not pages_for(&rows.batch.groups[g].rules, num_computed) <= held.num_pages:
         return f"{held.num_pages} pages for {num_computed} tokens"
     if table.num_pages[row] != held.num_pages:

@@ -28,11 +28,10 @@ cdef struct Held:             # pages of one group
     int32_t num_skipped       # leading pages that were given back: no further token attends to them
     int32_t num_hits          # leading pages that were hits
     Ranking ranking           # how a policy ranked the pages behind the hits
-    uint32_t read_list        # last list of copies that reads a page; see `Copies`
-    uint32_t written_list     # last list of copies that writes a page
     int32_t next_needed       # no boundary needs a page between `num_skipped` and this place
-    int64_t load_number       # last list of transfers that loads hits; 0: none does
-    int64_t transfer_number   # last list with a transfer of these pages
+    int64_t read_list         # last list of moves with a copy that reads a page; see `Pool.list_number`
+    int64_t due_list          # last list with other moves of these pages: they are written, or saved for their last holder
+    int64_t load_number       # last list that loads hits; 0: none does
 
 cdef struct Holding:
     const Group *groups       # [num_groups]
@@ -730,7 +729,7 @@ cdef inline int64_t find_any_excess(
 cdef inline void record_taken(const Pool *pool, Held *held) noexcept nogil:
     """Record that pages were taken. The tier may have to save some of them before they are written."""
     if rare(pool.tier != NULL) and pool.tier.num_due:
-        held.transfer_number = pool.tier.last_number + 1
+        held.due_list = pool.list_number
 
 
 cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
@@ -877,6 +876,24 @@ cdef inline bint has_full_page(const Group *group, const Held *held, int64_t num
     return (held.num_cached + <int64_t>1) * group.rules.page_size <= num_tokens
 
 
+cdef inline bint _is_held_last(const Held *held, int32_t page_id) noexcept nogil:
+    """Whether a page is held. The last pages are compared first."""
+    cdef int32_t i
+    for i in range(held.num_pages - 1, -1, -1):
+        if held.ids[i] == page_id:
+            return True
+    return False
+
+
+cdef inline bint _is_destination(const Pool *pool, const Held *held) noexcept nogil:
+    """Whether a page of a group is the destination of a copy that is due."""
+    cdef Py_ssize_t i
+    for i in range(pool.copies.num if held.due_list == pool.list_number else 0):
+        if _is_held_last(held, pool.copies.items[i].dst):
+            return True
+    return False
+
+
 cdef inline void cache_full_pages(
     Waiting *waiting, const Group *group, Held *held, const Contents *contents, int64_t num_tokens
 ) noexcept nogil:
@@ -887,7 +904,7 @@ cdef inline void cache_full_pages(
     cdef bint keeps_tokens = waiting.pool.page_tokens != NULL
     if waits_for_loads(waiting.pool, held) or not has_full_page(group, held, num_tokens):
         return
-    if rare(contents.num_lookahead and waiting.pool.copies.num) and held.written_list == waiting.pool.copies.list_number:
+    if rare(contents.num_lookahead and waiting.pool.copies.num) and _is_destination(waiting.pool, held):
         return  # full pages of a fork are copies that are due
     while (held.num_cached + <int64_t>1) * size <= num_tokens:
         place = held.num_cached
@@ -1061,28 +1078,9 @@ cdef inline void _queue_copy(Pool *pool, int32_t src, Held *target, int32_t plac
     """Append a copy into the page at `place` to the list, which has room. The copy takes over a reference to `src`."""
     cdef Copies *copies = &pool.copies
     assert copies.num < copies.capacity and pool.pages[src].ref_cnt > 0 and src != target.ids[place]
-    copies.list_number += copies.num == 0
     copies.items[copies.num] = PageCopy(src=src, dst=target.ids[place], group=group)
     copies.num += 1
-    target.written_list = copies.list_number
-
-
-cdef inline bint _is_held_last(const Held *held, int32_t page_id) noexcept nogil:
-    """Whether a page is held. The last pages are compared first."""
-    cdef int32_t i
-    for i in range(held.num_pages - 1, -1, -1):
-        if held.ids[i] == page_id:
-            return True
-    return False
-
-
-cdef inline bint _are_destinations(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Whether a held page is the destination of a copy that is due."""
-    cdef Py_ssize_t g
-    for g in range(holding.num_groups if pool.copies.num else 0):
-        if holding.held[g].written_list == pool.copies.list_number:
-            return True
-    return False
+    target.due_list = pool.list_number
 
 
 cdef inline bint _are_sources(const Pool *pool, const Holding *holding) noexcept nogil:
@@ -1091,7 +1089,7 @@ cdef inline bint _are_sources(const Pool *pool, const Holding *holding) noexcept
     cdef Py_ssize_t g, i
     for g in range(holding.num_groups if pool.copies.num else 0):
         held = &holding.held[g]
-        for i in range(pool.copies.num if held.read_list == pool.copies.list_number else 0):
+        for i in range(pool.copies.num if held.read_list == pool.list_number else 0):
             if pool.copies.items[i].group == g and _is_held_last(held, pool.copies.items[i].src):
                 return True
     return False
@@ -1099,29 +1097,31 @@ cdef inline bint _are_sources(const Pool *pool, const Holding *holding) noexcept
 
 cdef inline bint has_copies(const Pool *pool, const Holding *holding) noexcept nogil:
     """Whether a copy from or into a held page is due."""
-    return _are_sources(pool, holding) or _are_destinations(pool, holding)
-
-
-cdef inline bint awaits_copies(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Whether a copy into a held page is due, or a transfer of one was not taken."""
     cdef Py_ssize_t g
-    for g in range(holding.num_groups if pool.tier != NULL else 0):
-        if holding.held[g].transfer_number > pool.tier.last_number:
+    for g in range(holding.num_groups):
+        if _is_destination(pool, &holding.held[g]):
             return True
-    return _are_destinations(pool, holding)
+    return _are_sources(pool, holding)
 
 
-cdef inline bint has_copies_due(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Whether a copy or transfer of a held page is due, so that no token may be written to it."""
-    return rare(pool.copies.num or pool.tier != NULL) and (_are_sources(pool, holding) or awaits_copies(pool, holding))
+cdef inline bint awaits_moves(const Pool *pool, const Holding *holding) noexcept nogil:
+    """Whether a move into a held page is due, or a save of its last content."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        if holding.held[g].due_list == pool.list_number:
+            return True
+    return False
+
+
+cdef inline bint has_moves_due(const Pool *pool, const Holding *holding) noexcept nogil:
+    """Whether a move of a held page is due, so that no token may be written to it."""
+    return rare(pool.copies.num or pool.tier != NULL) and (awaits_moves(pool, holding) or _are_sources(pool, holding))
 
 
 cdef inline void drop_copies(Pool *pool, const Holding *holding) noexcept nogil:
     """Drop the copies into pages that were just given back."""
     cdef Copies *copies = &pool.copies
     cdef Py_ssize_t i, num_kept = 0
-    if not _are_destinations(pool, holding):
-        return
     for i in range(copies.num):
         if _is_held_last(&holding.held[copies.items[i].group], copies.items[i].dst):
             give_back(pool, copies.items[i].src)
@@ -1146,7 +1146,7 @@ cdef inline int32_t count_moves(const Pool *pool, int32_t page_id) noexcept nogi
 
 
 cdef inline int64_t find_load_number(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Return the last list of transfers that loads one of the pages; 0: none does."""
+    """Return the last list of moves that loads one of the pages; 0: none does."""
     cdef Py_ssize_t i
     cdef int64_t number = 0
     for i in range(n if pool.tier != NULL and pool.tier.oldest_load < INT64_MAX else 0):
@@ -1155,12 +1155,12 @@ cdef inline int64_t find_load_number(const Pool *pool, const int32_t *ids, Py_ss
 
 
 cdef inline void record_loads(const Pool *pool, const Holding *holding, int64_t number) noexcept nogil:
-    """Record the last list of transfers that loads hits; 0: none does."""
+    """Record the last list of moves that loads hits; 0: none does."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups if number else 0):
         holding.held[g].load_number = number
-        if number > pool.tier.last_number:
-            holding.held[g].transfer_number = number
+        if number == pool.list_number:
+            holding.held[g].due_list = number
 
 
 cdef inline bint waits_for_loads(const Pool *pool, const Held *held) noexcept nogil:
@@ -1275,8 +1275,8 @@ cdef inline void give_back_behind(Pool *pool, const Holding *holding, int32_t nu
 cdef inline int32_t _count_kept(
     const Pool *pool, const Group *group, const Held *held, int32_t num_computed, int32_t num_tokens
 ) noexcept nogil:
-    """Count the leading pages that a holder of `num_tokens` tokens, `num_computed` of them computed, can keep. They end before
-    the first page with other holders to which it would write.
+    """Count the leading pages that a holder of `num_tokens` tokens can keep, if it writes to those from `num_computed` on. They
+    end before the first page with other holders to which it would write.
     """
     cdef int32_t page, num_pages = <int32_t>pages_for(&group.rules, num_tokens)
     for page in range(full_pages(&group.rules, num_computed), min(num_pages, held.num_pages)):
@@ -1285,19 +1285,21 @@ cdef inline int32_t _count_kept(
     return num_pages
 
 
-cdef inline int32_t find_restart(const Pool *pool, const Holding *holding, int32_t most) noexcept nogil:
-    """Count the leading tokens, at most `most`, that can stay computed. In each group they end where a page starts, or within
-    one that nobody else holds. O(groups) for each time that a group shortens them.
+cdef inline int32_t find_restart(const Pool *pool, const Holding *holding, int32_t most, int32_t changed) noexcept nogil:
+    """Count the leading tokens, at most `most`, that can stay computed, if the holder writes to the slots from `changed` on. In
+    each group they end where a page starts, or within one that nobody else holds. O(groups) for each time that a group shortens
+    them.
     """
     cdef const Group *group
     cdef Py_ssize_t g
-    cdef int32_t before = -1, restart = most
+    cdef int32_t kept, before = -1, restart = most
     while before != restart:
         before = restart
         for g in range(holding.num_groups):
             group = &holding.groups[g]
-            if _count_kept(pool, group, &holding.held[g], restart, restart) < pages_for(&group.rules, restart):
-                restart = full_pages(&group.rules, restart) * group.rules.page_size
+            kept = _count_kept(pool, group, &holding.held[g], min(changed, restart), restart)
+            if kept < pages_for(&group.rules, restart):
+                restart = kept * group.rules.page_size
     return restart
 
 
@@ -1317,10 +1319,12 @@ cdef inline bint can_restart(const Pool *pool, const Holding *holding, int32_t r
     return True
 
 
-cdef inline void restart_from(Pool *pool, const Holding *holding, int32_t restart, int32_t num_tokens) noexcept nogil:
-    """Let a holder of `num_tokens` tokens compute those from `restart` on again, after `can_restart`. It gives back the pages
-    behind its tokens, and all pages from the first one with other holders to which it would write, the last first. Pages with
-    the recomputed tokens lose their entries if nobody else holds them.
+cdef inline void restart_from(
+    Pool *pool, const Holding *holding, int32_t restart, int32_t changed, int32_t num_tokens
+) noexcept nogil:
+    """Let a holder of `num_tokens` tokens compute those from `restart` on again, after `can_restart`, and write to the slots
+    from `changed` on. It gives back the pages behind its tokens, and all pages from the first one with other holders to which
+    it would write, the last first. Changed pages lose their entries if nobody else holds them.
     """
     cdef const Group *group
     cdef Held *held
@@ -1328,12 +1332,12 @@ cdef inline void restart_from(Pool *pool, const Holding *holding, int32_t restar
     cdef int32_t keep, page_id
     for g in range(holding.num_groups):
         group, held = &holding.groups[g], &holding.held[g]
-        keep = _count_kept(pool, group, held, restart, num_tokens)
-        for j in range(held.num_pages - 1, full_pages(&group.rules, restart) - 1, -1):
+        keep = _count_kept(pool, group, held, changed, num_tokens)
+        for j in range(held.num_pages - 1, full_pages(&group.rules, changed) - 1, -1):
             page_id = held.ids[j]
             if page_id != NULL_PAGE and pool.pages[page_id].ref_cnt == 1 and pool.pages[page_id].group != NO_GROUP:
                 uncache(pool, page_id)
-        give_back_from(pool, group, held, keep, restart)
+        give_back_from(pool, group, held, keep, restart if is_state(&group.rules) else changed)
 
 
 # A fork of a request or row shares its full pages. The open page of each group, and working pages of states, are copied. So are
@@ -1414,7 +1418,7 @@ cdef inline void _fork_page(
     share(pool, page_id)
     _take_into(pool, target, place, 1, queue, session)
     _queue_copy(pool, page_id, target, place, g)
-    source.read_list = target.written_list
+    source.read_list, pool.copies.is_between = pool.list_number, True
     if pool.tier != NULL and pool.tier.loading[page_id]:  # if the load fails, the copy is as wrong as its source
         pool.tier.loading[target.ids[place]] = pool.tier.loading[page_id]
         pool.tier.last_forked = max(pool.tier.last_forked, pool.tier.loading[target.ids[place]])

@@ -19,7 +19,7 @@ cdef enum Outcome:
     WRONG_HIT                 # a hit has another content by now, or cannot be held
     NOT_EMPTY                 # hits for a request that holds pages
     HELD_FREE                 # a caller gave a reference to a page in the free queue
-    COPIES_DUE                # copies or transfers of pages of the request are due
+    MOVES_DUE                # moves of pages of the request are due
     CACHED_OTHERWISE          # a page that was filled has an entry under another hash
     LOST_PAGE                 # another caller gave back a page that is to be skipped or kept
     NO_MEMORY
@@ -68,7 +68,7 @@ cdef class RequestPages:
 
 
 cdef int refuse_ahead(str name, int64_t num_slots, int64_t num_passed) except -1
-cdef int refuse_due(str name) except -1
+cdef int refuse_due(PageStore store, str name) except -1
 cdef int refuse_unshareable(str name) except -1
 cdef int require_banks(PageStore store, CacheGroups groups) except -1
 cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noexcept

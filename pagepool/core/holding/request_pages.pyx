@@ -13,7 +13,7 @@ from pagepool.core.pool cimport (
 )
 from pagepool.core.values cimport as_list, ids_in, new_ids, size_of
 
-from pagepool.errors import ArgumentError, ArgumentTypeError, CopiesDueError, PageHashError, PageIdError, StateAheadError
+from pagepool.errors import ArgumentError, ArgumentTypeError, MovesDueError, PageHashError, PageIdError, StateAheadError
 
 
 cdef int lock_chain(HashChain chain, PageStore store) except -1:
@@ -37,12 +37,11 @@ cdef int refuse_ahead(str name, int64_t num_slots, int64_t num_passed) except -1
     )
 
 
-cdef int refuse_due(str name) except -1:
-    """Raise the error for copies or transfers that are due."""
-    raise CopiesDueError(
-        f"{name}: got copies or transfers of its pages that are due, allowed: none; call take_copies, and with a host tier "
-        "take_transfers, and do them, before"
-    )
+cdef int refuse_due(PageStore store, str name) except -1:
+    """Raise the error for moves that are due. They may be taken now, within a plan."""
+    with store.own_lock()[0]:
+        store.pool.copies.is_between = True
+    raise MovesDueError(f"{name}: got moves of its pages that are due, allowed: none; call take_moves, and make them, before")
 
 
 cdef int refuse_unshareable(str name) except -1:
@@ -285,7 +284,7 @@ cdef class RequestPages:
         cdef Py_ssize_t g
         self.limits = limits_of(&self.holding)
         self.limits.num_room = min(self.limits.num_room, self.max_num_tokens)
-        if has_copies_due(&self.store.pool, &self.holding):
+        if has_moves_due(&self.store.pool, &self.holding):
             self.limits.num_skip = 0
         self.num_cached_tokens, self.num_idle = self.holding.num_once_cached, self.limits.num_room
         for g in range(self.holding.num_groups):
@@ -368,8 +367,8 @@ cdef class RequestPages:
         due after `num_computed_tokens` tokens; cache the pages that `num_tokens_to_cache` tokens fill.
 
         Errors, where nothing has changed: PageHashError for a hit whose content is another one by now, and for a page that was
-        cached under another hash; ArgumentError for hits of a request that holds pages; CopiesDueError while copies or
-        transfers of its pages are due; DoubleFreeError if another caller gave back a page that is due. O(pages).
+        cached under another hash; ArgumentError for hits of a request that holds pages; MovesDueError while moves
+        of its pages are due; DoubleFreeError if another caller gave back a page that is due. O(pages).
         """
         cdef tuple checked = checked_hits(self.store, hits, &self.holding)
         cdef tuple new = new_ids(self.holding.num_groups)
@@ -470,21 +469,20 @@ cdef class RequestPages:
         cdef int64_t num = size_of(num_tokens, "num_tokens", 0, MAX_TOKENS)
         cache_computed(self, chain, num, INT64_MAX, True, is_failed, context)
 
-    def require_copies_taken(self, bint may_be_read=False) -> None:
-        """Raise CopiesDueError while copies or transfers of the pages are due. Copies from the pages do not count if they
-        `may_be_read`.
+    def require_moves_taken(self, bint may_be_read=False) -> None:
+        """Raise MovesDueError while moves of the pages are due. Copies from the pages do not count if they `may_be_read`.
         """
         cdef Pool *pool = &self.store.pool
         cdef bint is_due
         with self.store.own_lock()[0]:
-            is_due = awaits_copies(pool, &self.holding) if may_be_read else has_copies_due(pool, &self.holding)
+            is_due = awaits_moves(pool, &self.holding) if may_be_read else has_moves_due(pool, &self.holding)
         if is_due:
-            self.refuse(COPIES_DUE, NULL, (), None)
+            self.refuse(MOVES_DUE, NULL, (), None)
 
     cdef int refuse(self, Outcome outcome, const Step *step, tuple hits, HashChain chain) except -1:
         """Raise the error for a step that was not done."""
-        if outcome == COPIES_DUE:
-            refuse_due("request")
+        if outcome == MOVES_DUE:
+            refuse_due(self.store, "request")
         if outcome == NOT_EMPTY:
             raise ArgumentError("hits: got some for a request that holds pages, allowed: none")
         if outcome == WRONG_HIT:
@@ -547,7 +545,7 @@ cdef class RequestPages:
                 self.store.pad_terms(terms, checked_term, num_staying)
             bad = self.store.give_back_row(ids, num_staying, ids_in(terms))
         if has_room and bad < 0:
-            if chain is not None and num_last <= chain.num * chain.page_size and not awaits_copies(pool, &self.holding):
+            if chain is not None and num_last <= chain.num * chain.page_size and not awaits_moves(pool, &self.holding):
                 cache_states(pool, &self.holding, &contents, <int32_t>num_last, checked_term)
             drop_copies(pool, &self.holding)
             if num_computed_tokens is not None:
@@ -628,8 +626,8 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
 
 cdef Outcome check(Pool *pool, const Holding *holding, Step *step, const Contents *contents, bint is_past_skip) noexcept:
     """Return the reason why a step cannot be done; DONE if it can be tried."""
-    if has_copies_due(pool, holding):
-        return COPIES_DUE
+    if has_moves_due(pool, holding):
+        return MOVES_DUE
     if step.demand.hits != NULL and count_places(holding):
         return NOT_EMPTY
     if not price(pool, holding, &step.demand, contents.digests, contents.num_digests):

@@ -284,7 +284,7 @@ cdef class SlotAllocator:
         if is_admission and self.groups.boundaries.writes_states:
             raise ArgumentError(
                 f"request {shown(request_id)}: got states with checkpoints=\"ends\", which a step writes to pages that "
-                "RunningBatch.take_writes names, allowed: rows of a RunningBatch"
+                "RunningBatch.take_moves names, allowed: rows of a RunningBatch"
             )
         if is_admission:
             held = RequestPages.__new__(RequestPages, self.store, self.groups, self.max_num_tokens, request)

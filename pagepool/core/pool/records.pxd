@@ -143,7 +143,7 @@ cdef struct Copies:           # copies due before the next step; each has a refe
     PageCopy *items           # [num], and room for `capacity`
     Py_ssize_t num
     Py_ssize_t capacity
-    uint32_t list_number      # number of this list; it moves with the first copy queued after a list was taken
+    bint is_between           # moves are taken next for a fork, or for a call that was refused, and begin no step
 
 cdef struct Outcomes:         # pages whose term ended, except `NEVER`, by outcome
     int64_t num_pages_in_time  # used within the term
@@ -202,7 +202,7 @@ cdef struct Dependents:       # checkpoints that lose their entries with the pag
 
 cdef struct Transfer:         # one page on its way between a pool and its tier
     Digest key                # digest of its content
-    int64_t number            # list with which it was taken; 0: it is due
+    int64_t number            # list of moves with which it was taken; 0: it is due
     int32_t page_id           # page of the pool; the null page if it comes from storage
     int32_t tier_id           # page of the tier
     int32_t group             # group of the entry
@@ -233,12 +233,11 @@ cdef struct Tier:
     Py_ssize_t num
     Py_ssize_t capacity
     Py_ssize_t num_due
-    int64_t last_number       # number of the last list that was taken
     int64_t num_fills         # lists that were filled from storage; they have negative numbers
     int64_t num_clears        # how often everything was dropped
-    int64_t num_steps         # storage: lists taken since it was linked, empty ones too
+    int64_t num_steps         # steps whose moves were taken; of storage, those since it was linked
     int64_t *arrivals         # storage: [pages of the tier] `num_steps` when each was cached
-    int64_t oldest_load       # first list with unfinished loads, where due loads count as the next list; INT64_MAX: none
+    int64_t oldest_load       # first list with unfinished loads; INT64_MAX: none
     int64_t *loading          # [num_pages] list that loads a page of the pool; 0 for most
     int64_t last_forked       # last list that was loading a page when a fork copied it
     uint8_t *uses             # [num_pages] uses of a cached page, up to `min_uses`; NULL: one use is enough
@@ -247,7 +246,7 @@ cdef struct Tier:
     uint32_t num_cached       # pages ever cached; wraps around
     FreshPage *fresh          # [num_fresh] pages to be saved, and room for `fresh_capacity`
     Py_ssize_t num_fresh
-    Py_ssize_t num_ready      # leading entries that a step has computed
+    Py_ssize_t num_ready      # leading entries that were cached before the last list was taken
     Py_ssize_t fresh_capacity
     TierCounters counters
     # Saves a page that is about to be evicted. Calls through these two pointers keep the code of the tier out of the loops that
@@ -307,6 +306,7 @@ cdef struct Pool:
     Tenants tenants
     Dependents dependents
     Copies copies
+    int64_t list_number       # number of the list of moves that is due: copies, loads and saves. They are taken together
     Tier *tier                # NULL: none
     # Keep held pages before free ones with the same content; NULL: look-ups find the page cached first. Calls through these
     # pointers keep the code of rings out of the loops that cache, hit and give back pages.

@@ -28,6 +28,7 @@ cdef class PageStore:
     cdef readonly object names          # HashNames
     cdef PyObject *tier                 # owned `PageTier` behind it, or NULL; invisible to the garbage collector
     cdef Py_ssize_t capacity            # allocated records
+    cdef int64_t last_step              # last step with moves taken by a manager, see `begin_step`
     cdef dict leases                    # keys: held leases and some ended ones, the oldest first
     cdef dict views                     # page id -> CachePage, made on demand
     cdef cython.pymutex lock

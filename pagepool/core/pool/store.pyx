@@ -303,7 +303,7 @@ cdef class PageStore:
         self.names = HashNames()
         self.pool.multiplier = int.from_bytes(os.urandom(8), "little") | 1
         self.pool.sample_mask = -1
-        self.pool.lost_interval = LOST_INTERVAL
+        self.pool.lost_interval, self.pool.list_number = LOST_INTERVAL, 1
         num_records = add_banks(&self.pool, size_of(num_pages, "num_pages", 1), further_banks)
         if not add_records(self, num_records) or (self.enable_caching and not make_index(&self.pool)):
             raise MemoryError(f"{num_records} page records")

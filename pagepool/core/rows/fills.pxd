@@ -2,8 +2,8 @@
 # these in the place of their ids. So `sources` needs the rows of the step before, in order, and the token of each that it
 # samples, whichever inputs of the batch were filled for it.
 #
-# The tokens that steps sample are numbered within a row's stay, so no step is taken for an earlier one of the same row. A step
-# that is filled again, in any inputs, replaces its fill. A step that is taken back leaves none.
+# A sampled token is known by its step, or by its position where no steps are in flight, so no step is taken for an earlier one
+# of the same row. A step that is filled again, in any inputs, replaces its fill. A failed step leaves none.
 #
 # Always: ``0 <= last < capacity``, and a fill has at most as many rows as the batch.
 
@@ -16,7 +16,7 @@ cdef enum:
 
 cdef struct FilledRow:        # a row of a step
     int64_t stay
-    int64_t sampled           # number of the token that the step samples; 0: none
+    int64_t sampled           # `number_sampled` of the token that the step samples; 0: none
 
 cdef struct Fill:             # the rows of a step, in the order of its inputs
     int64_t step              # number of the step; NAMED_ROWS or TAKEN_BACK
@@ -28,7 +28,6 @@ cdef struct Fills:            # the last fills, in a ring
     Fill *items               # [capacity]; NULL: no inputs of the batch have sources
     Py_ssize_t capacity
     Py_ssize_t last           # index of the newest
-    int64_t num_steps         # steps that were filled
 
 
 cdef inline Fill *find_fill_before(const Fills *fills, int64_t step) noexcept nogil:
@@ -53,10 +52,10 @@ cdef inline Fill *begin_fill(Fills *fills, int64_t step) noexcept nogil:
 
 
 cdef inline void take_back_fills(Fills *fills, int64_t step) noexcept nogil:
-    """Forget the fills of a step that is taken back."""
+    """Forget the fills of a step that failed, and of all later ones."""
     cdef Py_ssize_t i
-    for i in range(fills.capacity if step != NAMED_ROWS else 0):
-        if fills.items[i].step == step:
+    for i in range(fills.capacity):
+        if fills.items[i].step >= step:
             fills.items[i].step = TAKEN_BACK
 
 

@@ -309,43 +309,36 @@ cdef inline void read_span(
     spans.drafts[i] = spans.known[i]
 
 
-cdef inline FaultKind read_call(const Source *source, const Growth *growth, Spans *spans, Py_ssize_t *at) noexcept nogil:
-    """Read the tokens given to rows by a call, without those computed by steps that were planned before it. No later call may
-    have changed the rows.
-    """
+cdef inline bint read_launch(const Batch *batch, const Growth *growth, Py_ssize_t at, Spans *spans) noexcept nogil:
+    """Read the positions that a row of a call writes; False if its launch is over, or not its own any more."""
+    cdef int32_t row = growth.grown_rows[at]
+    cdef const Launch *launch
+    cdef Py_ssize_t i = find_launch(batch, row, growth.step)
+    if i < 0 or launch_at(batch, row, i).num_sampled == NOBODYS:
+        return False
+    launch = launch_at(batch, row, i)
+    read_span(spans, at, row, launch.before, end_of(batch, row, i), batch.records[row].num_tokens)
+    spans.drafts[at] = spans.stops[at] - max(0, launch.num_sampled - 1)
+    return True
+
+
+cdef inline FaultKind read_call(const Source *source, StepResult call, Spans *spans, Py_ssize_t *at) noexcept:
+    """Read the positions that rows of a call write. They must have stayed where they are."""
     cdef const Batch *batch = source.batch
-    cdef const RowRecord *records = batch.records
-    cdef const int32_t *rows = growth.grown_rows
-    cdef const Grown *grown = growth.grown
-    cdef Amounts ahead = growth.num_ahead
-    cdef Spans out = spans[0]
-    cdef bint has_ahead = ahead.stride or (growth.num_grown and ahead.values[0])
-    cdef int32_t num_new = growth.num_new_tokens.values[0] if growth.num_grown else 0
-    cdef int32_t row, start, stop, num_computed
-    cdef Py_ssize_t i, n = growth.num_grown
-    copy_bytes(out.rows, rows, n * sizeof(int32_t))
-    for i in range(n if batch.num_calls != growth.num_calls else 0):
-        if not is_last_step(batch, growth, i):
+    cdef const Growth *growth = &call.growth
+    cdef const int64_t *stays = call.stays.by_row
+    cdef int32_t row
+    cdef Py_ssize_t i
+    copy_bytes(spans.rows, growth.grown_rows, growth.num_grown * sizeof(int32_t))
+    for i in range(growth.num_grown):
+        row = growth.grown_rows[i]
+        if not 0 < batch.stays[row] <= growth.num_stays or (stays != NULL and batch.stays[row] != stays[row]):
             at[0] = i
             return STALE
-    for i in range(n if growth.launches != NULL else 0):
-        row = rows[i]
-        start = max(computed_before(batch, growth, i), planned_before(batch, growth, i))
-        stop = planned_by(batch, growth, i) if growth.ahead == NULL else batch.flights[row].num_planned
-        read_span(spans, i, row, start, stop, records[row].num_tokens)
-        if growth.ahead != NULL:
-            out.drafts[i] = max(out.drafts[i], start + 1)
-    if growth.launches == NULL:
-        for i in range(n):  # vectorised
-            num_computed = grown[i].num_computed
-            out.starts[i], out.stops[i], out.known[i] = num_computed - num_new, num_computed, num_computed
-            out.drafts[i] = num_computed
-        for i in range(n if growth.num_new_tokens.stride else 0):
-            out.starts[i] = computed_before(batch, growth, i)
-        for i in range(n if has_ahead else 0):
-            out.stops[i] = planned_by(batch, growth, i)
-            out.known[i] = out.drafts[i] = min(out.stops[i], records[rows[i]].num_tokens)
-    return find_empty_span(spans, n, at)
+        if not read_launch(batch, growth, i, spans):
+            at[0] = i
+            return STALE
+    return find_empty_span(spans, growth.num_grown, at)
 
 
 cdef inline FaultKind find_empty_span(const Spans *spans, Py_ssize_t n, Py_ssize_t *at) noexcept nogil:
@@ -374,7 +367,7 @@ cdef inline FaultKind read_lists(
         if not 0 <= spans.rows[i] < source.num_rows:
             return OUTSIDE_TABLE
         if source.batch != NULL:
-            if not is_row(source.batch, spans.rows[i]) or source.batch.records[spans.rows[i]].num_external:
+            if not 0 <= spans.rows[i] < source.batch.num_rows or source.batch.records[spans.rows[i]].state != RUNNING:
                 return NOT_READY
             num_known = source.batch.records[spans.rows[i]].num_tokens
             spans.known[i] = spans.drafts[i] = min(spans.known[i], num_known)
@@ -449,19 +442,38 @@ cdef inline void arrange(Step *step, const Spans *spans) noexcept nogil:
         step.order[at] = <int32_t>i
 
 
-cdef inline int64_t number_sampled(const Batch *batch, int32_t row, int32_t start, int32_t stop, bint is_step) noexcept nogil:
-    """Return the number of the token sampled behind tokens ``[start, stop)`` of a row, which its last step computes, or which
-    the caller named; 0 if known tokens follow. With steps in flight it is the number of the step that samples it, otherwise its
-    position.
+cdef inline Py_ssize_t launch_from(const Batch *batch, int32_t row, int32_t start) noexcept nogil:
+    """Return the index of the row's launch that writes position `start`; -1: none does."""
+    cdef Py_ssize_t i
+    for i in range(batch.records[row].num_launches - 1, -1, -1):
+        if launch_at(batch, row, i).before <= start:
+            return i if start < end_of(batch, row, i) else -1
+    return -1
+
+
+cdef inline int64_t number_sampled(const Batch *batch, int32_t row, int32_t start, int32_t stop) noexcept nogil:
+    """Return what identifies the token sampled behind tokens ``[start, stop)`` of a row; 0 if known tokens follow. With steps
+    in flight it is the number of the step that samples it, otherwise its position.
     """
     cdef int32_t num_tokens = batch.records[row].num_tokens
+    cdef Py_ssize_t i
     if stop < num_tokens:
         return 0
     if batch.max_steps_ahead == 0:
         return num_tokens + <int64_t>(start >= num_tokens)
-    if is_step:
-        return batch.flights[row].num_launched
-    return batch.flights[row].num_told + <int64_t>1 + (start >= num_tokens)
+    i = launch_from(batch, row, start)
+    return launch_at(batch, row, i).step if i >= 0 else 0
+
+
+cdef inline int64_t number_of_source(const Batch *batch, int32_t row, int32_t start) noexcept nogil:
+    """Return what identifies the token at position `start`, which is not known, as `number_sampled` does; 0: no step in flight
+    samples it.
+    """
+    cdef Py_ssize_t i
+    if batch.max_steps_ahead == 0:
+        return start if start == batch.records[row].num_tokens else 0
+    i = launch_from(batch, row, start)
+    return launch_at(batch, row, i - 1).step if i > 0 and launch_at(batch, row, i - 1).num_sampled > 0 else 0
 
 
 cdef bint reserve_fills(Batch *batch) noexcept:
@@ -492,8 +504,8 @@ cdef inline void begin_rows(Step *step) noexcept nogil:
 
 
 cdef bint is_read(StepResult step) noexcept:
-    """Whether a device may still read the inputs of a step. An engine that never resolves steps keeps track itself."""
-    return step.batch is not None and step.batch.batch.resolves and not step.is_resolved
+    """Whether a device may still read the inputs of a step. An engine that never settles steps keeps track itself."""
+    return step.batch.batch.settles and not step.is_settled
 
 
 cdef int32_t padding_of(object value, str name) except? -1:
@@ -753,7 +765,7 @@ cdef class InputArrays:
         reader = self.steps[next_set] if self.steps is not None else None
         if reader is not None and reader is not result and is_read(reader):
             raise ArgumentError(
-                f"out: got {self.depth} sets, which steps that are not resolved read, allowed: more sets than steps in flight"
+                f"out: got {self.depth} sets, which steps that are not settled read, allowed: more sets than steps in flight"
             )
         self.lock()
         filling.num_rows, filling.num_padded_tokens, filling.num_padded_rows = n, num_padded_tokens, num_padded_rows
@@ -819,7 +831,7 @@ cdef class InputArrays:
         """Read the rows of all calls of a step."""
         cdef StepResult call
         cdef Spans spans = self.read
-        cdef FaultKind kind = read_call(&self.source, &result.growth, &spans, at)
+        cdef FaultKind kind = read_call(&self.source, result, &spans, at)
         cdef Py_ssize_t first = result.growth.num_grown
         for item in result.calls or ():
             call = item
@@ -829,7 +841,7 @@ cdef class InputArrays:
                 rows=self.read.rows + first, starts=self.read.starts + first, stops=self.read.stops + first,
                 known=self.read.known + first, drafts=self.read.drafts + first,
             )
-            kind = read_call(&self.source, &call.growth, &spans, at)
+            kind = read_call(&self.source, call, &spans, at)
             at[0] += first
             first += call.growth.num_grown
         return kind
@@ -837,17 +849,15 @@ cdef class InputArrays:
     cdef FaultKind find_sources(self, StepResult result, Py_ssize_t *at) noexcept:
         """Find the places of the rows among those of the step filled before, where it samples their first tokens."""
         cdef const Batch *batch = &self.batch.batch
-        cdef const Fill *fill = find_fill_before(&batch.fills, NAMED_ROWS if result is None else result.fill)
+        cdef const Fill *fill = find_fill_before(&batch.fills, NAMED_ROWS if result is None else result.growth.step)
         cdef int32_t row, start
         cdef int64_t number
-        cdef bint is_next
         cdef Py_ssize_t i, place
         for i in range(self.step.num_rows):
             row, start, place = self.read.rows[i], self.read.starts[i], -1
             if start >= self.read.known[i]:
-                number = number_sampled(batch, row, start, self.read.stops[i], result is not None) - 1
-                is_next = batch.max_steps_ahead and result is not None or start == batch.records[row].num_tokens
-                if is_next and fill != NULL and batch.rows[row].last_cut <= fill.num_cuts:
+                number = number_of_source(batch, row, start)
+                if number and fill != NULL and batch.rows[row].last_cut <= fill.num_cuts:
                     place = place_in(fill, i, batch.stays[row], number)
                 if place < 0:
                     at[0] = i
@@ -863,15 +873,12 @@ cdef class InputArrays:
         cdef Fill *fill
         cdef Py_ssize_t i
         if result is not None:
-            if result.fill == 0:
-                batch.fills.num_steps += 1
-                result.fill = batch.fills.num_steps
-            step = result.fill
+            step = result.growth.step
         fill = begin_fill(&batch.fills, step)
         fill.num_cuts, fill.num_rows = batch.num_cuts, self.step.num_rows
         for i in range(self.step.num_rows):
             fill.rows[i].stay = batch.stays[spans.rows[i]]
-            fill.rows[i].sampled = number_sampled(batch, spans.rows[i], spans.starts[i], spans.stops[i], result is not None)
+            fill.rows[i].sampled = number_sampled(batch, spans.rows[i], spans.starts[i], spans.stops[i])
 
     cdef int lock(self) except -1:
         if self.numbers == NULL or self.lock_order is None:
@@ -905,7 +912,7 @@ cdef class InputArrays:
             raise ArgumentError(f"rows: got {fault.row} twice (the second at {fault.at}), allowed: each once")
         if fault.kind == STALE:
             raise ArgumentError(
-                f"{name}: got a row that was grown, cut, moved or released since the step, allowed: the row's last step"
+                f"{name}: got a row that was cut, moved or released since the step, allowed: the row's last step"
             )
         if fault.kind == WRONG_SPAN:
             raise ArgumentError(

@@ -139,7 +139,7 @@ cdef class RowRequest:
         cdef int32_t checked_shard = as_shard(shard, rows.num_shards)
         if counter is not None and counter.store is not rows.store:
             raise ArgumentError("counter: got one of another pool, allowed: one of the batch's")
-        if step is not None and self.tokens.num_ahead:
+        if self.tokens.num_ahead:
             check_drafts(&rows.batch, f"row {self.row}", self.tokens.num_ahead)
         if step is not None:
             self.step, self.call = checked_step(rows, step, "step"), new_admission(rows, self.row)
@@ -157,11 +157,11 @@ cdef class RowRequest:
         finally:
             rows.refusals[self.row] = None if is_admitted else result
             if not is_admitted:
-                rows.batch.records[self.row].is_claimed = 0
+                rows.batch.records[self.row].state = FREE
         if is_admitted and self.step is not None and self.call.num_grown:
             add_call(self.step, self.call)
         if is_admitted and counter is not None:
-            counter.count(self.tokens.num_known, rows.batch.records[self.row].num_hits)
+            counter.count(self.tokens.num_known, rows.batch.rows[self.row].num_hits)
             if rows.batch.pool.num_banks > 1:
                 counter.count_lost(&self.lost)
         return result if is_admitted else None
@@ -184,14 +184,14 @@ cdef class RowRequest:
         finally:
             if not self.keeps_hashes:
                 rows.refusals[self.row] = None
-            rows.batch.records[self.row].is_claimed = 0
+            rows.batch.records[self.row].state = FREE
         return num_hashes * rows.batch.hash_page_size
 
     cdef Query query(self) noexcept:
         """Return the look-up of the request, whose tokens are hashed."""
         cdef Batch *batch = &self.rows.batch
         return query_of(
-            self.rows.groups, digests_of(batch, self.row), batch.records[self.row].num_hashed, batch.hash_page_size,
+            self.rows.groups, digests_of(batch, self.row), batch.rows[self.row].num_hashed, batch.hash_page_size,
             self.tokens.num_known, ids_in_shard(batch.pool, self.shard),
         )
 
@@ -199,8 +199,9 @@ cdef class RowRequest:
         """Claim the row, so that no other call admits a request there or moves another row there."""
         cdef bint is_claimed
         with self.rows.own_lock()[0]:
-            is_claimed = self.rows.batch.records[self.row].is_claimed
-            self.rows.batch.records[self.row].is_claimed = 1
+            is_claimed = self.rows.batch.records[self.row].state != FREE
+            if not is_claimed:
+                self.rows.batch.records[self.row].state = CLAIMED
         if is_claimed:
             raise ArgumentError(f"row {self.row}: got a row that is admitted already, or being admitted, allowed: a free one")
         return 0
@@ -219,9 +220,9 @@ cdef class RowRequest:
             rows.forget_extra_keys(self.row)
         if batch.hash_page_size:
             num_kept = count_hashed_before(batch, self.row, tokens.ids, tokens.num)
-        self.keeps_hashes = has_same_keys and num_kept == batch.records[self.row].num_hashed
-        assert batch.records[self.row].is_claimed and not batch.records[self.row].is_admitted
-        batch.records[self.row].num_hashed = <int32_t>num_kept
+        self.keeps_hashes = has_same_keys and num_kept == batch.rows[self.row].num_hashed
+        assert batch.records[self.row].state == CLAIMED
+        batch.rows[self.row].num_hashed = <int32_t>num_kept
         start = num_kept * batch.hash_page_size
         copy_bytes(tokens_of(batch, self.row) + start, tokens.ids + start, (tokens.num - start) * sizeof(int32_t))
         if batch.hash_page_size:
@@ -230,9 +231,9 @@ cdef class RowRequest:
             thread = let_others_run((tokens.num - start) // batch.hash_page_size)
             signs = hash_row(batch, self.row, count_keyed(batch, tokens.num))
             go_on(thread)
-            start = batch.records[self.row].num_hashed * batch.hash_page_size
+            start = batch.rows[self.row].num_hashed * batch.hash_page_size
         if (signs | signs_of(copied + start, tokens.num - start)) < 0:
-            batch.records[self.row].num_hashed = <int32_t>num_kept
+            batch.rows[self.row].num_hashed = <int32_t>num_kept
             refuse_negative(copied, tokens.num, 0)
         return 0
 
@@ -292,7 +293,7 @@ cdef class RowRequest:
             if rare(batch.has_state):
                 num_passed = find_passed_behind(batch, self.row, refusal.num_hit_tokens, self.num_room, self.num_step_slots)
             if has_room and num_passed == INT64_MAX:
-                is_right = price(batch.pool, holding, &demand, NULL, batch.records[self.row].num_hashed)
+                is_right = price(batch.pool, holding, &demand, NULL, batch.rows[self.row].num_hashed)
             if has_room and is_right and num_passed == INT64_MAX:
                 if loads.short_bank != NO_BANK:
                     add_loads(&demand, &loads)
@@ -337,7 +338,7 @@ cdef class RowRequest:
         cdef Batch *batch = &rows.batch
         cdef Contents contents = Contents(
             digests=digests_of(batch, self.row), uppers=batch.rows[self.row].uppers,
-            num_digests=batch.records[self.row].num_hashed, token_ids=tokens_of(batch, self.row),
+            num_digests=batch.rows[self.row].num_hashed, token_ids=tokens_of(batch, self.row),
             num_token_ids=self.tokens.num_known, num_lookahead=batch.hashing.num_lookahead, context=self.context,
             session=self.session,
         )
@@ -378,23 +379,9 @@ cdef class RowRequest:
             num_held += count_attached(holding, demand, g)
         num_held += count_state_hits(holding, demand.hits)  # an adopted checkpoint needs no page of its own
         refusal.begin(
-            batch.pool, self.rows.groups, digests_of(batch, self.row), batch.records[self.row].num_hashed,
+            batch.pool, self.rows.groups, digests_of(batch, self.row), batch.rows[self.row].num_hashed,
             ids_in_shard(batch.pool, self.shard), num_held, num_changes,
         )
-
-    cdef int32_t count_planned(self) noexcept:
-        """Count the tokens that the row's first step computes: lookahead is part of it behind all known tokens only."""
-        return self.num_step_slots if self.num_room == self.tokens.num_known else self.num_room
-
-    cdef int32_t plan_row(self) noexcept:
-        """Plan the row's first step if it is no other's. Return the number of tokens up to which its states are written: drafts
-        change no state that is kept.
-        """
-        cdef Batch *batch = &self.rows.batch
-        if self.step is None:
-            batch.flights[self.row].num_planned = self.count_planned()
-            count_ahead(&batch.flights[self.row], batch.records[self.row].num_tokens)
-        return self.num_room if batch.restores_states else self.count_planned()
 
     cdef void fill_row(self, const Demand *demand, int32_t num_hits) noexcept:
         """Give an empty row the hits and pages of a fitting demand, and cache its full pages, except those that come from
@@ -402,8 +389,10 @@ cdef class RowRequest:
         """
         cdef Batch *batch = &self.rows.batch
         cdef Holding *holding = holding_of(batch, self.row)
-        cdef int32_t num_computed = self.num_room, num_planned = self.num_room
-        assert batch.records[self.row].next_event == 0 and batch.records[self.row].num_tokens == 0
+        cdef int32_t num_external = count_external_tokens(&self.tokens, num_hits)
+        cdef int32_t num_computed = num_hits if num_external else self.num_room, num_written = self.num_room
+        cdef Planned planned = Planned(before=num_hits, num_sampled=0)
+        assert batch.records[self.row].state == CLAIMED and batch.records[self.row].num_tokens == 0
         assert holding.held.num_pages == 0
         set_context(batch, self.row, self.context)
         set_session(batch.pool, &holding.session, self.session)
@@ -412,26 +401,25 @@ cdef class RowRequest:
         take_pages(batch, self.row, <int32_t>demand.num_tokens, NULL)
         copy_states(batch.pool, holding, demand)
         batch.records[self.row].num_tokens = <int32_t>self.tokens.num_known
-        batch.records[self.row].num_external = count_external_tokens(&self.tokens, num_hits)
-        if batch.records[self.row].num_external:
-            num_computed = num_hits
+        batch.records[self.row].num_computed = batch.records[self.row].num_planned = num_computed
+        batch.rows[self.row].num_hits, batch.rows[self.row].num_external = num_hits, num_external
         if not batch.caches_computed:
-            cache_row(batch, self.row, count_cacheable(batch, self.row, num_computed))
+            cache_row(batch, self.row, count_final(batch, self.row))
             cache_waiting(&batch.waiting)
-        batch.records[self.row].num_hits = num_hits
-        batch.records[self.row].num_computed = num_computed
-        begin_admission(batch, self.row)
         begin_stay(batch, self.row)
-        batch.records[self.row].is_admitted = 1
-        batch.num_admitted += 1
-        if rare(batch.max_steps_ahead) and not batch.records[self.row].num_external:
-            num_planned = self.plan_row()
+        set_state(batch, self.row, PENDING if num_external else RUNNING)
+        count_run_tokens(batch, self.row)
+        if not num_external:
+            if num_computed == self.tokens.num_known:  # drafts are part of the step behind all known tokens only
+                batch.records[self.row].num_planned = self.num_step_slots
+                if self.step is not None:  # else `append` or `step` tells the token
+                    planned.num_sampled = self.num_step_slots - num_computed + 1
+            launch_admission(batch, self.row, self.step, self.call, planned)
+            if batch.max_steps_ahead and not batch.restores_states:
+                num_written = batch.records[self.row].num_planned
         if rare(batch.writes_states):
-            write_states(batch, self.row, num_planned)
-        batch.flights[self.row].num_resolved = num_hits
-        plan_next_event(batch, self.row)
-        if batch.records[self.row].num_external:
-            batch.records[self.row].next_event = 1
-        elif self.step is not None:
-            launch_admission(self.rows, self.step, self.call, num_hits, self.count_planned())
-        assert num_computed + batch.records[self.row].num_external <= self.tokens.num_known
+            write_states(batch, self.row, num_hits, num_written)
+        plan_next(batch, self.row)
+        if num_external:
+            batch.records[self.row].next_plan = 1
+        assert num_computed + num_external <= self.tokens.num_known

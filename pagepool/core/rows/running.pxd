@@ -9,7 +9,7 @@ from pagepool.core.holding cimport (
     count_tokens, last_hash, reserve_copies,
 )
 from pagepool.core.pool cimport PageStore, find, find_held_free, set_session, share
-from pagepool.core.rows.batch cimport *
+from pagepool.core.rows.settle cimport *
 from pagepool.core.values cimport PageIds, as_list, as_own_ids, as_page_ids, new_ids, refuse_negative, size_of, term_of_seconds
 
 
@@ -25,16 +25,14 @@ cdef class Stays:
 @cython.auto_pickle(False)
 cdef class StepResult:
     cdef readonly Py_ssize_t num_grown
-    cdef readonly bint is_resolved
+    cdef readonly bint is_settled
     cdef PageStore store
-    cdef RunningRows batch          # None once the step is taken back
+    cdef RunningRows batch
     cdef list calls                 # StepResults of calls that added rows
-    cdef int64_t number             # the step's number if it has such calls; else 0
-    cdef int64_t fill               # the step's number among those whose inputs were filled; 0: they were not
     cdef Stays stays                # those at the time of the call
-    cdef PageIds num_new_tokens     # a number for each row, or one for all
-    cdef PageIds num_ahead          # the same of lookahead tokens, or drafts
-    cdef Growth growth              # its `rows` and `token_ids` are invalid after the call
+    cdef PageIds num_tokens         # a number for each row, or one for all
+    cdef PageIds num_drafts
+    cdef Growth growth              # its `rows` and `token_ids` are invalid after the call; its `step` is 0 before there are rows
 
 
 @cython.auto_pickle(False)
@@ -46,6 +44,7 @@ cdef class RunningRows:
     cdef tuple lock_order           # the tables in locking order
     cdef tuple buffers              # arrays that `batch` points into
     cdef list extra_key_bytes       # for each row, the bytes that its `extra_keys` point into
+    cdef int64_t last_step          # last step with moves taken by this batch
     cdef Shortage shortage          # why the last refused admission got no pages
     cdef bint is_short              # the last admission was refused
     cdef list refusals              # for each row, the RefusedRequest of its last request, or None
@@ -82,5 +81,5 @@ cdef object not_admitted(str name)
 cdef int check_drafts(const Batch *batch, str name, int64_t num_drafts) except -1
 cdef StepResult add_call(StepResult step, StepResult call)
 cdef StepResult new_admission(RunningRows running, Py_ssize_t row)
-cdef void launch_admission(RunningRows running, StepResult step, StepResult call, int32_t num_hits, int32_t num_slots) noexcept
+cdef void launch_admission(Batch *batch, Py_ssize_t row, StepResult step, StepResult call, Planned planned) noexcept
 cdef Py_ssize_t count_rows(StepResult step) noexcept

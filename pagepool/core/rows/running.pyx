@@ -10,23 +10,23 @@ from libc.string cimport memcpy
 
 from pagepool.core.base cimport CACHE_LINE, UNKNOWN, copy_bytes, exceptional, keep_sparse, process_number, require_allocated
 from pagepool.core.holding cimport (
-    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkExtent, ForkOutcome, awaits_copies, copy_ids, count_places,
-    draw_references, drop_copies, find_fork_shortage, find_wrong, fork_extent, fork_group, give_back_behind, has_copies,
+    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkExtent, ForkOutcome, awaits_moves, copy_ids, count_places,
+    draw_references, drop_copies, find_fork_shortage, find_wrong, fork_extent, fork_group, give_back_behind,
     has_window, keeps_checkpoints, list_last_first, prepare_fork, rate_pages, refuse_ahead, refuse_due, refuse_unshareable,
     require_banks, shortage_beside, skip_unread,
 )
 from pagepool.core.pool cimport bank_of_queue, count_refusal, overdrawn_page
-from pagepool.core.rows.steps cimport *
 from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
-from pagepool.core.tier cimport FailedLoads
+from pagepool.core.tier cimport NO_WRITES, FailedLoads, Moves, StateWrites, take_with, writes_of
 from pagepool.core.values cimport array_of, changed_values, hashing_of, ids_in, require_instance
 
 from numbers import Real
 
 import numpy as np
 
+from pagepool.arguments import require_flag
 from pagepool.errors import (
-    ArgumentError, ArgumentTypeError, CopiesDueError, DoubleFreeError, OutOfPagesError, RowIndexError, RowOverflowError,
+    ArgumentError, ArgumentTypeError, DoubleFreeError, OutOfPagesError, RowIndexError, RowOverflowError,
     StateAheadError, made_twice, not_made,
 )
 from pagepool.refusal import Refusal
@@ -36,8 +36,8 @@ cdef object ndarray = np.ndarray
 
 cdef object ROW_RECORD = np.dtype(
     [(name, "u4" if name == "stamp" else "i4") for name in (
-        "num_tokens", "num_computed", "next_event", "stamp", "num_hits", "num_hashed", "num_external",
-    )] + [("is_admitted", "?"), ("is_claimed", "?"), ("padding", "i2")]
+        "num_tokens", "num_computed", "num_planned", "num_resolved", "next_plan", "next_settle", "stamp",
+    )] + [("state", "u1"), ("is_admitted", "?"), ("launches", "i2")]
 )
 
 
@@ -93,17 +93,20 @@ cdef class Stays:
 cdef class StepResult:
     """A step in flight: its rows, with their tokens and new pages.
 
-    `RunningBatch.grow`, `step` and `step_ahead` return one, and `new_step` an empty one. With ``step=`` these calls and `admit`
-    add rows to a step. The first `num_grown` rows of the last call have their room; the next row, if there is one, did not fit.
-    `len` is the number of rows of the step. `RunningBatch.resolve` ends a step, `undo` takes it back.
+    `RunningBatch.plan` and `step` return one, and `new_step` an empty one. With ``step=`` these calls and `admit` add rows to a
+    step. The first `num_grown` rows of the last call have their room; the next row, if there is one, did not fit. `len` is the
+    number of rows of the step. `RunningBatch.settle` ends it.
     """
 
     def __init__(self):
         raise TypeError("a StepResult is what RunningBatch returns")
 
     def __dealloc__(self):
+        if self.batch is not None and self.growth.step and self.batch.batch.num_made and self.batch.process == process_number:
+            with self.batch.lock:
+                forget_made(&self.batch.batch, self.growth.step)
         free(self.growth.new_ids)
-        free(self.growth.grown)
+        free(self.growth.planned)
 
     def __len__(self):
         return count_rows(self)
@@ -188,54 +191,13 @@ cdef object part_of(const Growth *growth, Column column):
 
 
 cdef StepResult checked_step(RunningRows running, object step, str name):
-    """Return a step of the batch that was neither taken back nor resolved."""
+    """Return a step of the batch that was not settled."""
     cdef StepResult checked = require_instance(step, StepResult, name)
     if checked.batch is not running:
-        raise ArgumentError(
-            f"{name}: got one {'of another batch' if checked.batch else 'that was taken back already'}, allowed: a step of "
-            "this batch, before it is taken back"
-        )
-    if checked.is_resolved:
-        raise ArgumentError(f"{name}: got one that was resolved already, allowed: one that was not")
+        raise ArgumentError(f"{name}: got one of another batch, allowed: a step of this batch")
+    if checked.is_settled:
+        raise ArgumentError(f"{name}: got one that was settled already, allowed: one that was not")
     return checked
-
-
-@cython.final
-@cython.auto_pickle(False)
-cdef class StateWrites:
-    """States that the next step writes: that of row ``rows[i]`` behind its first ``num_tokens[i]`` tokens, to page
-    ``page_ids[i]`` in the arrays of cache group ``group[i]``.
-
-    The four are read-only int32 arrays of one length, which ``len()`` returns.
-    """
-
-    cdef readonly object rows, num_tokens, page_ids, group
-
-    def __init__(self):
-        raise TypeError("a StateWrites is what RunningBatch.take_writes returns")
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __repr__(self):
-        return (
-            f"StateWrites(rows={self.rows.tolist()}, num_tokens={self.num_tokens.tolist()}, "
-            f"page_ids={self.page_ids.tolist()}, group={self.group.tolist()})"
-        )
-
-    def __reduce__(self):
-        raise ArgumentTypeError("state writes cannot be pickled")
-
-
-cdef StateWrites writes_of(object columns):
-    """Return the writes in an array of four rows."""
-    cdef StateWrites writes = StateWrites.__new__(StateWrites)
-    columns.flags.writeable = False
-    writes.rows, writes.num_tokens, writes.page_ids, writes.group = columns
-    return writes
-
-
-cdef StateWrites NO_WRITES = writes_of(np.zeros((4, 0), np.int32))
 
 
 cdef object refusal_of(PageStore store, const Shortage *shortage):
@@ -251,7 +213,7 @@ cdef object refusal_of(PageStore store, const Shortage *shortage):
 
 cdef enum ReleaseOutcome:
     RELEASED
-    WRONG_ROW                 # a row is not admitted, or has fewer computed tokens
+    WRONG_ROW                 # a row is not admitted, or repeated
     OVERDRAWN                 # a page would be given back more often than it is held
     SHORT_OF_ROOM             # memory is short
 
@@ -330,9 +292,9 @@ cdef class RunningRows:
         str algorithm not None="siphash128", lookahead=0,
     ):
         """`tables` are `TableRows`, one for each of the `groups`; these are `CacheGroups`, or an argument for them. With
-        `restores_states` lookahead may pass checkpoints. With `max_steps_ahead` lookahead tokens are computed by the step.
-        States are written at the end of a step, or anywhere. With `caches_computed` pages are cached once the steps that
-        computed them are resolved. `key`, `algorithm` and `lookahead` are those of a `HashChain`.
+        `restores_states` drafts may pass checkpoints. States are written at the end of a step, or anywhere. With
+        `caches_computed` pages are cached once the steps that computed them are settled. `key`, `algorithm` and `lookahead` are
+        those of a `HashChain`.
         """
         cdef Hashing hashing = hashing_of(algorithm, key, lookahead)
         cdef tuple by_group = checked_tables(tables)
@@ -340,7 +302,7 @@ cdef class RunningRows:
         cdef Py_ssize_t n, g, num_pool_shards = size_of(num_shards, "data_parallel_size", 0)
         cdef Py_ssize_t num_tokens = min(size_of(max_num_tokens, "max_model_len", 1, INT64_MAX), MAX_TOKENS)
         cdef Py_ssize_t num_hash_tokens = size_of(hash_page_size, "hash_page_size", 0, MAX_TOKENS)
-        cdef Py_ssize_t num_steps_ahead = size_of(max_steps_ahead, "max_steps_ahead", 0, MAX_TOKENS)
+        cdef Py_ssize_t num_steps_ahead = size_of(max_steps_ahead, "max_steps_ahead", 0, MAX_STEPS_AHEAD)
         if self.batch.groups != NULL:  # checked after the arguments, which may run Python code
             raise made_twice("rows of a batch")
         store.require_own()
@@ -362,7 +324,7 @@ cdef class RunningRows:
         self.batch.has_boundaries = checked.boundaries.multiple != 0
         self.batch.writes_states, self.batch.writes_anywhere = checked.boundaries.writes_states, writes_anywhere
         self.batch.max_steps_ahead, self.batch.writes.number = <int32_t>num_steps_ahead, 1
-        self.batch.caches_computed, self.batch.keeps_flights = caches_computed, caches_computed or num_steps_ahead > 0
+        self.batch.caches_computed, self.batch.ring_size = caches_computed, num_steps_ahead + 1
         self.batch.caches_late = caches_computed or (num_hash_tokens > 0 and hashing.num_lookahead > 0)
         self.stays_now = Stays.__new__(Stays)
         n = (<TableRows>by_group[0]).table.num_rows
@@ -373,6 +335,7 @@ cdef class RunningRows:
                 f"max_steps_ahead: got {num_steps_ahead}, allowed for states with checkpoints at multiples: 0, since the steps "
                 'in flight change the working pages that become checkpoints; MambaSpec has checkpoints="ends"'
             )
+        self.batch.has_final = self.batch.caches_late or self.batch.skips_pages or self.batch.writes_states
         make_records(self, n)
         make_contents(self, n)
         make_pages(self, n)
@@ -389,6 +352,7 @@ cdef class RunningRows:
             free(self.batch.rows[row].extra_keys)
         free(self.batch.writes.items)
         free(self.batch.fills.items)
+        free(self.batch.made)
 
     def __reduce__(self):
         raise ArgumentTypeError("a running batch cannot be pickled")
@@ -459,66 +423,38 @@ cdef class RunningRows:
 
     cdef void forget_extra_keys(self, Py_ssize_t row) noexcept:
         """Drop the row's extra keys, and its digests, which depend on them."""
-        self.batch.records[row].num_hashed = 0
+        self.batch.rows[row].num_hashed = 0
         free(self.batch.rows[row].extra_keys)
         self.batch.rows[row].extra_keys = NULL
         self.extra_key_bytes[row] = None
 
-    # Growth and undo.
+    # Steps.
 
     def new_step(self) -> StepResult:
-        """Return an empty step, to which `grow`, `step`, `step_ahead` and `admit` add rows."""
+        """Return an empty step, to which `plan`, `step` and `admit` add rows."""
         self.check_made()
         return new_result(self)
 
-    def grow(self, rows, num_new_tokens=1, num_lookahead_tokens=0, step=None) -> StepResult:
-        """Give the next known tokens of each row their slots, and room for drafts behind them, row by row in the given order.
+    def plan(self, rows, num_tokens=1, num_drafts=0, step=None) -> StepResult:
+        """Plan a step: give each row slots for its next tokens, row by row in the given order.
 
-        `rows` is a list or an int array without repeats. `num_new_tokens` and `num_lookahead_tokens` are a number for all rows
-        or one for each. For each row, pages that fell out of the attention window are given back first, then the missing pages
-        are taken, then full pages are cached. The first row that does not fit stops the call and stays as it was: preempt, and
-        call again from ``num_grown``. A row without new tokens gives no pages back and keeps no checkpoint, since its last step
-        may not have run yet. With `step` the rows are added to a step, which is returned.
+        `rows` is a list or an int array without repeats; `num_tokens` and `num_drafts` are a number for all rows or one for
+        each. A row with known tokens that no step computes gets slots for the next `num_tokens` of them. A row without gets one
+        for the token that a step in flight samples; at most `max_steps_ahead` such steps may be unsettled. `num_drafts` slots
+        lie behind these: the step computes them too, but not inside a prompt, where they are room for later. Slots are for the
+        longest outcome, and fall by the rejected drafts as a step is settled.
 
-        StateAheadError if lookahead passes the next checkpoint of a state, since the step would overwrite the state (see
-        `RunningBatch`, `restores_states`), and for drafts in a `step` of a batch with `max_steps_ahead` whose states are kept
-        and not restored; RequestTooLargeError for a row that would hold more pages than the pool, or its shard, has;
-        ArgumentError for more tokens than a row knows, for rows not admitted, repeated, or in the step already, and for a step
-        of another batch, or one resolved or taken back; RowIndexError outside the table. Nothing has changed then.
-        O(rows + new pages).
-        """
-        cdef PageIds row_ids = as_page_ids(rows, "rows")
-        cdef PageIds new = as_amounts(num_new_tokens, "num_new_tokens", row_ids.num)
-        cdef PageIds ahead = as_amounts(num_lookahead_tokens, "num_lookahead_tokens", row_ids.num)
-        return run_growth(self, row_ids, new, ahead, None, step, False)
+        For each row, what earlier steps have made final is cached, and pages that fell out of the attention window are given
+        back; then the missing pages are taken, then full pages are cached. The first row that does not fit stops the call and
+        stays as it was: preempt, and call again from ``num_grown``. With `step` the rows are added to a step, which is
+        returned. A plan says that the step `max_steps_ahead` + 1 before it has run.
 
-    def step(self, rows, token_ids, step=None) -> StepResult:
-        """Append one token to each row and give its next token a slot: the decode step of the whole batch.
-
-        `rows` and `token_ids` are lists or int arrays of one length; rows do not repeat. The first row that does not fit stops
-        the call and gets no token. With `step` the rows are added to a step, which is returned. Nothing has changed after an
-        error: RowOverflowError for a row that is full, ArgumentError for one with known tokens to compute, such as one in the
-        middle of its prompt, and the errors of `grow`. O(rows + new pages), native.
-        """
-        cdef PageIds row_ids = as_page_ids(rows, "rows")
-        cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
-        check_lengths(tokens, row_ids)
-        return run_growth(self, row_ids, ONE, ZERO, tokens, step, False)
-
-    # Steps ahead.
-
-    def step_ahead(self, rows, num_drafts=0, step=None) -> StepResult:
-        """Plan the next step of rows whose last token is not known yet, since the step that samples it is in flight: give that
-        token a slot, and `num_drafts` behind it, a number for all rows or one for each.
-
-        The known tokens of such a row are computed, by at most `max_steps_ahead` steps that are not resolved; the rest of a
-        prompt goes by `grow`. Slots are for the longest outcome: with D drafts and a step in flight, 2 (D + 1) - 1 of them lie
-        behind the known tokens. Pages are given back by the tokens counted before the call, and nothing is cached. The first
-        row that does not fit stops the call, and with `step` rows are added to a step, as in `grow`.
-
-        ArgumentError for rows with known tokens to compute, without a step in flight that samples a token, or with too many;
-        RowOverflowError for a row that may be full; StateAheadError for drafts of a model whose states are kept, unless the
-        batch has `restores_states`; other errors as in `grow`. Nothing has changed then. O(rows + new pages), native.
+        ArgumentError for more tokens than a row has left, for rows not admitted, pending, repeated, or in the step already, for
+        a row with nothing to compute, and for a step of another batch, or a settled one; RowOverflowError for a row that may be
+        full; MovesDueError while moves of its pages are due; StateAheadError for drafts that pass the next checkpoint of a
+        state, or change states while steps are in flight, unless the manager has `restores_states`; RequestTooLargeError for a
+        row that would hold more pages than the pool, or its shard, has; RowIndexError outside the table. Nothing has changed
+        then. O(rows + new pages), native.
 
         >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -528,22 +464,34 @@ cdef class RunningRows:
         >>> first = batch.new_step()
         >>> batch.admit(0, [1, 2, 3, 4, 5], step=first)
         0
-        >>> second = batch.step_ahead([0])                     # the first runs, and its token is not known
+        >>> second = batch.plan([0])                           # the first runs, and its token is not known
         >>> batch.num_tokens.tolist(), batch.num_ahead_tokens.tolist()
         ([5, 0], [1, 0])
-        >>> batch.resolve(first, [6]).tolist()                 # it is 6, and the second step computes it
+        >>> batch.settle(first, [6]).tolist()                  # it is 6, and the second step computes it
         [0]
         >>> batch.num_tokens.tolist(), batch.num_computed_tokens.tolist(), batch.num_ahead_tokens.tolist()
         ([6, 0], [6, 0], [0, 0])
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
-        cdef PageIds drafts = as_amounts(num_drafts, "num_drafts", row_ids.num)
-        self.check_made()
-        if self.batch.max_steps_ahead == 0:
-            raise ArgumentError("step_ahead: got a batch with max_steps_ahead 0, allowed: at least 1")
-        return run_growth(self, row_ids, ZERO, drafts, None, step, True)
+        cdef PageIds tokens = as_amounts(num_tokens, "num_tokens", row_ids.num)
+        return run_growth(self, row_ids, tokens, as_amounts(num_drafts, "num_drafts", row_ids.num), None, step)
 
-    def resolve(self, step, token_ids=None, counts=None) -> np.ndarray:
+    def step(self, rows, token_ids, step=None) -> StepResult:
+        """Settle the last step of rows that sampled one token each, and plan the next: the decode step of an engine that waits
+        for its steps.
+
+        `rows` and `token_ids` are lists or int arrays of one length; rows do not repeat. Each row gets its token, and a slot for
+        it. Drafts of its last step are rejected: `settle` tells accepted ones. The first row that does not fit stops the call
+        and gets no token. With `step` the rows are added to a step, which is returned. Nothing has changed after an error:
+        RowOverflowError for a row that is full, ArgumentError for one with known tokens to compute, such as one in the middle
+        of its prompt, StateAheadError for one with two steps in flight, and the errors of `plan`. O(rows + new pages), native.
+        """
+        cdef PageIds row_ids = as_page_ids(rows, "rows")
+        cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
+        check_lengths(tokens, row_ids)
+        return run_growth(self, row_ids, ONE, ZERO, tokens, step)
+
+    def settle(self, step, token_ids=None, counts=None, *, failed=False) -> np.ndarray:
         """End a step that has run: append the tokens sampled by it, and cache the pages filled by now.
 
         `token_ids` are the tokens of all rows, one row after another in the order of ``step.rows``. ``counts[i]`` is the number
@@ -552,91 +500,39 @@ cdef class RunningRows:
         accepted drafts, and the sampled token that a later step has in flight. Slots of rejected drafts stay.
 
         Return where the tokens of each row went: its row, which may have moved, or -1 for a request that was released since,
-        or whose computed tokens were cut; its tokens are dropped. int32 ``[len(step)]``.
+        or whose tokens were cut; its tokens are dropped. int32 ``[len(step)]``. Steps of a row that sample tokens are settled
+        in the order of their launch; they end the chunks of its prompt before them, too.
 
-        Steps of a row that sample tokens are resolved in the order of their launch, each once; they end the chunks of its
-        prompt before them, too. ArgumentError, and nothing changed, for a wrong
-        number of tokens, for none where a later step computes them, for negative ones, for rows that got tokens otherwise, or
-        were grown since in a batch without `max_steps_ahead`, and for a step of another batch, or one taken back or resolved;
-        RowOverflowError for a row that would be too long. O(rows + tokens + pages cached), native.
+        With `failed` the step has failed, and with it all later ones of the batch. Pages that they should have filled lose
+        their entries, whoever has hit them. Each row goes back to the tokens before its first failed step, and a row that has
+        hit such a page to the first token of this page; `plan` computes the others again. Return the rows that cannot go back,
+        and are released: they have a state, wait for tokens from elsewhere, have moves due, or need pages again that a window
+        gave back. int32, in ascending order. Known tokens stay, and later steps have nothing to settle.
+
+        ArgumentError, and nothing changed, for a wrong number of tokens, for none where a later step computes them, for
+        negative ones, for rows that got their token otherwise, for tokens of a failed step, and for a step of another batch, or
+        one settled before; RowOverflowError for a row that would be too long. O(rows + tokens + pages cached), native; with
+        `failed` O(pages of all rows).
         """
-        cdef StepResult ended = checked_step(self, step, "step"), call
-        cdef list calls = calls_of(ended)
-        cdef Py_ssize_t n = count_rows(ended), at = 0, first = 0
-        cdef PageIds tokens = PageIds.__new__(PageIds) if token_ids is None else as_page_ids(token_ids, "token_ids")
-        cdef PageIds numbers = as_counts(counts, tokens, n)
-        cdef PageIds places = PageIds.__new__(PageIds)
-        cdef const int32_t *token_ids_left
-        cdef Resolution resolution
-        cdef ResolveFault fault = RESOLVABLE
+        cdef StepResult ended = checked_step(self, step, "step")
+        cdef PageIds tokens, numbers
+        if require_flag("failed", failed):
+            if token_ids is not None or counts is not None:
+                raise ArgumentError("token_ids, counts: got some of a failed step, allowed: None")
+            return fail_step(self, ended)
+        tokens = PageIds.__new__(PageIds) if token_ids is None else as_page_ids(token_ids, "token_ids")
+        numbers = as_counts(counts, tokens, count_rows(ended))
         refuse_negative(tokens.ids, tokens.num, 0)
-        places.reserve(n)
-        lock_for(self, ended, "step")
-        for call in calls:
-            resolution = resolution_of(call, numbers, places.ids + first, first)
-            fault = check_resolution(&self.batch, &resolution, &at)
-            if fault != RESOLVABLE:
-                break
-            first += call.growth.num_grown
-        first, token_ids_left = 0, tokens.ids
-        for call in calls if fault == RESOLVABLE else ():
-            resolution = resolution_of(call, numbers, places.ids + first, first)
-            token_ids_left = resolve_rows(&self.batch, &resolution, token_ids_left)
-            first += call.growth.num_grown
-        if fault == RESOLVABLE:
-            ended.is_resolved = self.batch.resolves = True
-        self.release_locks()
-        if fault != RESOLVABLE:
-            refuse_resolution(self, &resolution, fault, at)
-        return array_of(places.ids, n)
-
-    def undo(self, result) -> None:
-        """Take back the last step of its rows, whose model run failed. The rows are as before, without the tokens appended by
-        `step`; rows that it admitted are released, pages taken by it are given back, and pages cached by it lose their entries.
-
-        Take several steps back in reverse order. Release rows admitted since by other calls before, with the
-        `num_computed_tokens` of their hits. Pages that an attention window left stay given back. pagepool does not restore the
-        state of a state group: restore it, or release the row, if the model may have begun to write it.
-
-        ArgumentError, and nothing changed, for a step of another batch, for one resolved or taken back before, where a row was
-        grown, cut, moved, forked or released since, where it needs pages again that a later call gave back, where others hit or
-        share a page to which it would write again, and where a load into such a page is in flight; release such rows with
-        `num_computed_tokens`. O(rows + pages taken and cached).
-        """
-        cdef StepResult step = checked_step(self, result, "result"), call = step
-        cdef list calls = calls_of(step)[::-1]
-        cdef PageIds admitted = PageIds.__new__(PageIds), hits = PageIds.__new__(PageIds), ids = PageIds.__new__(PageIds)
-        cdef Release release = Release(outcome=RELEASED, at=0, page_id=NULL_PAGE)
-        cdef Py_ssize_t num_left = 0
-        cdef bint is_due
-        list_admitted(calls, admitted, hits)
-        lock_for(self, step, "result")
-        count_admitted(&self.batch, admitted, -1)
-        for call in calls:
-            num_left = count_kept(&self.batch, &call.growth)
-            if num_left:
-                break
-        count_admitted(&self.batch, admitted, 1)
-        if num_left == 0 and admitted.num:
-            release = release_rows(self, admitted, hits, NO_TERMS, ids, None)
-        if num_left == 0 and release.outcome == RELEASED:
-            for call in calls:
-                if not call.growth.is_admission:
-                    undo_rows(&self.batch, &call.growth)
-            take_back_fills(&self.batch.fills, step.fill)
-            step.batch = None
-        is_due = num_left > 0 and has_due(self, call.growth.grown_rows[num_left - 1], False)
-        self.release_locks()
-        if num_left:
-            refuse_undo(self, &call.growth, num_left - 1, is_due)
-        refuse_release(self, admitted, hits, &release)
+        return settle_step(self, ended, tokens, numbers)
 
     # Known tokens.
 
     def append(self, rows, token_ids) -> None:
         """Append one known token to each row, without room for it yet. Rows may repeat, for several tokens in order.
 
-        RowOverflowError, and nothing changed, where a row would be too long. O(rows).
+        If a step in flight samples the row's next token, this is its token: its drafts are rejected, and `settle` tells no
+        other. ArgumentError, and nothing changed, for rows that are not admitted; RowOverflowError where a row would be too
+        long; StateAheadError where a later step in flight computes the token. O(rows).
         """
         cdef PageIds row_ids = as_own_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
@@ -655,7 +551,8 @@ cdef class RunningRows:
         tokens are cut, the pages behind the cut are given back, the last first, and lose their entries unless they have other
         holders. If the page at the cut has other holders, it is given back as well, and its first tokens have to be computed
         again: ``num_computed_tokens`` says so. Pages of other groups with these tokens, and those behind, are then given back
-        too if they have other holders.
+        too if they have other holders. With a hash lookahead of L tokens the last L tokens before the cut count as changed: the
+        drafter writes their slots again, so their pages lose their entries as well, and shared ones are computed again.
 
         ArgumentError, and nothing changed, for more tokens than a row knows; where computed tokens are cut, also if the
         attention window needs pages again that were given back, and if a state has seen cut tokens, unless all tokens are cut;
@@ -675,31 +572,28 @@ cdef class RunningRows:
 
     # Release and exchange of rows.
 
-    def release(self, rows, num_computed_tokens=None, seconds=None) -> None:
+    def release(self, rows, seconds=None) -> None:
         """Give back all pages of rows, in the given order, the last page of each first, and make the rows free.
 
         `seconds`, a number for each row or one for all, says when the row's next request is expected: free pages that are
         wanted later are evicted before those wanted sooner (see `CacheManager.expect`). Infinity means never again; None leaves
         what `expect` said.
 
-        After a failed step `num_computed_tokens`, a number for each row or one for all, says how many tokens were really
-        computed: pages that a row cached with tokens from there on lose their entries, even if others hold them. Release other
-        rows that hit them since as well.
+        A row may be released while its steps are in flight: they have nothing to tell then. If one fails, its pages lose their
+        entries.
 
-        ArgumentError, and nothing changed, for more tokens than a row has slots for, for seconds below 0, and for a wrong
+        ArgumentError, and nothing changed, for rows that are not admitted or repeated, for seconds below 0, and for a wrong
         number of seconds; DoubleFreeError if somebody else gave one of the pages back. O(pages).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
-        cdef PageIds ids = PageIds.__new__(PageIds), counts = None, page_terms = None, row_terms = NO_TERMS
+        cdef PageIds ids = PageIds.__new__(PageIds), page_terms = None, row_terms = NO_TERMS
         cdef Release release
-        if num_computed_tokens is not None:
-            counts = as_amounts(num_computed_tokens, "num_computed_tokens", row_ids.num)
         if seconds is not None:
             row_terms, page_terms = as_terms(seconds, row_ids.num), PageIds.__new__(PageIds)
         self.acquire_locks()
-        release = release_rows(self, row_ids, counts, row_terms, ids, page_terms)
+        release = release_rows(self, row_ids, row_terms, ids, page_terms, False)
         self.release_locks()
-        refuse_release(self, row_ids, counts, &release)
+        refuse_release(self, row_ids, &release)
 
     def move_row(self, src, tgt) -> None:
         """Move an admitted row to a free one; the source becomes free. O(tokens and pages of the row)."""
@@ -713,10 +607,10 @@ cdef class RunningRows:
 
     def fork(self, row, targets) -> None:
         """Fork an admitted row into free rows, for parallel samples and beams, after the step that computed its tokens. Targets
-        share the full pages, and get copies of the open page of each group, and of states: see `take_copies`.
+        share the full pages, and get copies of the open page of each group, and of states: see `take_moves`.
 
         Targets get the row's tokens and its ``num_cached_tokens``. ArgumentError for a row that is not admitted, for admitted
-        or repeated targets, and for no targets; RowIndexError outside the table, CopiesDueError while copies into the
+        or repeated targets, and for no targets; RowIndexError outside the table, MovesDueError while moves into the
         row's pages are due, StateAheadError while steps in flight compute tokens behind the known ones, OutOfPagesError if too
         few pages are free. Nothing has changed then. O(pages and tokens of a row) for each target, native.
 
@@ -727,7 +621,7 @@ cdef class RunningRows:
         >>> batch = RunningBatch(manager, table)
         >>> _ = batch.admit(0, [1, 2, 3, 4, 5, 6])
         >>> batch.fork(0, [1, 2])
-        >>> table.page_table_cpu[:, :2].tolist(), batch.take_copies()
+        >>> table.page_table_cpu[:, :2].tolist(), batch.take_moves().copies
         ([[1, 2], [1, 3], [1, 4]], PageCopies(src=[2, 2], dst=[3, 4], group=[0, 0]))
         >>> batch.release([0, 1, 2])
         """
@@ -744,10 +638,9 @@ cdef class RunningRows:
             raise ArgumentError("targets: got none, allowed: at least 1")
         self.acquire_locks()
         holding = holding_of(batch, source)
-        is_due = awaits_copies(batch.pool, holding) or has_writes_due(batch, source)
-        is_moving = is_in_flight(batch, source)
-        is_ready = batch.records[source].is_admitted and not batch.records[source].num_external
-        is_ready = is_ready and not is_due and not is_moving
+        is_due = awaits_moves(batch.pool, holding) or has_writes_due(batch, source)
+        is_moving = batch.rows[source].num_ahead > 0
+        is_ready = batch.records[source].state == RUNNING and not is_due and not is_moving
         num_right = stamp_free_rows(batch, source, target_rows) if is_ready else 0
         if num_right == target_rows.num:
             extent = extent_of(batch, source)
@@ -757,28 +650,27 @@ cdef class RunningRows:
         if outcome == FORKED:
             for i in range(num_right):
                 fork_row(batch, source, target_rows.ids[i])
-            begin_admission(batch, source)  # its pages are shared now: earlier calls cannot be taken back
-            plan_next_event(batch, source)
+            plan_next(batch, source)
         self.release_locks()
         if outcome != FORKED:
-            refuse_unready(batch, source, is_due)
+            refuse_unready(self, source, is_due)
             if is_moving:
-                refuse_in_flight(batch, source)
+                refuse_ahead_of(batch, source)
             refuse_fork(self, source, target_rows, num_right, outcome)
 
     # Tokens from elsewhere.
 
     def commit_external(self, row, num_tokens) -> None:
         """Let a pending row run once the first `num_tokens` of its awaited tokens have arrived: they count as computed, and
-        their full pages are cached. `grow` computes the other tokens, whose slots stay.
+        their full pages are cached. `plan` computes the other tokens, whose slots stay.
 
-        Until then the row's new pages are not cached, and `grow`, `step`, `trim` and `fork` raise ArgumentError for it;
+        Until then the row's new pages are not cached, and `plan`, `step`, `trim` and `fork` raise ArgumentError for it;
         `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists, once
-        the due copies and transfers are done. It may leave out pages that lie behind the window of all later tokens: those are
+        the due moves are made. It may leave out pages that lie behind the window of all later tokens: those are
         given back. With a state all tokens have to arrive.
 
         ArgumentError for a row that is not pending, for more tokens than it waits for, and with a state for fewer;
-        CopiesDueError while copies or transfers of its pages are due. Nothing has changed then. O(pages cached).
+        MovesDueError while moves of its pages are due. Nothing has changed then. O(pages cached).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -796,7 +688,7 @@ cdef class RunningRows:
     def fail_external(self, row, num_valid_tokens) -> int:
         """Commit the first `num_valid_tokens` of the tokens for which a pending row waits, as `commit_external` does, and give
         back the pages behind them: nothing may write there any more, and readers need a lease. Return the row's number of
-        computed tokens; `grow` computes the others.
+        computed tokens; `plan` computes the others.
 
         With a state all pages are given back, cached ones too, and 0 is returned, since the state would need all tokens. Errors
         as in `commit_external`. O(pages given back and cached).
@@ -804,16 +696,18 @@ cdef class RunningRows:
         return end_external(self, row, num_valid_tokens, "num_valid_tokens", True)
 
     def rewind(self, failed) -> tuple[list, list]:
-        """Rewind the rows whose pages failed to load (see `CacheManager.fail_transfers`) to the first such page:
-        ``num_computed_tokens`` is cut, and `grow` computes the tokens again. Call it before the rows grow.
+        """Rewind the rows whose pages failed to load (see `CacheManager.fail`) to the first such page:
+        ``num_computed_tokens`` is cut, and `plan` computes the tokens again. Call it before rows are planned or settled.
 
-        Return the rewound rows, and the rows that cannot go back: they need pages again that a window gave back, have copies
-        due, or wait for tokens from elsewhere. Release the latter, with `num_computed_tokens` 0, and admit them again. Rows of
-        a model with states go back to token 0 if they hit pages loaded by this list or later ones, since their states may have
-        seen wrong tokens. ArgumentError for loads of another pool. O(pages of all rows).
+        Return the rewound rows, and the rows that cannot go back, which are released: they need pages again that a window gave
+        back, have moves due, or wait for tokens from elsewhere. Admit their requests again. Rows of a model with states go back
+        to token 0 if they hit pages loaded by this list or later ones, since their states may have seen wrong tokens.
+        ArgumentError for loads of another pool. O(pages of all rows).
         """
         cdef FailedLoads loads = require_instance(failed, FailedLoads, "failed")
-        cdef PageIds rewound = PageIds.__new__(PageIds), lost = PageIds.__new__(PageIds)
+        cdef PageIds rewound = PageIds.__new__(PageIds), lost = PageIds.__new__(PageIds), ids = PageIds.__new__(PageIds)
+        cdef PageIds one = PageIds([0])
+        cdef Release release = Release(outcome=RELEASED, at=0, page_id=NULL_PAGE)
         cdef Holding *holding
         cdef int32_t row, first, num_tokens
         self.check_made()
@@ -822,18 +716,20 @@ cdef class RunningRows:
         rewound.reserve(self.batch.num_rows)
         lost.reserve(self.batch.num_rows)
         self.acquire_locks()
-        for row in range(<int32_t>self.batch.num_rows if loads.ids.num else 0):
+        for row in range(<int32_t>self.batch.num_rows if loads.ids.num and reserve_places(self, ids) else 0):
             holding = holding_of(&self.batch, row)
             first = find_wrong(holding, loads.is_wrong, loads.number) if self.batch.records[row].is_admitted else -1
             if first < 0:
                 continue
             num_tokens = self.batch.records[row].num_tokens
             if not has_copies(&self.store.pool, holding) and can_restart_row(&self.batch, row, num_tokens, first):
-                restart_row(&self.batch, row, num_tokens, first)
+                restart_row(&self.batch, row, num_tokens, first, False)
                 rewound.put(&row, 1)
-            else:
+            elif release.outcome == RELEASED:
+                release = release_lost(self, one, row, ids)
                 lost.put(&row, 1)
         self.release_locks()
+        refuse_release(self, lost, &release)
         return rewound.to_list(), lost.to_list()
 
     # Reads.
@@ -861,7 +757,7 @@ cdef class RunningRows:
         )
         num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         self.acquire_locks()
-        is_refused = self.refusals[checked] is refusal and not self.batch.records[checked].is_claimed
+        is_refused = self.refusals[checked] is refusal and self.batch.records[checked].state == FREE
         is_refused = is_refused and refusal.finds_hits(&self.store.pool)
         if is_refused:
             holding = holding_of(&self.batch, checked)
@@ -908,38 +804,10 @@ cdef class RunningRows:
             result.put(&limited, 1)
         return array_of(result.ids, result.num)
 
-    def take_writes(self) -> StateWrites:
-        """Take the list of states that the planned step writes to pages of their own, as checkpoints: see `MambaSpec`.
-
-        Call it once a step, after the calls that plan the step. Before it, `grow`, `step`, `trim`, `fork` and
-        `commit_external` raise CopiesDueError for rows in the list. A page can be hit once its row grows by further tokens, or
-        is released. For a pending row only the state at the end of its awaited tokens is listed, if a request can resume there;
-        the transfer writes it. O(writes); nothing is allocated without any.
-        """
-        cdef int32_t[:, ::1] taken
-        cdef const StateWrite *write
-        cdef WriteList *writes = &self.batch.writes
-        cdef Py_ssize_t i, num_due, num = -1
-        self.check_made()
-        with self.own_lock()[0]:
-            num_due = writes.num - writes.num_taken
-        if num_due == 0:
-            return NO_WRITES
-        while num != num_due:  # arrays are made without the lock
-            num = num_due
-            columns = np.empty((4, num), np.int32)
-            taken = columns
-            with self.own_lock()[0]:
-                num_due = writes.num - writes.num_taken
-                if num == num_due:
-                    for i in range(num):
-                        write = &writes.items[writes.num_taken + i]
-                        taken[0, i], taken[1, i] = write.row, write.num_tokens
-                        taken[2, i] = write.page_id - offset_of(&self.batch, write.group)
-                        taken[3, i] = write.group
-                    writes.num_taken = writes.num
-                    writes.number += 1
-        return writes_of(columns)
+    def take_moves(self) -> Moves:
+        """Take the moves that are due, with the writes of the batch's states."""
+        cdef StateWrites writes = take_due_writes(self)
+        return take_with(self.store, writes, &self.last_step)
 
     def get_page_ids(self, row) -> tuple:
         """Return the ids of a row's pages, a list for each group, with the null page, 0, for skipped pages. O(pages)."""
@@ -953,6 +821,34 @@ cdef class RunningRows:
         if not has_room:
             raise MemoryError("the page ids of a row")
         return self.store.lists_in_banks(ids)
+
+
+cdef StateWrites take_due_writes(RunningRows running):
+    """Take the list of states that the planned step writes to pages of their own. O(writes)."""
+    cdef int32_t[:, ::1] taken
+    cdef const StateWrite *write
+    cdef WriteList *writes = &running.batch.writes
+    cdef Py_ssize_t i, num_due, num = -1
+    running.check_made()
+    with running.own_lock()[0]:
+        num_due = writes.num - writes.num_taken
+    if num_due == 0:
+        return NO_WRITES
+    while num != num_due:  # arrays are made without the lock
+        num = num_due
+        columns = np.empty((4, num), np.int32)
+        taken = columns
+        with running.own_lock()[0]:
+            num_due = writes.num - writes.num_taken
+            if num == num_due:
+                for i in range(num):
+                    write = &writes.items[writes.num_taken + i]
+                    taken[0, i], taken[1, i] = write.row, write.num_tokens
+                    taken[2, i] = write.page_id - offset_of(&running.batch, write.group)
+                    taken[3, i] = write.group
+                writes.num_taken = writes.num
+                writes.number += 1
+    return writes_of(columns)
 
 
 # Memory.
@@ -986,15 +882,14 @@ cdef int make_records(RunningRows running, Py_ssize_t n) except -1:
     records = np.frombuffer(running.buffers[len(running.buffers) - 1], dtype=ROW_RECORD)
     running.num_tokens = records["num_tokens"]
     running.num_computed_tokens = records["num_computed"]
-    running.num_cached_tokens = records["num_hits"]
     running.is_admitted = records["is_admitted"]
-    running.num_external_tokens = records["num_external"]
-    running.batch.flights = <Flight *>new_buffer(running, n, sizeof(Flight) // sizeof(int32_t))
-    flights = np.frombuffer(running.buffers[len(running.buffers) - 1], np.int32)
-    running.num_ahead_tokens = flights.reshape(n, sizeof(Flight) // sizeof(int32_t))[:, 1]  # the second field of `Flight`
+    running.batch.launches = <Launch *>new_buffer(running, n * running.batch.ring_size, sizeof(Launch) // sizeof(int32_t))
     running.batch.stays = <int64_t *>new_buffer(running, n, sizeof(int64_t) // sizeof(int32_t))
     running.stays = np.frombuffer(running.buffers[len(running.buffers) - 1], np.int64)
     running.batch.rows = <Row *>new_buffer(running, n, sizeof(Row) // sizeof(int32_t))
+    numbers = np.frombuffer(running.buffers[len(running.buffers) - 1], np.int32).reshape(n, sizeof(Row) // sizeof(int32_t))
+    first = (<char *>&running.batch.rows.num_hits - <char *>running.batch.rows) // sizeof(int32_t)
+    running.num_cached_tokens, running.num_external_tokens, running.num_ahead_tokens = numbers[:, first:first + 3].T
     running.batch.checked_rows = new_buffer(running, n, 1)
     running.batch.due_rows = <DueRow *>new_buffer(running, n, sizeof(DueRow) // sizeof(int32_t))
     for row in range(n):
@@ -1051,39 +946,33 @@ cdef int make_pages(RunningRows running, Py_ssize_t n) except -1:
     return 0
 
 
-# Growth.
+# Steps.
 
 cdef StepResult run_growth(
-    RunningRows running, PageIds rows, PageIds num_new_tokens, PageIds num_ahead, PageIds tokens, object step, bint is_ahead
+    RunningRows running, PageIds rows, PageIds num_tokens, PageIds num_drafts, PageIds tokens, object step
 ):
-    """Check all rows and reserve memory for the result; then grow the rows, which cannot fail. Rows that go ahead have drafts
-    in `num_ahead`.
-    """
+    """Check all rows and reserve memory for the result; then plan the rows, which cannot fail."""
     cdef StepResult head = None if step is None else checked_step(running, step, "step")
     cdef StepResult result = new_result(running)
     cdef Growth *growth = &result.growth
-    cdef Py_ssize_t i, num_right, num_advanced, at_joined = -1
+    cdef Py_ssize_t num_right, num_advanced, at_joined = -1
+    cdef int64_t num_steps
     cdef bint is_due, has_room = True
     cdef int32_t held_free = NULL_PAGE
     cdef void *thread
-    for i in range(num_ahead.num if head is not None and rows.num and not is_ahead else 0):
-        if num_ahead.ids[i] > 0:  # lookahead in a step that is resolved has drafts
-            check_drafts(&running.batch, f"row {rows.ids[i]} (at {i})", num_ahead.ids[i])
-    result.num_new_tokens, result.num_ahead = num_new_tokens, num_ahead
+    result.num_tokens, result.num_drafts = num_tokens, num_drafts
     growth.rows, growth.num_rows = rows.ids, rows.num
-    growth.num_new_tokens, growth.num_ahead = amounts_in(num_new_tokens), amounts_in(num_ahead)
+    growth.num_tokens, growth.num_drafts = amounts_in(num_tokens), amounts_in(num_drafts)
     growth.token_ids = NULL if tokens is None else tokens.ids
     if growth.num_rows == 0:
         return result if head is None else add_call(head, result)
-    reserve_rows_of(running, growth, is_ahead)
+    reserve_rows_of(growth)
     lock_for(running, head, "step")
     assert running.batch.waiting.num_to_hash == 0
-    if exceptional(is_ahead):
-        num_right = launch_ahead(&running.batch, growth)
-    else:
-        num_right = advance_counts(&running.batch, growth)
+    num_right = advance_counts(&running.batch, growth)
+    growth.step = number_of_step(&running.batch, head)
     if head is not None and num_right == growth.num_rows:
-        at_joined = find_joined(&running.batch, head, running.batch.checked_rows, growth.num_rows)
+        at_joined = find_joined(&running.batch, growth)
         num_right = num_right if at_joined < 0 else at_joined
     if num_right == growth.num_rows:
         growth.max_num_new = min(growth.max_num_new, running.store.pool.num_pages)  # no page is taken twice
@@ -1093,25 +982,20 @@ cdef StepResult run_growth(
         held_free = find_held_free(&running.store.pool, growth.max_num_new)
     if num_right == growth.num_rows and has_room and held_free == NULL_PAGE:
         thread = let_others_run(growth.num_rows + growth.max_num_new)
+        num_steps, running.batch.num_steps = running.batch.num_steps, max(running.batch.num_steps, growth.step)
         grow_rows(&running.batch, growth)
-        if exceptional(growth.launches != NULL):
-            end_launches(&running.batch, growth)
         go_on(thread)
-        note_time(&running.batch, growth)
-        result.num_grown = growth.num_grown
-        running.batch.resolves |= is_ahead
-        for i in range(growth.num_grown if head is not None else 0):
-            running.batch.rows[growth.grown_rows[i]].step = head.number
+        if growth.num_grown == 0:
+            running.batch.num_steps = num_steps
+        end_call(&running.batch, head, result)
     else:
         num_advanced = growth.num_rows if at_joined >= 0 else num_right
         revert_counts(&running.batch, growth, 0, num_advanced)
-        if is_ahead and num_advanced == growth.num_rows:
-            take_back_launches(&running.batch, growth, 0, growth.num_rows)
     is_due = num_right < growth.num_rows and at_joined < 0 and has_due(running, growth.rows[num_right], True)
     running.release_locks()
     if at_joined >= 0:
         raise ArgumentError(
-            f"row {running.batch.checked_rows[at_joined]} (at {at_joined}): got a row that is in the step already, "
+            f"row {running.batch.checked_rows[at_joined]} (at {at_joined}): got a row that is in this step or a later one, "
             "allowed: others"
         )
     if num_right < growth.num_rows:
@@ -1124,26 +1008,33 @@ cdef StepResult run_growth(
     return result if head is None else add_call(head, result)
 
 
-cdef void number_step(Batch *batch, StepResult step) noexcept:
-    """Number a step to which a call adds rows, so that its rows know it. The locks are held."""
-    cdef Growth *growth = &step.growth
-    cdef Py_ssize_t i
-    if step.number == 0:
-        batch.num_steps += 1
-        step.number = batch.num_steps
-        for i in range(growth.num_grown):
-            if is_last_step(batch, growth, i):
-                batch.rows[growth.grown_rows[i]].step = step.number
+cdef int64_t number_of_step(const Batch *batch, StepResult step) noexcept:
+    """Return the number of a step, which is the next one if it has no rows, or is None. The locks are held."""
+    return step.growth.step if step is not None and step.growth.step else batch.num_steps + 1
 
 
-cdef Py_ssize_t find_joined(Batch *batch, StepResult step, const int32_t *rows, Py_ssize_t n) noexcept:
-    """Return the index of the first row that a step has already; -1 if there is none. The locks are held."""
-    cdef Py_ssize_t i
-    number_step(batch, step)
-    for i in range(n):
-        if batch.rows[rows[i]].step == step.number:
+cdef Py_ssize_t find_joined(const Batch *batch, const Growth *growth) noexcept:
+    """Return the index of the first row that is in the call's step, or a later one; -1 if there is none. The locks are held."""
+    cdef Py_ssize_t i, row, num_launches
+    for i in range(growth.num_rows):
+        row = batch.checked_rows[i]
+        num_launches = batch.records[row].num_launches
+        if num_launches and growth.step <= batch.num_steps and launch_at(batch, row, num_launches - 1).step >= growth.step:
             return i
     return -1
+
+
+cdef void end_call(Batch *batch, StepResult head, StepResult call) noexcept:
+    """Note the step of a call that launched rows, and the batch's counts as it ends. The locks are held."""
+    cdef Growth *growth = &call.growth
+    call.num_grown = growth.num_grown
+    growth.num_stays, growth.num_calls = batch.num_stays, batch.num_calls
+    if growth.num_grown == 0:  # a result without rows is no step
+        growth.step = 0
+        return
+    batch.num_steps = max(batch.num_steps, growth.step)
+    if head is not None:
+        head.growth.step = growth.step
 
 
 cdef StepResult add_call(StepResult step, StepResult call):
@@ -1155,55 +1046,33 @@ cdef StepResult add_call(StepResult step, StepResult call):
     return step
 
 
-cdef inline void note_time(const Batch *batch, Growth *growth) noexcept:
-    """Note the batch's counts as a call ends."""
-    growth.num_admissions, growth.num_stays, growth.num_cuts = batch.num_admissions, batch.num_stays, batch.num_cuts
-    growth.num_calls = batch.num_calls
-
-
 cdef StepResult new_admission(RunningRows running, Py_ssize_t row):
     """Return the call that admits a row, before it is part of a step."""
     cdef StepResult call = new_result(running)
-    call.num_new_tokens, call.num_ahead = PageIds([0]), PageIds([0])
     call.growth.is_admission, call.growth.num_rows = True, 1
-    call.growth.num_new_tokens, call.growth.num_ahead = amounts_in(call.num_new_tokens), amounts_in(call.num_ahead)
-    reserve_rows_of(running, &call.growth, False)
+    reserve_rows_of(&call.growth)
     call.growth.grown_rows[0] = <int32_t>row
     return call
 
 
-cdef void launch_admission(
-    RunningRows running, StepResult step, StepResult call, int32_t num_hits, int32_t num_slots
-) noexcept:
-    """Count the first tokens of an admitted row as part of a step. The locks are held."""
-    cdef Batch *batch = &running.batch
-    cdef Growth *growth = &call.growth
-    cdef Py_ssize_t row = growth.grown_rows[0]
-    cdef int32_t num_computed = batch.records[row].num_computed
-    growth.grown[0] = Grown(num_tokens=batch.records[row].num_tokens, num_computed=num_computed)
-    call.num_new_tokens.ids[0], call.num_ahead.ids[0] = num_computed - num_hits, num_slots - num_computed
-    growth.num_grown = call.num_grown = 1
-    if growth.launches != NULL:
-        launch_rows(batch, growth)
-    note_time(batch, growth)
-    number_step(batch, step)
-    batch.rows[row].step = step.number
+cdef void launch_admission(Batch *batch, Py_ssize_t row, StepResult step, StepResult call, Planned planned) noexcept:
+    """Launch the first tokens of an admitted row, as part of a step by `call` or, without one, of the next step. The locks are
+    held.
+    """
+    cdef int64_t number = number_of_step(batch, step)
+    add_launch(batch, row, Launch(before=planned.before, num_sampled=planned.num_sampled, step=number))
+    count_run_tokens(batch, row)
+    if step is not None:
+        call.growth.step, call.growth.num_grown = number, 1
+        end_call(batch, step, call)
 
 
-cdef int reserve_rows_of(RunningRows running, Growth *growth, bint is_ahead) except -1:
+cdef int reserve_rows_of(Growth *growth) except -1:
     """Allocate the vectors of a call's rows."""
-    cdef Py_ssize_t n = growth.num_rows, size = sizeof(Grown) + sizeof(int32_t)
-    if running.batch.max_steps_ahead:
-        size += sizeof(Launch) + sizeof(int32_t)
-    growth.grown = <Grown *>malloc(n * size)
-    if growth.grown == NULL:
-        raise MemoryError(f"{n} rows")
-    growth.grown_rows = <int32_t *>(growth.grown + n)
-    if running.batch.max_steps_ahead:
-        growth.launches = <Launch *>(growth.grown_rows + n)
-    if is_ahead and growth.launches != NULL:
-        growth.num_drafts, growth.ahead = growth.num_ahead, <int32_t *>(growth.launches + n)
-        growth.num_ahead = Amounts(values=growth.ahead, stride=1)
+    growth.planned = <Planned *>malloc(growth.num_rows * (sizeof(Planned) + sizeof(int32_t)))
+    if growth.planned == NULL:
+        raise MemoryError(f"{growth.num_rows} rows")
+    growth.grown_rows = <int32_t *>(growth.planned + growth.num_rows)
     return 0
 
 
@@ -1217,72 +1086,108 @@ cdef bint reserve_new(Growth *growth) noexcept:
 
 
 cdef bint has_due(RunningRows running, int32_t row, bint counts_writes) noexcept:
-    """Whether a row at which a call stopped has copies due, or writes if they count. Asked under the locks: another thread may
+    """Whether a row at which a call stopped has moves due, and writes if they count. Asked under the locks: another thread may
     take them soon.
     """
     if not is_row(&running.batch, row):
         return False
     if counts_writes:
         return has_row_due(&running.batch, row)
-    return has_copies_due(&running.store.pool, holding_of(&running.batch, row))
+    return has_moves_due(&running.store.pool, holding_of(&running.batch, row))
 
-
-# Steps are resolved, and taken back.
 
 cdef int lock_for(RunningRows running, StepResult step, str name) except -1:
-    """Take all locks for a call that changes a step, or for one without a step (None). Raise if another thread has ended the
+    """Take all locks for a call that changes a step, or for one without a step (None). Raise if another thread has settled the
     step meanwhile.
     """
     running.acquire_locks()
-    if step is not None and (step.is_resolved or step.batch is None):
+    if step is not None and step.is_settled:
         running.release_locks()
         checked_step(running, step, name)
     return 0
 
 
-cdef Resolution resolution_of(StepResult call, PageIds counts, int32_t *places, Py_ssize_t first) noexcept:
-    """Return the resolution of a call whose rows begin at index `first` of the step."""
+cdef Settlement settlement_of(StepResult call, PageIds counts, int32_t *places, Py_ssize_t first) noexcept:
+    """Return the settlement of a call whose rows begin at index `first` of the step."""
     cdef Amounts each = amounts_in(counts)
     each.values += first * each.stride
-    return Resolution(growth=&call.growth, stays=call.stays.by_row, counts=each, places=places)
+    return Settlement(growth=&call.growth, stays=call.stays.by_row, counts=each, places=places)
 
 
-cdef int list_admitted(list calls, PageIds admitted, PageIds hits) except -1:
-    """List the rows admitted by a step, and their numbers of hit tokens."""
+cdef object settle_step(RunningRows running, StepResult ended, PageIds tokens, PageIds numbers):
+    """Settle a step that ended well. See `RunningRows.settle`."""
     cdef StepResult call
-    cdef int32_t num_hits
+    cdef list calls = calls_of(ended)
+    cdef Py_ssize_t n = count_rows(ended), at = 0, first = 0
+    cdef PageIds places = PageIds.__new__(PageIds)
+    cdef const int32_t *token_ids_left = tokens.ids
+    cdef Settlement settlement
+    cdef SettleFault fault = SETTLES
+    places.reserve(n)
+    lock_for(running, ended, "step")
     for call in calls:
-        if call.growth.is_admission:
-            num_hits = call.growth.grown.num_computed - amount(&call.growth.num_new_tokens, 0)
-            admitted.reserve(admitted.num + 1)
-            hits.reserve(hits.num + 1)
-            admitted.put(call.growth.grown_rows, 1)
-            hits.put(&num_hits, 1)
-    return 0
+        settlement = settlement_of(call, numbers, places.ids + first, first)
+        fault = check_settlement(&running.batch, &settlement, &at)
+        if fault != SETTLES:
+            break
+        first += call.growth.num_grown
+    first = 0
+    for call in calls if fault == SETTLES else ():
+        settlement = settlement_of(call, numbers, places.ids + first, first)
+        token_ids_left = settle_rows(&running.batch, &settlement, token_ids_left)
+        first += call.growth.num_grown
+    if fault == SETTLES:
+        forget_made(&running.batch, ended.growth.step)
+        ended.is_settled = running.batch.settles = True
+    running.release_locks()
+    if fault != SETTLES:
+        refuse_settlement(running, &settlement, fault, at)
+    return array_of(places.ids, n)
 
 
-cdef void count_admitted(Batch *batch, PageIds admitted, int32_t change) noexcept:
-    """Change the references to the pages of rows that a step has admitted, which are released before it is taken back."""
-    cdef Py_ssize_t i
-    for i in range(admitted.num):
-        draw_references(batch.pool, holding_of(batch, admitted.ids[i]), change)
+cdef object fail_step(RunningRows running, StepResult ended):
+    """Settle a step that failed, and with it all later ones. See `RunningRows.settle`."""
+    cdef Batch *batch = &running.batch
+    cdef PageIds one = PageIds([0]), lost = PageIds.__new__(PageIds), ids = PageIds.__new__(PageIds)
+    cdef Release release = Release(outcome=RELEASED, at=0, page_id=NULL_PAGE)
+    cdef Failure failure
+    cdef int32_t row
+    cdef bint has_room
+    lost.reserve(batch.num_rows)
+    lock_for(running, ended, "step")
+    failure.step = ended.growth.step
+    failure.is_lost = <uint8_t *>calloc(running.store.pool.num_pages + batch.num_rows, 1)
+    has_room = failure.is_lost != NULL and reserve_places(running, ids)
+    if has_room and failure.step:
+        failure.has_lost = failure.is_lost + running.store.pool.num_pages
+        lose_entries(batch, &failure)
+        take_back_fills(&batch.fills, failure.step)
+    for row in range(<int32_t>batch.num_rows if has_room and failure.step else 0):
+        if not set_back(batch, &failure, row) and release.outcome == RELEASED:
+            release = release_lost(running, one, row, ids)
+            lost.put(&row, 1)
+    if has_room:
+        ended.is_settled = batch.settles = True
+    running.release_locks()
+    free(failure.is_lost)
+    if not has_room:
+        raise MemoryError("the pages of a failed step")
+    refuse_release(running, lost, &release)
+    return array_of(lost.ids, lost.num)
 
 
 # Release and exchange of rows.
 
 cdef Release release_rows(
-    RunningRows running, PageIds rows, PageIds counts, PageIds row_terms, PageIds ids, PageIds page_terms
+    RunningRows running, PageIds rows, PageIds row_terms, PageIds ids, PageIds page_terms, bint has_failed
 ) noexcept:
-    """Give back the pages of rows, and make the rows free, or change nothing. `counts` are their computed tokens, if they were
-    given; `ids` takes the pages, and `page_terms` their terms, if there are any. The locks are held.
+    """Give back the pages of rows, and make the rows free, or change nothing. `ids` takes the pages, and `page_terms` their
+    terms, if there are any. Where the rows' steps have failed, nothing more is cached. The locks are held.
     """
-    cdef Amounts computed = Amounts(values=NULL, stride=0)
     cdef Amounts terms = amounts_in(row_terms)
-    cdef Py_ssize_t num_right, num_staying = 0, bad
+    cdef Py_ssize_t num_right, num_staying = 0, bad, i
     cdef int32_t overdrawn = NULL_PAGE
-    if counts is not None:
-        computed = amounts_in(counts)
-    num_right = copy_rows_to_release(running, rows, &computed)
+    num_right = copy_rows_to_release(running, rows)
     if num_right < rows.num:
         return Release(outcome=WRONG_ROW, at=num_right, page_id=NULL_PAGE)
     if running.batch.has_boundaries or page_terms is not None or running.batch.hashing.num_lookahead:
@@ -1291,31 +1196,41 @@ cdef Release release_rows(
         return Release(outcome=OVERDRAWN, at=0, page_id=overdrawn)
     if not reserve_rows(running, num_right, ids, page_terms) or (num_right and not running.store.make_terms(row_terms)):
         return Release(outcome=SHORT_OF_ROOM, at=0, page_id=NULL_PAGE)
-    if running.batch.hashing.num_lookahead:
-        cache_last_pages(&running.batch, num_right, &computed)
-    if not order_pages(running, num_right, &computed, ids, &num_staying, &terms, page_terms):
+    if not has_failed:
+        cache_last_pages(&running.batch, num_right)
+    if not order_pages(running, num_right, ids, &num_staying, &terms, page_terms):
         return Release(outcome=SHORT_OF_ROOM, at=0, page_id=NULL_PAGE)
-    bad = release_checked(running, ids, num_staying, num_right, &computed, &terms, page_terms)
-    return Release(outcome=RELEASED if bad < 0 else OVERDRAWN, at=0, page_id=ids.ids[bad] if bad >= 0 else <int32_t>NULL_PAGE)
+    bad = running.store.give_back_row(ids, num_staying, ids_in(page_terms))
+    if bad >= 0:
+        return Release(outcome=OVERDRAWN, at=0, page_id=ids.ids[bad])
+    for i in range(num_right):
+        end_row(&running.batch, running.batch.checked_rows[i], amount(&terms, i), has_failed)
+    return Release(outcome=RELEASED, at=0, page_id=NULL_PAGE)
 
 
-cdef Py_ssize_t copy_rows_to_release(RunningRows running, PageIds rows, const Amounts *computed) noexcept:
+cdef bint reserve_places(RunningRows running, PageIds ids) noexcept:
+    """Reserve memory for the pages of any one row; False if memory is short."""
+    cdef Py_ssize_t row, num_places = 0
+    for row in range(running.batch.num_rows):
+        num_places = max(num_places, count_places(holding_of(&running.batch, row)))
+    return ids.try_reserve(num_places)
+
+
+cdef Release release_lost(RunningRows running, PageIds one, int32_t row, PageIds ids) noexcept:
+    """Release a row whose tokens were not computed, with room for it in `one`, and for its pages in `ids`. The locks are held.
+    """
+    one.ids[0], ids.num = row, 0
+    return release_rows(running, one, NO_TERMS, ids, None, True)
+
+
+cdef Py_ssize_t copy_rows_to_release(RunningRows running, PageIds rows) noexcept:
     """Copy the rows, and return the number of rows before the first wrong one."""
     cdef Py_ssize_t i
-    cdef int32_t row
     start_call(&running.batch)
     for i in range(rows.num):
         if not stamp_row(&running.batch, rows.ids[i], i):
             return i
-        row = running.batch.checked_rows[i]
-        if computed.values != NULL and not 0 <= amount(computed, i) <= running.batch.records[row].num_computed:
-            return i
     return rows.num
-
-
-cdef int32_t computed_by(const Amounts *computed, Py_ssize_t i) noexcept:
-    """Return the computed count that the caller gave for the row at index `i`; MAX_TOKENS if none was given."""
-    return MAX_TOKENS if computed.values == NULL else amount(computed, i)
 
 
 cdef int32_t find_overdrawn_page(RunningRows running, Py_ssize_t n) noexcept:
@@ -1343,19 +1258,16 @@ cdef bint reserve_rows(RunningRows running, Py_ssize_t n, PageIds ids, PageIds p
     return ids.try_reserve(num_places) and (page_terms is None or page_terms.try_reserve(num_places))
 
 
-cdef void cache_last_pages(Batch *batch, Py_ssize_t n, const Amounts *computed) noexcept:
+cdef void cache_last_pages(Batch *batch, Py_ssize_t n) noexcept:
     """Cache the pages of the copied rows whose lookahead became known after they were filled."""
     cdef Py_ssize_t i
-    cdef int32_t row
-    for i in range(n):
-        row = batch.checked_rows[i]
-        cache_row(batch, row, count_cacheable(batch, row, min(computed_by(computed, i), batch.records[row].num_computed)))
+    for i in range(n if batch.hashing.num_lookahead else 0):
+        cache_row(batch, batch.checked_rows[i], count_final(batch, batch.checked_rows[i]))
     cache_waiting(&batch.waiting)
 
 
 cdef bint order_pages(
-    RunningRows running, Py_ssize_t n, const Amounts *computed, PageIds ids, Py_ssize_t *num_staying, const Amounts *terms,
-    PageIds page_terms,
+    RunningRows running, Py_ssize_t n, PageIds ids, Py_ssize_t *num_staying, const Amounts *terms, PageIds page_terms
 ) noexcept:
     """Rate the pages of the copied rows and list them in the order of giving back, pages that stay cached first, with their
     terms. False if memory is short.
@@ -1365,12 +1277,11 @@ cdef bint order_pages(
     cdef Py_ssize_t i
     cdef int are_worthless
     for i in range(n if batch.has_boundaries else 0):
-        holding = holding_of(batch, batch.checked_rows[i])
-        rate_pages(batch.pool, holding, computed_by(computed, i))
+        rate_pages(batch.pool, holding_of(batch, batch.checked_rows[i]), MAX_TOKENS)
     for are_worthless in range(2 if batch.has_boundaries else 1):
         for i in range(n):
             holding = holding_of(batch, batch.checked_rows[i])
-            if not list_last_first(batch.pool, holding, computed_by(computed, i), ids, are_worthless):
+            if not list_last_first(batch.pool, holding, MAX_TOKENS, ids, are_worthless):
                 return False
             if page_terms is not None and not are_worthless:
                 if not running.store.pad_terms(page_terms, amount(terms, i), ids.num):
@@ -1380,32 +1291,36 @@ cdef bint order_pages(
     return True
 
 
-cdef Py_ssize_t release_checked(
-    RunningRows running, PageIds ids, Py_ssize_t num_staying, Py_ssize_t num_rows, const Amounts *computed,
-    const Amounts *terms, PageIds page_terms,
-) noexcept:
-    """Give back the pages and empty the rows. Return -1, or the index of a page without references: nothing has changed
-    then.
-    """
-    cdef Holding *holding
-    cdef Py_ssize_t i, row, bad = running.store.give_back_row(ids, num_staying, ids_in(page_terms))
-    for i in range(num_rows if bad < 0 else 0):
-        row = running.batch.checked_rows[i]
-        holding = holding_of(&running.batch, row)
-        assert running.batch.records[row].is_admitted and running.batch.records[row].stamp == running.batch.stamp
-        if running.batch.keeps_states and not awaits_copies(&running.store.pool, holding):
-            if count_cacheable(&running.batch, row, computed_by(computed, i)) >= running.batch.records[row].num_computed:
-                keep_last_states(&running.batch, row, amount(terms, i))
-        drop_copies(&running.store.pool, holding)
-        if running.batch.writes_states:
-            drop_writes(&running.batch, row, computed_by(computed, i))
-            end_writes(&running.batch, row, amount(terms, i))
-        if computed.values != NULL:
-            uncache_row(&running.batch, row, amount(computed, i))
-        set_context(&running.batch, row, 0)
-        set_session(running.batch.pool, &running.batch.rows[row].holding.session, NO_SESSION)
-        empty_row(&running.batch, row)
-    return bad
+cdef void end_row(Batch *batch, Py_ssize_t row, int32_t term, bint has_failed) noexcept:
+    """Make a row free whose pages were given back. Its last states are cached with a term, unless their step has failed."""
+    cdef Holding *holding = holding_of(batch, row)
+    assert batch.records[row].is_admitted and batch.records[row].stamp == batch.stamp
+    if batch.keeps_states and not has_failed and not awaits_moves(batch.pool, holding):
+        if count_final(batch, row) >= batch.records[row].num_computed:
+            keep_last_states(batch, row, term)
+            note_last_states(batch, row)
+    note_row_entries(batch, row)
+    drop_copies(batch.pool, holding)
+    if batch.writes_states:
+        if not has_failed:
+            settle_writes(batch, row, count_final(batch, row), 0, term)
+        drop_writes(batch, row, 0)
+    set_context(batch, row, 0)
+    set_session(batch.pool, &batch.rows[row].holding.session, NO_SESSION)
+    empty_row(batch, row)
+
+
+cdef void note_last_states(Batch *batch, Py_ssize_t row) noexcept:
+    """Note the entries of working pages that became checkpoints, though a step in flight changes them."""
+    cdef const Held *held
+    cdef Py_ssize_t g
+    cdef int64_t step = step_that_fills(batch, row, batch.records[row].num_computed, 0)
+    for g in range(batch.num_groups if step else 0):
+        held = held_by(batch, row, g)
+        if not keeps_checkpoints(&batch.groups[g]) or held.num_pages == 0:
+            continue
+        if batch.pool.pages[held.ids[0]].group != NO_GROUP and not note_made(batch, step, held.ids[0]):
+            uncache(batch.pool, held.ids[0])
 
 
 cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1:
@@ -1419,9 +1334,8 @@ cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bin
     running.acquire_locks()
     before = running.stays_now
     has_source, has_target = batch.records[source].is_admitted, batch.records[target].is_admitted
-    is_right = not is_move or (has_source and not batch.records[target].is_claimed)
-    is_right = is_right and has_source == batch.records[source].is_claimed
-    is_right = is_right and has_target == batch.records[target].is_claimed
+    is_right = not is_move or (has_source and batch.records[target].state == FREE)
+    is_right = is_right and batch.records[source].state != CLAIMED and batch.records[target].state != CLAIMED
     if is_right and source != target:
         memcpy(by_row, batch.stays, batch.num_rows * sizeof(int64_t))
         before.by_row, by_row, running.stays_now = by_row, NULL, now
@@ -1452,7 +1366,7 @@ cdef Py_ssize_t stamp_free_rows(Batch *batch, Py_ssize_t source, PageIds targets
         if not 0 <= targets.ids[i] < batch.num_rows:
             return i
         record = &batch.records[targets.ids[i]]
-        if record.is_claimed or record.stamp == batch.stamp:
+        if record.state != FREE or record.stamp == batch.stamp:
             return i
         record.stamp = batch.stamp
     return targets.num
@@ -1492,34 +1406,31 @@ cdef void fork_row(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nog
     cdef Holding *forked = holding_of(batch, source)
     cdef Holding *new = holding_of(batch, row)
     cdef ForkExtent extent = extent_of(batch, source)
+    cdef Py_ssize_t i
     cdef int32_t g
-    assert batch.records[source].is_admitted and not batch.records[source].num_external
-    assert not record.is_claimed and batch.rows[row].context == 0 and new.session == NO_SESSION and new.held.num_pages == 0
+    assert batch.records[source].state == RUNNING and batch.rows[source].num_ahead == 0
+    assert record.state == FREE and batch.rows[row].context == 0 and new.session == NO_SESSION and new.held.num_pages == 0
     copy_bytes(tokens_of(batch, row), tokens_of(batch, source), batch.records[source].num_tokens * sizeof(int32_t))
-    copy_bytes(digests_of(batch, row), digests_of(batch, source), batch.records[source].num_hashed * sizeof(Digest))
+    copy_bytes(digests_of(batch, row), digests_of(batch, source), batch.rows[source].num_hashed * sizeof(Digest))
     if batch.hashing.kind != SIPHASH:
-        copy_bytes(batch.rows[row].uppers, batch.rows[source].uppers, batch.records[source].num_hashed * sizeof(Digest))
+        copy_bytes(batch.rows[row].uppers, batch.rows[source].uppers, batch.rows[source].num_hashed * sizeof(Digest))
     record[0] = batch.records[source]
     record.stamp = batch.stamp
+    for i in range(batch.ring_size):
+        batch.launches[row * batch.ring_size + i] = batch.launches[source * batch.ring_size + i]
+    disown_launches(batch, row, record.num_planned)
     batch.num_admitted += 1
-    batch.rows[row].shard = batch.rows[source].shard
+    batch.rows[row].shard, batch.rows[row].num_hashed = batch.rows[source].shard, batch.rows[source].num_hashed
+    batch.rows[row].num_hits = batch.rows[source].num_hits
     set_context(batch, row, batch.rows[source].context)
     set_session(batch.pool, &batch.rows[row].holding.session, batch.rows[source].holding.session)
-    begin_admission(batch, row)
     begin_stay(batch, row)
-    batch.flights[row].num_resolved = batch.flights[source].num_resolved
     if batch.has_boundaries:
         new.boundaries[0] = forked.boundaries[0]
     for g in range(batch.num_groups):
         fork_group(batch.pool, forked, new, g, &extent, batch.rows[row].shard)
     show_row(batch, row)
-    plan_next_event(batch, row)
-
-
-cdef bint is_in_flight(const Batch *batch, Py_ssize_t row) noexcept:
-    """Whether planned steps write behind the row's known tokens, or change its states behind the computed ones."""
-    cdef const Flight *flight = &batch.flights[row]
-    return flight.num_ahead > 0 or (batch.has_state and flight.num_planned > batch.records[row].num_computed)
+    plan_next(batch, row)
 
 
 # Tokens from elsewhere.
@@ -1532,7 +1443,7 @@ cdef int32_t end_external(RunningRows running, object row, object num_tokens, st
     cdef int32_t num_external, num_computed
     cdef bint is_due, is_right
     running.acquire_locks()
-    num_external = batch.records[checked].num_external
+    num_external = batch.rows[checked].num_external
     is_due = num_external and has_due(running, <int32_t>checked, True)
     is_right = 0 < num_external and num <= num_external and not is_due
     is_right = is_right and (is_failed or num == num_external or not batch.has_state)
@@ -1543,7 +1454,7 @@ cdef int32_t end_external(RunningRows running, object row, object num_tokens, st
     num_computed = batch.records[checked].num_computed
     running.release_locks()
     if not is_right:
-        refuse_end(batch, checked, num, num_external, is_due)
+        refuse_end(running, checked, num, num_external, is_due)
     return num_computed
 
 
@@ -1551,29 +1462,30 @@ cdef void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept 
     """Count the first awaited tokens of a pending row as computed, and let the row run."""
     cdef Holding *holding = holding_of(batch, row)
     cdef Py_ssize_t g
-    assert 0 <= num_tokens <= batch.records[row].num_external and batch.records[row].next_event == 1
-    batch.records[row].num_computed += num_tokens
-    batch.records[row].num_external = 0
+    assert 0 <= num_tokens <= batch.rows[row].num_external and batch.records[row].state == PENDING
+    batch.records[row].num_planned = batch.records[row].num_computed + num_tokens
+    batch.rows[row].num_external = 0
+    set_state(batch, row, RUNNING)
+    count_run_tokens(batch, row)
     skip_unread(batch.pool, holding, batch.records[row].num_computed)
     for g in range(batch.num_groups):
         if held_by(batch, row, g).num_skipped:
             blank(batch.tables[g], row, 0, held_by(batch, row, g).num_skipped)
-    batch.flights[row].num_resolved = batch.records[row].num_computed
-    cache_row(batch, row, count_cacheable(batch, row, batch.records[row].num_computed))
+    cache_row(batch, row, count_final(batch, row))
     cache_waiting(&batch.waiting)
-    plan_next_event(batch, row)
+    plan_next(batch, row)
 
 
 cdef void fail_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Commit the first tokens and give back the pages behind them; with a state, discard all."""
     cdef Holding *holding = holding_of(batch, row)
     if batch.has_state:
-        batch.records[row].num_computed = batch.records[row].num_hits = num_tokens = 0
+        batch.records[row].num_computed = batch.rows[row].num_hits = num_tokens = 0
         drop_writes(batch, row, 0)
     commit_row(batch, row, num_tokens)
     give_back_behind(batch.pool, holding, batch.records[row].num_computed)
     show_end(batch, row)
-    plan_next_event(batch, row)
+    plan_next(batch, row)
 
 
 # Errors are raised after unlocking, for what was found under the locks.
@@ -1590,24 +1502,21 @@ cdef object not_admitted(str name):
     return ArgumentError(f"{name}: got a row that is not admitted, allowed: an admitted one")
 
 
-cdef int refuse_unready(const Batch *batch, Py_ssize_t row, bint is_due, bint may_wait=False, Py_ssize_t at=-1) except -1:
-    """Raise if a row is not admitted, had copies due when a call stopped at it (`is_due`), or, unless it `may_wait`, waits for
+cdef int refuse_unready(RunningRows running, Py_ssize_t row, bint is_due, bint may_wait=False, Py_ssize_t at=-1) except -1:
+    """Raise if a row is not admitted, had moves due when a call stopped at it (`is_due`), or, unless it `may_wait`, waits for
     tokens from elsewhere. `at` is its index in a list of rows.
     """
+    cdef const Batch *batch = &running.batch
     cdef str name = f"row {row} (at {at})" if at >= 0 else f"row {row}"
     if not batch.records[row].is_admitted:
         raise not_admitted(name)
-    if batch.records[row].num_external and not may_wait:
+    if batch.rows[row].num_external and not may_wait:
         raise ArgumentError(
-            f"{name}: got a row that waits for {batch.records[row].num_external} tokens from elsewhere, allowed: one that "
+            f"{name}: got a row that waits for {batch.rows[row].num_external} tokens from elsewhere, allowed: one that "
             "waits for none; call commit_external or fail_external before"
         )
-    if is_due and has_writes_due(batch, row):
-        raise CopiesDueError(
-            f"{name}: got writes of its states that are due, allowed: none; call take_writes, and let its step do them, before"
-        )
     if is_due:
-        refuse_due(name)
+        refuse_due(running.store, name)
     return 0
 
 
@@ -1615,7 +1524,7 @@ cdef int32_t refuse_unknown(RunningRows running, int32_t row, Py_ssize_t at) exc
     """Return a row of a call, or raise if it is not in the table or not admitted."""
     if not 0 <= row < running.batch.num_rows:
         raise RowIndexError(f"row: got {row} (at {at}), allowed: 0 to {running.batch.num_rows - 1}")
-    refuse_unready(&running.batch, row, False, True, at)
+    refuse_unready(running, row, False, True, at)
     return row
 
 
@@ -1629,110 +1538,106 @@ cdef int32_t refuse_row(RunningRows running, const int32_t *rows, Py_ssize_t at)
     return row
 
 
-cdef int refuse_in_flight(const Batch *batch, Py_ssize_t row) except -1:
+cdef int refuse_ahead_of(const Batch *batch, Py_ssize_t row) except -1:
     raise StateAheadError(
-        f"row {row}: got a planned step that computes its tokens up to {batch.flights[row].num_planned}, allowed: none behind "
-        f"its {batch.records[row].num_tokens} known tokens, and with a state none behind the "
-        f"{batch.records[row].num_computed} computed ones; resolve the step before"
+        f"row {row}: got a planned step that writes positions up to {batch.records[row].num_planned}, allowed: none behind its "
+        f"{batch.records[row].num_tokens} known tokens; settle the step before"
     )
 
 
 cdef int check_drafts(const Batch *batch, str name, int64_t num_drafts) except -1:
     """Raise if drafts would change states that steps in flight write."""
-    if batch.max_steps_ahead and batch.writes_states and not batch.restores_states:
+    if not can_draft(batch, num_drafts > 0):
         raise StateAheadError(
             f"{name}: got {num_drafts} drafts, allowed for states that are kept: 0, or with restores_states any"
         )
     return 0
 
 
-cdef int refuse_step_ahead(RunningRows running, int32_t row, Py_ssize_t at, int32_t num_drafts) except -1:
-    """Raise if the row cannot be planned ahead."""
+cdef int refuse_plan(RunningRows running, int32_t row, Py_ssize_t at, int32_t num_tokens, int32_t num_drafts) except -1:
+    """Raise if the row has no such tokens to plan."""
     cdef Batch *batch = &running.batch
-    cdef Flight flight = batch.flights[row]
-    cdef int32_t num_left = batch.records[row].num_tokens - batch.records[row].num_computed
+    cdef int32_t num_planned = batch.records[row].num_planned, num_left = batch.records[row].num_tokens - num_planned
+    cdef Py_ssize_t num_awaited = count_awaited(batch, row)
+    cdef str name = f"row {row} (at {at})"
     if num_drafts < 0:
-        raise ArgumentError(f"row {row} (at {at}): got {num_drafts} drafts, allowed: at least 0")
-    if num_left:
-        raise ArgumentError(f"row {row} (at {at}): got {num_left} known tokens to compute, allowed: 0; grow it")
-    if not 0 < flight.num_launched - flight.num_told <= batch.max_steps_ahead:
+        raise ArgumentError(f"{name}: got {num_drafts} drafts, allowed: at least 0")
+    check_drafts(batch, name, num_drafts)
+    if num_left > 0 and not 1 <= num_tokens <= num_left:
+        raise ArgumentError(f"{name}: got {num_tokens} tokens, allowed: 1 to {num_left}, which are known and not computed")
+    if num_left <= 0 and not 1 <= num_awaited <= batch.max_steps_ahead:
+        allowed = f"1 to {batch.max_steps_ahead}, which is max_steps_ahead" if batch.max_steps_ahead else "known tokens alone"
         raise ArgumentError(
-            f"row {row} (at {at}): got {flight.num_launched - flight.num_told} steps that sample a token and are not resolved, "
-            f"allowed: 1 to {batch.max_steps_ahead}, which is max_steps_ahead; resolve some, or append its token and grow it"
+            f"{name}: got no known token to compute, and {num_awaited} steps in flight that sample the next ones, allowed: "
+            f"{allowed}; settle the step that sampled its token, or append it"
         )
-    if num_drafts:
-        check_drafts(batch, f"row {row} (at {at})", num_drafts)
-    if flight.num_planned >= batch.max_num_tokens:
-        running.refuse_row_length(row, <int64_t>flight.num_planned + 1)
+    if num_left <= 0 and num_planned >= batch.max_num_tokens:
+        running.refuse_row_length(row, num_planned + <int64_t>1)
     return 0
+
+
+cdef int refuse_step(RunningRows running, int32_t row, Py_ssize_t at) except -1:
+    """Raise if the row cannot get a token whose step is settled."""
+    cdef Batch *batch = &running.batch
+    cdef int32_t num_left = batch.records[row].num_tokens - batch.records[row].num_planned
+    if batch.records[row].num_tokens >= batch.max_num_tokens:
+        running.refuse_row_length(row, batch.records[row].num_tokens + <int64_t>1)
+    if num_left > 0:
+        raise ArgumentError(
+            f"row {row} (at {at}): got a token behind {num_left} known ones that are not computed, allowed: one behind "
+            "computed ones; plan computes them"
+        )
+    if count_awaited(batch, row) > 1:
+        refuse_later_step(row)
+    return 0
+
+
+cdef int refuse_later_step(int32_t row) except -1:
+    raise StateAheadError(
+        f"row {row}: got a token that a later step in flight computes, allowed: one that no step in flight computes; settle "
+        "the step that sampled it"
+    )
 
 
 cdef int refuse_growth(RunningRows running, const Growth *growth, Py_ssize_t at, bint is_due) except -1:
     cdef int32_t row = refuse_row(running, growth.rows, at)
-    if growth.ahead != NULL:
-        refuse_step_ahead(running, row, at, amount(&growth.num_drafts, at))
-    cdef int32_t num_new = amount(&growth.num_new_tokens, at), num_ahead = amount(&growth.num_ahead, at)
-    cdef int32_t num_computed = running.batch.records[row].num_computed
-    cdef int32_t num_left = running.batch.records[row].num_tokens - num_computed
-    cdef int64_t num_room_tokens, num_passed
-    if growth.token_ids != NULL and running.batch.records[row].num_tokens >= running.batch.max_num_tokens:
-        running.refuse_row_length(row, <int64_t>running.batch.records[row].num_tokens + 1)
-    cdef Holding *holding = holding_of(&running.batch, row)
-    refuse_unready(&running.batch, row, is_due, False, at)
-    if growth.token_ids != NULL and num_left:
-        raise ArgumentError(
-            f"row {row} (at {at}): got a token behind {num_left} known ones that are not computed, allowed: one behind "
-            "computed ones; grow computes them"
-        )
+    cdef int32_t num_tokens = amount(&growth.num_tokens, at), num_drafts = amount(&growth.num_drafts, at)
+    cdef int32_t num_computed = running.batch.records[row].num_computed, num_room
+    cdef int64_t num_passed
+    refuse_unready(running, row, is_due, False, at)
+    if growth.token_ids != NULL:
+        refuse_step(running, row, at)
+    else:
+        refuse_plan(running, row, at, num_tokens, num_drafts)
     if growth.num_excess:
         running.store.refuse_size(f"row {row} (at {at})", growth.num_excess, growth.short_queue)
-    if find_lost_page(&running.store.pool, holding, num_computed) != NULL_PAGE:
+    if find_lost_page(&running.store.pool, holding_of(&running.batch, row), num_computed) != NULL_PAGE:
         raise DoubleFreeError(
             f"row {row} (at {at}): got a page given back by somebody else, allowed: pages that the row gives back itself"
         )
-    if 0 <= num_new <= num_left and num_ahead > 0:
-        num_room_tokens = room_for(&running.batch, num_computed + num_new, num_ahead)
-        num_passed = find_passed(&running.batch, row, num_new, num_room_tokens)
-        if num_passed < INT64_MAX:
-            refuse_ahead(f"row {row}", num_room_tokens, num_passed)
-    raise ArgumentError(
-        f"row {row} (at {at}): got {num_new} new tokens and {num_ahead} lookahead tokens, "
-        f"allowed: at least 0, and new ones up to the {num_left} that are known and not computed"
-    )
+    num_room = room_for(&running.batch, min(num_computed + <int64_t>num_tokens, MAX_TOKENS), num_drafts)
+    num_passed = find_passed(&running.batch, row, num_tokens, num_room)
+    if num_passed < INT64_MAX:
+        refuse_ahead(f"row {row}", num_room, num_passed)
+    raise changed_values("rows")
 
 
-cdef int refuse_resolution(RunningRows running, const Resolution *resolution, ResolveFault fault, Py_ssize_t at) except -1:
-    cdef int32_t row = resolution.places[at], num = amount(&resolution.counts, at)
+cdef int refuse_settlement(RunningRows running, const Settlement *settlement, SettleFault fault, Py_ssize_t at) except -1:
+    cdef int32_t row = settlement.places[at], num = amount(&settlement.counts, at)
+    cdef Py_ssize_t launch = find_launch(&running.batch, row, settlement.growth.step)
     cdef str name = f"row {row} (at {at} of its call)"
     if fault == FULL_ROW:
         running.refuse_row_length(row, <int64_t>running.batch.records[row].num_tokens + num)
-    if fault == NOT_SAMPLED:
-        raise ArgumentError(f"{name}: got {num} tokens, allowed: 0, since its step samples none")
-    if fault == TOO_MANY:
-        num_drafts = drafts_of(&running.batch, resolution.growth, at)
-        raise ArgumentError(f"{name}: got {num} tokens, allowed: at most {num_drafts + 1}, with {num_drafts} drafts")
     if fault == TOO_EARLY:
         raise ArgumentError(
-            f"{name}: got a step before an earlier one that is not resolved, allowed: steps in the order of their launch"
+            f"{name}: got a step before an earlier one that is not settled, allowed: steps in the order of their launch"
         )
     if fault == NONE_TOLD:
         raise ArgumentError(f"{name}: got no token, allowed: at least 1, which a later step in flight computes")
-    raise ArgumentError(f"{name}: got {num} tokens, allowed: 0, since it was grown or got tokens otherwise since the step")
-
-
-cdef int refuse_undo(RunningRows running, const Growth *growth, Py_ssize_t at, bint is_due) except -1:
-    cdef int32_t row = growth.grown_rows[at]
-    if is_due:
-        refuse_unready(&running.batch, row, True, True, at)
-    if growth.is_admission or not is_as_grown(&running.batch, growth, at):
-        raise ArgumentError(
-            f"row {row} (at {at}): got a row that was grown, cut, moved or released since, allowed: the last call first"
-        )
-    raise ArgumentError(
-        f"row {row} (at {at}): got a row that cannot go back, since pages that it had or needs again were given back, when "
-        "they fell out of the attention window or by somebody else, or have other holders, allowed: a row with these pages to "
-        "itself; release it, or the holders, with num_computed_tokens"
-    )
+    if fault == TOO_MANY and launch >= 0:
+        num_drafts = launch_at(&running.batch, row, launch).num_sampled - 1
+        raise ArgumentError(f"{name}: got {num} tokens, allowed: at most {num_drafts + 1}, with {num_drafts} drafts")
+    raise ArgumentError(f"{name}: got {num} tokens, allowed: 0, since its step samples none, or the row has got its token")
 
 
 cdef int refuse_append(RunningRows running, PageIds rows, Py_ssize_t at) except -1:
@@ -1741,6 +1646,8 @@ cdef int refuse_append(RunningRows running, PageIds rows, Py_ssize_t at) except 
     cdef int32_t row = refuse_unknown(running, rows.ids[at], at)
     for i in range(at):
         num_tokens += rows.ids[i] == row
+    if count_awaited(&running.batch, row) > 1:
+        refuse_later_step(row)
     running.refuse_row_length(row, running.batch.records[row].num_tokens + num_tokens)
 
 
@@ -1748,9 +1655,9 @@ cdef int refuse_trim(RunningRows running, PageIds rows, Py_ssize_t at, int32_t n
     cdef int32_t row = refuse_row(running, rows.ids, at)
     if not 0 <= num_tokens <= running.batch.records[row].num_tokens:
         raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {running.batch.records[row].num_tokens}")
-    refuse_unready(&running.batch, row, is_due, False, at)
-    if running.batch.flights[row].num_ahead:
-        refuse_in_flight(&running.batch, row)
+    refuse_unready(running, row, is_due, False, at)
+    if running.batch.rows[row].num_ahead:
+        refuse_ahead_of(&running.batch, row)
     if has_state_behind(&running.batch, row, num_tokens):
         raise ArgumentError(
             f"num_tokens: got {num_tokens} (at {at}), allowed for row {row}, which has a state that saw later tokens: "
@@ -1762,24 +1669,16 @@ cdef int refuse_trim(RunningRows running, PageIds rows, Py_ssize_t at, int32_t n
     )
 
 
-cdef int refuse_release(RunningRows running, PageIds rows, PageIds counts, const Release *release) except -1:
+cdef int refuse_release(RunningRows running, PageIds rows, const Release *release) except -1:
     """Raise the error for rows that were not released."""
-    cdef Amounts computed
-    cdef int32_t row
     if release.outcome == SHORT_OF_ROOM:
         raise MemoryError("the pages of the rows, or their terms")
     if release.outcome == OVERDRAWN:
         page = running.store.shown_page(release.page_id)
         raise overdrawn_page(f"{page} of a row")
     if release.outcome == WRONG_ROW:
-        row = refuse_row(running, rows.ids, release.at)
-        if counts is None:
-            raise changed_values("rows")
-        computed = amounts_in(counts)
-        raise ArgumentError(
-            f"num_computed_tokens: got {amount(&computed, release.at)} (at {release.at}), "
-            f"allowed: 0 to {running.batch.records[row].num_computed}, for which row {row} has slots"
-        )
+        refuse_row(running, rows.ids, release.at)
+        raise changed_values("rows")
     return 0
 
 
@@ -1805,10 +1704,10 @@ cdef int refuse_fork(RunningRows running, Py_ssize_t source, PageIds targets, Py
     raise MemoryError(f"forks of row {source}")
 
 
-cdef int refuse_end(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_external, bint is_due) except -1:
+cdef int refuse_end(RunningRows running, Py_ssize_t row, int32_t num_tokens, int32_t num_external, bint is_due) except -1:
     if num_external == 0:
         raise ArgumentError(f"row {row}: got a row that waits for no tokens from elsewhere, allowed: one that waits for some")
-    refuse_unready(batch, row, is_due, True)
+    refuse_unready(running, row, is_due, True)
     if num_tokens > num_external:
         raise ArgumentError(f"row {row}: got {num_tokens} tokens, allowed: at most the {num_external} for which it waits")
     raise ArgumentError(

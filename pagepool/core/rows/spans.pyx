@@ -288,7 +288,7 @@ cdef class TokenSpan:
                 raise not_admitted(f"row {self.row}")
             if self.rows.batch.hash_page_size:
                 hash_row(&self.rows.batch, self.row, count_keyed(&self.rows.batch, record.num_tokens))
-            self.digests, self.num_digests = digests_of(&self.rows.batch, self.row), record.num_hashed
+            self.digests, self.num_digests = digests_of(&self.rows.batch, self.row), self.rows.batch.rows[self.row].num_hashed
             self.num_tokens, self.own = record.num_tokens, held_by(&self.rows.batch, self.row, 0)
         return 0
 

@@ -2,7 +2,7 @@
 # a working page never gets a prefix entry, and any number of steps may be in flight.
 #
 # A row takes the pages as a step is planned, and notes a `StateWrite` for each. A write is due until the engine takes the list;
-# until then the row cannot grow. The page gets its prefix entry when the row's next step is planned, if its tokens are
+# until then the row cannot be planned. The page gets its prefix entry when the row's next step is planned, if its tokens are
 # computed. So whoever hits the entry runs behind the step that writes the page. If the row ends, pages written by
 # its counted steps are cached, and the others given back, as they are if it goes back. A step in flight may still write to such
 # a page, before the step of its next holder.

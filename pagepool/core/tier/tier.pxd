@@ -42,3 +42,4 @@ cdef Py_ssize_t find_and_load(
 cdef Py_ssize_t count_in_flight(const Tier *tier, int64_t number, bint is_load) noexcept nogil
 cdef void end_save(Pool *pool, const Transfer *transfer, bint is_done) noexcept nogil
 cdef void forget_list(Tier *tier, int64_t number) noexcept nogil
+cdef void begin_step(Pool *pool, int64_t *last_step) noexcept nogil

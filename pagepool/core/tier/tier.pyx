@@ -1,4 +1,4 @@
-"""The host tier behind a pool: transfers taken and ended, prefixes loaded."""
+"""The host tier behind a pool: pages saved, transfers ended, prefixes loaded."""
 
 cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
@@ -90,7 +90,7 @@ cdef void record_cached(Pool *pool, int32_t page_id) noexcept nogil:
     if tier.loading[page_id]:
         tier.fresh_numbers[page_id] = SAVED
         return
-    if tier.num_fresh >= 2 * <Py_ssize_t>pool.num_pages:  # many pages since the last step ended
+    if tier.num_fresh >= 2 * <Py_ssize_t>pool.num_pages:  # many pages in a step
         drop_stale(tier)
     tier.num_cached += 1
     if tier.num_cached <= SAVED:  # at first, and when it wraps around
@@ -209,78 +209,27 @@ def add_tier(PageStore store not None, PageTier tier not None) -> None:
         )
 
 
-@cython.final
-@cython.auto_pickle(False)
-cdef class Transfers:
-    """Pages to transfer before the next step, under a `number`, which is 0 without any.
-
-    Save pages ``save_src[i]`` of the device to pages ``save_dst[i]`` of the tier, in the arrays of group ``save_group[i]``;
-    load pages ``load_src[i]`` of the tier into pages ``load_dst[i]`` of the device, group ``load_group[i]``. All are read-only
-    int32 arrays. With several pools all ids are those of the group's pool, on the device and in the tier. Read all saves before
-    writing any load; destinations are distinct. ``len()`` counts both.
+cdef void begin_step(Pool *pool, int64_t *last_step) noexcept nogil:
+    """Begin the step whose moves are taken, unless they are taken for forks, or for refused calls, or by a batch without moves
+    of the last step: it runs in that one, which becomes its `last_step`. A tier that writes through saves the pages cached
+    before the moves of the last step were taken, since that step has begun; storage counts the step.
     """
-
-    cdef readonly int64_t number
-    cdef readonly object save_src, save_dst, save_group
-    cdef readonly object load_src, load_dst, load_group
-
-    def __init__(self):
-        raise TypeError("a Transfers is what take_transfers returns")
-
-    def __len__(self):
-        return len(self.save_src) + len(self.load_src)
-
-    def __repr__(self):
-        names = ("save_src", "save_dst", "save_group", "load_src", "load_dst", "load_group")
-        return f"Transfers(number={self.number}, {', '.join(f'{name}={getattr(self, name).tolist()}' for name in names)})"
-
-    def __reduce__(self):
-        raise ArgumentTypeError("transfers cannot be pickled")
-
-
-cdef Transfers transfers_of(int64_t number, object columns, Py_ssize_t num_saves):
-    cdef Transfers transfers = Transfers.__new__(Transfers)
-    columns.flags.writeable = False
-    transfers.number = number
-    transfers.save_src, transfers.save_dst, transfers.save_group = columns[:, :num_saves]
-    transfers.load_dst, transfers.load_src, transfers.load_group = columns[:, num_saves:]
-    return transfers
-
-
-cdef Transfers NO_TRANSFERS = transfers_of(0, np.zeros((3, 0), np.int32), 0)
-
-
-def take_transfers(PageStore store not None) -> Transfers:
-    """Hand the due transfers over to the caller, who does them. O(transfers); nothing is allocated without any."""
-    cdef Pool *pool = &store.pool
-    cdef Tier *tier
-    cdef int32_t[:, ::1] taken
-    cdef Py_ssize_t num_due, num = -1, num_saves = 0
-    cdef int64_t number = 0
-    if store.pool.tier == NULL:
-        return NO_TRANSFERS
-    with store.own_lock()[0]:
-        tier = pool.tier
-        save_fresh(pool)
-        if tier.pool.tier != NULL:
-            tier.pool.tier.num_steps += 1
-        num_due = tier.num_due
-    if num_due == 0:
-        return NO_TRANSFERS
-    while num != num_due:  # arrays are made without the lock
-        num = num_due
-        columns = np.empty((3, num), np.int32)
-        taken = columns
-        with store.own_lock()[0]:
-            num_due = tier.num_due
-            if num == num_due and num:
-                num_saves = take_due(pool, &taken[0, 0], num)
-                number = tier.last_number
-    return transfers_of(number, columns, num_saves) if num else NO_TRANSFERS
+    cdef Tier *tier = pool.tier
+    cdef bint is_next = last_step[0] == tier.num_steps
+    if pool.copies.is_between:
+        return
+    tier.num_steps += is_next
+    last_step[0] = tier.num_steps
+    if not is_next:
+        return
+    save_fresh(pool)
+    tier.num_ready = tier.num_fresh
+    if tier.pool.tier != NULL:
+        tier.pool.tier.num_steps += 1
 
 
 cdef void save_fresh(Pool *pool) noexcept nogil:
-    """Queue saves of the pages that were cached before the last step ended, and still are."""
+    """Queue saves of the ready pages that are still cached."""
     cdef Tier *tier = pool.tier
     cdef FreshPage fresh
     cdef const Page *page
@@ -295,62 +244,6 @@ cdef void save_fresh(Pool *pool) noexcept nogil:
     tier.num_fresh -= tier.num_ready
     for i in range(tier.num_fresh if tier.num_ready else 0):
         tier.fresh[i] = tier.fresh[tier.num_ready + i]
-    tier.num_ready = 0
-
-
-cdef Py_ssize_t take_due(Pool *pool, int32_t *taken, Py_ssize_t num) noexcept nogil:
-    """Number the `num` due transfers, and copy their columns, saves first. Return the number of saves."""
-    cdef Tier *tier = pool.tier
-    cdef Transfer *transfer
-    cdef Py_ssize_t i, at, num_saves = 0, num_loads = 0
-    assert num == tier.num_due <= tier.num
-    tier.last_number += 1
-    for i in range(tier.num - tier.num_due, tier.num):
-        num_saves += not tier.items[i].is_load
-    for i in range(tier.num - tier.num_due, tier.num):
-        transfer = &tier.items[i]
-        assert transfer.number == 0 and 0 < transfer.tier_id < tier.pool.num_pages
-        transfer.number = tier.last_number
-        at = num_saves + num_loads if transfer.is_load else i - (tier.num - tier.num_due) - num_loads
-        num_loads += transfer.is_load
-        taken[at], taken[num + at] = id_in_bank(pool, transfer.page_id), id_in_bank(tier.pool, transfer.tier_id)
-        taken[2 * num + at] = transfer.group
-    tier.num_due = 0
-    assert num_saves + num_loads == num
-    return num_saves
-
-
-def end_step(PageStore store not None) -> None:
-    """Count the pages cached so far as computed: a tier that writes through saves them next. O(1)."""
-    with store.own_lock()[0]:
-        if store.pool.tier != NULL:
-            store.pool.tier.num_ready = store.pool.tier.num_fresh
-
-
-def list_in_flight(PageStore store not None) -> list:
-    """Return the `Transfers` in flight in the order they were taken. O(transfers x lists)."""
-    cdef const Tier *tier = store.pool.tier
-    cdef const Transfer *transfer
-    cdef int64_t[:, ::1] taken
-    cdef Py_ssize_t i, num_taken = 0, num = -1
-    while num != num_taken and tier != NULL:  # arrays are made without the lock
-        num = num_taken
-        items = np.empty((5, num), np.int64)
-        taken = items
-        with store.own_lock()[0]:
-            num_taken = tier.num - tier.num_due
-            assert num_taken >= 0
-            for i in range(num_taken if num == num_taken else 0):
-                transfer = &tier.items[i]
-                taken[0, i], taken[1, i] = transfer.number, transfer.is_load
-                taken[2, i] = id_in_bank(&store.pool, transfer.page_id)
-                taken[3, i], taken[4, i] = id_in_bank(tier.pool, transfer.tier_id), transfer.group
-    lists = []
-    for number in np.unique(items[0][items[0] > 0]).tolist() if tier != NULL else ():
-        chosen = items[:, items[0] == number]
-        order = np.argsort(chosen[1], kind="stable")
-        lists.append(transfers_of(number, np.ascontiguousarray(chosen[2:, order], np.int32), int((chosen[1] == 0).sum())))
-    return lists
 
 
 @cython.final
@@ -364,7 +257,7 @@ cdef class FailedLoads:
         self.ids, self.group_ids = PageIds.__new__(PageIds), PageIds.__new__(PageIds)
 
     def __init__(self):
-        raise TypeError("a FailedLoads is what fail_transfers returns")
+        raise TypeError("a FailedLoads is what CacheManager.fail returns")
 
     def __dealloc__(self):
         free(self.is_wrong)
@@ -395,7 +288,7 @@ cdef int set_failed(bytearray is_failed, Py_ssize_t start, Py_ssize_t num, list 
 
 
 def end_transfers(PageStore store not None, number, failed_saves=(), failed_loads=()) -> FailedLoads:
-    """End the transfers taken under a number. Failed ones are named by their indices among the saves or loads.
+    """End the loads and saves taken under a number. Failed ones are named by their indices among the saves or loads.
     O(transfers in flight + num_pages).
     """
     cdef Pool *pool = &store.pool
@@ -442,9 +335,9 @@ def rewind_request(RequestPages held, failed) -> int | None:
         if loads.store is held.store and loads.ids.num:
             restart = find_wrong(&held.holding, loads.is_wrong, loads.number)
         if restart >= 0:
-            restart = find_restart(pool, &held.holding, restart)
+            restart = find_restart(pool, &held.holding, restart, restart)
             if not has_copies(pool, &held.holding) and can_restart(pool, &held.holding, restart, MAX_TOKENS):
-                restart_from(pool, &held.holding, restart, MAX_TOKENS)
+                restart_from(pool, &held.holding, restart, restart, MAX_TOKENS)
             held.plan()
     return restart if restart >= 0 else None
 
@@ -525,7 +418,7 @@ cdef void end_all(Pool *pool, const char *is_failed, Py_ssize_t num_saves, Faile
             failed.group_ids.put(&transfer.group, 1)
             failed.is_wrong[transfer.page_id] = True
     forget_list(tier, failed.number)
-    find_oldest_load(tier)
+    find_oldest_load(pool)
 
 
 cdef void forget_list(Tier *tier, int64_t number) noexcept nogil:
@@ -671,11 +564,11 @@ cdef int32_t load_absent(
     for i in range(num_loads):
         assert pool.pages[taken[i]].ref_cnt == 1 and pool.pages[taken[i]].group == NO_GROUP
         tier.items[first + i].page_id = taken[i]
-        tier.loading[taken[i]] = tier.last_number + 1
+        tier.loading[taken[i]] = pool.list_number
     hold_hits(pool, hits, False)
     cache_loads(pool, query, groups, num_hashes, hits, contents, taken)
     free(taken)
-    find_oldest_load(tier)
+    find_oldest_load(pool)
     return NO_BANK
 
 

@@ -34,10 +34,11 @@ cdef inline void queue_save(Pool *pool, Digest key, int32_t group, int32_t page_
     ))
 
 
-cdef inline void find_oldest_load(Tier *tier) noexcept nogil:
-    """Find the first list with unfinished loads; due loads count as the next list."""
+cdef inline void find_oldest_load(Pool *pool) noexcept nogil:
+    """Find the first list with unfinished loads."""
+    cdef Tier *tier = pool.tier
     cdef Py_ssize_t i
     tier.oldest_load = INT64_MAX
     for i in range(tier.num):
         if tier.items[i].is_load:
-            tier.oldest_load = min(tier.oldest_load, tier.items[i].number or tier.last_number + 1)
+            tier.oldest_load = min(tier.oldest_load, tier.items[i].number or pool.list_number)

@@ -78,7 +78,7 @@ class CheckpointSimulator:
             request.num_tokens = max(request.num_tokens, end)
             manager.allocate_slots(request, end - max(request.num_computed_tokens, num_hits), *hits)
             hits, request.num_computed_tokens = (), end
-            num_copies += len(manager.take_copies())
+            num_copies += len(manager.take_moves().copies)
         manager.free(request)
         manager.free_page_hashes(request)
         return num_hits, num_copies

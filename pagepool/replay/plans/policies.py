@@ -15,10 +15,9 @@ from pagepool._core import (
     HashChain,
     PageIds,
     RequestPages,
-    end_step,
     end_transfers,
     load_prefix,
-    take_transfers,
+    take_moves,
 )
 from pagepool.arguments import require_int
 from pagepool.group_rules import make_rules
@@ -147,5 +146,4 @@ class Steps:
 
     def end(self) -> None:
         """End a step."""
-        self._number = take_transfers(self.store).number
-        end_step(self.store)
+        self._number = take_moves(self.store).number

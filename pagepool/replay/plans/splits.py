@@ -131,15 +131,14 @@ class Queue:
             self._end_oldest()
         self._running.append(self._free_rows.pop())
         self.hit_tokens += num_hits
-        self._end_step()
+        self._take_moves()
         self._batch.append(np.full(len(answer), row, np.int32), answer)
-        while len(answer) and not self._batch.grow([row], len(answer)).num_grown:
+        while len(answer) and not self._batch.plan([row], len(answer)).num_grown:
             self._end_oldest()
-        self._end_step()
+        self._take_moves()
 
-    def _end_step(self) -> None:
-        self.num_written += len(self._batch.take_writes())
-        self._batch.take_copies()
+    def _take_moves(self) -> None:
+        self.num_written += len(self._batch.take_moves().writes)
 
     def _end_oldest(self) -> None:
         row = self._running.popleft()

@@ -49,7 +49,8 @@ class Allocator(ABC):
         self.interval = manager.checkpoint_interval
         self._has_states = self.interval is not None
         self._has_tier = manager.stats().host_tier is not None
-        self._transfer_number = self._num_first_loads = 0
+        self._number = self._num_first_loads = 0
+        self._taker: CacheManager | RunningBatch = manager
 
     def _time(self, call: Callable[Params, Result], *args: Params.args, **options: Params.kwargs) -> Result:
         start = perf_counter()
@@ -77,23 +78,22 @@ class Allocator(ABC):
     def finish(self, rows: Int32Array, seconds: Sequence[float | None] | None = None) -> None:
         """Release rows whose requests have ended, in order. `seconds` has one value per row, as in `RunningBatch.release`."""
 
-    def take_copies(self) -> int:
-        """Take the copies that are due before the next step, and return their number."""
-        return 0 if not self._has_states else len(self._time(self._manager.take_copies))
+    def take_moves(self) -> int:
+        """Take the moves that are due before the next step, and return the number of pages copied and of states written. The
+        step then runs.
+        """
+        if not self._has_states and not self._has_tier:
+            return 0
+        moves = self._time(self._taker.take_moves)
+        self._number = moves.number
+        self._num_first_loads += int((moves.loads.group == 0).sum())
+        return len(moves.copies) + len(moves.writes)
 
-    def take_transfers(self) -> None:
-        """Take the transfers that are due before the next step. The step then runs."""
-        if self._has_tier:
-            transfers = self._time(self._manager.take_transfers)
-            self._time(self._manager.end_step)
-            self._transfer_number = transfers.number
-            self._num_first_loads += int((transfers.load_group == 0).sum())
-
-    def complete_transfers(self) -> None:
-        """Complete the transfers taken last."""
-        if self._transfer_number:
-            self._time(self._manager.complete_transfers, self._transfer_number)
-            self._transfer_number = 0
+    def complete_moves(self) -> None:
+        """Complete the moves taken last."""
+        if self._number:
+            self._time(self._manager.complete, self._number)
+            self._number = 0
 
     def count_transfers(self) -> HostFigures | None:
         """Return the figures of the host tier since it was made; None without one."""
@@ -157,6 +157,7 @@ class BatchAllocator(Allocator):
         super().__init__(manager)
         page_sizes = [group.kv_cache_spec.page_size for group in manager.kv_cache_groups]
         self._batch = RunningBatch(manager, MultiGroupPageTable(num_rows, max_num_tokens, 0, page_sizes), writes="anywhere")
+        self._taker = self._batch
         self._writes_states = manager.registry.rules.writes_states
         if self._writes_states:
             self.interval = None
@@ -180,14 +181,9 @@ class BatchAllocator(Allocator):
             self._time(self._batch.append, np.full(len(answer), row, dtype=np.int32), answer)
         return num_hits
 
-    def take_copies(self) -> int:
-        """Take the writes of states too."""
-        num_written = len(self._time(self._batch.take_writes)) if self._writes_states else 0
-        return num_written + super().take_copies()
-
     def grow(self, rows: Int32Array, num_new_tokens: Int32Array) -> int:
         """Grow the rows in one call."""
-        return self._time(self._batch.grow, rows, num_new_tokens).num_grown
+        return self._time(self._batch.plan, rows, num_new_tokens).num_grown
 
     def preempt(self, row: int) -> None:
         """Release the row; it keeps its hashes until its next request."""

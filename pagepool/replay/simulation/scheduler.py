@@ -4,8 +4,8 @@ A step has a budget of tokens. Running requests come first, in order of admissio
 the budget allows. With checkpoints of states, a chunk ends at the last checkpoint within the budget. A request without room
 preempts the newest ones, finally itself. Then waiting requests are admitted in order until one does not fit; after a preemption
 none is admitted in the step. A preempted request releases its pages, moves to the front of the queue, and recomputes its
-tokens, including generated ones, except for hits. At the end of a step the transfers of a host tier and the copies of states
-are taken; the transfers complete when the next step begins.
+tokens, including generated ones, except for hits. At the end of a step its moves are taken: loads and saves of a host
+tier, copies and writes of states; they complete when the next step begins.
 
 There is no clock: all requests wait from the start, in order. The figures therefore do not depend on the machine, and the load
 is the highest possible. Only the pauses of sessions, if reported to the pool, follow the time of the trace.
@@ -92,7 +92,7 @@ class Scheduler:
         new_stats = self._manager.stats()
         self.figures.allocated_pages = new_stats.num_allocated_pages - stats.num_allocated_pages
         self.figures.evicted_pages = new_stats.num_evicted_pages - stats.num_evicted_pages
-        self._allocator.complete_transfers()
+        self._allocator.complete_moves()
         self.figures.host = self._allocator.count_transfers()
         return self.figures
 
@@ -104,7 +104,7 @@ class Scheduler:
         """
         num_preemptions = self.figures.preemptions
         self.started, self.ended = [], []
-        self._allocator.complete_transfers()
+        self._allocator.complete_moves()
         num_scheduled = self._grow_running()
         if self.figures.preemptions == num_preemptions:
             num_scheduled += self._admit(self.max_num_batched_tokens - num_scheduled)
@@ -112,8 +112,7 @@ class Scheduler:
             usage = f"usage {self._manager.usage:.3f}"
             raise PagePoolError(f"no request got room at {usage}: pages were lost")
         self.figures.see_usage(self._manager.usage)
-        self._allocator.take_transfers()
-        self.figures.copied_pages += self._allocator.take_copies()
+        self.figures.copied_pages += self._allocator.take_moves()
         self._decode()
         return num_scheduled
 

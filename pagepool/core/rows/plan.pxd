@@ -1,0 +1,383 @@
+# Rows are planned: each gets slots for the tokens of its next step, row by row up to the first that does not fit. Then the rows
+# that fit are launched.
+
+from pagepool.core.rows.states cimport *
+
+
+cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *growth) noexcept nogil:
+    """Take the row's missing pages, group by group, and write them to the tables. Enough pages are free."""
+    cdef Held *held
+    cdef Py_ssize_t g
+    cdef int32_t j, n
+    for g in range(batch.num_groups):
+        held = held_by(batch, row, g)
+        n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].shard, batch.rows[row].holding.session)
+        if not n:
+            continue
+        write_ids(batch.tables[g], row, held.num_pages - n, held.ids + held.num_pages - n, n, offset_of(batch, g))
+        batch.tables[g].version += 1
+        assert growth == NULL or growth.num_new + n <= growth.max_num_new
+        for j in range(held.num_pages - n, held.num_pages if growth != NULL else 0):
+            growth.new_ids[growth.num_new] = held.ids[j] - offset_of(batch, g)
+            growth.new_rows[growth.num_new] = <int32_t>row
+            growth.new_groups[growth.num_new] = <int32_t>g
+            growth.num_new += 1
+
+
+cdef inline bint _has_pages_for(
+    const Batch *batch, Py_ssize_t row, int64_t num_new, int64_t num_tokens, Shortage *shortage
+) noexcept nogil:
+    """Whether the pages that the row lacks for `num_tokens` tokens are free: `num_new` in all. Otherwise set the shortage."""
+    cdef int32_t shard = batch.rows[row].shard
+    cdef int32_t num_free = batch.pool.num_free if shard < 0 else batch.pool.shard_num_free[shard]
+    if exceptional((batch.pool.num_banks > 1) | (num_new > num_free)):
+        return _has_pages_in_banks(batch, row, num_new, num_tokens, shortage)
+    return True
+
+
+cdef inline bint _has_pages_in_banks(
+    const Batch *batch, Py_ssize_t row, int64_t num_new, int64_t num_tokens, Shortage *shortage
+) noexcept nogil:
+    """Compare the pages that a row lacks with each bank, or with its shard, and set the shortage where they are too few."""
+    cdef int64_t[MAX_BANKS] num_new_in
+    cdef int32_t bank, queue
+    if batch.pool.num_banks == 1:
+        shortage[0] = shortage_in(batch.pool, num_new, 0, 0, batch.rows[row].shard)
+        return False
+    if num_new <= count_least_free(batch.pool):
+        return True
+    count_new_in_banks(holding_of(batch, row), num_tokens, num_new_in)
+    for bank in range(batch.pool.num_banks):
+        queue = queue_in(batch.pool, bank, batch.rows[row].shard)
+        if num_new_in[bank] > count_free_in(batch.pool, queue):
+            shortage[0] = shortage_in(batch.pool, num_new_in[bank], 0, 0, queue)
+            return False
+    return True
+
+
+cdef inline int64_t _find_row_excess(
+    const Batch *batch, Py_ssize_t row, int64_t num_tokens, int32_t num_computed, int32_t *queue
+) noexcept nogil:
+    """Return `find_any_excess` of the row with slots for `num_tokens` tokens, which had `num_computed` before the call."""
+    cdef int64_t[MAX_BANKS] num_new_in
+    queue[0] = batch.rows[row].shard
+    count_new_in_banks(holding_of(batch, row), num_tokens, num_new_in)
+    return find_any_excess(batch.pool, holding_of(batch, row), NULL, num_new_in, num_computed, queue)
+
+
+cdef inline Py_ssize_t _find_too_large(Batch *batch, Growth *growth) noexcept nogil:
+    """Return the index of the first row of a call that no bank or shard can ever hold, and set the excess; the number of rows
+    if there is none.
+    """
+    cdef const DueRow *due
+    cdef int32_t row
+    cdef Py_ssize_t k
+    for k in range(growth.num_due):
+        due = &batch.due_rows[k]
+        row = batch.checked_rows[due.at]
+        if not _has_pages_for(batch, row, due.num_new_pages, due.num_room, &growth.shortage):
+            growth.num_excess = _find_row_excess(batch, row, due.num_room, due.num_sure, &growth.short_queue)
+            if growth.num_excess:
+                return due.at
+    return growth.num_rows
+
+
+cdef inline void _settle_before(Batch *batch, Py_ssize_t row, const DueRow *due) noexcept nogil:
+    """Cache what is final before the row's next step, and skip what this step does not read."""
+    if batch.writes_states:
+        settle_writes(batch, row, due.num_final, due.num_run, UNKNOWN)
+    cache_row(batch, row, due.num_final)
+    if batch.skips_pages or batch.has_state:  # pages may leave the row, and states need digests
+        cache_waiting(&batch.waiting)
+    if batch.skips_pages:
+        skip_row(batch, row, due.num_sure)
+
+
+cdef inline void _plan_states(Batch *batch, Py_ssize_t row, const DueRow *due) noexcept nogil:
+    """Keep the due states before the row's next step, or note the states that this step writes."""
+    cdef const RowRecord *record = &batch.records[row]
+    cdef int32_t num_written, num_before = min(due.before, record.num_tokens)
+    if batch.keeps_states and are_checkpoints_due(holding_of(batch, row), num_before):
+        keep_row_states(batch, row, num_before, due.num_final)
+    if batch.writes_states:
+        num_written = record.num_planned if batch.max_steps_ahead and not batch.restores_states else record.num_computed
+        write_states(batch, row, due.before, num_written)
+
+
+cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noexcept nogil:
+    """Do the work of a due row whose counts are advanced; False, and no page taken, if too few are free."""
+    cdef int32_t row = batch.checked_rows[due.at]
+    cdef const RowRecord *record = &batch.records[row]
+    assert record.state == RUNNING and due.before <= record.num_planned <= due.num_room
+    if exceptional(batch.has_final):
+        _settle_before(batch, row, due)
+    if due.num_new_pages:
+        if not _has_pages_for(batch, row, due.num_new_pages, due.num_room, &growth.shortage):
+            return False
+        take_pages(batch, row, due.num_room, growth)
+    if exceptional(batch.has_state):
+        _plan_states(batch, row, due)
+    if not batch.caches_computed:
+        cache_row(batch, row, final_of(batch, record.num_tokens, record.num_computed, 0))
+    plan_next(batch, row)
+    return True
+
+
+cdef inline int64_t find_passed_behind(
+    const Batch *batch, Py_ssize_t row, int64_t num_kept, int32_t num_counted, int32_t num_slots
+) noexcept nogil:
+    """Return `find_passed_checkpoint` of a row; INT64_MAX if passing is allowed."""
+    if batch.restores_states or batch.max_steps_ahead:
+        return INT64_MAX
+    return find_passed_checkpoint(holding_of(batch, row), num_kept, num_counted, num_slots)
+
+
+cdef inline int64_t find_passed(const Batch *batch, int32_t row, int32_t num_new, int32_t num_room) noexcept nogil:
+    """Return the token count of the checkpoint that drafts would pass behind the next `num_new` tokens; INT64_MAX if there is
+    none, or passing is allowed. The row's counts are not advanced yet.
+    """
+    cdef int32_t num_computed = batch.records[row].num_computed
+    return find_passed_behind(batch, row, num_computed, num_computed + num_new, num_room)
+
+
+cdef inline bint _is_ready(const Batch *batch, int32_t row) noexcept nogil:
+    """Whether the row runs, nothing of its is due, and it holds the pages that leave it."""
+    cdef const RowRecord *record = &batch.records[row]
+    cdef Holding *holding = holding_of(batch, row)
+    if record.state != RUNNING or (record.next_plan == 1 and has_row_due(batch, row)):
+        return False
+    if rare(batch.skips_pages or (batch.keeps_states and are_checkpoints_due(holding, record.num_computed))):
+        return find_lost_page(batch.pool, holding, record.num_computed) == NULL_PAGE
+    return True
+
+
+cdef inline void _note_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t before, int32_t num_room) noexcept nogil:
+    """Add a row to the due rows, before its counts are advanced from `before`, with the pages that it may need."""
+    cdef int32_t row = batch.checked_rows[i]
+    cdef const RowRecord *record = &batch.records[row]
+    cdef Py_ssize_t num_run = record.num_launches if growth.token_ids != NULL else count_run(batch, row)
+    cdef int32_t num_resolved = launch_at(batch, row, num_run).before if num_run < record.num_launches else before
+    cdef int32_t num_tokens = record.num_tokens + (growth.token_ids != NULL)
+    cdef int64_t num_new = min(count_new_pages(holding_of(batch, row), num_room), <int64_t>INT32_MAX)
+    cdef DueRow *due = &batch.due_rows[growth.num_due]
+    assert growth.num_due < growth.num_rows and num_new >= 0
+    due.at, due.num_new_pages, due.num_room, due.before = <int32_t>i, <int32_t>num_new, num_room, before
+    due.num_planned, due.num_run = record.num_planned, <int32_t>num_run
+    due.num_final = final_of(batch, num_tokens, min(before, num_tokens), num_resolved)
+    due.num_sure = min(due.num_final, num_resolved)
+    growth.max_num_new += due.num_new_pages
+    growth.num_due += 1
+
+
+cdef inline bint _copy_ascending(Batch *batch, const int32_t *rows, Py_ssize_t n) noexcept nogil:
+    """Copy rows if they are in the table and ascend, as they usually do: then none of them repeats."""
+    cdef const int32_t *copied = batch.checked_rows
+    cdef int32_t signs = 0
+    cdef Py_ssize_t i
+    if n <= batch.num_ascending and memcmp(copied, rows, n * sizeof(int32_t)) == 0:  # the same rows as in the last step
+        return True
+    batch.num_ascending = 0
+    if n > batch.num_rows:
+        return False
+    memcpy(batch.checked_rows, rows, n * sizeof(int32_t))
+    for i in range(1, n if GUARDS else 1):  # no early exit, so that it vectorises
+        signs |= copied[i] | <int32_t>(<uint32_t>copied[i] - <uint32_t>copied[i - 1] - 1)
+    if GUARDS and (signs < 0 or copied[0] < 0 or copied[n - 1] >= batch.num_rows):
+        return False
+    batch.num_ascending = n
+    return True
+
+
+cdef inline Py_ssize_t copy_rows(Batch *batch, const int32_t *rows, Py_ssize_t n) noexcept nogil:
+    """Copy rows, so that they cannot change during the call. Return the number of rows before the first that is outside the
+    table, free, or repeated.
+    """
+    cdef Py_ssize_t i
+    if _copy_ascending(batch, rows, n):
+        return n
+    start_call(batch)
+    for i in range(n):
+        if not stamp_row(batch, rows[i], i):
+            return i
+    return n
+
+
+# Counts are advanced while rows are checked. A free row is never plain: its `next_plan` is 0.
+
+cdef inline void _revert_row(Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
+    """Revert the counts of a copied row."""
+    cdef RowRecord *record = &batch.records[batch.checked_rows[i]]
+    if growth.token_ids != NULL:
+        record.num_tokens -= 1
+        record.num_computed = record.num_planned = record.num_tokens
+        return
+    record.num_planned = growth.planned[i].before
+    count_run_tokens(batch, batch.checked_rows[i])
+
+
+cdef inline void revert_counts(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Revert the counts that were advanced for copied rows."""
+    cdef const DueRow *due
+    cdef Py_ssize_t i, row
+    for i in range(start, stop):
+        _revert_row(batch, growth, i)
+    for i in range(growth.num_due):
+        due = &batch.due_rows[i]
+        row = batch.checked_rows[due.at]
+        if start <= due.at < stop:
+            batch.records[row].num_planned = due.num_planned
+            count_run_tokens(batch, row)
+
+
+cdef inline Py_ssize_t _step_plain_rows(Batch *batch, Growth *growth, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
+    """Append a token to each copied row from `start` on, and return the index of the first due row."""
+    cdef const int32_t *rows = batch.checked_rows
+    cdef const int32_t *new_ids = growth.token_ids
+    cdef int32_t *token_ids = batch.token_ids
+    cdef RowRecord *records = batch.records
+    cdef RowRecord *record
+    cdef Py_ssize_t i = start, stride = batch.tokens_stride
+    cdef int32_t signs = 0, num_planned
+    while i < n:
+        record = &records[rows[i]]
+        num_planned = record.num_planned
+        if num_planned + 1 >= record.next_plan or num_planned != record.num_tokens:
+            break
+        assert record.state == RUNNING and record.num_computed == num_planned < batch.max_num_tokens
+        signs |= new_ids[i]
+        token_ids[rows[i] * stride + num_planned] = new_ids[i]
+        record.num_tokens = record.num_computed = record.num_planned = num_planned + 1
+        i += 1
+    growth.signs |= signs
+    return i
+
+
+cdef inline bint _step_due_row(Batch *batch, Growth *growth, Py_ssize_t i) noexcept nogil:
+    """Append a token to a copied row that may have work to do; False if the call is wrong for it."""
+    cdef int32_t row = batch.checked_rows[i]
+    cdef RowRecord *record = &batch.records[row]
+    cdef int32_t before = record.num_tokens
+    if GUARDS and (before >= batch.max_num_tokens or record.num_planned < before or not _is_ready(batch, row)):
+        return False
+    if GUARDS and rare(batch.max_steps_ahead) and count_awaited(batch, row) > 1:  # a later step computes this token
+        return False
+    if GUARDS and rare(batch.has_state) and find_passed(batch, row, 1, before + 1) < INT64_MAX:
+        return False
+    _note_due(batch, growth, i, before, before + 1)
+    growth.signs |= growth.token_ids[i]
+    tokens_of(batch, row)[before] = growth.token_ids[i]
+    record.num_tokens = record.num_computed = record.num_planned = before + 1
+    batch.rows[row].num_ahead = 0
+    return True
+
+
+cdef inline Py_ssize_t _step_rows(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
+    """Append a token to each copied row, and return the number of rows before the first wrong one; 0, and nothing advanced, if
+    a token is negative.
+    """
+    cdef Py_ssize_t i = 0 if batch.max_steps_ahead else _step_plain_rows(batch, growth, 0, n)
+    while i < n and _step_due_row(batch, growth, i):
+        i = i + 1 if batch.max_steps_ahead else _step_plain_rows(batch, growth, i + 1, n)
+    if growth.signs < 0:
+        revert_counts(batch, growth, 0, i)
+        return 0
+    return i
+
+
+cdef inline bint can_draft(const Batch *batch, int32_t num_drafts) noexcept nogil:
+    """Whether drafts change no state that is kept while steps are in flight."""
+    return not (batch.writes_states and batch.max_steps_ahead and num_drafts) or batch.restores_states
+
+
+cdef inline bint _plan_row(Batch *batch, Growth *growth, Py_ssize_t i) noexcept nogil:
+    """Advance the counts of a copied row by its next known tokens, or by the token in flight where none are left, with drafts
+    behind them; False if the call is wrong for it.
+    """
+    cdef int32_t row = batch.checked_rows[i]
+    cdef RowRecord *record = &batch.records[row]
+    cdef int32_t before = record.num_planned, num_left = record.num_tokens - before, num_room, num_counted
+    cdef int32_t num_new = amount(&growth.num_tokens, i) if num_left > 0 else 1, num_drafts = amount(&growth.num_drafts, i)
+    if num_drafts < 0 or num_new < 1 or not can_draft(batch, num_drafts):
+        return False
+    if num_left > 0 and num_new > num_left:
+        return False
+    if num_left <= 0 and (before >= batch.max_num_tokens or not 1 <= count_awaited(batch, row) <= batch.max_steps_ahead):
+        return False
+    num_room, num_counted = room_for(batch, before + num_new, num_drafts), min(before + num_new, record.num_tokens)
+    if num_room >= record.next_plan or num_counted >= record.next_settle:
+        if not _is_ready(batch, row):
+            return False
+        if rare(batch.has_state and num_left > 0) and find_passed(batch, row, num_new, num_room) < INT64_MAX:
+            return False
+        _note_due(batch, growth, i, before, num_room)
+    growth.planned[i] = Planned(before=before, num_sampled=0)
+    record.num_planned = before + num_new
+    if record.num_planned >= record.num_tokens:  # inside a prompt drafts have room alone
+        growth.planned[i].num_sampled = num_room - record.num_planned + 1
+        record.num_planned = num_room
+    record.num_computed = num_counted
+    return True
+
+
+cdef inline Py_ssize_t _plan_rows(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
+    """Advance the counts of copied rows, and return the number of rows before the first wrong one."""
+    cdef Py_ssize_t i
+    for i in range(n):
+        if not _plan_row(batch, growth, i):
+            return i
+    return n
+
+
+cdef inline Py_ssize_t advance_counts(Batch *batch, Growth *growth) noexcept nogil:
+    """Copy the rows of a call and advance their counts; return the number of rows before the first wrong one, or before the
+    first that no bank or shard can ever hold. Rows behind the right ones are reverted.
+    """
+    cdef Py_ssize_t n = copy_rows(batch, growth.rows, growth.num_rows)
+    cdef Py_ssize_t num_right = _plan_rows(batch, growth, n) if growth.token_ids == NULL else _step_rows(batch, growth, n)
+    if num_right == growth.num_rows and rare(growth.max_num_new > count_least_free(batch.pool)):
+        num_right = _find_too_large(batch, growth)
+        revert_counts(batch, growth, num_right, growth.num_rows)
+    return num_right
+
+
+cdef inline void launch_rows(Batch *batch, const Growth *growth) noexcept nogil:
+    """Launch the step of grown rows. A step that tells a token settles the row's last one: it is the only launch then."""
+    cdef const int32_t *rows = growth.grown_rows
+    cdef RowRecord *records = batch.records
+    cdef Launch *launches = batch.launches
+    cdef Launch *launch
+    cdef RowRecord *record
+    cdef Py_ssize_t i, ring_size = batch.ring_size
+    cdef int64_t step = growth.step
+    for i in range(growth.num_grown if growth.token_ids != NULL else 0):
+        record, launch = &records[rows[i]], &launches[rows[i] * ring_size]
+        record.num_resolved = launch.before = record.num_planned - 1
+        launch.num_sampled, launch.step = 1, step
+        record.first_launch, record.num_launches = 0, 1
+    for i in range(growth.num_grown if growth.token_ids == NULL else 0):
+        end_launches(batch, rows[i], count_run(batch, rows[i]))
+        add_launch(
+            batch, rows[i], Launch(before=growth.planned[i].before, num_sampled=growth.planned[i].num_sampled, step=step)
+        )
+        count_run_tokens(batch, rows[i])
+
+
+cdef inline void grow_rows(Batch *batch, Growth *growth) noexcept nogil:
+    """Do the work of the due rows, in order, up to the first row that does not fit. The rows from there on are reverted, and
+    those before are launched.
+    """
+    cdef Py_ssize_t k, num_grown = growth.num_rows
+    assert 0 <= growth.num_due <= growth.num_rows <= batch.num_rows
+    memcpy(growth.grown_rows, batch.checked_rows, growth.num_rows * sizeof(int32_t))
+    for k in range(growth.num_due):
+        if not _grow_row(batch, growth, &batch.due_rows[k]):
+            num_grown = batch.due_rows[k].at
+            count_refusal(batch.pool, growth.shortage.queue)
+            break
+    cache_waiting(&batch.waiting)
+    assert batch.waiting.num_to_hash == 0 and num_grown <= growth.num_rows
+    if rare(num_grown < growth.num_rows):
+        revert_counts(batch, growth, num_grown, growth.num_rows)
+        cut_hashes(batch, batch.checked_rows[num_grown])
+    growth.num_grown = num_grown
+    launch_rows(batch, growth)

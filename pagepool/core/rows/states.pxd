@@ -1,0 +1,213 @@
+# States of rows are kept as checkpoints.
+
+from pagepool.core.rows.caching cimport *
+
+
+cdef inline Py_ssize_t _count_rows_without(const Batch *batch, Py_ssize_t g) noexcept nogil:
+    """Count the rows that hold no page of a group: free rows, and admitted ones that start over. O(rows)."""
+    cdef Py_ssize_t row, count = 0
+    for row in range(batch.num_rows):
+        count += batch.rows[row].holding.held[g].num_pages == 0
+    return count
+
+
+cdef inline void count_reserved_states(
+    const Batch *batch, Py_ssize_t num_served, Py_ssize_t[MAX_BANKS] num_reserved_in
+) noexcept nogil:
+    """Count the pages of each bank to leave free: one for each group of states and row that has none, without `num_served` of
+    these rows; 0 in the first bank. O(rows x groups).
+    """
+    cdef const Group *group
+    cdef Py_ssize_t g
+    memset(num_reserved_in, 0, MAX_BANKS * sizeof(Py_ssize_t))
+    for g in range(batch.num_groups):
+        group = &batch.groups[g]
+        if group.bank and is_state(&group.rules):
+            num_reserved_in[group.bank] += _count_rows_without(batch, g) - num_served
+
+
+cdef inline void keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_computed, int32_t num_final) noexcept nogil:
+    """Keep the states after `num_computed` tokens that are due as checkpoints, and write the new working pages to tables. They
+    are cached if these tokens are final.
+    """
+    cdef Contents contents
+    cdef Holding *holding = holding_of(batch, row)
+    cdef Held *held
+    cdef Py_ssize_t[MAX_BANKS] num_reserved_in
+    cdef Py_ssize_t g
+    assert batch.keeps_states and num_final <= num_computed <= batch.records[row].num_computed
+    hash_row(batch, row, num_final)
+    contents = contents_of_row(batch, row, num_computed)
+    count_reserved_states(batch, 0, num_reserved_in)
+    for g in range(batch.num_groups):
+        held = held_by(batch, row, g)
+        if keep_state(
+            batch.pool, holding, <int32_t>g, &contents if num_final == num_computed else NULL, num_computed, batch.rows[row].shard,
+            num_reserved_in[batch.groups[g].bank],
+        ):
+            write_ids(batch.tables[g], row, 0, held.ids, 1, offset_of(batch, g))
+            batch.tables[g].version += 1
+
+
+cdef inline void keep_last_states(Batch *batch, Py_ssize_t row, int32_t term) noexcept nogil:
+    """Cache the states that are due as checkpoints, after the row's pages were given back."""
+    cdef int32_t num_computed = batch.records[row].num_computed
+    cdef Contents contents
+    cdef Holding *holding = holding_of(batch, row)
+    hash_row(batch, row, num_computed)
+    contents = contents_of_row(batch, row, num_computed)
+    cache_states(batch.pool, holding, &contents, num_computed, term)
+
+
+cdef inline bint _has_checkpoint(Batch *batch, Py_ssize_t row, Py_ssize_t g, int32_t num_tokens) noexcept nogil:
+    """Whether the state after the row's first tokens, which are known and hashed, is cached in the row's shard."""
+    cdef const Group *group = &batch.groups[g]
+    cdef Digest key = digests_of(batch, row)[last_hash(group, full_entries(&group.rules, num_tokens) - 1)]
+    return find_within(
+        batch.pool, key, group.id, ids_in_queue(batch.pool, queue_for(batch.pool, group, batch.rows[row].shard))
+    ) != NULL_PAGE
+
+
+cdef inline bint _has_pages_for_writes(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Whether a page is free for each state of the row, beside those of rows without one, and there is memory for the writes.
+    """
+    cdef Py_ssize_t[MAX_BANKS] num_states_in
+    cdef Py_ssize_t[MAX_BANKS] num_reserved_in
+    cdef const Group *group
+    cdef Py_ssize_t g
+    cdef int32_t queue
+    memset(num_states_in, 0, sizeof(num_states_in))
+    for g in range(batch.num_groups):
+        num_states_in[batch.groups[g].bank] += keeps_checkpoints(&batch.groups[g])
+    count_reserved_states(batch, 0, num_reserved_in)
+    for g in range(batch.num_groups):
+        group = &batch.groups[g]
+        queue = queue_for(batch.pool, group, batch.rows[row].shard)
+        if keeps_checkpoints(group) and not has_free_pages(
+            batch.pool, num_states_in[group.bank], num_reserved_in[group.bank], queue
+        ):
+            return False
+    return find_held_free(batch.pool, batch.num_groups) == NULL_PAGE and reserve_writes(&batch.writes, batch.num_groups)
+
+
+cdef inline void _note_writes(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Take a page for each state after the row's first tokens that is not cached, and note its write. If too few pages are
+    free, the checkpoint is left out.
+    """
+    cdef const Group *group
+    cdef int32_t page_id
+    cdef Py_ssize_t g
+    cdef bint has_pages, is_known = num_tokens + batch.hashing.num_lookahead <= batch.records[row].num_tokens
+    if is_known:
+        hash_row(batch, row, num_tokens)
+    has_pages = _has_pages_for_writes(batch, row)
+    for g in range(batch.num_groups):
+        group = &batch.groups[g]
+        if not keeps_checkpoints(group) or (is_known and _has_checkpoint(batch, row, g, num_tokens)):
+            continue
+        if not has_pages:
+            batch.pool.banks[group.bank].num_passed_checkpoints += 1
+            continue
+        take(batch.pool, &page_id, 1, queue_for(batch.pool, group, batch.rows[row].shard), batch.rows[row].holding.session)
+        record_taken(batch.pool, held_by(batch, row, g))
+        note_write(
+            &batch.writes, StateWrite(row=<int32_t>row, group=<int32_t>g, page_id=page_id, num_tokens=num_tokens)
+        )
+        batch.rows[row].write_list = batch.writes.number
+        batch.rows[row].num_writes += 1
+
+
+cdef inline void write_states(Batch *batch, Py_ssize_t row, int32_t before, int32_t num_planned) noexcept nogil:
+    """Note the writes of a step that computes the row's tokens from `before` to `num_planned`, one for each boundary that it can
+    write. A transfer of tokens brings no state but that at their end. O(boundaries x groups).
+    """
+    cdef Holding *holding = holding_of(batch, row)
+    cdef Py_ssize_t g
+    cdef int64_t num_tokens = -1
+    for g in range(batch.num_groups):
+        if not keeps_checkpoints(&batch.groups[g]):
+            continue
+        if num_tokens < 0:  # all states have the same checkpoints
+            num_tokens = max(before, holding.held[g].num_cached * <int64_t>batch.groups[g].rules.entry_size)
+            num_tokens = find_next_checkpoint(holding, &batch.groups[g], num_tokens)
+            while num_tokens <= num_planned:
+                if num_tokens == num_planned or (batch.writes_anywhere and batch.records[row].state != PENDING):
+                    _note_writes(batch, row, <int32_t>num_tokens)
+                num_tokens = find_next_checkpoint(holding, &batch.groups[g], num_tokens)
+        holding.held[g].num_cached = max(holding.held[g].num_cached, full_entries(&batch.groups[g].rules, num_planned))
+
+
+cdef inline bint note_made(Batch *batch, int64_t step, int32_t page_id) noexcept nogil:
+    """Note the entry of a page that its holder gives back, so that it goes if the step fails; False if memory is short."""
+    cdef const Page *page = &batch.pool.pages[page_id]
+    if step > batch.num_steps:  # an admission without a step cannot fail on its own
+        return True
+    if not reserve_items(<void **>&batch.made, &batch.made_capacity, batch.num_made + 1, sizeof(MadeEntry)):
+        return False
+    batch.made[batch.num_made] = MadeEntry(step=step, key=digest_of(page), page_id=page_id, group=page.group & ~FLAGS)
+    batch.num_made += 1
+    return True
+
+
+cdef inline int64_t step_that_fills(const Batch *batch, Py_ssize_t row, int32_t end, Py_ssize_t num_run) noexcept nogil:
+    """Return the number of the row's step in flight that writes position ``end - 1``; 0: none does. The `num_run` oldest
+    launches have run.
+    """
+    cdef Py_ssize_t i
+    for i in range(batch.records[row].num_launches - 1, num_run - 1, -1):
+        if launch_at(batch, row, i).before < end:
+            return launch_at(batch, row, i).step
+    return 0
+
+
+cdef inline void _cache_written(Batch *batch, const StateWrite *write, Py_ssize_t num_run) noexcept nogil:
+    """Cache the page of a write whose tokens are final, unless an equal checkpoint is cached."""
+    cdef const Group *group = &batch.groups[write.group]
+    cdef Contents contents
+    cdef int64_t step = step_that_fills(batch, write.row, write.num_tokens, num_run)
+    assert batch.pool.pages[write.page_id].group == NO_GROUP and batch.pool.pages[write.page_id].ref_cnt > 0
+    hash_row(batch, write.row, write.num_tokens)
+    if not _has_checkpoint(batch, write.row, write.group, write.num_tokens):
+        contents = contents_of_row(batch, write.row, write.num_tokens)
+        cache_page(batch.pool, group, write.page_id, full_entries(&group.rules, write.num_tokens) - 1, &contents)
+        if step and not note_made(batch, step, write.page_id):
+            uncache(batch.pool, write.page_id)
+
+
+cdef inline void settle_writes(
+    Batch *batch, Py_ssize_t row, int32_t num_final, Py_ssize_t num_run, int32_t term
+) noexcept nogil:
+    """Cache the pages of a row's writes that were taken and whose tokens are final, and give these pages back with a term. The
+    `num_run` oldest launches have run. Called as a later step of the row is planned, as one is settled, and as the row ends.
+    O(writes).
+    """
+    cdef WriteList *writes = &batch.writes
+    cdef StateWrite write
+    cdef Py_ssize_t i = 0
+    while i < writes.num_taken and batch.rows[row].num_writes:
+        write = writes.items[i]
+        if write.row != row or write.num_tokens > num_final:
+            i += 1
+            continue
+        remove_write(writes, i)
+        batch.rows[row].num_writes -= 1
+        _cache_written(batch, &write, num_run)
+        give_back(batch.pool, write.page_id)
+        if term != UNKNOWN and batch.pool.pages[write.page_id].group != NO_GROUP:
+            expect_page(batch.pool, write.page_id, term, now_of(batch.pool))
+
+
+cdef inline void drop_writes(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Drop the writes of a row's states behind its first `num_tokens` tokens. O(writes)."""
+    cdef WriteList *writes = &batch.writes
+    cdef Py_ssize_t i
+    batch.rows[row].write_list = 0
+    for i in range(writes.num - 1 if batch.rows[row].num_writes else -1, -1, -1):
+        if writes.items[i].row != row:
+            continue
+        if writes.items[i].num_tokens > num_tokens:
+            give_back(batch.pool, writes.items[i].page_id)
+            remove_write(writes, i)
+            batch.rows[row].num_writes -= 1
+        elif i >= writes.num_taken:
+            batch.rows[row].write_list = writes.number

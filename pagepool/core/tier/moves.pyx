@@ -1,0 +1,224 @@
+"""One list of moves: copies, loads, saves, and writes of states, taken once a step."""
+
+cimport cython
+
+from pagepool.core.pool cimport give_back, id_in_bank
+
+import numpy as np
+
+from pagepool.errors import ArgumentTypeError
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class PageCopies:
+    """Pages to copy, in order: page ``src[i]`` to page ``dst[i]``, in the arrays of cache group ``group[i]``.
+
+    The three are read-only int32 arrays of one length, which ``len()`` returns. With several pools all ids are those of the
+    group's pool. Destinations are distinct.
+    """
+
+    def __init__(self):
+        raise TypeError("a PageCopies is a part of what take_moves returns")
+
+    def __len__(self):
+        return len(self.src)
+
+    def __repr__(self):
+        return f"PageCopies(src={self.src.tolist()}, dst={self.dst.tolist()}, group={self.group.tolist()})"
+
+    def __reduce__(self):
+        raise ArgumentTypeError("page copies cannot be pickled")
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class StateWrites:
+    """States that the next step writes: that of row ``rows[i]`` behind its first ``num_tokens[i]`` tokens, to page
+    ``page_ids[i]`` in the arrays of cache group ``group[i]``.
+
+    The four are read-only int32 arrays of one length, which ``len()`` returns.
+    """
+
+    def __init__(self):
+        raise TypeError("a StateWrites is a part of what RunningBatch.take_moves returns")
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __repr__(self):
+        return (
+            f"StateWrites(rows={self.rows.tolist()}, num_tokens={self.num_tokens.tolist()}, "
+            f"page_ids={self.page_ids.tolist()}, group={self.group.tolist()})"
+        )
+
+    def __reduce__(self):
+        raise ArgumentTypeError("state writes cannot be pickled")
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class Moves:
+    """What to move before the next step, and by it. ``len()`` counts all moves.
+
+    The device first reads the pages of all ``saves``, from pages of the device to pages of the tier; then it writes those of
+    all ``loads``, from the tier to the device; then it makes the ``copies`` within the device, reading all sources before it
+    writes any destination, so one gather and one scatter suffice. These are `PageCopies`. The step itself makes the ``writes``,
+    which are `StateWrites`. Answer ``number`` by `CacheManager.complete` or `fail` once the bytes of loads and saves have
+    arrived; 0: there are none, and nothing to answer.
+    """
+
+    def __init__(self):
+        raise TypeError("a Moves is what take_moves returns")
+
+    def __len__(self):
+        return len(self.copies) + len(self.loads) + len(self.saves) + len(self.writes)
+
+    def __repr__(self):
+        parts = [f"number={self.number}"]
+        parts += [f"{name}={getattr(self, name)!r}" for name in ("copies", "loads", "saves", "writes") if getattr(self, name)]
+        return f"Moves({', '.join(parts)})"
+
+    def __reduce__(self):
+        raise ArgumentTypeError("moves cannot be pickled")
+
+
+cdef PageCopies copies_of(object columns):
+    """Return the copies in a read-only array of three rows."""
+    cdef PageCopies copies = PageCopies.__new__(PageCopies)
+    copies.src, copies.dst, copies.group = columns
+    return copies
+
+
+cdef StateWrites writes_of(object columns):
+    """Return the writes in an array of four rows."""
+    cdef StateWrites writes = StateWrites.__new__(StateWrites)
+    columns.flags.writeable = False
+    writes.rows, writes.num_tokens, writes.page_ids, writes.group = columns
+    return writes
+
+
+cdef Moves moves_of(int64_t number, object columns, Py_ssize_t num_saves, Py_ssize_t num_loads, StateWrites writes):
+    """Return the moves in an array of three rows: saves, loads, then copies."""
+    cdef Moves moves = Moves.__new__(Moves)
+    cdef Py_ssize_t num = num_saves + num_loads
+    columns.flags.writeable = False
+    moves.number, moves.writes = number if num else 0, writes
+    moves.saves = copies_of(columns[:, :num_saves]) if num_saves else NO_COPIES
+    moves.loads = copies_of(columns[:, num_saves:num]) if num_loads else NO_COPIES
+    moves.copies = copies_of(columns[:, num:]) if num < columns.shape[1] else NO_COPIES
+    return moves
+
+
+cdef object NO_COLUMNS = np.zeros((3, 0), np.int32)
+NO_COLUMNS.flags.writeable = False
+cdef PageCopies NO_COPIES = copies_of(NO_COLUMNS)
+cdef StateWrites NO_WRITES = writes_of(np.zeros((4, 0), np.int32))
+cdef Moves NO_MOVES = moves_of(0, NO_COLUMNS, 0, 0, NO_WRITES)
+
+
+cdef Py_ssize_t count_due(const Pool *pool) noexcept nogil:
+    """Count the copies, loads and saves that are due."""
+    return pool.copies.num + (pool.tier.num_due if pool.tier != NULL else 0)
+
+
+def take_moves(PageStore store not None) -> Moves:
+    """Hand the due copies, loads and saves over to the caller, who makes them. O(moves); nothing is allocated without any."""
+    return take_with(store, NO_WRITES, &store.last_step)
+
+
+cdef Moves take_with(PageStore store, StateWrites writes, int64_t *last_step):
+    """Take the moves of a pool, with the writes of a batch. `last_step` is the last step with moves taken by the caller."""
+    cdef Pool *pool = &store.pool
+    cdef int32_t[:, ::1] taken
+    cdef Py_ssize_t num_due, num_saves = 0, num_loads = 0, num = -1
+    cdef int64_t number = 0
+    with store.own_lock()[0]:
+        if pool.tier != NULL:
+            begin_step(pool, last_step)
+        pool.copies.is_between = False
+        num_due = count_due(pool)
+    if num_due == 0:
+        return NO_MOVES if len(writes) == 0 else moves_of(0, NO_COLUMNS, 0, 0, writes)
+    while num != num_due:  # arrays are made without the lock
+        num = num_due
+        columns = np.empty((3, num), np.int32)
+        taken = columns
+        with store.own_lock()[0]:
+            num_due = count_due(pool)
+            if num == num_due and num:
+                num_saves, number = count_due_saves(pool.tier), pool.list_number
+                num_loads = num - num_saves - pool.copies.num
+                copy_transfers(pool, &taken[0, 0], num, num_saves)
+                copy_copies(pool, &taken[0, num_saves + num_loads], num)
+                pool.list_number += 1
+    return moves_of(number, columns, num_saves, num_loads, writes)
+
+
+cdef Py_ssize_t count_due_saves(const Tier *tier) noexcept nogil:
+    cdef Py_ssize_t i, num = 0
+    for i in range(tier.num - tier.num_due if tier != NULL else 0, tier.num if tier != NULL else 0):
+        num += not tier.items[i].is_load
+    return num
+
+
+cdef void copy_transfers(Pool *pool, int32_t *taken, Py_ssize_t stride, Py_ssize_t num_saves) noexcept nogil:
+    """Copy the columns of the loads and saves that are due, saves first. From now on they are in flight."""
+    cdef Tier *tier = pool.tier
+    cdef Transfer *transfer
+    cdef int32_t device_id, tier_id
+    cdef Py_ssize_t i, at, save = 0, load = num_saves
+    for i in range(tier.num - tier.num_due if tier != NULL else 0, tier.num if tier != NULL else 0):
+        transfer = &tier.items[i]
+        assert transfer.number == 0 and 0 < transfer.tier_id < tier.pool.num_pages
+        transfer.number = pool.list_number
+        at = load if transfer.is_load else save
+        load += transfer.is_load
+        save += not transfer.is_load
+        device_id, tier_id = id_in_bank(pool, transfer.page_id), id_in_bank(tier.pool, transfer.tier_id)
+        taken[at] = tier_id if transfer.is_load else device_id
+        taken[stride + at] = device_id if transfer.is_load else tier_id
+        taken[2 * stride + at] = transfer.group
+    assert save == num_saves
+    if tier != NULL:
+        tier.num_due = 0
+
+
+cdef void copy_copies(Pool *pool, int32_t *taken, Py_ssize_t stride) noexcept nogil:
+    """Copy the columns of the copies that are due, give back their sources, and empty the list."""
+    cdef Py_ssize_t i
+    for i in range(pool.copies.num):
+        taken[i] = id_in_bank(pool, pool.copies.items[i].src)
+        taken[stride + i] = id_in_bank(pool, pool.copies.items[i].dst)
+        taken[2 * stride + i] = pool.copies.items[i].group
+        give_back(pool, pool.copies.items[i].src)
+    pool.copies.num = 0
+
+
+def list_in_flight(PageStore store not None) -> list:
+    """Return the `Moves` with loads and saves in flight, in the order they were taken. O(loads and saves x lists)."""
+    cdef const Tier *tier = store.pool.tier
+    cdef const Transfer *transfer
+    cdef int64_t[:, ::1] taken
+    cdef int32_t device_id, tier_id
+    cdef Py_ssize_t i, num_taken = 0, num = -1
+    while num != num_taken and tier != NULL:  # arrays are made without the lock
+        num = num_taken
+        items = np.empty((5, num), np.int64)
+        taken = items
+        with store.own_lock()[0]:
+            num_taken = tier.num - tier.num_due
+            assert num_taken >= 0
+            for i in range(num_taken if num == num_taken else 0):
+                transfer = &tier.items[i]
+                taken[0, i], taken[1, i], taken[4, i] = transfer.number, transfer.is_load, transfer.group
+                device_id, tier_id = id_in_bank(&store.pool, transfer.page_id), id_in_bank(tier.pool, transfer.tier_id)
+                taken[2, i] = tier_id if transfer.is_load else device_id
+                taken[3, i] = device_id if transfer.is_load else tier_id
+    lists = []
+    for number in np.unique(items[0][items[0] > 0]).tolist() if tier != NULL else ():
+        chosen = items[:, items[0] == number]
+        columns = np.ascontiguousarray(chosen[2:, np.argsort(chosen[1], kind="stable")], np.int32)
+        num_loads = int(chosen[1].sum())
+        lists.append(moves_of(number, columns, columns.shape[1] - num_loads, num_loads, NO_WRITES))
+    return lists
