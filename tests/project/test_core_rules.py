@@ -76,7 +76,7 @@ rows/running.pyx 1819
 """
 KNOWN_FLAGS = """
 Batch 11
-Growth 1
+Growth 0
 Step 4
 Boundaries 4
 """

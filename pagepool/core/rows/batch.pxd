@@ -118,7 +118,6 @@ cdef struct Batch:            # rows that run together
     int64_t num_cuts          # cuts of computed tokens of all rows
     int64_t num_steps         # steps that have rows
     int32_t max_steps_ahead   # steps planned before the one that runs is known
-    int64_t num_calls         # calls that may have changed computed tokens or pages
     Py_ssize_t num_admitted   # admitted rows
     Hashing hashing
 
@@ -139,11 +138,9 @@ cdef struct Growth:           # one call that plans rows
     int32_t signs             # negative if one of these tokens is
     Planned *planned          # [num_rows]; NULL with `token_ids`
     int32_t *grown_rows       # [num_rows] a copy of `rows`, in the same memory
-    bint is_admission         # whether the call admitted its row
     Py_ssize_t num_grown      # leading rows that have their room
     int64_t step              # number of the step
-    int64_t num_stays         # the batch's counts when the call ended
-    int64_t num_calls
+    int64_t num_stays         # the batch's count when the call ended
     int64_t num_excess        # pages that a row would hold, where that is more than its bank or shard has; else 0
     int32_t short_queue       # queue of that bank or shard
     Shortage shortage         # why the first row that did not fit got no pages

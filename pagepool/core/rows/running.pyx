@@ -406,7 +406,6 @@ cdef class RunningRows:
             raise
         for table in self.lock_order:
             (<TableRows>table).lock.acquire()
-        self.batch.num_calls += 1
         return 0
 
     # Arguments.
@@ -565,7 +564,7 @@ cdef class RunningRows:
         cdef bint is_due
         self.acquire_locks()
         num_right = trim_rows(&self.batch, row_ids.ids, &amounts, row_ids.num)
-        is_due = num_right < row_ids.num and has_due(self, row_ids.ids[num_right], True)
+        is_due = num_right < row_ids.num and has_due(self, row_ids.ids[num_right])
         self.release_locks()
         if num_right < row_ids.num:
             refuse_trim(self, row_ids, num_right, amount(&amounts, num_right), is_due)
@@ -991,7 +990,7 @@ cdef StepResult run_growth(
     else:
         num_advanced = growth.num_rows if at_joined >= 0 else num_right
         revert_counts(&running.batch, growth, 0, num_advanced)
-    is_due = num_right < growth.num_rows and at_joined < 0 and has_due(running, growth.rows[num_right], True)
+    is_due = num_right < growth.num_rows and at_joined < 0 and has_due(running, growth.rows[num_right])
     running.release_locks()
     if at_joined >= 0:
         raise ArgumentError(
@@ -1028,7 +1027,7 @@ cdef void end_call(Batch *batch, StepResult head, StepResult call) noexcept:
     """Note the step of a call that launched rows, and the batch's counts as it ends. The locks are held."""
     cdef Growth *growth = &call.growth
     call.num_grown = growth.num_grown
-    growth.num_stays, growth.num_calls = batch.num_stays, batch.num_calls
+    growth.num_stays = batch.num_stays
     if growth.num_grown == 0:  # a result without rows is no step
         growth.step = 0
         return
@@ -1049,7 +1048,7 @@ cdef StepResult add_call(StepResult step, StepResult call):
 cdef StepResult new_admission(RunningRows running, Py_ssize_t row):
     """Return the call that admits a row, before it is part of a step."""
     cdef StepResult call = new_result(running)
-    call.growth.is_admission, call.growth.num_rows = True, 1
+    call.growth.num_rows = 1
     reserve_rows_of(&call.growth)
     call.growth.grown_rows[0] = <int32_t>row
     return call
@@ -1085,15 +1084,9 @@ cdef bint reserve_new(Growth *growth) noexcept:
     return growth.new_ids != NULL or growth.max_num_new == 0
 
 
-cdef bint has_due(RunningRows running, int32_t row, bint counts_writes) noexcept:
-    """Whether a row at which a call stopped has moves due, and writes if they count. Asked under the locks: another thread may
-    take them soon.
-    """
-    if not is_row(&running.batch, row):
-        return False
-    if counts_writes:
-        return has_row_due(&running.batch, row)
-    return has_moves_due(&running.store.pool, holding_of(&running.batch, row))
+cdef bint has_due(RunningRows running, int32_t row) noexcept:
+    """Whether moves of a row at which a call stopped are due. Asked under the locks: another thread may take them soon."""
+    return is_row(&running.batch, row) and has_row_due(&running.batch, row)
 
 
 cdef int lock_for(RunningRows running, StepResult step, str name) except -1:
@@ -1444,7 +1437,7 @@ cdef int32_t end_external(RunningRows running, object row, object num_tokens, st
     cdef bint is_due, is_right
     running.acquire_locks()
     num_external = batch.rows[checked].num_external
-    is_due = num_external and has_due(running, <int32_t>checked, True)
+    is_due = num_external and has_due(running, <int32_t>checked)
     is_right = 0 < num_external and num <= num_external and not is_due
     is_right = is_right and (is_failed or num == num_external or not batch.has_state)
     if is_right and is_failed:

@@ -104,29 +104,28 @@ cdef inline SettleFault check_settlement(const Batch *batch, const Settlement *s
     return SETTLES
 
 
-cdef inline void settle_row(Batch *batch, Py_ssize_t row, int32_t term) noexcept nogil:
+cdef inline void _settle_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Cache what is final, and pass the checkpoints among the computed tokens that no step has written."""
     cdef Held *held
     cdef Py_ssize_t g
     cdef int32_t num_final = count_final(batch, row)
-    if batch.writes_states:  # checkpoints are cached before pages that wait to be hashed
-        if batch.hash_page_size:
-            hash_row(batch, row, num_final)
-        cache_row(batch, row, num_final)
-        settle_writes(batch, row, num_final, 0, term)
-        for g in range(batch.num_groups):
-            held = held_by(batch, row, g)
-            if keeps_checkpoints(&batch.groups[g]):
-                held.num_cached = max(held.num_cached, full_entries(&batch.groups[g].rules, batch.records[row].num_computed))
-    else:
-        cache_row(batch, row, num_final)
+    if batch.writes_states and batch.hash_page_size:  # checkpoints are cached before pages that wait to be hashed
+        hash_row(batch, row, num_final)
+    cache_row(batch, row, num_final)
+    if batch.writes_states:
+        settle_writes(batch, row, num_final, 0, UNKNOWN)
+    for g in range(batch.num_groups if batch.writes_states else 0):
+        held = held_by(batch, row, g)
+        if keeps_checkpoints(&batch.groups[g]):
+            held.num_cached = max(held.num_cached, full_entries(&batch.groups[g].rules, batch.records[row].num_computed))
+    plan_next(batch, row)
 
 
-cdef inline void _end_launch(Batch *batch, Py_ssize_t row, int64_t step, int32_t num) noexcept nogil:
-    """End a launch that sampled `num` tokens, which the row has, and those before it. Positions of later launches fall by the
-    rejected drafts.
+cdef inline void _end_launch(Batch *batch, Py_ssize_t row, Py_ssize_t at, int32_t num) noexcept nogil:
+    """End the launch at index `at`, which sampled `num` tokens that the row has, and those before it. Positions of later
+    launches fall by the rejected drafts.
     """
-    cdef Py_ssize_t i, at = find_launch(batch, row, step)
+    cdef Py_ssize_t i
     cdef int32_t num_sampled = launch_at(batch, row, at).num_sampled
     cdef int32_t num_rejected = max(0, num_sampled - max(num, 1))
     end_launches(batch, row, at + 1)
@@ -145,22 +144,21 @@ cdef inline const int32_t *settle_rows(
     cdef RowRecord *record
     cdef int64_t step = settlement.growth.step
     cdef int32_t row, num
-    cdef Py_ssize_t i
+    cdef Py_ssize_t i, at
     for i in range(settlement.growth.num_grown):
         row, num = places[i], amount(&counts, i)
         if row != GONE:
-            record = &batch.records[row]
-            if launch_at(batch, row, find_launch(batch, row, step)).num_sampled == NOBODYS:
+            record, at = &batch.records[row], find_launch(batch, row, step)
+            if launch_at(batch, row, at).num_sampled == NOBODYS:
                 places[i], token_ids, num = GONE, token_ids + num, 0
             if num == 1:  # a copy of known size
                 tokens_of(batch, row)[record.num_tokens] = token_ids[0]
             else:
                 copy_bytes(tokens_of(batch, row) + record.num_tokens, token_ids, num * sizeof(int32_t))
             record.num_tokens += num
-            _end_launch(batch, row, step, num)
+            _end_launch(batch, row, at, num)
             if count_final(batch, row) >= record.next_settle:
-                settle_row(batch, row, UNKNOWN)
-                plan_next(batch, row)
+                _settle_row(batch, row)
         token_ids += num
     cache_waiting(&batch.waiting)
     return token_ids
@@ -188,10 +186,8 @@ cdef inline void _append_token(Batch *batch, int32_t row, int32_t token_id) noex
     rejected, since `settle` alone tells accepted ones.
     """
     cdef RowRecord *record = &batch.records[row]
-    cdef Launch *launch
-    if record.num_launches and launch_at(batch, row, record.num_launches - 1).num_sampled > 0:
-        launch = launch_at(batch, row, record.num_launches - 1)
-        launch.num_sampled = 0
+    if count_awaited(batch, row):
+        launch_at(batch, row, record.num_launches - 1).num_sampled = 0
     record.num_planned = min(record.num_planned, record.num_tokens)
     tokens_of(batch, row)[record.num_tokens] = token_id
     record.num_tokens += 1
@@ -222,14 +218,11 @@ cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t nu
     return batch.has_state and 0 < num_tokens < batch.records[row].num_computed
 
 
-cdef inline int32_t count_lookahead(const Batch *batch) noexcept nogil:
-    """Count the tokens behind a page that its key covers."""
-    return batch.hashing.num_lookahead if batch.hash_page_size else 0
-
-
 cdef inline int32_t _first_changed(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Return the first position whose slot changes if the row is cut to some of its tokens."""
-    return max(0, num_tokens - count_lookahead(batch)) if num_tokens < batch.records[row].num_tokens else num_tokens
+    if batch.hash_page_size and num_tokens < batch.records[row].num_tokens:
+        return count_keyed(batch, num_tokens)
+    return num_tokens
 
 
 cdef inline bint can_restart_row(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
