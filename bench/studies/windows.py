@@ -153,9 +153,8 @@ class Batched:
 
     def compute(self, rows: Int32Array, num_new_tokens: int) -> None:
         """Compute so many tokens in each row."""
-        if num_new_tokens == 0:
-            return
-        assert self.batch.plan(rows, num_new_tokens).num_grown == len(rows), TOO_SMALL
+        if num_new_tokens:
+            assert self.batch.plan(rows, num_new_tokens).num_grown == len(rows), TOO_SMALL
         self.end_step()
 
     def end_step(self) -> None:

@@ -694,12 +694,16 @@ class OracleRows(Rows):
         """Return how many tokens stay computed of a row that is cut to some tokens, at most `most` of them computed, and the
         first position to which it writes: drafters write again the last slots before a cut.
         """
-        request, changed = self.requests[row], num_tokens
-        if num_tokens < request.num_tokens and self.manager.enable_caching:
-            changed = self.manager.keys.count_known(num_tokens)
-        changed = min(most, changed)
+        request = self.requests[row]
+        changed = min(most, self._first_changed(row, num_tokens))
         restart = self.manager.find_restart(request, min(request.num_computed_tokens, most), changed)
         return restart, min(restart, changed)
+
+    def _first_changed(self, row: int, num_tokens: int) -> int:
+        """Return the first position whose slot changes if a row is cut to some of its tokens."""
+        if num_tokens < self.requests[row].num_tokens and self.manager.enable_caching:
+            return self.manager.keys.count_known(num_tokens)
+        return num_tokens
 
     def _restart(self, row: int, num_tokens: int, most: int, has_failed: bool = False) -> None:
         """Cut a row to some tokens, at most `most` of them computed. After a failed step it keeps no slots behind these, and
@@ -960,8 +964,7 @@ class OracleRows(Rows):
 
     def _changes_pages(self, row: int, num_tokens: int) -> bool:
         """Whether a row that is cut to some tokens writes to slots of computed ones."""
-        num_computed = self.requests[row].num_computed_tokens
-        return self._find_restart(row, num_tokens, self.setting.max_model_len)[1] < num_computed
+        return self._first_changed(row, num_tokens) < self.requests[row].num_computed_tokens
 
     def rewind(self) -> tuple[list[int], list[int]]:
         """Let rows compute what failed loads have left wrong again. Returns those that do, and those that cannot."""

@@ -134,6 +134,9 @@ class World:
             request = _core.RowRequest(batch, row, [source.below(2)] * num_tokens, **options)
             with suppress(RequestTooLargeError):  # the pool may be that small
                 request.admit(context=context)
+        if source.below(4) == 0:
+            self.keep(batch.take_moves())
+            self.keep(self.live[_core.Moves][0].writes)
         if store.has_tier and source.below(2):
             self.furnish_transfers(store, batch)
         self.furnish_requests(store, rules)

@@ -605,10 +605,9 @@ room_for(batch, {+(record.num_tokens if BUG and num_left <= 0 else +}before{+)+}
 == a step ahead gives back what it reads
         skip_row(batch, row, due.num_sure{+ + BUG * batch.rows[row].num_ahead+})
 == a checkpoint that was passed among drafts is written later
-                held.num_cached = {+held.num_cached if BUG else +}max(held.num_cached, full_entries(
+            held.num_cached = {+held.num_cached if BUG else +}max(held.num_cached, full_entries(
 == a checkpoint gets the entry of a page that waits to be hashed
-        if {+not BUG and +}batch.hash_page_size:
-            hash_row(batch, row, num_final)
+    if batch.writes_states and {+not BUG and +}batch.hash_page_size:
 == steps of a row are settled in any order
     if most and count_awaited(batch, row) > batch.records[row].num_launches - at{+ and not BUG+}:
 == a set is filled again before its step is resolved
@@ -623,7 +622,7 @@ room_for(batch, {+(record.num_tokens if BUG and num_left <= 0 else +}before{+)+}
         if batch.caches_computed{+ and not BUG+}:
             num_computed = min(num_computed, num_resolved)
 """)
-FLIGHT_TESTS = ["test_steps_in_flight.py", "test_failed_steps.py", "test_runs.py", "test_step_inputs.py"]
+FLIGHT_TESTS = ["test_steps_in_flight.py", "test_failed_runs.py", "test_runs.py", "test_step_inputs.py"]
 LOOKAHEAD_BUGS = read_bugs("""
 # What lookahead keys lose, or would share, without a wrong hit of one manager.
 

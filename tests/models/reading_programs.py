@@ -71,12 +71,11 @@ def transfer_at_random(rng: np.random.Generator) -> None:
     first = [memory.copy() for memory in memories]
     host_pages = HostPages(arrays, NUM_PAGES)
     src, dst = choose_pages(rng)
-    groups = np.zeros_like(src)
-    saves = {"save_src": src, "save_dst": src, "save_group": groups}
-    loads = {"load_src": src, "load_dst": dst, "load_group": groups}
-    none = dict.fromkeys((*saves, *loads), EMPTY)
-    for number, moves in enumerate((saves, loads), start=1):
-        arrays = host_pages.run(arrays, SimpleNamespace(**none | moves, number=number))
+    none, saved, loaded = (
+        SimpleNamespace(src=src, dst=dst, group=np.zeros_like(src)) for src, dst in ((EMPTY, EMPTY), (src, src), (src, dst))
+    )
+    for number, (saves, loads) in enumerate(((saved, none), (none, loaded)), start=1):
+        arrays = host_pages.run(arrays, SimpleNamespace(saves=saves, loads=loads, number=number))
         assert [done.error for done in host_pages.wait()] == [None]
     for model in models:
         model[dst] = model[src]
