@@ -1,8 +1,8 @@
 # Rows of a running batch. The caller holds the locks of the batch, the store and the tables, and has checked the rows.
 #
 # A `Batch` keeps for each row its known tokens, a `RowRecord` with the counts that every step reads, a ring of launches, and a
-# `Row` with everything else. A call that plans rows is a `Growth`. It first advances the counts of all rows, and lists those in
-# need of more work as `DueRow`s; then it does this work, and reverts the rows without room; at last it launches the others.
+# `Row` with everything else. A call that plans rows is a `Growth`. It first checks all rows, and lists those in need of more than
+# counting as `DueRow`s; then it does their work; at last it advances the counts of the others.
 #
 # Always, for each row:
 # - ``num_tokens <= max_num_tokens``; a pending row has ``num_computed + num_external < num_tokens``.
@@ -50,11 +50,12 @@ cdef struct DueRow:           # a row that needs more than counting
     int32_t at                # its index in the call
     int32_t num_new_pages     # missing pages, at most INT32_MAX
     int32_t num_room          # positions that need slots, drafts included
-    int32_t before            # planned positions before the call, without drafts if it tells a token
-    int32_t num_planned       # planned positions before the call
+    int32_t before            # position where its step begins
+
+cdef struct LinesBefore:      # what is over before the step of a due row
     int32_t num_run           # oldest launches that have run once the step is planned
-    int32_t num_final         # final tokens before the step
-    int32_t num_sure          # what windows need not keep before the step
+    int32_t num_final         # final tokens
+    int32_t num_sure          # tokens that windows need not keep
 
 cdef struct Row:              # two cache lines; growth reads the first
     Holding holding
@@ -126,7 +127,7 @@ cdef struct Amounts:          # a number for each row
     Py_ssize_t stride         # 0: one value serves all rows
 
 cdef struct Planned:          # a row of a call that plans known tokens, or the token in flight
-    int32_t before            # planned positions before the call
+    int32_t num_planned       # planned positions after the call
     int32_t num_sampled       # tokens that the step samples at most; 0 inside a prompt
 
 cdef struct Growth:           # one call that plans rows
@@ -135,7 +136,6 @@ cdef struct Growth:           # one call that plans rows
     Amounts num_tokens        # known tokens of each row that get slots
     Amounts num_drafts        # drafts behind them
     const int32_t *token_ids  # a token to append to each row first, which the row's last step sampled; NULL: none
-    int32_t signs             # negative if one of these tokens is
     Planned *planned          # [num_rows]; NULL with `token_ids`
     int32_t *grown_rows       # [num_rows] a copy of `rows`, in the same memory
     Py_ssize_t num_grown      # leading rows that have their room

@@ -1,5 +1,6 @@
-# Rows are planned: each gets slots for the tokens of its next step, row by row up to the first that does not fit. Then the rows
-# that fit are launched.
+# Rows are planned: each gets slots for the tokens of its next step, and a launch, up to the first row that does not fit. A call
+# first checks all rows, and lists those that need more than counting; nothing changes. Then it does the work of these, in order;
+# at last it advances the counts of the others.
 
 from pagepool.core.rows.states cimport *
 
@@ -65,62 +66,35 @@ cdef inline int64_t _find_row_excess(
     return find_any_excess(batch.pool, holding_of(batch, row), NULL, num_new_in, num_computed, queue)
 
 
+cdef inline LinesBefore _lines_before(const Batch *batch, const Growth *growth, const DueRow *due) noexcept nogil:
+    """Return what is final before the step of a due row whose counts are not advanced yet. The call may tell its last token."""
+    cdef int32_t row = batch.checked_rows[due.at]
+    cdef const RowRecord *record = &batch.records[row]
+    cdef bint is_told = growth.token_ids != NULL
+    cdef Py_ssize_t num_run = record.num_launches if is_told else count_run(batch, row)
+    cdef int32_t num_tokens = record.num_tokens + is_told
+    cdef int32_t num_resolved = launch_at(batch, row, num_run).before if num_run < record.num_launches else due.before
+    cdef int32_t num_final = final_of(batch, num_tokens, min(due.before, num_tokens), num_resolved)
+    return LinesBefore(num_run=<int32_t>num_run, num_final=num_final, num_sure=min(num_final, num_resolved))
+
+
 cdef inline Py_ssize_t _find_too_large(Batch *batch, Growth *growth) noexcept nogil:
     """Return the index of the first row of a call that no bank or shard can ever hold, and set the excess; the number of rows
     if there is none.
     """
     cdef const DueRow *due
+    cdef LinesBefore lines
     cdef int32_t row
     cdef Py_ssize_t k
     for k in range(growth.num_due):
         due = &batch.due_rows[k]
         row = batch.checked_rows[due.at]
         if not _has_pages_for(batch, row, due.num_new_pages, due.num_room, &growth.shortage):
-            growth.num_excess = _find_row_excess(batch, row, due.num_room, due.num_sure, &growth.short_queue)
+            lines = _lines_before(batch, growth, due)
+            growth.num_excess = _find_row_excess(batch, row, due.num_room, lines.num_sure, &growth.short_queue)
             if growth.num_excess:
                 return due.at
     return growth.num_rows
-
-
-cdef inline void _settle_before(Batch *batch, Py_ssize_t row, const DueRow *due) noexcept nogil:
-    """Cache what is final before the row's next step, and skip what this step does not read."""
-    if batch.writes_states:
-        settle_writes(batch, row, due.num_final, due.num_run, UNKNOWN)
-    cache_row(batch, row, due.num_final)
-    if batch.skips_pages or batch.has_state:  # pages may leave the row, and states need digests
-        cache_waiting(&batch.waiting)
-    if batch.skips_pages:
-        skip_row(batch, row, due.num_sure)
-
-
-cdef inline void _plan_states(Batch *batch, Py_ssize_t row, const DueRow *due) noexcept nogil:
-    """Keep the due states before the row's next step, or note the states that this step writes."""
-    cdef const RowRecord *record = &batch.records[row]
-    cdef int32_t num_written, num_before = min(due.before, record.num_tokens)
-    if batch.keeps_states and are_checkpoints_due(holding_of(batch, row), num_before):
-        keep_row_states(batch, row, num_before, due.num_final)
-    if batch.writes_states:
-        num_written = record.num_planned if batch.max_steps_ahead and not batch.restores_states else record.num_computed
-        write_states(batch, row, due.before, num_written)
-
-
-cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noexcept nogil:
-    """Do the work of a due row whose counts are advanced; False, and no page taken, if too few are free."""
-    cdef int32_t row = batch.checked_rows[due.at]
-    cdef const RowRecord *record = &batch.records[row]
-    assert record.state == RUNNING and due.before <= record.num_planned <= due.num_room
-    if exceptional(batch.has_final):
-        _settle_before(batch, row, due)
-    if due.num_new_pages:
-        if not _has_pages_for(batch, row, due.num_new_pages, due.num_room, &growth.shortage):
-            return False
-        take_pages(batch, row, due.num_room, growth)
-    if exceptional(batch.has_state):
-        _plan_states(batch, row, due)
-    if not batch.caches_computed:
-        cache_row(batch, row, final_of(batch, record.num_tokens, record.num_computed, 0))
-    plan_next(batch, row)
-    return True
 
 
 cdef inline int64_t find_passed_behind(
@@ -152,19 +126,12 @@ cdef inline bint _is_ready(const Batch *batch, int32_t row) noexcept nogil:
 
 
 cdef inline void _note_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t before, int32_t num_room) noexcept nogil:
-    """Add a row to the due rows, before its counts are advanced from `before`, with the pages that it may need."""
-    cdef int32_t row = batch.checked_rows[i]
-    cdef const RowRecord *record = &batch.records[row]
-    cdef Py_ssize_t num_run = record.num_launches if growth.token_ids != NULL else count_run(batch, row)
-    cdef int32_t num_resolved = launch_at(batch, row, num_run).before if num_run < record.num_launches else before
-    cdef int32_t num_tokens = record.num_tokens + (growth.token_ids != NULL)
-    cdef int64_t num_new = min(count_new_pages(holding_of(batch, row), num_room), <int64_t>INT32_MAX)
+    """Add a row, whose counts are not advanced yet, to the due rows, with the pages that it may need."""
+    cdef Holding *holding = holding_of(batch, batch.checked_rows[i])
     cdef DueRow *due = &batch.due_rows[growth.num_due]
-    assert growth.num_due < growth.num_rows and num_new >= 0
-    due.at, due.num_new_pages, due.num_room, due.before = <int32_t>i, <int32_t>num_new, num_room, before
-    due.num_planned, due.num_run = record.num_planned, <int32_t>num_run
-    due.num_final = final_of(batch, num_tokens, min(before, num_tokens), num_resolved)
-    due.num_sure = min(due.num_final, num_resolved)
+    assert growth.num_due < growth.num_rows
+    due.at, due.before, due.num_room = <int32_t>i, before, num_room
+    due.num_new_pages = <int32_t>min(count_new_pages(holding, num_room), <int64_t>INT32_MAX)
     growth.max_num_new += due.num_new_pages
     growth.num_due += 1
 
@@ -202,60 +169,12 @@ cdef inline Py_ssize_t copy_rows(Batch *batch, const int32_t *rows, Py_ssize_t n
     return n
 
 
-# Counts are advanced while rows are checked. A free row is never plain: its `next_plan` is 0.
+# Rows are checked, and the due ones noted. A row that is free or pending is never plain: its `next_plan` is at most 1.
 
-cdef inline void _revert_row(Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
-    """Revert the counts of a copied row."""
-    cdef RowRecord *record = &batch.records[batch.checked_rows[i]]
-    if growth.token_ids != NULL:
-        record.num_tokens -= 1
-        record.num_computed = record.num_planned = record.num_tokens
-        return
-    record.num_planned = growth.planned[i].before
-    count_run_tokens(batch, batch.checked_rows[i])
-
-
-cdef inline void revert_counts(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Revert the counts that were advanced for copied rows."""
-    cdef const DueRow *due
-    cdef Py_ssize_t i, row
-    for i in range(start, stop):
-        _revert_row(batch, growth, i)
-    for i in range(growth.num_due):
-        due = &batch.due_rows[i]
-        row = batch.checked_rows[due.at]
-        if start <= due.at < stop:
-            batch.records[row].num_planned = due.num_planned
-            count_run_tokens(batch, row)
-
-
-cdef inline Py_ssize_t _step_plain_rows(Batch *batch, Growth *growth, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
-    """Append a token to each copied row from `start` on, and return the index of the first due row."""
-    cdef const int32_t *rows = batch.checked_rows
-    cdef const int32_t *new_ids = growth.token_ids
-    cdef int32_t *token_ids = batch.token_ids
-    cdef RowRecord *records = batch.records
-    cdef RowRecord *record
-    cdef Py_ssize_t i = start, stride = batch.tokens_stride
-    cdef int32_t signs = 0, num_planned
-    while i < n:
-        record = &records[rows[i]]
-        num_planned = record.num_planned
-        if num_planned + 1 >= record.next_plan or num_planned != record.num_tokens:
-            break
-        assert record.state == RUNNING and record.num_computed == num_planned < batch.max_num_tokens
-        signs |= new_ids[i]
-        token_ids[rows[i] * stride + num_planned] = new_ids[i]
-        record.num_tokens = record.num_computed = record.num_planned = num_planned + 1
-        i += 1
-    growth.signs |= signs
-    return i
-
-
-cdef inline bint _step_due_row(Batch *batch, Growth *growth, Py_ssize_t i) noexcept nogil:
-    """Append a token to a copied row that may have work to do; False if the call is wrong for it."""
+cdef inline bint _check_due_step(Batch *batch, Growth *growth, Py_ssize_t i) noexcept nogil:
+    """Note a row that is told a token and may have work to do; False if the call is wrong for it."""
     cdef int32_t row = batch.checked_rows[i]
-    cdef RowRecord *record = &batch.records[row]
+    cdef const RowRecord *record = &batch.records[row]
     cdef int32_t before = record.num_tokens
     if GUARDS and (before >= batch.max_num_tokens or record.num_planned < before or not _is_ready(batch, row)):
         return False
@@ -264,23 +183,31 @@ cdef inline bint _step_due_row(Batch *batch, Growth *growth, Py_ssize_t i) noexc
     if GUARDS and rare(batch.has_state) and find_passed(batch, row, 1, before + 1) < INT64_MAX:
         return False
     _note_due(batch, growth, i, before, before + 1)
-    growth.signs |= growth.token_ids[i]
-    tokens_of(batch, row)[before] = growth.token_ids[i]
-    record.num_tokens = record.num_computed = record.num_planned = before + 1
-    batch.rows[row].num_ahead = 0
     return True
 
 
-cdef inline Py_ssize_t _step_rows(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
-    """Append a token to each copied row, and return the number of rows before the first wrong one; 0, and nothing advanced, if
-    a token is negative.
-    """
-    cdef Py_ssize_t i = 0 if batch.max_steps_ahead else _step_plain_rows(batch, growth, 0, n)
-    while i < n and _step_due_row(batch, growth, i):
-        i = i + 1 if batch.max_steps_ahead else _step_plain_rows(batch, growth, i + 1, n)
-    if growth.signs < 0:
-        revert_counts(batch, growth, 0, i)
+cdef inline Py_ssize_t _find_due_step(const Batch *batch, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
+    """Return the index of the first due row that is told a token."""
+    cdef const int32_t *rows = batch.checked_rows
+    cdef const RowRecord *records = batch.records
+    cdef const RowRecord *record
+    cdef Py_ssize_t i = start
+    while i < n and not batch.max_steps_ahead:
+        record = &records[rows[i]]
+        if record.num_planned + 1 >= record.next_plan or record.num_planned != record.num_tokens:
+            break
+        i += 1
+    return i
+
+
+cdef inline Py_ssize_t _check_steps(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
+    """Check that each copied row can be told a token; return the number of rows before the first wrong one."""
+    cdef Py_ssize_t i
+    if GUARDS and signs_of(growth.token_ids, n) < 0:
         return 0
+    i = _find_due_step(batch, 0, n)
+    while i < n and _check_due_step(batch, growth, i):
+        i = _find_due_step(batch, i + 1, n)
     return i
 
 
@@ -289,13 +216,13 @@ cdef inline bint can_draft(const Batch *batch, int32_t num_drafts) noexcept nogi
     return not (batch.writes_states and batch.max_steps_ahead and num_drafts) or batch.restores_states
 
 
-cdef inline bint _plan_row(Batch *batch, Growth *growth, Py_ssize_t i) noexcept nogil:
-    """Advance the counts of a copied row by its next known tokens, or by the token in flight where none are left, with drafts
-    behind them; False if the call is wrong for it.
+cdef inline bint _check_plan(Batch *batch, Growth *growth, Py_ssize_t i) noexcept nogil:
+    """Check a copied row that computes its next known tokens, or the token in flight where none are left, with drafts behind
+    them; note what it plans. False if the call is wrong for it.
     """
     cdef int32_t row = batch.checked_rows[i]
-    cdef RowRecord *record = &batch.records[row]
-    cdef int32_t before = record.num_planned, num_left = record.num_tokens - before, num_room, num_counted
+    cdef const RowRecord *record = &batch.records[row]
+    cdef int32_t before = record.num_planned, num_left = record.num_tokens - before, num_room
     cdef int32_t num_new = amount(&growth.num_tokens, i) if num_left > 0 else 1, num_drafts = amount(&growth.num_drafts, i)
     if num_drafts < 0 or num_new < 1 or not can_draft(batch, num_drafts):
         return False
@@ -303,69 +230,164 @@ cdef inline bint _plan_row(Batch *batch, Growth *growth, Py_ssize_t i) noexcept 
         return False
     if num_left <= 0 and (before >= batch.max_num_tokens or not 1 <= count_awaited(batch, row) <= batch.max_steps_ahead):
         return False
-    num_room, num_counted = room_for(batch, before + num_new, num_drafts), min(before + num_new, record.num_tokens)
-    if num_room >= record.next_plan or num_counted >= record.next_settle:
+    num_room = room_for(batch, before + num_new, num_drafts)
+    if num_room >= record.next_plan or min(before + num_new, record.num_tokens) >= record.next_settle:
         if not _is_ready(batch, row):
             return False
         if rare(batch.has_state and num_left > 0) and find_passed(batch, row, num_new, num_room) < INT64_MAX:
             return False
         _note_due(batch, growth, i, before, num_room)
-    growth.planned[i] = Planned(before=before, num_sampled=0)
-    record.num_planned = before + num_new
-    if record.num_planned >= record.num_tokens:  # inside a prompt drafts have room alone
-        growth.planned[i].num_sampled = num_room - record.num_planned + 1
-        record.num_planned = num_room
-    record.num_computed = num_counted
+    if num_new < num_left:  # inside a prompt drafts have room alone
+        growth.planned[i] = Planned(num_planned=before + num_new, num_sampled=0)
+    else:
+        growth.planned[i] = Planned(num_planned=num_room, num_sampled=num_room - before - num_new + 1)
     return True
 
 
-cdef inline Py_ssize_t _plan_rows(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
-    """Advance the counts of copied rows, and return the number of rows before the first wrong one."""
+cdef inline Py_ssize_t _check_plans(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
+    """Check all copied rows, and return the number of rows before the first wrong one."""
     cdef Py_ssize_t i
     for i in range(n):
-        if not _plan_row(batch, growth, i):
+        if not _check_plan(batch, growth, i):
             return i
     return n
 
 
-cdef inline Py_ssize_t advance_counts(Batch *batch, Growth *growth) noexcept nogil:
-    """Copy the rows of a call and advance their counts; return the number of rows before the first wrong one, or before the
-    first that no bank or shard can ever hold. Rows behind the right ones are reverted.
+cdef inline Py_ssize_t check_rows(Batch *batch, Growth *growth) noexcept nogil:
+    """Copy the rows of a call and check them; return the number of rows before the first wrong one, or before the first that no
+    bank or shard can ever hold. Nothing else changes.
     """
     cdef Py_ssize_t n = copy_rows(batch, growth.rows, growth.num_rows)
-    cdef Py_ssize_t num_right = _plan_rows(batch, growth, n) if growth.token_ids == NULL else _step_rows(batch, growth, n)
+    cdef Py_ssize_t num_right = _check_plans(batch, growth, n) if growth.token_ids == NULL else _check_steps(batch, growth, n)
     if num_right == growth.num_rows and rare(growth.max_num_new > count_least_free(batch.pool)):
         num_right = _find_too_large(batch, growth)
-        revert_counts(batch, growth, num_right, growth.num_rows)
     return num_right
 
 
-cdef inline void launch_rows(Batch *batch, const Growth *growth) noexcept nogil:
-    """Launch the step of grown rows. A step that tells a token settles the row's last one: it is the only launch then."""
-    cdef const int32_t *rows = growth.grown_rows
+# Counts are advanced. A step that tells a token settles the row's last one: its launch is the only one then.
+
+cdef inline void _tell_rows(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Append a token to rows of a call that need nothing else, and launch them. Their rings have one place."""
+    cdef const int32_t *rows = batch.checked_rows
+    cdef const int32_t *new_ids = growth.token_ids
+    cdef int32_t *token_ids = batch.token_ids
     cdef RowRecord *records = batch.records
+    cdef RowRecord *record
     cdef Launch *launches = batch.launches
     cdef Launch *launch
-    cdef RowRecord *record
-    cdef Py_ssize_t i, ring_size = batch.ring_size
+    cdef Py_ssize_t i, stride = batch.tokens_stride
     cdef int64_t step = growth.step
-    for i in range(growth.num_grown if growth.token_ids != NULL else 0):
-        record, launch = &records[rows[i]], &launches[rows[i] * ring_size]
-        record.num_resolved = launch.before = record.num_planned - 1
+    cdef int32_t before
+    assert start >= stop or batch.ring_size == 1
+    for i in range(start, stop):
+        record, launch = &records[rows[i]], &launches[rows[i]]
+        before = record.num_planned
+        assert record.state == RUNNING and record.num_computed == before == record.num_tokens < batch.max_num_tokens
+        token_ids[rows[i] * stride + before] = new_ids[i]
+        record.num_tokens = record.num_computed = record.num_planned = before + 1
+        record.num_resolved = launch.before = before
         launch.num_sampled, launch.step = 1, step
-        record.first_launch, record.num_launches = 0, 1
-    for i in range(growth.num_grown if growth.token_ids == NULL else 0):
-        end_launches(batch, rows[i], count_run(batch, rows[i]))
-        add_launch(
-            batch, rows[i], Launch(before=growth.planned[i].before, num_sampled=growth.planned[i].num_sampled, step=step)
-        )
-        count_run_tokens(batch, rows[i])
+        record.num_launches = 1
+
+
+cdef inline int32_t _advance_row(Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
+    """Advance the counts of a checked row, but those that follow from its launches. Return the position where its step begins.
+    """
+    cdef int32_t row = batch.checked_rows[i]
+    cdef RowRecord *record = &batch.records[row]
+    cdef int32_t before = record.num_planned if growth.token_ids == NULL else record.num_tokens
+    if growth.token_ids != NULL:
+        tokens_of(batch, row)[before] = growth.token_ids[i]
+        record.num_tokens = record.num_planned = before + 1
+    else:
+        record.num_planned = growth.planned[i].num_planned
+    record.num_computed = min(record.num_tokens, record.num_planned)
+    return before
+
+
+cdef inline void _launch_row(Batch *batch, const Growth *growth, Py_ssize_t i, int32_t before) noexcept nogil:
+    """Launch the step of an advanced row."""
+    cdef int32_t row = batch.checked_rows[i]
+    cdef RowRecord *record = &batch.records[row]
+    if growth.token_ids != NULL:
+        batch.launches[row * batch.ring_size] = Launch(before=before, num_sampled=1, step=growth.step)
+        record.num_resolved, record.first_launch, record.num_launches = before, 0, 1
+        batch.rows[row].num_ahead = 0
+    else:
+        end_launches(batch, row, count_run(batch, row))
+        add_launch(batch, row, Launch(before=before, num_sampled=growth.planned[i].num_sampled, step=growth.step))
+        count_run_tokens(batch, row)
+
+
+cdef inline void _advance_others(Batch *batch, const Growth *growth) noexcept nogil:
+    """Advance and launch the rows between the due ones."""
+    cdef Py_ssize_t i, k, start = 0, stop
+    for k in range(growth.num_due + 1):
+        stop = min(growth.num_grown, <Py_ssize_t>batch.due_rows[k].at if k < growth.num_due else growth.num_grown)
+        if growth.token_ids != NULL:
+            _tell_rows(batch, growth, start, stop)
+        for i in range(start if growth.token_ids == NULL else stop, stop):
+            _launch_row(batch, growth, i, _advance_row(batch, growth, i))
+        start = stop + 1
+
+
+cdef inline void _settle_before(Batch *batch, Py_ssize_t row, const LinesBefore *lines) noexcept nogil:
+    """Cache what is final before the row's next step, and skip what this step does not read."""
+    if batch.writes_states:
+        settle_writes(batch, row, lines.num_final, lines.num_run, UNKNOWN)
+    cache_row(batch, row, lines.num_final)
+    if batch.skips_pages or batch.has_state:  # pages may leave the row, and states need digests
+        cache_waiting(&batch.waiting)
+    if batch.skips_pages:
+        skip_row(batch, row, lines.num_sure)
+
+
+cdef inline void _plan_states(Batch *batch, Py_ssize_t row, int32_t before, const LinesBefore *lines) noexcept nogil:
+    """Keep the due states before the row's next step, or note the states that this step writes."""
+    cdef const RowRecord *record = &batch.records[row]
+    cdef int32_t num_written, num_before = min(before, record.num_tokens)
+    if batch.keeps_states and are_checkpoints_due(holding_of(batch, row), num_before):
+        keep_row_states(batch, row, num_before, lines.num_final)
+    if batch.writes_states:
+        num_written = record.num_planned if batch.max_steps_ahead and not batch.restores_states else record.num_computed
+        write_states(batch, row, before, num_written)
+
+
+cdef inline void _revert_row(Batch *batch, const Growth *growth, Py_ssize_t row, int32_t num_planned) noexcept nogil:
+    """Revert the counts of a row that was advanced, and got no page."""
+    batch.records[row].num_tokens -= growth.token_ids != NULL
+    batch.records[row].num_planned = num_planned
+    count_run_tokens(batch, row)
+    cut_hashes(batch, row)
+
+
+cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noexcept nogil:
+    """Advance a due row and do its work; False, and no page taken, if too few are free."""
+    cdef int32_t row = batch.checked_rows[due.at], num_planned = batch.records[row].num_planned
+    cdef const RowRecord *record = &batch.records[row]
+    cdef LinesBefore lines
+    assert record.state == RUNNING and due.before <= due.num_room and num_planned <= due.num_room
+    if exceptional(batch.has_final or batch.has_state):
+        lines = _lines_before(batch, growth, due)
+    _advance_row(batch, growth, due.at)
+    if exceptional(batch.has_final):
+        _settle_before(batch, row, &lines)
+    if due.num_new_pages:
+        if not _has_pages_for(batch, row, due.num_new_pages, due.num_room, &growth.shortage):
+            _revert_row(batch, growth, row, num_planned)
+            return False
+        take_pages(batch, row, due.num_room, growth)
+    if exceptional(batch.has_state):
+        _plan_states(batch, row, due.before, &lines)
+    if not batch.caches_computed:
+        cache_row(batch, row, final_of(batch, record.num_tokens, record.num_computed, 0))
+    _launch_row(batch, growth, due.at, due.before)
+    plan_next(batch, row)
+    return True
 
 
 cdef inline void grow_rows(Batch *batch, Growth *growth) noexcept nogil:
-    """Do the work of the due rows, in order, up to the first row that does not fit. The rows from there on are reverted, and
-    those before are launched.
-    """
+    """Plan and launch the checked rows, up to the first that does not fit."""
     cdef Py_ssize_t k, num_grown = growth.num_rows
     assert 0 <= growth.num_due <= growth.num_rows <= batch.num_rows
     memcpy(growth.grown_rows, batch.checked_rows, growth.num_rows * sizeof(int32_t))
@@ -376,8 +398,5 @@ cdef inline void grow_rows(Batch *batch, Growth *growth) noexcept nogil:
             break
     cache_waiting(&batch.waiting)
     assert batch.waiting.num_to_hash == 0 and num_grown <= growth.num_rows
-    if rare(num_grown < growth.num_rows):
-        revert_counts(batch, growth, num_grown, growth.num_rows)
-        cut_hashes(batch, batch.checked_rows[num_grown])
     growth.num_grown = num_grown
-    launch_rows(batch, growth)
+    _advance_others(batch, growth)

@@ -391,7 +391,7 @@ cdef class RowRequest:
         cdef Holding *holding = holding_of(batch, self.row)
         cdef int32_t num_external = count_external_tokens(&self.tokens, num_hits)
         cdef int32_t num_computed = num_hits if num_external else self.num_room, num_written = self.num_room
-        cdef Planned planned = Planned(before=num_hits, num_sampled=0)
+        cdef Launch launch = Launch(before=num_hits, num_sampled=0, step=0)
         assert batch.records[self.row].state == CLAIMED and batch.records[self.row].num_tokens == 0
         assert holding.held.num_pages == 0
         set_context(batch, self.row, self.context)
@@ -413,8 +413,8 @@ cdef class RowRequest:
             if num_computed == self.tokens.num_known:  # drafts are part of the step behind all known tokens only
                 batch.records[self.row].num_planned = self.num_step_slots
                 if self.step is not None:  # else `append` or `step` tells the token
-                    planned.num_sampled = self.num_step_slots - num_computed + 1
-            launch_admission(batch, self.row, self.step, self.call, planned)
+                    launch.num_sampled = self.num_step_slots - num_computed + 1
+            launch_admission(batch, self.row, self.step, self.call, launch)
             if batch.max_steps_ahead and not batch.restores_states:
                 num_written = batch.records[self.row].num_planned
         if rare(batch.writes_states):

@@ -81,5 +81,5 @@ cdef object not_admitted(str name)
 cdef int check_drafts(const Batch *batch, str name, int64_t num_drafts) except -1
 cdef StepResult add_call(StepResult step, StepResult call)
 cdef StepResult new_admission(RunningRows running, Py_ssize_t row)
-cdef void launch_admission(Batch *batch, Py_ssize_t row, StepResult step, StepResult call, Planned planned) noexcept
+cdef void launch_admission(Batch *batch, Py_ssize_t row, StepResult step, StepResult call, Launch launch) noexcept
 cdef Py_ssize_t count_rows(StepResult step) noexcept

@@ -954,7 +954,7 @@ cdef StepResult run_growth(
     cdef StepResult head = None if step is None else checked_step(running, step, "step")
     cdef StepResult result = new_result(running)
     cdef Growth *growth = &result.growth
-    cdef Py_ssize_t num_right, num_advanced, at_joined = -1
+    cdef Py_ssize_t num_right, at_joined = -1
     cdef int64_t num_steps
     cdef bint is_due, has_room = True
     cdef int32_t held_free = NULL_PAGE
@@ -968,7 +968,7 @@ cdef StepResult run_growth(
     reserve_rows_of(growth)
     lock_for(running, head, "step")
     assert running.batch.waiting.num_to_hash == 0
-    num_right = advance_counts(&running.batch, growth)
+    num_right = check_rows(&running.batch, growth)
     growth.step = number_of_step(&running.batch, head)
     if head is not None and num_right == growth.num_rows:
         at_joined = find_joined(&running.batch, growth)
@@ -987,9 +987,6 @@ cdef StepResult run_growth(
         if growth.num_grown == 0:
             running.batch.num_steps = num_steps
         end_call(&running.batch, head, result)
-    else:
-        num_advanced = growth.num_rows if at_joined >= 0 else num_right
-        revert_counts(&running.batch, growth, 0, num_advanced)
     is_due = num_right < growth.num_rows and at_joined < 0 and has_due(running, growth.rows[num_right])
     running.release_locks()
     if at_joined >= 0:
@@ -1054,15 +1051,15 @@ cdef StepResult new_admission(RunningRows running, Py_ssize_t row):
     return call
 
 
-cdef void launch_admission(Batch *batch, Py_ssize_t row, StepResult step, StepResult call, Planned planned) noexcept:
+cdef void launch_admission(Batch *batch, Py_ssize_t row, StepResult step, StepResult call, Launch launch) noexcept:
     """Launch the first tokens of an admitted row, as part of a step by `call` or, without one, of the next step. The locks are
     held.
     """
-    cdef int64_t number = number_of_step(batch, step)
-    add_launch(batch, row, Launch(before=planned.before, num_sampled=planned.num_sampled, step=number))
+    launch.step = number_of_step(batch, step)
+    add_launch(batch, row, launch)
     count_run_tokens(batch, row)
     if step is not None:
-        call.growth.step, call.growth.num_grown = number, 1
+        call.growth.step, call.growth.num_grown = launch.step, 1
         end_call(batch, step, call)
 
 
