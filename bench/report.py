@@ -1,7 +1,8 @@
 """Write docs/benchmarks.md and docs/speed.svg from bench/results.json and bench/hits.json: ``python -m bench.report``.
 
 Text around the tables is in bench/benchmarks.md.in, where ``{{NAME}}`` stands for all tables of a benchmark, or for one of the
-parts in `PARTS`. Needs no package, not even pagepool. The same results make the same bytes.
+parts in `PARTS`. The tables leave out the lines in `LEFT_OUT`, which the files of results keep. Needs no package, not even
+pagepool. The same results make the same bytes.
 """
 
 from __future__ import annotations
@@ -44,6 +45,33 @@ HEADLINES = {
 }
 """The works of the picture, in the benchmark of running batches, and what the picture calls them."""
 CONTENDERS = (*ENGINES, "manager", "batched")
+
+LEFT_OUT: Mapping[str, str] = {
+    "running_batch": r"in a list|take and give back|pool of 100?,000\b|pool of 1,000,000$|^cached prompt in an array, pool",
+    "core": r"pool of (1|10|100),000\b",
+    "page_table": r"dispatch only|, swap,|^(move|swap|clear) |slots of 256",
+    "host_pages": r"of 8 pages|of 64 KiB",
+    "hashes": r"^(cached|evicting)",
+    "stores": r"64 KiB",
+    "torch_table": r"4 groups",
+    "forks": r"^A step of",
+    "windows": r"2 windows alone|within them",
+    "events": r"request by request",
+    "eviction": r"pool of 100?,000\b",
+    "router": r"^(store|remove|look up 857 pages), 16 workers",
+    "late": r"pages of 256",
+    "keeping": r"pool of 100,000",
+    "vllm": r"allocate_slots|^schedule\(\)(, async)?, 1,024|^schedule\(\), |schedule\(\) alone|256 running$",
+    "windows_hits": r" (60|200|800),000 pages|raw, .*(gpt|chunks|Gemma, 100)|synthetic.*(Gemma, 100|gpt-oss)"
+    r"|^generated (agents|conversations|drift|loop|recency)|^generated.*gpt-oss|^generated.*10,000 pages",
+    "windows_cases": r"256 at once|gpt-oss|, 100,000 pages|, 10,000 pages",
+    "tenants_hits": r"90,000 pages|(flood|twice), 60,000 pages: tenant [23]$",
+    "keeping_hits": r"sessions that tell$|the others$",
+    "loading_times": r"50,000 tokens/s, load 90%|5,000 tokens/s, load 30%|conversation.*50,000",
+}
+"""Patterns of works and remarks, by table: variations of a shown line, in other sizes or workloads."""
+WITHOUT_ORACLE = {"drop_in", "running_batch", "refusals", "core", "forks"}
+"""Benchmarks whose oracle is the twin of the tests, written for correctness. Their tables have no column for it."""
 
 
 class Merged(NamedTuple):
@@ -89,46 +117,43 @@ def make_headlines(results: Results) -> str:
     return as_table(["work", *(NAMES[name] for name in CONTENDERS)], cells)
 
 
+def is_shown(table: str, work: str) -> bool:
+    """Whether the page shows a work in a table, or a remark below it."""
+    return table not in LEFT_OUT or re.search(LEFT_OUT[table], work) is None
+
+
 def make_tables(results: Results, bench: str) -> str:
     """Return the tables and remarks of a benchmark. A remark that several environments left comes from the first of them."""
-    lines = [line for line in results.lines if line.bench == bench]
+    lines = [line for line in results.lines if line.bench == bench and is_shown(bench, line.work)]
     tables = [make_table([line for line in lines if line.ours == ours]) for ours in dict.fromkeys(line.ours for line in lines)]
     remarks = {remark.test: remark.text for remark in sorted(results.remarks, key=rank, reverse=True) if remark.bench == bench}
-    return "\n\n".join([*tables, *remarks.values()]) or "Not measured."
+    shown = [text for text in remarks.values() if is_shown(bench, text)]
+    return "\n\n".join([*tables, *shown]) or "Not measured."
 
 
 def make_table(lines: Sequence[Line]) -> str:
-    """Return the lines that have the same ours. Where runs were several, there are several columns of ours."""
-    environments = list(dict.fromkeys(environment_of(line.setup) for line in sorted(lines, key=rank)))
+    """Return the lines that have the same ours."""
+    lines = sorted(lines, key=rank)
     ours = lines[0].ours
-    seen = dict.fromkeys(name for line in sorted(lines, key=rank) for name in line.medians if name != ours)
+    seen = dict.fromkeys(name for line in lines for name in line.medians if name != ours)
+    if lines[0].bench in WITHOUT_ORACLE:
+        seen.pop("oracle", None)
     rivals = sorted(seen, key=lambda name: ENGINES.index(name) if name in ENGINES else len(ENGINES))
-    columns = ["work", *(NAMES.get(name, name) for name in rivals), *name_ours(ours, environments)]
-    return as_table(columns, [make_cells(work, lines, rivals, environments) for work in dict.fromkeys(map(find_work, lines))])
-
-
-def name_ours(ours: str, environments: Sequence[str]) -> list[str]:
-    name = NAMES.get(ours, ours)
-    if len(environments) == 1:
-        return [name]
-    return [f"{name} beside {NAMES[environment]}" if environment in NAMES else f"{name} alone" for environment in environments]
+    columns = ["work", *(NAMES.get(name, name) for name in (*rivals, ours))]
+    return as_table(columns, [make_cells(work, lines, rivals) for work in dict.fromkeys(map(find_work, lines))])
 
 
 def find_work(line: Line) -> tuple[str, str]:
     return line.work, line.unit
 
 
-def make_cells(work: tuple[str, str], lines: Sequence[Line], rivals: Sequence[str], environments: Sequence[str]) -> list[str]:
-    """Return the line of a work: a rival's times with its ratio, then ours by environment."""
-    runs = {environment_of(line.setup): line for line in lines if find_work(line) == work}
-    unit = next(iter(runs.values())).time
-    medians, ratios = merge_runs(list(runs.values()))
-    ours = [
-        show_time(runs[environment].medians[runs[environment].ours] if environment in runs else None, unit)
-        for environment in environments
-    ]
+def make_cells(work: tuple[str, str], lines: Sequence[Line], rivals: Sequence[str]) -> list[str]:
+    """Return the line of a work: a rival's times with its ratio, then ours."""
+    runs = [line for line in lines if find_work(line) == work]
+    unit, ours = runs[0].time, runs[0].ours
+    medians, ratios = merge_runs(runs)
     name = f"{work[0]}, per {work[1]}" if work[1] else work[0]
-    return [name, *(show_cell(medians.get(name), unit, ratios.get(name)) for name in rivals), *ours]
+    return [name, *(show_cell(medians.get(rival), unit, ratios.get(rival)) for rival in rivals), show_time(medians[ours], unit)]
 
 
 def show_cell(time: float | None, unit: str, ratio: float | None) -> str:
@@ -136,13 +161,16 @@ def show_cell(time: float | None, unit: str, ratio: float | None) -> str:
 
 
 def make_setups(results: Results) -> str:
-    """Return machines and versions, a column for each setup."""
+    """Return machines and versions: what all setups share, and a table with a column for each setup."""
     setups = [results.setups[name] for name in sorted(results.setups)]
     rows = [name for name in MACHINE if any(name in setup for setup in setups)]
-    return as_table(
+    values = {row: [str(setup.get(row, "-")) for setup in setups] for row in rows}
+    shared = [f"{NAMES.get(row, row)} {values[row][0]}" for row in rows if len({*values[row]}) == 1]
+    table = as_table(
         ["", *(NAMES.get(environment_of(name), "developers'") for name in sorted(results.setups))],
-        [[NAMES.get(row, row), *(str(setup.get(row, "-")) for setup in setups)] for row in rows],
+        [[NAMES.get(row, row), *values[row]] for row in rows if len({*values[row]}) > 1],
     )
+    return f"All setups have {', '.join(shared)}.\n\n{table}"
 
 
 def make_noise(results: Results) -> str:
@@ -154,32 +182,29 @@ def make_noise(results: Results) -> str:
     ]
     deciles = quantiles(spreads, n=10, method="inclusive")
     text = (
-        f"Noise: of the {len(spreads)} lines below, half have quartiles of pagepool's rounds within {deciles[4]:.0%} of the "
+        f"Noise: of the {len(spreads)} measured lines, half have quartiles of pagepool's rounds within {deciles[4]:.0%} of the "
         f"median, and nine of ten within {deciles[8]:.0%}."
     )
     return textwrap.fill(text, LINE_LENGTH)
 
 
-def make_hits(name: str, _: Results) -> str:
-    """Return a table of the file of hits."""
-    return hits.show("prompt tokens hit, %", hits.read()[name])
+def make_hits(name: str, part: str, title: str, _: Results) -> str:
+    """Return a table of the file of hits, where it has a name of its own."""
+    return hits.show(title, {line: cells for line, cells in hits.read()[name].items() if is_shown(part, line)})
 
 
-def make_times(_: Results) -> str:
-    """Return the table of times until the first token, from the same file."""
-    return hits.show(hits.TO_FIRST_TOKEN, hits.read()["loading"])
-
+HITS = "prompt tokens hit, %"
 
 PARTS: Mapping[str, Callable[[Results], str]] = {
     "headlines": make_headlines,
     "setups": make_setups,
     "noise": make_noise,
-    "windows_hits": partial(make_hits, "windows"),
-    "windows_cases": partial(make_hits, "windows_cases"),
-    "states_hits": partial(make_hits, "states"),
-    "keeping_hits": partial(make_hits, "keeping"),
-    "tenants_hits": partial(make_hits, "tenants"),
-    "loading_times": make_times,
+    "windows_hits": partial(make_hits, "windows", "windows_hits", HITS),
+    "windows_cases": partial(make_hits, "windows_cases", "windows_cases", HITS),
+    "states_hits": partial(make_hits, "states", "states_hits", HITS),
+    "keeping_hits": partial(make_hits, "keeping", "keeping_hits", HITS),
+    "tenants_hits": partial(make_hits, "tenants", "tenants_hits", HITS),
+    "loading_times": partial(make_hits, "loading", "loading_times", hits.TO_FIRST_TOKEN),
 }
 
 
