@@ -47,27 +47,28 @@ HEADLINES = {
 CONTENDERS = (*ENGINES, "manager", "batched")
 
 LEFT_OUT: Mapping[str, str] = {
-    "running_batch": r"in a list|take and give back|pool of 100?,000\b|pool of 1,000,000$|^cached prompt in an array, pool",
+    "running_batch": r"in a list|4096 rows|take and give back|pool of 100?,000\b|pool of 1,000,000$|^cached.*, pool",
     "core": r"pool of (1|10|100),000\b",
     "page_table": r"dispatch only|, swap,|^(move|swap|clear) |slots of 256",
-    "host_pages": r"of 8 pages|of 64 KiB",
+    "host_pages": r"of (1|8) pages|of 64 KiB",
     "hashes": r"^(cached|evicting)",
-    "stores": r"64 KiB",
+    "stores": r"files of 64 KiB|^`take_moves`|^A prompt of",
     "torch_table": r"4 groups",
     "forks": r"^A step of",
     "windows": r"2 windows alone|within them",
-    "events": r"request by request",
-    "eviction": r"pool of 100?,000\b",
+    "events": r"request by request|^cached",
+    "eviction": r"pool of 100?,000\b|^cached",
     "router": r"^(store|remove|look up 857 pages), 16 workers",
     "late": r"pages of 256",
     "keeping": r"pool of 100,000",
-    "vllm": r"allocate_slots|^schedule\(\)(, async)?, 1,024|^schedule\(\), |schedule\(\) alone|256 running$",
-    "windows_hits": r" (60|200|800),000 pages|raw, .*(gpt|chunks|Gemma, 100)|synthetic.*(Gemma, 100|gpt-oss)"
+    "vllm": r"allocate_slots|async: slots|schedule\(\)(, async)?, 1,024|^schedule\(\), |schedule\(\) alone"
+    r"|256 running$|one full and three",
+    "windows_hits": r" (60|200|800),000 pages|raw, .*(gpt|chunks|Gemma, 100)|synthetic.*(Gemma, 100|gpt-oss|chunks)"
     r"|^generated (agents|conversations|drift|loop|recency)|^generated.*gpt-oss|^generated.*10,000 pages",
-    "windows_cases": r"256 at once|gpt-oss|, 100,000 pages|, 10,000 pages",
+    "windows_cases": r"256 at once|eagle|4 samples|saved|gpt-oss|, 100,000 pages|, 10,000 pages",
     "tenants_hits": r"90,000 pages|(flood|twice), 60,000 pages: tenant [23]$",
-    "keeping_hits": r"sessions that tell$|the others$",
-    "loading_times": r"50,000 tokens/s, load 90%|5,000 tokens/s, load 30%|conversation.*50,000",
+    "keeping_hits": r"0.2 a second|sessions that tell$|the others$",
+    "loading_times": r"20 GB/s|50,000 tokens/s, load 90%|5,000 tokens/s, load 30%|conversation.*50,000",
 }
 """Patterns of works and remarks, by table: variations of a shown line, in other sizes or workloads."""
 WITHOUT_ORACLE = {"drop_in", "running_batch", "refusals", "core", "forks"}
@@ -106,15 +107,6 @@ def find_headlines(results: Results) -> list[Group]:
             bars = {contender: medians[contender] for contender in CONTENDERS if contender in medians}
             groups.append(Group(name, bars, {engine: ratios[engine] for engine in ENGINES if engine in ratios}))
     return groups
-
-
-def make_headlines(results: Results) -> str:
-    """Return the works of the picture as a table."""
-    cells = [
-        [group.name, *(show_cell(group.bars.get(name), "ns", group.ratios.get(name)) for name in CONTENDERS)]
-        for group in find_headlines(results)
-    ]
-    return as_table(["work", *(NAMES[name] for name in CONTENDERS)], cells)
 
 
 def is_shown(table: str, work: str) -> bool:
@@ -170,7 +162,7 @@ def make_setups(results: Results) -> str:
         ["", *(NAMES.get(environment_of(name), "developers'") for name in sorted(results.setups))],
         [[NAMES.get(row, row), *values[row]] for row in rows if len({*values[row]}) > 1],
     )
-    return f"All setups have {', '.join(shared)}.\n\n{table}"
+    return f"The same in all setups: {', '.join(shared)}.\n\n{table}"
 
 
 def make_noise(results: Results) -> str:
@@ -196,7 +188,6 @@ def make_hits(name: str, part: str, title: str, _: Results) -> str:
 HITS = "prompt tokens hit, %"
 
 PARTS: Mapping[str, Callable[[Results], str]] = {
-    "headlines": make_headlines,
     "setups": make_setups,
     "noise": make_noise,
     "windows_hits": partial(make_hits, "windows", "windows_hits", HITS),
