@@ -47,16 +47,20 @@ HEADLINES = {
 CONTENDERS = (*ENGINES, "manager", "batched")
 
 LEFT_OUT: Mapping[str, str] = {
-    "running_batch": r"in a list|4096 rows|take and give back|pool of 100?,000\b|pool of 1,000,000$|^cached.*, pool",
+    "running_batch": r"in a list|(256|4096) rows, context 2048|take and give back|pool of 100?,000\b|pool of 1,000,000$"
+    r"|^cached.*, pool",
     "core": r"pool of (1|10|100),000\b",
     "page_table": r"dispatch only|, swap,|^(move|swap|clear|slots) |each of 256",
     "host_pages": r"of (1|8) pages|of 64 KiB",
     "hashes": r"^(cached|evicting)",
     "digests": r"with a drafter",
-    "refusals": r"8,192",
+    "refusals": r"(1,024|8,192) tokens",
     "host_tier": r"pool of 100,000",
     "stores": r"files of 64 KiB|^`take_moves`|^A prompt of",
-    "torch_table": r"4 groups",
+    "torch_table": r"4 groups|of 256 x 2048, a page",
+    "page_copies": r"of 1 of",
+    "pools": r"^(cached|look-up)",
+    "ahead": r"256 rows",
     "forks": r"^A step of|in 4 rows",
     "windows": r"2 windows alone|within them",
     "events": r"request by request|^cached",
@@ -65,9 +69,10 @@ LEFT_OUT: Mapping[str, str] = {
     "late": r"pages of 256|nothing due",
     "keeping": r"pool of 100,000|adaptive",
     "vllm": r"allocate_slots|async: slots|schedule\(\)(, async)?, 1,024|^schedule\(\), |schedule\(\) alone"
-    r"|256 running$|one full and three",
-    "windows_hits": r" (60|200|800),000 pages|raw, .*(gpt|chunks|Gemma, 100)|synthetic.*(Gemma, 100|gpt-oss|chunks)"
-    r"|^generated (agents|conversations|drift|loop|recency)|^generated.*gpt-oss|^generated.*10,000 pages",
+    r"|256 running$|one full and three|^cached prompt of 8k",
+    "windows_hits": r" (60|200|800),000 pages|conversation, raw|synthetic.*(Gemma, 100|gpt-oss|chunks)"
+    r"|^generated (agents|conversations|drift|loop|recency|retrieval)|^generated.*gpt-oss|^generated.*10,000 pages",
+    "states_hits": r" 80 GiB|38% states",
     "tenants_hits": r"90,000 pages|(flood|twice), 60,000 pages: tenant [23]$",
     "keeping_hits": r"0.2 a second|sessions that tell$|the others$",
     "loading_times": r"20 GB/s|50,000 tokens/s, load 90%|5,000 tokens/s, load 30%|conversation.*50,000",
