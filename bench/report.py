@@ -53,7 +53,7 @@ LEFT_OUT: Mapping[str, str] = {
     "page_table": r"dispatch only|, swap,|^(move|swap|clear|slots) |each of 256",
     "host_pages": r"of (1|8) pages|of 64 KiB",
     "hashes": r"^(cached|evicting)",
-    "digests": r"with a drafter",
+    "digests": r"with a drafter|^digests",
     "refusals": r"(1,024|8,192) tokens",
     "host_tier": r"pool of 100,000",
     "stores": r"files of 64 KiB|^`take_moves`|^A prompt of",
@@ -63,11 +63,11 @@ LEFT_OUT: Mapping[str, str] = {
     "ahead": r"256 rows",
     "forks": r"^A step of|in 4 rows",
     "windows": r"2 windows alone|within them",
-    "events": r"request by request|^cached",
+    "events": r"request by request|^cached|^evicting",
     "eviction": r"pool of 100?,000\b|^cached",
     "router": r", 16 workers",
     "late": r"pages of 256|nothing due",
-    "keeping": r"pool of 100,000|adaptive",
+    "keeping": r"pool of 100,000|adaptive|^expect_session",
     "vllm": r"allocate_slots|async: slots|schedule\(\)(, async)?, 1,024|^schedule\(\), |schedule\(\) alone"
     r"|256 running$|one full and three|^cached prompt of 8k",
     "windows_hits": r" (60|200|800),000 pages|conversation, raw|synthetic.*(Gemma, 100|gpt-oss|chunks)"
