@@ -69,7 +69,7 @@ LEFT_OUT: Mapping[str, str] = {
     "late": r"pages of 256|nothing due",
     "keeping": r"pool of 100,000|adaptive|^expect_session",
     "vllm": r"allocate_slots|async: slots|schedule\(\)(, async)?, 1,024|^schedule\(\), |schedule\(\) alone"
-    r"|256 running$|one full and three|^cached prompt of 8k",
+    r"|256 running$|one full and three|^cached prompt of 8k|that evicts|^a new pool",
     "windows_hits": r" (60|200|800),000 pages|conversation, raw|synthetic.*(Gemma, 100|gpt-oss|chunks)"
     r"|^generated (agents|conversations|drift|loop|recency|retrieval)|^generated.*gpt-oss|^generated.*10,000 pages",
     "states_hits": r" 80 GiB|38% states",
@@ -160,16 +160,18 @@ def show_cell(time: float | None, unit: str, ratio: float | None) -> str:
 
 
 def make_setups(results: Results) -> str:
-    """Return machines and versions: what all setups share, and a table with a column for each setup."""
-    setups = [results.setups[name] for name in sorted(results.setups)]
-    rows = [name for name in MACHINE if any(name in setup for setup in setups)]
-    values = {row: [str(setup.get(row, "-")) for setup in setups] for row in rows}
+    """Return machines and versions: what all setups share, and a table with a column for each other one."""
+    setups = {name: results.setups[name] for name in sorted(results.setups)}
+    dates = sorted(str(setup["date"]) for setup in setups.values())
+    rows = [name for name in MACHINE if name != "date" and any(name in setup for setup in setups.values())]
+    values = {row: [str(setup.get(row, "-")) for setup in setups.values()] for row in rows}
     shared = [f"{NAMES.get(row, row)} {values[row][0]}" for row in rows if len({*values[row]}) == 1]
-    table = as_table(
-        ["", *(NAMES.get(environment_of(name), "developers'") for name in sorted(results.setups))],
-        [[NAMES.get(row, row), *values[row]] for row in rows if len({*values[row]}) > 1],
-    )
-    return f"The same in all setups: {', '.join(shared)}.\n\n{table}"
+    different = [row for row in rows if len({*values[row]}) > 1]
+    names = [NAMES.get(environment_of(name), "developers'") for name in setups]
+    columns = list(dict.fromkeys(zip(names, *(values[row] for row in different), strict=True)))
+    lines = [[NAMES.get(row, row), *(column[i] for column in columns)] for i, row in enumerate(different, 1)]
+    text = f"Measured from {dates[0]} to {dates[-1]}. The same in all setups: {', '.join(shared)}."
+    return f"{text}\n\n{as_table(['', *(column[0] for column in columns)], lines)}"
 
 
 def make_noise(results: Results) -> str:
