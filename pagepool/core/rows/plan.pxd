@@ -9,17 +9,18 @@ cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Gr
     """Take the row's missing pages, group by group, and write them to the tables. Enough pages are free."""
     cdef Held *held
     cdef Py_ssize_t g
-    cdef int32_t j, n
+    cdef int32_t j, n, offset
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
         n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].shard, batch.rows[row].holding.session)
         if not n:
             continue
-        write_ids(batch.tables[g], row, held.num_pages - n, held.ids + held.num_pages - n, n, offset_of(batch, g))
+        offset = offset_of(batch, g)
+        write_ids(batch.tables[g], row, held.num_pages - n, held.ids + held.num_pages - n, n, offset)
         batch.tables[g].version += 1
         assert growth == NULL or growth.num_new + n <= growth.max_num_new
         for j in range(held.num_pages - n, held.num_pages if growth != NULL else 0):
-            growth.new_ids[growth.num_new] = held.ids[j] - offset_of(batch, g)
+            growth.new_ids[growth.num_new] = held.ids[j] - offset
             growth.new_rows[growth.num_new] = <int32_t>row
             growth.new_groups[growth.num_new] = <int32_t>g
             growth.num_new += 1
@@ -266,8 +267,8 @@ cdef inline Py_ssize_t check_rows(Batch *batch, Growth *growth) noexcept nogil:
 
 # Counts are advanced. A step that tells a token settles the row's last one: its launch is the only one then.
 
-cdef inline void _tell_rows(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Append a token to rows of a call that need nothing else, and launch them. Their rings have one place."""
+cdef inline void _tell_rows(Batch *batch, const Growth *growth, Py_ssize_t n) noexcept nogil:
+    """Append a token to each row of a call, and launch it. The ring of each row has one place."""
     cdef const int32_t *rows = batch.checked_rows
     cdef const int32_t *new_ids = growth.token_ids
     cdef int32_t *token_ids = batch.token_ids
@@ -278,11 +279,11 @@ cdef inline void _tell_rows(Batch *batch, const Growth *growth, Py_ssize_t start
     cdef Py_ssize_t i, stride = batch.tokens_stride
     cdef int64_t step = growth.step
     cdef int32_t before
-    assert start >= stop or batch.ring_size == 1
-    for i in range(start, stop):
+    assert batch.ring_size == 1
+    for i in range(n):
         record, launch = &records[rows[i]], &launches[rows[i]]
-        before = record.num_planned
-        assert record.state == RUNNING and record.num_computed == before == record.num_tokens < batch.max_num_tokens
+        before = record.num_tokens
+        assert record.state == RUNNING and record.num_computed == before < batch.max_num_tokens
         token_ids[rows[i] * stride + before] = new_ids[i]
         record.num_tokens = record.num_computed = record.num_planned = before + 1
         record.num_resolved = launch.before = before
@@ -319,18 +320,6 @@ cdef inline void _launch_row(Batch *batch, const Growth *growth, Py_ssize_t i, i
         count_run_tokens(batch, row)
 
 
-cdef inline void _advance_others(Batch *batch, const Growth *growth) noexcept nogil:
-    """Advance and launch the rows between the due ones."""
-    cdef Py_ssize_t i, k, start = 0, stop
-    for k in range(growth.num_due + 1):
-        stop = min(growth.num_grown, <Py_ssize_t>batch.due_rows[k].at if k < growth.num_due else growth.num_grown)
-        if growth.token_ids != NULL:
-            _tell_rows(batch, growth, start, stop)
-        for i in range(start if growth.token_ids == NULL else stop, stop):
-            _launch_row(batch, growth, i, _advance_row(batch, growth, i))
-        start = stop + 1
-
-
 cdef inline void _settle_before(Batch *batch, Py_ssize_t row, const LinesBefore *lines) noexcept nogil:
     """Cache what is final before the row's next step, and skip what this step does not read."""
     if batch.writes_states:
@@ -361,42 +350,74 @@ cdef inline void _revert_row(Batch *batch, const Growth *growth, Py_ssize_t row,
     cut_hashes(batch, row)
 
 
+cdef inline void _cache_planned(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Cache the pages that the planned steps of a row fill, unless they are cached once the steps are settled."""
+    cdef const RowRecord *record = &batch.records[row]
+    if not batch.caches_computed:
+        cache_row(batch, row, final_of(batch, record.num_tokens, record.num_computed, 0))
+
+
 cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noexcept nogil:
     """Advance a due row and do its work; False, and no page taken, if too few are free."""
     cdef int32_t row = batch.checked_rows[due.at], num_planned = batch.records[row].num_planned
-    cdef const RowRecord *record = &batch.records[row]
-    cdef LinesBefore lines
-    assert record.state == RUNNING and due.before <= due.num_room and num_planned <= due.num_room
-    if exceptional(batch.has_final or batch.has_state):
-        lines = _lines_before(batch, growth, due)
+    cdef LinesBefore lines = _lines_before(batch, growth, due)
+    assert batch.records[row].state == RUNNING and due.before <= due.num_room and num_planned <= due.num_room
     _advance_row(batch, growth, due.at)
-    if exceptional(batch.has_final):
+    if batch.has_final:
         _settle_before(batch, row, &lines)
     if due.num_new_pages:
         if not _has_pages_for(batch, row, due.num_new_pages, due.num_room, &growth.shortage):
             _revert_row(batch, growth, row, num_planned)
             return False
         take_pages(batch, row, due.num_room, growth)
-    if exceptional(batch.has_state):
+    if batch.has_state:
         _plan_states(batch, row, due.before, &lines)
-    if not batch.caches_computed:
-        cache_row(batch, row, final_of(batch, record.num_tokens, record.num_computed, 0))
+    _cache_planned(batch, row)
     _launch_row(batch, growth, due.at, due.before)
     plan_next(batch, row)
     return True
 
 
-cdef inline void grow_rows(Batch *batch, Growth *growth) noexcept nogil:
-    """Plan and launch the checked rows, up to the first that does not fit."""
-    cdef Py_ssize_t k, num_grown = growth.num_rows
-    assert 0 <= growth.num_due <= growth.num_rows <= batch.num_rows
-    memcpy(growth.grown_rows, batch.checked_rows, growth.num_rows * sizeof(int32_t))
+cdef inline Py_ssize_t _grow_row_by_row(Batch *batch, Growth *growth) noexcept nogil:
+    """Plan and launch the checked rows, the due ones first. Return the number of rows before the first that does not fit."""
+    cdef Py_ssize_t k, i, stop, num_grown = growth.num_rows, start = 0
     for k in range(growth.num_due):
         if not _grow_row(batch, growth, &batch.due_rows[k]):
             num_grown = batch.due_rows[k].at
             count_refusal(batch.pool, growth.shortage.queue)
             break
+    for k in range(growth.num_due + 1):
+        stop = min(num_grown, <Py_ssize_t>batch.due_rows[k].at if k < growth.num_due else num_grown)
+        for i in range(start, stop):
+            _launch_row(batch, growth, i, _advance_row(batch, growth, i))
+        start = stop + 1
+    return num_grown
+
+
+cdef inline Py_ssize_t _grow_told(Batch *batch, Growth *growth) noexcept nogil:
+    """Do what `_grow_row_by_row` does in a call that tells tokens, where all rows fit, and need no more than pages."""
+    cdef const DueRow *due
+    cdef Py_ssize_t k, row
+    _tell_rows(batch, growth, growth.num_rows)
+    for k in range(growth.num_due):
+        due = &batch.due_rows[k]
+        row = batch.checked_rows[due.at]
+        batch.rows[row].num_ahead = 0
+        if due.num_new_pages:
+            take_pages(batch, row, due.num_room, growth)
+        _cache_planned(batch, row)
+        plan_next(batch, row)
+    return growth.num_rows
+
+
+cdef inline void grow_rows(Batch *batch, Growth *growth) noexcept nogil:
+    """Plan and launch the checked rows, up to the first that does not fit."""
+    cdef bint are_told = growth.token_ids != NULL and growth.max_num_new <= count_least_free(batch.pool)
+    assert 0 <= growth.num_due <= growth.num_rows <= batch.num_rows
+    memcpy(growth.grown_rows, batch.checked_rows, growth.num_rows * sizeof(int32_t))
+    if are_told and not (batch.max_steps_ahead or batch.has_final or batch.has_state):
+        growth.num_grown = _grow_told(batch, growth)
+    else:
+        growth.num_grown = _grow_row_by_row(batch, growth)
     cache_waiting(&batch.waiting)
-    assert batch.waiting.num_to_hash == 0 and num_grown <= growth.num_rows
-    growth.num_grown = num_grown
-    _advance_others(batch, growth)
+    assert batch.waiting.num_to_hash == 0 and growth.num_grown <= growth.num_rows
