@@ -45,7 +45,6 @@ from pagepool.errors import (
     ArgumentTypeError,
     RequestTooLargeError,
     RowIndexError,
-    RowOverflowError,
     StateAheadError,
 )
 
@@ -200,15 +199,6 @@ def test_drafts_of_awaited_tokens_are_not_planned() -> None:
     take(batch)
     with pytest.raises(StateAheadError, match=r"row 0 .*: got 3 drafts, allowed for states that are kept: 0"):
         batch.plan([0], 1, 3)
-
-
-@pytest.mark.parametrize(("value", "error"), [(-1, ArgumentError), (2**70, ArgumentError), (1.0, ArgumentTypeError)])
-def test_wrong_numbers_of_drafts(value: Any, error: type[Exception]) -> None:
-    batch = make_batch(make_manager(FULL))
-    with refused(lambda: batch_state(batch), error, "num_drafts"):
-        batch.admit(0, PROMPT[:8], num_drafts=value)
-    assert batch.admit(0, PROMPT[:8], num_drafts=2**30) == 0
-    assert len(batch.get_page_ids(0)[0]) == MAX_MODEL_LEN // 4
 
 
 # --- reserved prompts -------------------------------------------------------------------------------------------------
@@ -374,13 +364,6 @@ def test_what_ends_a_reservation() -> None:
     batch.check()
 
 
-@pytest.mark.parametrize("value", ["", "answer", "Prompt", b"prompt", True, 0, ["prompt"], np.array(["prompt", "prompt"])])
-def test_what_can_be_reserved(value: Any) -> None:
-    batch = make_batch(make_manager(FULL))
-    with refused(lambda: batch_state(batch), ArgumentError, "^reserve: got .*, allowed: None or 'prompt'$"):
-        batch.admit(0, PROMPT[:8], reserve=value)
-
-
 # --- what admission would hit -----------------------------------------------------------------------------------------
 
 
@@ -477,21 +460,6 @@ def test_a_probe_keeps_a_refusal_that_it_does_not_change() -> None:
     assert not is_kept()
     batch.release([0])
     assert batch.admit(1, tokens) == 8
-
-
-def test_a_probe_needs_a_free_row_and_tokens() -> None:
-    batch = make_batch(make_manager(FULL))
-    batch.admit(0, PROMPT[:9])
-    for row, tokens, error, message in (
-        (0, PROMPT, ArgumentError, "row 0: got a row that is admitted already"),
-        (4, PROMPT, RowIndexError, "row: got 4, allowed: 0 to 3"),
-        (1, [], ArgumentError, "token_ids: got none"),
-        (1, [-1] * 8, ArgumentError, "token_ids: got -1"),
-        (1, [*PROMPT, 1], RowOverflowError, "row 1: got 65 tokens"),
-    ):
-        with refused(lambda: batch_state(batch), error, message):
-            batch.probe(row, tokens)
-    assert make_batch(make_manager(FULL, enable_caching=False)).probe(0, PROMPT) == 0
 
 
 # --- what is short ----------------------------------------------------------------------------------------------------

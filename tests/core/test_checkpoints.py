@@ -30,7 +30,7 @@ from refusing import refused
 from settings import NUM_OPERATIONS
 
 from pagepool import EngineRequest, PageHash, PageHashWithGroupId, RequestTraits, Retention
-from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, MovesDueError
+from pagepool.errors import ArgumentError, IntegrityError, MovesDueError
 
 pytestmark = pytest.mark.usefixtures("drafter")
 
@@ -201,27 +201,6 @@ def test_check_names_a_state_in_the_index(page_id: int) -> None:
 
 
 # --- misuse -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("interval", "error", "allowed"),
-    [
-        (0, ArgumentError, r"got 0, allowed: 1 to 2\*\*62"),
-        (1 << 80, ArgumentError, r"got 1208925819614629174706176, allowed: 1 to 2\*\*62"),
-        (True, ArgumentTypeError, "got True, allowed: an int"),
-    ],
-)
-def test_no_interval(interval: int, error: type[Exception], allowed: str) -> None:
-    with pytest.raises(error, match=f"^checkpoint_interval: {allowed}$"):
-        keep_every(interval)
-
-
-@pytest.mark.parametrize("specs", [(FULL,), (FULL, STATE), (WINDOW, FULL)])
-@pytest.mark.parametrize("interval", [2, 6])
-def test_an_interval_between_hashes(specs: tuple[Any, ...], interval: int) -> None:
-    message = f"^checkpoint_interval: got {interval}, allowed: multiples of 4, the tokens of a hash$"
-    with pytest.raises(ArgumentError, match=message):
-        make_manager(*specs, keep_every(interval))
 
 
 @pytest.mark.parametrize("num_new_computed_tokens", [0, 8, 15, 17])

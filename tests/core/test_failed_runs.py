@@ -15,7 +15,7 @@ from hybrids import make_manager as make_hybrid
 from refusing import refused
 
 from pagepool import CacheGroupSpec, CacheManager, EngineRequest, MambaSpec, MultiGroupPageTable, RunningBatch
-from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError
+from pagepool.errors import ArgumentError, DoubleFreeError
 
 STATE = keep_every(None)
 AT_ENDS = MambaSpec(4, ((1, 1),), "float16", checkpoint_interval=8, checkpoints="ends")
@@ -82,71 +82,6 @@ def test_all_rows_of_a_step_go_back_and_are_planned_again(specs: tuple[Any, ...]
     batch.check()
 
 
-def test_a_step_that_is_planned_again_after_failing_many_times() -> None:
-    for max_steps_ahead in range(3):
-        batch = make_batch(FULL, max_steps_ahead=max_steps_ahead)
-        step = admit(batch, 0, PROMPT[:8])
-        for _ in range(5):
-            assert batch.probe(1, PROMPT) == 8
-            later = [batch.plan([0], 1, 1) for _ in range(max_steps_ahead)]
-            assert fail(batch, step) == []
-            assert (counts_of(batch), batch.get_page_ids(0)) == ((8, 0, 0), ([],))
-            assert batch.probe(1, PROMPT) == 0
-            for each in later:
-                assert batch.settle(each).tolist() == [-1]
-            step = batch.plan([0], 8)
-        assert batch.settle(step, [50]).tolist() == [0]
-        assert (counts_of(batch), batch.probe(1, PROMPT)) == ((9, 8, 0), 8)
-
-
-@pytest.mark.parametrize("max_steps_ahead", [0, 1])
-def test_drafts_of_a_failed_step(max_steps_ahead: int) -> None:
-    batch = make_batch(FULL, max_steps_ahead=max_steps_ahead)
-    batch.settle(admit(batch, 0, PROMPT[:7]), [50])
-    for _ in range(3):
-        step = batch.plan([0], 1, 4)
-        assert (counts_of(batch), len(batch.get_page_ids(0)[0])) == ((8, 8, 4), 3)
-        assert fail(batch, step) == []
-        assert (counts_of(batch), len(batch.get_page_ids(0)[0])) == ((8, 7, 0), 2)
-        assert batch.probe(1, [*PROMPT[:7], 50, 1]) == 4
-    batch.settle(batch.plan([0], 1, 4), [51, 52], 2)
-    assert counts_of(batch) == (10, 9, 0)
-    assert batch.probe(1, [*PROMPT[:7], 50, 1]) == 8
-    batch.check()
-
-
-def test_tokens_that_earlier_steps_told_stay_known() -> None:
-    """The failed step, and the one behind it, computed tokens that were known meanwhile."""
-    batch = make_batch(FULL, max_steps_ahead=2)
-    first = admit(batch, 0, PROMPT[:6])
-    second, third = batch.plan([0]), batch.plan([0], 1, 2)
-    batch.settle(first, [50])
-    assert counts_of(batch) == (7, 7, 3)
-    assert fail(batch, second) == []
-    assert counts_of(batch) == (7, 6, 0)
-    assert batch.settle(third, [51, 52], [2]).tolist() == [-1]  # it has nothing to tell
-    assert counts_of(batch) == (7, 6, 0)
-    again = batch.plan([0])
-    batch.settle(again, [53])
-    assert counts_of(batch) == (8, 7, 0)
-    batch.check()
-
-
-def test_only_steps_from_the_failed_one_on_fail() -> None:
-    """Also where other steps of the batch were started earlier, and got their rows later."""
-    batch = make_batch(FULL, max_steps_ahead=1)
-    late, first = batch.new_step(), admit(batch, 0, PROMPT[:7])
-    failed = admit(batch, 1, LONG_PROMPT[20:30])
-    batch.admit(2, LONG_PROMPT[40:50], step=first)
-    batch.admit(3, LONG_PROMPT[50:60], step=late)
-    assert fail(batch, failed) == []
-    assert [counts_of(batch, row) for row in range(4)] == [(7, 7, 0), (10, 0, 0), (10, 10, 0), (10, 0, 0)]
-    assert batch.settle(first, [1, 2]).tolist() == [0, 2]
-    assert batch.settle(late, [1]).tolist() == [-1]
-    assert fail(batch, batch.new_step()) == []
-    assert [counts_of(batch, row) for row in range(4)] == [(8, 7, 0), (10, 0, 0), (11, 10, 0), (10, 0, 0)]
-
-
 SINCE: dict[str, tuple[Callable[[RunningBatch], Any], dict[int, tuple[int, int]]]] = {
     "another step": (lambda batch: batch.step([0], [1]), {0: (9, 8), 1: (8, 7)}),  # which says that the step has run
     "another plan": (lambda batch: (batch.append([0], [1]), batch.plan([0])), {0: (9, 8), 1: (8, 7)}),
@@ -175,25 +110,6 @@ def test_a_row_that_changed_since(what: str) -> None:
         assert counts_of(batch, row) == (*counts.get(row, (0, 0)), 0)
     num_hits = batch.probe(int((~batch.is_admitted).argmax()), [*PROMPT[:7], 9, 1])
     assert num_hits == (8 if what in ("another step", "another plan") else 4)
-
-
-def test_steps_that_cannot_fail() -> None:
-    batch, other = make_batch(), make_batch()
-    for each in (batch, other):
-        each.admit(0, PROMPT[:7])
-    step = batch.step([0], [1])
-    for call, error in (
-        (lambda: other.settle(step, failed=True), ArgumentError),
-        (lambda: batch.settle(None, failed=True), ArgumentTypeError),
-        (lambda: batch.settle(step, failed=None), ArgumentTypeError),
-        (lambda: batch.settle(step, [1], failed=True), ArgumentError),
-        (lambda: batch.settle(step, None, 0, failed=True), ArgumentError),
-    ):
-        with refused(lambda: batch_state(batch), error):
-            call()
-    batch.settle(step)
-    with refused(lambda: batch_state(batch), ArgumentError, "settled already"):
-        batch.settle(step, failed=True)
 
 
 @pytest.mark.usefixtures("drafter")
@@ -228,53 +144,6 @@ def test_rows_that_hit_such_a_page_go_back_to_it() -> None:
     assert batch.settle(again, [60, 61, 62]).tolist() == [0, 1, 2]
     assert batch.probe(3, [*PROMPT[:7], 50, 1]) == 8
     batch.check()
-
-
-def test_rows_of_the_same_step_and_of_earlier_ones_that_hit_such_a_page_go_back_too() -> None:
-    batch = make_batch(FULL)
-    earlier = admit(batch, 2, [9] * 3)
-    failed = admit(batch, 0, PROMPT[:8])
-    assert batch.admit(1, PROMPT[:10], step=failed) == 8
-    assert batch.admit(3, PROMPT[:11], step=earlier) == 8
-    assert fail(batch, failed) == []
-    assert [counts_of(batch, row) for row in range(4)] == [(8, 0, 0), (10, 0, 0), (3, 3, 0), (11, 0, 0)]
-    assert batch.num_cached_tokens.tolist() == [0] * 4
-    assert batch.settle(earlier, [5, 6]).tolist() == [2, -1]
-    batch.check()
-
-
-@pytest.mark.parametrize("is_released", [False, True])
-def test_entries_of_a_released_row_go_when_its_step_fails(is_released: bool) -> None:
-    for has_failed in (False, True):
-        batch = make_batch(FULL, max_steps_ahead=1)
-        first = admit(batch, 0, PROMPT[:9], max_num_new_tokens=4)
-        second = batch.plan([0], 5)
-        if is_released:
-            batch.release([0])
-        assert batch.probe(1, PROMPT) == 8
-        assert batch.settle(first).tolist() == [-1 if is_released else 0]
-        if has_failed:
-            assert fail(batch, second) == []
-        else:
-            batch.settle(second)
-        assert batch.probe(1, PROMPT) == (4 if has_failed else 8)
-        assert batch._manager.stats().num_cached_pages == (1 if has_failed else 2)
-
-
-@pytest.mark.parametrize("caches", ["scheduled", "computed"])
-def test_nothing_that_others_wrote_is_dropped(caches: str) -> None:
-    """A failed step that hits pages, or computes the same ones, leaves those that another step filled."""
-    batch = make_batch(FULL, caches=caches, max_steps_ahead=1)
-    first = admit(batch, 0, PROMPT[:8])
-    failed = admit(batch, 1, PROMPT[:9])
-    num_hits = int(batch.num_cached_tokens[1])
-    assert num_hits == (8 if caches == "scheduled" else 0)
-    batch.settle(first, [1])
-    batch.release([0])
-    assert batch.probe(2, PROMPT) == 8
-    assert fail(batch, failed) == []
-    assert counts_of(batch, 1) == (9, num_hits, 0)
-    assert (batch.probe(2, PROMPT), batch._manager.stats().num_cached_pages) == (8, 2)
 
 
 @pytest.mark.parametrize("is_released", [False, True])
@@ -322,52 +191,6 @@ def test_a_checkpoint_that_was_not_written_is_dropped_and_rows_that_hit_it_go_ba
         assert batch.settle(step).tolist() == [-1]
 
 
-def test_late_cached_pages_of_a_failed_step() -> None:
-    """Pages that are cached once computed have no entries to drop."""
-    batch = make_batch(FULL, caches="computed", max_steps_ahead=1)
-    first = admit(batch, 0, PROMPT[:12], max_num_new_tokens=8)
-    second = batch.plan([0], 4)
-    batch.settle(first)
-    assert batch.probe(1, PROMPT) == 8
-    assert fail(batch, second) == []
-    assert (counts_of(batch), batch.probe(1, PROMPT)) == ((12, 8, 0), 8)
-    batch.settle(batch.plan([0], 4), [1])
-    assert batch.probe(1, PROMPT) == 12
-
-
-# --- forks ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_fork_goes_back_with_its_source() -> None:
-    """They share the step that computes their tokens; the source alone gets its token."""
-    for has_failed in (False, True):
-        batch = make_batch(FULL, max_steps_ahead=1)
-        step = admit(batch, 0, PROMPT[:10])
-        batch.fork(0, [1])
-        assert len(batch.take_moves().copies) == 1
-        if has_failed:
-            assert fail(batch, step) == []
-            assert [counts_of(batch, row) for row in range(2)] == [(10, 0, 0), (10, 0, 0)]
-            assert batch.probe(2, PROMPT) == 0
-            step = batch.plan([0, 1], 10)
-            assert batch.settle(step, [1, 2]).tolist() == [0, 1]
-        else:
-            assert batch.settle(step, [1]).tolist() == [0]
-            batch.append([1], [2])
-        assert [counts_of(batch, row) for row in range(2)] == [(11, 10, 0), (11, 10, 0)]
-        batch.check()
-
-
-def test_a_fork_of_a_computed_row_keeps_its_tokens() -> None:
-    batch = make_batch(FULL, max_steps_ahead=1)
-    batch.settle(admit(batch, 0, PROMPT[:10]), [1])
-    batch.fork(0, [1])
-    batch.take_moves()
-    step = batch.plan([0, 1])
-    assert fail(batch, step) == []
-    assert [counts_of(batch, row) for row in range(2)] == [(11, 10, 0), (11, 10, 0)]
-
-
 # --- rows that cannot go back are released --------------------------------------------------------------------------
 
 
@@ -396,15 +219,6 @@ def test_a_row_with_a_state_is_released_unless_it_goes_back_to_its_first_token()
     assert counts_of(batch, 1) == (8, 0, 0)
     assert batch.settle(first, [1], [0, 1]).tolist() == [-1, -1]
     batch.check()
-
-
-def test_a_row_that_waits_for_tokens_is_released_if_it_hit_such_a_page() -> None:
-    batch = make_batch(FULL)
-    failed = admit(batch, 0, PROMPT[:8])
-    assert batch.admit(1, PROMPT, num_external_tokens=5) == 8
-    assert batch.admit(2, LONG_PROMPT[30:50], num_external_tokens=5) == 0
-    assert fail(batch, failed) == [1]
-    assert batch.num_external_tokens.tolist() == [0, 0, 5, 0]
 
 
 def test_a_row_with_copies_due_is_released() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
 
 import hybrids
-import numpy as np
 import pytest
 from batch_model import package_pool_state
 from managing import grouped
@@ -33,7 +32,6 @@ from pagepool.errors import (
     LeaseBudgetError,
     OutOfPagesError,
     PageIdError,
-    RequestTooLargeError,
 )
 
 FULL, STATE = CacheGroupSpec(hybrids.FULL), CacheGroupSpec(hybrids.STATE, pool="states")
@@ -183,35 +181,6 @@ def test_pages_reserved_for_attention_do_not_keep_a_state_from_its_checkpoint() 
     assert manager.stats().pools["states"].num_cached_pages == 1
 
 
-def test_what_can_never_fit_is_refused_by_the_name_of_its_pool() -> None:
-    manager = make_manager({"kv": 8, "states": 4})
-    manager.require_capacity(28)
-    for call in (
-        lambda: manager.require_capacity(29),
-        lambda: manager.allocate_slots(EngineRequest("a", list(range(32))), 32),
-        lambda: make_batch(manager, 2)[0].admit(0, list(range(32))),
-    ):
-        with pytest.raises(RequestTooLargeError, match="the pool 'kv' has 7"):
-            call()
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda _: make_manager({"kv": 12, "states": True}), ArgumentTypeError, "states"),
-        (lambda manager: manager.pools["states"].free_page_ids([6]), PageIdError, "pool 'states': 0 to 5"),
-        (lambda manager: manager.pools["states"].evict_pages(np.array([-1])), PageIdError, "pool 'states'"),
-        (lambda manager: manager.pools["states"].get_new_page_ids(6), OutOfPagesError, "6 asked for, 5 free"),
-    ],
-)
-def test_wrong_sizes_and_ids_of_a_pool(call: Callable[[CacheManager], Any], error: type[Exception], message: str) -> None:
-    manager = make_manager({"kv": 12, "states": 6})
-    with pytest.raises(error, match=message):
-        call(manager)
-    assert manager.stats().num_free_pages == 16
-    manager.check()
-
-
 def test_pools_are_reset_and_evicted_by_name() -> None:
     manager = make_manager({"kv": 20, "states": 8})
     request = EngineRequest("a", list(range(20)))
@@ -253,49 +222,10 @@ def make_named(names: str) -> CacheManager:
     return make_manager(dict.fromkeys(names, 8), [CacheGroupSpec(FULL.kv_cache_spec, pool=name) for name in names])
 
 
-OTHER_SIZES = [
-    (
-        32,
-        r"num_pages: got 32, allowed for groups of several pools: a size for each pool, such as \{'kv': 1024, 'states': 1024\}",
-    ),
-    ({"kv": 32}, r"num_pages: got pools \['kv'\], allowed: those of the groups, \['kv', 'states'\]"),
-    ({"kv": 32, "state": 12}, r"num_pages: got pools \['kv', 'state'\], allowed: those of the groups, \['kv', 'states'\]"),
-    ({"kv": 32, "states": 1}, r"num_pages\['states'\]: got 1, allowed: 2 to 1073741824"),
-]
-
-
-@pytest.mark.parametrize(("num_pages", "message"), OTHER_SIZES)
-def test_sizes_that_are_not_those_of_the_groups(num_pages: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        make_manager(num_pages)
-
-
 def test_there_are_at_most_four_pools() -> None:
     with pytest.raises(ArgumentError, match=r"^num_pages: got 5 pools, allowed: 4$"):
         make_named("abcde")
     assert list(make_named("abcd").pools) == list("abcd")
-
-
-UNSUPPORTED: dict[str, Callable[[CacheManager], Any]] = {
-    "find_page_id": lambda manager: manager.pools["kv"].find_page_id(1, 0),
-    "free_page_queue": lambda manager: manager.pools["kv"].free_page_queue,
-}
-SHARDED: list[Callable[[CacheManager], Any]] = [
-    lambda manager: make_batch(manager, 4, data_parallel_size=3),
-    lambda manager: manager.allocate_slots(EngineRequest("first", TOKENS), 16, data_parallel_size=3),
-    lambda manager: manager.get_computed_pages(EngineRequest("first", TOKENS), data_parallel_size=3),
-    lambda manager: manager.require_capacity(16, data_parallel_size=3),
-    lambda manager: manager.pools["states"].get_new_page_ids(1, data_parallel_size=3),
-]
-
-
-@pytest.mark.parametrize("call", SHARDED)
-def test_shards_divide_each_pool_evenly(call: Callable[[CacheManager], Any]) -> None:
-    manager = make_manager({"kv": 32, "states": 12})
-    message = r"^data_parallel_size: got 3, allowed with several pools: a divisor of each size of \{'kv': 32, 'states': 12\}$"
-    with pytest.raises(ArgumentError, match=message):
-        call(manager)
-    manager.check()
 
 
 def test_a_shard_has_pages_of_each_pool() -> None:
@@ -337,41 +267,12 @@ def test_a_shard_hits_in_itself_alone() -> None:
     manager.check()
 
 
-def test_a_request_larger_than_a_shard_names_its_pool() -> None:
-    manager = make_manager({"kv": 16, "states": 12})
-    with pytest.raises(RequestTooLargeError, match=r"needs 8 pages, the shard has 7 in the pool 'kv'$"):
-        manager.require_capacity(32, data_parallel_size=2)
-    with pytest.raises(RequestTooLargeError, match=r"its shard of the pool 'kv' has 7"):
-        manager.allocate_slots(EngineRequest("a", list(range(40))), 32, dp_shard_hint=0, data_parallel_size=2)
-    with pytest.raises(RequestTooLargeError, match=r"its shard of the pool 'kv' has 7"):
-        make_batch(manager, 2, data_parallel_size=2)[0].admit(0, list(range(32)), traits=RequestTraits(dp_shard=0))
-    manager.check()
-
-
 def test_pools_of_another_manager_have_their_shards() -> None:
     manager = make_manager({"kv": 32, "states": 12})
     manager.allocate_slots(EngineRequest("a", TOKENS), 8, dp_shard_hint=1, data_parallel_size=2)
     again = make_manager({"kv": 32, "states": 12}, page_pool=manager.pools["kv"])
     again.check()
     assert again.pools["states"].get_new_page_ids(2, dp_shard_hint=1, data_parallel_size=2).tolist() == [7, 8]
-
-
-@pytest.mark.parametrize(("name", "call"), UNSUPPORTED.items(), ids=list(UNSUPPORTED))
-def test_what_is_not_supported_is_named(name: str, call: Callable[[CacheManager], Any]) -> None:
-    manager = make_manager({"kv": 32, "states": 12})
-    with pytest.raises(ArgumentError, match=rf"^{name}: got several pools \(kv, states\), allowed: one pool$"):
-        call(manager)
-    manager.check()
-
-
-def test_options_of_one_pool() -> None:
-    with pytest.raises(ArgumentError, match=r"^eviction: got 'mru', allowed: 'lru', 'adaptive'$"):
-        make_manager({"kv": 32, "states": 12}, eviction="mru")
-    with pytest.raises(ArgumentError, match=r"^page_pool: got 2 pools, allowed: one; name it, as in pools\['kv'\]$"):
-        assert make_manager({"kv": 32, "states": 12}).page_pool
-    for call in (lambda pool: pool.stats, lambda pool: pool.reset_prefix_cache()):
-        with pytest.raises(ArgumentError, match=r"of one pool, where CacheManager.*: got several pools"):
-            call(make_manager({"kv": 32, "states": 12}).pools["kv"])
 
 
 def test_a_lease_of_a_request_has_pages_of_all_pools() -> None:

@@ -17,7 +17,6 @@ from pairs import make_rows
 from settings import NUM_OPERATIONS, SETTINGS, Group, Setting
 
 import pagepool
-from pagepool.errors import ArgumentError
 
 NUM_MANY_ROWS = 40
 
@@ -108,14 +107,6 @@ def make_pools_batch(num_states: int, num_state_groups: int = 1) -> pagepool.Run
     ]
     manager = pagepool.CacheManager({"kv": 40, "states": num_states}, groups, 64)
     return pagepool.RunningBatch(manager, pagepool.MultiGroupPageTable(8, 64, 64, [4] * len(groups)))
-
-
-def test_a_pool_of_states_has_a_page_for_each_row_and_one_more() -> None:
-    """So rows never wait for states: the null page is the tenth."""
-    with pytest.raises(ArgumentError, match=r"^num_pages\['states'\]: got 5, allowed for 8 rows: at least 10$"):
-        make_pools_batch(5)
-    with pytest.raises(ArgumentError, match=r"^num_pages\['states'\]: got 18, allowed for 8 rows: at least 19$"):
-        make_pools_batch(18, num_state_groups=2)
 
 
 @pytest.mark.parametrize("num_state_groups", [1, 2, 3])

@@ -10,7 +10,6 @@ import pytest
 from clocked import PAGE_SIZE, Clocked
 
 from pagepool import EngineRequest, PageTable, RequestTraits, RunningBatch
-from pagepool.errors import ArgumentTypeError
 
 
 class Tenants(Clocked):
@@ -261,12 +260,3 @@ def test_63_tenants_have_shares(tenants: Tenants) -> None:
         tenants.run(chr(300 + i), name)
     assert sum(tenants.charged.values()) == 10
     tenants.manager.set_shares(dict.fromkeys(f"other {i}" for i in range(19)) | {f"other {i}": 0.05 for i in range(19)})
-
-
-def test_a_tenant_is_a_string() -> None:
-    tenants = Tenants()
-    batch = RunningBatch(tenants.manager, PageTable(4, 16, 64))
-    with pytest.raises(ArgumentTypeError, match="tenant: got int, allowed: a string, or None"):
-        batch.admit(0, [1], traits=RequestTraits(tenant=7))
-    with pytest.raises(ArgumentTypeError, match="tenant: got int, allowed: a string, or None"):
-        tenants.manager.allocate_slots(tenants.request("a", tenant=7), 1)

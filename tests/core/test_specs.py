@@ -179,20 +179,6 @@ class TestMerge:
     def test_equal_specs(self, spec: CacheSpec) -> None:
         assert type(spec).merge([spec, spec]) == spec
 
-    @pytest.mark.parametrize(
-        ("merged", "message"),
-        [
-            ([], "at least one"),
-            ([full(), sliding()], "type_id"),
-            ([sliding(8), sliding(16)], "type_id"),
-            ([full(sliding_window=32), full(sliding_window=64)], r"sliding_window: got \[32, 64\], allowed: one value"),
-            ([full(sliding_window=32), full(attention_chunk_size=32)], "sliding_window and attention_chunk_size: got both"),
-        ],
-    )
-    def test_what_cannot_be_merged(self, merged: list[CacheSpec], message: str) -> None:
-        with pytest.raises(ArgumentError, match=message):
-            (type(merged[-1]) if merged else CacheSpec).merge(merged)
-
     def test_windows_of_full_attention_layers(self) -> None:
         windowed, chunky = full(sliding_window=32), full(attention_chunk_size=32)
         assert FullAttentionSpec.merge([full(), windowed, windowed]) == windowed
@@ -334,12 +320,6 @@ class TestModelConfig:
         ]
         config.attention_k_eq_v = False
         assert groups_of(config)[0].kv_cache_spec == full(num_kv_heads=4, head_size=256)
-
-    @pytest.mark.parametrize("message", ["attention mask: got 'LINEAR'", "got mask SLIDING without", "got mask CHUNK without"])
-    def test_unusable_masks(self, message: str) -> None:
-        kind = next(kind for kind in MaskName if kind.name in message)
-        with pytest.raises(ArgumentError, match=message):
-            groups_of(config_of(kind, size=None, chunks=None))
 
 
 @pytest.fixture(scope="module")

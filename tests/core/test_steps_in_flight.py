@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from admissions import admission
 from flight_engine import CACHES, FLIGHT_SETTINGS, FlightEngine
-from hybrids import FULL, MAX_MODEL_LEN, NUM_ROWS, PAGE_SIZE, PROMPT, WINDOW, batch_state, make_manager
+from hybrids import FULL, MAX_MODEL_LEN, NUM_ROWS, PAGE_SIZE, PROMPT, batch_state, make_manager
 from managing import grouped
 from refusing import refused
 from settings import Setting, scale
@@ -32,11 +32,7 @@ from pagepool import (
 )
 from pagepool.errors import (
     ArgumentError,
-    ArgumentTypeError,
-    MovesDueError,
     RequestTooLargeError,
-    RowIndexError,
-    RowOverflowError,
     StateAheadError,
 )
 
@@ -95,62 +91,6 @@ def test_a_row_one_step_ahead() -> None:
     batch.check()
 
 
-def test_room_is_for_the_longest_outcome() -> None:
-    """With three drafts and a step in flight there are seven positions behind the known tokens."""
-    batch = make_batch(max_steps_ahead=2)
-    first = start(batch, num_drafts=3)
-    assert counts_of(batch) == (6, 6, 3)
-    second = batch.plan([0], 1, 3)
-    assert counts_of(batch) == (6, 6, 7)
-    third = batch.plan([0], 1, 3)
-    assert counts_of(batch) == (6, 6, 11)
-    assert len(batch.get_page_ids(0)[0]) == -(-17 // PAGE_SIZE)
-    batch.settle(first, [1, 2], [2])
-    assert counts_of(batch) == (8, 8, 7)
-    batch.settle(second, [3, 4, 5, 6], [4])
-    assert counts_of(batch) == (12, 12, 3)
-    batch.settle(third, [7], [1])
-    assert counts_of(batch) == (13, 12, 0)
-    batch.check()
-
-
-def test_room_is_cut_at_the_most_tokens() -> None:
-    batch = make_batch()
-    start(batch, MAX_MODEL_LEN - 2, num_drafts=1)
-    assert counts_of(batch)[2] == 1
-    batch.plan([0], 1, 3)
-    assert counts_of(batch)[2] == 2
-    other = make_batch()
-    start(other, MAX_MODEL_LEN - 1)
-    other.plan([0], 1, 3)
-    assert counts_of(other)[2] == 1
-    full = make_batch()
-    start(full, MAX_MODEL_LEN)
-    start(full, 5, row=1)
-    with refused(lambda: flight_state(full), RowOverflowError, "row 0"):
-        full.plan([1, 0])
-
-
-def test_a_plan_mixes_prompts_and_tokens_in_flight() -> None:
-    """`num_tokens` counts for rows with known tokens left. Drafts inside a prompt are room for later."""
-    batch = make_batch()
-    first = start(batch)
-    batch.admit(1, PROMPT[20:40], max_num_new_tokens=4, step=first)
-    batch.admit(2, PROMPT[40:50], max_num_new_tokens=4, step=first)
-    second = batch.plan([2, 0, 1], [6, 9, 8], [1, 2, 5])
-    assert (second.rows.tolist(), second.num_grown) == ([2, 0, 1], 3)
-    assert [counts_of(batch, row) for row in range(3)] == [(6, 6, 3), (20, 12, 0), (10, 10, 1)]
-    assert [len(batch.get_page_ids(row)[0]) for row in range(3)] == [3, 5, 3]
-    assert batch.settle(first, [50], [1, 0, 0]).tolist() == [0, 1, 2]
-    third = batch.plan([1, 0, 2], [8, 1, 1], [0, 1, 0])
-    assert [counts_of(batch, row) for row in range(3)] == [(7, 7, 4), (20, 20, 0), (10, 10, 2)]
-    assert batch.settle(second, [60, 61, 51, 52, 53], [2, 3, 0]).tolist() == [2, 0, 1]
-    assert [counts_of(batch, row) for row in range(3)] == [(10, 10, 1), (20, 20, 0), (12, 12, 0)]
-    assert batch.settle(third, [70, 54, 62], [1, 1, 1]).tolist() == [1, 0, 2]
-    assert [counts_of(batch, row) for row in range(3)] == [(11, 10, 0), (21, 20, 0), (13, 12, 0)]
-    batch.check()
-
-
 def test_steps_go_around_the_ring() -> None:
     """The ring of a row's launches has place for as many as may be in flight."""
     for max_steps_ahead in (1, 2, 3, 7):
@@ -175,13 +115,6 @@ def test_a_plan_says_that_earlier_steps_have_run() -> None:
         assert batch.settle(steps[0], failed=True).tolist() == []
         assert counts_of(batch) == (40, 24 - 4 * max_steps_ahead, 0)
         batch.check()
-
-
-def test_the_most_steps_ahead() -> None:
-    assert counts_of(make_batch(max_steps_ahead=254)) == (0, 0, 0)
-    for wrong in (255, 256, -1, 2**70):
-        with pytest.raises(ArgumentError, match=f"max_steps_ahead: got {wrong}"):
-            make_batch(max_steps_ahead=wrong)
 
 
 # --- tokens that the host tells ----------------------------------------------------------------------------------------------
@@ -209,37 +142,6 @@ def test_step_settles_the_last_step_and_plans_the_next() -> None:
         batch.check()
 
 
-def test_a_token_that_a_later_step_computes_is_told_by_settle_alone() -> None:
-    batch = make_batch()
-    first = start(batch)
-    second = batch.plan([0])
-    for call in (lambda: batch.step([0], [50]), lambda: batch.append([0], [50])):
-        with refused(lambda: flight_state(batch), StateAheadError, "row 0: got a token that a later step in flight computes"):
-            call()
-    batch.settle(first, [50])
-    batch.append([0], [51])
-    assert counts_of(batch) == (8, 7, 0)
-    assert batch.settle(second).tolist() == [0]  # its token is known
-    with refused(lambda: flight_state(batch), ArgumentError, "settled already"):
-        batch.settle(second)
-    batch.check()
-
-
-def test_a_token_that_was_appended_is_not_told_again() -> None:
-    for max_steps_ahead in (0, 1):
-        batch = make_batch(max_steps_ahead=max_steps_ahead)
-        step = start(batch, num_drafts=3)
-        batch.append([0, 0], [50, 51])
-        assert counts_of(batch) == (8, 6, 0)  # the drafts are rejected
-        with refused(lambda: flight_state(batch), ArgumentError, "got 1 tokens, allowed: 0"):  # noqa: B023
-            batch.settle(step, [50])
-        later = batch.plan([0], 2)
-        assert batch.settle(step).tolist() == [-1 if max_steps_ahead == 0 else 0]  # the plan has ended it
-        assert batch.settle(later, [52]).tolist() == [0]
-        assert counts_of(batch) == (9, 8, 0)
-        batch.check()
-
-
 def test_a_step_has_the_rows_of_all_its_calls_in_order() -> None:
     batch = make_batch()
     first = batch.new_step()
@@ -259,21 +161,6 @@ def test_a_step_has_the_rows_of_all_its_calls_in_order() -> None:
     assert (counts_of(batch, 0), counts_of(batch, 2)) == ((7, 6, 0), (10, 9, 0))
 
 
-def test_a_row_without_room_stops_a_step_ahead() -> None:
-    batch = make_batch(num_pages=7)
-    first = batch.new_step()
-    for row in range(3):
-        batch.admit(row, PROMPT[10 * row : 10 * row + 8], step=first)
-    step = batch.new_step()
-    batch.plan([1, 0, 2], step=step)
-    assert (step.num_grown, step.rows.tolist()) == (0, [])
-    assert step.refusal is not None
-    batch.release([2])
-    batch.plan([1, 0], step=step)
-    assert (step.num_grown, step.rows.tolist(), step.refusal) == (2, [1, 0], None)
-    assert batch.settle(first, [1, 2, 3]).tolist() == [0, 1, -1]
-
-
 def test_steps_without_rows_end() -> None:
     for max_steps_ahead in (0, 1):
         batch = make_batch(max_steps_ahead=max_steps_ahead)
@@ -284,17 +171,6 @@ def test_steps_without_rows_end() -> None:
                 assert batch.settle(step, *arguments).tolist() == []
             for step in (batch.plan([]), batch.new_step()):
                 assert batch.settle(step, failed=True).tolist() == []
-
-
-def test_steps_ahead_enter_nothing_before_their_tokens_are_known() -> None:
-    batch = make_batch()
-    first = start(batch, 7)
-    second = batch.plan([0])
-    assert batch.admit(1, [*PROMPT[:7], 50, 1]) == 4
-    batch.settle(first, [50])  # the second step computes it
-    assert batch.admit(2, [*PROMPT[:7], 50, 1]) == 8
-    batch.settle(second, [51])
-    batch.check()
 
 
 # --- stays ---------------------------------------------------------------------------------------------------------------
@@ -321,101 +197,7 @@ def test_stays_are_numbers_of_admissions() -> None:
         assert not array.flags.writeable
 
 
-def test_tokens_follow_their_row_and_end_with_its_stay() -> None:
-    batch = make_batch()
-    first = batch.new_step()
-    for row in range(4):
-        batch.admit(row, PROMPT[10 * row : 10 * row + 5], step=first)
-    second = batch.plan([3, 2, 1, 0])
-    batch.swap_row(0, 1)
-    batch.release([2])
-    batch.admit(2, PROMPT[50:55])
-    assert batch.settle(first, [1, 2, 3, 4]).tolist() == [1, 0, -1, 3]
-    assert batch.num_tokens.tolist() == [6, 6, 5, 6]
-    assert batch.settle(second, [5, 6, 7, 8]).tolist() == [3, -1, 0, 1]
-    assert batch.num_tokens.tolist() == [7, 7, 5, 7]
-    batch.check()
-
-
-def test_release_works_with_steps_in_flight_and_leaves_no_entry_that_they_write_to() -> None:
-    batch = make_batch()
-    first = start(batch, 7)
-    second = batch.plan([0])
-    third = batch.new_step()
-    batch.settle(first, [50])
-    batch.plan([0], step=third)
-    batch.release([0])
-    assert batch.num_ahead_tokens.tolist() == [0] * NUM_ROWS
-    assert batch.admit(0, [*PROMPT[:7], 50, 60, 61]) == 8
-    held = batch.get_page_ids(0)
-    assert batch.settle(second, [51]).tolist() == [-1]
-    assert batch.settle(third, [52]).tolist() == [-1]
-    assert (batch.num_tokens[0], batch.get_page_ids(0)) == (10, held)
-    batch.check()
-
-
 # --- what is refused -------------------------------------------------------------------------------------------------------
-
-
-def planned_ahead(batch: RunningBatch) -> Any:
-    start(batch)
-    return batch.plan([0])
-
-
-PLANS: dict[str, tuple[Callable[[RunningBatch], Any], type[Exception], str]] = {
-    "a free row": (lambda b: b.plan([3]), ArgumentError, "row 3 .*: got a row that is not admitted"),
-    "outside the table": (lambda b: b.plan([9]), RowIndexError, "row: got 9"),
-    "twice": (lambda b: (start(b), b.plan([0, 0])), ArgumentError, "got 0 twice"),
-    "no token of a prompt": (
-        lambda b: (start(b, max_num_new_tokens=3), b.plan([0], 0)),
-        ArgumentError,
-        "got 0 tokens, allowed: 1 to 3",
-    ),
-    "more than a prompt": (
-        lambda b: (start(b, max_num_new_tokens=3), b.plan([0], 4)),
-        ArgumentError,
-        "got 4 tokens, allowed: 1 to 3",
-    ),
-    "a pending row": (lambda b: (b.admit(0, PROMPT[:9], num_external_tokens=5), b.plan([0])), ArgumentError, "row 0"),
-    "no token in flight": (
-        lambda b: (b.settle(start(b)), b.plan([0])),
-        ArgumentError,
-        "row 0 .*: got no known token to compute, and 0 steps in flight",
-    ),
-    "too many steps": (
-        lambda b: (planned_ahead(b), b.plan([0])),
-        ArgumentError,
-        "row 0 .*: got no known token to compute, and 2 steps in flight",
-    ),
-    "negative drafts": (lambda b: (start(b), b.plan([0], 1, -1)), ArgumentError, "num_drafts"),
-    "negative drafts of a row": (lambda b: (start(b), b.plan([0], 1, [-1])), ArgumentError, "got -1 drafts"),
-    "drafts that are no number": (lambda b: (start(b), b.plan([0], 1, "a")), ArgumentTypeError, "num_drafts"),
-    "rows that are no list": (lambda b: b.plan(0), ArgumentTypeError, "rows"),
-    "no step": (lambda b: (start(b), b.plan([0], step=3)), ArgumentTypeError, "step"),
-    "another batch's step": (lambda b: (start(b), b.plan([0], step=make_batch().new_step())), ArgumentError, "step"),
-    "a step that was settled": (lambda b: (s := start(b), b.settle(s, [1]), b.plan([0], 1, step=s)), ArgumentError, "step"),
-    "a step that failed": (lambda b: (s := start(b), b.settle(s, failed=True), b.plan([0], step=s)), ArgumentError, "step"),
-    "too many tokens": (lambda b: (start(b, MAX_MODEL_LEN), b.plan([0])), RowOverflowError, "row 0"),
-}
-
-
-@pytest.mark.parametrize("what", PLANS)
-def test_plans_are_refused(what: str) -> None:
-    call, error, message = PLANS[what]
-    with pytest.raises(error, match=message):
-        call(make_batch())
-
-
-def test_a_refused_plan_changes_nothing() -> None:
-    batch = make_batch()
-    start(batch, 6)
-    batch.admit(1, PROMPT[20:30], max_num_new_tokens=3, step=batch.new_step())
-    step = batch.new_step()
-    for rows in ([0, 1], [0, 3], [0, 0], [0, 9]):
-        with refused(lambda: (flight_state(batch), step.rows.tolist()), (ArgumentError, RowIndexError)):  # type: ignore[arg-type]
-            batch.plan(rows, 8, 2, step=step)
-    batch.plan([0], 1, 2, step=step)
-    assert step.rows.tolist() == [0]
 
 
 def test_a_row_that_no_pool_can_hold_is_too_large() -> None:
@@ -423,127 +205,6 @@ def test_a_row_that_no_pool_can_hold_is_too_large() -> None:
     start(batch, 8)
     with refused(lambda: flight_state(batch), RequestTooLargeError):
         batch.plan([0])
-
-
-def test_a_row_is_in_a_step_once() -> None:
-    batch = make_batch()
-    step = batch.new_step()
-    batch.admit(0, PROMPT[:9], max_num_new_tokens=4, step=step)
-    for call in (
-        lambda: batch.plan([0], 5, step=step),
-        lambda: batch.plan([0], 2, 1, step=step),
-    ):
-        with refused(
-            lambda: (flight_state(batch), step.rows.tolist()),
-            ArgumentError,
-            r"row 0 \(at 0\): got a row that is in this step or a later one, allowed: others",
-        ):
-            call()
-    batch.settle(step, [], [0])
-    assert counts_of(batch) == (9, 4, 0)
-
-
-SETTLED: dict[str, tuple[list[Any], type[Exception]]] = {
-    "too few tokens": ([[1], [1, 1]], ArgumentError),
-    "too many tokens": ([[1, 2, 3], [1, 1]], ArgumentError),
-    "too few counts": ([[1], [1]], ArgumentError),
-    "too many counts": ([[1, 2], [1, 1, 0]], ArgumentError),
-    "more than drafts": ([[1, 2, 3, 4], [3, 1]], ArgumentError),
-    "a token of a chunk": ([[1, 2], [1, 1]], ArgumentError),
-    "one each, with a chunk": ([[1, 2]], ArgumentError),
-    "negative counts": ([[1], [2, -1]], ArgumentError),
-    "negative tokens": ([[-1], [1, 0]], ArgumentError),
-    "counts without tokens": ([None, [1, 0]], ArgumentError),
-    "tokens that are no list": ([1, [1, 0]], ArgumentTypeError),
-    "counts that are no numbers": ([[1], "a"], ArgumentTypeError),
-    "one count for all": ([[1, 2], 1], ArgumentError),
-}
-
-
-@pytest.mark.parametrize("what", SETTLED)
-def test_a_step_is_settled_with_its_tokens_only(what: str) -> None:
-    """Its rows have a draft, and a chunk."""
-    arguments, error = SETTLED[what]
-    batch = make_batch()
-    step = start(batch, num_drafts=1)
-    batch.admit(1, PROMPT[20:30], max_num_new_tokens=4, step=step)
-    with refused(lambda: (flight_state(batch), step.is_settled), error):
-        batch.settle(step, *arguments)
-    assert batch.settle(step, [1, 2], [2, 0]).tolist() == [0, 1]
-
-
-def test_a_step_is_settled_once_and_in_order() -> None:
-    batch = make_batch()
-    first = start(batch)
-    batch.admit(1, PROMPT[20:30], step=first)
-    second = batch.plan([1, 0])
-    with refused(lambda: flight_state(batch), ArgumentError):
-        batch.settle(second, [1, 2])
-    with refused(lambda: flight_state(batch), ArgumentError):
-        make_batch().settle(first, [1, 2])
-    with refused(lambda: flight_state(batch), ArgumentTypeError):
-        batch.settle(3)
-    batch.settle(first, [1, 2])
-    for call in (lambda: batch.settle(first, [1, 2]), lambda: batch.settle(first, failed=True)):
-        with refused(lambda: flight_state(batch), ArgumentError):
-            call()
-    with refused(lambda: flight_state(batch), ArgumentError, "got some of a failed step, allowed: None"):
-        batch.settle(second, [1, 2], failed=True)
-    with refused(lambda: flight_state(batch), ArgumentTypeError, "failed: got .yes., allowed"):
-        batch.settle(second, failed="yes")  # type: ignore[arg-type]
-    assert batch.settle(second, failed=True).tolist() == []
-    with refused(lambda: flight_state(batch), ArgumentError):
-        batch.settle(second, [1, 2])
-
-
-def test_rows_that_have_ended_need_no_order() -> None:
-    batch = make_batch()
-    first = start(batch)
-    second = batch.plan([0])
-    batch.release([0])
-    assert batch.settle(second, [1]).tolist() == [-1]
-    assert batch.settle(first, [1]).tolist() == [-1]
-
-
-def test_a_row_cannot_become_longer_than_the_most_tokens() -> None:
-    batch = make_batch()
-    step = start(batch, MAX_MODEL_LEN)
-    with refused(lambda: flight_state(batch), RowOverflowError):
-        batch.settle(step, [1])
-
-
-@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (FULL, PLAIN_STATE)])
-def test_a_row_with_tokens_ahead_is_not_forked_or_cut(specs: tuple[Any, ...]) -> None:
-    batch = make_batch(*specs)
-    first = start(batch)
-    second = batch.plan([0])
-    for call in (lambda: batch.fork(0, [1]), lambda: batch.trim([0], 5)):
-        with refused(lambda: flight_state(batch), StateAheadError, "row 0"):
-            call()
-    batch.settle(first, [1])
-    batch.settle(second, [2])
-    batch.fork(0, [1])
-    batch.check()
-
-
-@pytest.mark.parametrize("max_steps_ahead", [0, 1])
-@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (FULL, PLAIN_STATE)])
-def test_a_row_with_drafts_in_flight_is_not_forked_or_cut(specs: tuple[Any, ...], max_steps_ahead: int) -> None:
-    batch = make_batch(*specs, max_steps_ahead=max_steps_ahead, restores_states=True)
-    batch.settle(start(batch, 3), [4])
-    step = batch.plan([0], 1, 2)
-    assert counts_of(batch) == (4, 4, 2)
-    for call in (lambda: batch.fork(0, [1]), lambda: batch.trim([0], 4), lambda: batch.trim([0], 0)):
-        with refused(
-            lambda: flight_state(batch), StateAheadError, "positions up to 6, allowed: none behind its 4 known tokens"
-        ):
-            call()
-    assert batch.settle(step, [7, 8, 9], [3]).tolist() == [0]
-    assert counts_of(batch) == (7, 6, 0)
-    batch.trim([0], 6)
-    batch.fork(0, [1])
-    assert counts_of(batch, 1) == (6, 6, 0)
-    batch.check()
 
 
 def test_drafts_need_restored_states() -> None:
@@ -569,29 +230,6 @@ def test_drafts_need_restored_states() -> None:
                 call()
                 assert len(batch.take_moves().writes) == 0
         batch.check()
-
-
-def test_copies_come_before_a_step_ahead() -> None:
-    batch = make_batch()
-    start(batch)
-    batch.fork(0, [1])
-    with pytest.raises(MovesDueError):
-        batch.plan([0])
-    batch.take_moves()
-    batch.plan([0])
-
-
-def test_without_steps_ahead_each_step_is_settled() -> None:
-    batch = make_batch(max_steps_ahead=0)
-    step = start(batch)
-    with refused(lambda: flight_state(batch), ArgumentError):
-        batch.plan([0])
-    assert batch.settle(step, [1]).tolist() == [0]
-    assert counts_of(batch) == (7, 6, 0)
-    grown = batch.plan([0], 1, 2)
-    assert batch.settle(grown, [2, 3], [2]).tolist() == [0]
-    assert counts_of(batch) == (9, 8, 0)
-    batch.check()
 
 
 def test_a_set_whose_step_is_in_flight_is_not_written_again() -> None:

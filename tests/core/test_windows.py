@@ -270,29 +270,6 @@ def test_chats_in_turn_hit() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"windows": "some"},
-        {"windows": None},
-        {"retention": 8},
-    ],
-    ids=str,
-)
-def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
-    specs = [pagepool.CacheGroupSpec(group.spec(pagepool, "float16")) for group in FULL_AND_WINDOW]
-    with pytest.raises((ArgumentError, ArgumentTypeError), match=r"windows|retention"):
-        CacheManager(8, specs, 64, **grouped(**options))
-
-
-@pytest.mark.parametrize("resume_at", [[1, 2, 3, 4, 5], [-1], ["1"], 3], ids=str)
-def test_wrong_places_to_resume_are_refused(resume_at: Any) -> None:
-    rows = Rows(FULL_AND_WINDOW)
-    with pytest.raises((ArgumentError, ArgumentTypeError), match="resume_at"):
-        rows.batch.admit(0, [1, 2, 3], traits=RequestTraits(resume_at=resume_at))
-    assert rows.batch.admit(0, [1, 2, 3], traits=RequestTraits(resume_at=[1 << 60])) == 0
-
-
-@pytest.mark.parametrize(
     ("groups", "interval"),
     [
         ((("full", 0), *[("sliding", 1024)] * 5), 16_384),  # Gemma 3

@@ -137,6 +137,8 @@ class InUse:
         self.tables.append_row([[1, 2], [3]], 0)
         self.batch_table = PageTable(4, 16, 64)
         self.batch: Any = None
+        self.ahead: Any = None
+        self.two: Any = None
 
     def held_with(self, **attributes: Any) -> Any:
         """Return `held`, with other values of some attributes: another object with its id is refused."""
@@ -151,6 +153,25 @@ class InUse:
             self.batch.admit(2, [9] * 6, num_external_tokens=5)
             self.batch.admit(3, [8] * 6, num_tokens=2)
         return self.batch
+
+    def with_ahead(self) -> None:
+        """Make rows that plan a step ahead: in `first` row 0 has a draft and row 1 a chunk; row 2 waits for tokens, row 3 has
+        no step in flight, row 4 has two, row 5 is full, and row 6 is free.
+        """
+        manager = CacheManager(60, GROUPS, 64, hashing=PageHashing(hash_seed=1))
+        batch = self.ahead = RunningBatch(manager, PageTable(7, 16, 64), max_steps_ahead=1)
+        self.done, self.failed, self.before, self.first, self.full = (batch.new_step() for _ in range(5))
+        batch.admit(3, [7] * 4, step=self.done)
+        batch.settle(self.done)
+        batch.admit(6, [5] * 4, step=self.failed)
+        batch.settle(self.failed, failed=True)
+        batch.release([6])
+        batch.admit(4, [6] * 4, step=self.before)
+        self.second = batch.plan([4])
+        batch.admit(0, [1, 2, 3, 4, 5, 6], step=self.first, num_drafts=1)
+        batch.admit(1, [2] * 10, step=self.first, max_num_new_tokens=4)
+        batch.admit(2, [9] * 6, num_external_tokens=5)
+        batch.admit(5, [8] * 64, step=self.full)
 
     def look_up(self) -> Any:
         """Return the pages that `new` hits."""
@@ -169,6 +190,10 @@ class InUse:
             self.batch.plan([2, 3], [1, 4])
             for token_id in range(8):
                 self.batch.step([0, 2], [token_id, token_id])
+        if self.ahead is not None:
+            self.ahead.settle(self.first, [1, 2], [2, 0])
+            self.ahead.settle(self.before, [3])
+            self.ahead.plan([1, 0, 4], [6, 1, 1])
         return self.state()
 
     def state(self) -> tuple[Any, ...]:
@@ -182,8 +207,14 @@ class InUse:
                 for table in (self.table, *self.tables, self.batch_table)
             ],
             self.table.num_pages_per_row.tolist(),
-            self.batch and (self.batch.num_tokens.tolist(), self.batch.num_computed_tokens.tolist()),
+            [counts_of(batch) for batch in (self.batch, self.ahead) if batch is not None],
+            self.two and [pool.free_page_ids_in_order().tolist() for pool in self.two.pools.values()],
         )
+
+
+def counts_of(batch: RunningBatch) -> tuple[Any, ...]:
+    arrays = batch.num_tokens, batch.num_computed_tokens, batch.num_ahead_tokens, batch.stays
+    return [array.tolist() for array in arrays], [batch.get_page_ids(row) for row in range(len(batch.stays))]
 
 
 Call = Callable[[InUse, Any], Any]
@@ -290,21 +321,32 @@ def describe_errors(name: str, **options: Any) -> str:
     """Return what a call raises for the values of the table, but for a wrong type. A refusal changes nothing, not even what
     shows only later.
     """
-    after = in_use_for(name, **options).go_on()
-    lines = [""]
+    call = WRONG[name] if name in WRONG else CASES[name][0]
+    lines, refused = [""], []
+    use = in_use_for(name, **options)
+    before = use.state()
     for value in map(deepcopy, [None] if name in WRONG else IN_TABLE):
-        use = in_use_for(name, **options)
-        before = use.state(), use.save()
         try:
-            (WRONG[name] if name in WRONG else CASES[name][0])(use, value)
+            call(use, value)
         except Exception as error:
             text = re.sub(rf"(?<![\w.]){re.escape(str(value))}(?!\w)", "?", f"{type(error).__name__}: {error}")
             if name in WRONG:
                 lines.append(f"    {type(error).__name__}: {error}")
             elif not isinstance(error, TypeError) and text != lines[-1].partition(": ")[2]:
                 lines.append(f"    {value!r}: {text}")
-            if before != (use.state(), use.save()) or after != use.go_on():
+            if before != use.state():
                 raise AssertionError(f"{name} of {value!r} changed something") from error
+            refused.append(value)
+        else:
+            use = in_use_for(name, **options)
+    if refused:
+        use, other = (in_use_for(name, **options) for _ in range(2))
+        kept = use.save()
+        for value in refused:
+            with contextlib.suppress(Exception):
+                call(use, value)
+        if kept != use.save() or use.go_on() != other.go_on():
+            raise AssertionError(f"{name} of {refused} changed something that shows later")
     return "\n".join([*lines[1:], ""])
 
 
@@ -321,6 +363,10 @@ def in_use_for(name: str, **options: Any) -> InUse:
     use = InUse(**options)
     if "use.batch." in name or name.startswith("inputs_of"):
         use.with_batch()
+    if "use.ahead." in name:
+        use.with_ahead()
+    if "use.two" in name:
+        use.two = CacheManager(TWO_SIZES, TWO, 64)
     return use
 
 
@@ -469,6 +515,15 @@ def record(use: InUse, *requests: Any, **options: Any) -> Any:
 
 FAILED_LOADS = fail_a_load()
 GROUPS = [CacheGroupSpec(SPEC)]
+TWO_SIZES = {"kv": 16, "states": 12}
+TWO = [*GROUPS, CacheGroupSpec(pagepool.MambaSpec(4, ((1, 1),), "float16", checkpoint_interval=8), pool="states")]
+OTHER_BATCH = RunningBatch(CacheManager(8, GROUPS, 64), PageTable(1, 16, 64))
+
+
+def rows_of(manager: CacheManager, num_rows: int = 4, **options: Any) -> RunningBatch:
+    return RunningBatch(manager, MultiGroupPageTable(num_rows, 64, 64, [4, 4]), **options)
+
+
 SIZES: dict[str, Any] = {"page_size": 4, "num_kv_heads": 1, "head_size": 8, "dtype": "float16", "use_mla": False}
 HASHES = [PageHash(91, ()), PageHash(92, ())]
 OTHER_POOL = PagePool(16, True)
@@ -828,6 +883,107 @@ use.batch.release([0], seconds=[1, 2])
 use.batch.release([0, 2], seconds=[3, "x"])
 np.copyto(use.batch.num_tokens, 0)
 use.batch.is_admitted.fill(True)
+use.ahead.plan([6])
+use.ahead.plan([0, 9], 8, 2)
+use.ahead.plan([0, 0])
+use.ahead.plan([0, 1], 8, 2)
+use.ahead.plan([0, 6], 8, 2)
+use.ahead.plan([1], 0)
+use.ahead.plan([1], 7)
+use.ahead.plan([2])
+use.ahead.plan([3])
+use.ahead.plan([4])
+use.ahead.plan([5])
+use.ahead.plan([0], 1, -1)
+use.ahead.plan([0], 1, [-1])
+use.ahead.plan([0], 1, "a")
+use.ahead.plan(0)
+use.ahead.plan([0], step=3)
+use.ahead.plan([0], step=OTHER_BATCH.new_step())
+use.ahead.plan([0], step=use.done)
+use.ahead.plan([0], step=use.failed)
+use.ahead.plan([1], 6, step=use.first)
+use.ahead.plan([1], 2, 1, step=use.first)
+use.ahead.step([4], [50])
+use.ahead.append([4], [50])
+use.ahead.fork(4, [6])
+use.ahead.fork(0, [6])
+use.ahead.trim([4], 3)
+use.ahead.trim([0], 6)
+use.ahead.trim([0], 0)
+use.ahead.settle(use.first, [1], [1, 1])
+use.ahead.settle(use.first, [1, 2, 3], [1, 1])
+use.ahead.settle(use.first, [1], [1])
+use.ahead.settle(use.first, [1, 2], [1, 1, 0])
+use.ahead.settle(use.first, [1, 2, 3, 4], [3, 1])
+use.ahead.settle(use.first, [1, 2, 3], [3, 0])
+use.ahead.settle(use.first, [1, 2], [1, 1])
+use.ahead.settle(use.first, [1, 2])
+use.ahead.settle(use.first, [1], [2, -1])
+use.ahead.settle(use.first, [-1], [1, 0])
+use.ahead.settle(use.first, None, [1, 0])
+use.ahead.settle(use.first, 1, [1, 0])
+use.ahead.settle(use.first, [1], "a")
+use.ahead.settle(use.first, [1, 2], 1)
+use.ahead.settle(use.first, [1], failed=True)
+use.ahead.settle(use.first, None, 0, failed=True)
+use.ahead.settle(use.first, failed="yes")
+use.ahead.settle(use.second, [1])
+use.ahead.settle(use.full, [1])
+use.ahead.settle(use.done, [1])
+use.ahead.settle(use.done, failed=True)
+use.ahead.settle(use.failed, [1])
+use.ahead.settle(3)
+use.ahead.settle(None, failed=True)
+use.ahead.settle(OTHER_BATCH.new_step())
+use.ahead.settle(OTHER_BATCH.new_step(), failed=True)
+RunningBatch(use.manager, use.batch_table, max_steps_ahead=255)
+use.batch.admit(1, [1], reserve="answer")
+use.batch.admit(1, [1], reserve=np.array(["prompt", "prompt"]))
+use.batch.admit(1, [1], num_drafts=-1)
+use.batch.admit(1, [1], traits=RequestTraits(resume_at=[1, 2, 3, 4, 5]))
+use.batch.admit(1, [1], traits=RequestTraits(resume_at=[-1]))
+use.batch.admit(1, [1], traits=RequestTraits(resume_at=["1"]))
+use.manager.allocate_slots(AnyRequest(tenant=7), 8)
+RunningBatch(use.manager, use.batch_table).probe(0, [1], traits=RequestTraits(dp_shard=0))
+use.batch.step([0, 3], [1, 2])
+use.batch.lease(0, 0, 2**63 - 1, seconds=60)
+use.batch.lease(0, 14, 16, seconds=60)
+use.batch.lease(0, 0, 16, seconds=60)
+use.manager.allocate_slots(use.new, 9, 8, use.look_up())
+use.manager.allocate_slots(use.new, 50, 8, use.look_up())
+CacheManager({"kv": 2**40}, GROUPS, 64)
+use.two.page_pool
+use.two.lease([1])
+use.two.pools["kv"].find_page_id(1, 0)
+use.two.pools["kv"].free_page_queue
+use.two.pools["kv"].stats
+use.two.pools["kv"].reset_prefix_cache()
+use.two.pools["states"].free_page_ids([12])
+use.two.pools["states"].evict_pages(np.array([-1]))
+use.two.pools["states"].get_new_page_ids(12)
+use.two.pools["states"].get_new_page_ids(1, data_parallel_size=3)
+use.two.pools["states"].lease([12])
+use.two.pools["states"].lease([1])
+use.two.pools["states"].pages[12]
+use.two.allocate_slots(use.new, 8, data_parallel_size=3)
+use.two.get_computed_pages(use.new, data_parallel_size=3)
+use.two.require_capacity(16, data_parallel_size=3)
+rows_of(use.two, data_parallel_size=3)
+use.two.require_capacity(61)
+use.two.require_capacity(32, data_parallel_size=2)
+use.two.allocate_slots(AnyRequest("large", range(64)), 64)
+use.two.allocate_slots(AnyRequest("large", range(64)), 32, dp_shard_hint=0, data_parallel_size=2)
+rows_of(use.two).admit(0, [1] * 64)
+rows_of(use.two, data_parallel_size=2).admit(0, [1] * 32, traits=RequestTraits(dp_shard=0))
+rows_of(use.two, 11)
+CacheManager(32, TWO, 64)
+CacheManager({"kv": 32}, TWO, 64)
+CacheManager({"kv": 32, "state": 12}, TWO, 64)
+CacheManager({"kv": 32, "states": 1}, TWO, 64)
+CacheManager({"kv": 12, "states": True}, TWO, 64)
+CacheManager(TWO_SIZES, TWO, 64, eviction="mru")
+CacheManager(dict.fromkeys("abcde", 8), [CacheGroupSpec(SPEC, pool=name) for name in "abcde"], 64)
 use.table.append_row(5, 1)
 use.table.append_row(np.array(1), 1)
 use.table.append_row(np.array([1.0]), 1)
@@ -847,6 +1003,18 @@ use.tables.append_rows_batch(None, [0])
 use.tables.append_row(None, 0)
 SlidingWindowSpec(**SIZES | {"use_mla": True}, sliding_window=5)
 FullAttentionSpec(**SIZES, sliding_window=8, attention_chunk_size=8)
+specs.CacheSpec.merge([])
+WINDOW.merge([SPEC, WINDOW])
+WINDOW.merge([WINDOW, SlidingWindowSpec(**SIZES, sliding_window=16)])
+SPEC.merge([FullAttentionSpec(**SIZES, sliding_window=32), FullAttentionSpec(**SIZES, sliding_window=64)])
+SPEC.merge([FullAttentionSpec(**SIZES, sliding_window=32), FullAttentionSpec(**SIZES, attention_chunk_size=32)])
+specs_of(mask_type="LINEAR", size=None, chunks=None)
+specs_of(mask_type="SLIDING", size=None, chunks=None)
+specs_of(mask_type="CHUNK", size=None, chunks=None)
+CacheManager(16, [*GROUPS, CacheGroupSpec(MambaSpec(4, ((1,),), "float16", checkpoint_interval=6))], 64)
+CacheManager(16, [*GROUPS, CacheGroupSpec(MambaSpec(4, ((1,),), "float16", checkpoint_interval=2))], 64)
+MambaSpec(4, ((1,),), "float16", checkpoint_interval=0)
+MambaSpec(4, ((1,),), "float16", checkpoints="odd")
 MambaSpec(4, (), "float16")
 MambaSpec(4, ((16, 64), (3, 32)), "float16", page_size_padded=2239)
 replay.TraceRecord(float("nan"), 1, 1, (1,))
