@@ -87,7 +87,8 @@ class Device:
     def write(self, group_id: int, slots: npt.NDArray[np.int32], histories: Sequence[int]) -> None:
         """Write computed histories into slots of a group. What the drafter has there is gone."""
         pages, offsets = self._places(group_id, slots)
-        require(bool((pages > 0).all()), "a write into the null page", slots.tolist())
+        if not (pages > 0).all():
+            raise ContentsError(f"a write into the null page: {slots.tolist()}")
         self._cells_of(group_id)[pages, offsets] = self._values(group_id, histories)
         if self.lookahead:
             self._cells_of(group_id)[pages, offsets + self.width] = NOTHING

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, NamedTuple
 
+import numpy as np
 from oracle import OracleLease, OracleManager, OraclePool, TooLargeError
 from oracle_expected import SECOND, SHARED
 from oracle_tier import Taken
@@ -21,6 +22,7 @@ from pagepool.page_pool.integrity import NO_TENANT
 
 EXPECTED_ERRORS = (ValueError, RuntimeError, IndexError)
 NUM_REMEMBERED_CALLS = 20
+INT32 = np.dtype(np.int32)
 
 
 class Mismatch(AssertionError):
@@ -187,7 +189,7 @@ def taken_of(moves: Any) -> Taken:
 
 def moves_of(*arrays: Any) -> list[Any]:
     """Return what arrays of the package say, as (source, destination, group)."""
-    assert not any(array.flags.writeable or array.dtype.name != "int32" for array in arrays)
+    assert not any(array.flags.writeable or array.dtype != INT32 for array in arrays)
     return list(zip(*(array.tolist() for array in arrays), strict=True))
 
 
