@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from pool_arrays import pool_lists
 from refusing import refused
 
 from pagepool import CacheManager, EngineRequest, HostTier, MultiGroupPageTable, RequestTraits, Retention, RunningBatch
-from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, RowIndexError
+from pagepool.errors import DoubleFreeError
 
 WINDOW = replace(hybrids.WINDOW, sliding_window=9)
 
@@ -65,32 +64,3 @@ def test_a_page_of_a_request(seconds: float | None, manager: CacheManager, batch
     manager.page_pool.free_page_ids(pages.get_page_ids()[0][:1])
     with refused(lambda: state_of(manager, batch), DoubleFreeError, "got more frees than references, allowed: one for each"):
         manager.free(request, seconds=seconds)
-
-
-CALLS: dict[str, tuple[Callable[[RunningBatch], object], type[Exception]]] = {
-    "a row twice": (lambda batch: batch.release([0, 1, 0], seconds=[1, 2, 3]), ArgumentError),
-    "a free row": (lambda batch: batch.release([0, 2], seconds=3), ArgumentError),
-    "no row": (lambda batch: batch.release([0, 9], seconds=3), RowIndexError),
-    "seconds below 0": (lambda batch: batch.release([0, 1], seconds=[3, -1]), ArgumentError),
-    "seconds that are none": (lambda batch: batch.release([0, 1], seconds=[3, "x"]), ArgumentTypeError),
-    "too few seconds": (lambda batch: batch.release([0, 1, 1], seconds=[3, 4]), ArgumentError),
-    "a session that is none": (
-        lambda batch: batch.admit(2, [1, 2], traits=RequestTraits(session_id=7, tenant="x")),
-        ArgumentTypeError,
-    ),
-    "a tenant that is none": (
-        lambda batch: batch.admit(2, [1, 2], traits=RequestTraits(session_id="u", tenant=7)),
-        ArgumentTypeError,
-    ),
-    "a fork twice": (lambda batch: batch.fork(0, [2, 2]), ArgumentError),
-    "a cut too long": (lambda batch: batch.trim([1, 0], [3, 99]), ArgumentError),
-    "growth of a free row": (lambda batch: batch.plan([0, 2]), ArgumentError),
-    "a token too many": (lambda batch: batch.append([0, 2], [1, 1]), ArgumentError),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_wrong_argument_of_a_later_row(name: str, manager: CacheManager, batch: RunningBatch) -> None:
-    call, error = CALLS[name]
-    with refused(lambda: state_of(manager, batch), error):
-        call(batch)
