@@ -17,17 +17,18 @@ import numpy as np
 from admissions import admission
 from contents_device import require
 from flight_device import LAST_TOKEN, VOCABULARY, FlightDevice, Stay, Work, sample
+from inputs_oracle import Padding, RowTokens, list_inputs
 from managing import grouped
 from settings import Group, NumPages, Setting, in_pool, kept, written
 
 import pagepool
 from pagepool import Moves, StateWrites
+from pagepool._core import INPUT_FIELDS
 from pagepool.errors import ArgumentError, MovesDueError, OutOfPagesError, StateAheadError
 
 NUM_ROWS, MAX_LEN, NUM_RUNS, CHUNK = 5, 72, 20, 24
 MAX_ROUNDS, MAX_FORKS = 3000, 12
 CACHES = "scheduled", "computed"
-FIELDS = "token_ids", "positions", "query_start_loc", "seq_lens", "starts", "order"
 
 FULL_4, FULL_2, WINDOW, CHUNKS = Group("full", 4), Group("full", 2), Group("sliding", 4, 9), Group("chunked", 4, 8)
 STATE = Group("mamba", 64)
@@ -149,7 +150,7 @@ class FlightEngine:
         )
         sizes = [group.page_size for group in setting.groups]
         self.tables = pagepool.MultiGroupPageTable(num_rows, MAX_LEN, MAX_LEN, sizes)
-        self.batch = make_batch(
+        self.batch = pagepool.RunningBatch(
             manager,
             self.tables,
             data_parallel_size=setting.data_parallel_size,
@@ -157,17 +158,22 @@ class FlightEngine:
             writes=setting.writes,
         )
         self.has_sources = rng.random() < 0.5
-        slots = [] if all(group.kind == "mamba" for group in setting.groups) else ["slots"]
+        kinds = {group.kind == "mamba" for group in setting.groups}
+        left_out = [] if True in kinds else ["state_pages"]
+        left_out += [] if False in kinds else ["slots", "page_ids"]
+        left_out += [] if self.has_sources else ["sources"]
+        self.fields = [name for name in INPUT_FIELDS if name not in left_out]
+        self.orders = [rng.choice(("given", "decodes")) for _ in range(rng.choice((1, 2)))]  # as for several buckets of sizes
         self.inputs = [
-            make_inputs(
+            pagepool.StepInputs(
                 self.batch,
                 num_tokens=num_rows * MAX_LEN,
                 num_reqs=num_rows,
-                fields=[*FIELDS, *slots, *(["sources"] if self.has_sources else [])],
+                fields=[name for name in self.fields if name != "distribution" or order == "decodes"],
                 depth=depth + 1 + rng.randrange(2),
-                order=rng.choice(("given", "decodes")),
+                order=order,
             )
-            for _ in range(rng.choice((1, 2)))  # as for several buckets of sizes
+            for order in self.orders
         ]
         self.has_tier, self.num_rows, self.may_fail = has_tier, num_rows, may_fail
         self.share_failing, self.share_told = rng.choice((0.02, 0.1, 0.3)), rng.choice((0, 0.2, 0.7)) * may_fail
@@ -414,32 +420,46 @@ class FlightEngine:
             return []
         while self.unsettled:
             self._settle_late()
-        batch, inputs = self.batch, self.rng.choice(self.inputs)
-        num_tokens = batch.inputs(step, out=inputs)
-        begins, stops, order = inputs.query_start_loc.tolist(), inputs.seq_lens.tolist(), inputs.order.tolist()
+        batch, rng = self.batch, self.rng
+        choice, num_given = rng.randrange(len(self.inputs)), self.num_drafts + rng.randrange(2)
+        inputs, drafts = self.inputs[choice], [[rng.randrange(VOCABULARY) for _ in range(num_given)] for _ in planned]
+        given = np.array(drafts, np.int32).reshape(len(planned), num_given) if rng.random() < 0.5 else None
+        num_tokens = batch.inputs(step, out=inputs, draft_token_ids=given)
         works: list[Work | None] = [None] * len(planned)
-        for place, index in enumerate(order[: len(planned)]):
-            run, start, stop = planned[index], int(inputs.starts[place]), stops[place]
-            span = slice(begins[place], begins[place + 1])
+        rows: list[Any] = [None] * len(planned)
+        for place, index in enumerate(inputs.order[: len(planned)].tolist()):
+            run, start, stop = planned[index], int(inputs.starts[place]), int(inputs.seq_lens[place])
             pages = [list(pages) for pages in batch.get_page_ids(run.row)]
             known = int(batch.num_tokens[run.row])
-            require(stop - start == span.stop - span.start > 0, "tokens of a row", start, stop, span)
-            require(inputs.positions[span].tolist() == list(range(start, stop)), "positions")
-            told = run.known[start : min(known, stop)] + [-1] * (stop - max(start, known))
-            require(inputs.token_ids[span].tolist() == told, "ids of tokens", inputs.token_ids[span].tolist(), told)
-            for group_id, (group, ids) in enumerate(zip(self.setting.groups, pages, strict=True)):
-                if group.kind != "mamba":
-                    slots = inputs.slots[group_id]
-                    at = [ids[i // group.page_size] * group.page_size + i % group.page_size for i in range(start, stop)]
-                    require(slots[span].tolist() == at, "slots", slots[span].tolist(), at)
             is_ahead = start >= known
-            if self.has_sources:
-                source = run.works[-1].place if is_ahead else -1
-                require(int(inputs.sources[place]) == source, "sources", place, inputs.sources, source)
+            source = run.works[-1].place if is_ahead and self.has_sources else -1
+            ids = [] if given is None else drafts[index]
+            rows[index] = RowTokens(run.row, start, stop, run.known[:known], pages, ids, is_ahead, source)
             works[index] = Work(run.device, start, stop, known, pages, is_ahead, stop < known, place)
-        require(num_tokens == begins[len(planned)], "number of tokens", num_tokens)
+        require(num_tokens == sum(tokens.stop - tokens.start for tokens in rows), "number of tokens", num_tokens)
+        self._compare_inputs(inputs, rows, self.orders[choice] == "decodes")
         self.fills.append([work for work in works if work is not None])
         return self.filled
+
+    def _compare_inputs(self, inputs: Any, rows: list[RowTokens], decodes_first: bool) -> None:
+        """Compare all arrays of a step with what the engine knows."""
+        sizes = [None if group.kind == "mamba" else group.page_size for group in self.setting.groups]
+        expected: dict[str, Any] = list_inputs(
+            rows, sizes, Padding(self.num_rows * MAX_LEN, self.num_rows, -1, -1), decodes_first
+        )
+        ordered = [rows[index] for index in expected["order"][: len(rows)]]
+        expected["page_ids"] = [[tokens.pages[g] for tokens in ordered] for g in range(len(sizes))]
+        for name in self.fields if decodes_first else [name for name in self.fields if name != "distribution"]:
+            shown, values = getattr(inputs, name), expected[name]
+            if name not in ("slots", "page_ids", "state_pages"):
+                require(shown.tolist() == values, name, shown.tolist(), values)
+                continue
+            for array, each in zip(shown, values, strict=True):
+                found = None if array is None else array.tolist()
+                if name == "page_ids" and found is not None:
+                    each = [ids + [0] * (len(found[0]) - len(ids)) for ids in each]
+                    each += [[0] * len(found[0])] * (len(found) - len(each))
+                require(found is None or found == each, name, found, each)
 
     @property
     def filled(self) -> list[Work]:
@@ -748,11 +768,3 @@ class FlightEngine:
         """Settle a step whose tokens were told otherwise, perhaps once later steps of its rows are planned."""
         self.batch.settle(self.unsettled.pop(0))
         self.counts["steps settled late"] += 1
-
-
-def make_batch(manager: pagepool.CacheManager, tables: Any, **options: Any) -> Any:
-    return pagepool.RunningBatch(manager, tables, **options)
-
-
-def make_inputs(batch: Any, **options: Any) -> Any:
-    return pagepool.StepInputs(batch, **options)
