@@ -5,66 +5,16 @@ refused, or restored. `test_contents.py` has what a step reads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 import pytest
-from hybrids import FULL, STATE, WINDOW, batch_state, keep_every, make_batch, make_manager, manager_state, take
+from hybrids import FULL, STATE, WINDOW, batch_state, keep_every, make_batch, make_manager, manager_state
 from refusing import refused
 
-from pagepool import CacheManager, EngineRequest, RequestTraits, RunningBatch
+from pagepool import CacheManager, EngineRequest, RunningBatch
 from pagepool.errors import ArgumentError, StateAheadError
 
 TOKENS = list(range(100, 164))
-MAX_DRAFTS = 3
-
-
-@pytest.mark.parametrize("num_drafts", range(1 + MAX_DRAFTS))
-@pytest.mark.parametrize("specs", [(FULL, STATE), (keep_every(4), WINDOW, FULL, STATE)])
-def test_states_that_are_restored_are_right_with_drafts(specs: tuple[Any, ...], num_drafts: int) -> None:
-    """The recipe of docs/hybrids.md: lookahead passes checkpoints, and the state behind the counted tokens is written back."""
-    rng = Random(f"{len(specs)} {num_drafts}")
-    batch = make_batch(make_manager(*specs, num_pages=100, restores_states=True))
-    states: dict[int, list[int]] = {}
-    num_hits = 0
-
-    def copy() -> None:
-        moved = {dst: states.get(src, []) for src, dst, group in take(batch) if type(specs[group]) is type(STATE)}
-        states.update(moved)
-
-    def working_pages() -> list[int]:
-        return [ids[0] for spec, ids in zip(specs, batch.get_page_ids(0), strict=True) if type(spec) is type(STATE)]
-
-    def compute(start: int, tokens: list[int]) -> None:
-        """Check the states, and move them on to all tokens."""
-        assert all(states.get(page_id, []) == tokens[:start] for page_id in working_pages() if start)
-        states.update(dict.fromkeys(working_pages(), tokens))
-
-    for _ in range(40):
-        token_ids = TOKENS[: rng.randint(1, 40)]
-        num_cached = batch.admit(0, token_ids, traits=RequestTraits(ends_at_checkpoint=True))
-        copy()
-        compute(num_cached or 0, token_ids[: int(batch.num_computed_tokens[0])])
-        num_hits += num_cached or 0
-        num_final_tokens = rng.randint(len(token_ids), 56)
-        while (num_computed := int(batch.num_computed_tokens[0])) < num_final_tokens:
-            if num_computed == len(token_ids):
-                token_ids = TOKENS[: num_computed + 1]
-                batch.append([0], token_ids[-1:])
-            step = batch.plan([0], len(token_ids) - num_computed, num_drafts)
-            copy()
-            drafts = TOKENS[len(token_ids) :][:num_drafts]
-            compute(num_computed, token_ids + drafts)
-            states.update(dict.fromkeys(working_pages(), token_ids))  # it is restored
-            num_accepted = rng.randint(0, num_drafts)
-            token_ids = token_ids + drafts[:num_accepted]
-            token_ids.append(TOKENS[len(token_ids)])
-            batch.settle(step, token_ids[-1 - num_accepted :], num_accepted + 1)
-            states.update(dict.fromkeys(working_pages(), token_ids[:-1]))
-        batch.release([0])
-    assert num_hits > 0
-
-
 # --- what is refused -----------------------------------------------------------------------------------------------
 
 
