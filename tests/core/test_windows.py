@@ -181,18 +181,6 @@ def test_a_checkpoint_is_a_boundary(nums_new: tuple[int, ...], ends: list[int]) 
     assert rows.manager.stats().num_cached_pages == sum(nums_new) // 4 + 3 * len(ends)
 
 
-def test_what_no_request_resumes_with_is_taken_first() -> None:
-    """A prompt of ten pages: those of the window at its end, and of the slack before, stay; the others are in front."""
-    rows = Rows(FULL_AND_WINDOW, num_pages=41, retention=retain(window_slack=4))
-    rows.start(draw(Random(1), 40))
-    _, window_ids = rows.batch.get_page_ids(0)
-    rows.batch.release([0])
-    order = rows.manager.page_pool.free_page_ids_in_order().tolist()
-    assert rows.manager.stats().num_cached_pages == 10 + 3
-    assert set(window_ids[-3:]) <= set(order[-13:])
-    assert not any(rows.manager.page_pool.store.key_of(page) for page in order[:-13])
-
-
 def test_the_end_of_a_short_answer_is_not_worth_its_window() -> None:
     rng = Random(2)
     prompt, answer = draw(rng, 100), draw(rng, 40)
@@ -200,60 +188,6 @@ def test_the_end_of_a_short_answer_is_not_worth_its_window() -> None:
     rows.run(prompt, answer)
     assert rows.run(prompt + answer + draw(rng, 9)) == 100
     rows.run(prompt + answer, draw(rng, 150))
-
-
-def test_a_preempted_prompt_goes_on_where_it_was() -> None:
-    prompt = draw(Random(3), 200)
-    rows = Rows(FULL_AND_WINDOW)
-    rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK)
-    rows.batch.plan([0], CHUNK)
-    rows.batch.release([0])
-    assert rows.run(prompt, is_preempted=True) == 2 * CHUNK
-
-
-def test_what_was_hit_stays() -> None:
-    """The window of the first turn of a chat is there after many turns."""
-    rng, rows = Random(4), Rows(FULL_AND_WINDOW)
-    first = draw(rng, 100)
-    rows.run(first)
-    for _ in range(3):
-        assert rows.run(first + draw(rng, 100)) == 100
-
-
-def test_what_was_hit_stays_though_no_request_named_it() -> None:
-    """A running row held the window, and no boundary of either row needs it."""
-    rng, rows = Random(7), Rows(FULL_AND_WINDOW, retention=retain(window_slack=0))
-    first = draw(rng, 80)
-    rows.batch.admit(1, first, max_num_new_tokens=20)
-    assert rows.start(first[:16] + draw(rng, 60)) == 16
-    for _ in range(2):
-        rows.batch.plan([1], 30)
-    rows.batch.release([0, 1])
-    assert rows.run(first[:16] + draw(rng, 20)) == 16
-
-
-def test_a_page_that_others_share_is_decided_by_the_last() -> None:
-    """A fork that ends leaves its pages to the other row, which drops them."""
-    rows = Rows(FULL_AND_WINDOW, retention=retain(window_slack=4))
-    rows.start(draw(Random(5), 32))
-    rows.batch.fork(0, [1])
-    rows.batch.release([1])
-    assert rows.manager.stats().num_cached_pages == 8 + 8
-    rows.batch.release([0])
-    assert rows.manager.stats().num_cached_pages == 8 + 3
-
-
-def test_leased_pages_stay_and_expected_ones_do_not() -> None:
-    rows = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0, max_leased_share=1.0))
-    prompt = draw(Random(6), 32)
-    rows.start(prompt)
-    lease = rows.batch.lease(0, 0, 8, seconds=600)
-    assert len(lease) == 2 + 2
-    assert rows.batch.expect(0, 8, 16, seconds=600) == 2 + 2
-    rows.batch.release([0])
-    assert rows.manager.stats().num_cached_pages == 8 + 4
-    lease.release()
-    assert rows.manager.stats().num_cached_pages == 8 + 4
 
 
 def test_chats_in_turn_hit() -> None:
@@ -316,16 +250,6 @@ def test_a_prefix_whose_window_is_gone_is_not_leased() -> None:
         rows.manager.lease(other, stop=106, seconds=600)
 
 
-def test_a_prefix_that_was_named_is_leased_when_its_window_is_left() -> None:
-    """And so after the row was released."""
-    rows, prompt = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0, max_leased_share=1.0)), draw(Random(12), 200)
-    rows.start(prompt, resume_at=[106])
-    assert len(rows.batch.lease(0, stop=106, seconds=600)) == 26 + 2
-    rows.batch.release([0])
-    other = pagepool.EngineRequest("other", [*prompt[:106], 7])
-    assert len(rows.manager.lease(other, stop=106, seconds=600)) == 26 + 2
-
-
 # --- the rest -----------------------------------------------------------------------------------------------------
 
 
@@ -343,40 +267,6 @@ def test_an_event_tells_of_each_entry_that_is_dropped() -> None:
     assert [(event.group_idx, len(event.block_hashes)) for event in removed] == [(1, 6), (1, 8)]
     assert len(stored) == 16
     assert {key for event in removed for key in event.block_hashes} < stored
-
-
-def test_a_fork_keeps_the_boundaries() -> None:
-    rows, prompt = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0)), draw(Random(16), 200)
-    rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK, traits=RequestTraits(resume_at=[104]))
-    rows.batch.fork(0, [1])
-    rows.batch.release([0])
-    while rows.batch.num_computed_tokens[1] < len(prompt):
-        rows.batch.plan([1], min(CHUNK, 200 - int(rows.batch.num_computed_tokens[1])))
-    rows.batch.release([1])
-    assert rows.run([*prompt[:104], 7]) == 104
-    assert rows.run([*prompt, 7]) == 200
-
-
-def test_tokens_that_are_cut_leave_nothing() -> None:
-    """Entries behind them go, as with all pages; what is computed again stays at the same boundaries."""
-    rows, prompt = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0)), draw(Random(18), 60)
-    rows.start(prompt)
-    rows.batch.trim([0], 52)
-    assert rows.manager.stats().num_cached_pages == rows.manager.stats().num_held_pages
-    rows.batch.append([0] * 8, prompt[52:])
-    rows.batch.plan([0], 8)
-    rows.batch.release([0])
-    assert rows.run([*prompt, 7]) == 60
-
-
-def test_tokens_from_elsewhere_enter_the_window_at_their_end() -> None:
-    rows, prompt = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0)), draw(Random(19), 64)
-    assert rows.batch.admit(0, prompt, num_external_tokens=63, traits=RequestTraits(resume_at=[32])) == 0
-    rows.batch.commit_external(0, 63)
-    rows.batch.plan([0], 1)
-    rows.batch.release([0])
-    assert rows.run([*prompt, 7]) == 64
-    assert rows.run([*prompt[:32], 7]) == 0
 
 
 # --- requests -----------------------------------------------------------------------------------------------------
