@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-from hybrids import FULL, STATE, WINDOW, batch_state, count_hits, make_batch, make_manager, start
+from hybrids import FULL, WINDOW, batch_state, count_hits, make_batch, make_manager, start
 from interrupts import call_in_thread, interrupted_everywhere
 from refusing import refused
 from settings import NUM_OPERATIONS
@@ -161,22 +160,6 @@ def test_a_small_tier_writes_back_and_says_so(caplog: pytest.LogCaptureFixture) 
     assert len(compute(small, FIRST)) == 0
 
 
-@pytest.mark.parts_at_a_page
-def test_what_a_tier_that_writes_through_has_evicted_is_not_saved_again() -> None:
-    """One prompt stays in the pool, where it hits, while others pass through pool and tier."""
-    manager = make_tiered(num_pages=12, num_host_pages=23, policy="write_through")
-    assert len(compute(manager, FIRST)) == 5
-    for i in range(9):
-        compute(manager, list(range(1000 * i + 1000, 1000 * i + 1012)))
-        assert count_hits(manager, FIRST) == 20
-        pass_through(manager, FIRST)
-    assert manager.stats().host_tier.num_evicted_pages >= 5
-    before = manager.stats().host_tier.num_saved_pages
-    evict_all(manager)
-    assert manager.stats().host_tier.num_saved_pages == before
-    assert count_hits(manager, FIRST) == 0
-
-
 def test_a_page_whose_save_is_in_flight_or_failed() -> None:
     """It is not saved twice when it is evicted meanwhile. One that failed to be saved is saved when it is evicted."""
     for fails in (False, True):
@@ -205,21 +188,6 @@ def test_pages_cached_before_the_tier_was_there_are_saved() -> None:
     again = make_manager(FULL, num_pages=8, page_pool=manager.page_pool, host_tier=tier)
     evict_all(again)
     assert tier.stats().num_saved_pages == 5
-
-
-@pytest.mark.parts_at_a_page
-def test_loaded_pages_are_not_saved_again() -> None:
-    manager = make_tiered(num_pages=8, num_host_pages=15, policy="write_through")
-    compute(manager, FIRST)
-    compute(manager, OTHER[:28])
-    request = start(manager, "a", FIRST)
-    assert len(manager.take_moves().loads.src) == 5
-    manager.complete(manager.list_moves_in_flight()[0].number)
-    manager.free(request)
-    before = manager.stats().host_tier.num_saved_pages
-    for i in range(2):
-        compute(manager, list(range(1000 * i + 1000, 1000 * i + 1028)))
-    assert manager.stats().host_tier.num_saved_pages - before == 14
 
 
 def test_failed_loads_rewind_rows_and_requests() -> None:
@@ -260,35 +228,6 @@ def fail_load_of(manager: CacheManager, transfers: Moves, page_id: int) -> Faile
     return manager.fail(transfers.number, loads=[transfers.loads.dst.tolist().index(page_id)])
 
 
-def test_requests_that_share_a_page_that_failed_to_load_get_pages_of_their_own() -> None:
-    manager = make_tiered(num_pages=20)
-    requests, transfers = load_for_two(manager)
-    [before], [others] = (manager.get_page_ids(name) for name in "ab")
-    assert before[:5] == others[:5]
-    failed = fail_load_of(manager, transfers, before[2])
-    for request in requests:
-        assert manager.find_wrong_token(request, failed) == 8
-        request.num_computed_tokens = 8
-    assert manager.get_page_ids("a") == (before[:2],), "the other one holds the page and those behind"
-    assert manager.get_page_ids("b") == (others,), "now nobody else does"
-    manager.check()
-    for request in requests:
-        assert manager.allocate_slots(request, 2, num_lookahead_tokens=5) is not None
-    manager.take_moves()
-    [first], [second] = (manager.get_page_ids(name) for name in "ab")
-    assert (first[:2], second) == (others[:2], others)
-    assert not {*first[2:]} & {*second[2:]}, "drafts of one would lie over the tokens of the other"
-    for request in requests:
-        manager.allocate_slots(request, 13)
-    manager.take_moves()
-    assert count_hits(manager, FIRST) == 20, "entered again"
-    for request in requests:
-        assert manager.find_wrong_token(request, failed) in (None, 8), "asked once more"
-        manager.free(request)
-    manager.check()
-    assert manager.stats().num_held_pages == 0
-
-
 def test_a_page_that_fails_to_load_hits_no_more_though_an_equal_one_was_dropped_meanwhile() -> None:
     manager = make_tiered(num_pages=16)
     pass_through(manager, FIRST)
@@ -306,18 +245,6 @@ def test_a_page_that_fails_to_load_hits_no_more_though_an_equal_one_was_dropped_
     manager.check()
 
 
-def test_a_request_goes_back_to_where_pages_of_all_groups_begin() -> None:
-    """The wrong token is within a page of the other group, which others hold and which is right: it would be written, too."""
-    manager = make_tiered(replace(FULL, page_size=8), FULL, num_pages=40)
-    requests, transfers = load_for_two(manager)
-    [_, page_ids] = manager.get_page_ids("a")
-    failed = fail_load_of(manager, transfers, page_ids[3])
-    assert [manager.find_wrong_token(request, failed) for request in requests] == [8, 12]
-    assert [len(ids) for ids in manager.get_page_ids("a")] == [1, 2]
-    assert [len(ids) for ids in manager.get_page_ids("b")] == [3, 6]
-    manager.check()
-
-
 def test_a_request_that_gives_back_all_pages_starts_over() -> None:
     manager = make_tiered(num_pages=20)
     requests, transfers = load_for_two(manager)
@@ -330,37 +257,6 @@ def test_a_request_that_gives_back_all_pages_starts_over() -> None:
     hits, num_hit_tokens = manager.get_computed_pages(first)
     assert num_hit_tokens == 0
     assert manager.allocate_slots(first, 21, num_hit_tokens, hits) is not None
-    manager.check()
-
-
-@pytest.mark.parts_at_a_page
-def test_a_request_with_a_state_goes_back_to_its_start() -> None:
-    manager = make_tiered(FULL, STATE, num_pages=40)
-    requests, transfers = load_for_two(manager)
-    failed = manager.fail(transfers.number, loads=[0])
-    assert [manager.find_wrong_token(request, failed) for request in requests] == [0, 0]
-    manager.check()
-    for request in requests:
-        manager.free(request, num_computed_tokens=0)
-    assert manager.stats().num_held_pages == 0
-    manager.check()
-
-
-def test_a_request_with_copies_due_stays_as_it_is() -> None:
-    manager = make_tiered(num_pages=20)
-    requests, transfers = load_for_two(manager)
-    fork = EngineRequest("fork", FIRST)
-    fork.num_computed_tokens = 21
-    assert manager.fork(requests[0], fork) is not None
-    before = [manager.get_page_ids(name) for name in ("a", "fork")]
-    failed = fail_load_of(manager, transfers, before[0][0][1])
-    for request in (requests[0], fork):
-        assert manager.find_wrong_token(request, failed) == 4
-    assert [manager.get_page_ids(name) for name in ("a", "fork")] == before
-    manager.take_moves()
-    for request in (requests[0], fork):
-        assert manager.find_wrong_token(request, failed) == 4
-        assert [len(ids) for ids in manager.get_page_ids(request.request_id)] == [1]
     manager.check()
 
 
@@ -381,20 +277,6 @@ def test_a_fork_of_a_page_that_fails_to_load_goes_back_too() -> None:
     assert batch.rewind(failed) == ([0, 1], [])
     assert batch.num_computed_tokens[:2].tolist() == [12, 12]
     batch.check()
-
-
-def test_a_row_that_waits_for_tokens_from_elsewhere_cannot_go_back() -> None:
-    """A transfer may be writing to its pages."""
-    manager = make_tiered(num_pages=14)
-    fill_tier(manager)
-    pass_through(manager, OTHER[30:64])
-    complete(manager)
-    batch = make_batch(manager)
-    assert batch.admit(0, [*FIRST, *OTHER[:9]], num_external_tokens=4) == 20
-    failed = manager.fail(batch.take_moves().number, loads=[2])
-    assert batch.rewind(failed) == ([], [0])
-    assert not batch.is_admitted[0]
-    manager.check()
 
 
 def test_uncomputed_pages_that_the_tier_alone_has_are_dropped() -> None:

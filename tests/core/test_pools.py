@@ -82,16 +82,6 @@ def test_rows_show_the_ids_of_their_pools() -> None:
     batch.check()
 
 
-def test_a_call_is_taken_back_in_all_pools() -> None:
-    manager = make_manager({"windows": 20, "kv": 12}, [FULL, WINDOW])
-    batch, _ = make_batch(manager, 1)
-    batch.admit(0, list(range(8)))
-    batch.append([0], [8])
-    batch.settle(batch.plan([0], 1), failed=True)
-    assert (batch.get_page_ids(0), batch.num_computed_tokens[0]) == (([1, 2], [1, 2]), 8)
-    batch.check()
-
-
 def test_a_request_gets_pages_of_all_pools_or_none() -> None:
     manager = make_manager({"kv": 20, "states": 3})
     batch, _ = make_batch(manager, 1)
@@ -136,27 +126,6 @@ def test_a_refusal_names_what_is_short() -> None:
     batch.append([0], [1])
     result = batch.plan([0], 1)
     assert (result.num_grown, result.refusal) == (0, Refusal(1, 0, 0, 0, "kv", None, True))
-
-
-def test_reserved_pages_are_those_of_attention() -> None:
-    manager = make_manager({"states": 3, "kv": 8})
-    request = EngineRequest("a", list(range(8)))
-    assert list(manager.pools) == ["kv", "states"]
-    assert manager.allocate_slots(request, 8, num_reserved_pages=6) is None
-    assert manager.allocate_slots(request, 8, num_reserved_pages=5) is not None
-
-
-def test_running_rows_never_wait_for_states() -> None:
-    """A checkpoint is kept only if a page stays free for each free row."""
-    manager = make_manager({"kv": 60, "states": 6})
-    batch, _ = make_batch(manager, 4)
-    for row in range(4):
-        assert batch.admit(row, list(range(100 * row, 100 * row + 8))) == 0
-        batch.append([row], [1])
-        batch.plan([row], 1)
-        batch.take_moves()
-    assert manager.stats().pools["states"].num_held_pages == 4
-    batch.check()
 
 
 def test_a_checkpoint_leaves_a_state_for_each_free_row() -> None:
@@ -387,17 +356,6 @@ def test_a_pool_without_expected_pages_evicts_as_before() -> None:
     assert list_states(manager, "abc", "states") == "abc"
 
 
-def test_a_session_that_closes_gives_up_its_pages_in_all_pools() -> None:
-    manager = make_manager({"kv": 40, "states": 20})
-    compute_states(manager, "abc")
-    assert manager.expect_session("a", seconds=1e5) == 3
-    assert manager.close_session("b") == 3
-    assert manager.stats().expectations.num_never_pages == 3
-    manager.check()
-    assert list_states(manager, "abc", "states")[0] == "b"
-    manager.check()
-
-
 def share_pools(tenants: dict[str, str | None], shares: dict[str, float]) -> CacheManager:
     """Return pools with the requests of tenants, each a second after the one before it."""
     manager = make_manager({"kv": 101, "states": 12})
@@ -421,15 +379,6 @@ def test_a_tenant_has_its_share_of_each_pool(pool: str, expected: str) -> None:
     }
     assert stats.num_pages_by_tenant == {"x": 18, "y": 6}
     assert list_states(manager, "abcdefgh", pool) == expected
-    manager.check()
-
-
-def test_a_flood_takes_no_states_of_others() -> None:
-    manager = share_pools({"a": "x", "b": "x"}, {"x": 0.3})
-    compute_states(manager, "".join(map(chr, range(200, 260))), tenant="flood")
-    hits = [manager.probe(EngineRequest("asked", [ord(name), *range(8)])).num_hit_tokens for name in "ab"]
-    assert hits == [8, 8]
-    assert manager.stats().pools["states"].num_evicted_pages > 50
     manager.check()
 
 
