@@ -1,6 +1,5 @@
 """The manager, call by call, where random work against the oracle does not go: see `test_differential`."""
 
-import itertools
 from functools import partial
 from types import SimpleNamespace
 
@@ -31,7 +30,7 @@ from pagepool.compat.easydel import (
     get_kv_cache_coordinator,
     get_manager_for_kv_cache_spec,
 )
-from pagepool.errors import ArgumentError, DoubleFreeError, RequestTooLargeError
+from pagepool.errors import ArgumentError, DoubleFreeError
 
 pytestmark = pytest.mark.usefixtures("drafter")
 
@@ -96,45 +95,6 @@ def test_probe_changes_nothing_and_says_why():
 
 
 # Slots.
-
-
-def test_capacity_by_kind():
-    with pytest.raises(RequestTooLargeError, match="needs 10 pages, the pool has 5"):
-        make_manager(num_pages=6).require_capacity(40)
-    make_manager(num_pages=6).require_capacity(20)
-    make_manager(sliding(8), num_pages=6).require_capacity(200, 1)
-    make_manager(chunked(8), num_pages=6).require_capacity(200, 1)
-    with pytest.raises(RequestTooLargeError):
-        make_manager(STATE, full(), num_pages=6).require_capacity(20)
-
-
-def runs_alone(manager, num_tokens):
-    """Whether a request completes when its tokens are allocated one by one."""
-    request = EngineRequest("alone", list(range(num_tokens)))
-    while request.num_computed_tokens < num_tokens:
-        try:
-            manager.allocate_slots(request, 1)
-        except RequestTooLargeError:
-            return False
-        request.num_computed_tokens += 1
-    return True
-
-
-def has_capacity(manager, num_tokens):
-    try:
-        manager.require_capacity(num_tokens, 1)
-    except RequestTooLargeError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("enable_caching", [False, True])
-@pytest.mark.parametrize("page_size", [1, 3, 4])
-@pytest.mark.parametrize("kind", [sliding, chunked])
-def test_the_capacity_asked_for_is_what_a_request_needs(kind, page_size, enable_caching):
-    for span, num_tokens, num_pages in itertools.product((1, 2, 3, 4, 5, 6, 8, 9), (0, 1, 4, 7, 30), range(2, 12)):
-        managers = [make_manager(kind(span, page_size), num_pages=num_pages, enable_caching=enable_caching) for _ in range(2)]
-        assert has_capacity(managers[0], num_tokens) == runs_alone(managers[1], num_tokens), (span, num_tokens, num_pages)
 
 
 # Kinds of attention.
