@@ -36,7 +36,6 @@ from pagepool.errors import (
     StateAheadError,
 )
 
-PLAIN_STATE = MambaSpec(PAGE_SIZE, ((1, 1),), "float16")
 AT_ENDS = MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoint_interval=16, checkpoints="ends")
 
 
