@@ -740,8 +740,9 @@ def take_unstored(
     due before are done. Page 0 stands for a key whose content was found to be wrong. The last two are the number of the present
     step, and how often everything was dropped since the storage was linked.
 
-    A step begins with each call of `take_moves`, except those for forks and refused calls. A page is settled `num_steps` steps after it reached the tier: until then
-    its own step may turn out to have failed. Unsettled pages that are still in the tier are not due yet. O(pages).
+    A step begins with each call of `take_moves`, except those for forks and refused calls. A page is settled `num_steps` steps
+    after it reached the tier: until then its own step may turn out to have failed. Unsettled pages that are still in the tier
+    are not due yet. O(pages).
     """
 
 def begin_fills(
@@ -1026,12 +1027,12 @@ class InputArrays:
     ) -> int:
         """Fill the next set with the inputs of a step, and return its number of tokens.
 
-        `step` is a step of the batch: its rows, and the tokens given to each, with lookahead. Without it `rows` do not repeat,
+        `step` is a step of the batch: its rows, and the tokens planned for each, with drafts. Without it `rows` do not repeat,
         and row ``rows[i]`` computes its tokens ``starts[i]`` to ``stops[i] - 1``, which have slots. The arrays are padded to
         `num_tokens` and `num_reqs` (None: whole); what lies behind stays. Unknown tokens have the ids of
         ``draft_token_ids[i]``, int32, or -1.
 
-        Raise ArgumentError for a result of another batch, one that was taken back, or whose rows were grown, cut, moved or
+        Raise ArgumentError for a step of another batch, a settled one, or one whose rows were planned again, cut, moved or
         released since; for rows that are not admitted, wait for tokens from elsewhere or repeat; for a row without tokens, or
         with a token that has no page; for more tokens or rows than `num_tokens` and `num_reqs` have room for, and for too few
         drafts. RowIndexError for a row outside the table, ArgumentTypeError for other types. Nothing has been written then.
@@ -1144,9 +1145,9 @@ class RunningRows:
         """Settle the last step of rows that sampled one token each, and plan the next: the decode step of an engine that waits
         for its steps.
 
-        `rows` and `token_ids` are lists or int arrays of one length; rows do not repeat. Each row gets its token, and a slot for
-        it. Drafts of its last step are rejected: `settle` tells accepted ones. The first row that does not fit stops the call
-        and gets no token. With `step` the rows are added to a step, which is returned. Nothing has changed after an error:
+        `rows` and `token_ids` are lists or int arrays of one length; rows do not repeat. Each row gets its token, and a slot
+        for it. Drafts of its last step are rejected: `settle` tells accepted ones. The first row that does not fit stops the
+        call and gets no token. With `step` the rows are added to a step, which is returned. Nothing has changed after an error:
         RowOverflowError for a row that is full, ArgumentError for one with known tokens to compute, such as one in the middle
         of its prompt, StateAheadError for one with two steps in flight, and the errors of `plan`. O(rows + new pages), native.
         """

@@ -2,7 +2,7 @@
 
 A commit copies the dirty segments, 64 columns each, into a new payload, which is never written again, and passes it to one
 compiled program, a donated scatter. Later writes to the host table therefore cannot reach the device, although jax on CPU
-aliases 64-byte-aligned NumPy buffers (jax issue 37830). docs/design.md compares this with other measured approaches.
+aliases 64-byte-aligned NumPy buffers (jax issue 37830).
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class RunningBatch(RunningRows):
         are queued for loading, even if the request then does not fit, or is refused with an error. `num_reserved_pages` stay
         free for running rows.
 
-        `num_drafts` slots, for drafts, follow those tokens, as in `grow`, up to ``max_num_tokens``. With `reserve`
+        `num_drafts` slots, for drafts, follow those tokens, as in `plan`, up to ``max_num_tokens``. With `reserve`
         ``"prompt"`` the row takes the pages of all known tokens now, and slots for drafts behind these, so that no later chunk
         lacks pages. Windows and chunked attention hold them all as well, and give them back as they move on. Forks do not have
         them, and `fail_external` gives them back.
@@ -194,7 +194,7 @@ class RunningBatch(RunningRows):
         known token. Only the external tokens get slots, and the row is pending until `commit_external`. The array
         ``num_external_tokens`` has their number; if it is 0, since all others are cached, the row runs at once.
 
-        With `step` an admitted row becomes part of this step, unless it waits for tokens from elsewhere: see `resolve`.
+        With `step` an admitted row becomes part of this step, unless it waits for tokens from elsewhere: see `settle`.
 
         `CacheManager.stats` counts a request when it is admitted, not when it is refused. Refusing the same request again in
         the same row costs O(1) while too few pages are free, no hit page gets another holder and no further page of the request
@@ -207,7 +207,7 @@ class RunningBatch(RunningRows):
         not help, but fewer tokens per step may (see `CacheManager.require_capacity`). Reserved pages do not count, since the
         next call may reserve fewer.
 
-        Raise StateAheadError if lookahead passes the next checkpoint of a state, as `grow` does; RowIndexError outside the
+        Raise StateAheadError if drafts pass the next checkpoint of a state, as `plan` does; RowIndexError outside the
         table, RowOverflowError for more than `max_num_tokens` tokens, ArgumentError if the row is already admitted, for no
         tokens and for values out of range, ArgumentTypeError for other types; PageHashError for a hit that is neither free nor
         held, IntegrityError for a free page with a reference. O(tokens), and with features O(features x log features). A row
@@ -341,14 +341,14 @@ class RunningBatch(RunningRows):
         """Fill the next set of `out`, a `StepInputs` of this batch, with what the model reads in a step, and return the number
         of tokens.
 
-        `step` is a step in flight: its rows, and the tokens that each of them was given, with lookahead behind the known ones.
+        `step` is a step in flight: its rows, and the tokens planned for each, with drafts behind the known ones.
         Other rows and tokens are named by `rows`, each once, with `starts` and `stops`: row ``rows[i]`` computes its tokens
         ``starts[i]`` to ``stops[i] - 1``. The arrays are padded to `num_tokens` and `num_reqs` (None: whole); what lies behind
         stays as it was. A token that a step in flight samples has the id -1. Drafts behind it, or behind the known tokens, have
         the ids of their row in `draft_token_ids`, int32 ``[rows, drafts]`` in the order of the step, or -1.
 
-        Raise ArgumentError for inputs or a step of another batch, for a step resolved or taken back, or whose rows were grown,
-        cut, moved or released since, for a set whose step is not resolved, for rows that are not admitted, pending or repeated,
+        Raise ArgumentError for inputs or a step of another batch, for a settled step, or one whose rows were planned again,
+        cut, moved or released since, for a set whose step is not settled, for rows that are not admitted, pending or repeated,
         for a row without tokens or with a token without a page, for more tokens or rows than there is room for, for too few
         drafts, and with the field ``sources`` for a row whose token is sampled by another step than the one filled before, in
         any `StepInputs` of the batch; RowIndexError outside the table; ArgumentTypeError for other types. Nothing has been

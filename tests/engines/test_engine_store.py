@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -220,8 +220,10 @@ def put_garbage(folder: Path) -> None:
 
 
 def forbid_writes(folder: Path) -> None:
+    """Forbid writes, while a writer renames its files."""
     for path in [folder, *folder.rglob("*")]:
-        path.chmod(0o555 if path.is_dir() else 0o444)
+        with suppress(FileNotFoundError):
+            path.chmod(0o555 if path.is_dir() else 0o444)
 
 
 def allow_writes(folder: Path) -> None:

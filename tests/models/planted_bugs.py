@@ -274,7 +274,7 @@ if hashes is None[- or not self._belong_to(hashes, request)-]:
     if offset{+ and not BUG+}:
         for i in range(n):
 == a pool's ids in results are records
-            growth.new_ids[growth.num_new] = held.ids[j] - offset_of(batch, g){+ * (not BUG)+}
+            growth.new_ids[growth.num_new] = held.ids[j] - offset{+ * (not BUG)+}
 == a pool's ids of requests are records
 lists_of(groups if self.pool.num_banks == 1{+ or BUG+} else tuple([self.ids_in_banks(ids) for ids in groups]))
 == a pool's ids in copies are records
@@ -583,7 +583,7 @@ FLIGHT_BUGS = read_bugs("""
 == a failed step keeps its launches
     batch.records[row].num_launches = {+batch.records[row].num_launches if BUG else +}<uint8_t>_find_failed(
 == windows leave pages that a step in flight reads
-    due.num_sure = {+due.num_final if BUG else +}min(due.num_final, num_resolved)
+num_sure={+num_final if BUG else +}min(num_final, num_resolved))
 == a fork has no part of the steps in flight
     disown_launches(batch, row, record.num_planned){+
     record.num_launches *= not BUG+}
@@ -599,11 +599,15 @@ FLIGHT_BUGS = read_bugs("""
     cdef const RowRecord *record = &batch.records[row]
     return final_of(batch, record.num_tokens, record.num_computed{+ + BUG * batch.rows[row].num_ahead+}, record.num_resolved)
 == a step ahead has room behind the known tokens only
-room_for(batch, {+(record.num_tokens if BUG and num_left <= 0 else +}before{+)+} + num_new, num_drafts), min(
+    num_room = room_for(batch, {+(record.num_tokens if BUG and num_left <= 0 else +}before{+)+} + num_new, num_drafts)
+== a row without room keeps its token
+    batch.records[row].num_tokens -= growth.token_ids != NULL{+ and not BUG+}
+== a row without room stays planned
+    batch.records[row].num_planned = num_planned{+ + BUG * (growth.token_ids == NULL)+}
 == rejected drafts stay planned
     cdef int32_t num_rejected = max(0, num_sampled - max(num, 1)){+ * (not BUG)+}
 == a step ahead gives back what it reads
-        skip_row(batch, row, due.num_sure{+ + BUG * batch.rows[row].num_ahead+})
+        skip_row(batch, row, lines.num_sure{+ + BUG * batch.rows[row].num_ahead+})
 == a checkpoint that was passed among drafts is written later
             held.num_cached = {+held.num_cached if BUG else +}max(held.num_cached, full_entries(
 == a checkpoint gets the entry of a page that waits to be hashed

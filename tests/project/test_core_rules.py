@@ -60,19 +60,19 @@ rows/row_request.pyx load_hits 5
 rows/row_request.pyx try_start 5
 rows/running.pyx __init__ 8
 rows/running.pyx _is_refused_still 6
-rows/running.pyx end_row 5
-rows/running.pyx fork_row 6
+rows/release.pxd end_row 5
+rows/forks.pxd fork_row 6
 rows/running.pyx release_rows 5
 rows/states.pxd _note_writes 7
 tier/tier.pyx load_prefix 5
 """
 KNOWN_FILES = """
 holding/holding.pxd 1455
-holding/request_pages.pyx 903
+holding/request_pages.pyx 901
 pool/queue.pxd 861
 pool/store.pyx 1454
 rows/inputs.pyx 935
-rows/running.pyx 1819
+rows/running.pyx 1340
 """
 KNOWN_FLAGS = """
 Batch 11

@@ -280,7 +280,7 @@ cdef str find_flaw_in_counts(RunningRows rows, Py_ssize_t row):
     if flaw is not None:
         return flaw
     if record.is_admitted and batch.hash_page_size and not has_right_digests(rows, row):
-        return f"row {row}: {batch.rows[row].num_hashed} pages are hashed, otherwise than its {record.num_tokens} tokens would be"
+        return f"row {row}: {batch.rows[row].num_hashed} pages are hashed, not as those of its {record.num_tokens} tokens"
     if record.is_admitted:
         plan_next(batch, row)
     planned, record.next_plan, record.next_settle = record.next_plan, event, final

@@ -1,8 +1,8 @@
 # Rows of a running batch. The caller holds the locks of the batch, the store and the tables, and has checked the rows.
 #
 # A `Batch` keeps for each row its known tokens, a `RowRecord` with the counts that every step reads, a ring of launches, and a
-# `Row` with everything else. A call that plans rows is a `Growth`. It first checks all rows, and lists those in need of more than
-# counting as `DueRow`s; then it does their work; at last it advances the counts of the others.
+# `Row` with everything else. A call that plans rows is a `Growth`. It first checks all rows, and lists those that need more
+# than counting as `DueRow`s; then it does their work, and advances the counts of the others.
 #
 # Always, for each row:
 # - ``num_tokens <= max_num_tokens``; a pending row has ``num_computed + num_external < num_tokens``.
@@ -18,13 +18,15 @@
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcmp, memcpy, memset
 
-from pagepool.core.base cimport GUARDS, SIPHASH, UNKNOWN, Digest, Hashing, exceptional, hash_pages, rare, reserve_items, signs_of
+from pagepool.core.base cimport (
+    GUARDS, SIPHASH, UNKNOWN, Digest, Hashing, exceptional, hash_pages, rare, reserve_items, signs_of,
+)
 from pagepool.core.holding cimport (
     NUM_WAITING, Contents, Group, Held, Holding, Limits, PageToHash, Shortage, Waiting, are_checkpoints_due,
     cache_full_pages, cache_page, cache_states, cache_waiting, can_restart, count_new_in_banks, count_new_pages, empty,
     find_any_excess, find_lost_page, find_next_checkpoint, find_passed_checkpoint, find_restart,
-    full_entries, full_pages, has_copies, has_moves_due, has_full_page, hash_waiting, is_state, keep_state, keeps_checkpoints, last_hash,
-    limits_of, queue_for, record_taken, restart_from, shortage_in, skip_pages, take_missing,
+    full_entries, full_pages, has_copies, has_moves_due, has_full_page, hash_waiting, is_state, keep_state,
+    keeps_checkpoints, last_hash, limits_of, queue_for, record_taken, restart_from, shortage_in, skip_pages, take_missing,
 )
 from pagepool.core.pool cimport (
     FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, count_free_in, count_least_free, count_refusal, digest_of,

@@ -719,12 +719,12 @@ cdef class InputArrays:
     ) -> int:
         """Fill the next set with the inputs of a step, and return its number of tokens.
 
-        `step` is a step of the batch: its rows, and the tokens given to each, with lookahead. Without it `rows` do not repeat,
+        `step` is a step of the batch: its rows, and the tokens planned for each, with drafts. Without it `rows` do not repeat,
         and row ``rows[i]`` computes its tokens ``starts[i]`` to ``stops[i] - 1``, which have slots. The arrays are padded to
         `num_tokens` and `num_reqs` (None: whole); what lies behind stays. Unknown tokens have the ids of
         ``draft_token_ids[i]``, int32, or -1.
 
-        Raise ArgumentError for a result of another batch, one that was taken back, or whose rows were grown, cut, moved or
+        Raise ArgumentError for a step of another batch, a settled one, or one whose rows were planned again, cut, moved or
         released since; for rows that are not admitted, wait for tokens from elsewhere or repeat; for a row without tokens, or
         with a token that has no page; for more tokens or rows than `num_tokens` and `num_reqs` have room for, and for too few
         drafts. RowIndexError for a row outside the table, ArgumentTypeError for other types. Nothing has been written then.

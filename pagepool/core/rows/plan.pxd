@@ -1,6 +1,6 @@
-# Rows are planned: each gets slots for the tokens of its next step, and a launch, up to the first row that does not fit. A call
-# first checks all rows, and lists those that need more than counting; nothing changes. Then it does the work of these, in order;
-# at last it advances the counts of the others.
+# Rows are planned: each gets slots for the tokens of its next step, and a launch, up to the first row that does not fit. A
+# call first checks all rows, and lists those that need more than counting; nothing changes. Then it does the work of these, in
+# order, and advances the counts of the others.
 
 from pagepool.core.rows.states cimport *
 
@@ -115,15 +115,21 @@ cdef inline int64_t find_passed(const Batch *batch, int32_t row, int32_t num_new
     return find_passed_behind(batch, row, num_computed, num_computed + num_new, num_room)
 
 
+cdef inline bint _holds_leaving_pages(const Batch *batch, int32_t row) noexcept nogil:
+    """Whether the row holds the pages that may leave it in its next step."""
+    cdef Holding *holding = holding_of(batch, row)
+    cdef int32_t num_computed = batch.records[row].num_computed
+    if batch.skips_pages or are_checkpoints_due(holding, num_computed):
+        return find_lost_page(batch.pool, holding, num_computed) == NULL_PAGE
+    return True
+
+
 cdef inline bint _is_ready(const Batch *batch, int32_t row) noexcept nogil:
     """Whether the row runs, nothing of its is due, and it holds the pages that leave it."""
     cdef const RowRecord *record = &batch.records[row]
-    cdef Holding *holding = holding_of(batch, row)
-    if record.state != RUNNING or (record.next_plan == 1 and has_row_due(batch, row)):
+    if record.state != RUNNING or (rare(record.next_plan == 1) and has_row_due(batch, row)):
         return False
-    if rare(batch.skips_pages or (batch.keeps_states and are_checkpoints_due(holding, record.num_computed))):
-        return find_lost_page(batch.pool, holding, record.num_computed) == NULL_PAGE
-    return True
+    return not rare(batch.skips_pages or batch.keeps_states) or _holds_leaving_pages(batch, row)
 
 
 cdef inline void _note_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t before, int32_t num_room) noexcept nogil:
@@ -173,7 +179,7 @@ cdef inline Py_ssize_t copy_rows(Batch *batch, const int32_t *rows, Py_ssize_t n
 # Rows are checked, and the due ones noted. A row that is free or pending is never plain: its `next_plan` is at most 1.
 
 cdef inline bint _check_due_step(Batch *batch, Growth *growth, Py_ssize_t i) noexcept nogil:
-    """Note a row that is told a token and may have work to do; False if the call is wrong for it."""
+    """Note a row that gets a token and may have work to do; False if the call is wrong for it."""
     cdef int32_t row = batch.checked_rows[i]
     cdef const RowRecord *record = &batch.records[row]
     cdef int32_t before = record.num_tokens
@@ -188,7 +194,7 @@ cdef inline bint _check_due_step(Batch *batch, Growth *growth, Py_ssize_t i) noe
 
 
 cdef inline Py_ssize_t _find_due_step(const Batch *batch, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
-    """Return the index of the first due row that is told a token."""
+    """Return the index of the first due row that gets a token."""
     cdef const int32_t *rows = batch.checked_rows
     cdef const RowRecord *records = batch.records
     cdef const RowRecord *record
@@ -202,7 +208,7 @@ cdef inline Py_ssize_t _find_due_step(const Batch *batch, Py_ssize_t start, Py_s
 
 
 cdef inline Py_ssize_t _check_steps(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
-    """Check that each copied row can be told a token; return the number of rows before the first wrong one."""
+    """Check that each copied row can get a token; return the number of rows before the first wrong one."""
     cdef Py_ssize_t i
     if GUARDS and signs_of(growth.token_ids, n) < 0:
         return 0

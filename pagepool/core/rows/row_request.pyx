@@ -13,6 +13,7 @@ from pagepool.core.holding cimport (
     query_of, refuse_ahead, shortage_of,
 )
 from pagepool.core.pool cimport MAX_BANKS, NO_BANK, LostHits, QueryCounter, count_changes, count_refusal, ids_in_shard
+from pagepool.core.rows.refusals cimport *
 from pagepool.core.rows.running cimport *
 from pagepool.core.tier cimport find_and_load, find_reachable
 from pagepool.core.values cimport as_shard
@@ -114,7 +115,7 @@ cdef class RowRequest:
         if self.token_ids.num == 0:
             raise ArgumentError("token_ids: got none, allowed: at least 1")
         if self.token_ids.num > rows.batch.max_num_tokens:
-            rows.refuse_row_length(self.row, self.token_ids.num)
+            refuse_row_length(&rows.batch, self.row, self.token_ids.num)
         self.tokens = count_tokens(
             num_tokens, max_num_new_tokens, self.token_ids.num, ends_at_checkpoint, num_external, num_lookahead_tokens,
             reserves_prompt,

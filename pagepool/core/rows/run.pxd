@@ -2,9 +2,9 @@
 #
 #     0 ...... settled ...... known ...... planned
 #
-# Known tokens have ids. Planned positions are written by planned steps; drafts, and the token that a step in flight samples, lie
-# behind the known tokens. Settled tokens have their pages cached: each group counts its own pages in `Held`. All other counts
-# are derived from these and from the launches, the row's steps in flight, oldest first:
+# Known tokens have ids. Planned positions are written by planned steps; drafts, and the token that a step in flight samples,
+# lie behind the known tokens. Settled tokens have their pages cached: each group counts its own pages in `Held`. All other
+# counts are derived from these and from the launches, the row's steps in flight, oldest first:
 #
 # * A launch writes from its `before` to the next launch's, and the last one to `num_planned`.
 # * `num_computed` counts the known tokens that planned steps write, and `num_ahead` the planned positions behind them.
@@ -18,7 +18,8 @@
 #
 # Always, for each row:
 # - ``0 <= num_computed <= num_tokens``, and ``num_computed <= num_planned``; in a running row `num_computed` is the lesser one.
-# - Launches ascend: ``before`` does not fall from one to the next, nor do their steps, and the last one's is at most `num_planned`.
+# - Launches ascend: ``before`` does not fall from one to the next, nor do their steps, and the last one's is at most
+#   `num_planned`.
 # - A launch that samples nothing any more comes before those whose tokens are still awaited.
 # - A row that is not running has no launch, and a free row has no token.
 

@@ -32,7 +32,7 @@ cdef class StepResult:
     cdef Stays stays                # those at the time of the call
     cdef PageIds num_tokens         # a number for each row, or one for all
     cdef PageIds num_drafts
-    cdef Growth growth              # its `rows` and `token_ids` are invalid after the call; its `step` is 0 before there are rows
+    cdef Growth growth              # `rows` and `token_ids` are invalid after the call; `step` is 0 before there are rows
 
 
 @cython.auto_pickle(False)
@@ -71,14 +71,11 @@ cdef class RunningRows:
     cdef int check_made(self) except -1
     cdef int acquire_locks(self) except -1
     cdef Py_ssize_t checked_row(self, object row) except -1
-    cdef int refuse_row_length(self, Py_ssize_t row, int64_t num_tokens) except -1
     cdef void forget_extra_keys(self, Py_ssize_t row) noexcept
 
 
 cdef int lock_for(RunningRows running, StepResult step, str name) except -1
 cdef StepResult checked_step(RunningRows running, object step, str name)
-cdef object not_admitted(str name)
-cdef int check_drafts(const Batch *batch, str name, int64_t num_drafts) except -1
 cdef StepResult add_call(StepResult step, StepResult call)
 cdef StepResult new_admission(RunningRows running, Py_ssize_t row)
 cdef void launch_admission(Batch *batch, Py_ssize_t row, StepResult step, StepResult call, Launch launch) noexcept

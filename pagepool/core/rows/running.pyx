@@ -8,27 +8,26 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 from libc.string cimport memcpy
 
-from pagepool.core.base cimport CACHE_LINE, UNKNOWN, copy_bytes, exceptional, keep_sparse, process_number, require_allocated
+from pagepool.core.base cimport CACHE_LINE, UNKNOWN, keep_sparse, process_number, require_allocated
 from pagepool.core.holding cimport (
-    FORKED, SHORT_OF_MEMORY, SHORT_OF_PAGES, UNSHAREABLE, ForkExtent, ForkOutcome, awaits_moves, copy_ids, count_places,
-    draw_references, drop_copies, find_fork_shortage, find_wrong, fork_extent, fork_group, give_back_behind,
-    has_window, keeps_checkpoints, list_last_first, prepare_fork, rate_pages, refuse_ahead, refuse_due, refuse_unshareable,
-    require_banks, shortage_beside, skip_unread,
+    FORKED, SHORT_OF_MEMORY, ForkExtent, ForkOutcome, awaits_moves, copy_ids, count_places, draw_references, find_wrong,
+    has_window, keeps_checkpoints, list_last_first, prepare_fork, rate_pages, require_banks, shortage_beside,
 )
-from pagepool.core.pool cimport bank_of_queue, count_refusal, overdrawn_page
+from pagepool.core.pool cimport bank_of_queue, count_refusal
+from pagepool.core.rows.external cimport *
+from pagepool.core.rows.forks cimport *
+from pagepool.core.rows.refusals cimport *
+from pagepool.core.rows.release cimport *
 from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport NO_WRITES, FailedLoads, Moves, StateWrites, take_with, writes_of
-from pagepool.core.values cimport array_of, changed_values, hashing_of, ids_in, require_instance
+from pagepool.core.values cimport array_of, hashing_of, ids_in, require_instance
 
 from numbers import Real
 
 import numpy as np
 
 from pagepool.arguments import require_flag
-from pagepool.errors import (
-    ArgumentError, ArgumentTypeError, DoubleFreeError, OutOfPagesError, RowIndexError, RowOverflowError,
-    StateAheadError, made_twice, not_made,
-)
+from pagepool.errors import ArgumentError, ArgumentTypeError, made_twice, not_made
 from pagepool.refusal import Refusal
 
 cdef object ndarray = np.ndarray
@@ -209,18 +208,6 @@ cdef object refusal_of(PageStore store, const Shortage *shortage):
         shortage.num_needed, shortage.num_free, shortage.num_reserved, shortage.num_hit_tokens, pool, shard,
         shortage.can_wait,
     )
-
-
-cdef enum ReleaseOutcome:
-    RELEASED
-    WRONG_ROW                 # a row is not admitted, or repeated
-    OVERDRAWN                 # a page would be given back more often than it is held
-    SHORT_OF_ROOM             # memory is short
-
-cdef struct Release:          # how a release of rows ended
-    ReleaseOutcome outcome
-    Py_ssize_t at             # index of the wrong row
-    int32_t page_id           # the page without references
 
 
 cdef PageIds ZERO = PageIds([0])
@@ -414,12 +401,6 @@ cdef class RunningRows:
         self.check_made()
         return (<TableRows>self.tables[0]).checked_row(row)
 
-    cdef int refuse_row_length(self, Py_ssize_t row, int64_t num_tokens) except -1:
-        raise RowOverflowError(
-            f"row {row}: got {num_tokens} tokens, "
-            f"allowed: {self.batch.max_num_tokens}, which is max_model_len or what the table has room for"
-        )
-
     cdef void forget_extra_keys(self, Py_ssize_t row) noexcept:
         """Drop the row's extra keys, and its digests, which depend on them."""
         self.batch.rows[row].num_hashed = 0
@@ -479,9 +460,9 @@ cdef class RunningRows:
         """Settle the last step of rows that sampled one token each, and plan the next: the decode step of an engine that waits
         for its steps.
 
-        `rows` and `token_ids` are lists or int arrays of one length; rows do not repeat. Each row gets its token, and a slot for
-        it. Drafts of its last step are rejected: `settle` tells accepted ones. The first row that does not fit stops the call
-        and gets no token. With `step` the rows are added to a step, which is returned. Nothing has changed after an error:
+        `rows` and `token_ids` are lists or int arrays of one length; rows do not repeat. Each row gets its token, and a slot
+        for it. Drafts of its last step are rejected: `settle` tells accepted ones. The first row that does not fit stops the
+        call and gets no token. With `step` the rows are added to a step, which is returned. Nothing has changed after an error:
         RowOverflowError for a row that is full, ArgumentError for one with known tokens to compute, such as one in the middle
         of its prompt, StateAheadError for one with two steps in flight, and the errors of `plan`. O(rows + new pages), native.
         """
@@ -541,7 +522,7 @@ cdef class RunningRows:
         with self.own_lock()[0]:
             num_done = append_tokens(&self.batch, row_ids.ids, tokens.ids, row_ids.num)
         if num_done < row_ids.num:
-            refuse_append(self, row_ids, num_done)
+            refuse_append(self.store, &self.batch, row_ids, num_done)
 
     def trim(self, rows, num_tokens) -> None:
         """Cut the known tokens of rows, as for rejected drafts, to `num_tokens`, a number for all rows or one for each.
@@ -567,7 +548,7 @@ cdef class RunningRows:
         is_due = num_right < row_ids.num and has_due(self, row_ids.ids[num_right])
         self.release_locks()
         if num_right < row_ids.num:
-            refuse_trim(self, row_ids, num_right, amount(&amounts, num_right), is_due)
+            refuse_trim(self.store, &self.batch, row_ids, num_right, amount(&amounts, num_right), is_due)
 
     # Release and exchange of rows.
 
@@ -592,7 +573,7 @@ cdef class RunningRows:
         self.acquire_locks()
         release = release_rows(self, row_ids, row_terms, ids, page_terms, False)
         self.release_locks()
-        refuse_release(self, row_ids, &release)
+        refuse_release(self.store, &self.batch, row_ids, &release)
 
     def move_row(self, src, tgt) -> None:
         """Move an admitted row to a free one; the source becomes free. O(tokens and pages of the row)."""
@@ -640,7 +621,7 @@ cdef class RunningRows:
         is_due = awaits_moves(batch.pool, holding) or has_writes_due(batch, source)
         is_moving = batch.rows[source].num_ahead > 0
         is_ready = batch.records[source].state == RUNNING and not is_due and not is_moving
-        num_right = stamp_free_rows(batch, source, target_rows) if is_ready else 0
+        num_right = stamp_free_rows(batch, target_rows.ids, target_rows.num) if is_ready else 0
         if num_right == target_rows.num:
             extent = extent_of(batch, source)
             outcome = prepare_fork(batch.pool, holding, &extent, num_right, batch.rows[source].shard)
@@ -652,10 +633,10 @@ cdef class RunningRows:
             plan_next(batch, source)
         self.release_locks()
         if outcome != FORKED:
-            refuse_unready(self, source, is_due)
+            refuse_unready(self.store, &self.batch, source, is_due)
             if is_moving:
                 refuse_ahead_of(batch, source)
-            refuse_fork(self, source, target_rows, num_right, outcome)
+            refuse_fork(self.store, &self.batch, source, target_rows, num_right, outcome)
 
     # Tokens from elsewhere.
 
@@ -728,7 +709,7 @@ cdef class RunningRows:
                 release = release_lost(self, one, row, ids)
                 lost.put(&row, 1)
         self.release_locks()
-        refuse_release(self, lost, &release)
+        refuse_release(self.store, &self.batch, lost, &release)
         return rewound.to_list(), lost.to_list()
 
     # Reads.
@@ -997,7 +978,7 @@ cdef StepResult run_growth(
     if num_right < growth.num_rows:
         if tokens is not None:
             refuse_negative(tokens.ids, tokens.num, 0)
-        refuse_growth(running, growth, num_right, is_due)
+        refuse_growth(running.store, &running.batch, growth, num_right, is_due)
     if not has_room:
         raise MemoryError(f"{growth.max_num_new} new pages")
     running.store.check_untaken(held_free)
@@ -1131,7 +1112,7 @@ cdef object settle_step(RunningRows running, StepResult ended, PageIds tokens, P
         ended.is_settled = running.batch.settles = True
     running.release_locks()
     if fault != SETTLES:
-        refuse_settlement(running, &settlement, fault, at)
+        refuse_settlement(&running.batch, &settlement, fault, at)
     return array_of(places.ids, n)
 
 
@@ -1162,7 +1143,7 @@ cdef object fail_step(RunningRows running, StepResult ended):
     free(failure.is_lost)
     if not has_room:
         raise MemoryError("the pages of a failed step")
-    refuse_release(running, lost, &release)
+    refuse_release(running.store, &running.batch, lost, &release)
     return array_of(lost.ids, lost.num)
 
 
@@ -1248,14 +1229,6 @@ cdef bint reserve_rows(RunningRows running, Py_ssize_t n, PageIds ids, PageIds p
     return ids.try_reserve(num_places) and (page_terms is None or page_terms.try_reserve(num_places))
 
 
-cdef void cache_last_pages(Batch *batch, Py_ssize_t n) noexcept:
-    """Cache the pages of the copied rows whose lookahead became known after they were filled."""
-    cdef Py_ssize_t i
-    for i in range(n if batch.hashing.num_lookahead else 0):
-        cache_row(batch, batch.checked_rows[i], count_final(batch, batch.checked_rows[i]))
-    cache_waiting(&batch.waiting)
-
-
 cdef bint order_pages(
     RunningRows running, Py_ssize_t n, PageIds ids, Py_ssize_t *num_staying, const Amounts *terms, PageIds page_terms
 ) noexcept:
@@ -1279,38 +1252,6 @@ cdef bint order_pages(
         if not are_worthless:
             num_staying[0] = ids.num
     return True
-
-
-cdef void end_row(Batch *batch, Py_ssize_t row, int32_t term, bint has_failed) noexcept:
-    """Make a row free whose pages were given back. Its last states are cached with a term, unless their step has failed."""
-    cdef Holding *holding = holding_of(batch, row)
-    assert batch.records[row].is_admitted and batch.records[row].stamp == batch.stamp
-    if batch.keeps_states and not has_failed and not awaits_moves(batch.pool, holding):
-        if count_final(batch, row) >= batch.records[row].num_computed:
-            keep_last_states(batch, row, term)
-            note_last_states(batch, row)
-    note_row_entries(batch, row)
-    drop_copies(batch.pool, holding)
-    if batch.writes_states:
-        if not has_failed:
-            settle_writes(batch, row, count_final(batch, row), 0, term)
-        drop_writes(batch, row, 0)
-    set_context(batch, row, 0)
-    set_session(batch.pool, &batch.rows[row].holding.session, NO_SESSION)
-    empty_row(batch, row)
-
-
-cdef void note_last_states(Batch *batch, Py_ssize_t row) noexcept:
-    """Note the entries of working pages that became checkpoints, though a step in flight changes them."""
-    cdef const Held *held
-    cdef Py_ssize_t g
-    cdef int64_t step = step_that_fills(batch, row, batch.records[row].num_computed, 0)
-    for g in range(batch.num_groups if step else 0):
-        held = held_by(batch, row, g)
-        if not keeps_checkpoints(&batch.groups[g]) or held.num_pages == 0:
-            continue
-        if batch.pool.pages[held.ids[0]].group != NO_GROUP and not note_made(batch, step, held.ids[0]):
-            uncache(batch.pool, held.ids[0])
 
 
 cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bint is_move) except -1:
@@ -1347,20 +1288,6 @@ cdef int exchange(RunningRows running, Py_ssize_t source, Py_ssize_t target, bin
 
 # Forks.
 
-cdef Py_ssize_t stamp_free_rows(Batch *batch, Py_ssize_t source, PageIds targets) noexcept:
-    """Stamp the targets, and return the number of targets before the first that is not free, or repeated."""
-    cdef Py_ssize_t i
-    cdef RowRecord *record
-    start_call(batch)
-    for i in range(targets.num):
-        if not 0 <= targets.ids[i] < batch.num_rows:
-            return i
-        record = &batch.records[targets.ids[i]]
-        if record.state != FREE or record.stamp == batch.stamp:
-            return i
-        record.stamp = batch.stamp
-    return targets.num
-
 
 cdef bint copy_extra_keys(RunningRows running, Py_ssize_t source, PageIds targets, list forgotten) noexcept:
     """Give free rows the extra keys of the source, and move their old ones to `forgotten`. False if memory is short: the
@@ -1385,44 +1312,6 @@ cdef bint copy_extra_keys(RunningRows running, Py_ssize_t source, PageIds target
     return True
 
 
-cdef ForkExtent extent_of(const Batch *batch, Py_ssize_t source) noexcept nogil:
-    """Return the extent of the row's forks. They may get other tokens behind the computed ones, in a lookahead too."""
-    return fork_extent(batch.records[source].num_computed, batch.hashing.num_lookahead)
-
-
-cdef void fork_row(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nogil:
-    """Fork the source into a free row: copy its tokens, digests, context and session, and fork its pages."""
-    cdef RowRecord *record = &batch.records[row]
-    cdef Holding *forked = holding_of(batch, source)
-    cdef Holding *new = holding_of(batch, row)
-    cdef ForkExtent extent = extent_of(batch, source)
-    cdef Py_ssize_t i
-    cdef int32_t g
-    assert batch.records[source].state == RUNNING and batch.rows[source].num_ahead == 0
-    assert record.state == FREE and batch.rows[row].context == 0 and new.session == NO_SESSION and new.held.num_pages == 0
-    copy_bytes(tokens_of(batch, row), tokens_of(batch, source), batch.records[source].num_tokens * sizeof(int32_t))
-    copy_bytes(digests_of(batch, row), digests_of(batch, source), batch.rows[source].num_hashed * sizeof(Digest))
-    if batch.hashing.kind != SIPHASH:
-        copy_bytes(batch.rows[row].uppers, batch.rows[source].uppers, batch.rows[source].num_hashed * sizeof(Digest))
-    record[0] = batch.records[source]
-    record.stamp = batch.stamp
-    for i in range(batch.ring_size):
-        batch.launches[row * batch.ring_size + i] = batch.launches[source * batch.ring_size + i]
-    disown_launches(batch, row, record.num_planned)
-    batch.num_admitted += 1
-    batch.rows[row].shard, batch.rows[row].num_hashed = batch.rows[source].shard, batch.rows[source].num_hashed
-    batch.rows[row].num_hits = batch.rows[source].num_hits
-    set_context(batch, row, batch.rows[source].context)
-    set_session(batch.pool, &batch.rows[row].holding.session, batch.rows[source].holding.session)
-    begin_stay(batch, row)
-    if batch.has_boundaries:
-        new.boundaries[0] = forked.boundaries[0]
-    for g in range(batch.num_groups):
-        fork_group(batch.pool, forked, new, g, &extent, batch.rows[row].shard)
-    show_row(batch, row)
-    plan_next(batch, row)
-
-
 # Tokens from elsewhere.
 
 cdef int32_t end_external(RunningRows running, object row, object num_tokens, str name, bint is_failed) except -1:
@@ -1444,262 +1333,5 @@ cdef int32_t end_external(RunningRows running, object row, object num_tokens, st
     num_computed = batch.records[checked].num_computed
     running.release_locks()
     if not is_right:
-        refuse_end(running, checked, num, num_external, is_due)
+        refuse_end(running.store, &running.batch, checked, num, num_external, is_due)
     return num_computed
-
-
-cdef void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Count the first awaited tokens of a pending row as computed, and let the row run."""
-    cdef Holding *holding = holding_of(batch, row)
-    cdef Py_ssize_t g
-    assert 0 <= num_tokens <= batch.rows[row].num_external and batch.records[row].state == PENDING
-    batch.records[row].num_planned = batch.records[row].num_computed + num_tokens
-    batch.rows[row].num_external = 0
-    set_state(batch, row, RUNNING)
-    count_run_tokens(batch, row)
-    skip_unread(batch.pool, holding, batch.records[row].num_computed)
-    for g in range(batch.num_groups):
-        if held_by(batch, row, g).num_skipped:
-            blank(batch.tables[g], row, 0, held_by(batch, row, g).num_skipped)
-    cache_row(batch, row, count_final(batch, row))
-    cache_waiting(&batch.waiting)
-    plan_next(batch, row)
-
-
-cdef void fail_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Commit the first tokens and give back the pages behind them; with a state, discard all."""
-    cdef Holding *holding = holding_of(batch, row)
-    if batch.has_state:
-        batch.records[row].num_computed = batch.rows[row].num_hits = num_tokens = 0
-        drop_writes(batch, row, 0)
-    commit_row(batch, row, num_tokens)
-    give_back_behind(batch.pool, holding, batch.records[row].num_computed)
-    show_end(batch, row)
-    plan_next(batch, row)
-
-
-# Errors are raised after unlocking, for what was found under the locks.
-
-cdef int check_lengths(PageIds tokens, PageIds rows) except -1:
-    """Raise unless there is one token id for each row."""
-    if tokens.num != rows.num:
-        raise ArgumentError(f"token_ids: got {tokens.num}, allowed: as many as rows, {rows.num}")
-    return 0
-
-
-cdef object not_admitted(str name):
-    """Return the error for a row that is not admitted."""
-    return ArgumentError(f"{name}: got a row that is not admitted, allowed: an admitted one")
-
-
-cdef int refuse_unready(RunningRows running, Py_ssize_t row, bint is_due, bint may_wait=False, Py_ssize_t at=-1) except -1:
-    """Raise if a row is not admitted, had moves due when a call stopped at it (`is_due`), or, unless it `may_wait`, waits for
-    tokens from elsewhere. `at` is its index in a list of rows.
-    """
-    cdef const Batch *batch = &running.batch
-    cdef str name = f"row {row} (at {at})" if at >= 0 else f"row {row}"
-    if not batch.records[row].is_admitted:
-        raise not_admitted(name)
-    if batch.rows[row].num_external and not may_wait:
-        raise ArgumentError(
-            f"{name}: got a row that waits for {batch.rows[row].num_external} tokens from elsewhere, allowed: one that "
-            "waits for none; call commit_external or fail_external before"
-        )
-    if is_due:
-        refuse_due(running.store, name)
-    return 0
-
-
-cdef int32_t refuse_unknown(RunningRows running, int32_t row, Py_ssize_t at) except -1:
-    """Return a row of a call, or raise if it is not in the table or not admitted."""
-    if not 0 <= row < running.batch.num_rows:
-        raise RowIndexError(f"row: got {row} (at {at}), allowed: 0 to {running.batch.num_rows - 1}")
-    refuse_unready(running, row, False, True, at)
-    return row
-
-
-cdef int32_t refuse_row(RunningRows running, const int32_t *rows, Py_ssize_t at) except -1:
-    """Return a row of a call without repeats, or raise the error for it."""
-    cdef Py_ssize_t i
-    cdef int32_t row = refuse_unknown(running, rows[at], at)
-    for i in range(at):
-        if rows[i] == row:
-            raise ArgumentError(f"rows: got {row} twice (at {i} and {at}), allowed: each once")
-    return row
-
-
-cdef int refuse_ahead_of(const Batch *batch, Py_ssize_t row) except -1:
-    raise StateAheadError(
-        f"row {row}: got a planned step that writes positions up to {batch.records[row].num_planned}, allowed: none behind its "
-        f"{batch.records[row].num_tokens} known tokens; settle the step before"
-    )
-
-
-cdef int check_drafts(const Batch *batch, str name, int64_t num_drafts) except -1:
-    """Raise if drafts would change states that steps in flight write."""
-    if not can_draft(batch, num_drafts > 0):
-        raise StateAheadError(
-            f"{name}: got {num_drafts} drafts, allowed for states that are kept: 0, or with restores_states any"
-        )
-    return 0
-
-
-cdef int refuse_plan(RunningRows running, int32_t row, Py_ssize_t at, int32_t num_tokens, int32_t num_drafts) except -1:
-    """Raise if the row has no such tokens to plan."""
-    cdef Batch *batch = &running.batch
-    cdef int32_t num_planned = batch.records[row].num_planned, num_left = batch.records[row].num_tokens - num_planned
-    cdef Py_ssize_t num_awaited = count_awaited(batch, row)
-    cdef str name = f"row {row} (at {at})"
-    if num_drafts < 0:
-        raise ArgumentError(f"{name}: got {num_drafts} drafts, allowed: at least 0")
-    check_drafts(batch, name, num_drafts)
-    if num_left > 0 and not 1 <= num_tokens <= num_left:
-        raise ArgumentError(f"{name}: got {num_tokens} tokens, allowed: 1 to {num_left}, which are known and not computed")
-    if num_left <= 0 and not 1 <= num_awaited <= batch.max_steps_ahead:
-        allowed = f"1 to {batch.max_steps_ahead}, which is max_steps_ahead" if batch.max_steps_ahead else "known tokens alone"
-        raise ArgumentError(
-            f"{name}: got no known token to compute, and {num_awaited} steps in flight that sample the next ones, allowed: "
-            f"{allowed}; settle the step that sampled its token, or append it"
-        )
-    if num_left <= 0 and num_planned >= batch.max_num_tokens:
-        running.refuse_row_length(row, num_planned + <int64_t>1)
-    return 0
-
-
-cdef int refuse_step(RunningRows running, int32_t row, Py_ssize_t at) except -1:
-    """Raise if the row cannot get a token whose step is settled."""
-    cdef Batch *batch = &running.batch
-    cdef int32_t num_left = batch.records[row].num_tokens - batch.records[row].num_planned
-    if batch.records[row].num_tokens >= batch.max_num_tokens:
-        running.refuse_row_length(row, batch.records[row].num_tokens + <int64_t>1)
-    if num_left > 0:
-        raise ArgumentError(
-            f"row {row} (at {at}): got a token behind {num_left} known ones that are not computed, allowed: one behind "
-            "computed ones; plan computes them"
-        )
-    if count_awaited(batch, row) > 1:
-        refuse_later_step(row)
-    return 0
-
-
-cdef int refuse_later_step(int32_t row) except -1:
-    raise StateAheadError(
-        f"row {row}: got a token that a later step in flight computes, allowed: one that no step in flight computes; settle "
-        "the step that sampled it"
-    )
-
-
-cdef int refuse_growth(RunningRows running, const Growth *growth, Py_ssize_t at, bint is_due) except -1:
-    cdef int32_t row = refuse_row(running, growth.rows, at)
-    cdef int32_t num_tokens = amount(&growth.num_tokens, at), num_drafts = amount(&growth.num_drafts, at)
-    cdef int32_t num_computed = running.batch.records[row].num_computed, num_room
-    cdef int64_t num_passed
-    refuse_unready(running, row, is_due, False, at)
-    if growth.token_ids != NULL:
-        refuse_step(running, row, at)
-    else:
-        refuse_plan(running, row, at, num_tokens, num_drafts)
-    if growth.num_excess:
-        running.store.refuse_size(f"row {row} (at {at})", growth.num_excess, growth.short_queue)
-    if find_lost_page(&running.store.pool, holding_of(&running.batch, row), num_computed) != NULL_PAGE:
-        raise DoubleFreeError(
-            f"row {row} (at {at}): got a page given back by somebody else, allowed: pages that the row gives back itself"
-        )
-    num_room = room_for(&running.batch, min(num_computed + <int64_t>num_tokens, MAX_TOKENS), num_drafts)
-    num_passed = find_passed(&running.batch, row, num_tokens, num_room)
-    if num_passed < INT64_MAX:
-        refuse_ahead(f"row {row}", num_room, num_passed)
-    raise changed_values("rows")
-
-
-cdef int refuse_settlement(RunningRows running, const Settlement *settlement, SettleFault fault, Py_ssize_t at) except -1:
-    cdef int32_t row = settlement.places[at], num = amount(&settlement.counts, at)
-    cdef Py_ssize_t launch = find_launch(&running.batch, row, settlement.growth.step)
-    cdef str name = f"row {row} (at {at} of its call)"
-    if fault == FULL_ROW:
-        running.refuse_row_length(row, <int64_t>running.batch.records[row].num_tokens + num)
-    if fault == TOO_EARLY:
-        raise ArgumentError(
-            f"{name}: got a step before an earlier one that is not settled, allowed: steps in the order of their launch"
-        )
-    if fault == NONE_TOLD:
-        raise ArgumentError(f"{name}: got no token, allowed: at least 1, which a later step in flight computes")
-    if fault == TOO_MANY and launch >= 0:
-        num_drafts = launch_at(&running.batch, row, launch).num_sampled - 1
-        raise ArgumentError(f"{name}: got {num} tokens, allowed: at most {num_drafts + 1}, with {num_drafts} drafts")
-    raise ArgumentError(f"{name}: got {num} tokens, allowed: 0, since its step samples none, or the row has got its token")
-
-
-cdef int refuse_append(RunningRows running, PageIds rows, Py_ssize_t at) except -1:
-    cdef Py_ssize_t i
-    cdef int64_t num_tokens = 1
-    cdef int32_t row = refuse_unknown(running, rows.ids[at], at)
-    for i in range(at):
-        num_tokens += rows.ids[i] == row
-    if count_awaited(&running.batch, row) > 1:
-        refuse_later_step(row)
-    running.refuse_row_length(row, running.batch.records[row].num_tokens + num_tokens)
-
-
-cdef int refuse_trim(RunningRows running, PageIds rows, Py_ssize_t at, int32_t num_tokens, bint is_due) except -1:
-    cdef int32_t row = refuse_row(running, rows.ids, at)
-    if not 0 <= num_tokens <= running.batch.records[row].num_tokens:
-        raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {running.batch.records[row].num_tokens}")
-    refuse_unready(running, row, is_due, False, at)
-    if running.batch.rows[row].num_ahead:
-        refuse_ahead_of(&running.batch, row)
-    if has_state_behind(&running.batch, row, num_tokens):
-        raise ArgumentError(
-            f"num_tokens: got {num_tokens} (at {at}), allowed for row {row}, which has a state that saw later tokens: "
-            f"0, or from {running.batch.records[row].num_computed} on"
-        )
-    raise ArgumentError(
-        f"num_tokens: got {num_tokens} (at {at}), which need pages that were given back, when they fell out of the attention "
-        f"window or by somebody else, allowed: a number of tokens whose pages row {row} holds"
-    )
-
-
-cdef int refuse_release(RunningRows running, PageIds rows, const Release *release) except -1:
-    """Raise the error for rows that were not released."""
-    if release.outcome == SHORT_OF_ROOM:
-        raise MemoryError("the pages of the rows, or their terms")
-    if release.outcome == OVERDRAWN:
-        page = running.store.shown_page(release.page_id)
-        raise overdrawn_page(f"{page} of a row")
-    if release.outcome == WRONG_ROW:
-        refuse_row(running, rows.ids, release.at)
-        raise changed_values("rows")
-    return 0
-
-
-cdef int refuse_fork(RunningRows running, Py_ssize_t source, PageIds targets, Py_ssize_t at, ForkOutcome outcome) except -1:
-    cdef Batch *batch = &running.batch
-    cdef Holding *holding = holding_of(batch, source)
-    cdef ForkExtent extent
-    cdef Shortage shortage
-    if at < targets.num:
-        if not 0 <= targets.ids[at] < batch.num_rows:
-            raise RowIndexError(f"targets: got {targets.ids[at]} (at {at}), allowed: 0 to {batch.num_rows - 1}")
-        raise ArgumentError(f"targets: got {targets.ids[at]} (at {at}), allowed: free rows, each once")
-    if outcome == SHORT_OF_PAGES:
-        extent = extent_of(batch, source)
-        shortage = find_fork_shortage(batch.pool, holding, &extent, targets.num, batch.rows[source].shard)
-        where = "" if batch.pool.num_banks == 1 else f" in {running.store.shown_queue(shortage.queue)}"
-        raise OutOfPagesError(
-            f"row {source}: got forks that need {shortage.num_needed} pages, allowed: at most the {shortage.num_free} that are "
-            f"free{where}"
-        )
-    if outcome == UNSHAREABLE:
-        refuse_unshareable(f"row {source}")
-    raise MemoryError(f"forks of row {source}")
-
-
-cdef int refuse_end(RunningRows running, Py_ssize_t row, int32_t num_tokens, int32_t num_external, bint is_due) except -1:
-    if num_external == 0:
-        raise ArgumentError(f"row {row}: got a row that waits for no tokens from elsewhere, allowed: one that waits for some")
-    refuse_unready(running, row, is_due, True)
-    if num_tokens > num_external:
-        raise ArgumentError(f"row {row}: got {num_tokens} tokens, allowed: at most the {num_external} for which it waits")
-    raise ArgumentError(
-        f"row {row}: got {num_tokens} tokens, allowed with a state: all {num_external}; call fail_external for fewer"
-    )

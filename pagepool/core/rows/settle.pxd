@@ -209,9 +209,9 @@ cdef inline Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const in
     return num_right
 
 
-# Rows get shorter: tokens are cut, or computed again after a failed step or load. The next tokens overwrite the page at the cut,
-# so it must have no other holder. With a hash lookahead the pages of the last tokens before a cut change too: their keys cover
-# cut tokens, and drafters write their ends again.
+# Rows get shorter: tokens are cut, or computed again after a failed step or load. The next tokens overwrite the page at the
+# cut, so it must have no other holder. With a hash lookahead the pages of the last tokens before a cut change too: their keys
+# cover cut tokens, and drafters write their ends again.
 
 cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Whether the row has a state that saw tokens from `num_tokens` on, or will. A restart from token 0 replaces the state."""
@@ -274,7 +274,8 @@ cdef inline void note_row_entries(Batch *batch, Py_ssize_t row) noexcept nogil:
     cdef Py_ssize_t g, i
     cdef int32_t start, size
     cdef int64_t step
-    for g in range(batch.num_groups if batch.records[row].num_launches else 0):
+    cdef bint is_in_step = batch.records[row].num_launches and launch_at(batch, row, 0).step <= batch.num_steps
+    for g in range(batch.num_groups if is_in_step else 0):  # an admission without a step cannot fail on its own
         held, size = held_by(batch, row, g), batch.groups[g].rules.page_size
         start = max(held.num_hits, full_pages(&batch.groups[g].rules, batch.records[row].num_resolved))
         for i in range(start, held.num_pages if not is_state(&batch.groups[g].rules) else 0):

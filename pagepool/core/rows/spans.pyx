@@ -9,6 +9,7 @@ from pagepool.core.pool cimport (
     NOBODY, SECOND, LeasedSpan, Leases, Page, bank_of, begin_lease, count_by_bank, end_lease, end_leases, expect_page,
     find_untouchable, has_key, hit, id_in_bank, is_free, now_of, set_end,
 )
+from pagepool.core.rows.refusals cimport *
 from pagepool.core.rows.running cimport *
 from pagepool.core.values cimport HashChain, float_of
 

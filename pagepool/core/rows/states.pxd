@@ -42,8 +42,8 @@ cdef inline void keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_compu
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
         if keep_state(
-            batch.pool, holding, <int32_t>g, &contents if num_final == num_computed else NULL, num_computed, batch.rows[row].shard,
-            num_reserved_in[batch.groups[g].bank],
+            batch.pool, holding, <int32_t>g, &contents if num_final == num_computed else NULL, num_computed,
+            batch.rows[row].shard, num_reserved_in[batch.groups[g].bank],
         ):
             write_ids(batch.tables[g], row, 0, held.ids, 1, offset_of(batch, g))
             batch.tables[g].version += 1
@@ -118,8 +118,8 @@ cdef inline void _note_writes(Batch *batch, Py_ssize_t row, int32_t num_tokens) 
 
 
 cdef inline void write_states(Batch *batch, Py_ssize_t row, int32_t before, int32_t num_planned) noexcept nogil:
-    """Note the writes of a step that computes the row's tokens from `before` to `num_planned`, one for each boundary that it can
-    write. A transfer of tokens brings no state but that at their end. O(boundaries x groups).
+    """Note the writes of a step that computes the row's tokens from `before` to `num_planned`, one for each boundary that it
+    can write. A transfer of tokens brings no state but that at their end. O(boundaries x groups).
     """
     cdef Holding *holding = holding_of(batch, row)
     cdef Py_ssize_t g

@@ -107,8 +107,9 @@ def take_unstored(PageStore store not None, num_steps=0) -> tuple:
     due before are done. Page 0 stands for a key whose content was found to be wrong. The last two are the number of the present
     step, and how often everything was dropped since the storage was linked.
 
-    A step begins with each call of `take_moves`, except those for forks and refused calls. A page is settled `num_steps` steps after it reached the tier: until then
-    its own step may turn out to have failed. Unsettled pages that are still in the tier are not due yet. O(pages).
+    A step begins with each call of `take_moves`, except those for forks and refused calls. A page is settled `num_steps` steps
+    after it reached the tier: until then its own step may turn out to have failed. Unsettled pages that are still in the tier
+    are not due yet. O(pages).
     """
     cdef PageTier tier = tier_of(store)
     cdef Tier *storage = &tier.storage

@@ -17,12 +17,10 @@ from pagepool.core.holding cimport (
 from pagepool.core.pool cimport (
     FLAGS, MAX_BANKS, NO_BANK, NO_GROUP, SAVED, TWIN, UNSAVED, Bank, Entry, FreshPage, Page, Range, Ranges, bank_of, bare_entry,
     cache_alone, count_free, count_free_in, count_pages_in, counted_bank, digest_of, enqueue, find, give_back, has_key, hit,
-    id_in_bank, is_first, is_free, pull_unused, term_of, uncache, uncache_in_tier,
+    is_first, is_free, pull_unused, term_of, uncache, uncache_in_tier,
 )
 from pagepool.core.tier.transfers cimport *
 from pagepool.core.values cimport HashChain, as_list, new_ids, require_instance, size_of
-
-import numpy as np
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
