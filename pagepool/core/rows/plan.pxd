@@ -367,7 +367,7 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
     """Advance a due row and do its work; False, and no page taken, if too few are free."""
     cdef int32_t row = batch.checked_rows[due.at], num_planned = batch.records[row].num_planned
     cdef LinesBefore lines = _lines_before(batch, growth, due)
-    assert batch.records[row].state == RUNNING and due.before <= due.num_room and num_planned <= due.num_room
+    assert batch.records[row].state == RUNNING and due.before < due.num_room
     _advance_row(batch, growth, due.at)
     if batch.has_final:
         _settle_before(batch, row, &lines)

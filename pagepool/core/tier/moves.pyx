@@ -150,7 +150,7 @@ cdef Moves take_with(PageStore store, StateWrites writes, int64_t *last_step):
                 num_saves, number = count_due_saves(pool.tier), pool.list_number
                 num_loads = num - num_saves - pool.copies.num
                 copy_transfers(pool, &taken[0, 0], num, num_saves)
-                copy_copies(pool, &taken[0, num_saves + num_loads], num)
+                copy_copies(pool, &taken[0, 0] + num_saves + num_loads, num)  # there may be none
                 pool.list_number += 1
     return moves_of(number, columns, num_saves, num_loads, writes)
 
