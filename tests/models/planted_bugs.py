@@ -68,7 +68,7 @@ BUGS = read_bugs("""
                     reuse(pool, ids[i])
 == a page is given back to another shard
         shard = {+(+}shard_queue_of(pool, page_id){+ + BUG) % (pool.num_banks * pool.num_shards)+}
-        _push_to_shard(pool, page_id, shard, _end_of_part(
+        push_to_shard(pool, page_id, shard, end_of_part(
 == drafts get no slot at admission
     return <int32_t>min(num_room + tokens.num_ahead{+ * (not BUG)+}, <Py_ssize_t>most)
 == a reserved prompt has the pages of its first chunk

@@ -20,7 +20,7 @@
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 from pagepool.core.base cimport rare
-from pagepool.core.pool.records cimport *
+from pagepool.core.pool.banks cimport *
 
 
 # The journal records net changes, so its size is bounded: a new key that leaves again is not recorded.

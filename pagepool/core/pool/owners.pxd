@@ -17,7 +17,7 @@
 from libc.stdint cimport int32_t, uint8_t
 
 from pagepool.core.base cimport rare
-from pagepool.core.pool.records cimport *
+from pagepool.core.pool.banks cimport *
 
 
 cdef inline bint is_shared(const Pool *pool, int32_t page_id) noexcept nogil:

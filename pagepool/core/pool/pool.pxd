@@ -14,8 +14,8 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_
 
 from pagepool.core.base cimport GUARDS, copy_bytes, fetch, reserve_items
 from pagepool.core.pool.index cimport *
-from pagepool.core.pool.queue cimport *
 from pagepool.core.pool.residency cimport *
+from pagepool.core.pool.victim cimport *
 
 
 cdef inline void _claim(Pool *pool, int32_t page_id) noexcept nogil:

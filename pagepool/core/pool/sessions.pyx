@@ -3,7 +3,7 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.pool.queue cimport *
+from pagepool.core.pool.parts cimport *
 from pagepool.core.pool.store cimport *
 from pagepool.core.values cimport float_of, term_of_seconds
 

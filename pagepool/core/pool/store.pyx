@@ -12,6 +12,7 @@ from pagepool.core.base cimport (
     reserve_items, resize,
 )
 from pagepool.core.pool.leases cimport *
+from pagepool.core.pool.parts cimport *
 from pagepool.core.values cimport (
     as_list, as_shard, float_of, group_of, index_of, int_of_wide, lists_of, page_id_of, size_of, wide_of_int,
 )
@@ -1126,8 +1127,7 @@ cdef class PageStore:
     def drop(self, page_ids) -> int:
         """Drop the prefix entries of pages, which stay where they are. Return how many had one."""
         cdef PageIds ids = self.checked(page_ids)
-        cdef Py_ssize_t i
-        cdef Py_ssize_t num_dropped = 0
+        cdef Py_ssize_t i, num_dropped = 0
         with self.own_lock()[0]:
             for i in range(ids.num):
                 if self.pool.pages[ids.ids[i]].group != NO_GROUP:

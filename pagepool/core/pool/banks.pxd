@@ -1,0 +1,101 @@
+# Banks and their shards, by the numbers of their queues: which pages they have, and how many.
+
+from libc.stdint cimport int32_t
+
+from pagepool.core.pool.records cimport *
+
+
+cdef inline int32_t bank_of(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Return the bank of a page. O(banks)."""
+    cdef int32_t bank = pool.num_banks - 1
+    while bank and page_id < pool.banks[bank].start:
+        bank -= 1
+    return bank
+
+
+cdef inline int32_t shard_queue_of(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Return the queue of a page's shard."""
+    cdef int32_t bank = bank_of(pool, page_id)
+    assert pool.num_shards > 0
+    return bank * pool.num_shards + (page_id - pool.banks[bank].start + 1) // pool.banks[bank].pages_per_shard
+
+
+cdef inline int32_t shard_of(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Return the shard of a page; 0 for the null page."""
+    return shard_queue_of(pool, page_id) % pool.num_shards if pool.num_banks > 1 else shard_queue_of(pool, page_id)
+
+
+cdef inline Bank counted_bank(const Pool *pool, int32_t bank) noexcept nogil:
+    """Return a bank with its counts, also where the pool has one alone."""
+    cdef Bank counted = pool.banks[bank]
+    if pool.num_banks == 1:
+        counted.num_free, counted.num_entries = pool.num_free, pool.num_entries
+        counted.num_allocated_pages = pool.counters.num_allocated_pages
+        counted.num_evicted_pages = pool.counters.num_evicted_pages
+    return counted
+
+
+cdef inline int32_t queue_of_bank(int32_t bank) noexcept nogil:
+    """Return the number of a bank's queue."""
+    return -1 - bank
+
+
+cdef inline int32_t bank_of_queue(const Pool *pool, int32_t queue) noexcept nogil:
+    """Return the bank whose pages are in a queue."""
+    if queue < 0:
+        return -1 - queue
+    return queue // pool.num_shards if pool.num_banks > 1 else 0
+
+
+cdef inline int32_t queue_in(const Pool *pool, int32_t bank, int32_t shard) noexcept nogil:
+    """Return the queue of a shard in a bank or, for -1, that of the bank."""
+    return bank * pool.num_shards + shard if shard >= 0 else queue_of_bank(bank)
+
+
+cdef inline void count_refusal(Pool *pool, int32_t queue) noexcept nogil:
+    """Count a call without pages for it, in the bank of the queue that has too few."""
+    pool.banks[bank_of_queue(pool, queue)].num_refusals += 1
+
+
+cdef inline int32_t id_in_bank(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Return the id of a page that users see; 0 for the null page."""
+    return page_id - pool.banks[bank_of(pool, page_id)].start + 1 if page_id != NULL_PAGE else <int32_t>NULL_PAGE
+
+
+cdef inline Range ids_in_queue(const Pool *pool, int32_t queue) noexcept nogil:
+    """Return the ids of a shard, given by its queue; those of the whole pool for the queue of a bank."""
+    cdef int32_t bank, size, start
+    if queue < 0:
+        return Range(start=0, stop=pool.num_pages)
+    bank = bank_of_queue(pool, queue)
+    size = pool.banks[bank].pages_per_shard
+    start = pool.banks[bank].start - 1 + (queue - bank * pool.num_shards) * size
+    if bank and start < pool.banks[bank].start:  # the record before a later bank is that of another page
+        return Range(start=start + 1, stop=start + size)
+    return Range(start=start, stop=start + size)
+
+
+cdef inline Ranges ids_in_shard(const Pool *pool, int32_t shard) noexcept nogil:
+    """Return the ids of a shard in each bank; -1 means the whole pool."""
+    cdef Ranges ids
+    cdef int32_t bank
+    for bank in range(pool.num_banks):
+        ids.of_banks[bank] = ids_in_queue(pool, queue_in(pool, bank, shard))
+    return ids
+
+
+cdef inline int32_t count_pages_in(const Pool *pool, int32_t queue) noexcept nogil:
+    """Count the pages of a bank or shard, held or free, without the null page."""
+    if queue < 0:
+        return pool.banks[-1 - queue].stop - pool.banks[-1 - queue].start
+    return pool.banks[bank_of_queue(pool, queue)].pages_per_shard - (queue % pool.num_shards == 0)
+
+
+cdef inline Py_ssize_t count_queue_links(const Pool *pool, Py_ssize_t num_shards) noexcept nogil:
+    """Count the links of the queues of shards: one for each page, for the end of each queue, and for each of its parts."""
+    return pool.num_pages + pool.num_banks * num_shards * (1 + pool.num_parts)
+
+
+cdef inline int32_t queue_of(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Return the queue of a page's bank."""
+    return queue_of_bank(bank_of(pool, page_id))

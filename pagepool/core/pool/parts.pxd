@@ -1,0 +1,129 @@
+# How the queues of a pool are divided into parts, while they are in use.
+
+from libc.stdint cimport int32_t, uint32_t, uint8_t
+
+from pagepool.core.pool.queue cimport *
+
+
+cdef inline void begin_plain_parts(Pool *pool) noexcept nogil:
+    """Divide the queue of each bank, which has no parts, into a blank part and one of cached pages. O(num_pages)."""
+    cdef Page *pages = pool.pages
+    cdef int32_t[MAX_BANKS] first
+    cdef int32_t bank, page_id, following
+    for bank in range(pool.num_banks):
+        first[bank] = pages[end_of_queue(pool, queue_of_bank(bank))].next_free
+    pool.num_parts, pool.num_parts_each, pool.is_divided = NEW + 1, NEW + 1, True
+    begin_queues(pool)
+    for bank in range(pool.num_banks):
+        page_id = first[bank]
+        while is_page(pool, page_id):
+            following = pages[page_id].next_free
+            pages[page_id].prev_free = NOT_FREE
+            link_page(
+                pool, page_id,
+                end_of_part(pool, BLANK if pages[page_id].group == NO_GROUP else NEW, queue_of_bank(bank)),
+            )
+            count_in_bank(pool, queue_of_bank(bank), 1)
+            page_id = following
+
+
+cdef inline void _add_parts(Pool *pool, int32_t num_parts) noexcept nogil:
+    """Add empty parts, up to this number, at the back of the queue of each bank, which has parts. The records of the banks that
+    follow move up. O(parts).
+    """
+    cdef Page *pages = pool.pages
+    cdef int32_t bank, part, record, target, num_before = pool.num_parts
+    for bank in range(pool.num_banks - 1, 0, -1):
+        for part in range(num_before - 1, -2, -1):
+            record = start_of_part(pool, part, queue_of_bank(bank))
+            target = record + bank * (num_parts - num_before)
+            pages[target] = pages[record]
+            pages[pages[target].prev_free].next_free = target
+            pages[pages[target].next_free].prev_free = target
+    pool.num_parts = num_parts
+    for bank in range(pool.num_banks):
+        for part in range(num_before, num_parts):
+            link_divider(
+                pages, start_of_part(pool, part, queue_of_bank(bank)), end_of_queue(pool, queue_of_bank(bank)),
+            )
+
+
+cdef inline void begin_terms(Pool *pool, uint32_t *stamps) noexcept nogil:
+    """Divide the queue of each bank, which has parts, by terms. The memory of `stamps` also has room for terms and tenants, all
+    0. Free pages count as released now. O(num_pages).
+    """
+    cdef int32_t page_id
+    cdef uint32_t now = <uint32_t>now_of(pool)
+    pool.expected.stamps, pool.expected.terms = stamps, <uint8_t *>(stamps + pool.num_pages)
+    for page_id in range(pool.num_pages):
+        stamps[page_id] = now
+    _add_parts(pool, pool.num_parts + NEVER)
+    pool.num_parts_each = pool.num_parts
+
+
+cdef inline void begin_tenants(Pool *pool) noexcept nogil:
+    """Divide the queue of each bank, which has terms, by tenants too. All pages become common. O(num_pages)."""
+    cdef int32_t bank, page_id
+    _add_parts(pool, MAX_TENANTS * pool.num_parts_each)
+    pool.tenants.of_pages = pool.expected.terms + pool.num_pages
+    pool.tenants.shares[COMMON] = 1
+    for bank in range(pool.num_banks):
+        pool.tenants.num_charged[bank][COMMON] = count_pages_in(pool, queue_of_bank(bank))
+    for page_id in range(1, pool.num_pages):
+        if is_free(pool, page_id) and part_of(pool, page_id) == BLANK:
+            end_charge(pool, page_id)
+        elif is_free(pool, page_id):
+            pool.tenants.num_free[bank_of(pool, page_id)][COMMON] += 1
+
+
+cdef inline void join_common(Pool *pool, uint8_t tenant) noexcept nogil:
+    """Charge the pages of a tenant to the common one, and merge its free pages in the order of their release. The caller links
+    the queues of shards anew. O(num_pages).
+    """
+    cdef int32_t bank, page_id
+    for bank in range(pool.num_banks):
+        _merge_with_common(pool, tenant, queue_of_bank(bank))
+    for page_id in range(1, pool.num_pages):
+        if pool.tenants.of_pages[page_id] == tenant:
+            charge(pool, page_id, COMMON)
+
+
+cdef inline void _merge_with_common(Pool *pool, uint8_t tenant, int32_t queue) noexcept nogil:
+    """Move a tenant's pages of a queue to the common parts, each before those that were released later."""
+    cdef int32_t part, page_id, target
+    for part in range(NEW, pool.num_parts_each):
+        target = oldest_in(pool, part, queue)
+        page_id = oldest_in(pool, tenant * pool.num_parts_each + part, queue)
+        while page_id != NULL_PAGE:
+            pull(pool, page_id)
+            charge(pool, page_id, COMMON)
+            while target != NULL_PAGE and not is_older(pool, page_id, target):
+                target = record_behind(pool, target, queue)
+                target = target if is_page(pool, target) else <int32_t>NULL_PAGE
+            count_in_part(pool, page_id, 1)
+            link_page(pool, page_id, target if target != NULL_PAGE else end_of_part(pool, part, queue))
+            count_in_bank(pool, queue, 1)
+            page_id = oldest_in(pool, tenant * pool.num_parts_each + part, queue)
+    assert pool.tenants.num_free[bank_of_queue(pool, queue)][tenant] == 0
+
+
+cdef inline void link_shards(Pool *pool) noexcept nogil:
+    """Build the queue of each shard from that of its bank. O(free pages)."""
+    cdef int32_t bank, page_id, shard, end, part
+    for shard in range(pool.num_banks * pool.num_shards):
+        pool.shard_num_free[shard] = 0
+        end = end_of_queue(pool, shard)
+        pool.shard_links[end] = Links(prev=end, next=end)
+        for part in range(pool.num_parts):
+            link_after(pool.shard_links, end + part, end + part + 1)
+    for bank in range(pool.num_banks):
+        part = NO_PART
+        end = end_of_queue(pool, queue_of_bank(bank))
+        page_id = pool.pages[end].next_free
+        while page_id != end:
+            if page_id >= pool.num_pages:
+                part = page_id - start_of_part(pool, 0, queue_of_bank(bank))
+            else:
+                shard = shard_queue_of(pool, page_id)
+                push_to_shard(pool, page_id, shard, end_of_part(pool, part, shard))
+            page_id = pool.pages[page_id].next_free

@@ -1,0 +1,238 @@
+# The victim: the free page that is evicted next. Numbered steps in core/README.md, "The victim", say which one it is. `first`
+# is the first part of the tenant whose page it is.
+
+from libc.math cimport INFINITY
+from libc.stdint cimport int32_t, int64_t, uint32_t
+
+from pagepool.core.pool.queue cimport *
+
+cdef enum:
+    MAX_DUE = 31              # pages taken from a tenant before a tenant is chosen again
+
+cdef struct Supply:           # state of a call that takes pages
+    int32_t taker             # tenant for which they are taken
+    int32_t num_left          # pages still to be taken
+    int32_t tenant            # tenant that gives pages which are not blank
+    int32_t num_due           # further pages from that tenant
+    int64_t now               # time at which the call began; 0 without terms
+    int32_t part              # part of the last page with a term that was picked; NO_PART: there is none
+    uint32_t stamp            # stamp of that page
+
+
+cdef inline int32_t *_known_newest(Pool *pool, int32_t part, int32_t shard) noexcept nogil:
+    return &pool.policy.newest[part] if shard < 0 else &pool.shard_newest[shard * NUM_PARTS + part]
+
+
+cdef inline int32_t _first_of_newest(Pool *pool, int32_t part, int32_t shard, int32_t first) noexcept nogil:
+    """Return the first page that the latest release put into a part of the policy, or NULL_PAGE. Amortised O(1)."""
+    cdef Policy *policy = pool.policy
+    cdef const uint32_t *marks = policy.marks
+    cdef int32_t *known = _known_newest(pool, part, shard)
+    cdef int32_t before, page_id = newest_in(pool, first + part, shard)
+    if page_id == NULL_PAGE:
+        return NULL_PAGE
+    assert part_of(pool, page_id) == first + part
+    if known[0] != NULL_PAGE and is_free(pool, known[0]) and part_of(pool, known[0]) == first + part:
+        if marks[known[0]] == marks[page_id]:
+            page_id = known[0]
+    before = record_before(pool, page_id, shard)
+    while is_page(pool, before) and marks[before] == marks[page_id]:
+        page_id = before
+        before = record_before(pool, page_id, shard)
+    known[0] = page_id
+    return page_id
+
+
+cdef inline int32_t _candidate_of(Pool *pool, const Decision *decision, int32_t first) noexcept nogil:
+    if decision.is_newest:
+        return _first_of_newest(pool, decision.part, decision.shard, first)
+    return oldest_in(pool, first + decision.part, decision.shard)
+
+
+cdef inline Decision _decide_as_lru(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
+    """Choose the oldest page of all parts of the policy."""
+    cdef Policy *policy = pool.policy
+    cdef Decision oldest = Decision(part=BLANK, shard=shard, is_newest=False, mark=0)
+    cdef uint32_t mark
+    cdef int32_t part, page_id
+    for part in range(NEW, NUM_PARTS):
+        page_id = oldest_in(pool, first + part, shard)
+        if page_id != NULL_PAGE:
+            mark = policy.marks[page_id]
+            if oldest.part == BLANK or age_of(policy, mark) > age_of(policy, oldest.mark):
+                oldest = Decision(part=part, shard=shard, is_newest=False, mark=mark)
+    return oldest
+
+
+cdef inline Decision _decide(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
+    """Choose the page of least value among the oldest and the newest of each part, if its value is less than MARGIN % of that
+    of LRU's choice.
+    """
+    cdef Policy *policy = pool.policy
+    cdef Decision best = _decide_as_lru(pool, shard, first)
+    cdef double value, least = value_of(policy, best.mark) * MARGIN / 100
+    cdef int32_t part, page_id, is_newest
+    if policy.learned.num_released < policy.learned.paused_until:
+        return best
+    for part in range(NEW, NUM_PARTS):
+        for is_newest in range(2):
+            page_id = newest_in(pool, first + part, shard) if is_newest else oldest_in(pool, first + part, shard)
+            if page_id != NULL_PAGE:
+                value = value_of(policy, policy.marks[page_id])
+                if value < least:
+                    least = value
+                    best = Decision(part=part, shard=shard, is_newest=is_newest, mark=policy.marks[page_id])
+    return best
+
+
+cdef inline int32_t _pick_least_value(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
+    """Return the page that the policy evicts next. It has to leave the queue before the next call."""
+    cdef Policy *policy = pool.policy
+    cdef Decision *decision = &policy.learned.decision
+    cdef int32_t behind, page_id = NULL_PAGE
+    if decision.part != BLANK and decision.shard == shard and policy.first_part == first:
+        page_id = _candidate_of(pool, decision, first)
+    if page_id == NULL_PAGE or policy.marks[page_id] != decision.mark:
+        decision[0], policy.first_part = _decide(pool, shard, first), first
+        page_id = _candidate_of(pool, decision, first)
+    if decision.is_newest:
+        behind = record_behind(pool, page_id, shard)
+        _known_newest(pool, decision.part, shard)[0] = behind if is_page(pool, behind) else <int32_t>NULL_PAGE
+    return page_id
+
+
+cdef inline int32_t _pick_plain(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
+    """Return the victim among the pages without a term: the policy's pick, or the page released first. NULL_PAGE: all are
+    blank.
+    """
+    if not has_policy(pool, shard):
+        return oldest_in(pool, first + NEW, shard)
+    if pool.expected.free_terms and oldest_in_parts(pool, first + NEW, first + NUM_PARTS, shard) == NULL_PAGE:
+        return NULL_PAGE
+    return _pick_least_value(pool, shard, first)
+
+
+cdef inline Supply begin_supply(const Pool *pool, int32_t taker) noexcept nogil:
+    """Begin a call that takes pages for a tenant."""
+    return Supply(
+        taker=taker, num_left=0, tenant=COMMON, num_due=0, now=now_of(pool) if pool.expected.terms != NULL else 0, part=NO_PART,
+        stamp=0,
+    )
+
+
+cdef inline int32_t _find_furthest(const Pool *pool, int32_t shard, int32_t first, int64_t now) noexcept nogil:
+    """Return the victim among the pages with a term: one that is not expected back or, among the oldest page of each term, the
+    one whose return is furthest off. The oldest of a term is late first. NULL_PAGE: there is none. O(terms).
+    """
+    cdef uint32_t terms = pool.expected.free_terms
+    cdef int32_t term, page_id, longest = UNKNOWN, furthest = NULL_PAGE
+    while terms:
+        term = highest_bit(terms)
+        terms ^= <uint32_t>1 << term
+        page_id = oldest_in(pool, part_of_term(pool, first, term), shard)
+        if page_id == NULL_PAGE:
+            continue
+        if term == NEVER:
+            return page_id
+        term = current_term(pool, page_id, now)
+        if term > longest or (term == longest and is_older(pool, page_id, furthest)):
+            longest, furthest = term, page_id
+    return furthest
+
+
+cdef inline int32_t _pick_expected(const Pool *pool, int32_t shard, int32_t first, Supply *supply) noexcept nogil:
+    """Return `_find_furthest`. Pages with the stamp of the last one follow it without a comparison."""
+    cdef int32_t page_id = NULL_PAGE
+    if first <= supply.part < first + pool.num_parts_each:
+        page_id = oldest_in(pool, supply.part, shard)
+    if page_id == NULL_PAGE or pool.expected.stamps[page_id] != supply.stamp:
+        page_id = _find_furthest(pool, shard, first, supply.now)
+        supply.part = part_of(pool, page_id) if page_id != NULL_PAGE else <int32_t>NO_PART
+        supply.stamp = pool.expected.stamps[page_id]
+    assert page_id == NULL_PAGE or (is_free(pool, page_id) and term_of(pool, page_id) != UNKNOWN)
+    return page_id
+
+
+cdef inline bint _is_further(const Pool *pool, int32_t page_id, int32_t other, int64_t now) noexcept nogil:
+    """Whether the return of a page without a term is further off than that of a page with one."""
+    cdef int32_t term = term_from_idle(idle_time(pool, page_id, now)), other_term = current_term(pool, other, now)
+    return term > other_term or (term == other_term and not is_older(pool, other, page_id))
+
+
+cdef inline bint _has_cached_in(const Pool *pool, int32_t tenant, int32_t shard) noexcept nogil:
+    """Whether a tenant has pages in a shard's queue that are not blank."""
+    cdef int32_t first = tenant * pool.num_parts_each
+    cdef int32_t num_free = pool.tenants.num_free[bank_of_queue(pool, shard)][tenant]
+    if num_free == 0 or shard < 0:
+        return num_free > 0
+    return oldest_in_parts(pool, first + NEW, first + pool.num_parts_each, shard) != NULL_PAGE
+
+
+cdef inline int32_t _pick_cached(Pool *pool, int32_t shard, int32_t first, Supply *supply) noexcept nogil:
+    """Return the victim among the pages of a tenant that are not blank."""
+    cdef int32_t plain
+    cdef int32_t page_id = _pick_expected(pool, shard, first, supply)
+    if page_id != NULL_PAGE and term_of(pool, page_id) == NEVER:
+        return page_id
+    plain = _pick_plain(pool, shard, first)
+    if page_id == NULL_PAGE or (plain != NULL_PAGE and _is_further(pool, plain, page_id, supply.now)):
+        return plain
+    return page_id
+
+
+cdef inline double _excess_of(const Pool *pool, int32_t tenant, int32_t bank, const Supply *supply) noexcept nogil:
+    """Return the number of a bank's pages above a tenant's share of them. Pages that it is about to take count."""
+    cdef int32_t num_taken = supply.num_left if tenant == supply.taker else 0
+    cdef double share = pool.tenants.shares[tenant] * count_pages_in(pool, queue_of_bank(bank))
+    return pool.tenants.num_charged[bank][tenant] + num_taken - share
+
+
+cdef inline bint _goes_before(const Pool *pool, int32_t page_id, int32_t other) noexcept nogil:
+    """Whether a page goes before one of another tenant: it alone is not expected back, or else it was released earlier."""
+    cdef bint is_wanted = term_of(pool, page_id) != NEVER
+    if is_wanted != (term_of(pool, other) != NEVER):
+        return not is_wanted
+    return is_older(pool, page_id, other)
+
+
+cdef inline bint _choose_among(Pool *pool, int32_t shard, Supply *supply, double least) noexcept nogil:
+    """Choose the tenant whose page goes first among those with more than `least` pages above their share; False if there is
+    none.
+    """
+    cdef double excess
+    cdef int32_t tenant, page_id, first = NULL_PAGE
+    for tenant in range(MAX_TENANTS):
+        excess = _excess_of(pool, tenant, bank_of_queue(pool, shard), supply)
+        if _has_cached_in(pool, tenant, shard) and excess > least:
+            page_id = _pick_cached(pool, shard, tenant * pool.num_parts_each, supply)
+            if first == NULL_PAGE or _goes_before(pool, page_id, first):
+                first, supply.tenant = page_id, tenant
+                supply.num_due = <int32_t>min(<double>MAX_DUE, max(0.0, excess - 1))
+    return first != NULL_PAGE
+
+
+cdef inline void _choose_tenant(Pool *pool, int32_t shard, Supply *supply) noexcept nogil:
+    """Choose the tenant above its share whose page goes first, for up to MAX_DUE more pages; any tenant if none is above.
+    O(tenants) for each choice.
+    """
+    supply.num_due -= 1
+    if supply.num_due >= 0 and _has_cached_in(pool, supply.tenant, shard):
+        return
+    if not _choose_among(pool, shard, supply, 0):
+        _choose_among(pool, shard, supply, -INFINITY)
+    assert _has_cached_in(pool, supply.tenant, shard)
+
+
+cdef inline int32_t pick(Pool *pool, int32_t shard, Supply *supply) noexcept nogil:
+    """Return the victim of a shard; -1 means the whole pool. Without parts it is the page in front."""
+    cdef int32_t page_id
+    if pool.num_parts == 0:
+        return record_behind(pool, end_of_queue(pool, shard), shard)
+    page_id = oldest_in(pool, BLANK, shard)
+    if page_id != NULL_PAGE:
+        return page_id
+    if pool.expected.terms == NULL:
+        return _pick_plain(pool, shard, 0)
+    if rare(pool.tenants.of_pages != NULL):
+        _choose_tenant(pool, shard, supply)
+    return _pick_cached(pool, shard, supply.tenant * pool.num_parts_each, supply)
