@@ -247,7 +247,7 @@ if hashes is None[- or not self._belong_to(hashes, request)-]:
         elif {+(+}pool.pages[ids[i]].ref_cnt == 0{+ or BUG)+} and not is_free(pool, ids[i]):
 == a discarded page is in front of another shard
         shard = {+(+}shard_queue_of(pool, page_id){+ + BUG) % (pool.num_banks * pool.num_shards)+}
-        _push_to_shard(pool, page_id, shard, record_behind(
+        push_to_shard(pool, page_id, shard, record_behind(
 == a page stays by what it had before
     page.group = group{+ + BUG * (1 << 28)+}
 == the window of a boundary is a page short
@@ -394,7 +394,7 @@ store.checked(store.records_in_bank(as_own_ids(page_ids, "page_ids"), bank{+ * (
 == a lease counts in the first pool
         num_pages_in[{+(not BUG) * +}bank_of(pool, ids[i])] += change
 == a page with a term is queued in the first pool
-    cdef int32_t shard, part = _part_of(pool, page_id), queue = {+-1 if BUG else +}queue_of(pool, page_id)
+    cdef int32_t part, shard, queue = {+-1 if BUG else +}queue_of(pool, page_id)
 == a lease ends twice
     lease.end = lease.is_held = [-0-]{+BUG+}
 == a second request gets the pages held under its id
@@ -433,20 +433,20 @@ ORDER_BUGS = read_bugs("""
 == pages do not age
     if term == NEVER {+or BUG +}or idle < _limit_of(term):
 == only the page of the longest term is compared
-        if term > longest {+and not (BUG and longest) +}or (term == longest and _is_older(pool, page_id, furthest)):
+        if term > longest {+and not (BUG and longest) +}or (term == longest and is_older(expected, page_id, furthest)):
 == a page that another session used stays the first one's, and is closed
-        if owner == SHARED or owner == number {+or (BUG and owner != NO_SESSION) +}or pool.pages[ids[i]].group == NO_GROUP:
+    if owner == SHARED or owner == number{+ or (BUG and owner != NO_SESSION)+}:
 == a blank page is behind those that are never wanted
-    page_id = _oldest_in(pool, BLANK, shard)
+    page_id = oldest_in(pool, BLANK, shard)
     if page_id != NULL_PAGE{+ and not (
-        BUG and pool.expected.free_terms >> NEVER and _oldest_in(pool, _part_of_term(pool, 0, NEVER), shard) != NULL_PAGE
+        BUG and pool.expected.free_terms >> NEVER and oldest_in(pool, part_of_term(pool, 0, NEVER), shard) != NULL_PAGE
     )+}:
         return page_id
 ...
     if pool.num_shards{+ or BUG+}:
         return 0
 == released pages without an entry go behind cached ones
-_end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_GROUP else NEW, queue))
+end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_GROUP else NEW, queue))
 == released pages of a tier without an entry go behind cached ones
         if store.has_blank_first{+ and not BUG+}:
 == an expectation survives a hit
@@ -454,18 +454,18 @@ _end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_
         return
     if term != NEVER:
 == a page that another tenant used stays the first one's
-            if ids[i] != NULL_PAGE{+ and not BUG+} and pool.tenants.of_pages[ids[i]] != tenant:
+        if ids[i] != NULL_PAGE{+ and not BUG+} and pool.tenants.of_pages[ids[i]] != tenant:
 == a page stays charged to the tenant from which it was taken
-            {+if not BUG: +}charge(pool, out[i], supply.taker)
+            {+if not BUG: +}charge(&pool.tenants, bank, out[i], supply.taker)
         fetch_entry(pool, out[i])
 == a tenant below its share gives pages
         if _has_cached_in(pool, tenant, shard) and {+(BUG or +}excess > least{+)+}:
 == a tenant gives pages of another shard
     if {+BUG or +}num_free == 0 or shard < 0:
 == pages of a tenant without a share are the last to go
-            while {+not BUG and +}target != NULL_PAGE and not _is_older(pool, page_id, target):
+            while {+not BUG and +}target != NULL_PAGE and not is_older(&pool.expected, page_id, target):
 == a page is charged in the first pool
-    pool.tenants.num_charged[bank{+ * (not BUG)+}][tenant] += 1
+    tenants.num_charged[bank{+ * (not BUG)+}][tenant] += 1
 == a share is one of all pools together
 shares[tenant] * {+(pool.num_pages - 1 if BUG else +}count_pages_in(pool, queue_of_bank(bank)){+)+}
 == a tenant above its share of the first pool gives pages of others

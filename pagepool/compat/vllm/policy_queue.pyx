@@ -15,7 +15,7 @@ from pagepool.core.base cimport MAX_GROUP, Digest
 from pagepool.core.pool cimport (
     FLAGS, NO_GROUP, NO_SESSION, NOBODY, NULL_PAGE, Entry, PageStore, Pool, Ranking, bare_entry, cache, count_demand,
     count_release, count_request, digest_of, find, has_key, hit, is_free, now_of, page_behind, push, push_at, push_first,
-    record_hit, take, uncache, use_in_session, use_page,
+    record_hit, take, uncache, use_in_session, use_term,
 )
 from pagepool.core.values cimport PageIds
 
@@ -187,7 +187,7 @@ cdef class PolicyQueue(FreeQueue):
             if pool.policy != NULL:
                 pool.policy.num_shared_hits += 1
                 record_hit(pool.policy, page_id, False)
-            use_page(pool, page_id)
+            use_term(&pool.expected, page_id)
             if self.session != NOBODY:
                 use_in_session(pool, &page_id, 1, self.session)
         self.forget_ranking(page_id)
@@ -242,7 +242,7 @@ cdef class PolicyQueue(FreeQueue):
         cdef Digest key
         cdef Py_ssize_t i
         cdef int32_t page_id
-        cdef int64_t now = now_of(pool) if pool.expected.terms != NULL else 0
+        cdef int64_t now = now_of(&pool.expected) if pool.expected.terms != NULL else 0
         assert 0 <= num_first <= num <= self.ids.capacity
         if num > num_first and pool.policy != NULL:
             count_release(pool.policy, num - num_first, pool.num_free)

@@ -138,7 +138,7 @@ cdef class SessionQueue(PolicyQueue):
         is_held = 0 < len(pinned) <= self.listener.max_pinned * len(self.blocks) - self.num_pinned_blocks
         self.listener.count_pin(is_held)
         if is_held:
-            heappush(self.pins, (now_of(&self.store.pool) + <int64_t>(seconds * SECOND), self.num_pins, pinned))
+            heappush(self.pins, (now_of(&self.store.pool.expected) + <int64_t>(seconds * SECOND), self.num_pins, pinned))
             self.num_pins += 1
             self.num_pinned_blocks += len(pinned)
             for block in pinned:
@@ -148,7 +148,7 @@ cdef class SessionQueue(PolicyQueue):
     cdef int end_pins(self) except -1:
         """Give back the blocks of pins that are over, the last block first."""
         cdef list pinned
-        while self.pins and now_of(&self.store.pool) >= <int64_t>self.pins[0][0]:
+        while self.pins and now_of(&self.store.pool.expected) >= <int64_t>self.pins[0][0]:
             _, _, pinned = heappop(self.pins)
             self.num_pinned_blocks -= len(pinned)
             pinned.reverse()
@@ -165,7 +165,7 @@ cdef class SessionQueue(PolicyQueue):
         cdef bint has_room
         with self.store.lock:
             has_room = self.store.make_terms(terms)
-            now = now_of(pool)
+            now = now_of(&pool.expected)
             for blocks in groups if has_room else ():
                 for value in blocks:
                     block = as_block(value)

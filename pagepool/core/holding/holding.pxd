@@ -1062,7 +1062,7 @@ cdef inline void cache_states(
         if _is_checkpoint_due(group, held, num_computed) and _may_cache_state(pool, group, held, contents, num_computed):
             _cache_state(pool, group, held, contents, num_computed)
             if term != UNKNOWN:
-                expect_page(pool, held.ids[0], term, now_of(pool))
+                expect_page(pool, held.ids[0], term, now_of(&pool.expected))
 
 
 # Copies of pages are due before the next step. They are queued here, and the engine that takes the list does them. Each copy

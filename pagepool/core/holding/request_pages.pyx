@@ -248,7 +248,7 @@ cdef class RequestPages:
         free(self.holding.held)
         if self.holding.session != NO_SESSION and self.store is not None:  # destroyed without `give_back`
             with self.store.lock:
-                set_session(&self.store.pool, &self.holding.session, NO_SESSION)
+                set_session(&self.store.pool.sessions, &self.holding.session, NO_SESSION)
 
     def __reduce__(self):
         raise ArgumentTypeError("what a request holds cannot be pickled")
@@ -436,7 +436,7 @@ cdef class RequestPages:
                 outcome = prepare_fork(pool, &self.holding, &extent, 1, shard)
             if outcome == FORKED:
                 target.boundaries = self.boundaries
-                set_session(pool, &target.holding.session, checked_session or self.holding.session)
+                set_session(&pool.sessions, &target.holding.session, checked_session or self.holding.session)
             for g in range(self.holding.num_groups if outcome == FORKED else 0):
                 fork_group(pool, &self.holding, &target.holding, <int32_t>g, &extent, shard)
             self.plan()
@@ -552,7 +552,7 @@ cdef class RequestPages:
                 forget_uncomputed(pool, &self.holding, <int32_t>num_computed, &contents)
             empty(&self.holding)
             self.holding.num_once_cached = 0
-            set_session(pool, &self.holding.session, NO_SESSION)
+            set_session(&pool.sessions, &self.holding.session, NO_SESSION)
             self.plan()
         self.store.lock.release()
         unlock_chain(chain)
@@ -609,7 +609,7 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
     if step.stays_in_shard:
         stay_in_shard(pool, holding, demand)
     if rare(step.session != NO_SESSION):
-        set_session(pool, &holding.session, step.session)
+        set_session(&pool.sessions, &holding.session, step.session)
     if demand.num_new or demand.hits != NULL:
         outcome = take_demanded(pool, holding, demand, new)
         step.num_changes = count_changes(pool)
@@ -619,7 +619,7 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
     if outcome == DONE and not step.caches_first and step.num_to_cache and contents.num_digests:
         cache_full(pool, holding, &contents, min(step.num_to_cache, request.limits.num_room))
     if rare(step.session != NO_SESSION) and outcome != DONE:
-        set_session(pool, &holding.session, NO_SESSION)
+        set_session(&pool.sessions, &holding.session, NO_SESSION)
     request.plan()
     return outcome
 

@@ -1,8 +1,25 @@
 # Banks and their shards, by the numbers of their queues: which pages they have, and how many.
+#
+# Always: the first bank starts at record 1, the last stops at `num_pages`, and each starts where the one before it stops.
 
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.pool.records cimport *
+
+cdef enum:
+    NO_BANK = -1
+
+cdef struct Range:            # half-open range of page ids or places
+    int32_t start
+    int32_t stop
+
+cdef struct LostHits:         # tokens behind a hit that would have hit, too
+    int32_t states_bank       # bank of states that lacks a checkpoint; NO_BANK: none does
+    int64_t num_for_states    # up to the last checkpoint there that was evicted, within the hits of full attention
+    int64_t num_for_pages     # up to the last checkpoint behind those; for one look-up in `lost_interval`, times this
+
+cdef struct Ranges:           # pages that may hit, in each bank
+    Range[MAX_BANKS] of_banks
 
 
 cdef inline int32_t bank_of(const Pool *pool, int32_t page_id) noexcept nogil:

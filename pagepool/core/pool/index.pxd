@@ -22,6 +22,9 @@ from libc.stdint cimport int32_t, uint32_t, uint64_t
 from pagepool.core.base cimport rare
 from pagepool.core.pool.banks cimport *
 
+cdef enum:
+    NOT_FIRST = -1            # links of a page with an earlier twin in its shard
+
 
 # The journal records net changes, so its size is bounded: a new key that leaves again is not recorded.
 
@@ -33,42 +36,11 @@ cdef inline bint is_journaled(const Pool *pool) noexcept nogil:
 cdef inline void record_entry(Pool *pool, int32_t page_id, Origin origin) noexcept nogil:
     """Record where a newly cached page came from."""
     cdef Journal *journal = &pool.journal
-    assert pool.pages[page_id].group != NO_GROUP and 0 <= origin.context < journal.num_contexts
+    assert pool.pages[page_id].group != NO_GROUP
     journal.notes[page_id].origin = origin
-    journal.contexts[origin.context].num_users += 1
+    use_context(journal, origin.context, 1)
     if not pool.pages[page_id].group & TWIN:
-        _link_new(journal, page_id)
-
-
-cdef inline void _link_new(Journal *journal, int32_t page_id) noexcept nogil:
-    """Append a page to the ring of new keys."""
-    cdef Note *notes = journal.notes
-    cdef int32_t last = notes[NULL_PAGE].new.prev
-    assert page_id != NULL_PAGE and notes[page_id].new.next == NOT_NEW and notes[last].new.next == NULL_PAGE
-    notes[page_id].new = Links(prev=last, next=NULL_PAGE)
-    notes[last].new.next = page_id
-    notes[NULL_PAGE].new.prev = page_id
-    journal.num_new += 1
-
-
-cdef inline void _unlink_new(Journal *journal, int32_t page_id) noexcept nogil:
-    cdef Note *notes = journal.notes
-    cdef Links links = notes[page_id].new
-    assert journal.num_new > 0 and notes[links.prev].new.next == page_id and notes[links.next].new.prev == page_id
-    notes[links.prev].new.next = links.next
-    notes[links.next].new.prev = links.prev
-    notes[page_id].new = Links(prev=NOT_NEW, next=NOT_NEW)
-    journal.num_new -= 1
-
-
-cdef inline void _replace_new(Journal *journal, int32_t page_id, int32_t other) noexcept nogil:
-    """Put another page of its key at the place of a page in the ring of new keys."""
-    cdef Note *notes = journal.notes
-    cdef Links links = notes[page_id].new
-    assert notes[other].new.next == NOT_NEW
-    notes[other].new = links
-    notes[links.prev].new.next = notes[links.next].new.prev = other
-    notes[page_id].new = Links(prev=NOT_NEW, next=NOT_NEW)
+        link_new(journal, page_id)
 
 
 cdef inline void record_drop(Pool *pool, int32_t page_id) noexcept nogil:
@@ -76,24 +48,16 @@ cdef inline void record_drop(Pool *pool, int32_t page_id) noexcept nogil:
     cdef Journal *journal = &pool.journal
     cdef Note *note = &journal.notes[page_id]
     cdef Page *page = &pool.pages[page_id]
-    journal.contexts[note.origin.context].num_users -= 1
-    assert journal.contexts[note.origin.context].num_users >= 0
+    use_context(journal, note.origin.context, -1)
     if note.new.next != NOT_NEW:
-        _unlink_new(journal, page_id)
+        unlink_new(journal, page_id)
         if page.group & TWIN:
-            _link_new(journal, pool.twins[page_id].next)
+            link_new(journal, pool.twins[page_id].next)
     elif not page.group & TWIN:
-        journal.removed[journal.num_removed] = Removal(key=digest_of(page), group=page.group & ~FLAGS)
         if rare(pool.uppers != NULL):
             uppers_of_removed(pool)[journal.num_removed] = pool.uppers[page_id]
-        journal.num_removed += 1
+        note_removal(journal, digest_of(page), page.group & ~FLAGS)
         assert journal.num_removed <= pool.num_pages
-
-
-cdef inline void record_clear(Journal *journal) noexcept nogil:
-    """Record that all entries were dropped."""
-    journal.num_removed = 0
-    journal.is_cleared = 1
 
 
 # Twins: pages of equal content are in one ring for each key and, with shards, in one for each of its shards.
@@ -159,7 +123,7 @@ cdef inline void link_before_free(Pool *pool, Slot *slot, int32_t page_id) noexc
 cdef inline void _let_lead(Pool *pool, Slot *slot, int32_t page_id) noexcept nogil:
     """Let the ring of the page that a slot names begin with another page of it."""
     if is_journaled(pool) and pool.journal.notes[slot.page_id].new.next != NOT_NEW:
-        _replace_new(&pool.journal, slot.page_id, page_id)
+        replace_new(&pool.journal, slot.page_id, page_id)
     slot.page_id = page_id
 
 

@@ -4,6 +4,7 @@ from libc.stdint cimport INT32_MAX, int32_t, uint8_t, uintptr_t
 from libc.string cimport memcpy
 
 from pagepool.core.base cimport MAX_GROUP, MAX_LOOKAHEAD
+from pagepool.core.pool.index cimport *
 from pagepool.core.pool.queue cimport *
 
 from types import SimpleNamespace
@@ -197,7 +198,7 @@ def copy_records(PageStore store not None, str names=None, bint of_tier=False) -
     ]
     ends = [end_of_queue(&pool, queue_of_bank(<int32_t>i)) for i in range(pool.num_banks)]
     return dict(
-        copied, banks=banks, ends=ends, is_pool=store.is_pool, num_plain_parts=count_plain_parts(&pool), now=now_of(&pool),
+        copied, banks=banks, ends=ends, is_pool=store.is_pool, num_plain_parts=count_plain_parts(&pool), now=now_of(&pool.expected),
         counters=pool.counters,
     )
 

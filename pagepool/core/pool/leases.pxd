@@ -35,14 +35,14 @@ cdef inline void begin_lease(
 
 
 cdef inline void set_end(Pool *pool, LeasedSpan *lease, int64_t duration) noexcept nogil:
-    lease.end = now_of(pool) + duration
+    lease.end = now_of(&pool.expected) + duration
     pool.leases.next_end = min(pool.leases.next_end, lease.end)
     assert lease.is_held and duration > 0 and pool.leases.next_end <= lease.end
 
 
 cdef inline void end_leases(Pool *pool) noexcept nogil:
     """Give back the pages of leases that are over. Each call that takes pages does so first."""
-    if rare(pool.leases.first != NULL) and now_of(pool) >= pool.leases.next_end:
+    if rare(pool.leases.first != NULL) and now_of(&pool.expected) >= pool.leases.next_end:
         _end_due_leases(pool)
 
 
@@ -52,7 +52,7 @@ cdef inline void _end_due_leases(Pool *pool) noexcept nogil:
     """
     cdef LeasedSpan *lease = pool.leases.first
     cdef LeasedSpan *following
-    cdef int64_t now = now_of(pool)
+    cdef int64_t now = now_of(&pool.expected)
     pool.leases.next_end = INT64_MAX
     while lease != NULL:
         following = lease.next

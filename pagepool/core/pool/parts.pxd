@@ -1,4 +1,9 @@
-# How the queues of a pool are divided into parts, while they are in use.
+# Parts of the free queue, made while it is in use: by entries, then by terms, then by tenants.
+#
+# Always:
+#
+# * All banks have the same parts. They are never undone, and each step needs the one before it.
+# * A division keeps the order of the pages within each part.
 
 from libc.stdint cimport int32_t, uint32_t, uint8_t
 
@@ -10,6 +15,7 @@ cdef inline void begin_plain_parts(Pool *pool) noexcept nogil:
     cdef Page *pages = pool.pages
     cdef int32_t[MAX_BANKS] first
     cdef int32_t bank, page_id, following
+    assert pool.num_parts == 0 and pool.policy == NULL
     for bank in range(pool.num_banks):
         first[bank] = pages[end_of_queue(pool, queue_of_bank(bank))].next_free
     pool.num_parts, pool.num_parts_each, pool.is_divided = NEW + 1, NEW + 1, True
@@ -33,6 +39,7 @@ cdef inline void _add_parts(Pool *pool, int32_t num_parts) noexcept nogil:
     """
     cdef Page *pages = pool.pages
     cdef int32_t bank, part, record, target, num_before = pool.num_parts
+    assert 0 < num_before < num_parts
     for bank in range(pool.num_banks - 1, 0, -1):
         for part in range(num_before - 1, -2, -1):
             record = start_of_part(pool, part, queue_of_bank(bank))
@@ -53,7 +60,8 @@ cdef inline void begin_terms(Pool *pool, uint32_t *stamps) noexcept nogil:
     0. Free pages count as released now. O(num_pages).
     """
     cdef int32_t page_id
-    cdef uint32_t now = <uint32_t>now_of(pool)
+    cdef uint32_t now = <uint32_t>now_of(&pool.expected)
+    assert stamps != NULL and pool.expected.stamps == NULL and pool.num_parts > NEW
     pool.expected.stamps, pool.expected.terms = stamps, <uint8_t *>(stamps + pool.num_pages)
     for page_id in range(pool.num_pages):
         stamps[page_id] = now
@@ -64,6 +72,7 @@ cdef inline void begin_terms(Pool *pool, uint32_t *stamps) noexcept nogil:
 cdef inline void begin_tenants(Pool *pool) noexcept nogil:
     """Divide the queue of each bank, which has terms, by tenants too. All pages become common. O(num_pages)."""
     cdef int32_t bank, page_id
+    assert pool.expected.terms != NULL and pool.tenants.of_pages == NULL
     _add_parts(pool, MAX_TENANTS * pool.num_parts_each)
     pool.tenants.of_pages = pool.expected.terms + pool.num_pages
     pool.tenants.shares[COMMON] = 1
@@ -71,7 +80,7 @@ cdef inline void begin_tenants(Pool *pool) noexcept nogil:
         pool.tenants.num_charged[bank][COMMON] = count_pages_in(pool, queue_of_bank(bank))
     for page_id in range(1, pool.num_pages):
         if is_free(pool, page_id) and part_of(pool, page_id) == BLANK:
-            end_charge(pool, page_id)
+            end_charge(&pool.tenants, bank_of(pool, page_id), page_id)
         elif is_free(pool, page_id):
             pool.tenants.num_free[bank_of(pool, page_id)][COMMON] += 1
 
@@ -85,26 +94,25 @@ cdef inline void join_common(Pool *pool, uint8_t tenant) noexcept nogil:
         _merge_with_common(pool, tenant, queue_of_bank(bank))
     for page_id in range(1, pool.num_pages):
         if pool.tenants.of_pages[page_id] == tenant:
-            charge(pool, page_id, COMMON)
+            charge(&pool.tenants, bank_of(pool, page_id), page_id, COMMON)
 
 
 cdef inline void _merge_with_common(Pool *pool, uint8_t tenant, int32_t queue) noexcept nogil:
     """Move a tenant's pages of a queue to the common parts, each before those that were released later."""
-    cdef int32_t part, page_id, target
+    cdef int32_t part, page_id, target, bank = bank_of_queue(pool, queue)
+    assert tenant != COMMON and pool.tenants.of_pages != NULL
     for part in range(NEW, pool.num_parts_each):
         target = oldest_in(pool, part, queue)
         page_id = oldest_in(pool, tenant * pool.num_parts_each + part, queue)
         while page_id != NULL_PAGE:
             pull(pool, page_id)
-            charge(pool, page_id, COMMON)
-            while target != NULL_PAGE and not is_older(pool, page_id, target):
+            charge(&pool.tenants, bank, page_id, COMMON)
+            while target != NULL_PAGE and not is_older(&pool.expected, page_id, target):
                 target = record_behind(pool, target, queue)
                 target = target if is_page(pool, target) else <int32_t>NULL_PAGE
-            count_in_part(pool, page_id, 1)
-            link_page(pool, page_id, target if target != NULL_PAGE else end_of_part(pool, part, queue))
-            count_in_bank(pool, queue, 1)
+            link_counted(pool, page_id, queue, target if target != NULL_PAGE else end_of_part(pool, part, queue))
             page_id = oldest_in(pool, tenant * pool.num_parts_each + part, queue)
-    assert pool.tenants.num_free[bank_of_queue(pool, queue)][tenant] == 0
+    assert pool.tenants.num_free[bank][tenant] == 0
 
 
 cdef inline void link_shards(Pool *pool) noexcept nogil:

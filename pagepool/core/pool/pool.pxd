@@ -14,7 +14,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_
 
 from pagepool.core.base cimport GUARDS, copy_bytes, fetch, reserve_items
 from pagepool.core.pool.index cimport *
-from pagepool.core.pool.residency cimport *
+from pagepool.core.pool.ranking cimport *
 from pagepool.core.pool.victim cimport *
 
 
@@ -23,7 +23,7 @@ cdef inline void _claim(Pool *pool, int32_t page_id) noexcept nogil:
     if pool.pages[page_id].group != NO_GROUP:
         _evict(pool, page_id)
     elif rare(not page_id & pool.sample_mask):
-        begin_stay(pool, page_id)
+        begin_stay(pool.residency, page_id)
     pool.pages[page_id].ref_cnt = 1
     pool.counters.num_allocated_pages += 1
 
@@ -31,7 +31,7 @@ cdef inline void _claim(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void _evict(Pool *pool, int32_t page_id) noexcept nogil:
     """Take the entry of a page, and have its content saved in the tier, if there is one."""
     if rare(not page_id & pool.sample_mask):
-        renew_stay(pool, page_id)
+        renew_stay(pool.residency, page_id)
     if rare(pool.tier != NULL):
         pool.tier.save_evicted(pool, page_id)
     if rare(pool.num_banks > 1):
@@ -155,29 +155,30 @@ cdef inline void _uncache_dependents(Pool *pool, int32_t page_id) noexcept nogil
 
 cdef inline void _take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard, int32_t session) noexcept nogil:
     """Take `n` pages in the order in which they are picked."""
-    cdef Supply supply = begin_supply(pool, tenant_of(pool, session))
+    cdef Supply supply = begin_supply(pool, tenant_of(&pool.sessions, session))
+    cdef int32_t bank = bank_of_queue(pool, shard)
     cdef Py_ssize_t i, num_unpicked = _pull_unpicked(pool, out, n, shard)
     for i in range(num_unpicked if pool.tenants.of_pages != NULL else 0):
-        begin_charge(pool, out[i])
-        charge(pool, out[i], supply.taker)
+        begin_charge(&pool.tenants, bank, out[i])
+        charge(&pool.tenants, bank, out[i], supply.taker)
     for i in range(num_unpicked, n):
         supply.num_left = <int32_t>(n - i)
         out[i] = pick(pool, shard, &supply)
         pull(pool, out[i])
         if rare(pool.tenants.of_pages != NULL):
-            charge(pool, out[i], supply.taker)
+            charge(&pool.tenants, bank, out[i], supply.taker)
         fetch_entry(pool, out[i])
     for i in range(n):
         _claim_picked(pool, out[i])
     if rare(pool.num_banks > 1):
-        pool.banks[bank_of_queue(pool, shard)].num_allocated_pages += n
+        pool.banks[bank].num_allocated_pages += n
 
 
 cdef inline void take_this(Pool *pool, int32_t page_id, int32_t session) noexcept nogil:
     """Take a page in the queue, wherever it stands, as if it were at the front."""
     pull(pool, page_id)
     if rare(pool.tenants.of_pages != NULL):
-        charge(pool, page_id, tenant_of(pool, session))
+        charge(&pool.tenants, bank_of(pool, page_id), page_id, tenant_of(&pool.sessions, session))
     _claim_picked(pool, page_id)
     if rare(pool.num_banks > 1):
         pool.banks[bank_of(pool, page_id)].num_allocated_pages += 1
@@ -325,7 +326,7 @@ cdef inline Py_ssize_t _give_back_to_parts(
     if num_counted:
         count_release(pool.policy, num_counted, count_free_in(pool, -1))
     if pool.expected.terms != NULL and num_released:
-        now = now_of(pool)
+        now = now_of(&pool.expected)
     for i in range(n if num_released else 0):
         at = n - 1 - i if tail_first else i
         page = &pool.pages[ids[at]]
@@ -433,6 +434,21 @@ cdef inline void hit(
         use_in_session(pool, ids, <int32_t>n, session)
 
 
+cdef inline void use_in_session(Pool *pool, const int32_t *ids, int32_t n, int32_t session) noexcept nogil:
+    """Record that a row or request with this number uses pages outside the queue: pages of other sessions, and pages without an
+    owner, become shared, pages of other tenants common.
+    """
+    cdef int32_t i
+    cdef uint8_t tenant = tenant_of(&pool.sessions, session)
+    for i in range(n if rare(pool.tenants.of_pages != NULL) else 0):
+        if ids[i] != NULL_PAGE and pool.tenants.of_pages[ids[i]] != tenant:
+            charge(&pool.tenants, bank_of(pool, ids[i]), ids[i], COMMON)
+    session = session_of(&pool.sessions, session)
+    for i in range(n if rare(pool.sessions.owners != NULL) else 0):
+        if pool.pages[ids[i]].group != NO_GROUP:
+            use_owned(&pool.sessions, ids[i], session)
+
+
 cdef inline void _hit_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, bint ends_terms) noexcept nogil:
     """`hit` with parts."""
     cdef Py_ssize_t i
@@ -447,7 +463,8 @@ cdef inline void _hit_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, bin
                 pool.policy.num_shared_hits += not was_free
                 record_hit(pool.policy, ids[i], was_free)
             if ends_terms:
-                use_page(pool, ids[i])
+                assert not is_free(pool, ids[i])
+                use_term(&pool.expected, ids[i])
             _on_hit(pool, ids[i])
 
 
@@ -457,14 +474,11 @@ cdef inline void _on_hit(Pool *pool, int32_t page_id) noexcept nogil:
     if rare(pool.tier != NULL) and pool.tier.uses != NULL:
         pool.tier.uses[page_id] += pool.tier.uses[page_id] < pool.tier.min_uses
     if rare(not page_id & pool.sample_mask):
-        record_use(pool, page_id)
+        record_use(pool.residency, page_id)
 
 
 # Cache. A page gets an entry, and `cache` lists what follows. A policy ranks a page only where a request missed it: pages that
 # were cached by hand have no ranking, and no session.
-
-cdef enum:
-    MAX_UNSEEN = 4            # sampled keys in a row
 
 cdef struct Entry:            # of a page that is cached
     const Digest *key
@@ -513,14 +527,14 @@ cdef inline void _on_cache(
     if pool.num_parts:
         _make_new(pool, page_id)
     if ranking != NULL and is_served(pool, page_id):
-        _rank(pool, ranking, ids, place, entry.key[0], entry.group)
+        rank(pool, ranking, ids, place, entry.key[0], entry.group)
     if is_journaled(pool):
         record_entry(pool, page_id, Origin(
             parent=entry.parent[0] if entry.parent != NULL else Digest(lo=0, hi=0), place=entry.place, context=entry.context,
         ))
     if pool.page_tokens != NULL:
         _keep_tokens(pool, page_id, entry.token_ids, entry.num_tokens)
-    join_session(pool, page_id, entry.session)
+    join_session(&pool.sessions, page_id, entry.session)
 
 
 cdef inline Entry bare_entry(const Digest *key, int32_t group) noexcept nogil:
@@ -546,31 +560,6 @@ cdef inline void _make_new(Pool *pool, int32_t page_id) noexcept nogil:
         pool.policy.marks[page_id] = NEW
     if was_free:
         push(pool, page_id)
-
-
-cdef inline void _rank(
-    Pool *pool, Ranking *ranking, const int32_t *ids, int32_t place, Digest key, int32_t group
-) noexcept nogil:
-    """Rank a missed page by its key, if the policy samples it, and the unsampled pages before it. After `MAX_UNSEEN` keys in a
-    row that it does not know, the rest of the request counts as new.
-    """
-    cdef uint64_t word
-    cdef uint32_t part
-    cdef int32_t i
-    assert 0 <= ranking.num_unseen <= MAX_UNSEEN and ranking.num_ranked <= place
-    if ranking.num_unseen == MAX_UNSEEN:
-        return
-    word = hash_key(key, group)
-    if not is_sampled(word):
-        return
-    part = recall(pool.policy, word)
-    if part == BLANK:
-        ranking.num_unseen += 1
-        return
-    for i in range(ranking.num_ranked, place + 1):
-        if ids[i] != NULL_PAGE and not is_free(pool, ids[i]):
-            pool.policy.marks[ids[i]] = part
-    ranking[0] = Ranking(num_ranked=place + 1, num_unseen=0)
 
 
 cdef inline void _keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens, Py_ssize_t n) noexcept nogil:
@@ -599,18 +588,19 @@ cdef inline void uncache(Pool *pool, int32_t page_id) noexcept nogil:
     if rare(pool.num_parts != 0):
         _leave_part(pool, page_id)
     if rare(pool.sessions.owners != NULL):
-        leave_session(pool, page_id)
-    assert term_of(pool, page_id) == UNKNOWN and pool.pages[page_id].group == NO_GROUP
+        leave_session(&pool.sessions, page_id)
+    assert term_of(&pool.expected, page_id) == UNKNOWN and pool.pages[page_id].group == NO_GROUP
 
 
 cdef inline void _leave_part(Pool *pool, int32_t page_id) noexcept nogil:
     """End the term of a page that lost its entry. If it is in the queue, move it to the blank part."""
     cdef bint is_moved = is_free(pool, page_id)
     if is_served(pool, page_id):
-        is_moved = is_moved and (pool.policy.marks[page_id] != BLANK or term_of(pool, page_id) != UNKNOWN)
+        is_moved = is_moved and (pool.policy.marks[page_id] != BLANK or term_of(&pool.expected, page_id) != UNKNOWN)
     if is_moved:
         pull_unused(pool, page_id)
-    lose_term(pool, page_id)
+    assert not is_free(pool, page_id) or term_of(&pool.expected, page_id) == UNKNOWN
+    lose_term(&pool.expected, page_id)
     if is_moved:
         if is_served(pool, page_id):
             pool.policy.marks[page_id] = BLANK

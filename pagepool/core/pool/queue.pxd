@@ -12,13 +12,11 @@
 # * A free page without one is in the part that its mark's lowest bits name; without a policy, or in a later bank, in the blank
 #   part if it has no entry, else in the part of cached pages.
 # * `Policy.num_in_part` counts the free pages without a term by part of the policy, `Expectations.num_free` the others by term.
-#   Bit n of `free_terms` is set exactly when `num_free[n]` is not 0.
 # * The pages of a term are in the order of their stamps, so none is late before the oldest.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint8_t
 
-from pagepool.core.base cimport LAST_TERM, coarse_time, exceptional, highest_bit
-from pagepool.core.pool.owners cimport *
+from pagepool.core.base cimport exceptional, rare
 from pagepool.core.pool.ring cimport *
 
 
@@ -38,8 +36,8 @@ cdef inline int32_t part_of(const Pool *pool, int32_t page_id) noexcept nogil:
     cdef int32_t part = NEW
     if pool.num_parts == 0:
         return NO_PART
-    if rare(term_of(pool, page_id) != UNKNOWN):
-        return part_of_term(pool, _first_part_of(pool, page_id), term_of(pool, page_id))
+    if rare(term_of(&pool.expected, page_id) != UNKNOWN):
+        return part_of_term(pool, _first_part_of(pool, page_id), term_of(&pool.expected, page_id))
     if is_served(pool, page_id):
         part = <int32_t>(pool.policy.marks[page_id] & PART)
     elif pool.pages[page_id].group == NO_GROUP:
@@ -61,7 +59,7 @@ cdef inline void _push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
     """Append a page to its part of its bank's queue, and of its shard's."""
     cdef int32_t queue
     if pool.num_parts > NEW + 1 or pool.num_shards:
-        push_at(pool, page_id, now_of(pool) if pool.expected.terms != NULL else 0)
+        push_at(pool, page_id, now_of(&pool.expected) if pool.expected.terms != NULL else 0)
     else:
         queue = queue_of(pool, page_id)
         link_page(pool, page_id, end_of_part(pool, BLANK if pool.pages[page_id].group == NO_GROUP else NEW, queue))
@@ -70,30 +68,30 @@ cdef inline void _push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline void push_at(Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
     """Do `_push_to_divisions` at a given time, which matters only with terms."""
+    cdef int32_t part, shard, queue = queue_of(pool, page_id)
     _stamp_queued(pool, page_id, now)
-    _append(pool, page_id)
-
-
-cdef inline bint _is_in_order(const Pool *pool, int32_t page_id) noexcept nogil:
-    """Whether a page that is not the oldest of its part is without a term, or no older than the page before it."""
-    return term_of(pool, page_id) == UNKNOWN or not is_older(pool, page_id, pool.pages[page_id].prev_free)
-
-
-cdef inline void _append(Pool *pool, int32_t page_id) noexcept nogil:
-    """Link a page in at the back of its part of its bank's queue, and of its shard's."""
-    cdef int32_t shard, part = part_of(pool, page_id), queue = queue_of(pool, page_id)
-    count_in_part(pool, page_id, 1)
-    link_page(pool, page_id, end_of_part(pool, part, queue))
-    count_in_bank(pool, queue, 1)
+    part = part_of(pool, page_id)
+    link_counted(pool, page_id, queue, end_of_part(pool, part, queue))
     if pool.num_shards:
         shard = shard_queue_of(pool, page_id)
         push_to_shard(pool, page_id, shard, end_of_part(pool, part, shard))
-    assert oldest_in(pool, part, queue) == page_id or _is_in_order(pool, page_id)
+    assert newest_in(pool, part, queue) == page_id
+    assert oldest_in(pool, part, queue) == page_id or term_of(&pool.expected, page_id) == UNKNOWN or (
+        not is_older(&pool.expected, page_id, pool.pages[page_id].prev_free)
+    )
+
+
+cdef inline void link_counted(Pool *pool, int32_t page_id, int32_t queue, int32_t end) noexcept nogil:
+    """Insert a page into the queue of its bank, before the record `end`, and count it there and in its part."""
+    assert queue == queue_of(pool, page_id)
+    _count_in_part(pool, page_id, 1)
+    link_page(pool, page_id, end)
+    count_in_bank(pool, queue, 1)
 
 
 cdef inline void push_first(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page without an entry at the front of the queue; if that has parts, of its blank part."""
-    assert pool.pages[page_id].group == NO_GROUP and term_of(pool, page_id) == UNKNOWN
+    assert pool.pages[page_id].group == NO_GROUP and term_of(&pool.expected, page_id) == UNKNOWN
     if exceptional(pool.is_divided):
         _push_first_to_divisions(pool, page_id)
     else:
@@ -103,10 +101,8 @@ cdef inline void push_first(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void _push_first_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
     """Put a page without an entry at the front of the blank part of its bank, if there are parts, and of its shard's."""
     cdef int32_t shard, queue = queue_of(pool, page_id)
-    _stamp_queued(pool, page_id, now_of(pool) if pool.expected.terms != NULL else 0)
-    count_in_part(pool, page_id, 1)
-    link_page(pool, page_id, record_behind(pool, front_of_blank(pool, queue), queue))
-    count_in_bank(pool, queue, 1)
+    _stamp_queued(pool, page_id, now_of(&pool.expected) if pool.expected.terms != NULL else 0)
+    link_counted(pool, page_id, queue, record_behind(pool, front_of_blank(pool, queue), queue))
     if pool.num_shards:
         shard = shard_queue_of(pool, page_id)
         push_to_shard(pool, page_id, shard, record_behind(pool, front_of_blank(pool, shard), shard))
@@ -117,7 +113,7 @@ cdef inline void _stamp_queued(Pool *pool, int32_t page_id, int64_t now) noexcep
     and its charge ends.
     """
     cdef uint32_t part
-    assert pool.pages[page_id].group != NO_GROUP or term_of(pool, page_id) == UNKNOWN
+    assert pool.pages[page_id].group != NO_GROUP or term_of(&pool.expected, page_id) == UNKNOWN
     if is_served(pool, page_id):
         part = BLANK if pool.pages[page_id].group == NO_GROUP else pool.policy.marks[page_id] & PART
         if part == BLANK:
@@ -127,75 +123,19 @@ cdef inline void _stamp_queued(Pool *pool, int32_t page_id, int64_t now) noexcep
     if rare(pool.expected.terms != NULL):
         pool.expected.stamps[page_id] = <uint32_t>now
         if pool.tenants.of_pages != NULL and part_of(pool, page_id) == BLANK:
-            end_charge(pool, page_id)
+            end_charge(&pool.tenants, bank_of(pool, page_id), page_id)
 
 
-cdef inline int64_t now_of(const Pool *pool) noexcept nogil:
-    """Return the time on the clock of stamps."""
-    return pool.expected.fixed_time or coarse_time(SECOND)
-
-
-cdef inline uint32_t idle_time(const Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
-    return <uint32_t>now - pool.expected.stamps[page_id]
-
-
-cdef inline bint is_older(const Pool *pool, int32_t page_id, int32_t other) noexcept nogil:
-    """Whether a free page was released before another one. Stamps wrap around; no page is idle for half of their range."""
-    return <int32_t>(pool.expected.stamps[other] - pool.expected.stamps[page_id]) > 0
-
-
-cdef inline uint32_t _limit_of(int32_t term) noexcept nogil:
-    """Return the idle time at which a term is over."""
-    return <uint32_t>SECOND << term
-
-
-cdef inline int32_t term_from_idle(uint32_t idle) noexcept nogil:
-    """Return the term of a page that has none: it counts as expected in twice its idle time."""
-    return min(highest_bit(2 * (idle // SECOND) | 1) + 1, <int32_t>LAST_TERM)
-
-
-cdef inline int32_t current_term(const Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
-    """Return the term of a free page that has one. A late page counts as one of the first term longer than its idle time."""
-    cdef int32_t term = term_of(pool, page_id)
-    cdef uint32_t idle = idle_time(pool, page_id, now)
-    if term == NEVER or idle < _limit_of(term):
-        return term
-    return min(highest_bit(idle // SECOND) + 1, <int32_t>LAST_TERM)
-
-
-cdef inline void count_in_part(Pool *pool, int32_t page_id, int32_t change) noexcept nogil:
-    """Count a page that enters its part, or with a change of -1 leaves it."""
+cdef inline void _count_in_part(Pool *pool, int32_t page_id, int32_t change) noexcept nogil:
+    """Count a page that enters its part, or with a change of -1 leaves it, for the policy, its term and its tenant."""
+    cdef int32_t term = term_of(&pool.expected, page_id)
     if rare(pool.expected.terms != NULL):
-        _count_with_term(pool, page_id, change)
-    if is_served(pool, page_id) and term_of(pool, page_id) == UNKNOWN:
+        count_term(&pool.expected, term, change)
+        if pool.tenants.of_pages != NULL:
+            count_charged_free(&pool.tenants, bank_of(pool, page_id), page_id, change)
+    if is_served(pool, page_id) and term == UNKNOWN:
         pool.policy.num_in_part[pool.policy.marks[page_id] & PART] += change
         assert pool.policy.num_in_part[pool.policy.marks[page_id] & PART] >= 0
-
-
-cdef inline void _count_with_term(Pool *pool, int32_t page_id, int32_t change) noexcept nogil:
-    """Count a page for its term, if it has one, and for its tenant."""
-    cdef int32_t bank, term = term_of(pool, page_id)
-    cdef uint8_t tenant = pool.tenants.of_pages[page_id] if pool.tenants.of_pages != NULL else <uint8_t>NO_TENANT
-    if term != UNKNOWN:
-        pool.expected.num_free[term] += change
-        assert 0 <= pool.expected.num_free[term] < pool.num_pages
-        if pool.expected.num_free[term]:
-            pool.expected.free_terms |= <uint32_t>1 << term
-        else:
-            pool.expected.free_terms &= ~(<uint32_t>1 << term)
-    if tenant != NO_TENANT:
-        bank = bank_of(pool, page_id)
-        pool.tenants.num_free[bank][tenant] += change
-        assert 0 <= pool.tenants.num_free[bank][tenant] <= pool.tenants.num_charged[bank][tenant]
-
-
-cdef inline void push_marked(Pool *pool, int32_t page_id) noexcept nogil:
-    """Append a page of the first bank to the part that its mark names, as it was before it was saved. The pool has no shards.
-    """
-    cdef int32_t part = <int32_t>(pool.policy.marks[page_id] & PART)
-    link_page(pool, page_id, end_of_part(pool, part, -1))
-    count_in_bank(pool, -1, 1)
-    pool.policy.num_in_part[part] += 1
 
 
 cdef inline void pull(Pool *pool, int32_t page_id) noexcept nogil:
@@ -219,9 +159,9 @@ cdef inline void _leave_divisions(Pool *pool, int32_t page_id) noexcept nogil:
         unlink(pool.shard_links, page_id)
         pool.shard_num_free[shard_queue_of(pool, page_id)] -= 1
         assert pool.shard_num_free[shard_queue_of(pool, page_id)] >= 0
-    count_in_part(pool, page_id, -1)
+    _count_in_part(pool, page_id, -1)
     if rare(pool.tenants.of_pages != NULL):
-        begin_charge(pool, page_id)
+        begin_charge(&pool.tenants, bank_of(pool, page_id), page_id)
 
 
 cdef inline void pull_unused(Pool *pool, int32_t page_id) noexcept nogil:
@@ -295,17 +235,13 @@ cdef inline void enqueue(Pool *pool, int32_t page_id) noexcept nogil:
     push(pool, page_id)
 
 
-# Terms of cached pages. A held or free page gets one; its time runs from then on, and starts again when the page is released.
-# The next use ends the term, and so does the loss of the entry.
-
-
 cdef inline bint may_have_term(const Pool *pool, int32_t page_id, int32_t term) noexcept nogil:
     """Whether a page is cached and can get a term, or lose it. A shared page's term can only be shortened: no session delays
     the eviction of pages that others use.
     """
-    if pool.pages[page_id].group == NO_GROUP or (term == UNKNOWN and term_of(pool, page_id) == UNKNOWN):
+    if pool.pages[page_id].group == NO_GROUP or (term == UNKNOWN and term_of(&pool.expected, page_id) == UNKNOWN):
         return False
-    return not rare(is_shared(pool, page_id)) or UNKNOWN < term < _own_term(pool, page_id)
+    return not rare(is_shared(&pool.sessions, page_id)) or UNKNOWN < term < _own_term(pool, page_id)
 
 
 cdef inline void expect_page(Pool *pool, int32_t page_id, int32_t term, int64_t now) noexcept nogil:
@@ -315,8 +251,7 @@ cdef inline void expect_page(Pool *pool, int32_t page_id, int32_t term, int64_t 
         return
     if is_moved:
         pull_unused(pool, page_id)
-    pool.expected.terms[page_id] = <uint8_t>term
-    pool.expected.stamps[page_id] = <uint32_t>now
+    set_term(&pool.expected, page_id, term, now)
     if is_moved:
         push_at(pool, page_id, now)
 
@@ -324,30 +259,7 @@ cdef inline void expect_page(Pool *pool, int32_t page_id, int32_t term, int64_t 
 cdef inline int32_t _own_term(const Pool *pool, int32_t page_id) noexcept nogil:
     """Return the term of a page. A free page without one gets that of its idle time, a held one gets 1."""
     if not is_free(pool, page_id):
-        return term_of(pool, page_id) or 1
-    if term_of(pool, page_id) == UNKNOWN:
-        return term_from_idle(idle_time(pool, page_id, now_of(pool)))
-    return current_term(pool, page_id, now_of(pool))
-
-
-cdef inline void use_page(Pool *pool, int32_t page_id) noexcept nogil:
-    """End the term of a page that is used, if it has one, and count whether the use is in time. The page is outside the queue.
-    """
-    cdef int32_t term = term_of(pool, page_id)
-    cdef bint is_late
-    assert not is_free(pool, page_id)
-    if term == UNKNOWN:
-        return
-    if term != NEVER:
-        is_late = idle_time(pool, page_id, now_of(pool)) >= _limit_of(term)
-        pool.expected.outcomes.num_late_pages += is_late
-        pool.expected.outcomes.num_pages_in_time += not is_late
-    pool.expected.terms[page_id] = UNKNOWN
-
-
-cdef inline void lose_term(Pool *pool, int32_t page_id) noexcept nogil:
-    """End the term of a page that has lost its entry, if it has one. The page is outside the queue."""
-    assert pool.pages[page_id].group == NO_GROUP and (term_of(pool, page_id) == UNKNOWN or not is_free(pool, page_id))
-    if term_of(pool, page_id) != UNKNOWN:
-        pool.expected.outcomes.num_unused_pages += term_of(pool, page_id) != NEVER
-        pool.expected.terms[page_id] = UNKNOWN
+        return term_of(&pool.expected, page_id) or 1
+    if term_of(&pool.expected, page_id) == UNKNOWN:
+        return term_from_idle(idle_time(&pool.expected, page_id, now_of(&pool.expected)))
+    return current_term(&pool.expected, page_id, now_of(&pool.expected))

@@ -14,38 +14,25 @@
 # If kinds of groups have pools of their own, the pages are divided into banks, one behind another. Each bank has a free queue,
 # and a group takes pages of its bank alone. Ids of users count from 0 in each bank; the core uses places of records, and record
 # 0 is the null page of all banks. A number names a queue: `-1 - b` the queue of bank `b`, so -1 the queue of a pool with one
-# bank; `b * num_shards + s` the queue of shard `s` in bank `b`, so `s` in a pool with one bank. Always:
-#
-# * The first bank starts at record 1, the last stops at `num_pages`, and each starts where the one before it stops.
-# * `num_free` of a pool is the sum of `num_free` of its banks, where it has several; a single bank's is not kept.
+# bank; `b * num_shards + s` the queue of shard `s` in bank `b`, so `s` in a pool with one bank. `num_free` of a
+# pool is the sum of `num_free` of its banks, where it has several; a single bank's is not kept.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
-from pagepool.core.base cimport NEVER, UNKNOWN
+from pagepool.core.pool.notes cimport *
+from pagepool.core.pool.owners cimport *
 from pagepool.core.pool.policy cimport *
+from pagepool.core.pool.residency cimport *
+from pagepool.core.pool.terms cimport *
 
 cdef enum:
-    NULL_PAGE = 0
     NOT_FREE = -1             # links of a page outside the free queue
     NO_GROUP = -1             # group of a page without a prefix entry
-    NOT_NEW = -1              # links of a page outside the journal's ring of new keys
-    NOT_FIRST = -1            # links of a page with an earlier twin in its shard
     TWIN = 1 << 30            # flag in Page.group: other pages have the same content
     WATCHED = 1 << 29         # flag in Page.group: a refused request hits the page
     KEPT = 1 << 28            # flag in Page.group: it stays cached when it leaves a window
     FLAGS = TWIN | WATCHED | KEPT
-    NO_PART = -1
-    NO_BANK = -1
-    SECOND = 16               # ticks of the clock of stamps
-    NO_SESSION = 0
-    NOBODY = -1               # in place of a session: neither a row nor a request
-    SHARED = -1               # owner of a page that two sessions used; SHARED - n: session n owned it until it was closed
-    COMMON = 0                # tenant of pages that belong to no tenant
-    MAX_TENANTS = 64          # the common one included
-    NO_TENANT = 255           # a free page without an entry is charged to nobody
-    MAX_BANKS = 4
     LOST_INTERVAL = 16        # `lost_interval` of a new pool
-    NUM_BUCKETS = 24          # histogram buckets: below 1 ms, below 2, 4, ..., 2**22 ms, and longer
 
 cdef struct Page:             # 32 bytes
     uint64_t key_lo           # digest of the content; valid while the page is cached
@@ -55,24 +42,9 @@ cdef struct Page:             # 32 bytes
     int32_t next_free
     int32_t group             # cache group of the prefix entry, with its flags; NO_GROUP: not cached
 
-cdef struct Ranking:          # how a policy ranked the pages that a request computes
-    int32_t num_ranked        # leading pages, up to the last whose key the policy knew
-    int32_t num_unseen        # sampled keys behind them, all unknown to the policy
-
 cdef struct Slot:             # one slot of the prefix index
     uint32_t tag              # hash of key and group; its high bits are the home slot
     int32_t page_id           # page cached first under the key; NULL_PAGE: empty
-
-cdef struct Links:
-    int32_t prev
-    int32_t next
-
-cdef struct Range:            # half-open range of page ids or places
-    int32_t start
-    int32_t stop
-
-cdef struct Ranges:           # pages that may hit, in each bank
-    Range[MAX_BANKS] of_banks
 
 cdef struct Bank:             # records from `start` on, before `stop`; the rest is kept where a pool has several
     int32_t start
@@ -87,53 +59,6 @@ cdef struct Bank:             # records from `start` on, before `stop`; the rest
     int64_t num_passed_checkpoints  # states that did not become checkpoints, because no page was left
     Ghost ghost               # keys that were evicted last; no entries: not kept
 
-cdef struct LostHits:         # tokens behind a hit that would have hit, too
-    int32_t states_bank       # bank of states that lacks a checkpoint; NO_BANK: none does
-    int64_t num_for_states    # up to the last checkpoint there that was evicted, within the hits of full attention
-    int64_t num_for_pages     # up to the last checkpoint behind those; for one look-up in `lost_interval`, times this
-
-cdef struct Stay:             # times of a sampled page in nanoseconds of the residency clock
-    int64_t start             # when it was handed out
-    int64_t last_use          # when it was last handed out or hit
-
-cdef struct Histogram:        # durations by bucket
-    int64_t counts[NUM_BUCKETS]
-    int64_t sum               # ns
-
-cdef struct Residency:        # how long sampled pages stay
-    Stay *stays               # [num_pages / interval + 1]
-    int32_t shift             # every 2**shift-th page is sampled
-    Histogram lifetimes       # time between handing a page out and evicting it
-    Histogram idle_times      # time between its last use and its eviction
-    Histogram reuse_gaps      # time between two uses
-
-cdef struct Origin:           # how a cached page came to be
-    Digest parent             # key of the page before it in its request
-    int32_t place             # index of the page in its request; 0: it has no parent
-    int32_t context           # extra keys and session of the request, see `EntryJournal.add_context`; 0: neither
-
-cdef struct Note:             # 32 bytes
-    Origin origin             # how the page came to be, if it is cached
-    Links new                 # ring of the first pages of new keys, closed by the null page; NOT_NEW outside
-
-cdef struct Removal:          # an entry that left the index
-    Digest key
-    int32_t group
-
-cdef struct Context:
-    int32_t num_users         # cached pages and rows with this context
-    int32_t num_holders       # callers that keep it as well
-
-cdef struct Journal:          # keys that came and went since changes were last taken
-    Note *notes               # [num_pages]; NULL: there is no journal
-    Removal *removed          # [num_pages] keys that left since then
-    Context *contexts         # [num_contexts], and room up to the next power of 2
-    int32_t num_contexts      # context 0 stands for none
-    int32_t num_new
-    int32_t num_removed
-    uint8_t is_cleared        # all entries were dropped at once, and `removed` is empty
-    uint8_t is_told           # events are being made of taken changes, so names and contexts are still needed
-
 cdef struct PageCopy:
     int32_t src               # page ids
     int32_t dst
@@ -144,41 +69,6 @@ cdef struct Copies:           # copies due before the next step; each has a refe
     Py_ssize_t num
     Py_ssize_t capacity
     bint is_between           # moves are taken next for a fork, or for a call that was refused, and begin no step
-
-cdef struct Outcomes:         # pages whose term ended, except `NEVER`, by outcome
-    int64_t num_pages_in_time  # used within the term
-    int64_t num_late_pages    # used after it
-    int64_t num_unused_pages  # uncached before any use
-
-cdef struct Expectations:     # when pages are expected back
-    uint32_t *stamps          # [num_pages] when a free page was released or got its term; NULL: no page was ever expected
-    uint8_t *terms            # [num_pages] in the same memory; UNKNOWN for most
-    int32_t num_free[NEVER + 1]  # free pages by term
-    uint32_t free_terms       # bit n: free pages have term n
-    int64_t fixed_time        # time fixed by a test; 0: use the clock
-    Outcomes outcomes
-
-cdef struct Session:          # a session, or the rows and requests of one tenant in a session or in none
-    int32_t first             # the first of its pages; NULL_PAGE: it has none
-    int32_t num_pages         # pages in its ring
-    int32_t num_closed        # pages with the owner SHARED - n, where n is its number
-    int32_t num_holders       # rows, requests, and callers about to make one, of all its tenants
-    int32_t main              # number of the session that owns the pages, perhaps this one; NO_SESSION: none does
-    uint8_t tenant            # tenant to which pages of its rows and requests are charged
-
-cdef struct Sessions:         # see `owners.pxd`
-    Links *links              # [num_pages] one ring of pages for each session; NULL: no session was ever named
-    int32_t *owners           # [num_pages] in the same memory: number of the session, see `SHARED`
-    Session *items            # [num], and room for `capacity`; item 0 stands for none
-    int32_t num
-    Py_ssize_t capacity
-    int32_t num_live
-
-cdef struct Tenants:          # see `owners.pxd`
-    uint8_t *of_pages         # [num_pages] in the memory of `Expectations.stamps`; NULL: no shares were set
-    int32_t num_charged[MAX_BANKS][MAX_TENANTS]  # pages that are held or cached
-    int32_t num_free[MAX_BANKS][MAX_TENANTS]  # charged pages in the queue
-    double shares[MAX_TENANTS]  # fraction of each bank; 0: nothing is charged to the tenant
 
 cdef struct LeasedSpan:       # leased pages, given by page ids or as a span of tokens
     const int32_t *ids        # [num]
@@ -331,22 +221,6 @@ cdef inline Digest upper_of(const Pool *pool, int32_t page_id) noexcept nogil:
     return pool.uppers[page_id] if pool.uppers != NULL else Digest(lo=0, hi=0)
 
 
-cdef inline void link_after(Links *links, int32_t last, int32_t page_id) noexcept nogil:
-    """Insert `page_id` into a ring, after `last`."""
-    cdef int32_t following = links[last].next
-    assert page_id != last and links[following].prev == last
-    links[page_id].prev = last
-    links[page_id].next = following
-    links[last].next = page_id
-    links[following].prev = page_id
-
-
-cdef inline void unlink(Links *links, int32_t page_id) noexcept nogil:
-    assert links[links[page_id].prev].next == page_id and links[links[page_id].next].prev == page_id
-    links[links[page_id].prev].next = links[page_id].next
-    links[links[page_id].next].prev = links[page_id].prev
-
-
 cdef inline bint is_served(const Pool *pool, int32_t page_id) noexcept nogil:
     """Whether a policy ranks a page: it serves the first bank alone."""
     return page_id < pool.num_ranked
@@ -354,10 +228,6 @@ cdef inline bint is_served(const Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline bint is_free(const Pool *pool, int32_t page_id) noexcept nogil:
     return pool.pages[page_id].prev_free != NOT_FREE
-
-
-cdef inline int32_t term_of(const Pool *pool, int32_t page_id) noexcept nogil:
-    return pool.expected.terms[page_id] if pool.expected.terms != NULL else UNKNOWN
 
 
 cdef inline bint is_leased(const Pool *pool, int32_t page_id) noexcept nogil:

@@ -11,6 +11,9 @@ from libc.stdint cimport int32_t
 
 from pagepool.core.pool.banks cimport *
 
+cdef enum:
+    NO_PART = -1
+
 
 cdef inline int32_t end_of_queue(const Pool *pool, int32_t shard) noexcept nogil:
     """Return the record that closes a queue."""

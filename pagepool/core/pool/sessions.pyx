@@ -71,7 +71,7 @@ cdef class PageSessions:
             main = self.find_or_add(checked, None, NO_SESSION)
         number = main if name is None else self.find_or_add(checked, name, main)
         with self.store.own_lock()[0]:
-            hold_session(&self.store.pool, number, 1)
+            hold_session(&self.store.pool.sessions, number, 1)
         return number
 
     cdef int32_t find_or_add(self, object session_id, object tenant, int32_t main) except -1:
@@ -98,7 +98,7 @@ cdef class PageSessions:
         cdef int32_t checked = self.store.checked_session(number)
         with self.store.own_lock()[0]:
             if checked != NO_SESSION and self.store.pool.sessions.items[checked].num_holders > 0:
-                hold_session(&self.store.pool, checked, -1)
+                hold_session(&self.store.pool.sessions, checked, -1)
 
     cdef int forget(self) except -1:
         """Forget the sessions that are not live."""
@@ -137,14 +137,14 @@ cdef class PageSessions:
         cdef bint has_room
         with self.store.own_lock()[0]:
             session = &pool.sessions.items[number]
-            num_pages, now = session.num_pages, now_of(pool)
+            num_pages, now = session.num_pages, now_of(&pool.expected)
             has_room = num_pages == 0 or self.store.make_terms(terms)
             page_id = pool.sessions.links[session.first].prev
             for _ in range(num_pages if has_room else 0):
                 following = pool.sessions.links[page_id].prev
                 assert pool.sessions.owners[page_id] == number and pool.pages[page_id].group != NO_GROUP
                 if term == NEVER:
-                    close_page(pool, page_id)
+                    close_page(&pool.sessions, page_id)
                 expect_page(pool, page_id, term, now)
                 page_id = following
         if not has_room:

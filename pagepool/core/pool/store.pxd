@@ -5,7 +5,7 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.base cimport require_process
-from pagepool.core.pool.records cimport *
+from pagepool.core.pool.banks cimport *
 from pagepool.core.values cimport HashChain, PageIds
 
 

@@ -526,7 +526,7 @@ cdef class PageStore:
         if not 1 <= time < MAX_SECONDS:
             raise ArgumentError(f"seconds: got {shown(seconds)}, allowed: 1 to {MAX_SECONDS}")
         with self.own_lock()[0]:
-            is_past = self.pool.expected.terms != NULL and time * SECOND < now_of(&self.pool)
+            is_past = self.pool.expected.terms != NULL and time * SECOND < now_of(&self.pool.expected)
             if not is_past:
                 self.pool.expected.fixed_time = <int64_t>(time * SECOND)
         if is_past:

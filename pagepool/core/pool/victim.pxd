@@ -1,9 +1,16 @@
 # The victim: the free page that is evicted next. Numbered steps in core/README.md, "The victim", say which one it is. `first`
 # is the first part of the tenant whose page it is.
+#
+# Always:
+#
+# * A pick changes no queue, and has to leave its queue before the next one is made.
+# * The victim is a blank page if there is one. Else it is the oldest page of its part, or, if the policy decides so, the first
+#   page of its part's latest release.
 
 from libc.math cimport INFINITY
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
+from pagepool.core.base cimport highest_bit
 from pagepool.core.pool.queue cimport *
 
 cdef enum:
@@ -44,45 +51,34 @@ cdef inline int32_t _first_of_newest(Pool *pool, int32_t part, int32_t shard, in
 
 
 cdef inline int32_t _candidate_of(Pool *pool, const Decision *decision, int32_t first) noexcept nogil:
+    """Return the page that goes next by a decision, or NULL_PAGE."""
     if decision.is_newest:
         return _first_of_newest(pool, decision.part, decision.shard, first)
     return oldest_in(pool, first + decision.part, decision.shard)
 
 
-cdef inline Decision _decide_as_lru(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
-    """Choose the oldest page of all parts of the policy."""
-    cdef Policy *policy = pool.policy
-    cdef Decision oldest = Decision(part=BLANK, shard=shard, is_newest=False, mark=0)
-    cdef uint32_t mark
-    cdef int32_t part, page_id
-    for part in range(NEW, NUM_PARTS):
-        page_id = oldest_in(pool, first + part, shard)
-        if page_id != NULL_PAGE:
-            mark = policy.marks[page_id]
-            if oldest.part == BLANK or age_of(policy, mark) > age_of(policy, oldest.mark):
-                oldest = Decision(part=part, shard=shard, is_newest=False, mark=mark)
-    return oldest
-
-
 cdef inline Decision _decide(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
-    """Choose the page of least value among the oldest and the newest of each part, if its value is less than MARGIN % of that
-    of LRU's choice.
+    """Choose among the orders of the policy, the oldest and the newest pages of each part: the page of least value, if that is
+    less than MARGIN % of the value of LRU's choice, the oldest page of all.
     """
     cdef Policy *policy = pool.policy
-    cdef Decision best = _decide_as_lru(pool, shard, first)
-    cdef double value, least = value_of(policy, best.mark) * MARGIN / 100
-    cdef int32_t part, page_id, is_newest
-    if policy.learned.num_released < policy.learned.paused_until:
-        return best
-    for part in range(NEW, NUM_PARTS):
-        for is_newest in range(2):
-            page_id = newest_in(pool, first + part, shard) if is_newest else oldest_in(pool, first + part, shard)
-            if page_id != NULL_PAGE:
-                value = value_of(policy, policy.marks[page_id])
-                if value < least:
-                    least = value
-                    best = Decision(part=part, shard=shard, is_newest=is_newest, mark=policy.marks[page_id])
-    return best
+    cdef Decision candidate, best, oldest = Decision(part=BLANK, shard=shard, is_newest=False, mark=0)
+    cdef bint is_lru = policy.learned.num_released < policy.learned.paused_until
+    cdef double value, least = INFINITY
+    cdef int32_t order, page_id
+    for order in range(2 * NEW, 2 * NUM_PARTS):
+        candidate = Decision(part=order >> 1, shard=shard, is_newest=order & 1, mark=0)
+        page_id = newest_in(pool, first + (order >> 1), shard) if order & 1 else oldest_in(pool, first + (order >> 1), shard)
+        if page_id == NULL_PAGE:
+            continue
+        candidate.mark = policy.marks[page_id]
+        if not candidate.is_newest:
+            if oldest.part == BLANK or age_of(policy, candidate.mark) > age_of(policy, oldest.mark):
+                oldest = candidate
+        value = INFINITY if is_lru else value_of(policy, candidate.mark)
+        if value < least:
+            least, best = value, candidate
+    return best if least < value_of(policy, oldest.mark) * MARGIN / 100 else oldest
 
 
 cdef inline int32_t _pick_least_value(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
@@ -90,6 +86,7 @@ cdef inline int32_t _pick_least_value(Pool *pool, int32_t shard, int32_t first) 
     cdef Policy *policy = pool.policy
     cdef Decision *decision = &policy.learned.decision
     cdef int32_t behind, page_id = NULL_PAGE
+    assert bank_of_queue(pool, shard) == 0
     if decision.part != BLANK and decision.shard == shard and policy.first_part == first:
         page_id = _candidate_of(pool, decision, first)
     if page_id == NULL_PAGE or policy.marks[page_id] != decision.mark:
@@ -114,49 +111,38 @@ cdef inline int32_t _pick_plain(Pool *pool, int32_t shard, int32_t first) noexce
 
 cdef inline Supply begin_supply(const Pool *pool, int32_t taker) noexcept nogil:
     """Begin a call that takes pages for a tenant."""
-    return Supply(
-        taker=taker, num_left=0, tenant=COMMON, num_due=0, now=now_of(pool) if pool.expected.terms != NULL else 0, part=NO_PART,
-        stamp=0,
-    )
+    cdef int64_t now = now_of(&pool.expected) if pool.expected.terms != NULL else 0
+    return Supply(taker=taker, num_left=0, tenant=COMMON, num_due=0, now=now, part=NO_PART, stamp=0)
 
 
-cdef inline int32_t _find_furthest(const Pool *pool, int32_t shard, int32_t first, int64_t now) noexcept nogil:
+cdef inline int32_t _pick_expected(const Pool *pool, int32_t shard, int32_t first, Supply *supply) noexcept nogil:
     """Return the victim among the pages with a term: one that is not expected back or, among the oldest page of each term, the
-    one whose return is furthest off. The oldest of a term is late first. NULL_PAGE: there is none. O(terms).
+    one whose return is furthest off. The oldest of a term is late first. Pages with the stamp of the last one follow it without
+    a comparison. NULL_PAGE: no page has a term. O(terms).
     """
-    cdef uint32_t terms = pool.expected.free_terms
+    cdef const Expectations *expected = &pool.expected
+    cdef uint32_t terms = expected.free_terms
     cdef int32_t term, page_id, longest = UNKNOWN, furthest = NULL_PAGE
+    if first <= supply.part < first + pool.num_parts_each:
+        page_id = oldest_in(pool, supply.part, shard)
+        if page_id != NULL_PAGE and expected.stamps[page_id] == supply.stamp:
+            return page_id
     while terms:
         term = highest_bit(terms)
         terms ^= <uint32_t>1 << term
         page_id = oldest_in(pool, part_of_term(pool, first, term), shard)
         if page_id == NULL_PAGE:
             continue
+        assert is_free(pool, page_id) and term_of(expected, page_id) == term
         if term == NEVER:
-            return page_id
-        term = current_term(pool, page_id, now)
-        if term > longest or (term == longest and is_older(pool, page_id, furthest)):
+            furthest = page_id
+            break
+        term = current_term(expected, page_id, supply.now)
+        if term > longest or (term == longest and is_older(expected, page_id, furthest)):
             longest, furthest = term, page_id
+    supply.part = part_of(pool, furthest) if furthest != NULL_PAGE else <int32_t>NO_PART
+    supply.stamp = expected.stamps[furthest]
     return furthest
-
-
-cdef inline int32_t _pick_expected(const Pool *pool, int32_t shard, int32_t first, Supply *supply) noexcept nogil:
-    """Return `_find_furthest`. Pages with the stamp of the last one follow it without a comparison."""
-    cdef int32_t page_id = NULL_PAGE
-    if first <= supply.part < first + pool.num_parts_each:
-        page_id = oldest_in(pool, supply.part, shard)
-    if page_id == NULL_PAGE or pool.expected.stamps[page_id] != supply.stamp:
-        page_id = _find_furthest(pool, shard, first, supply.now)
-        supply.part = part_of(pool, page_id) if page_id != NULL_PAGE else <int32_t>NO_PART
-        supply.stamp = pool.expected.stamps[page_id]
-    assert page_id == NULL_PAGE or (is_free(pool, page_id) and term_of(pool, page_id) != UNKNOWN)
-    return page_id
-
-
-cdef inline bint _is_further(const Pool *pool, int32_t page_id, int32_t other, int64_t now) noexcept nogil:
-    """Whether the return of a page without a term is further off than that of a page with one."""
-    cdef int32_t term = term_from_idle(idle_time(pool, page_id, now)), other_term = current_term(pool, other, now)
-    return term > other_term or (term == other_term and not is_older(pool, other, page_id))
 
 
 cdef inline bint _has_cached_in(const Pool *pool, int32_t tenant, int32_t shard) noexcept nogil:
@@ -169,13 +155,18 @@ cdef inline bint _has_cached_in(const Pool *pool, int32_t tenant, int32_t shard)
 
 
 cdef inline int32_t _pick_cached(Pool *pool, int32_t shard, int32_t first, Supply *supply) noexcept nogil:
-    """Return the victim among the pages of a tenant that are not blank."""
-    cdef int32_t plain
-    cdef int32_t page_id = _pick_expected(pool, shard, first, supply)
-    if page_id != NULL_PAGE and term_of(pool, page_id) == NEVER:
+    """Return the victim among the pages of a tenant that are not blank: the pick with a term, or that without one if its return
+    is further off.
+    """
+    cdef const Expectations *expected = &pool.expected
+    cdef int32_t term, plain_term, plain, page_id = _pick_expected(pool, shard, first, supply)
+    if page_id != NULL_PAGE and term_of(expected, page_id) == NEVER:
         return page_id
     plain = _pick_plain(pool, shard, first)
-    if page_id == NULL_PAGE or (plain != NULL_PAGE and _is_further(pool, plain, page_id, supply.now)):
+    if page_id == NULL_PAGE or plain == NULL_PAGE:
+        return plain if page_id == NULL_PAGE else page_id
+    term, plain_term = current_term(expected, page_id, supply.now), term_from_idle(idle_time(expected, plain, supply.now))
+    if plain_term > term or (plain_term == term and not is_older(expected, page_id, plain)):
         return plain
     return page_id
 
@@ -184,15 +175,16 @@ cdef inline double _excess_of(const Pool *pool, int32_t tenant, int32_t bank, co
     """Return the number of a bank's pages above a tenant's share of them. Pages that it is about to take count."""
     cdef int32_t num_taken = supply.num_left if tenant == supply.taker else 0
     cdef double share = pool.tenants.shares[tenant] * count_pages_in(pool, queue_of_bank(bank))
+    assert 0 <= share and num_taken >= 0
     return pool.tenants.num_charged[bank][tenant] + num_taken - share
 
 
 cdef inline bint _goes_before(const Pool *pool, int32_t page_id, int32_t other) noexcept nogil:
     """Whether a page goes before one of another tenant: it alone is not expected back, or else it was released earlier."""
-    cdef bint is_wanted = term_of(pool, page_id) != NEVER
-    if is_wanted != (term_of(pool, other) != NEVER):
+    cdef bint is_wanted = term_of(&pool.expected, page_id) != NEVER
+    if is_wanted != (term_of(&pool.expected, other) != NEVER):
         return not is_wanted
-    return is_older(pool, page_id, other)
+    return is_older(&pool.expected, page_id, other)
 
 
 cdef inline bint _choose_among(Pool *pool, int32_t shard, Supply *supply, double least) noexcept nogil:
@@ -226,6 +218,7 @@ cdef inline void _choose_tenant(Pool *pool, int32_t shard, Supply *supply) noexc
 cdef inline int32_t pick(Pool *pool, int32_t shard, Supply *supply) noexcept nogil:
     """Return the victim of a shard; -1 means the whole pool. Without parts it is the page in front."""
     cdef int32_t page_id
+    assert count_free_in(pool, shard) > 0
     if pool.num_parts == 0:
         return record_behind(pool, end_of_queue(pool, shard), shard)
     page_id = oldest_in(pool, BLANK, shard)

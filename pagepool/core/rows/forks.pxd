@@ -49,7 +49,7 @@ cdef inline void fork_row(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexc
     batch.rows[row].shard, batch.rows[row].num_hashed = batch.rows[source].shard, batch.rows[source].num_hashed
     batch.rows[row].num_hits = batch.rows[source].num_hits
     set_context(batch, row, batch.rows[source].context)
-    set_session(batch.pool, &batch.rows[row].holding.session, batch.rows[source].holding.session)
+    set_session(&batch.pool.sessions, &batch.rows[row].holding.session, batch.rows[source].holding.session)
     begin_stay(batch, row)
     if batch.has_boundaries:
         new.boundaries[0] = forked.boundaries[0]

@@ -53,5 +53,5 @@ cdef inline void end_row(Batch *batch, Py_ssize_t row, int32_t term, bint has_fa
             settle_writes(batch, row, count_final(batch, row), 0, term)
         drop_writes(batch, row, 0)
     set_context(batch, row, 0)
-    set_session(batch.pool, &batch.rows[row].holding.session, NO_SESSION)
+    set_session(&batch.pool.sessions, &batch.rows[row].holding.session, NO_SESSION)
     empty_row(batch, row)

@@ -396,7 +396,7 @@ cdef class RowRequest:
         assert batch.records[self.row].state == CLAIMED and batch.records[self.row].num_tokens == 0
         assert holding.held.num_pages == 0
         set_context(batch, self.row, self.context)
-        set_session(batch.pool, &holding.session, self.session)
+        set_session(&batch.pool.sessions, &holding.session, self.session)
         attach(batch.pool, holding, demand)
         show_row(batch, self.row)
         take_pages(batch, self.row, <int32_t>demand.num_tokens, NULL)

@@ -395,7 +395,7 @@ cdef class TokenSpan:
         cdef Py_ssize_t i
         self.lock()
         has_room = self.collect_cached(found) and (found.num == 0 or self.store.make_terms(terms))
-        now = now_of(&self.store.pool)
+        now = now_of(&self.store.pool.expected)
         for i in range(found.num if has_room else 0):
             expect_page(&self.store.pool, found.ids[found.num - 1 - i], term, now)
         self.unlock()

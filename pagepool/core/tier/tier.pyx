@@ -57,7 +57,7 @@ cdef void save_evicted(Pool *pool, int32_t page_id) noexcept nogil:
     """
     cdef const Page *page = &pool.pages[page_id]
     cdef bint was_saved = pool.tier.fresh_numbers != NULL and pool.tier.fresh_numbers[page_id] == SAVED
-    if page.group & TWIN or term_of(pool, page_id) == NEVER:
+    if page.group & TWIN or term_of(&pool.expected, page_id) == NEVER:
         return
     if not was_saved or find(pool.tier.pool, digest_of(page), page.group & ~FLAGS) != NULL_PAGE:
         save_page(pool, page_id, digest_of(page), page.group & ~FLAGS)
