@@ -221,6 +221,7 @@ HOT = {
         "core.rows.row_request",
         "core.rows.running",
         "core.holding.slots",
+        "core.pool.pages",
         "core.pool.store",
     )
 }

@@ -151,7 +151,43 @@ class HashChain:
 
 COUNTERS: Final[tuple[str, ...]]
 
-class PageStore:
+class PageRecords:
+    """The records of pages, and their free queue: those of a pool (`PageStore`) or of pages without one (`LoosePages`)."""
+
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def num_free_pages(self) -> int: ...
+    def ref_counts(self, bank: int = 0) -> npt.NDArray[np.int32]:
+        """Return the ref counts of the null page and all pages of a bank, an int32 array. O(pages of the bank)."""
+    def set_ref_count(self, page_id: int, ref_cnt: int) -> None:
+        """Overwrite a ref count, except the null page's. `check` and the next `take` report a free page with references."""
+    def is_free(self, page_id: int) -> bool:
+        """Whether the page is in the free queue."""
+    def free_ids(self, bank: int = 0) -> PageIds:
+        """Return the free queue of a bank, front first; with a policy, part by part. O(pages of the bank)."""
+    def neighbours(self, page_id: int) -> tuple[CachePage | None, CachePage | None]:
+        """Return the pages before and after a page in the free queue; None at the ends and outside the queue."""
+    def pop(self, n: int) -> PageIds:
+        """Take the first `n` pages out of the queue without changes to ref counts and prefix entries."""
+    def remove_page(self, page: CachePage) -> None:
+        """Take a page out of the queue, wherever it stands. PageIdError for a page of another pool. O(1)."""
+    def append(self, page_ids: _Ids) -> None:
+        """Append pages to the queue in order. PageIdError for pages that are in it, or held."""
+    def page(self, page_id: int) -> CachePage:
+        """Return the view of a page. It is made once."""
+    def pages(self, ids: PageIds) -> list[CachePage]:
+        """Return the views of pages."""
+    def ids_of_pages(self, pages: Iterable[CachePage]) -> PageIds:
+        """Return the ids of views; PageIdError for a page of another pool."""
+
+class LoosePages(PageRecords):
+    """The pages of a `FreeCachePageQueue` without a pool, or a single one. They have no entries, and their number grows."""
+
+    def adopt(self, page: CachePage) -> None:
+        """Move the record of a page without a pool into this store: `page` becomes its view. Amortised O(1)."""
+
+class PageStore(PageRecords):
     """The records of one pool, its free queue and its prefix index. Users call `pagepool.PagePool`.
 
     Methods take and return page ids. Making a store is O(num_pages). Memory for each page: 32 bytes of record, and with caching
@@ -159,7 +195,6 @@ class PageStore:
     the first expectation, or once shares are set; 16 more for digests of 32 bytes, 48 with events.
     """
 
-    is_pool: Final[bool]
     @property
     def has_tier(self) -> bool:
         """Whether there is a host tier behind the pool."""
@@ -171,24 +206,16 @@ class PageStore:
         cls,
         num_pages: int,
         enable_caching: bool = True,
-        is_pool: bool = True,
         eviction: str = "lru",
         further_banks: Sequence[int] = (),
         bank_names: Sequence[str] = ("kv",),
     ) -> Self: ...
-    @property
-    def num_pages(self) -> int: ...
-    @property
-    def num_free_pages(self) -> int: ...
     @property
     def num_keys(self) -> int:
         """Count the distinct (hash, group) pairs in the prefix index."""
     @property
     def num_cached_pages(self) -> int:
         """Count the pages with a prefix entry."""
-    @property
-    def num_leased_pages(self) -> list[int]:
-        """Count the pages of leases with an end, once for each lease, by bank."""
     @property
     def num_sessions(self) -> int:
         """Count the sessions that have pages, rows or requests."""
@@ -203,34 +230,12 @@ class PageStore:
     def num_kept_token_ids(self) -> int:
         """Return how many tokens are kept for a page at most; 0 means none."""
     @property
-    def residency(self) -> tuple[tuple[list[int], int], ...]:
-        """Return lifetimes, idle times before eviction and gaps between uses of sampled pages: for each, counts of times below
-        1 ms, 2, 4, ..., 2**22 ms, and longer, and the sum in ns. O(1).
-        """
-    @property
     def counters(self) -> dict[str, int]:
         """Return the `Counters` by name."""
-    @property
-    def estimated_hits(self) -> tuple[int, int] | None:
-        """Return how many pages were hit since the store was made, and the adaptive policy's estimate for LRU; None for other
-        policies.
-        """
-    def set_ref_count(self, page_id: int, ref_cnt: int) -> None:
-        """Overwrite a ref count, except the null page's. `check` and the next `take` report a free page with references."""
-    def is_free(self, page_id: int) -> bool:
-        """Whether the page is in the free queue."""
-    def neighbours(self, page_id: int) -> tuple[CachePage | None, CachePage | None]:
-        """Return the pages before and after a page in the free queue; None at the ends and outside the queue."""
     def bounds_of(self, bank: int) -> tuple[int, int]:
         """Return the first page of a bank and the one behind its last, which is None in a store of one bank, for look-ups."""
-    def page_in_bank(self, page_id: int, bank: int) -> CachePage:
-        """Return the view of the page with this id in a bank. PageIdError for an id outside the bank."""
     def count_pages(self, bank: int) -> int:
         """Count the pages of a bank without the null page."""
-    def count_entries(self, bank: int) -> tuple[int, int, int, int, int, int]:
-        """Count the cached pages of a bank, and what `PoolStats` has of it: the pages that were ever handed out and evicted
-        there, tokens of lost hits, refusals, and checkpoints that found no page.
-        """
     def count_free(self, bank: int) -> int:
         """Count the free pages of a bank."""
     def ids_in_banks(self, page_ids: PageIds) -> PageIds:
@@ -245,16 +250,6 @@ class PageStore:
         """Raise ArgumentError in a store of several banks, which `what` does not support."""
     def name_banks(self, names: Sequence[str]) -> None:
         """Name the pools of the store in errors and refusals."""
-    def ref_counts(self, bank: int = 0) -> npt.NDArray[np.int32]:
-        """Return the ref counts of the null page and all pages of a bank, an int32 array. O(pages of the bank)."""
-    def free_ids(self, bank: int = 0) -> PageIds:
-        """Return the free queue of a bank, front first; with a policy, part by part. O(pages of the bank)."""
-    def page(self, page_id: int) -> CachePage:
-        """Return the view of a page. It is made once."""
-    def pages(self, ids: PageIds) -> list[CachePage]:
-        """Return the views of pages."""
-    def ids_of_pages(self, pages: Iterable[CachePage]) -> PageIds:
-        """Return the ids of views; PageIdError for a page of another pool."""
     def take(self, n: int, shard: int | None = None, num_shards: int = 0, bank: int = 0) -> PageIds:
         """Take `n` pages from the front of a bank's queue, or of a shard. They get ref count 1 and lose their prefix entries.
         O(n).
@@ -263,16 +258,6 @@ class PageStore:
         """Hand out pages without an entry first from now on, as with a policy. O(num_pages)."""
     def prefer_held(self) -> None:
         """Let look-ups find a held page from now on, if any page with the content is held. O(num_pages), once."""
-    def remember_evicted(self, bank: int) -> None:
-        """Remember the keys of pages evicted from a bank from now on, of the last ones twice as many as it has pages. So
-        look-ups count the hits lost with these pages. 16 bytes a page. O(pages of the bank), once.
-        """
-    def drop_dependents(self, group: int, state_groups: Iterable[int]) -> None:
-        """Uncache the free checkpoints of these groups of states, if there is a policy, as the page with the keys and values of
-        `group` before them is evicted.
-        """
-    def search_all_lost(self) -> None:
-        """Let each look-up search for checkpoints behind its hits, so that the hits lost for want of pages are exact."""
     def set_shards(self, num_shards: int) -> None:
         """Divide the pool into `num_shards` equal ranges of ids, each with a free queue and its first pages of equal content.
         O(num_pages + pages of equal content x shards) when the number changes.
@@ -281,14 +266,6 @@ class PageStore:
         """Take a reference from each page; pages without any go to the back of the queue in order. Null pages are ignored."""
     def touch(self, page_ids: _Ids) -> None:
         """Add a reference to each page; free pages leave the queue. Null pages are ignored. O(n)."""
-    def pop(self, n: int) -> PageIds:
-        """Take the first `n` pages out of the queue without changes to ref counts and prefix entries."""
-    def remove_page(self, page: CachePage) -> None:
-        """Take a page out of the queue, wherever it stands. PageIdError for a page of another pool. O(1)."""
-    def append(self, page_ids: _Ids) -> None:
-        """Append pages to the queue in order. PageIdError for pages that are in it, or held."""
-    def adopt(self, page: CachePage) -> None:
-        """Move the record of a page without a pool into this store: `page` becomes its view. Amortised O(1)."""
     def find(self, key: int, group: int, start: int = 0, stop: int | None = None) -> int | None:
         """Return the page cached first under an int key and a group, among ids in ``[start, stop)``, or None. A key has 128
         bits; in a store that keeps whole digests it is one of these, or its lower half.
@@ -311,13 +288,6 @@ class PageStore:
         """Keep the upper halves of digests of 32 bytes beside the keys, of pages cached from now on. No effect if they are kept
         already.
         """
-    @property
-    def keeps_whole_digests(self) -> bool:
-        """Whether `keep_whole_digests` was called."""
-    def keep_token_ids(self, width: int) -> None:
-        """Keep up to `width` tokens of each page cached from now on, at 4 bytes a token. Tokens kept so far stay; a width that
-        is not greater changes nothing.
-        """
     def enter_pages(
         self, ids: PageIds, chain: HashChain, start: int, group: int, context: int = 0, first_place: int = 0
     ) -> None:
@@ -326,6 +296,44 @@ class PageStore:
         `context` is one of `EntryJournal.add_context`; `first_place` is the place of ``ids[0]`` in its request. PageHashError
         if a page is cached already. O(pages).
         """
+    def cache_hash(self, page_id: int, page_hash: PageHashWithGroupId) -> None:
+        """Cache a page under a PageHashWithGroupId. PageHashError if it is cached already."""
+
+def keep_token_ids(store: PageStore, width: int) -> None:
+    """Keep up to `width` tokens of each page cached from now on, at 4 bytes a token. Tokens kept so far stay; a width that
+    is not greater changes nothing.
+    """
+
+def remember_evicted(store: PageStore, bank: int) -> None:
+    """Remember the keys of pages evicted from a bank from now on, of the last ones twice as many as it has pages. So
+    look-ups count the hits lost with these pages. 16 bytes a page. O(pages of the bank), once.
+    """
+
+def search_all_lost(store: PageStore) -> None:
+    """Let each look-up search for checkpoints behind its hits, so that the hits lost for want of pages are exact."""
+
+def drop_dependents(store: PageStore, group: int, state_groups: Iterable[int]) -> None:
+    """Uncache the free checkpoints of these groups of states, if there is a policy, as the page with the keys and values of
+    `group` before them is evicted.
+    """
+
+def list_residency(store: PageStore) -> tuple[tuple[list[int], int], ...]:
+    """Return lifetimes, idle times before eviction and gaps between uses of sampled pages: for each, counts of times below
+    1 ms, 2, 4, ..., 2**22 ms, and longer, and the sum in ns. O(1).
+    """
+
+def estimate_hits(store: PageStore) -> tuple[int, int] | None:
+    """Return how many pages were hit since the store was made, and the adaptive policy's estimate for LRU; None for other
+    policies.
+    """
+
+def count_leased(store: PageStore) -> list[int]:
+    """Count the pages of leases with an end, once for each lease, by bank."""
+
+def count_entries(store: PageStore, bank: int) -> tuple[int, int, int, int, int, int]:
+    """Count the cached pages of a bank, and what `PoolStats` has of it: the pages that were ever handed out and evicted
+    there, tokens of lost hits, refusals, and checkpoints that found no page.
+    """
 
 _Range = tuple[int, int | None]
 _Hits = tuple[PageIds, ...]

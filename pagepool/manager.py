@@ -37,12 +37,17 @@ from pagepool._core import (
     TokenSpan,
     add_tier,
     check_holders,
+    count_leased,
     end_transfers,
+    estimate_hits,
     find_prefix,
+    keep_token_ids,
     link_storage,
     list_in_flight,
     list_leases,
+    list_residency,
     load_prefix,
+    remember_evicted,
     rewind_request,
     take_moves,
     term_of,
@@ -329,7 +334,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             if rules.checkpoint_interval is not None:
                 self._store.put_blank_first()
             for bank in sizes.list_pools_of_states(kv_cache_groups):
-                self._store.remember_evicted(bank)
+                remember_evicted(self._store, bank)
             if hasher.num_digest_bytes == 32:
                 self._store.keep_whole_digests()
         self.registry = RequestRegistry(self._page_pool, rules, hasher, configuration, max_leased, self._trusts_requests)
@@ -881,7 +886,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         registry = self.registry
         with registry.lock:
             if registry.event_source is None:
-                self._store.keep_token_ids(self._rules.max_cached_page_size + registry.hasher.lookahead)
+                keep_token_ids(self._store, self._rules.max_cached_page_size + registry.hasher.lookahead)
                 registry.event_source = EventSource(
                     self._store, self.kv_cache_groups, self._rules.hit_tokens, registry.hasher, hashes_as_bytes
                 )
@@ -997,15 +1002,15 @@ class CacheManager(KeyHolder, SlotAllocator):
         """
         store, totals = self._store, PagePoolStats(**self._store.counters)
         num_pages, num_free_pages = self.num_pages - 1, store.num_free_pages
-        lifetime, idle_before_eviction, reuse_gap = (TimeHistogram.of(*counts) for counts in store.residency)
-        num_hit_pages, num_lru_hit_pages = store.estimated_hits or (None, None)
+        lifetime, idle_before_eviction, reuse_gap = (TimeHistogram.of(*counts) for counts in list_residency(store))
+        num_hit_pages, num_lru_hit_pages = estimate_hits(store) or (None, None)
         charged = [self.registry.sessions.count_charged(bank) for bank in range(len(self.pools))]
         return CacheStats(
             num_pages=num_pages,
             num_free_pages=num_free_pages,
             num_held_pages=num_pages - num_free_pages,
             num_cached_pages=store.num_cached_pages,
-            num_leased_pages=sum(store.num_leased_pages),
+            num_leased_pages=sum(count_leased(store)),
             max_num_leased_pages=self.max_num_leased_pages,
             num_sessions=store.num_sessions,
             num_pages_by_tenant={name: sum(counts.get(name, 0) for counts in charged) for name in charged[0]},

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagepool._core import PageStore
+from pagepool._core import PageStore, drop_dependents
 from pagepool.arguments import require_int, require_name
 from pagepool.errors import ArgumentError, shown
 from pagepool.group_rules import kind_of
@@ -113,7 +113,7 @@ def link_checkpoints(store: PageStore, groups: Sequence[CacheGroupSpec], pool_of
     full = [i for i, (group, pool) in enumerate(pairs) if pool == 0 and kind_of(group.kv_cache_spec) == "FullAttention"]
     states = [i for i, (group, pool) in enumerate(pairs) if pool > 0 and _has_state(group)]
     if full and states:
-        store.drop_dependents(full[0], states)
+        drop_dependents(store, full[0], states)
 
 
 def require_states(pools: Mapping[str, PagePool], groups: Sequence[CacheGroupSpec], num_rows: int) -> None:

@@ -103,7 +103,7 @@ class Records(SimpleNamespace):
         self.pages = pages = links[:num_pages]
         ref_cnt, before, behind, self.group = pages["ref_cnt"], pages["prev_free"], pages["next_free"], pages["group"].copy()
         is_free = (before >= 0) & (before < len(links)) & (behind >= 0) & (behind < len(links))
-        is_held = (before == NOT_FREE) & (behind == NOT_FREE) & (ref_cnt >= self.is_pool) & (ref_cnt <= MAX_REF_CNT)
+        is_held = (before == NOT_FREE) & (behind == NOT_FREE) & (ref_cnt >= 1) & (ref_cnt <= MAX_REF_CNT)
         is_wrong = ~(is_free | is_held) | (self.group < NO_GROUP)
         is_wrong[0] |= is_held[0] | (self.group[0] != NO_GROUP)
         self.refuse(is_free & (ref_cnt != 0), ids, " is in the free queue with ref count {}, allowed: 0", ref_cnt)

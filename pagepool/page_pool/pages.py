@@ -7,7 +7,7 @@ keeps. For other hashes ``PageStore.names`` maps one to the other.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import overload
 
-from pagepool._core import CachePage, EntryJournal, PageStore, copy_records
+from pagepool._core import CachePage, EntryJournal, LoosePages, PageRecords, PageStore, copy_records
 from pagepool.arguments import require_int, require_list
 from pagepool.errors import ArgumentTypeError, shown
 from pagepool.hashing import PageHash, PageHashWithGroupId, checked_hash
@@ -22,6 +22,7 @@ class Pages(Sequence[CachePage]):
         """View the pages of a bank of `store`."""
         self._store = store
         self._bank = bank
+        self._is_one_of_several = len(store.bank_names) > 1
 
     def __len__(self) -> int:
         """Return the number of pages, including the null page."""
@@ -38,9 +39,13 @@ class Pages(Sequence[CachePage]):
                 page_ids = range(len(self))[index]
             except TypeError:
                 raise ArgumentTypeError(f"a slice of pages: got {shown(index)}, allowed: ints") from None
-            return [self._store.page_in_bank(page_id, self._bank) for page_id in page_ids]
+            return [self._page(page_id) for page_id in page_ids]
         index = require_int("page id", index)
-        return self._store.page_in_bank(index if index >= 0 else index + len(self), self._bank)
+        return self._page(index if index >= 0 else index + len(self))
+
+    def _page(self, page_id: int) -> CachePage:
+        """Return the page with an id of 0 or more. Raise PageIdError outside the pool."""
+        return self._store.page(self._store.records_in_bank([page_id], self._bank)[0] if self._is_one_of_several else page_id)
 
 
 class FreeCachePageQueue:
@@ -56,7 +61,7 @@ class FreeCachePageQueue:
 
     def __init__(self, pages: Sequence[CachePage]) -> None:
         """Queue `pages` in the given order. Raise PageIdError if one belongs to a pool or another queue."""
-        self._store = PageStore(1, is_pool=False)
+        self._store: PageRecords = LoosePages()
         self.append_n(pages)
 
     @classmethod
@@ -89,7 +94,7 @@ class FreeCachePageQueue:
 
     def append_n(self, pages: Sequence[CachePage]) -> None:
         """Append pages in order: all of them, or none."""
-        if not self._store.is_pool:
+        if isinstance(self._store, LoosePages):
             pages = require_list("pages", pages, CachePage)
             for page in pages:
                 self._store.adopt(page)

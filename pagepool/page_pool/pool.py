@@ -7,7 +7,17 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import CachePage, EntryJournal, HashChain, Lease, PageIds, PageStore, lease_pages
+from pagepool._core import (
+    CachePage,
+    EntryJournal,
+    HashChain,
+    Lease,
+    PageIds,
+    PageStore,
+    count_entries,
+    count_leased,
+    lease_pages,
+)
 from pagepool.arguments import as_list, require_flag, require_group_ids, require_int, require_list, require_slice
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, shown
 from pagepool.hashing import PageHash, checked_hash, hash_next_pages
@@ -316,7 +326,7 @@ class PagePool:
         missing = [] if is_complete else hash_next_pages(hash, page_size, request, page_hashes, num_full_pages)
         first_place = max(0, num_cached_pages - 1)  # hash of the parent, which is cached already
         hashes = page_hashes[first_place : max(num_cached_pages, num_full_pages)] + missing
-        is_wide = self.store.keeps_whole_digests
+        is_wide = self.store.names.max_key >> 128 > 0
         chain = HashChain(page_size, bytes(32), False, "sha256") if is_wide else HashChain(page_size, bytes(16))
         for page_hash in list(map(checked_hash, hashes)):
             chain.append_key(self.store.names.key_of(page_hash))
@@ -401,8 +411,8 @@ class PagePool:
 
     def _count(self) -> PoolStats:
         """Return the state of the pool, and its counters where the store has several."""
-        num_pages, num_free, num_leased = self.num_pages - 1, self.get_num_free_pages(), self.store.num_leased_pages[self._bank]
-        num_cached, num_allocated, num_evicted, num_lost, num_refusals, num_passed = self.store.count_entries(self._bank)
+        num_pages, num_free, num_leased = self.num_pages - 1, self.get_num_free_pages(), count_leased(self.store)[self._bank]
+        num_cached, num_allocated, num_evicted, num_lost, num_refusals, num_passed = count_entries(self.store, self._bank)
         return PoolStats(
             num_pages,
             num_free,

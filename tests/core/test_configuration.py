@@ -14,7 +14,7 @@ from pool_arrays import pool_lists
 from refusing import refused
 
 from pagepool import CacheManager, EngineRequest, PagePool, PageTable, RunningBatch
-from pagepool._core import HashChain
+from pagepool._core import HashChain, keep_token_ids
 from pagepool.errors import ArgumentError, PageHashError, PageIdError
 
 NUM_PAGES = 64
@@ -127,7 +127,7 @@ def test_a_manager_takes_only_a_pool_that_fits() -> None:
 def make_pool_that_keeps(width: int) -> PagePool:
     """Make a pool without a manager, with a page whose tokens are kept."""
     pool = PagePool(NUM_PAGES, enable_caching=True)
-    pool.store.keep_token_ids(width)
+    keep_token_ids(pool.store, width)
     chain = HashChain(width, bytes(16), keep_token_ids=True)
     chain.extend(list(range(width)))
     pool.store.enter_pages(pool.store.take(1), chain, 0, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ import pytest
 from pagepool import PagePool
 from pagepool._core import (
     CacheGroups,
-    CachePage,
     GroupedRows,
     HashChain,
     PageIds,
@@ -26,7 +25,9 @@ from pagepool._core import (
     TableRows,
     TokenSpan,
     check_holders,
+    drop_dependents,
     find_prefix,
+    keep_token_ids,
     pack_dirty_segments,
 )
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, PagePoolError
@@ -177,25 +178,12 @@ def test_extra_keys_that_are_more_than_they_say() -> None:
 
 def test_page_ids_that_answer_otherwise_the_second_time() -> None:
     store = PageStore(8)
-    store.keep_token_ids(4)
+    keep_token_ids(store, 4)
     store.enter(1, 5, 0)
     page_hash = store.page_hash_of(Varying(1, 1 << 28))  # type: ignore[arg-type]
     assert page_hash is not None
     assert page_hash.page_hash.hash_value == 5
     assert [page and page.page_id for page in store.neighbours(Varying(2, 7))] == [1, 3]  # type: ignore[arg-type]
-
-
-def test_a_store_that_grows_while_holders_are_listed() -> None:
-    store = PageStore(1, True, False)
-    batch = RunningRows(store, [TableRows(2, 8)], [(PageRules(4), None, 1)], 32, 0, KEY, 0)
-
-    def holders() -> Iterator[RequestPages]:
-        for _ in range(1000):
-            store.adopt(CachePage(0))
-        yield RequestPages(store, CacheGroups([]), 8)
-
-    check_holders(store, holders(), batch)
-    check_holders(store, holders())
 
 
 # --- numbers out of bounds --------------------------------------------------------------------------------------
@@ -223,8 +211,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: PageIds(np.ones(3).view(Liar)), ArgumentTypeError, "float64"),
     *((lambda page_id=page_id: PageStore(8).pages(PageIds([page_id])), PageIdError, "got") for page_id in (-1, 8, 2**31 - 1)),
     *((lambda bound=bound: PageStore(8).find(1, 0, bound), PagePoolError, "start: got") for bound in (2**31, "0", 0.5)),
-    (lambda: PageStore(4, True, False).set_shards(2), ArgumentError, "queue"),
-    (lambda: PageStore(4, True, False).keep_token_ids(4), ArgumentError, "queue"),
     (lambda: PagePool(Mute(), enable_caching=False), ArgumentError, "got a Mute"),
     (lambda: setattr(PageStore(8), "names", None), AttributeError, "names"),
 ]
@@ -246,7 +232,7 @@ def test_keys_that_are_none(key: Any) -> None:
 
 def test_pages_with_more_tokens_than_are_kept() -> None:
     store = PageStore(8)
-    store.keep_token_ids(1)
+    keep_token_ids(store, 1)
     batch = make_batch(store, TableRows(2, 8))
     admit(batch, 0, [1] * 9)
     assert [page_hash and page_hash.page_hash.token_ids for page_hash in map(store.page_hash_of, (1, 2, 3))] == [(), (), None]
@@ -323,7 +309,7 @@ def test_finalizers_that_run_while_an_error_is_made() -> None:
 def test_no_checkpoints_depend_on_a_group() -> None:
     """An empty list of groups has no memory: UndefinedBehaviorSanitizer reported a copy of no bytes from it."""
     pool = PagePool(8, enable_caching=True)
-    pool.store.drop_dependents(0, [])
+    drop_dependents(pool.store, 0, [])
     pool.check()
 
 

@@ -20,6 +20,7 @@ from pagepool import (
     PagePool,
     RunningBatch,
 )
+from pagepool._core import search_all_lost
 
 PAGE, INTERVAL = hybrids.PAGE_SIZE, 8
 FULL, STATE = CacheGroupSpec(hybrids.FULL), CacheGroupSpec(hybrids.STATE, pool="states")
@@ -134,7 +135,7 @@ def test_lost_hits_of_pages_are_estimated_from_a_sample(eviction: str) -> None:
 
 def test_a_simulation_counts_each_hit_that_pages_lost() -> None:
     manager = make_manager({"kv": 20, "states": 60})
-    manager._store.search_all_lost()
+    search_all_lost(manager._store)
     for _ in range(3):
         for number in range(8):
             assert run(manager, prompt(number)) == 0

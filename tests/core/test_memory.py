@@ -32,7 +32,7 @@ from pagepool import (
     RequestTraits,
     RunningBatch,
 )
-from pagepool._core import HashChain, PageIds, PageStore, siphash128
+from pagepool._core import HashChain, PageIds, PageStore, keep_token_ids, siphash128
 
 NUM_USES = min(NUM_OPERATIONS // 2000, 25)
 NUM_SIZES = min(4 + NUM_OPERATIONS // 20_000, 12)
@@ -347,7 +347,7 @@ NATIVE_CALLS: dict[str, Callable[[InUse], object]] = {
     "take from a shard": lambda u: u.pool.store.take(3, 1, 2),
     "give back": lambda u: u.pool.free_page_ids(u.page_ids),
     "touch": lambda u: u.pool.touch_page_ids([1, 2, 3]),
-    "keep tokens": lambda u: u.pool.store.keep_token_ids(PAGE_SIZE),
+    "keep tokens": lambda u: keep_token_ids(u.pool.store, PAGE_SIZE),
     "step": lambda u: u.batch.step([0], [1]),
     "plan": lambda u: u.batch.plan([0], 1, 8),
     "append": lambda u: u.batch.append([0], [1]),

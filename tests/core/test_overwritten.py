@@ -34,6 +34,7 @@ from pagepool._core import (
     PageRules,
     PageStore,
     TokenSpan,
+    keep_token_ids,
     locate_numbers,
     locate_records,
 )
@@ -79,7 +80,7 @@ def make_pool(eviction: str = "lru") -> tuple[PagePool, Any]:
         pool.pages[page_id].page_hash = PageHashWithGroupId(PageHash(1000 + page_id, ()), 0)
         pool.free_page_ids([page_id])
     pool.free_page_ids(sorted(pool.get_new_page_ids(NUM_PAGES - 1)))
-    pool.store.keep_token_ids(2)
+    keep_token_ids(pool.store, 2)
     pool.get_new_page_ids(0, dp_shard_hint=0, data_parallel_size=NUM_SHARDS)
     pool.get_new_page_ids(7)
     pool.touch_page_ids([6])

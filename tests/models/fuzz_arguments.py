@@ -194,6 +194,7 @@ def garbled(world: World) -> bytes:
 
 FITTING: dict[str, Callable[[World], Any]] = {
     "_page_hash": one_of(constant(None), page_hash),
+    "cache_hash.page_hash": page_hash,
     "admit.shard probe.shard": constant(*[None] * 7, 0),
     "anything": one_of(wild, small, page_hash),
     "batch": live(_core.RunningRows),
@@ -272,7 +273,6 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "holder": one_of(live(_core.RequestPages), live(_core.RunningRows), live(_core.TableRows)),
     "ids": live(_core.PageIds),
     "is_null": constant(False, False, True),
-    "is_pool": constant(True, True, True, False),
     "items": ints,
     "key": key,
     "key_bytes": key_bytes,

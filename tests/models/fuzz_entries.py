@@ -29,7 +29,7 @@ CONSTRUCTORS = {
     "TokenSpan": "first_token stop_token",
     "PageSessions": "store",
     "HashChain": "page_size key_bytes flag algorithm",
-    "PageStore": "num_pages flag is_pool eviction",
+    "PageStore": "num_pages flag eviction",
     "PageTier": "store num_tier_pages flag min_uses",
     "EntryJournal": "store",
     "QueryCounter": "store flag",
@@ -123,7 +123,8 @@ SPOILS_POOLS = {f"PageStore.{name}" for name in ("set_ref_count", "pop", "remove
 }
 SPOILS_BATCHES = (
     SPOILS_POOLS
-    | {"PageStore.give_back", "PageStore.enter", "PageStore.enter_pages", "CachePage.page_hash", OVERWRITE}
+    | {f"PageStore.{name}" for name in ("give_back", "enter", "enter_pages", "cache_hash")}
+    | {"CachePage.page_hash", OVERWRITE}
     | {
         f"{rows}.{name}"
         for rows in ("TableRows", "GroupedRows")

@@ -111,6 +111,12 @@ class World:
         for value in (store, *tables, _core.HashChain(4, key, True, hashing)):
             self.keep(value)
         arrays = tables[0].num_pages_per_row, tables[0].page_table_cpu
+        loose, page = _core.LoosePages(), _core.CachePage(3)
+        loose.adopt(page)
+        if source.below(8) == 0:
+            loose.append(loose.ids_of_pages([page]))
+            self.keep(page)
+        self.keep(loose)
         for value in (_core.CachePage(7), store.page(1), _core.GroupedRows(tables), _core.PageIds([1, 2, 0]), *arrays):
             self.keep(value)
         rules = self.rules(store, len(tables))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from pagepool import CacheManager, PageHashing, Retention
+from pagepool import CacheManager, PageHashing, Retention, _core
 
 HASHING = {field.name for field in fields(PageHashing)}
 
@@ -24,5 +24,5 @@ def keep_token_ids(manager: CacheManager) -> CacheManager:
     """Let a new manager keep the tokens of cached pages, as it does with events."""
     registry = manager.registry
     registry.hasher.keep_token_ids = True
-    registry.store.keep_token_ids(registry.rules.max_cached_page_size + registry.hasher.lookahead)
+    _core.keep_token_ids(registry.store, registry.rules.max_cached_page_size + registry.hasher.lookahead)
     return manager

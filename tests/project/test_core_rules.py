@@ -52,7 +52,7 @@ holding/slots.pyx allocate_due 10
 holding/slots.pyx allocate_hashed 5
 holding/slots.pyx allocate_slots 6
 pool/pool.pxd _on_cache 5
-pool/store.pyx __dealloc__ 9
+pool/arrays.pxd free_arrays 8
 rows/batch.pxd empty_row 6
 rows/row_request.pyx admit 8
 rows/row_request.pyx fill_row 9
@@ -68,9 +68,7 @@ tier/tier.pyx load_prefix 5
 """
 KNOWN_FILES = """
 holding/holding.pxd 1455
-holding/request_pages.pyx 901
-pool/queue.pxd 861
-pool/store.pyx 1454
+holding/request_pages.pyx 902
 rows/inputs.pyx 935
 rows/running.pyx 1340
 """

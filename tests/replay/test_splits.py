@@ -11,6 +11,7 @@ from model_configs import ATTENTION, GEMMA3, LLAMA, NEMOTRON, QWEN
 from settings import scale
 
 from pagepool import CacheManager
+from pagepool._core import search_all_lost
 from pagepool.errors import ArgumentError
 from pagepool.replay import Scheduler, SimulatedRequest, TraceRecord, generate_workload, make_requests
 
@@ -34,7 +35,7 @@ def make_chats(num_requests: int = 300, seed: int = 0) -> list[SimulatedRequest]
 def replay(num_pages: dict[str, int], max_num_seqs: int, seed: int = 0) -> tuple[Scheduler, CacheManager]:
     requests = make_chats(seed=seed)
     manager = make_manager_of_pools(num_pages, SMALL, requests)
-    manager._store.search_all_lost()
+    search_all_lost(manager._store)
     return Scheduler(manager, requests, max_num_seqs=max_num_seqs, max_num_batched_tokens=100_000), manager
 
 

@@ -8,7 +8,8 @@ from pagepool.core.holding cimport (
     CacheGroups, Group, Held, Holding, RequestPages, find_needed, full_pages, is_state, pages_for,
 )
 from pagepool.core.pool cimport (
-    FLAGS, MAX_BANKS, NO_GROUP, NULL_PAGE, LeasedSpan, PageStore, Pool, Transfer, bank_of, count_by_bank, id_in_bank, is_leased,
+    FLAGS, MAX_BANKS, NO_GROUP, NULL_PAGE, LeasedSpan, PageStore, Pool, Transfer, bank_of, count_by_bank, count_holders,
+    id_in_bank, is_leased,
 )
 from pagepool.core.rows cimport (
     OTHER_PAGES, PENDING, RUNNING, Batch, ExtraKey, RowRecord, RunningRows, StateWrite, WriteList, count_hashable, digests_of,
@@ -95,7 +96,7 @@ cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
     if flaw is not None:
         return flaw
     for i in range(1, store.pool.num_pages):
-        if counts[i] > store.count_holders(i):
+        if counts[i] > count_holders(&store.pool, i):
             leases = " and is leased" if is_leased(&store.pool, i) else ""
             ref_cnt = store.pool.pages[i].ref_cnt
             return f"{store.shown_page(<int32_t>i)} stands in {counts[i]} rows and requests{leases}, its ref count is {ref_cnt}"

@@ -8,7 +8,8 @@ from libc.stdint cimport INT64_MAX
 
 from pagepool.core.base cimport GIL_DISABLED, MAX_LOOKAHEAD, NEVER, process_number, resize
 from pagepool.core.pool cimport (
-    NOBODY, count_changes, count_refusal, give_back_all, is_cached_otherwise, overdrawn_page, queue_of_bank, set_session,
+    NOBODY, count_changes, count_holders, count_refusal, give_back_all, is_cached_otherwise, overdrawn_page, queue_of_bank,
+    set_session,
     shard_of,
 )
 from pagepool.core.values cimport as_list, ids_in, new_ids, size_of
@@ -575,7 +576,7 @@ cdef class RequestPages:
         if not hits_leading_pages(&self.groups.groups[checked_group]):
             return 0
         with self.store.own_lock()[0]:
-            while i < held.num_pages and self.store.count_holders(held.ids[i]) - count_moves(pool, held.ids[i]) >= need:
+            while i < held.num_pages and count_holders(pool, held.ids[i]) - count_moves(pool, held.ids[i]) >= need:
                 i += 1
         return i
 

@@ -15,4 +15,6 @@ from pagepool.core.pool.index cimport *
 from pagepool.core.pool.ranking cimport *
 from pagepool.core.pool.pool cimport *
 from pagepool.core.pool.leases cimport *
+from pagepool.core.pool.pages cimport *
 from pagepool.core.pool.store cimport *
+from pagepool.core.pool.counts cimport *

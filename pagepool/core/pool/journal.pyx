@@ -340,7 +340,6 @@ cdef class EntryJournal:
         cdef int32_t num_held = 0, num_keys = 0
         cdef Py_ssize_t i, num_pools = 1 if tier == NULL else 2
         cdef bint has_room = True, has_journal = False
-        self.store.check_fixed()
         for i in range(num_pools):
             has_room = make_journal(&journals[i], pools[i].num_pages) and has_room
         if has_room:

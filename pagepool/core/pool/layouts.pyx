@@ -198,7 +198,7 @@ def copy_records(PageStore store not None, str names=None, bint of_tier=False) -
     ]
     ends = [end_of_queue(&pool, queue_of_bank(<int32_t>i)) for i in range(pool.num_banks)]
     return dict(
-        copied, banks=banks, ends=ends, is_pool=store.is_pool, num_plain_parts=count_plain_parts(&pool), now=now_of(&pool.expected),
+        copied, banks=banks, ends=ends, num_plain_parts=count_plain_parts(&pool), now=now_of(&pool.expected),
         counters=pool.counters,
     )
 

@@ -9,7 +9,22 @@
 
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
+from pagepool.core.base cimport raw_calloc
 from pagepool.core.pool.pool cimport *
+
+
+cdef inline bint make_leases(Pool *pool) noexcept nogil:
+    """Allocate the counts of leases once; False if memory is short."""
+    if pool.leases.counts == NULL:
+        pool.leases.counts = <int32_t *>raw_calloc(pool.num_pages, sizeof(int32_t))
+    return pool.leases.counts != NULL
+
+
+cdef inline int32_t count_holders(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Count the references to a page except those of leases."""
+    cdef int32_t num_leases = pool.leases.counts[page_id] if pool.leases.counts != NULL else 0
+    assert 0 <= num_leases
+    return pool.pages[page_id].ref_cnt - num_leases
 
 
 cdef inline void count_by_bank(

@@ -128,8 +128,8 @@ cdef inline void join_session(Sessions *sessions, int32_t page_id, int32_t numbe
 
 
 cdef inline void use_owned(Sessions *sessions, int32_t page_id, int32_t number) noexcept nogil:
-    """Record that a row or request of this session, or of none, uses a cached page outside the queue. A page of another session,
-    or without an owner, becomes shared; a page of this session from before it was closed becomes its own again.
+    """Record that a row or request of this session, or of none, uses a cached page outside the queue. A page of another
+    session, or without an owner, becomes shared; a page of this session from before it was closed becomes its own again.
     """
     cdef int32_t owner = sessions.owners[page_id]
     if owner == SHARED or owner == number:

@@ -3,7 +3,8 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.pool.parts cimport *
+from pagepool.core.base cimport raw_calloc, reserve_items
+from pagepool.core.pool.arrays cimport *
 from pagepool.core.pool.store cimport *
 from pagepool.core.values cimport float_of, term_of_seconds
 
@@ -36,6 +37,32 @@ cdef dict checked_shares(object shares):
     if not sum(checked.values()) <= MAX_SHARES + ROUNDING:
         raise ArgumentError(f"shares: got {sum(checked.values())} in all, allowed: {MAX_SHARES}")
     return checked
+
+
+cdef int32_t add_session(PageStore store, bint has_pages) except -1:
+    """Return the number of a new session without pages and holders. The caller sets its main session. Pages get it as owner
+    only if it `has_pages`.
+    """
+    cdef Sessions *sessions = &store.pool.sessions
+    cdef Py_ssize_t n = store.pool.num_pages
+    cdef int32_t number = NO_SESSION
+    cdef bint has_room
+    with store.own_lock()[0]:
+        if sessions.links == NULL and has_pages:
+            sessions.links = <Links *>raw_calloc(n, sizeof(Links) + sizeof(int32_t))
+            sessions.owners = <int32_t *>(sessions.links + n) if sessions.links != NULL else <int32_t *>NULL
+        has_room = (sessions.links != NULL or not has_pages) and reserve_items(
+            <void **>&sessions.items, &sessions.capacity, max(<Py_ssize_t>2, sessions.num + 1), sizeof(Session)
+        )
+        if has_room:
+            number = max(1, sessions.num)
+            sessions.items[NO_SESSION] = sessions.items[number] = Session(
+                first=NULL_PAGE, num_pages=0, num_closed=0, num_holders=0, main=NO_SESSION, tenant=COMMON,
+            )
+            sessions.num = number + 1
+    if not has_room:
+        raise MemoryError(f"sessions of {n} pages")
+    return number
 
 
 @cython.final
@@ -82,7 +109,7 @@ cdef class PageSessions:
         if known is not None:
             return known
         is_reused = self.unused and (session_id is None or self.store.pool.sessions.links != NULL)
-        number = self.unused.pop() if is_reused else self.store.add_session(session_id is not None)
+        number = self.unused.pop() if is_reused else add_session(self.store, session_id is not None)
         numbers[tenant] = number
         self.num_known += 1
         with self.store.own_lock()[0]:
@@ -175,7 +202,7 @@ cdef class PageSessions:
         by_number = {number: tenants.get(name, COMMON) for known in self.numbers.values() for name, number in known.items()}
         numbers, charged = PageIds(list(by_number)), PageIds(list(by_number.values()))
         with self.store.own_lock()[0]:
-            has_room = self.store.divide(True, True)
+            has_room = divide(pool, True, True)
             if has_room and pool.tenants.of_pages != NULL:
                 for i in range(left.num):
                     join_common(pool, left.ids[i])

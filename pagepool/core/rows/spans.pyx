@@ -7,7 +7,7 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t
 from pagepool.core.holding cimport RequestPages, find_resumption, first_hit_page, hits_leading_pages
 from pagepool.core.pool cimport (
     NOBODY, SECOND, LeasedSpan, Leases, Page, bank_of, begin_lease, count_by_bank, end_lease, end_leases, expect_page,
-    find_untouchable, has_key, hit, id_in_bank, is_free, now_of, set_end,
+    find_untouchable, has_key, hit, id_in_bank, is_free, make_leases, now_of, set_end,
 )
 from pagepool.core.rows.refusals cimport *
 from pagepool.core.rows.running cimport *
@@ -71,7 +71,7 @@ cdef class Lease:
         cdef Pool *pool = &self.store.pool
         cdef int32_t page_id
         cdef Py_ssize_t i
-        if not self.store.make_leases():
+        if not make_leases(pool):
             return False
         assert not self.span.has_begun and not self.span.is_held
         for i in range(self.ids.num):

@@ -116,13 +116,12 @@ cdef class PageTier:
         cdef Py_ssize_t n = store.pool.num_pages
         cdef list sizes = as_list(further_banks, "further_banks")
         cdef bint has_all
-        store.check_fixed()
         if not store.enable_caching:
             raise ArgumentError("host_tier: got one, allowed without prefix caching: None")
         self.num_device_pages = store.pool.num_pages
         if 1 + len(sizes) != store.pool.num_banks:
             raise ArgumentError(f"further_banks: got {len(sizes)}, allowed: {store.pool.num_banks - 1}")
-        self.pages = PageStore(num_pages, True, True, "lru", sizes, store.bank_names)
+        self.pages = PageStore(num_pages, True, "lru", sizes, store.bank_names)
         if store.has_blank_first:
             self.pages.put_blank_first()
         if store.pool.uppers != NULL:
@@ -190,7 +189,6 @@ cdef class PageTier:
 def add_tier(PageStore store not None, PageTier tier not None) -> None:
     """Put a new tier behind its store, which takes ownership and must have none yet."""
     cdef bint is_new, is_fitting
-    store.check_fixed()
     is_fitting = tier.num_device_pages == store.pool.num_pages and tier.pages.pool.num_banks == store.pool.num_banks
     if not store.enable_caching or not is_fitting:
         raise ArgumentError("host_tier: got one for another pool, allowed: one of this pool's size, with prefix caching")

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from pagepool._core import search_all_lost
 from pagepool.errors import RequestTooLargeError
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable
@@ -83,7 +84,7 @@ class SplitSimulator:
         """
         num_pages = self._pools.divide(memory, share)
         manager = make_manager_of_pools(num_pages, self._pools, self._requests)
-        manager.registry.store.search_all_lost()
+        search_all_lost(manager.registry.store)
         queue = Queue(manager, self._num_at_once, self._max_num_tokens)
         num_skipped = 0
         for num_done, request in enumerate(self._requests, start=1):

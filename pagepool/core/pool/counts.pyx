@@ -1,0 +1,119 @@
+"""Counts of a pool, for statistics."""
+
+from libc.stdint cimport INT64_MAX, int32_t, int64_t
+
+from pagepool.core.pool.store cimport *
+from pagepool.core.values cimport size_of
+
+from pagepool.errors import ArgumentTypeError
+
+cdef Counters NO_COUNTS       # all zeros
+COUNTERS = tuple(<dict>NO_COUNTS)
+
+
+cdef tuple histogram_of(const Histogram *histogram):
+    cdef Py_ssize_t i
+    return [histogram.counts[i] for i in range(NUM_BUCKETS)], histogram.sum
+
+
+def list_residency(PageStore store not None) -> tuple:
+    """Return lifetimes, idle times before eviction and gaps between uses of sampled pages: for each, counts of times below
+    1 ms, 2, 4, ..., 2**22 ms, and longer, and the sum in ns. O(1).
+    """
+    cdef Residency copied
+    if store.pool.residency == NULL:
+        return ()
+    with store.own_lock()[0]:
+        copied = store.pool.residency[0]
+    return histogram_of(&copied.lifetimes), histogram_of(&copied.idle_times), histogram_of(&copied.reuse_gaps)
+
+
+def estimate_hits(PageStore store not None) -> tuple | None:
+    """Return how many pages were hit since the store was made, and the adaptive policy's estimate for LRU; None for other
+    policies.
+    """
+    cdef int64_t num_shared, num_free, num_lru
+    if store.pool.policy == NULL:
+        return None
+    with store.own_lock()[0]:
+        num_shared, num_free = store.pool.policy.num_shared_hits, store.pool.policy.num_free_hits
+        num_lru = store.pool.policy.num_lru_hits
+    return num_shared + num_free, num_shared + num_lru
+
+
+def count_leased(PageStore store not None) -> list:
+    """Count the pages of leases with an end, once for each lease, by bank."""
+    cdef Leases leases
+    cdef Py_ssize_t i
+    with store.own_lock()[0]:
+        leases = store.pool.leases
+    return [leases.num_pages_in[i] for i in range(store.pool.num_banks)]
+
+
+def count_entries(PageStore store not None, bank) -> tuple:
+    """Count the cached pages of a bank, and what `PoolStats` has of it: the pages that were ever handed out and evicted
+    there, tokens of lost hits, refusals, and checkpoints that found no page.
+    """
+    cdef int32_t checked = store.checked_bank(bank)
+    cdef Bank counted
+    with store.own_lock()[0]:
+        counted = counted_bank(&store.pool, checked)
+    return (
+        counted.num_entries, counted.num_allocated_pages, counted.num_evicted_pages, counted.num_lost_hit_tokens,
+        counted.num_refusals, counted.num_passed_checkpoints,
+    )
+
+
+cdef class QueryCounter:
+    """Counts of requests admitted after a look-up, of their tokens and of hit tokens. The store counts them too, except
+    preempted requests.
+    """
+
+    def __cinit__(self, PageStore store not None, bint is_preempted=False):
+        self.store = store
+        self.is_preempted = is_preempted
+
+    def __reduce__(self):
+        raise ArgumentTypeError("a query counter cannot be pickled")
+
+    @property
+    def counts(self) -> dict:
+        """Return the `QueryCounts` by name."""
+        cdef QueryCounts counts
+        with self.store.own_lock()[0]:
+            counts = self.counted
+        return counts
+
+    def add(self, num_tokens, num_hit_tokens, tuple lost=None) -> None:
+        """Count a request, and the `LostHits` of its look-up, in which the first is one more than the bank; None: no hits."""
+        cdef Py_ssize_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX >> 20)
+        cdef Py_ssize_t num_hits = size_of(num_hit_tokens, "num_hit_tokens", 0, num)
+        cdef LostHits checked
+        self.count(num, num_hits)
+        if lost is not None:
+            number, num_for_states, num_for_pages = lost
+            checked = LostHits(
+                states_bank=<int32_t>size_of(number, "lost", 0, self.store.pool.num_banks) - 1,
+                num_for_states=size_of(num_for_states, "lost", 0, num),
+                num_for_pages=size_of(num_for_pages, "lost", 0, LOST_INTERVAL * num),
+            )
+            self.count_lost(&checked)
+
+    cdef void count_lost(self, const LostHits *lost) noexcept:
+        cdef Bank *banks = self.store.pool.banks
+        with self.store.lock:
+            if not self.is_preempted:
+                banks[0].num_lost_hit_tokens += lost.num_for_pages
+                if lost.states_bank != NO_BANK:
+                    banks[lost.states_bank].num_lost_hit_tokens += lost.num_for_states
+
+    cdef int count(self, Py_ssize_t num_tokens, Py_ssize_t num_hit_tokens) except -1:
+        assert 0 <= num_hit_tokens <= num_tokens
+        with self.store.own_lock()[0]:
+            self.counted.num_requests += 1
+            self.counted.num_queried_tokens += num_tokens
+            self.counted.num_hit_tokens += num_hit_tokens
+            if not self.is_preempted:
+                self.store.pool.counters.num_queried_tokens += num_tokens
+                self.store.pool.counters.num_hit_tokens += num_hit_tokens
+        return 0
