@@ -21,10 +21,10 @@ def make() -> None:
     CacheManager(100, [spec], 64)  # type: ignore[list-item]
     CacheManager("100", [CacheGroupSpec(spec)], 64)  # type: ignore[arg-type]
     CacheManager(100, [CacheGroupSpec(spec)], 64, hashing=PageHashing(hash_algo=5))  # type: ignore[arg-type]
-    CacheManager(100, [CacheGroupSpec(spec)], 64, True, False, "sha256")  # type: ignore[call-arg]
+    CacheManager(100, [CacheGroupSpec(spec)], 64, True, False, "sha256")  # type: ignore[arg-type, call-arg]
     CacheManager(100, [CacheGroupSpec(spec)], 64, window_slack=32)  # type: ignore[call-arg]
     CacheManager(100, [CacheGroupSpec(spec)], 64, caches="late")  # type: ignore[arg-type]
-    Retention(64)  # type: ignore[call-arg]
+    Retention(64)  # type: ignore[arg-type, call-arg]
     PagePool(100)  # type: ignore[call-arg]
 
 
