@@ -113,7 +113,7 @@ def test_the_reference_has_every_public_name() -> None:
     batch = pages["RunningBatch.md"]
     assert batch.startswith("# class `RunningBatch`\n")
     assert "## `step`\n\n```python\nRunningBatch.step(\n    rows: " in batch
-    assert "Append one token to each row and give its next token a slot" in batch
+    assert "Settle the last step of rows that sampled one token each" in batch
     assert "```python\n>>> " in batch
     assert "## `errors.RequestTooLargeError`\n" in pages["errors.md"]
     assert "# Copies on the device\n\n## `page_copies.copy_pages`\n" in pages["page_copies.md"]
