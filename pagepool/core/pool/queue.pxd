@@ -66,6 +66,11 @@ cdef inline void _push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
         count_in_bank(pool, queue, 1)
 
 
+cdef inline bint _is_in_order(const Expectations *expected, int32_t page_id, int32_t before) noexcept nogil:
+    """Whether a page has no term, or is no older than the page before it."""
+    return term_of(expected, page_id) == UNKNOWN or not is_older(expected, page_id, before)
+
+
 cdef inline void push_at(Pool *pool, int32_t page_id, int64_t now) noexcept nogil:
     """Do `_push_to_divisions` at a given time, which matters only with terms."""
     cdef int32_t part, shard, queue = queue_of(pool, page_id)
@@ -76,9 +81,7 @@ cdef inline void push_at(Pool *pool, int32_t page_id, int64_t now) noexcept nogi
         shard = shard_queue_of(pool, page_id)
         push_to_shard(pool, page_id, shard, end_of_part(pool, part, shard))
     assert newest_in(pool, part, queue) == page_id
-    assert oldest_in(pool, part, queue) == page_id or term_of(&pool.expected, page_id) == UNKNOWN or (
-        not is_older(&pool.expected, page_id, pool.pages[page_id].prev_free)
-    )
+    assert oldest_in(pool, part, queue) == page_id or _is_in_order(&pool.expected, page_id, pool.pages[page_id].prev_free)
 
 
 cdef inline void link_counted(Pool *pool, int32_t page_id, int32_t queue, int32_t end) noexcept nogil:
