@@ -11,6 +11,7 @@ from pagepool.core.values cimport PageIds
 cdef object short_of_pages(Py_ssize_t num, Py_ssize_t num_free, str where=*)
 cdef object hashed_page(str page)
 cdef object overdrawn_page(str page)
+cdef object checked_page_hash(object page_hash)
 
 
 cdef class CachePage
@@ -46,7 +47,7 @@ cdef class PageRecords:
 cdef class LoosePages(PageRecords):
     cdef Py_ssize_t capacity            # allocated records
 
-    cdef int add_page(self) except -1
+    cdef int32_t add_page(self, int32_t ref_cnt) except -1
 
 
 @cython.final

@@ -274,32 +274,30 @@ cdef class PageRecords:
 cdef class LoosePages(PageRecords):
     """The pages of a `FreeCachePageQueue` without a pool, or a single one. They have no entries, and their number grows."""
 
-    cdef int add_page(self) except -1:
-        """Add a record of a page outside the queue."""
-        if not add_records(&self.pool, &self.capacity, self.pool.num_pages + <Py_ssize_t>1):
-            raise MemoryError(f"{self.pool.num_pages + 1} page records")
-        return 0
+    cdef int32_t add_page(self, int32_t ref_cnt) except -1:
+        """Add a record of a page outside the queue, and return its id. Amortised O(1)."""
+        cdef int32_t page_id
+        cdef bint has_room
+        with self.own_lock()[0]:
+            page_id = self.pool.num_pages
+            has_room = add_records(&self.pool, &self.capacity, page_id + <Py_ssize_t>1)
+            if has_room:
+                self.pool.pages[page_id].ref_cnt = ref_cnt
+        if not has_room:
+            raise MemoryError(f"{page_id + 1} page records")
+        return page_id
 
     def adopt(self, CachePage page not None) -> None:
         """Move the record of a page without a pool into this store: `page` becomes its view. Amortised O(1)."""
         cdef PageRecords home = page.store
         cdef int32_t index = page.index
-        cdef Page record
-        cdef bint has_room
         if home is self:
             return
         if page.is_null:
             raise PageIdError(f"page {page.page_id}: got a null page, allowed: others")
         if not page.is_loose() or home.is_free(index):
             raise PageIdError(f"page {page.page_id}: got one that belongs to another pool or queue, allowed: others")
-        record = home.record(index)
-        with self.own_lock()[0]:
-            has_room = add_records(&self.pool, &self.capacity, self.pool.num_pages + <Py_ssize_t>1)
-            if has_room:
-                index = self.pool.num_pages - 1
-                self.pool.pages[index].ref_cnt = record.ref_cnt
-        if not has_room:
-            raise MemoryError(f"{self.pool.num_pages + 1} page records")
+        index = self.add_page(home.record(index).ref_cnt)
         del home.views[page.index]
         with cython.critical_section(page):
             page.store, page.index = self, index
@@ -335,7 +333,7 @@ cdef class CachePage:
         checked_id = index_of(page_id, "page_id")
         if not -INT64_MAX <= checked_id <= INT64_MAX:
             raise ArgumentError(f"page_id: got {shown(checked_id)}, allowed: ints of 64 bits")
-        store.add_page()
+        store.add_page(0)
         store.set_ref_count(1, ref_cnt)
         if self.store is not None:  # last, because reading arguments may run Python code
             raise made_twice("page")
@@ -402,10 +400,10 @@ cdef class CachePage:
     @page_hash.setter
     def page_hash(self, page_hash):
         cdef bint is_cached
-        checked = checked_page_hash(page_hash)
         if not self.is_loose():
-            self.store.cache_hash(self.index, checked)
+            self.store.cache_hash(self.index, page_hash)
             return
+        checked = checked_page_hash(page_hash)
         with cython.critical_section(self):
             is_cached = self.own_hash is not None
             if not is_cached:
@@ -449,6 +447,7 @@ cdef class CachePage:
 
 
 cdef object checked_page_hash(object page_hash):
+    """Return a PageHashWithGroupId whose parts are checked."""
     if not isinstance(page_hash, PageHashWithGroupId):
         raise ArgumentTypeError(f"page_hash: got {type(page_hash).__name__}, allowed: PageHashWithGroupId")
     return PageHashWithGroupId(checked_hash(page_hash.page_hash), group_of(page_hash.group_id))

@@ -9,9 +9,7 @@ from libc.string cimport memcmp
 from pagepool.core.base cimport MAX_GROUP, MAX_PAGES, WideDigest, go_on, let_others_run, monotonic_ns, process_number
 from pagepool.core.pool.arrays cimport *
 from pagepool.core.pool.leases cimport *
-from pagepool.core.values cimport (
-    as_list, as_shard, float_of, group_of, int_of_wide, lists_of, require_instance, size_of, wide_of_int,
-)
+from pagepool.core.values cimport as_list, as_shard, float_of, group_of, int_of_wide, lists_of, size_of, wide_of_int
 
 import os
 
@@ -591,8 +589,8 @@ cdef class PageStore(PageRecords):
 
     def cache_hash(self, page_id, page_hash) -> None:
         """Cache a page under a PageHashWithGroupId. PageHashError if it is cached already."""
-        require_instance(page_hash, PageHashWithGroupId, "page_hash")
-        self.enter(page_id, self.names.key_of(page_hash.page_hash), page_hash.group_id)
+        checked = checked_page_hash(page_hash)
+        self.enter(page_id, self.names.key_of(checked.page_hash), checked.group_id)
 
     def enter_pages(self, PageIds ids not None, HashChain chain not None, start, group, context=0, first_place=0) -> None:
         """Cache ``ids[start:]`` under their digests in the chain, all or nothing. Null pages are ignored.
