@@ -273,8 +273,8 @@ cdef inline Py_ssize_t check_rows(Batch *batch, Growth *growth) noexcept nogil:
 
 # Counts are advanced. A step that tells a token settles the row's last one: its launch is the only one then.
 
-cdef inline void _tell_rows(Batch *batch, const Growth *growth, Py_ssize_t n) noexcept nogil:
-    """Append a token to each row of a call, and launch it. The ring of each row has one place."""
+cdef inline void _tell_rows(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
+    """Append a token to rows of a call that need no other work before, and launch them. The ring of each row has one place."""
     cdef const int32_t *rows = batch.checked_rows
     cdef const int32_t *new_ids = growth.token_ids
     cdef int32_t *token_ids = batch.token_ids
@@ -285,8 +285,8 @@ cdef inline void _tell_rows(Batch *batch, const Growth *growth, Py_ssize_t n) no
     cdef Py_ssize_t i, stride = batch.tokens_stride
     cdef int64_t step = growth.step
     cdef int32_t before
-    assert batch.ring_size == 1
-    for i in range(n):
+    assert start >= stop or batch.ring_size == 1
+    for i in range(start, stop):
         record, launch = &records[rows[i]], &launches[rows[i]]
         before = record.num_tokens
         assert record.state == RUNNING and record.num_computed == before < batch.max_num_tokens
@@ -394,7 +394,9 @@ cdef inline Py_ssize_t _grow_row_by_row(Batch *batch, Growth *growth) noexcept n
             break
     for k in range(growth.num_due + 1):
         stop = min(num_grown, <Py_ssize_t>batch.due_rows[k].at if k < growth.num_due else num_grown)
-        for i in range(start, stop):
+        if growth.token_ids != NULL:
+            _tell_rows(batch, growth, start, stop)
+        for i in range(start if growth.token_ids == NULL else stop, stop):
             _launch_row(batch, growth, i, _advance_row(batch, growth, i))
         start = stop + 1
     return num_grown
@@ -404,7 +406,7 @@ cdef inline Py_ssize_t _grow_told(Batch *batch, Growth *growth) noexcept nogil:
     """Do what `_grow_row_by_row` does in a call that tells tokens, where all rows fit, and need no more than pages."""
     cdef const DueRow *due
     cdef Py_ssize_t k, row
-    _tell_rows(batch, growth, growth.num_rows)
+    _tell_rows(batch, growth, 0, growth.num_rows)
     for k in range(growth.num_due):
         due = &batch.due_rows[k]
         row = batch.checked_rows[due.at]
