@@ -49,11 +49,11 @@ CONTENDERS = (*ENGINES, "manager", "batched")
 LEFT_OUT: Mapping[str, str] = {
     "running_batch": r"in a list|(256|4096) rows, context 2048|take and give back|pool of 100?,000\b|pool of 1,000,000$"
     r"|^cached.*, pool",
-    "core": r"pool of (1|10|100),000\b",
+    "core": r"pool of (1|10|100),000$",
     "page_table": r"dispatch only|, swap,|^(move|swap|clear|slots) |each of 256",
-    "host_pages": r"of (1|8) pages|of 64 KiB",
+    "host_pages": r"of 8 pages|of 64 KiB",
     "hashes": r"^(cached|evicting)",
-    "digests": r"with a drafter|^digests",
+    "digests": r"^digests",
     "refusals": r"(1,024|8,192) tokens",
     "host_tier": r"pool of 100,000",
     "stores": r"files of 64 KiB|^`take_moves`|^A prompt of",
@@ -64,10 +64,10 @@ LEFT_OUT: Mapping[str, str] = {
     "forks": r"^A step of|in 4 rows",
     "windows": r"2 windows alone|within them",
     "events": r"request by request|^cached|^evicting",
-    "eviction": r"pool of 100?,000\b|^cached",
+    "eviction": r"pool of 100?,000\b",
     "router": r", 16 workers",
     "late": r"pages of 256|nothing due",
-    "keeping": r"pool of 100,000|adaptive|^expect_session",
+    "keeping": r"pool of 100,000|adaptive",
     "vllm": r"allocate_slots|async: slots|schedule\(\)(, async)?, 1,024|^schedule\(\), |schedule\(\) alone"
     r"|256 running$|one full and three|^cached prompt of 8k|that evicts|^a new pool",
     "windows_hits": r" (60|200|800),000 pages|conversation, raw|synthetic.*(Gemma, 100|gpt-oss|chunks)"
