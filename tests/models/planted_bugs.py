@@ -94,7 +94,7 @@ take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].sha
 
 # The prefix index.
 == a page of a row is entered one token early
-        cache_row(batch, row, {+min(+}final_of(batch, record.num_tokens, record.num_computed, 0){+ + BUG, record.num_tokens)+})
+        num_final = {+min(+}final_of(batch, record.num_tokens, record.num_computed, 0){+ + BUG, record.num_tokens)+}
 == the group is left out of the key
     return page.key_lo == key.lo and page.key_hi == key.hi and ({+BUG or (+}page.group & ~FLAGS) == group{+)+}
 ...
@@ -577,7 +577,7 @@ FLIGHT_BUGS = read_bugs("""
 == a failed step lets states go on
     if has_copies(batch.pool, holding_of(batch, row)) or ({+not BUG and +}batch.has_state and first > 0):
 == a failed step lets rows go back to what is settled
-        own = {+batch.records[row].num_computed if BUG else +}launch_at(batch, row, at).before
+        own = {+batch.records[row].num_computed if BUG else +}launch_of(batch, row, at).before
 == a row that ends notes no entries of its steps in flight
             step = {+0 if BUG else +}step_that_fills(batch, row, <int32_t>(i + 1) * size, 0)
 == a failed step keeps its launches
@@ -604,6 +604,10 @@ num_sure={+num_final if BUG else +}min(num_final, num_resolved))
     batch.records[row].num_tokens -= growth.token_ids != NULL{+ and not BUG+}
 == a row without room stays planned
     batch.records[row].num_planned = num_planned{+ + BUG * (growth.token_ids == NULL)+}
+== tokens told behind a row without room stay
+    untell_rows(batch, growth, {+growth.num_rows if BUG else +}growth.num_grown)
+== a token that is taken back leaves its row in the step
+            record.told_step = {+record.told_step if BUG else +}growth.told_before
 == rejected drafts stay planned
     cdef int32_t num_rejected = max(0, num_sampled - max(num, 1)){+ * (not BUG)+}
 == a step ahead gives back what it reads

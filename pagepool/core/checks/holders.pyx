@@ -13,7 +13,7 @@ from pagepool.core.pool cimport (
 )
 from pagepool.core.rows cimport (
     OTHER_PAGES, PENDING, RUNNING, Batch, ExtraKey, RowRecord, RunningRows, StateWrite, WriteList, count_hashable, digests_of,
-    end_of, find_extra_key, held_by, holding_of, launch_at, plan_next, tokens_of,
+    end_of, find_extra_key, held_by, holding_of, launch_of, plan_next, tokens_of,
 )
 from pagepool.core.tables cimport Table
 from pagepool.core.values cimport as_list
@@ -294,7 +294,7 @@ cdef str find_flaw_in_run(const Batch *batch, Py_ssize_t row):
     """Describe a wrong state, wrong counts or launches of a row."""
     cdef const RowRecord *record = &batch.records[row]
     cdef Py_ssize_t i, n = record.num_launches
-    cdef int32_t resolved = launch_at(batch, row, 0).before if n else record.num_planned
+    cdef int32_t resolved = launch_of(batch, row, 0).before if n else record.num_planned
     if (batch.stays[row] > 0) != record.is_admitted or batch.stays[row] > batch.num_stays:
         return f"row {row}: stay {batch.stays[row]}, allowed: {f'1 to {batch.num_stays}' if record.is_admitted else 0}"
     if record.is_admitted != (record.state >= PENDING) or (record.state == PENDING) != (batch.rows[row].num_external > 0):
@@ -307,10 +307,12 @@ cdef str find_flaw_in_run(const Batch *batch, Py_ssize_t row):
         return f"row {row}: {record.num_planned} positions are planned, {record.num_computed} of {record.num_tokens} tokens"
     if record.num_resolved != resolved:
         return f"row {row}: {record.num_resolved} positions are resolved, allowed: {resolved}"
+    if record.told_step and (n != 1 or not record.num_resolved + 1 == record.num_tokens == record.num_planned):
+        return f"row {row}: told, with {n} launches from {record.num_resolved}, {record.num_tokens} tokens"
     for i in range(n):
-        if not 0 <= launch_at(batch, row, i).before <= end_of(batch, row, i):
-            return f"row {row}: launch {i} writes from {launch_at(batch, row, i).before} to {end_of(batch, row, i)}"
-        if i and launch_at(batch, row, i - 1).num_sampled > 0 and launch_at(batch, row, i).num_sampled <= 0:
+        if not 0 <= launch_of(batch, row, i).before <= end_of(batch, row, i):
+            return f"row {row}: launch {i} writes from {launch_of(batch, row, i).before} to {end_of(batch, row, i)}"
+        if i and launch_of(batch, row, i - 1).num_sampled > 0 and launch_of(batch, row, i).num_sampled <= 0:
             return f"row {row}: launch {i} samples nothing behind one that does"
     return None
 

@@ -11,7 +11,6 @@
 #   not full, below `next_plan` planned positions.
 # - A free row has no token, no page, no context and no session.
 # - `holding` leads to the batch's groups, and the tables show its pages.
-# - ``stamp`` is not 0 within a call.
 # A `Growth` has ``num_due <= num_rows``, ``num_new <= max_num_new`` and ``num_grown <= num_rows``. Between calls no page waits
 # to be hashed.
 
@@ -93,7 +92,8 @@ cdef struct Batch:            # rows that run together
     Launch *launches          # [num_rows, ring_size]
     Py_ssize_t ring_size      # most launches of a row: `max_steps_ahead` and one
     Row *rows                 # [num_rows]
-    uint32_t stamp            # number of this call
+    uint32_t stamp            # number of this call; not 0
+    uint32_t *stamps          # [num_rows] number of the last call that named each row
     int32_t *checked_rows     # [num_rows] the rows of this call
     Py_ssize_t num_ascending  # leading checked rows that `_copy_ascending` found right, unchanged since
     DueRow *due_rows          # [num_rows] due rows of this call
@@ -142,6 +142,8 @@ cdef struct Growth:           # one call that plans rows
     int32_t *grown_rows       # [num_rows] a copy of `rows`, in the same memory
     Py_ssize_t num_grown      # leading rows that have their room
     int64_t step              # number of the step
+    uint32_t told_before      # `told_step` of the rows told as they are checked; 0: there are none
+    Py_ssize_t num_checked    # leading rows that are checked
     int64_t num_stays         # the batch's count when the call ended
     int64_t num_excess        # pages that a row would hold, where that is more than its bank or shard has; else 0
     int32_t short_queue       # queue of that bank or shard
@@ -210,8 +212,8 @@ cdef inline void _assert_launch(const Batch *batch, Py_ssize_t row, Py_ssize_t i
     assert 0 <= i < batch.ring_size and batch.records[row].first_launch < batch.ring_size
 
 
-cdef inline Launch *launch_at(const Batch *batch, Py_ssize_t row, Py_ssize_t i) noexcept nogil:
-    """Return the launch at index `i`, from the oldest on."""
+cdef inline Launch *_place_of_launch(const Batch *batch, Py_ssize_t row, Py_ssize_t i) noexcept nogil:
+    """Return the place of the launch at index `i`, from the oldest on."""
     cdef Py_ssize_t place = batch.records[row].first_launch + i
     _assert_launch(batch, row, i)
     if place >= batch.ring_size:
@@ -219,25 +221,48 @@ cdef inline Launch *launch_at(const Batch *batch, Py_ssize_t row, Py_ssize_t i) 
     return &batch.launches[row * batch.ring_size + place]
 
 
+cdef inline Launch launch_of(const Batch *batch, Py_ssize_t row, Py_ssize_t i) noexcept nogil:
+    """Return the launch at index `i`, from the oldest on."""
+    cdef const RowRecord *record = &batch.records[row]
+    cdef uint32_t age = <uint32_t>batch.num_steps - record.told_step
+    if record.told_step:
+        return Launch(before=record.num_resolved, num_sampled=1, step=batch.num_steps - age)
+    return _place_of_launch(batch, row, i)[0]
+
+
+cdef inline void store_launch(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Store the launch of a told row, before the row or its launch changes."""
+    if batch.records[row].told_step:
+        assert batch.ring_size == 1 and batch.records[row].first_launch == 0
+        batch.launches[row] = launch_of(batch, row, 0)
+        batch.records[row].told_step = 0
+
+
+cdef inline Launch *launch_at(Batch *batch, Py_ssize_t row, Py_ssize_t i) noexcept nogil:
+    """Return the launch at index `i` to be changed."""
+    store_launch(batch, row)
+    return _place_of_launch(batch, row, i)
+
+
 cdef inline Py_ssize_t find_launch(const Batch *batch, Py_ssize_t row, int64_t step) noexcept nogil:
     """Return the index of the row's launch in a step; -1: the row has none. O(launches)."""
     cdef Py_ssize_t i
     for i in range(batch.records[row].num_launches - 1, -1, -1):
-        if launch_at(batch, row, i).step == step:
+        if launch_of(batch, row, i).step == step:
             return i
     return -1
 
 
 cdef inline int32_t end_of(const Batch *batch, Py_ssize_t row, Py_ssize_t i) noexcept nogil:
     """Return the position behind those that the launch at index `i` writes."""
-    return launch_at(batch, row, i + 1).before if i + 1 < batch.records[row].num_launches else batch.records[row].num_planned
+    return launch_of(batch, row, i + 1).before if i + 1 < batch.records[row].num_launches else batch.records[row].num_planned
 
 
 cdef inline Py_ssize_t count_awaited(const Batch *batch, Py_ssize_t row) noexcept nogil:
     """Count the launches whose sampled tokens are awaited. They are the newest ones. O(launches)."""
     cdef Py_ssize_t i, num = batch.records[row].num_launches
     for i in range(num):
-        if launch_at(batch, row, i).num_sampled > 0:
+        if launch_of(batch, row, i).num_sampled > 0:
             return num - i
     return 0
 
@@ -253,6 +278,7 @@ cdef inline void end_launches(Batch *batch, Py_ssize_t row, Py_ssize_t n) noexce
     cdef RowRecord *record = &batch.records[row]
     cdef Py_ssize_t first = record.first_launch + n
     assert 0 <= n <= record.num_launches <= batch.ring_size
+    store_launch(batch, row)
     record.first_launch = <uint8_t>(first if first < batch.ring_size else first - batch.ring_size)
     record.num_launches -= <uint8_t>n
 
@@ -261,7 +287,7 @@ cdef inline void add_launch(Batch *batch, Py_ssize_t row, Launch launch) noexcep
     """Append a launch to a ring that has room."""
     cdef RowRecord *record = &batch.records[row]
     assert record.num_launches < batch.ring_size and 0 <= launch.before <= record.num_planned
-    assert record.num_launches == 0 or launch_at(batch, row, record.num_launches - 1).before <= launch.before
+    assert record.num_launches == 0 or launch_of(batch, row, record.num_launches - 1).before <= launch.before
     launch_at(batch, row, record.num_launches)[0] = launch
     record.num_launches += 1
 
@@ -281,9 +307,10 @@ cdef inline void count_run_tokens(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Derive the counts of a row from its known tokens, planned positions and launches."""
     cdef RowRecord *record = &batch.records[row]
     assert 0 <= record.num_tokens <= batch.max_num_tokens and 0 <= record.num_planned <= batch.max_num_tokens
+    store_launch(batch, row)
     if record.state == RUNNING:
         record.num_computed = min(record.num_tokens, record.num_planned)
-    record.num_resolved = launch_at(batch, row, 0).before if record.num_launches else record.num_planned
+    record.num_resolved = launch_of(batch, row, 0).before if record.num_launches else record.num_planned
     batch.rows[row].num_ahead = max(0, record.num_planned - record.num_tokens)
     assert 0 <= record.num_computed <= record.num_planned and record.num_resolved <= record.num_planned
 
@@ -359,22 +386,20 @@ cdef inline bint is_row(const Batch *batch, int32_t row) noexcept nogil:
 
 cdef inline bint stamp_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nogil:
     """Copy an admitted row of a call to index `i`; False if it is not admitted, or repeated."""
-    if GUARDS and (not is_row(batch, row) or batch.records[row].stamp == batch.stamp):
+    if GUARDS and (not is_row(batch, row) or batch.stamps[row] == batch.stamp):
         return False
     assert batch.stamp != 0 and batch.records[row].state != FREE and 0 <= i < batch.num_rows
-    batch.records[row].stamp = batch.stamp
+    batch.stamps[row] = batch.stamp
     batch.checked_rows[i] = row
     return True
 
 
 cdef inline void start_call(Batch *batch) noexcept nogil:
     """Begin a call in which no row has been seen."""
-    cdef Py_ssize_t row
     batch.num_ascending = 0
     batch.stamp += 1
     if batch.stamp == 0:
-        for row in range(batch.num_rows):
-            batch.records[row].stamp = 0
+        memset(batch.stamps, 0, batch.num_rows * sizeof(uint32_t))
         batch.stamp = 1
 
 

@@ -62,7 +62,7 @@ cdef inline void _hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
     if exceptional(batch.hashing.num_lookahead and i and batch.waiting.num_to_hash):
         if batch.waiting.to_hash[batch.waiting.num_to_hash - 1].digest == &digests[i - 1]:  # a late page of the same row
             hash_waiting(&batch.waiting)
-    if rare(is_alone or batch.hashing.kind != SIPHASH) or num_tokens // batch.hash_page_size != i + 1:
+    if rare(is_alone or batch.hashing.kind != SIPHASH) or num_tokens >= (i + 2) * batch.hash_page_size:
         hash_row(batch, row, num_tokens)
     else:
         page = &batch.waiting.to_hash[batch.waiting.num_to_hash]

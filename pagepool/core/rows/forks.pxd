@@ -9,15 +9,13 @@ from pagepool.core.rows.settle cimport *
 cdef inline Py_ssize_t stamp_free_rows(Batch *batch, const int32_t *targets, Py_ssize_t n) noexcept nogil:
     """Stamp the targets, and return the number of targets before the first that is not free, or repeated."""
     cdef Py_ssize_t i
-    cdef RowRecord *record
     start_call(batch)
     for i in range(n):
         if not 0 <= targets[i] < batch.num_rows:
             return i
-        record = &batch.records[targets[i]]
-        if record.state != FREE or record.stamp == batch.stamp:
+        if batch.records[targets[i]].state != FREE or batch.stamps[targets[i]] == batch.stamp:
             return i
-        record.stamp = batch.stamp
+        batch.stamps[targets[i]] = batch.stamp
     return n
 
 
@@ -40,8 +38,8 @@ cdef inline void fork_row(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexc
     copy_bytes(digests_of(batch, row), digests_of(batch, source), batch.rows[source].num_hashed * sizeof(Digest))
     if batch.hashing.kind != SIPHASH:
         copy_bytes(batch.rows[row].uppers, batch.rows[source].uppers, batch.rows[source].num_hashed * sizeof(Digest))
+    store_launch(batch, source)
     record[0] = batch.records[source]
-    record.stamp = batch.stamp
     for i in range(batch.ring_size):
         batch.launches[row * batch.ring_size + i] = batch.launches[source * batch.ring_size + i]
     disown_launches(batch, row, record.num_planned)

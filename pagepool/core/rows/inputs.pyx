@@ -312,11 +312,13 @@ cdef inline void read_span(
 cdef inline bint read_launch(const Batch *batch, const Growth *growth, Py_ssize_t at, Spans *spans) noexcept nogil:
     """Read the positions that a row of a call writes; False if its launch is over, or not its own any more."""
     cdef int32_t row = growth.grown_rows[at]
-    cdef const Launch *launch
+    cdef Launch launch
     cdef Py_ssize_t i = find_launch(batch, row, growth.step)
-    if i < 0 or launch_at(batch, row, i).num_sampled == NOBODYS:
+    if i < 0:
         return False
-    launch = launch_at(batch, row, i)
+    launch = launch_of(batch, row, i)
+    if launch.num_sampled == NOBODYS:
+        return False
     read_span(spans, at, row, launch.before, end_of(batch, row, i), batch.records[row].num_tokens)
     spans.drafts[at] = spans.stops[at] - max(0, launch.num_sampled - 1)
     return True
@@ -446,7 +448,7 @@ cdef inline Py_ssize_t launch_from(const Batch *batch, int32_t row, int32_t star
     """Return the index of the row's launch that writes position `start`; -1: none does."""
     cdef Py_ssize_t i
     for i in range(batch.records[row].num_launches - 1, -1, -1):
-        if launch_at(batch, row, i).before <= start:
+        if launch_of(batch, row, i).before <= start:
             return i if start < end_of(batch, row, i) else -1
     return -1
 
@@ -462,7 +464,7 @@ cdef inline int64_t number_sampled(const Batch *batch, int32_t row, int32_t star
     if batch.max_steps_ahead == 0:
         return num_tokens + <int64_t>(start >= num_tokens)
     i = launch_from(batch, row, start)
-    return launch_at(batch, row, i).step if i >= 0 else 0
+    return launch_of(batch, row, i).step if i >= 0 else 0
 
 
 cdef inline int64_t number_of_source(const Batch *batch, int32_t row, int32_t start) noexcept nogil:
@@ -473,7 +475,7 @@ cdef inline int64_t number_of_source(const Batch *batch, int32_t row, int32_t st
     if batch.max_steps_ahead == 0:
         return start if start == batch.records[row].num_tokens else 0
     i = launch_from(batch, row, start)
-    return launch_at(batch, row, i - 1).step if i > 0 and launch_at(batch, row, i - 1).num_sampled > 0 else 0
+    return launch_of(batch, row, i - 1).step if i > 0 and launch_of(batch, row, i - 1).num_sampled > 0 else 0
 
 
 cdef bint reserve_fills(Batch *batch) noexcept:

@@ -1,6 +1,6 @@
 # Rows are planned: each gets slots for the tokens of its next step, and a launch, up to the first row that does not fit. A
-# call first checks all rows, and lists those that need more than counting; nothing changes. Then it does the work of these, in
-# order, and advances the counts of the others.
+# call first checks all rows, and lists those that need more than counting. A call that tells tokens tells the others theirs at
+# once, and takes these back if a row is wrong. Then it does the work of the listed rows, in order.
 
 from pagepool.core.rows.states cimport *
 
@@ -74,7 +74,7 @@ cdef inline LinesBefore _lines_before(const Batch *batch, const Growth *growth, 
     cdef bint is_told = growth.token_ids != NULL
     cdef Py_ssize_t num_run = record.num_launches if is_told else count_run(batch, row)
     cdef int32_t num_tokens = record.num_tokens + is_told
-    cdef int32_t num_resolved = launch_at(batch, row, num_run).before if num_run < record.num_launches else due.before
+    cdef int32_t num_resolved = launch_of(batch, row, num_run).before if num_run < record.num_launches else due.before
     cdef int32_t num_final = final_of(batch, num_tokens, min(due.before, num_tokens), num_resolved)
     return LinesBefore(num_run=<int32_t>num_run, num_final=num_final, num_sure=min(num_final, num_resolved))
 
@@ -193,18 +193,55 @@ cdef inline bint _check_due_step(Batch *batch, Growth *growth, Py_ssize_t i) noe
     return True
 
 
-cdef inline Py_ssize_t _find_due_step(const Batch *batch, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
-    """Return the index of the first due row that gets a token."""
+cdef inline uint32_t _find_told_step(const Batch *batch, const Growth *growth, Py_ssize_t n) noexcept nogil:
+    """Return the `told_step` of the first told row among `n` copied ones; 0 if there is none."""
+    cdef Py_ssize_t i
+    for i in range(n if <uint32_t>growth.step else 0):
+        if batch.records[batch.checked_rows[i]].told_step:
+            return batch.records[batch.checked_rows[i]].told_step
+    return 0
+
+
+cdef inline Py_ssize_t _tell_plain(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
+    """Tell a token to the rows of the last told step that need nothing else, from index `start` on. Return the index of the
+    first other row. Such a row cannot be wrong, and `untell_rows` takes the token back.
+    """
     cdef const int32_t *rows = batch.checked_rows
-    cdef const RowRecord *records = batch.records
-    cdef const RowRecord *record
-    cdef Py_ssize_t i = start
-    while i < n and not batch.max_steps_ahead:
+    cdef const int32_t *new_ids = growth.token_ids
+    cdef int32_t *token_ids = batch.token_ids
+    cdef RowRecord *records = batch.records
+    cdef RowRecord *record
+    cdef Py_ssize_t i, stride = batch.tokens_stride
+    cdef uint32_t told_before = growth.told_before, told_step = <uint32_t>growth.step
+    cdef int32_t before
+    if told_before == 0:
+        return start
+    for i in range(start, n):
         record = &records[rows[i]]
-        if record.num_planned + 1 >= record.next_plan or record.num_planned != record.num_tokens:
-            break
-        i += 1
-    return i
+        before = record.num_planned
+        if record.told_step != told_before or before + 1 >= record.next_plan:
+            return i
+        assert record.state == RUNNING and record.num_computed == record.num_tokens == before < batch.max_num_tokens
+        token_ids[rows[i] * stride + before] = new_ids[i]
+        record.num_tokens = record.num_computed = record.num_planned = before + 1
+        record.num_resolved = before
+        record.told_step = told_step
+    return n
+
+
+cdef inline void untell_rows(Batch *batch, Growth *growth, Py_ssize_t start) noexcept nogil:
+    """Take the tokens back that `_tell_plain` told to rows from index `start` on."""
+    cdef RowRecord *record
+    cdef Py_ssize_t i, k = 0
+    for i in range(start, growth.num_checked if growth.token_ids != NULL else start):
+        while k < growth.num_due and batch.due_rows[k].at < i:
+            k += 1
+        if k == growth.num_due or batch.due_rows[k].at > i:
+            record = &batch.records[batch.checked_rows[i]]
+            record.num_tokens = record.num_computed = record.num_planned = record.num_resolved
+            record.num_resolved -= 1
+            record.told_step = growth.told_before
+    growth.num_checked = min(growth.num_checked, start)
 
 
 cdef inline Py_ssize_t _check_steps(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
@@ -212,9 +249,10 @@ cdef inline Py_ssize_t _check_steps(Batch *batch, Growth *growth, Py_ssize_t n) 
     cdef Py_ssize_t i
     if GUARDS and signs_of(growth.token_ids, n) < 0:
         return 0
-    i = _find_due_step(batch, 0, n)
+    growth.told_before = _find_told_step(batch, growth, n)
+    i = _tell_plain(batch, growth, 0, n)
     while i < n and _check_due_step(batch, growth, i):
-        i = _find_due_step(batch, i + 1, n)
+        i = _tell_plain(batch, growth, i + 1, n)
     return i
 
 
@@ -262,40 +300,19 @@ cdef inline Py_ssize_t _check_plans(Batch *batch, Growth *growth, Py_ssize_t n) 
 
 cdef inline Py_ssize_t check_rows(Batch *batch, Growth *growth) noexcept nogil:
     """Copy the rows of a call and check them; return the number of rows before the first wrong one, or before the first that no
-    bank or shard can ever hold. Nothing else changes.
+    bank or shard can ever hold. If all are right, tell those that need nothing else their token; otherwise nothing changes.
     """
     cdef Py_ssize_t n = copy_rows(batch, growth.rows, growth.num_rows)
     cdef Py_ssize_t num_right = _check_plans(batch, growth, n) if growth.token_ids == NULL else _check_steps(batch, growth, n)
+    growth.num_checked = num_right
     if num_right == growth.num_rows and rare(growth.max_num_new > count_least_free(batch.pool)):
         num_right = _find_too_large(batch, growth)
+    if num_right < growth.num_rows:
+        untell_rows(batch, growth, 0)
     return num_right
 
 
 # Counts are advanced. A step that tells a token settles the row's last one: its launch is the only one then.
-
-cdef inline void _tell_rows(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Append a token to rows of a call that need no other work before, and launch them. The ring of each row has one place."""
-    cdef const int32_t *rows = batch.checked_rows
-    cdef const int32_t *new_ids = growth.token_ids
-    cdef int32_t *token_ids = batch.token_ids
-    cdef RowRecord *records = batch.records
-    cdef RowRecord *record
-    cdef Launch *launches = batch.launches
-    cdef Launch *launch
-    cdef Py_ssize_t i, stride = batch.tokens_stride
-    cdef int64_t step = growth.step
-    cdef int32_t before
-    assert start >= stop or batch.ring_size == 1
-    for i in range(start, stop):
-        record, launch = &records[rows[i]], &launches[rows[i]]
-        before = record.num_tokens
-        assert record.state == RUNNING and record.num_computed == before < batch.max_num_tokens
-        token_ids[rows[i] * stride + before] = new_ids[i]
-        record.num_tokens = record.num_computed = record.num_planned = before + 1
-        record.num_resolved = launch.before = before
-        launch.num_sampled, launch.step = 1, step
-        record.num_launches = 1
-
 
 cdef inline int32_t _advance_row(Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
     """Advance the counts of a checked row, but those that follow from its launches. Return the position where its step begins.
@@ -319,6 +336,7 @@ cdef inline void _launch_row(Batch *batch, const Growth *growth, Py_ssize_t i, i
     if growth.token_ids != NULL:
         batch.launches[row * batch.ring_size] = Launch(before=before, num_sampled=1, step=growth.step)
         record.num_resolved, record.first_launch, record.num_launches = before, 0, 1
+        record.told_step = <uint32_t>growth.step if batch.ring_size == 1 else 0
         batch.rows[row].num_ahead = 0
     else:
         end_launches(batch, row, count_run(batch, row))
@@ -359,15 +377,20 @@ cdef inline void _revert_row(Batch *batch, const Growth *growth, Py_ssize_t row,
 cdef inline void _cache_planned(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Cache the pages that the planned steps of a row fill, unless they are cached once the steps are settled."""
     cdef const RowRecord *record = &batch.records[row]
+    cdef int32_t num_final
     if not batch.caches_computed:
-        cache_row(batch, row, final_of(batch, record.num_tokens, record.num_computed, 0))
+        num_final = final_of(batch, record.num_tokens, record.num_computed, 0)
+        if num_final >= record.next_settle:
+            cache_row(batch, row, num_final)
 
 
 cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noexcept nogil:
     """Advance a due row and do its work; False, and no page taken, if too few are free."""
     cdef int32_t row = batch.checked_rows[due.at], num_planned = batch.records[row].num_planned
-    cdef LinesBefore lines = _lines_before(batch, growth, due)
+    cdef LinesBefore lines
     assert batch.records[row].state == RUNNING and due.before < due.num_room
+    if batch.has_final or batch.has_state:
+        lines = _lines_before(batch, growth, due)
     _advance_row(batch, growth, due.at)
     if batch.has_final:
         _settle_before(batch, row, &lines)
@@ -384,48 +407,29 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
     return True
 
 
-cdef inline Py_ssize_t _grow_row_by_row(Batch *batch, Growth *growth) noexcept nogil:
-    """Plan and launch the checked rows, the due ones first. Return the number of rows before the first that does not fit."""
-    cdef Py_ssize_t k, i, stop, num_grown = growth.num_rows, start = 0
-    for k in range(growth.num_due):
-        if not _grow_row(batch, growth, &batch.due_rows[k]):
-            num_grown = batch.due_rows[k].at
-            count_refusal(batch.pool, growth.shortage.queue)
-            break
-    for k in range(growth.num_due + 1):
-        stop = min(num_grown, <Py_ssize_t>batch.due_rows[k].at if k < growth.num_due else num_grown)
-        if growth.token_ids != NULL:
-            _tell_rows(batch, growth, start, stop)
-        for i in range(start if growth.token_ids == NULL else stop, stop):
+cdef inline void _launch_plain(Batch *batch, const Growth *growth) noexcept nogil:
+    """Advance and launch the planned rows, up to the first that does not fit; `_grow_row` has done so for the due ones."""
+    cdef Py_ssize_t i, k = 0
+    for i in range(growth.num_grown):
+        if k < growth.num_due and batch.due_rows[k].at == i:
+            k += 1
+        else:
             _launch_row(batch, growth, i, _advance_row(batch, growth, i))
-        start = stop + 1
-    return num_grown
-
-
-cdef inline Py_ssize_t _grow_told(Batch *batch, Growth *growth) noexcept nogil:
-    """Do what `_grow_row_by_row` does in a call that tells tokens, where all rows fit, and need no more than pages."""
-    cdef const DueRow *due
-    cdef Py_ssize_t k, row
-    _tell_rows(batch, growth, 0, growth.num_rows)
-    for k in range(growth.num_due):
-        due = &batch.due_rows[k]
-        row = batch.checked_rows[due.at]
-        batch.rows[row].num_ahead = 0
-        if due.num_new_pages:
-            take_pages(batch, row, due.num_room, growth)
-        _cache_planned(batch, row)
-        plan_next(batch, row)
-    return growth.num_rows
 
 
 cdef inline void grow_rows(Batch *batch, Growth *growth) noexcept nogil:
     """Plan and launch the checked rows, up to the first that does not fit."""
-    cdef bint are_told = growth.token_ids != NULL and growth.max_num_new <= count_least_free(batch.pool)
-    assert 0 <= growth.num_due <= growth.num_rows <= batch.num_rows
+    cdef Py_ssize_t k
+    assert 0 <= growth.num_due <= growth.num_rows == growth.num_checked <= batch.num_rows
     memcpy(growth.grown_rows, batch.checked_rows, growth.num_rows * sizeof(int32_t))
-    if are_told and not (batch.max_steps_ahead or batch.has_final or batch.has_state):
-        growth.num_grown = _grow_told(batch, growth)
-    else:
-        growth.num_grown = _grow_row_by_row(batch, growth)
+    growth.num_grown = growth.num_rows
+    for k in range(growth.num_due):
+        if not _grow_row(batch, growth, &batch.due_rows[k]):
+            growth.num_grown = batch.due_rows[k].at
+            count_refusal(batch.pool, growth.shortage.queue)
+            break
+    untell_rows(batch, growth, growth.num_grown)
+    if growth.token_ids == NULL:
+        _launch_plain(batch, growth)
     cache_waiting(&batch.waiting)
     assert batch.waiting.num_to_hash == 0 and growth.num_grown <= growth.num_rows

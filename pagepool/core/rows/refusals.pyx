@@ -169,7 +169,7 @@ cdef int refuse_settlement(const Batch *batch, const Settlement *settlement, Set
     if fault == NONE_TOLD:
         raise ArgumentError(f"{name}: got no token, allowed: at least 1, which a later step in flight computes")
     if fault == TOO_MANY and launch >= 0:
-        num_drafts = launch_at(batch, row, launch).num_sampled - 1
+        num_drafts = launch_of(batch, row, launch).num_sampled - 1
         raise ArgumentError(f"{name}: got {num} tokens, allowed: at most {num_drafts + 1}, with {num_drafts} drafts")
     raise ArgumentError(f"{name}: got {num} tokens, allowed: 0, since its step samples none, or the row has got its token")
 

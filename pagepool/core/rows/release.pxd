@@ -41,7 +41,7 @@ cdef inline void _note_last_states(Batch *batch, Py_ssize_t row) noexcept nogil:
 cdef inline void end_row(Batch *batch, Py_ssize_t row, int32_t term, bint has_failed) noexcept nogil:
     """Make a row free whose pages were given back. Its last states are cached with a term, unless their step has failed."""
     cdef Holding *holding = holding_of(batch, row)
-    assert batch.records[row].is_admitted and batch.records[row].stamp == batch.stamp
+    assert batch.records[row].is_admitted and batch.stamps[row] == batch.stamp
     if batch.keeps_states and not has_failed and not awaits_moves(batch.pool, holding):
         if count_final(batch, row) >= batch.records[row].num_computed:
             keep_last_states(batch, row, term)

@@ -7,6 +7,8 @@
 # counts are derived from these and from the launches, the row's steps in flight, oldest first:
 #
 # * A launch writes from its `before` to the next launch's, and the last one to `num_planned`.
+# * A told row has got a token by its last step, its only launch, and has not changed since. Its launch is not stored: it
+#   writes from `num_resolved`, and samples one token. So telling all rows a token again writes nothing but their records.
 # * `num_computed` counts the known tokens that planned steps write, and `num_ahead` the planned positions behind them.
 # * `num_resolved` is the oldest launch's `before`: no step in flight writes before it.
 # * `count_final` is the line up to which pages are cached. A failed step takes that back.
@@ -22,6 +24,7 @@
 #   `num_planned`.
 # - A launch that samples nothing any more comes before those whose tokens are still awaited.
 # - A row that is not running has no launch, and a free row has no token.
+# - A told row is running, with ``num_planned == num_tokens == num_resolved + 1`` and one launch, and its ring has one place.
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
 
@@ -43,7 +46,7 @@ cdef struct RowRecord:        # 32 bytes, two to a cache line
     int32_t num_resolved      # positions that no step in flight writes
     int32_t next_plan         # planned count from which a plan has work; 0: free, 1: pending, or moves may be due
     int32_t next_settle       # final count from which a settled step has work
-    uint32_t stamp            # number of the last call that named the row
+    uint32_t told_step        # lower half of the number of a told row's step; 0: the row is not told
     uint8_t state             # a `RunState`
     uint8_t is_admitted       # whether the state is PENDING or RUNNING
     uint8_t first_launch      # place of the oldest launch in the ring

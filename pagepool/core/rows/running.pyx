@@ -34,8 +34,8 @@ cdef object ndarray = np.ndarray
 
 
 cdef object ROW_RECORD = np.dtype(
-    [(name, "u4" if name == "stamp" else "i4") for name in (
-        "num_tokens", "num_computed", "num_planned", "num_resolved", "next_plan", "next_settle", "stamp",
+    [(name, "u4" if name == "told_step" else "i4") for name in (
+        "num_tokens", "num_computed", "num_planned", "num_resolved", "next_plan", "next_settle", "told_step",
     )] + [("state", "u1"), ("is_admitted", "?"), ("launches", "i2")]
 )
 
@@ -871,6 +871,7 @@ cdef int make_records(RunningRows running, Py_ssize_t n) except -1:
     first = (<char *>&running.batch.rows.num_hits - <char *>running.batch.rows) // sizeof(int32_t)
     running.num_cached_tokens, running.num_external_tokens, running.num_ahead_tokens = numbers[:, first:first + 3].T
     running.batch.checked_rows = new_buffer(running, n, 1)
+    running.batch.stamps = <uint32_t *>new_buffer(running, n, 1)
     running.batch.due_rows = <DueRow *>new_buffer(running, n, sizeof(DueRow) // sizeof(int32_t))
     for row in range(n):
         running.batch.rows[row].shard = -1
@@ -935,7 +936,7 @@ cdef StepResult run_growth(
     cdef StepResult head = None if step is None else checked_step(running, step, "step")
     cdef StepResult result = new_result(running)
     cdef Growth *growth = &result.growth
-    cdef Py_ssize_t num_right, at_joined = -1
+    cdef Py_ssize_t num_right, at_joined
     cdef int64_t num_steps
     cdef bint is_due, has_room = True
     cdef int32_t held_free = NULL_PAGE
@@ -949,11 +950,13 @@ cdef StepResult run_growth(
     reserve_rows_of(growth)
     lock_for(running, head, "step")
     assert running.batch.waiting.num_to_hash == 0
-    num_right = check_rows(&running.batch, growth)
     growth.step = number_of_step(&running.batch, head)
-    if head is not None and num_right == growth.num_rows:
-        at_joined = find_joined(&running.batch, growth)
-        num_right = num_right if at_joined < 0 else at_joined
+    at_joined = find_joined(&running.batch, growth)
+    num_right = check_rows(&running.batch, growth)
+    if num_right < growth.num_rows:
+        at_joined = -1
+    elif at_joined >= 0:
+        num_right = at_joined
     if num_right == growth.num_rows:
         growth.max_num_new = min(growth.max_num_new, running.store.pool.num_pages)  # no page is taken twice
         has_room = reserve_new(growth) and reserve_copies(
@@ -968,6 +971,8 @@ cdef StepResult run_growth(
         if growth.num_grown == 0:
             running.batch.num_steps = num_steps
         end_call(&running.batch, head, result)
+    else:
+        untell_rows(&running.batch, growth, 0)
     is_due = num_right < growth.num_rows and at_joined < 0 and has_due(running, growth.rows[num_right])
     running.release_locks()
     if at_joined >= 0:
@@ -992,11 +997,12 @@ cdef int64_t number_of_step(const Batch *batch, StepResult step) noexcept:
 
 cdef Py_ssize_t find_joined(const Batch *batch, const Growth *growth) noexcept:
     """Return the index of the first row that is in the call's step, or a later one; -1 if there is none. The locks are held."""
-    cdef Py_ssize_t i, row, num_launches
-    for i in range(growth.num_rows):
-        row = batch.checked_rows[i]
-        num_launches = batch.records[row].num_launches
-        if num_launches and growth.step <= batch.num_steps and launch_at(batch, row, num_launches - 1).step >= growth.step:
+    cdef Py_ssize_t i, num_launches
+    cdef int32_t row
+    for i in range(growth.num_rows if growth.step <= batch.num_steps else 0):
+        row = growth.rows[i]
+        num_launches = batch.records[row].num_launches if is_row(batch, row) else 0
+        if num_launches and launch_of(batch, row, num_launches - 1).step >= growth.step:
             return i
     return -1
 

@@ -52,7 +52,7 @@ cdef inline int32_t find_place(const Batch *batch, const Settlement *settlement,
 cdef inline SettleFault _check_row(const Batch *batch, int32_t row, int64_t step, int32_t num) noexcept nogil:
     """Check the number of tokens that a row gets, and the order of its steps."""
     cdef Py_ssize_t at = find_launch(batch, row, step)
-    cdef int32_t most = launch_at(batch, row, at).num_sampled
+    cdef int32_t most = launch_of(batch, row, at).num_sampled
     if most == NOBODYS:
         return SETTLES
     if num > most:
@@ -84,7 +84,8 @@ cdef inline bint _are_plain(const Batch *batch, const Settlement *settlement) no
         row = places[i]
         launch = &batch.launches[row * ring_size + records[row].first_launch]
         is_any_wrong |= (stays[row] == 0) | (stays[row] > num_stays) | (records[row].num_tokens >= max_num_tokens)
-        is_any_wrong |= (records[row].num_launches == 0) | (launch.step != growth.step) | (launch.num_sampled <= 0)
+        is_any_wrong |= (records[row].num_launches == 0) | (records[row].told_step != 0)
+        is_any_wrong |= (launch.step != growth.step) | (launch.num_sampled <= 0)
     return not is_any_wrong
 
 
@@ -126,7 +127,7 @@ cdef inline void _end_launch(Batch *batch, Py_ssize_t row, Py_ssize_t at, int32_
     launches fall by the rejected drafts.
     """
     cdef Py_ssize_t i
-    cdef int32_t num_sampled = launch_at(batch, row, at).num_sampled
+    cdef int32_t num_sampled = launch_of(batch, row, at).num_sampled
     cdef int32_t num_rejected = max(0, num_sampled - max(num, 1))
     end_launches(batch, row, at + 1)
     for i in range(batch.records[row].num_launches if num_rejected else 0):
@@ -149,7 +150,7 @@ cdef inline const int32_t *settle_rows(
         row, num = places[i], amount(&counts, i)
         if row != GONE:
             record, at = &batch.records[row], find_launch(batch, row, step)
-            if launch_at(batch, row, at).num_sampled == NOBODYS:
+            if launch_of(batch, row, at).num_sampled == NOBODYS:
                 places[i], token_ids, num = GONE, token_ids + num, 0
             if num == 1:  # a copy of known size
                 tokens_of(batch, row)[record.num_tokens] = token_ids[0]
@@ -274,7 +275,7 @@ cdef inline void note_row_entries(Batch *batch, Py_ssize_t row) noexcept nogil:
     cdef Py_ssize_t g, i
     cdef int32_t start, size
     cdef int64_t step
-    cdef bint is_in_step = batch.records[row].num_launches and launch_at(batch, row, 0).step <= batch.num_steps
+    cdef bint is_in_step = batch.records[row].num_launches and launch_of(batch, row, 0).step <= batch.num_steps
     for g in range(batch.num_groups if is_in_step else 0):  # an admission without a step cannot fail on its own
         held, size = held_by(batch, row, g), batch.groups[g].rules.page_size
         start = max(held.num_hits, full_pages(&batch.groups[g].rules, batch.records[row].num_resolved))
@@ -304,7 +305,7 @@ cdef inline void restart_row(
         if batch.writes_states:
             drop_writes(batch, row, num_planned)
         record.num_planned = num_planned
-        while is_failed and record.num_launches and launch_at(batch, row, record.num_launches - 1).before >= num_planned:
+        while is_failed and record.num_launches and launch_of(batch, row, record.num_launches - 1).before >= num_planned:
             record.num_launches -= 1
         if not is_failed:
             disown_launches(batch, row, num_planned)
@@ -344,7 +345,7 @@ cdef inline Py_ssize_t _find_failed(const Batch *batch, Py_ssize_t row, int64_t 
     """Return the index of the row's first failed launch; the number of launches if none failed."""
     cdef Py_ssize_t i
     for i in range(batch.records[row].num_launches):
-        if launch_at(batch, row, i).step >= step:
+        if launch_of(batch, row, i).step >= step:
             return i
     return batch.records[row].num_launches
 
@@ -383,7 +384,7 @@ cdef inline void lose_entries(Batch *batch, const Failure *failure) noexcept nog
             continue
         for g in range(batch.num_groups):
             held = held_by(batch, row, g)
-            start = max(held.num_hits, full_pages(&batch.groups[g].rules, launch_at(batch, row, at).before))
+            start = max(held.num_hits, full_pages(&batch.groups[g].rules, launch_of(batch, row, at).before))
             for i in range(start, held.num_pages if not is_state(&batch.groups[g].rules) else 0):
                 _lose_page(batch, failure, held.ids[i])
     for i in range(batch.num_made):
@@ -406,7 +407,7 @@ cdef inline int32_t _find_lost(const Batch *batch, const Failure *failure, Py_ss
     cdef Py_ssize_t g, at = _find_failed(batch, row, failure.step)
     cdef int32_t i, stop, own = INT32_MAX, first = INT32_MAX
     if at < batch.records[row].num_launches:
-        own = launch_at(batch, row, at).before
+        own = launch_of(batch, row, at).before
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
         stop = min(held.num_pages, full_pages(&batch.groups[g].rules, own))  # it fills the pages behind itself

@@ -155,8 +155,8 @@ cdef inline int64_t step_that_fills(const Batch *batch, Py_ssize_t row, int32_t 
     """
     cdef Py_ssize_t i
     for i in range(batch.records[row].num_launches - 1, num_run - 1, -1):
-        if launch_at(batch, row, i).before < end:
-            return launch_at(batch, row, i).step
+        if launch_of(batch, row, i).before < end:
+            return launch_of(batch, row, i).step
     return 0
 
 
