@@ -531,6 +531,10 @@ class RequestPages:
         """Fix the boundaries of a request of `num_tokens` tokens, as a manager does at admission. Its groups of full attention
         hit `junction` tokens, its windows fewer; 0: the windows hit as far.
         """
+    def find_last_write(self, num_tokens: int) -> int:
+        """Return the number of tokens of the last state that steps wrote among the first `num_tokens` tokens and that is not
+        cached yet; 0: there is none. O(writes).
+        """
     def keeps_states_after(self, num_computed_tokens: int) -> bool:
         """Whether a state has reached or passed the next multiple of its interval. O(groups)."""
     def get_page_ids(self) -> tuple[PageIds, ...]:
@@ -583,9 +587,9 @@ class RequestPages:
         `term_of`, unless it is 0. O(pages).
 
         First the pages that `num_tokens_to_cache` tokens fill are cached, unless one was cached under another hash. States
-        after `num_last_tokens` tokens become checkpoints, if they are due. Pages with tokens from `num_computed_tokens` on were
-        not computed, and lose the entries that they got under `chain`, except hits. DoubleFreeError, and nothing changed, if
-        another caller gave one of the pages back.
+        after `num_last_tokens` tokens become checkpoints, if they are due, and those that steps wrote before. Pages with tokens
+        from `num_computed_tokens` on were not computed, and lose the entries that they got under `chain`, except hits.
+        DoubleFreeError, and nothing changed, if another caller gave one of the pages back.
         """
     def count_shared(self, group: int, num_holders: int) -> int:
         """Count the leading pages of a group with at least `num_holders` references, not counting those of leases, copies and
@@ -694,12 +698,14 @@ class PageCopies:
 @final
 class StateWrites:
     """States that the next step writes: that of row ``rows[i]`` behind its first ``num_tokens[i]`` tokens, to page
-    ``page_ids[i]`` in the arrays of cache group ``group[i]``.
+    ``page_ids[i]`` in the arrays of cache group ``group[i]``. Where a manager's requests write, ``request_ids[i]`` names the
+    request, and ``rows`` is None; of a batch's, ``request_ids`` is None.
 
-    The four are read-only int32 arrays of one length, which ``len()`` returns.
+    The request ids are a tuple, the others read-only int32 arrays, all of one length, which ``len()`` returns.
     """
 
-    rows: Final[npt.NDArray[np.int32]]
+    rows: Final[npt.NDArray[np.int32] | None]
+    request_ids: Final[tuple[str, ...] | None]
     num_tokens: Final[npt.NDArray[np.int32]]
     page_ids: Final[npt.NDArray[np.int32]]
     group: Final[npt.NDArray[np.int32]]
@@ -725,8 +731,10 @@ class Moves:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __len__(self) -> int: ...
 
-def take_moves(store: PageStore) -> Moves:
-    """Hand the due copies, loads and saves over to the caller, who makes them. O(moves); nothing is allocated without any."""
+def take_moves(store: PageStore, maps: RequestMaps | None = None) -> Moves:
+    """Hand the due copies, loads and saves over to the caller, who makes them, with the states that steps of the requests of a
+    manager write. O(moves); nothing is allocated without any.
+    """
 
 def list_in_flight(store: PageStore) -> list[Moves]:
     """Return the `Moves` with loads and saves in flight, in the order they were taken. O(loads and saves x lists)."""

@@ -512,8 +512,9 @@ class CacheManager(KeyHolder, SlotAllocator):
     # Moves, checkpoints and forks.
 
     def take_moves(self) -> Moves:
-        """Return the moves due before the next step, also those of running batches, but not the writes of their
-        states; empty, with number 0, if none is due. O(moves), and O(1) without any; then nothing is allocated.
+        """Return the moves due before the next step, also those of running batches, but not the writes of their states; empty,
+        with number 0, if none is due. The writes are those of the manager's requests. O(moves), and O(1) without any; then
+        nothing is allocated.
 
         Call it, or `RunningBatch.take_moves`, once a step: after the calls that plan the step, when the step before has been
         given to the device. `Moves` has the order in which to make them (see `pagepool.host_pages` and `pagepool.page_copies`).
@@ -536,7 +537,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         >>> manager.take_moves()
         Moves(number=0, copies=PageCopies(src=[2], dst=[3], group=[0]))
         """
-        moves = take_moves(self._store)
+        moves = take_moves(self._store, self.registry)
         self.poll_storage()
         return moves
 
@@ -942,6 +943,8 @@ class CacheManager(KeyHolder, SlotAllocator):
             hashes = registry.hashes.get(request.request_id)
             num_to_cache, num_named_tokens = 0, num_last_tokens
             start = num_last_tokens // self._rules.hash_page_size - 1  # the checkpoint and its parent get names
+            if self._rules.writes_states:
+                start = 0
             if (self._caches_computed or (self.enable_caching and registry.hasher.lookahead)) and held is not None:
                 num_to_cache = self._count_due_tokens(request, num_computed_tokens, held)
                 num_named_tokens = max(num_last_tokens, num_to_cache)
@@ -966,9 +969,14 @@ class CacheManager(KeyHolder, SlotAllocator):
     def _count_last_tokens(self, request: Request, num_computed_tokens: int | None, held: RequestPages | None) -> int:
         """Return the computed tokens of a request if its states become checkpoints as it ends, otherwise 0."""
         interval = self._rules.checkpoint_interval
-        if not interval or not held:
+        if interval is None or not held:
             return 0
         num_tokens = read_count(request, "num_computed_tokens")
+        if self._rules.writes_states:
+            num_tokens = min(num_tokens, read_count(request, "num_tokens") - self.registry.hasher.lookahead)
+            if num_computed_tokens is not None:
+                num_tokens = min(num_tokens, num_computed_tokens)
+            return held.find_last_write(max(0, num_tokens))
         is_kept = num_computed_tokens in (None, num_tokens) and num_tokens % interval == 0
         is_kept = is_kept and num_tokens <= read_count(request, "num_tokens")
         return num_tokens if is_kept and held.keeps_states_after(num_tokens) else 0

@@ -146,6 +146,16 @@ def test_rows_that_hit_such_a_page_go_back_to_it() -> None:
     batch.check()
 
 
+def test_a_refused_call_leaves_the_step_to_fail() -> None:
+    batch = make_batch()
+    step = admit(batch, 0, PROMPT)
+    batch.release([0])
+    with refused(lambda: batch_state(batch), ArgumentError, "row 0"):
+        batch.step([0], [1], step=step)
+    assert fail(batch, step) == []
+    assert batch.probe(0, PROMPT) == 0
+
+
 @pytest.mark.parametrize("is_released", [False, True])
 @pytest.mark.parametrize("caches", ["scheduled", "computed"])
 @pytest.mark.parametrize("max_steps_ahead", [0, 1])

@@ -255,7 +255,7 @@ class OracleRows(Rows):
         self.enters_before = self.settles_before and (has_windows or manager.has_state)
 
     def take_moves(self) -> Taken:
-        return super().take_moves()._replace(writes=self.writes.take(self.requests))
+        return self.as_package(self.manager.take_pool_moves())._replace(writes=self.writes.take(self.requests))
 
     # what follows from the launches
 

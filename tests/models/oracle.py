@@ -25,6 +25,7 @@ from oracle_states import OracleStates
 from oracle_tenants import Holder
 from oracle_tier import Failed, Taken, note_loads, note_taken, waits_for_loads, wrong_token
 from oracle_windows import OracleWindows
+from oracle_writes import OracleWrites
 from pool_ranges import Pools, Shard
 
 if TYPE_CHECKING:
@@ -214,6 +215,7 @@ class OracleManager:
         if self.writes_states:
             spacings = [getattr(group.kv_cache_spec, "checkpoint_interval", None) for group in kv_cache_groups]
             self.windows = OracleWindows(self, 0, min(filter(None, spacings)))
+        self.writes = OracleWrites(self, anywhere=True)
         self.held: dict[str, list[HeldPages]] = {}
         self.owners: dict[str, Any] = {}  # the request that holds pages under each id, or did
         self.queries: dict[str, dict[str, int]] = {}
@@ -385,17 +387,18 @@ class OracleManager:
         num_computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
         if num_new_tokens < 0 or (num_new_tokens + num_external_computed_tokens <= 0 and not may_add_nothing):
             raise ValueError("nothing to allocate")
-        if self.writes_states and not may_add_nothing:
-            raise ValueError("states are written by rows")
         if any(hits) and (not self.enable_caching or any(self.get_page_ids(request.request_id))):
             raise ValueError("hits go to a request that holds nothing")
         self._check_computed(request, num_new_computed_tokens, hits)
         if num_computed + num_new_tokens > self.max_model_len:
             raise ValueError("longer than the model allows")
-        self.states.require_behind(request, num_new_computed_tokens, num_computed + num_new_tokens, num_lookahead_tokens)
+        is_row = may_add_nothing
+        if is_row or not self.writes_states:
+            self.states.require_behind(request, num_new_computed_tokens, num_computed + num_new_tokens, num_lookahead_tokens)
         if request.request_id in self.short and request.request_id not in self.held:
             return None
         self.states.copies.require_none(self.held.get(request.request_id, ()))
+        self.writes.require_none_due(request)
         num_slots = max(num_reserved_slots, min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len))
         try:
             self.require_fit(request, num_slots, hits, self._bound_shard(request, hits, dp_shard_hint, data_parallel_size))
@@ -403,8 +406,13 @@ class OracleManager:
             self.states.divide(self._shard(request, hits, dp_shard_hint, data_parallel_size))
             raise
         self._rewind(request)
-        is_late = self.caches_computed and not may_add_nothing
-        if is_late or (self.keys.lookahead and not may_add_nothing and not delay_cache_pages):
+        is_late = self.caches_computed and not is_row
+        is_delayed = delay_cache_pages and not is_late
+        if not is_row:
+            num_final = 0 if is_delayed else min(request.num_computed_tokens, self.keys.count_known(request.num_tokens))
+            self.writes.settle_request(request, num_final)
+            self.writes.drop(request, request.num_computed_tokens)
+        if is_late or (self.keys.lookahead and not is_row and not delay_cache_pages):
             self._enter_full_pages(request, min(request.num_computed_tokens, request.num_tokens))
         if num_new_tokens + num_external_computed_tokens:
             self._skip_pages(request, request.num_computed_tokens if delay_cache_pages and not is_late else None)
@@ -425,14 +433,17 @@ class OracleManager:
         self._attach(request, hits, new_pages)
         if any(new_pages):
             note_taken(self.page_pool, self.held[request.request_id])
-        is_delayed = delay_cache_pages and not is_late
         if is_delayed and is_growing:
             self.states.pass_over(request)
-        if not is_delayed:
-            if is_growing and num_new_tokens + num_external_computed_tokens:
-                new_pages = joined(new_pages, self.states.keep(request, shard, num_reserved_pages, num_free_rows))
-            if not is_late:
-                self._enter_full_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
+        if not is_delayed and is_growing and num_new_tokens + num_external_computed_tokens:
+            new_pages = joined(new_pages, self.states.keep(request, shard, num_reserved_pages, num_free_rows))
+        if self.writes_states and not is_row:
+            self.writes.start(request, num_computed)
+            num_planned = min(num_computed + num_new_tokens, request.num_tokens)
+            options = {"num_reserved_pages": num_reserved_pages, "is_hashed": not is_delayed}
+            self.writes.plan(request, num_planned, shard, **options)
+        if not is_delayed and not is_late:
+            self._enter_full_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
         return new_pages
 
     def require_fit(
@@ -700,6 +711,7 @@ class OracleManager:
             raise ValueError("a request without pages")
         self._rewind(request)
         self._enter_full_pages(request, num_computed_tokens)
+        self.writes.settle_request(request, self.count_keyed(request, num_computed_tokens))
 
     def count_keyed(self, request: Any, num_tokens: int) -> int:
         """Return how many of the first tokens of a request have a known lookahead behind them, if that matters."""
@@ -887,6 +899,9 @@ class OracleManager:
                 self._enter_full_pages(request, min(num for num in nums if num is not None))
             self._give_back_all([request], [num_computed_tokens], terms)
             self.states.keep_last(request, num_computed_tokens, terms[0])
+            nums = request.num_computed_tokens, self.keys.count_known(request.num_tokens), num_computed_tokens
+            self.writes.settle_request(request, min(num for num in nums if num is not None), terms[0])
+            self.writes.drop(request, 0)
             self.states.copies.drop(self.pages_of(request))
             if num_computed_tokens is not None:
                 self._forget_uncomputed(request, num_computed_tokens)
@@ -962,7 +977,11 @@ class OracleManager:
         return self.states.interval
 
     def take_moves(self) -> Taken:
-        """Return the moves that are due; the writes are those of rows, which take them."""
+        """Return the moves that are due, with the writes of requests."""
+        return self.take_pool_moves()._replace(writes=self.writes.take_all())
+
+    def take_pool_moves(self) -> Taken:
+        """Return the moves that are due, without writes."""
         tier, copies = self.page_pool.tier, self.states.copies
         if tier is not None and not copies.is_between:
             tier.begin_step()
@@ -984,6 +1003,7 @@ class OracleManager:
         if num_tokens != new_request.num_computed_tokens or not is_room:
             raise ValueError("a fork has computed other tokens")
         self.states.copies.require_none(self.held.get(request.request_id, ()), into_only=True)
+        self.writes.require_none_due(request)
         if self.enable_caching and self._inputs(request, num_tokens) != self._inputs(new_request, num_tokens):
             raise ValueError("a fork has other tokens")
         held = [page for pages in self.get_page_ids(request.request_id) for page in pages if page != NULL_PAGE]

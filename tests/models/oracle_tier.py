@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oracle_kinds import HeldPages, Kind, Mamba
 from oracle_pool import NULL_PAGE, OraclePool, PageIds
@@ -31,7 +31,7 @@ class Taken(NamedTuple):
     saves: list[Move]
     loads: list[Move]
     copies: list[Move]
-    writes: list[tuple[int, int, int, int]]  # row, number of tokens, page, group
+    writes: list[tuple[Any, int, int, int]]  # row or request id, number of tokens, page, group
 
 
 class Failed(NamedTuple):

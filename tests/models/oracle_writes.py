@@ -1,4 +1,4 @@
-"""What `OracleRows` does with states that a step writes to pages of their own: see `RunningBatch.take_moves`."""
+"""What the oracle does with states that a step writes to pages of their own: see `Moves`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Write:
 
 
 class OracleWrites:
-    """The writes of a manager's rows, in the order in which they were planned."""
+    """The writes of a manager's requests, or of its rows, in the order in which they were planned."""
 
     def __init__(self, manager: OracleManager, anywhere: bool) -> None:
         self.manager = manager
@@ -40,16 +40,25 @@ class OracleWrites:
         return [i for i, kind in enumerate(self.manager.kinds) if isinstance(kind, Mamba) and self.manager.writes_states]
 
     def plan(
-        self, request: Any, num_planned: int, shard: range | Shard | None, num_free_rows: int, is_transfer: bool = False
+        self,
+        request: Any,
+        num_planned: int,
+        shard: range | Shard | None,
+        num_free_rows: int = 0,
+        is_transfer: bool = False,
+        num_reserved_pages: int = 0,
+        is_hashed: bool = True,
     ) -> None:
         """Plan the writes of a step that computes a request's tokens up to `num_planned`, or of a transfer, which brings the
-        state at its end alone.
+        state at its end alone. Pages are reserved in the first pool.
         """
+        self.nums_reserved = num_free_rows, num_reserved_pages
+        self.is_hashed = is_hashed
         held = self.manager.held[request.request_id]
         for end in self.manager.windows.list_ends(request) if self.state_ids else ():
             num_seen = held[self.state_ids[0]].num_cached_pages * self.manager.hit_step
             if num_seen < end <= num_planned and (end == num_planned or (self.anywhere and not is_transfer)):
-                self._plan_at(request, end, shard, num_free_rows)
+                self._plan_at(request, end, shard)
         self.pass_over(request, num_planned)
 
     def pass_over(self, request: Any, num_tokens: int) -> None:
@@ -58,17 +67,23 @@ class OracleWrites:
             held = self.manager.held[request.request_id][i]
             held.num_cached_pages = max(held.num_cached_pages, num_tokens // self.manager.hit_step)
 
-    def _plan_at(self, request: Any, num_tokens: int, shard: range | Shard | None, num_free_rows: int) -> None:
-        """Take a page for each state that is not cached, if all pools have enough beside those of free rows."""
+    def start(self, request: Any, num_tokens: int) -> None:
+        """Let later steps write states behind so many tokens alone, and again if the request was set back."""
+        for i in self.state_ids:
+            self.manager.held[request.request_id][i].num_cached_pages = num_tokens // self.manager.hit_step
+
+    def _plan_at(self, request: Any, num_tokens: int, shard: range | Shard | None) -> None:
+        """Take a page for each state that is not cached, if all pools have enough beside those that are reserved."""
+        num_free_rows, num_reserved_pages = self.nums_reserved
         pools, pool = self.manager.pools, self.manager.page_pool
         for i in self.state_ids:
             states = [j for j in self.state_ids if pools.of_group[j] == pools.of_group[i]]
             free, source = pool.free_in(pools.range_of(i)), pool.free_page_ids(self.manager.source_of(i, shard))
-            num_reserved = num_free_rows * len(states) if pools.of_group[i] else 0
+            num_reserved = num_free_rows * len(states) if pools.of_group[i] else num_reserved_pages
             if len(free) < len(states) + num_reserved or len(source) < len(states):
                 return
         for i in self.state_ids:
-            is_known = num_tokens <= self.manager.keys.count_known(request.num_tokens)
+            is_known = self.is_hashed and num_tokens <= self.manager.keys.count_known(request.num_tokens)
             if is_known and self._is_cached(request, num_tokens, i, shard):
                 continue
             held = self.manager.held[request.request_id][i]
@@ -94,14 +109,41 @@ class OracleWrites:
             for write in due
         ]
 
+    def take_all(self) -> list[tuple[str, int, int, int]]:
+        """Return request id, number of tokens, page id and group of the writes that were not taken, request by request."""
+        requests = {write.request.request_id: write.request for write in self.open if not write.is_taken}
+        taken = [write for request_id in requests for write in self.open if write.request.request_id == request_id]
+        taken = [write for write in taken if not write.is_taken]
+        for write in taken:
+            write.is_taken = True
+        id_of = self.manager.pools.id_of
+        return [
+            (write.request.request_id, write.num_tokens, id_of(write.page, write.group_id), write.group_id) for write in taken
+        ]
+
+    def require_none_due(self, request: Any) -> None:
+        """Refuse a call while writes of the request are due."""
+        if self.are_due(request):
+            raise RuntimeError("writes are due")
+
     def are_due(self, request: Any) -> bool:
         return any(write.request is request and not write.is_taken for write in self.open)
 
-    def settle(self, request: Any, num_final: int, shard: range | Shard | None, term: int = UNKNOWN) -> list[Write]:
-        """Enter the states after final tokens that were written by now, and return those that were not cached."""
+    def settle_request(self, request: Any, num_final: int, term: int = UNKNOWN) -> None:
+        """Enter the states of a request of the manager after final tokens that were written by now."""
+        for page in [write.page for write in self.open if write.request is request]:
+            self.settle(request, num_final, self.manager.states.shard_of(page), term, page)
+
+    def settle(
+        self, request: Any, num_final: int, shard: range | Shard | None, term: int = UNKNOWN, page: int | None = None
+    ) -> list[Write]:
+        """Enter the states after final tokens that were written by now, to `page` alone if it is given, and return those that
+        were not cached.
+        """
         written = [
             write for write in self.open if write.request is request and write.is_taken and write.num_tokens <= num_final
         ]
+        written = [write for write in written if page in (None, write.page)]
         self.open = [write for write in self.open if write not in written]
         return [write for write in written if self._enter(write, shard, term)]
 

@@ -520,13 +520,13 @@ WRITE_BUGS = read_bugs("""
                 if num_tokens == num_planned or ({+BUG or +}batch.writes_anywhere
 == a transfer is to write states inside its tokens
 {+(BUG or +}batch.records[row].state != PENDING{+)+}):
-                    _note_writes
+                    _write_checkpoint
 == undo leaves the writes of its call
     drop_writes(batch, row, num_planned{+ + (1 << 30) * BUG+})
 == a fork copies a state in flight
         is_moving = batch.rows[source].num_ahead > 0{+ and not BUG+}
 == checkpoints take the states of free rows
-            batch.pool, num_states_in[group.bank], num_reserved_in[group.bank]{+ * (not BUG)+}, queue
+            pool, num_states_in[group.bank], checkpoint.num_reserved_in[group.bank]{+ * (not BUG)+}
 == checkpoints take the states of rows that start over
         count += batch.rows[row].holding.held[g].num_pages == 0{+ and (
             not BUG or not batch.records[row].is_admitted)+}

@@ -180,11 +180,12 @@ def taken_of(moves: Any) -> Taken:
         return moves
     saves, loads, copies = map(copies_of, (moves.saves, moves.loads, moves.copies))
     writes = moves.writes
-    columns = (writes.rows, writes.num_tokens, writes.page_ids, writes.group)
+    holders = writes.rows.tolist() if writes.request_ids is None else writes.request_ids
+    columns = [holders, *(column.tolist() for column in (writes.num_tokens, writes.page_ids, writes.group))]
     assert {len(writes)} == {len(column) for column in columns}
     assert len(moves) == len(saves) + len(loads) + len(copies) + len(writes)
     assert (moves.number > 0) == bool(saves or loads)
-    return Taken(moves.number, saves, loads, copies, list(zip(*(column.tolist() for column in columns), strict=True)))
+    return Taken(moves.number, saves, loads, copies, list(zip(*columns, strict=True)))
 
 
 def moves_of(*arrays: Any) -> list[Any]:
@@ -257,7 +258,10 @@ class Side:
         return len(self.manager.leases)
 
     def take_moves(self) -> Taken:
-        taken = taken_of(self.manager.take_moves())
+        return self.as_package(taken_of(self.manager.take_moves()))
+
+    def as_package(self, taken: Taken) -> Taken:
+        """Return moves with the ids that the package has in its pools."""
         if not isinstance(self.manager, OracleManager):
             return taken
         id_of = self.manager.pools.id_of

@@ -197,7 +197,7 @@ class RandomWorkload(Workload):
 
     def _num_grown(self, request: Request, num_left: int) -> int:
         """Return how many of the known tokens of a running request are computed; with states, often up to a checkpoint."""
-        if self.features.states and self.rng.random() < 0.5:
+        if self.features.states and not self.setting.writes_states and self.rng.random() < 0.5:
             num_new = self.twins.call("find_next_checkpoint", request) - request.num_computed_tokens
             if num_new <= num_left:
                 return num_new

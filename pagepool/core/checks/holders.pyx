@@ -85,12 +85,18 @@ cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
     """
     cdef RequestPages request
     cdef Py_ssize_t g, i
+    cdef int32_t page_id
     cdef str flaw
     for request in requests:
         for g in range(request.holding.num_groups):
             flaw = find_flaw_in_held(&store.pool, &request.holding, g, INT32_MAX, counts)
             if flaw is not None:
                 return f"a request, group {g}: {flaw}"
+        for i in range(request.writes.num):
+            page_id = request.writes.items[i].page_id
+            counts[page_id] += 1
+            if counts[page_id] > 1 or store.pool.pages[page_id].group != NO_GROUP:
+                return f"{store.shown_page(page_id)}, to which a request writes a state, has another holder or a prefix entry"
     add_transferred(&store.pool, counts, 1)
     flaw = find_flaw_in_leases(store)
     if flaw is not None:

@@ -21,7 +21,7 @@ cdef class RequestMaps:
 
     def __cinit__(self):
         self.process = process_number
-        self.held, self.hashes, self.reentrant_lock = {}, {}, RLock()
+        self.held, self.hashes, self.writing, self.reentrant_lock = {}, {}, [], RLock()
 
     def __init__(self, PageStore store not None, bint trusts_requests=False):
         """Start without requests, whose pages are those of `store`. With `trusts_requests` those of one id share pages."""

@@ -7,7 +7,7 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.holding.groups cimport *
-from pagepool.core.holding.holding cimport *
+from pagepool.core.holding.writes cimport *
 from pagepool.core.pool cimport PageStore
 from pagepool.core.values cimport HashChain, PageIds
 
@@ -28,6 +28,9 @@ cdef struct Step:             # the next tokens of a request
     int64_t num_computed      # tokens computed before the step
     int64_t num_settled       # those of them whose pages windows may leave: without lookahead all
     int64_t num_to_cache      # leading tokens whose full pages are cached; 0: none
+    int64_t num_final         # computed tokens whose keys are known: states written among them are cached
+    int64_t write_from        # tokens that the step, or a transfer, does not compute: it writes no state among them
+    int64_t write_to          # known tokens that the step computes, and those before
     bint caches_first         # these tokens are computed, so pages are cached before a window leaves them
     bint may_overwrite        # tokens may be written to pages that are cached for others
     int32_t context           # see `Origin`
@@ -53,6 +56,7 @@ cdef class RequestPages:
     cdef Holding holding
     cdef int64_t max_num_tokens
     cdef Boundaries boundaries      # storage for `holding.boundaries`, unless that is NULL
+    cdef WriteList writes           # states that its step writes
     cdef public str session_id      # name of its session, for events
     cdef readonly object owner      # the request of a manager that holds them
 
@@ -61,6 +65,7 @@ cdef class RequestPages:
     cdef bint is_idle(self, int64_t num_computed, int64_t num_tokens, int64_t num_slots) noexcept
     cdef int note_looked_up(self, int64_t num_tokens) except -1
     cdef bint has_states_due(self, int64_t num_computed) noexcept
+    cdef bint has_writes_due(self) noexcept
     cdef Outcome allocate_checked(
         self, Step *step, tuple hits, HashChain chain, PageIds tokens, int32_t num_shards, tuple new
     ) except *

@@ -8,9 +8,8 @@ from libc.stdint cimport INT64_MAX
 
 from pagepool.core.base cimport GIL_DISABLED, MAX_LOOKAHEAD, NEVER, process_number, resize
 from pagepool.core.pool cimport (
-    NOBODY, count_changes, count_holders, count_refusal, give_back_all, is_cached_otherwise, overdrawn_page, queue_of_bank,
-    set_session,
-    shard_of,
+    NOBODY, count_changes, count_holders, count_refusal, expect_page, give_back_all, is_cached_otherwise, now_of,
+    overdrawn_page, queue_of_bank, set_session, shard_of,
 )
 from pagepool.core.values cimport as_list, ids_in, new_ids, size_of
 
@@ -247,6 +246,7 @@ cdef class RequestPages:
         for g in range(self.holding.num_groups if self.holding.held != NULL else 0):
             free(self.holding.held[g].ids)
         free(self.holding.held)
+        free(self.writes.items)
         if self.holding.session != NO_SESSION and self.store is not None:  # destroyed without `give_back`
             with self.store.lock:
                 set_session(&self.store.pool.sessions, &self.holding.session, NO_SESSION)
@@ -285,14 +285,14 @@ cdef class RequestPages:
         cdef Py_ssize_t g
         self.limits = limits_of(&self.holding)
         self.limits.num_room = min(self.limits.num_room, self.max_num_tokens)
-        if has_moves_due(&self.store.pool, &self.holding):
+        if self.writes.num or has_moves_due(&self.store.pool, &self.holding):
             self.limits.num_skip = 0
         self.num_cached_tokens, self.num_idle = self.holding.num_once_cached, self.limits.num_room
         for g in range(self.holding.num_groups):
             group, held = &self.holding.groups[g], &self.holding.held[g]
             if keeps_checkpoints(group):
                 self.num_idle = min(self.num_idle, find_own_checkpoint(&self.holding, g))
-            if group.id != NO_GROUP:
+            if group.id != NO_GROUP and not (is_state(&group.rules) and writes_states(&self.holding)):
                 self.num_cached_tokens = max(self.num_cached_tokens, held.num_cached * <int64_t>group.rules.entry_size)
 
     @property
@@ -347,7 +347,26 @@ cdef class RequestPages:
         return self.has_states_due(size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX))
 
     cdef bint has_states_due(self, int64_t num_computed) noexcept:
+        if writes_states(&self.holding):
+            return False
         return are_checkpoints_due(&self.holding, <int32_t>min(num_computed, <int64_t>MAX_TOKENS))
+
+    cdef bint has_writes_due(self) noexcept:
+        """Whether a write of its states was not taken."""
+        return self.writes.num > self.writes.num_taken
+
+    def find_last_write(self, num_tokens) -> int:
+        """Return the number of tokens of the last state that steps wrote among the first `num_tokens` tokens and that is not
+        cached yet; 0: there is none. O(writes).
+        """
+        cdef int64_t most = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
+        cdef int32_t last = 0
+        cdef Py_ssize_t i
+        with self.store.own_lock()[0]:
+            for i in range(self.writes.num_taken):
+                if self.writes.items[i].num_tokens <= most:
+                    last = max(last, self.writes.items[i].num_tokens)
+        return last
 
     def get_page_ids(self) -> tuple:
         """Return the ids of each group's pages, with the null page for skipped ones. O(pages)."""
@@ -378,6 +397,7 @@ cdef class RequestPages:
         step.num_computed = step.num_settled = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
         step.num_to_cache = size_of(num_tokens_to_cache, "num_tokens_to_cache", 0, INT64_MAX)
         step.demand.num_tokens = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS)
+        step.num_final = step.write_from = step.write_to = 0
         step.context, step.demand.num_reserved, step.demand.shard, step.stays_in_shard = 0, 0, -1, False
         step.session, step.may_be_too_large = NO_SESSION, True
         step.caches_first, step.may_overwrite = False, step.num_to_cache == 0
@@ -477,6 +497,7 @@ cdef class RequestPages:
         cdef bint is_due
         with self.store.own_lock()[0]:
             is_due = awaits_moves(pool, &self.holding) if may_be_read else has_moves_due(pool, &self.holding)
+            is_due = is_due or self.has_writes_due()
         if is_due:
             self.refuse(MOVES_DUE, NULL, (), None)
 
@@ -507,9 +528,9 @@ cdef class RequestPages:
         `term_of`, unless it is 0. O(pages).
 
         First the pages that `num_tokens_to_cache` tokens fill are cached, unless one was cached under another hash. States
-        after `num_last_tokens` tokens become checkpoints, if they are due. Pages with tokens from `num_computed_tokens` on were
-        not computed, and lose the entries that they got under `chain`, except hits. DoubleFreeError, and nothing changed, if
-        another caller gave one of the pages back.
+        after `num_last_tokens` tokens become checkpoints, if they are due, and those that steps wrote before. Pages with tokens
+        from `num_computed_tokens` on were not computed, and lose the entries that they got under `chain`, except hits.
+        DoubleFreeError, and nothing changed, if another caller gave one of the pages back.
         """
         cdef Pool *pool = &self.store.pool
         cdef PageIds ids = PageIds.__new__(PageIds)
@@ -546,7 +567,10 @@ cdef class RequestPages:
                 self.store.pad_terms(terms, checked_term, num_staying)
             bad = self.store.give_back_row(ids, num_staying, ids_in(terms))
         if has_room and bad < 0:
-            if chain is not None and num_last <= chain.num * chain.page_size and not awaits_moves(pool, &self.holding):
+            if writes_states(&self.holding):
+                settle_writes(self, &contents, num_last, checked_term)
+                drop_behind(pool, &self.writes, 0, 0)
+            elif chain is not None and num_last <= chain.num * chain.page_size and not awaits_moves(pool, &self.holding):
                 cache_states(pool, &self.holding, &contents, <int32_t>num_last, checked_term)
             drop_copies(pool, &self.holding)
             if num_computed_tokens is not None:
@@ -593,7 +617,7 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
     cdef Contents contents = contents_of(chain, step.context, step.session or holding.session)
     cdef int64_t num_before = min(step.num_to_cache, request.limits.num_room)
     cdef Py_ssize_t g
-    cdef Outcome outcome = check(pool, holding, step, &contents, is_past_skip)
+    cdef Outcome outcome = MOVES_DUE if request.has_writes_due() else check(pool, holding, step, &contents, is_past_skip)
     if outcome != DONE:
         return outcome
     if is_rewound and overwrites_entry(pool, holding, step, &contents):
@@ -601,6 +625,9 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
     if not reserve(pool, holding, demand, new, has_states):
         return NO_MEMORY
     rewind(request, step.num_computed)
+    if request.writes.num:
+        settle_writes(request, &contents, step.num_final, UNKNOWN)
+        drop_behind(pool, &request.writes, 0, step.num_computed)
     if contents.num_lookahead and not step.caches_first:
         num_before = min(num_before, step.num_computed)
     if (step.caches_first or contents.num_lookahead) and num_before and contents.num_digests:  # before windows pass the pages
@@ -617,6 +644,8 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
         request.plan()
     if outcome == DONE and has_states:
         keep_states(pool, holding, step, &contents, contents.num_digests * chain.page_size if chain is not None else 0, new)
+    if outcome == DONE and writes_states(holding):
+        plan_writes(request, step, &contents)
     if outcome == DONE and not step.caches_first and step.num_to_cache and contents.num_digests:
         cache_full(pool, holding, &contents, min(step.num_to_cache, request.limits.num_room))
     if rare(step.session != NO_SESSION) and outcome != DONE:
@@ -796,6 +825,61 @@ cdef void keep_states(
             (<PageIds>new[g]).put(holding.held[g].ids, 1)
 
 
+cdef void plan_writes(RequestPages request, const Step *step, const Contents *contents) noexcept:
+    """Note the writes of a step, one for each boundary among the tokens that it computes. O(boundaries x groups)."""
+    cdef const Holding *holding = &request.holding
+    cdef const Group *group
+    cdef Checkpoint checkpoint
+    cdef int64_t num_planned = min(max(step.write_from, step.write_to), <int64_t>MAX_TOKENS)
+    cdef int32_t end = find_next_boundary(holding.boundaries, <int32_t>min(step.write_from, <int64_t>MAX_TOKENS))
+    cdef Py_ssize_t g
+    checkpoint.row, checkpoint.shard = 0, step.demand.shard
+    memset(checkpoint.num_reserved_in, 0, sizeof(checkpoint.num_reserved_in))
+    checkpoint.num_reserved_in[0] = step.demand.num_reserved
+    while end <= num_planned:
+        checkpoint.num_tokens = end
+        checkpoint.contents = contents if are_hashed(holding, contents, end) else NULL
+        write_checkpoint(&request.store.pool, holding, &request.writes, &checkpoint)
+        end = find_next_boundary(holding.boundaries, end)
+    for g in range(holding.num_groups):
+        group = &holding.groups[g]
+        if keeps_checkpoints(group):
+            holding.held[g].num_cached = full_entries(&group.rules, <int32_t>num_planned)
+
+
+cdef bint are_hashed(const Holding *holding, const Contents *contents, int32_t num_tokens) noexcept:
+    """Whether the digests of a checkpoint after some tokens are known."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        if keeps_checkpoints(&holding.groups[g]):
+            return last_hash(&holding.groups[g], full_entries(&holding.groups[g].rules, num_tokens) - 1) < contents.num_digests
+    return False
+
+
+cdef void settle_writes(RequestPages request, const Contents *contents, int64_t num_final, int32_t term) noexcept:
+    """Cache the pages of the writes that were taken and whose tokens are final, and give these pages back with a term.
+    O(writes).
+    """
+    cdef Pool *pool = &request.store.pool
+    cdef WriteList *writes = &request.writes
+    cdef StateWrite write
+    cdef int32_t shard
+    cdef Py_ssize_t i = 0
+    while i < writes.num_taken:
+        write = writes.items[i]
+        if write.num_tokens > num_final or not are_hashed(&request.holding, contents, write.num_tokens):
+            i += 1
+            continue
+        remove_write(writes, i)
+        shard = shard_of(pool, write.page_id) if pool.num_shards else -1
+        if cache_written(pool, &request.holding.groups[write.group], &write, contents, shard):
+            give_back(pool, write.page_id)
+            if term != UNKNOWN:
+                expect_page(pool, write.page_id, term, now_of(&pool.expected))
+        else:
+            give_back(pool, write.page_id)
+
+
 cdef void cache_full(Pool *pool, const Holding *holding, const Contents *contents, int64_t num_tokens) noexcept:
     """Cache the hashed pages that `num_tokens` tokens fill. A page that has an entry keeps it."""
     cdef Waiting waiting
@@ -850,6 +934,8 @@ cdef int cache_computed(
         if is_external:
             skip_unread(pool, holding, <int32_t>num_tokens)
         cache_full(pool, holding, &contents, min(num_tokens, request.limits.num_room))
+        if not is_external:
+            settle_writes(request, &contents, num_tokens, UNKNOWN)
         if is_failed:
             forget_uncomputed(pool, holding, <int32_t>num_tokens, &contents)
             give_back_behind(pool, holding, <int32_t>num_tokens)

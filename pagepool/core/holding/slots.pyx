@@ -37,8 +37,9 @@ cdef int64_t count_of(object value) except -1:
 cdef struct Counts:           # tokens of a call of `allocate_slots`
     int64_t num_computed      # before the call
     int64_t num_new_computed  # tokens of hits
-    int64_t num_tokens        # the above, external and new tokens together
-    int64_t num_slots         # the same with lookahead tokens, at most `max_num_tokens`
+    int64_t num_before        # the above and external tokens together
+    int64_t num_tokens        # the same with new tokens
+    int64_t num_slots         # the same with drafts, at most `max_num_tokens`
     int64_t num_reserved      # pages to leave free
 
 
@@ -60,6 +61,7 @@ cdef class SlotAllocator:
     cdef int64_t max_num_tokens
     cdef int64_t hash_page_size
     cdef int64_t interval           # tokens between checkpoints; 0: none are kept
+    cdef bint writes_states         # steps write checkpoints to pages of their own
     cdef bint restores_states       # the engine restores states, so lookahead may pass checkpoints
     cdef bint enables_caching
     cdef bint caches_computed       # tokens are cached once they are computed, not when they get slots
@@ -83,6 +85,7 @@ cdef class SlotAllocator:
         self._no_ids = new_ids(self.groups.num)
         self.max_num_tokens, self.hash_page_size = max_num_tokens, rules.hash_page_size
         self.interval, self.restores_states = rules.checkpoint_interval or 0, restores_states
+        self.writes_states = self.groups.boundaries.writes_states
         self.enables_caching = self.store.enable_caching
         self.keeps_boundaries = self.groups.boundaries.multiple > 0
         self.has_state = rules.has_state
@@ -161,7 +164,8 @@ cdef class SlotAllocator:
                 self.refuse_length(request_id, num_tokens)
             counts.num_computed, counts.num_new_computed = num_computed_tokens, num_new_computed_tokens
             num_new, num_external, num_lookahead = num_new_tokens, num_external_tokens, count_of(num_lookahead_tokens)
-        counts.num_tokens = counts.num_computed + counts.num_new_computed + num_external + num_new
+        counts.num_before = counts.num_computed + counts.num_new_computed + num_external
+        counts.num_tokens = counts.num_before + num_new
         counts.num_slots = counts.num_tokens + num_lookahead
         if held is not None and held.owner is not request:
             self.maps.find_held(request)
@@ -270,8 +274,9 @@ cdef class SlotAllocator:
             self.cut_replaced(hashes, held, counts.num_computed)
         step.num_to_cache, step.caches_first = 0, self.caches_computed
         step.may_overwrite = not self.enables_caching or (is_delayed and not self.caches_computed)
-        if not step.may_overwrite:
+        if not step.may_overwrite or self.writes_states:
             num_known = count_of(read_num_tokens(request))
+        if not step.may_overwrite:
             step.num_to_cache = min(counts.num_computed if self.caches_computed else counts.num_tokens, num_known)
             is_rewound = not is_admission and counts.num_computed < held.num_cached_tokens
         num_keyed = max(<int64_t>0, num_known - self.num_lookahead)
@@ -281,14 +286,11 @@ cdef class SlotAllocator:
         num_keyed = min(step.num_to_cache, num_keyed)
         if has_hits:
             num_hashed = self.count_most_hit_tokens(hits)
-        if is_admission and self.groups.boundaries.writes_states:
-            raise ArgumentError(
-                f"request {shown(request_id)}: got states with checkpoints=\"ends\", which a step writes to pages that "
-                "RunningBatch.take_moves names, allowed: rows of a RunningBatch"
-            )
+        step.write_from, step.write_to = counts.num_before, min(counts.num_tokens, num_known)
+        step.num_final = 0 if step.may_overwrite else min(counts.num_computed, max(<int64_t>0, num_known - self.num_lookahead))
         if is_admission:
             held = RequestPages.__new__(RequestPages, self.store, self.groups, self.max_num_tokens, request)
-        if self.interval and not self.restores_states:
+        if self.interval and not self.restores_states and not self.writes_states:
             self.check_ahead(request, request_id, counts, held)
         if is_admission and (self.keeps_boundaries or self.has_state):
             self.begin_boundaries(request, hashes, held)
@@ -299,6 +301,10 @@ cdef class SlotAllocator:
         elif self.interval and counts.num_computed % self.interval == 0 and counts.num_computed <= num_keyed:
             if held.has_states_due(counts.num_computed):
                 num_hashed = counts.num_computed
+        if self.writes_states and not step.may_overwrite:
+            num_keyed = max(<int64_t>0, min(counts.num_tokens, num_known - self.num_lookahead))
+            if held.writes.num or num_keyed >= held.limits.num_full:
+                num_hashed = max(num_hashed, num_keyed)
         if hint is not None or data_parallel_size is not None:
             self.store.require_even(data_parallel_size)
             found = find_shard(self.store.pool.banks[0].stop, hint, data_parallel_size)
@@ -318,8 +324,12 @@ cdef class SlotAllocator:
         pages = self.allocate_hashed(
             request, request_id, held, is_admission, hits, hashes, num_hashed, tokens, &step, num_shards
         )
+        if self.writes_states and hashes is not None:  # boundaries are hashed as their step is planned
+            known = hashes
         if pages is not None and known is not None:
             held.note_looked_up(min(known.chain.count_tokens(known.chain.num), counts.num_tokens))
+        if held.has_writes_due() and held not in self.maps.writing:
+            self.maps.writing.append(held)
         return pages
 
     cdef int cut_replaced(self, RequestHashes hashes, RequestPages held, int64_t num_computed) except -1:

@@ -353,7 +353,7 @@ cdef class CachePage:
 
     cdef bint is_loose(self):
         """Whether the page belongs to no pool."""
-        return isinstance(self.store, LoosePages)
+        return isinstance(self.store, LoosePages) or type(self.store) is PageRecords
 
     cdef tuple fields(self):
         """Return the values that equal pages share. Neighbours are compared by id, because their fields lead through the queue.

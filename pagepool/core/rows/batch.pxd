@@ -21,20 +21,19 @@ from pagepool.core.base cimport (
     GUARDS, SIPHASH, UNKNOWN, Digest, Hashing, exceptional, hash_pages, rare, reserve_items, signs_of,
 )
 from pagepool.core.holding cimport (
-    NUM_WAITING, Contents, Group, Held, Holding, Limits, PageToHash, Shortage, Waiting, are_checkpoints_due,
-    cache_full_pages, cache_page, cache_states, cache_waiting, can_restart, count_new_in_banks, count_new_pages, empty,
-    find_any_excess, find_lost_page, find_next_checkpoint, find_passed_checkpoint, find_restart,
-    full_entries, full_pages, has_copies, has_moves_due, has_full_page, hash_waiting, is_state, keep_state,
-    keeps_checkpoints, last_hash, limits_of, queue_for, record_taken, restart_from, shortage_in, skip_pages, take_missing,
+    NUM_WAITING, Checkpoint, Contents, Group, Held, Holding, Limits, PageToHash, Shortage, StateWrite, Waiting, WriteList,
+    are_checkpoints_due, cache_full_pages, cache_states, cache_waiting, cache_written, can_restart, count_new_in_banks,
+    count_new_pages, drop_behind, empty, exchange_writes, find_any_excess, find_lost_page, find_next_checkpoint,
+    find_passed_checkpoint, find_restart, full_entries, full_pages, has_copies, has_full_page, has_moves_due, hash_waiting,
+    is_state, keep_state, keeps_checkpoints, last_hash, limits_of, remove_write, restart_from, shortage_in, skip_pages,
+    take_missing, write_checkpoint,
 )
 from pagepool.core.pool cimport (
     FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, count_free_in, count_least_free, count_refusal, digest_of,
-    expect_page, find_held_free, find_within, give_back, has_free_pages, ids_in_queue, is_journaled, now_of, queue_in, take,
-    uncache, uncache_everywhere, uncache_in_tier,
+    expect_page, find_held_free, give_back, is_journaled, now_of, queue_in, take, uncache, uncache_everywhere, uncache_in_tier,
 )
 from pagepool.core.rows.fills cimport *
 from pagepool.core.rows.run cimport *
-from pagepool.core.rows.writes cimport *
 from pagepool.core.tables cimport Table, blank, clear_from, write_ids
 
 

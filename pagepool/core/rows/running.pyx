@@ -973,6 +973,7 @@ cdef StepResult run_growth(
         end_call(&running.batch, head, result)
     else:
         untell_rows(&running.batch, growth, 0)
+        growth.step = 0  # the step does not end with the result of a refused call
     is_due = num_right < growth.num_rows and at_joined < 0 and has_due(running, growth.rows[num_right])
     running.release_locks()
     if at_joined >= 0:

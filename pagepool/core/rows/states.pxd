@@ -59,62 +59,22 @@ cdef inline void keep_last_states(Batch *batch, Py_ssize_t row, int32_t term) no
     cache_states(batch.pool, holding, &contents, num_computed, term)
 
 
-cdef inline bint _has_checkpoint(Batch *batch, Py_ssize_t row, Py_ssize_t g, int32_t num_tokens) noexcept nogil:
-    """Whether the state after the row's first tokens, which are known and hashed, is cached in the row's shard."""
-    cdef const Group *group = &batch.groups[g]
-    cdef Digest key = digests_of(batch, row)[last_hash(group, full_entries(&group.rules, num_tokens) - 1)]
-    return find_within(
-        batch.pool, key, group.id, ids_in_queue(batch.pool, queue_for(batch.pool, group, batch.rows[row].shard))
-    ) != NULL_PAGE
-
-
-cdef inline bint _has_pages_for_writes(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Whether a page is free for each state of the row, beside those of rows without one, and there is memory for the writes.
-    """
-    cdef Py_ssize_t[MAX_BANKS] num_states_in
-    cdef Py_ssize_t[MAX_BANKS] num_reserved_in
-    cdef const Group *group
-    cdef Py_ssize_t g
-    cdef int32_t queue
-    memset(num_states_in, 0, sizeof(num_states_in))
-    for g in range(batch.num_groups):
-        num_states_in[batch.groups[g].bank] += keeps_checkpoints(&batch.groups[g])
-    count_reserved_states(batch, 0, num_reserved_in)
-    for g in range(batch.num_groups):
-        group = &batch.groups[g]
-        queue = queue_for(batch.pool, group, batch.rows[row].shard)
-        if keeps_checkpoints(group) and not has_free_pages(
-            batch.pool, num_states_in[group.bank], num_reserved_in[group.bank], queue
-        ):
-            return False
-    return find_held_free(batch.pool, batch.num_groups) == NULL_PAGE and reserve_writes(&batch.writes, batch.num_groups)
-
-
-cdef inline void _note_writes(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Take a page for each state after the row's first tokens that is not cached, and note its write. If too few pages are
-    free, the checkpoint is left out.
-    """
-    cdef const Group *group
-    cdef int32_t page_id
-    cdef Py_ssize_t g
-    cdef bint has_pages, is_known = num_tokens + batch.hashing.num_lookahead <= batch.records[row].num_tokens
-    if is_known:
+cdef inline void _write_checkpoint(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Take a page for each state after the row's first tokens that is not cached, and note its write."""
+    cdef Checkpoint checkpoint
+    cdef Contents contents
+    cdef Py_ssize_t num
+    checkpoint.row, checkpoint.num_tokens, checkpoint.shard = <int32_t>row, num_tokens, batch.rows[row].shard
+    checkpoint.contents = NULL
+    if num_tokens + batch.hashing.num_lookahead <= batch.records[row].num_tokens:
         hash_row(batch, row, num_tokens)
-    has_pages = _has_pages_for_writes(batch, row)
-    for g in range(batch.num_groups):
-        group = &batch.groups[g]
-        if not keeps_checkpoints(group) or (is_known and _has_checkpoint(batch, row, g, num_tokens)):
-            continue
-        if not has_pages:
-            batch.pool.banks[group.bank].num_passed_checkpoints += 1
-            continue
-        take(batch.pool, &page_id, 1, queue_for(batch.pool, group, batch.rows[row].shard), batch.rows[row].holding.session)
-        record_taken(batch.pool, held_by(batch, row, g))
-        note_write(
-            &batch.writes, StateWrite(row=<int32_t>row, group=<int32_t>g, page_id=page_id, num_tokens=num_tokens)
-        )
+        contents = contents_of_row(batch, row, num_tokens)
+        checkpoint.contents = &contents
+    count_reserved_states(batch, 0, checkpoint.num_reserved_in)
+    num = write_checkpoint(batch.pool, holding_of(batch, row), &batch.writes, &checkpoint)
+    if num:
         batch.rows[row].write_list = batch.writes.number
-        batch.rows[row].num_writes += 1
+        batch.rows[row].num_writes += <int32_t>num
 
 
 cdef inline void write_states(Batch *batch, Py_ssize_t row, int32_t before, int32_t num_planned) noexcept nogil:
@@ -132,7 +92,7 @@ cdef inline void write_states(Batch *batch, Py_ssize_t row, int32_t before, int3
             num_tokens = find_next_checkpoint(holding, &batch.groups[g], num_tokens)
             while num_tokens <= num_planned:
                 if num_tokens == num_planned or (batch.writes_anywhere and batch.records[row].state != PENDING):
-                    _note_writes(batch, row, <int32_t>num_tokens)
+                    _write_checkpoint(batch, row, <int32_t>num_tokens)
                 num_tokens = find_next_checkpoint(holding, &batch.groups[g], num_tokens)
         holding.held[g].num_cached = max(holding.held[g].num_cached, full_entries(&batch.groups[g].rules, num_planned))
 
@@ -162,14 +122,11 @@ cdef inline int64_t step_that_fills(const Batch *batch, Py_ssize_t row, int32_t 
 
 cdef inline void _cache_written(Batch *batch, const StateWrite *write, Py_ssize_t num_run) noexcept nogil:
     """Cache the page of a write whose tokens are final, unless an equal checkpoint is cached."""
-    cdef const Group *group = &batch.groups[write.group]
     cdef Contents contents
     cdef int64_t step = step_that_fills(batch, write.row, write.num_tokens, num_run)
-    assert batch.pool.pages[write.page_id].group == NO_GROUP and batch.pool.pages[write.page_id].ref_cnt > 0
     hash_row(batch, write.row, write.num_tokens)
-    if not _has_checkpoint(batch, write.row, write.group, write.num_tokens):
-        contents = contents_of_row(batch, write.row, write.num_tokens)
-        cache_page(batch.pool, group, write.page_id, full_entries(&group.rules, write.num_tokens) - 1, &contents)
+    contents = contents_of_row(batch, write.row, write.num_tokens)
+    if cache_written(batch.pool, &batch.groups[write.group], write, &contents, batch.rows[write.row].shard):
         if step and not note_made(batch, step, write.page_id):
             uncache(batch.pool, write.page_id)
 
@@ -201,13 +158,9 @@ cdef inline void drop_writes(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
     """Drop the writes of a row's states behind its first `num_tokens` tokens. O(writes)."""
     cdef WriteList *writes = &batch.writes
     cdef Py_ssize_t i
+    if batch.rows[row].num_writes:
+        batch.rows[row].num_writes -= <int32_t>drop_behind(batch.pool, writes, <int32_t>row, num_tokens)
     batch.rows[row].write_list = 0
-    for i in range(writes.num - 1 if batch.rows[row].num_writes else -1, -1, -1):
-        if writes.items[i].row != row:
-            continue
-        if writes.items[i].num_tokens > num_tokens:
-            give_back(batch.pool, writes.items[i].page_id)
-            remove_write(writes, i)
-            batch.rows[row].num_writes -= 1
-        elif i >= writes.num_taken:
+    for i in range(writes.num_taken, writes.num if batch.rows[row].num_writes else writes.num_taken):
+        if writes.items[i].row == row:
             batch.rows[row].write_list = writes.number

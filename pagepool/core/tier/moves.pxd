@@ -1,5 +1,5 @@
 # One list of moves: what an engine has to move before its next step, taken under one number. Copies, loads and saves are the
-# pool's, and writes of states a batch's.
+# pool's; writes of states those of a batch, or of a manager's requests.
 
 cimport cython
 
@@ -13,7 +13,7 @@ cdef class PageCopies:
 
 @cython.final
 cdef class StateWrites:
-    cdef readonly object rows, num_tokens, page_ids, group
+    cdef readonly object rows, request_ids, num_tokens, page_ids, group
 
 
 @cython.final

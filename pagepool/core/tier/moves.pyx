@@ -2,6 +2,8 @@
 
 cimport cython
 
+from pagepool.core.holding cimport RequestPages, StateWrite
+from pagepool.core.holding.request_maps cimport RequestMaps
 from pagepool.core.pool cimport give_back, id_in_bank
 
 import numpy as np
@@ -35,21 +37,23 @@ cdef class PageCopies:
 @cython.auto_pickle(False)
 cdef class StateWrites:
     """States that the next step writes: that of row ``rows[i]`` behind its first ``num_tokens[i]`` tokens, to page
-    ``page_ids[i]`` in the arrays of cache group ``group[i]``.
+    ``page_ids[i]`` in the arrays of cache group ``group[i]``. Where a manager's requests write, ``request_ids[i]`` names the
+    request, and ``rows`` is None; of a batch's, ``request_ids`` is None.
 
-    The four are read-only int32 arrays of one length, which ``len()`` returns.
+    The request ids are a tuple, the others read-only int32 arrays, all of one length, which ``len()`` returns.
     """
 
     def __init__(self):
-        raise TypeError("a StateWrites is a part of what RunningBatch.take_moves returns")
+        raise TypeError("a StateWrites is a part of what take_moves returns")
 
     def __len__(self):
-        return len(self.rows)
+        return len(self.num_tokens)
 
     def __repr__(self):
+        holders = f"rows={self.rows.tolist()}" if self.request_ids is None else f"request_ids={self.request_ids!r}"
         return (
-            f"StateWrites(rows={self.rows.tolist()}, num_tokens={self.num_tokens.tolist()}, "
-            f"page_ids={self.page_ids.tolist()}, group={self.group.tolist()})"
+            f"StateWrites({holders}, num_tokens={self.num_tokens.tolist()}, page_ids={self.page_ids.tolist()}, "
+            f"group={self.group.tolist()})"
         )
 
     def __reduce__(self):
@@ -122,9 +126,41 @@ cdef Py_ssize_t count_due(const Pool *pool) noexcept nogil:
     return pool.copies.num + (pool.tier.num_due if pool.tier != NULL else 0)
 
 
-def take_moves(PageStore store not None) -> Moves:
-    """Hand the due copies, loads and saves over to the caller, who makes them. O(moves); nothing is allocated without any."""
-    return take_with(store, NO_WRITES, &store.last_step)
+def take_moves(PageStore store not None, RequestMaps maps=None) -> Moves:
+    """Hand the due copies, loads and saves over to the caller, who makes them, with the states that steps of the requests of a
+    manager write. O(moves); nothing is allocated without any.
+    """
+    cdef StateWrites writes = NO_WRITES
+    if maps is not None and maps.writing:
+        writes = take_request_writes(store, maps)
+    return take_with(store, writes, &store.last_step)
+
+
+cdef StateWrites take_request_writes(PageStore store, RequestMaps maps):
+    """Take the list of states that planned steps of requests write. O(writes)."""
+    cdef int32_t[:, ::1] taken
+    cdef RequestPages held
+    cdef StateWrites writes
+    cdef const StateWrite *write
+    cdef list request_ids = []
+    cdef Py_ssize_t i, at = 0
+    with maps.lock:
+        for held in maps.writing:
+            request_ids += [held.owner.request_id] * (held.writes.num - held.writes.num_taken)
+        columns = np.empty((4, len(request_ids)), np.int32)
+        taken = columns
+        with store.own_lock()[0]:
+            for held in maps.writing:
+                for i in range(held.writes.num_taken, held.writes.num):
+                    write = &held.writes.items[i]
+                    taken[1, at], taken[2, at] = write.num_tokens, id_in_bank(&store.pool, write.page_id)
+                    taken[3, at] = write.group
+                    at += 1
+                held.writes.num_taken = held.writes.num
+        maps.writing = []
+    writes = writes_of(columns)
+    writes.rows, writes.request_ids = None, tuple(request_ids)
+    return writes
 
 
 cdef Moves take_with(PageStore store, StateWrites writes, int64_t *last_step):

@@ -1,0 +1,149 @@
+# Writes of states. A step with tokens up to a boundary writes the state there to a page of its own, a checkpoint. So
+# a working page never gets a prefix entry, and any number of steps may be in flight.
+#
+# A request or row takes the pages as a step is planned, and notes a `StateWrite` for each. A write is due until the engine
+# takes the list; until then its holder gets no slots. The page gets its prefix entry when the next step is planned, if its
+# tokens are final. So whoever hits the entry runs behind the step that writes the page. If the holder ends, pages written by
+# its counted steps are cached, and the others given back, as they are if it goes back. A step in flight may still write to such
+# a page, before the step of its next holder.
+#
+# Always: the page of a write has one reference, no entry, and no other write. Its row is admitted, or its request holds pages.
+
+from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memmove, memset
+
+from pagepool.core.holding.holding cimport *
+from pagepool.core.pool cimport (
+    MAX_BANKS, NO_GROUP, NULL_PAGE, Pool, find_held_free, find_within, give_back, has_free_pages, ids_in_queue, take,
+)
+
+
+cdef struct StateWrite:
+    int32_t row               # 0 for a request, which has a list of its own
+    int32_t group
+    int32_t page_id
+    int32_t num_tokens        # leading tokens that the state has seen
+
+cdef struct WriteList:
+    StateWrite *items         # [num], and room for `capacity`; those that were taken come first
+    Py_ssize_t num
+    Py_ssize_t num_taken
+    Py_ssize_t capacity
+    int64_t number            # number of the list that is due; it moves as the list is taken
+
+cdef struct Checkpoint:       # states to write after some tokens of a request or row
+    int32_t row
+    int32_t num_tokens
+    int32_t shard
+    const Contents *contents  # with the digests of these tokens; NULL: they are not known
+    Py_ssize_t[MAX_BANKS] num_reserved_in  # pages to leave free in each bank
+
+
+cdef inline bint reserve_writes(WriteList *writes, Py_ssize_t n) noexcept nogil:
+    """Make room for `n` more writes; False if memory is short."""
+    return reserve_items(<void **>&writes.items, &writes.capacity, writes.num + n, sizeof(StateWrite))
+
+
+cdef inline void note_write(WriteList *writes, StateWrite write) noexcept nogil:
+    """Append a write to the list that is due, which has room."""
+    assert writes.num_taken <= writes.num < writes.capacity
+    writes.items[writes.num] = write
+    writes.num += 1
+
+
+cdef inline void remove_write(WriteList *writes, Py_ssize_t i) noexcept nogil:
+    """Remove the write at index `i`. The others keep their order."""
+    assert 0 <= i < writes.num
+    memmove(writes.items + i, writes.items + i + 1, (writes.num - i - 1) * sizeof(StateWrite))
+    writes.num -= 1
+    writes.num_taken -= i < writes.num_taken
+
+
+cdef inline void exchange_writes(WriteList *writes, Py_ssize_t first, Py_ssize_t second) noexcept nogil:
+    """Give the writes of two rows to each other."""
+    cdef StateWrite *write
+    cdef Py_ssize_t i
+    for i in range(writes.num):
+        write = &writes.items[i]
+        if write.row == first or write.row == second:
+            write.row = <int32_t>(second if write.row == first else first)
+
+
+cdef inline bint has_checkpoint(
+    const Pool *pool, const Group *group, const Contents *contents, int32_t num_tokens, int32_t shard
+) noexcept nogil:
+    """Whether the state after the first tokens, which are hashed, is cached in the shard."""
+    cdef Digest key = contents.digests[last_hash(group, full_entries(&group.rules, num_tokens) - 1)]
+    assert full_entries(&group.rules, num_tokens) * <Py_ssize_t>group.stride <= contents.num_digests
+    return find_within(pool, key, group.id, ids_in_queue(pool, queue_for(pool, group, shard))) != NULL_PAGE
+
+
+cdef inline bint _has_pages_for(
+    const Pool *pool, const Holding *holding, WriteList *writes, const Checkpoint *checkpoint
+) noexcept nogil:
+    """Whether a page is free for each state, beside the reserved ones, and there is memory for the writes."""
+    cdef Py_ssize_t[MAX_BANKS] num_states_in
+    cdef const Group *group
+    cdef Py_ssize_t g
+    memset(num_states_in, 0, sizeof(num_states_in))
+    for g in range(holding.num_groups):
+        num_states_in[holding.groups[g].bank] += keeps_checkpoints(&holding.groups[g])
+    for g in range(holding.num_groups):
+        group = &holding.groups[g]
+        if keeps_checkpoints(group) and not has_free_pages(
+            pool, num_states_in[group.bank], checkpoint.num_reserved_in[group.bank], queue_for(pool, group, checkpoint.shard)
+        ):
+            return False
+    return find_held_free(pool, holding.num_groups) == NULL_PAGE and reserve_writes(writes, holding.num_groups)
+
+
+cdef inline Py_ssize_t write_checkpoint(
+    Pool *pool, const Holding *holding, WriteList *writes, const Checkpoint *checkpoint
+) noexcept nogil:
+    """Take a page for each state that is not cached, and note its write. If too few pages are free, the checkpoint is left out.
+    Return the number of writes. O(groups).
+    """
+    cdef const Group *group
+    cdef int32_t page_id
+    cdef Py_ssize_t g, num = 0
+    cdef bint has_pages = _has_pages_for(pool, holding, writes, checkpoint)
+    for g in range(holding.num_groups):
+        group = &holding.groups[g]
+        if not keeps_checkpoints(group) or (checkpoint.contents != NULL and has_checkpoint(
+            pool, group, checkpoint.contents, checkpoint.num_tokens, checkpoint.shard
+        )):
+            continue
+        if not has_pages:
+            pool.banks[group.bank].num_passed_checkpoints += 1
+            continue
+        take(pool, &page_id, 1, queue_for(pool, group, checkpoint.shard), holding.session)
+        record_taken(pool, &holding.held[g])
+        note_write(
+            writes, StateWrite(row=checkpoint.row, group=<int32_t>g, page_id=page_id, num_tokens=checkpoint.num_tokens)
+        )
+        num += 1
+    return num
+
+
+cdef inline bint cache_written(
+    Pool *pool, const Group *group, const StateWrite *write, const Contents *contents, int32_t shard
+) noexcept nogil:
+    """Cache the page of a write, unless an equal checkpoint is cached; return whether it was."""
+    assert pool.pages[write.page_id].group == NO_GROUP and pool.pages[write.page_id].ref_cnt > 0
+    if has_checkpoint(pool, group, contents, write.num_tokens, shard):
+        return False
+    cache_page(pool, group, write.page_id, full_entries(&group.rules, write.num_tokens) - 1, contents)
+    return True
+
+
+cdef inline Py_ssize_t drop_behind(Pool *pool, WriteList *writes, int32_t row, int64_t num_tokens) noexcept nogil:
+    """Drop the writes of a row, or 0 for a request, behind its first `num_tokens` tokens, the last first. Return their number.
+    O(writes).
+    """
+    cdef Py_ssize_t i, num = 0
+    for i in range(writes.num - 1, -1, -1):
+        if writes.items[i].row == row and writes.items[i].num_tokens > num_tokens:
+            give_back(pool, writes.items[i].page_id)
+            remove_write(writes, i)
+            num += 1
+    return num
