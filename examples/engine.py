@@ -336,7 +336,7 @@ def make_groups(runner: ModelRunner, page_size: int, checkpoint_interval: int) -
     groups = [CacheGroupSpec(attention)]
     if runner.cache.states:
         shapes = ((sizes["heads"], sizes["head_size"], sizes["head_size"]),)
-        states = MambaSpec(page_size, shapes, "float32", checkpoint_interval=checkpoint_interval, checkpoints="ends")
+        states = MambaSpec(page_size, shapes, "float32", checkpoint_interval=checkpoint_interval)
         groups.append(CacheGroupSpec(states, pool="states"))
     return groups
 

@@ -36,7 +36,7 @@ class Scheduler:
         tokens of the one that runs are known. A request waits for its pages in the `store`, if there is one, while others go
         first.
         """
-        self.batch = RunningBatch(manager, table, writes="anywhere", max_steps_ahead=max_steps_ahead)
+        self.batch = RunningBatch(manager, table, max_steps_ahead=max_steps_ahead)
         self.max_steps_ahead = max_steps_ahead
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: list[Request] = []  # oldest first, as in the next list

@@ -92,8 +92,8 @@ class CacheGroups:
     `banks` are the banks of their pages; None: the first one for all.
     With `use_eagle` the last page of each hit is dropped, because the drafter needs its hidden states. `boundaries` are numbers
     of tokens, ``(multiple, slack, interval)``: pages of windows and chunks stay cached only if a request that resumes at a
-    boundary needs them, see `Boundaries`; None: all stay. With `writes_states` checkpoints are written at boundaries alone. The
-    hash of a page covers a `lookahead` of tokens behind it.
+    boundary needs them, see `Boundaries`; None: all stay, and no states are kept. States of a group with an id are kept at
+    boundaries. The hash of a page covers a `lookahead` of tokens behind it.
     """
 
     def __new__(
@@ -102,7 +102,6 @@ class CacheGroups:
         use_eagle: bool = False,
         boundaries: tuple[int, int, int] | None = None,
         banks: Sequence[int] | None = None,
-        writes_states: bool = False,
         lookahead: int = 0,
     ) -> Self: ...
     def __len__(self) -> int: ...
@@ -435,7 +434,6 @@ class SlotAllocator:
         rules: Any,
         sessions: PageSessions,
         max_num_tokens: int,
-        restores_states: bool,
         on_too_large: Callable[[int, Sequence[PageIds], int], None] | None = None,
         caches_computed: bool = False,
         *,
@@ -491,9 +489,8 @@ class SlotAllocator:
 
         ArgumentError, and no change, for 0 new tokens, for more tokens than `max_model_len`, for hits that are counted among
         the new tokens too, and for computed tokens that cannot be: beyond the hits of a request that holds nothing (a preempted
-        request starts at 0 again), or beyond the slots of one that does. StateAheadError, and no change, if lookahead, or
-        tokens that the request does not know, pass a checkpoint of a state that is due later: the step would move the state on
-        (see `CacheManager`, `restores_states`). The state of a state group cannot go back: free a request whose
+        request starts at 0 again), or beyond the slots of one that does. MovesDueError, and no change, while moves of its
+        pages, or states that its step writes, are due. The state of a state group cannot go back: free a request whose
         ``num_computed_tokens`` decreases, or restore its state. One native transaction; if nothing is due, the manager's lock
         is not taken. Amortised O(new pages).
         """
@@ -528,15 +525,11 @@ class RequestPages:
         are cached again, if they lost theirs.
         """
     def begin(self, num_tokens: int, junction: int) -> None:
-        """Fix the boundaries of a request of `num_tokens` tokens, as a manager does at admission. Its groups of full attention
-        hit `junction` tokens, its windows fewer; 0: the windows hit as far.
-        """
+        """Fix the boundaries of a request of `num_tokens` tokens, as at admission: see `ResumePlaces`."""
     def find_last_write(self, num_tokens: int) -> int:
         """Return the number of tokens of the last state that steps wrote among the first `num_tokens` tokens and that is not
         cached yet; 0: there is none. O(writes).
         """
-    def keeps_states_after(self, num_computed_tokens: int) -> bool:
-        """Whether a state has reached or passed the next multiple of its interval. O(groups)."""
     def get_page_ids(self) -> tuple[PageIds, ...]:
         """Return the ids of each group's pages, with the null page for skipped ones. O(pages)."""
     def allocate(
@@ -587,8 +580,8 @@ class RequestPages:
         `term_of`, unless it is 0. O(pages).
 
         First the pages that `num_tokens_to_cache` tokens fill are cached, unless one was cached under another hash. States
-        after `num_last_tokens` tokens become checkpoints, if they are due, and those that steps wrote before. Pages with tokens
-        from `num_computed_tokens` on were not computed, and lose the entries that they got under `chain`, except hits.
+        that steps wrote among the first `num_last_tokens` tokens become checkpoints. Pages with tokens from
+        `num_computed_tokens` on were not computed, and lose the entries that they got under `chain`, except hits.
         DoubleFreeError, and nothing changed, if another caller gave one of the pages back.
         """
     def count_shared(self, group: int, num_holders: int) -> int:
@@ -1084,15 +1077,12 @@ class RunningRows:
         hash_page_size: int,
         key: bytes,
         num_shards: int,
-        restores_states: bool = False,
         max_steps_ahead: int = 0,
-        writes_anywhere: bool = False,
         caches_computed: bool = False,
         algorithm: str = "siphash128",
         lookahead: int = 0,
     ) -> None:
         """`tables` are `TableRows`, one for each of the `groups`; these are `CacheGroups`, or an argument for them. With
-        `restores_states` drafts may pass checkpoints. States are written at the end of a step, or anywhere. With
         `caches_computed` pages are cached once the steps that computed them are settled. `key`, `algorithm` and `lookahead` are
         those of a `HashChain`.
         """
@@ -1135,10 +1125,8 @@ class RunningRows:
 
         ArgumentError for more tokens than a row has left, for rows not admitted, pending, repeated, or in the step already, for
         a row with nothing to compute, and for a step of another batch, or a settled one; RowOverflowError for a row that may be
-        full; MovesDueError while moves of its pages are due; StateAheadError for drafts that pass the next checkpoint of a
-        state, or change states while steps are in flight, unless the manager has `restores_states`; RequestTooLargeError for a
-        row that would hold more pages than the pool, or its shard, has; RowIndexError outside the table. Nothing has changed
-        then. O(rows + new pages), native.
+        full; MovesDueError while moves of its pages are due; RequestTooLargeError for a row that would hold more pages than
+        the pool, or its shard, has; RowIndexError outside the table. Nothing has changed then. O(rows + new pages), native.
 
         >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -1165,7 +1153,7 @@ class RunningRows:
         for it. Drafts of its last step are rejected: `settle` tells accepted ones. The first row that does not fit stops the
         call and gets no token. With `step` the rows are added to a step, which is returned. Nothing has changed after an error:
         RowOverflowError for a row that is full, ArgumentError for one with known tokens to compute, such as one in the middle
-        of its prompt, StateAheadError for one with two steps in flight, and the errors of `plan`. O(rows + new pages), native.
+        of its prompt, and for one with two steps in flight, and the errors of `plan`. O(rows + new pages), native.
         """
     def settle(
         self, step: StepResult, token_ids: _Ids | None = None, counts: _Amounts | None = None, *, failed: bool = False
@@ -1197,8 +1185,8 @@ class RunningRows:
         """Append one known token to each row, without room for it yet. Rows may repeat, for several tokens in order.
 
         If a step in flight samples the row's next token, this is its token: its drafts are rejected, and `settle` tells no
-        other. ArgumentError, and nothing changed, for rows that are not admitted; RowOverflowError where a row would be too
-        long; StateAheadError where a later step in flight computes the token. O(rows).
+        other. ArgumentError, and nothing changed, for rows that are not admitted, and where a later step in flight computes
+        the token; RowOverflowError where a row would be too long. O(rows).
         """
     def trim(self, rows: _Ids, num_tokens: _Amounts) -> None:
         """Cut the known tokens of rows, as for rejected drafts, to `num_tokens`, a number for all rows or one for each.
@@ -1210,9 +1198,9 @@ class RunningRows:
         too if they have other holders. With a hash lookahead of L tokens the last L tokens before the cut count as changed: the
         drafter writes their slots again, so their pages lose their entries as well, and shared ones are computed again.
 
-        ArgumentError, and nothing changed, for more tokens than a row knows; where computed tokens are cut, also if the
-        attention window needs pages again that were given back, and if a state has seen cut tokens, unless all tokens are cut;
-        StateAheadError while steps in flight compute tokens behind the known ones. O(rows + pages behind).
+        ArgumentError, and nothing changed, for more tokens than a row knows, and while steps in flight compute tokens behind
+        the known ones; where computed tokens are cut, also if the attention window needs pages again that were given back, and
+        if a state has seen cut tokens, unless all tokens are cut. O(rows + pages behind).
         """
     def release(self, rows: _Ids, seconds: float | Sequence[float | None] | None = None) -> None:
         """Give back all pages of rows, in the given order, the last page of each first, and make the rows free.
@@ -1235,10 +1223,10 @@ class RunningRows:
         """Fork an admitted row into free rows, for parallel samples and beams, after the step that computed its tokens. Targets
         share the full pages, and get copies of the open page of each group, and of states: see `take_moves`.
 
-        Targets get the row's tokens and its ``num_cached_tokens``. ArgumentError for a row that is not admitted, for admitted
-        or repeated targets, and for no targets; RowIndexError outside the table, MovesDueError while moves into the
-        row's pages are due, StateAheadError while steps in flight compute tokens behind the known ones, OutOfPagesError if too
-        few pages are free. Nothing has changed then. O(pages and tokens of a row) for each target, native.
+        Targets get the row's tokens and its ``num_cached_tokens``. ArgumentError for a row that is not admitted, or has
+        steps in flight with tokens behind the known ones, for admitted or repeated targets, and for no targets;
+        RowIndexError outside the table, MovesDueError while moves into the row's pages are due, OutOfPagesError if too few
+        pages are free. Nothing has changed then. O(pages and tokens of a row) for each target, native.
 
         >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -1291,10 +1279,6 @@ class RunningRows:
         to token 0 if they hit pages loaded by this list or later ones, since their states may have seen wrong tokens.
         ArgumentError for loads of another pool. O(pages of all rows).
         """
-    def find_next_checkpoint(self, rows: _Ids) -> npt.NDArray[np.int32]:
-        """Return the number of tokens at which a chunk of each row must end to leave its next checkpoint; without one the most
-        tokens of a row: int32 ``[len(rows)]``. RowIndexError outside the table. O(rows).
-        """
     def take_moves(self) -> Moves:
         """Take the moves that are due, with the writes of the batch's states."""
 
@@ -1305,8 +1289,7 @@ class RunningRows:
 class RowRequest:
     """A request with `token_ids` for a free `row` of `rows`: see `RunningBatch.admit`.
 
-    `_is_refused_still` knows the request by its tokens and `options`, a tuple of everything else that hits depend on. With
-    `ends_at_checkpoint` the tokens that get room end at the last checkpoint behind the hits, if there is one. If up to
+    `_is_refused_still` knows the request by its tokens and `options`, a tuple of everything else that hits depend on. If up to
     `num_external` tokens come from elsewhere behind the hits, these get room instead, and the row is pending. Other requests
     will resume at the token counts `resume_at`. Lookahead tokens get slots behind those that get room. If the request
     `reserves_prompt`, all known tokens get slots, and lookahead tokens behind these.
@@ -1321,7 +1304,6 @@ class RowRequest:
         max_num_new_tokens: int | None = None,
         num_reserved_pages: int = 0,
         options: tuple[object, ...] | None = None,
-        ends_at_checkpoint: bool = False,
         num_external_tokens: int = 0,
         resume_at: Sequence[int] | None = None,
         num_lookahead_tokens: int = 0,

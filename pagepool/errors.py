@@ -59,12 +59,6 @@ class MovesDueError(PagePoolError, RuntimeError):
     """Tokens would be written to pages whose moves are due (see `take_moves`)."""
 
 
-class StateAheadError(PagePoolError, ValueError):
-    """A step in flight would spoil the result of the call: lookahead passes a due checkpoint, whose state the step would move
-    on, drafts move a state that is kept, or a row is forked or cut while steps compute tokens behind its known ones.
-    """
-
-
 class RowIndexError(PagePoolError, IndexError):
     """A page-table row is out of range."""
 

@@ -38,18 +38,17 @@ class GroupRules(NamedTuple):
     has_state: bool
     """Whether a group has states, kept or not."""
     writes_states: bool
-    """Whether steps write checkpoints at boundaries."""
+    """Whether states are kept, if pages are cached: steps write checkpoints at boundaries."""
     configuration: Configuration
     """Settings by name, except those of hashes. Managers that share cached pages must agree in all of them."""
 
     def require_resume_at(self, resume_at: Iterable[int], most: int) -> list[int]:
         """Return the numbers of tokens of `resume_at`, each at most `most`. Raise ArgumentError if there are any and the model
-        has states, and the errors of `require_token_counts`.
+        has states that are not kept, and the errors of `require_token_counts`.
         """
         counts = require_token_counts("resume_at", resume_at, most)
         if counts and self.has_state and not self.writes_states:
-            reason = 'which are kept only after multiples of checkpoint_interval tokens without checkpoints="ends"'
-            raise ArgumentError(f"resume_at: got {counts}, allowed for a model with states, {reason}: none")
+            raise ArgumentError(f"resume_at: got {counts}, allowed for a model with states without checkpoint_interval: none")
         return counts
 
 
@@ -70,20 +69,14 @@ def make_rules(
         raise ArgumentError("use_eagle: got True, allowed with chunked local attention and caching: False")
     sizes = [require_int("page_size", spec.page_size, 1) for spec in specs]
     page_sizes = [size for size, kind in zip(sizes, kinds, strict=True) if kind != "Mamba"]
-    writes_states = _are_written([spec for spec, kind in zip(specs, kinds, strict=True) if kind == "Mamba"])
-    found = [_spacing_of(spec) for spec, kind in zip(specs, kinds, strict=True) if kind == "Mamba"]
-    intervals = [spacing or 1 for spacing in found if spacing is not None]
+    intervals = _list_spacings([spec for spec, kind in zip(specs, kinds, strict=True) if kind == "Mamba"])
     hash_page_size = gcd(*(page_sizes or intervals)) or 1
     num_hit_tokens = lcm(*page_sizes, *intervals)
-    for interval in intervals if not writes_states else ():
-        if interval % hash_page_size:
-            allowed = f"multiples of {hash_page_size}, the tokens of a hash"
-            raise ArgumentError(f"checkpoint_interval: got {interval}, allowed: {allowed}")
-    described = [_describe_group(i, spec, num_hit_tokens, hash_page_size) for i, spec in enumerate(specs)]
+    described = [_describe_group(i, spec, num_hit_tokens, hash_page_size, bool(intervals)) for i, spec in enumerate(specs)]
     rules = [_rules_of(each, spec, num_hit_tokens, use_eagle) for each, spec in zip(described, specs, strict=True)]
     index_ids = [each["index_group_id"] if enable_caching else None for each in described]
     num_hashes = [each["num_hashes_per_page"] for each in described]
-    state_interval = find_state_interval(kv_cache_groups) if writes_states and enable_caching else None
+    state_interval = find_state_interval(kv_cache_groups) if intervals and enable_caching else None
     boundaries = _find_boundaries(specs, retention, num_hit_tokens, None not in index_ids, state_interval)
     configuration: Configuration = {"num_kv_cache_groups": len(described)}
     for i, each in enumerate(described):
@@ -94,15 +87,14 @@ def make_rules(
             use_eagle,
             boundaries,
             banks,
-            state_interval is not None,
             lookahead,
         ),
         hash_page_size,
         max_cached_page_size=max(page_sizes, default=hash_page_size),
         hit_tokens=num_hit_tokens,
-        checkpoint_interval=(state_interval if writes_states else num_hit_tokens) if intervals and enable_caching else None,
+        checkpoint_interval=state_interval,
         has_state="Mamba" in kinds,
-        writes_states=writes_states,
+        writes_states=bool(intervals),
         configuration=configuration | {"hash_page_size": hash_page_size},
     )
 
@@ -119,7 +111,7 @@ def _find_boundaries(
     """
     has_windows = any(map(window_of, specs))
     if has_windows and retention.windows == "all" and state_interval is not None:
-        raise ArgumentError('windows: got all, allowed for states with checkpoints="ends", where requests resume: ends')
+        raise ArgumentError("windows: got all, allowed for states that are kept: ends, where requests resume")
     if not is_cached or num_hit_tokens > MAX_BOUNDARY:
         return None
     if state_interval is not None:
@@ -138,10 +130,10 @@ def find_slack_and_interval(retention: Retention, specs: Sequence[Any], num_hit_
     return slack, find_interval(specs) if interval is None else interval
 
 
-def _describe_group(group_id: int, spec: Any, num_hit_tokens: int, hash_page_size: int) -> dict[str, Any]:
+def _describe_group(group_id: int, spec: Any, num_hit_tokens: int, hash_page_size: int, keeps_states: bool) -> dict[str, Any]:
     """Return a group's settings by name. Managers that share cached pages must agree in them."""
     kind = kind_of(spec)
-    is_cached = kind != "Mamba" or _spacing_of(spec) is not None
+    is_cached = kind != "Mamba" or keeps_states
     entry_size = num_hit_tokens if kind == "Mamba" else int(spec.page_size)
     described: dict[str, Any] = {"kind": kind}
     for name in ("page_size", "sliding_window", "attention_chunk_size"):
@@ -166,27 +158,20 @@ def _rules_of(described: dict[str, Any], spec: Any, num_hit_tokens: int, use_eag
     return PageRules(spec.page_size)
 
 
-def _are_written(states: Sequence[Any]) -> bool:
-    """Whether steps write checkpoints of states. Raise ArgumentError if they do so for some, and not for others."""
-    kinds = {getattr(spec, "checkpoints", "multiples") for spec in states}
-    if len(kinds) > 1:
-        raise ArgumentError("checkpoints: got ends for some states, allowed: for all, or for none")
-    return kinds == {"ends"}
-
-
-def _spacing_of(spec: Any) -> int | None:
-    """Return the number of tokens at whose multiples a state may be kept; None if it never is. A kernel has states at multiples
-    of `CHECKPOINT_STEP`, so all multiples of an interval are kept where they are such multiples.
+def _list_spacings(states: Sequence[Any]) -> list[int]:
+    """Return the numbers of tokens at whose multiples states may be kept; none unless all states have checkpoints, since a
+    prefix cannot hit otherwise. A kernel has states at multiples of `CHECKPOINT_STEP`, so all multiples of an interval are kept
+    where they are such multiples.
     """
-    interval: int | None = getattr(spec, "checkpoint_interval", None)
-    if getattr(spec, "checkpoints", "multiples") != "ends":
-        return interval
-    return gcd(CHECKPOINT_STEP, interval or CHECKPOINT_STEP)
+    intervals: list[Any] = [getattr(spec, "checkpoint_interval", None) for spec in states]
+    if None in intervals:
+        return []
+    return [CHECKPOINT_STEP if interval == "auto" else gcd(CHECKPOINT_STEP, interval) for interval in intervals]
 
 
 def find_state_interval(kv_cache_groups: Sequence[CacheGroupSpec]) -> int:
-    """Return the tokens between checkpoints inside a prompt of states with ``checkpoints="ends"``: the least interval of their
-    specs; without any, the smallest multiple of 2,048 tokens for which a state takes at most a third of the keys and values
+    """Return the tokens between checkpoints inside a prompt: the least interval of the specs; if all are ``"auto"``, the
+    smallest multiple of 2,048 tokens for which a state takes at most a third of the keys and values
     between two. 0: there are no keys and values.
     """
     state_bytes = token_bytes = 0
@@ -198,7 +183,7 @@ def find_state_interval(kv_cache_groups: Sequence[CacheGroupSpec]) -> int:
             token_bytes += num_bytes / spec.page_size
             continue
         state_bytes += num_bytes
-        if spec.checkpoint_interval is not None:
+        if spec.checkpoint_interval != "auto":
             intervals.append(spec.checkpoint_interval)
     if intervals or not token_bytes:
         return min(intervals, default=0)

@@ -226,9 +226,6 @@ class CacheManager(KeyHolder, SlotAllocator):
     By default, ``"scheduled"``, the call that gives tokens slots caches them, and requests of the same step hit each other's
     pages: see docs/engines.md. Rows of a `RunningBatch` are cached by the same rule.
 
-    `restores_states` is for engines that restore the state of the counted tokens in the working page before the request or row
-    is scheduled again. Lookahead may then pass checkpoints: see docs/hybrids.md.
-
     `max_num_batched_tokens`, the largest number of tokens in a step, only matters to `require_capacity`; None lets a step
     compute a whole request.
 
@@ -271,7 +268,6 @@ class CacheManager(KeyHolder, SlotAllocator):
         eviction: EvictionPolicy | None = None,
         host_tier: HostTier | None = None,
         retention: Retention | None = None,
-        restores_states: bool = False,
         caches: Literal["scheduled", "computed"] = "scheduled",
         max_num_batched_tokens: int | None = None,
     ) -> None:
@@ -338,7 +334,6 @@ class CacheManager(KeyHolder, SlotAllocator):
             if hasher.num_digest_bytes == 32:
                 self._store.keep_whole_digests()
         self.registry = RequestRegistry(self._page_pool, rules, hasher, configuration, max_leased, self._trusts_requests)
-        self.restores_states = require_flag("restores_states", restores_states)
         self.caches = caches
         self._caches_computed = caches == "computed" and self.enable_caching
         super().__init__(
@@ -346,7 +341,6 @@ class CacheManager(KeyHolder, SlotAllocator):
             rules,
             self.registry.sessions,
             self.max_model_len,
-            self.restores_states,
             self._on_too_large,
             self._caches_computed,
             hashes_natively=hasher.is_native,
@@ -518,7 +512,7 @@ class CacheManager(KeyHolder, SlotAllocator):
 
         Call it, or `RunningBatch.take_moves`, once a step: after the calls that plan the step, when the step before has been
         given to the device. `Moves` has the order in which to make them (see `pagepool.host_pages` and `pagepool.page_copies`).
-        Copies become due when a state becomes a checkpoint, when a checkpoint is hit, and after `fork`; loads and saves with a
+        Copies become due when a checkpoint is hit, and after `fork`; loads and saves with a
         host tier. Until they are taken, their pages are held, and calls that plan tokens there raise MovesDueError. Freeing a
         request drops the copies into its pages. Moves may also be taken, and made, after a fork, and to repeat a call that was
         refused with MovesDueError: these calls begin no step.
@@ -587,20 +581,13 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """Tokens between checkpoints: the least common multiple of page sizes and state intervals; None without checkpoints."""
+        """Tokens between checkpoints inside a prompt; 0: there are none, None: states are not kept."""
         return self._rules.checkpoint_interval
 
     @property
     def hash_page_size(self) -> int:
         """Tokens of a hash: the greatest common divisor of the page sizes of groups with attention."""
         return self._rules.hash_page_size
-
-    def find_next_checkpoint(self, request: Request) -> int:
-        """Return the next token count at which a chunk must end to leave a checkpoint; at most ``max_model_len``."""
-        self.registry.find_held(request)
-        num_computed_tokens = read_count(request, "num_computed_tokens")
-        interval = self.checkpoint_interval or self.max_model_len
-        return min(num_computed_tokens - num_computed_tokens % interval + interval, self.max_model_len)
 
     def fork(self, request: Request, new_request: Request) -> CachePages | None:
         """Let a new request continue from the computed tokens of another one, after the step that computed them: for parallel
@@ -942,9 +929,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             num_last_tokens = self._count_last_tokens(request, num_computed_tokens, held)
             hashes = registry.hashes.get(request.request_id)
             num_to_cache, num_named_tokens = 0, num_last_tokens
-            start = num_last_tokens // self._rules.hash_page_size - 1  # the checkpoint and its parent get names
-            if self._rules.writes_states:
-                start = 0
+            start = 0  # checkpoints and their parents get names
             if (self._caches_computed or (self.enable_caching and registry.hasher.lookahead)) and held is not None:
                 num_to_cache = self._count_due_tokens(request, num_computed_tokens, held)
                 num_named_tokens = max(num_last_tokens, num_to_cache)
@@ -967,19 +952,14 @@ class CacheManager(KeyHolder, SlotAllocator):
                 registry.forget_evicted_names()
 
     def _count_last_tokens(self, request: Request, num_computed_tokens: int | None, held: RequestPages | None) -> int:
-        """Return the computed tokens of a request if its states become checkpoints as it ends, otherwise 0."""
-        interval = self._rules.checkpoint_interval
-        if interval is None or not held:
+        """Return the computed tokens of a request up to the last state that becomes a checkpoint as it ends; 0 without any."""
+        if not self._rules.writes_states or not held:
             return 0
-        num_tokens = read_count(request, "num_computed_tokens")
-        if self._rules.writes_states:
-            num_tokens = min(num_tokens, read_count(request, "num_tokens") - self.registry.hasher.lookahead)
-            if num_computed_tokens is not None:
-                num_tokens = min(num_tokens, num_computed_tokens)
-            return held.find_last_write(max(0, num_tokens))
-        is_kept = num_computed_tokens in (None, num_tokens) and num_tokens % interval == 0
-        is_kept = is_kept and num_tokens <= read_count(request, "num_tokens")
-        return num_tokens if is_kept and held.keeps_states_after(num_tokens) else 0
+        num_known = read_count(request, "num_tokens") - self.registry.hasher.lookahead
+        num_tokens = min(read_count(request, "num_computed_tokens"), num_known)
+        if num_computed_tokens is not None:
+            num_tokens = min(num_tokens, num_computed_tokens)
+        return held.find_last_write(max(0, num_tokens))
 
     def _count_due_tokens(self, request: Request, num_computed_tokens: int | None, held: RequestPages) -> int:
         """Return the computed tokens of a request if they fill pages to be cached as it ends, otherwise 0."""

@@ -182,21 +182,17 @@ class RequestTraits:
     is_preempted: bool = False
     """Whether the request ran before; `CacheManager.stats` counts it separately."""
     resume_at: Sequence[int] = ()
-    """Up to four numbers of tokens where other requests are likely to diverge, as in `Request`; none for a model with states,
-    unless their checkpoints are at the ``"ends"``.
+    """Up to four numbers of tokens where other requests are likely to diverge, as in `Request`; none for a model with states
+    that are not kept.
     """
     session_id: str | None = None
     """The session that owns the pages cached by the row: see `CacheManager.expect_session`."""
     tenant: str | None = None
     """The tenant charged for the pages taken by the row: see `CacheManager.set_shares`."""
-    ends_at_checkpoint: bool = False
-    """Whether the slots of the admission end at the last multiple of ``CacheManager.checkpoint_interval``, if there is one
-    after the cached tokens.
-    """
 
     def __post_init__(self) -> None:
         """Check the values, and store them as plain ones."""
-        for name in ("look_up", "is_preempted", "ends_at_checkpoint"):
+        for name in ("look_up", "is_preempted"):
             if type(getattr(self, name)) is not bool:
                 object.__setattr__(self, name, require_flag(name, getattr(self, name)))
         for name in ("session_id", "tenant"):

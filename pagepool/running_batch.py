@@ -3,7 +3,7 @@
 Native methods of `RunningBatch`, and the native work of others:
 
 - ``core/rows/running.pyx``: `new_step`, `plan`, `step`, `settle`, `append`, `trim`, `release`, `fork`, `move_row`, `swap_row`,
-  `commit_external`, `fail_external`, `rewind`, `find_next_checkpoint`, `take_moves`, `get_page_ids`
+  `commit_external`, `fail_external`, `rewind`, `take_moves`, `get_page_ids`
 - ``core/rows/inputs.pyx``: `inputs`
 - ``core/rows/row_request.pyx``: `admit`, `probe`
 - ``core/rows/spans.pyx``: `expect`, `lease`
@@ -31,7 +31,7 @@ from pagepool._core import (
     TokenSpan,
     check_holders,
 )
-from pagepool.arguments import MAX_SIZE, require_choice, require_int
+from pagepool.arguments import MAX_SIZE, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import RequestExtraKeys, list_features
 from pagepool.host_table import HostTable, HostTables
@@ -91,7 +91,6 @@ class RunningBatch(RunningRows):
         *,
         data_parallel_size: int | None = None,
         max_steps_ahead: int = 0,
-        writes: Literal["ends", "anywhere"] = "ends",
     ) -> None:
         """`page_table`, a table of pagepool or of `pagepool.torch`, has a table for each group of the manager; a `PageTable`
         serves one group. A table serves one batch at a time; while another
@@ -100,9 +99,7 @@ class RunningBatch(RunningRows):
         `data_parallel_size` divides the pool into shards for ``RequestTraits.dp_shard``.
 
         With `max_steps_ahead`, at most 254, an engine plans this many steps, or fewer, before it knows the tokens of the one
-        that runs (see docs/one_step_ahead.md). For a model with states that are kept this needs ``checkpoints="ends"``, and
-        drafts need a manager with `restores_states` as well. `writes` says where the kernels of such states can write
-        checkpoints: ``"ends"``, behind the last token of a row's step, or ``"anywhere"`` within its tokens.
+        that runs (see docs/one_step_ahead.md).
 
         `caches` of the manager says when full pages of rows can be hit: ``"scheduled"``, as soon as their tokens have slots,
         since steps run in order, or ``"computed"``, once `settle` has ended the step that computes them, or the row's next step
@@ -127,7 +124,6 @@ class RunningBatch(RunningRows):
         if manager.enable_caching and not hasher.is_native:
             allowed = "'siphash128', 'sha256' or 'sha256_cbor'"
             raise ArgumentError(f"manager: got one with a callable as hash_algo, allowed with caching: {allowed}")
-        require_choice("writes", writes, "ends", "anywhere")
         super().__init__(
             registry.store,
             tables,
@@ -136,9 +132,7 @@ class RunningBatch(RunningRows):
             hash_page_size,
             hasher.chain_key,
             size if is_divided else 0,
-            manager.restores_states,
             max_steps_ahead,
-            writes == "anywhere",
             manager.caches == "computed",
             hasher.chain_algorithm,
             hasher.lookahead,
@@ -207,11 +201,11 @@ class RunningBatch(RunningRows):
         not help, but fewer tokens per step may (see `CacheManager.require_capacity`). Reserved pages do not count, since the
         next call may reserve fewer.
 
-        Raise StateAheadError if drafts pass the next checkpoint of a state, as `plan` does; RowIndexError outside the
-        table, RowOverflowError for more than `max_num_tokens` tokens, ArgumentError if the row is already admitted, for no
-        tokens and for values out of range, ArgumentTypeError for other types; PageHashError for a hit that is neither free nor
-        held, IntegrityError for a free page with a reference. O(tokens), and with features O(features x log features). A row
-        keeps its last request's hashes, so a request that is retried or returns in the same row is not hashed again.
+        Raise RowIndexError outside the table, RowOverflowError for more than `max_num_tokens` tokens, ArgumentError if the row
+        is already admitted, for no tokens and for values out of range, ArgumentTypeError for other types; PageHashError for a
+        hit that is neither free nor held, IntegrityError for a free page with a reference. O(tokens), and with features
+        O(features x log features). A row keeps its last request's hashes, so a request that is retried or returns in the same
+        row is not hashed again.
         """
         try:
             num_external = num_external_tokens
@@ -222,16 +216,13 @@ class RunningBatch(RunningRows):
             named = NO_TRAITS if traits is None else _checked(traits)
             rules, look_up, resume_at = self._registry.rules, named.look_up, named.resume_at
             counts = rules.require_resume_at(resume_at, self.max_num_tokens) if resume_at else None
-            ends_at_checkpoint = named.ends_at_checkpoint
             options = (
                 named.cache_salt,
                 named.lora_id,
                 named.mm_features,
                 named.dp_shard,
                 look_up,
-                ends_at_checkpoint,
                 num_external,
-                resume_at if rules.writes_states else (),  # the slots may end there
             )
             reserves_prompt = reserve is not None
             if reserves_prompt and not (type(reserve) is str and reserve == "prompt"):
@@ -255,7 +246,6 @@ class RunningBatch(RunningRows):
                 max_num_new_tokens,
                 num_reserved_pages,
                 options,
-                ends_at_checkpoint,
                 num_external,
                 counts,
                 num_drafts,

@@ -12,11 +12,11 @@ imported, and ml_dtypes need not be installed.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import prod
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 
-from pagepool.arguments import MAX_SIZE, as_list, require_choice, require_flag, require_int
+from pagepool.arguments import MAX_SIZE, as_list, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 
 __all__ = [
@@ -197,7 +197,7 @@ def find_shard_bounds(num_pages: int, dp_shard_hint: int | None, data_parallel_s
     return dp_shard_page_bounds(shard_index, num_pages // num_shards)
 
 
-SIZES = ("page_size", "num_kv_heads", "head_size", "sliding_window", "attention_chunk_size", "checkpoint_interval")
+SIZES = ("page_size", "num_kv_heads", "head_size", "sliding_window", "attention_chunk_size")
 """Fields of specs with positive integers; those with the default None may be None."""
 
 
@@ -365,13 +365,14 @@ class MambaSpec(CacheSpec):
     """A recurrent layer: one state of the given `shapes` for a request of any length, in one page.
 
     `page_size_padded` (bytes) makes the page larger than the state, to match another group's. With a `checkpoint_interval`
-    (tokens) copies of the state stay cached at multiples of it, so that prefixes hit. With ``checkpoints="ends"`` they stay
-    where requests resume: near the end of a prompt, where prompts part, at `resume_at`, at the end of tokens from elsewhere,
-    and in a prompt at multiples of the interval, which is then sparse; None chooses one by the sizes of the layers. A step
-    writes them to pages that `RunningBatch.take_moves` names. See docs/hybrids.md for both.
+    copies of the state, checkpoints, stay cached where requests resume, so that prefixes hit: near the end of a prompt, where
+    prompts part, at `resume_at`, at the end of tokens from elsewhere, and in a prompt at multiples of the interval, in tokens,
+    which is best sparse; ``"auto"`` chooses it by the sizes of the layers. Steps write checkpoints to pages that
+    `CacheManager.take_moves` and `RunningBatch.take_moves` name. With None no state is kept, and nothing hits. See
+    docs/hybrids.md.
 
-    Raises `ArgumentError` if the padded size is smaller than the state, if there is no shape, if a dimension or the interval is
-    not positive, and for other values of `checkpoints`.
+    Raises `ArgumentError` if the padded size is smaller than the state, if there is no shape, and if a dimension or the
+    interval is not positive.
 
     >>> MambaSpec(page_size=1, shapes=((16, 64), (16, 32)), dtype="float16").page_size_bytes
     3072
@@ -380,12 +381,16 @@ class MambaSpec(CacheSpec):
     shapes: tuple[tuple[int, ...], ...]
     dtype: object = field(hash=False)  # equal dtypes may be spelled in ways that hash differently
     page_size_padded: int | None = None
-    checkpoint_interval: int | None = None
-    checkpoints: str = "multiples"
+    checkpoint_interval: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
+        interval = self.checkpoint_interval
+        if isinstance(interval, str) and interval != "auto":
+            raise ArgumentTypeError(f"checkpoint_interval: got {shown(interval)}, allowed: an int, 'auto' or None")
+        if interval is not None and not isinstance(interval, str):
+            object.__setattr__(self, "checkpoint_interval", require_int("checkpoint_interval", interval, 1, MAX_SIZE))
         allowed = "a tuple of tuples of ints"
         shapes = [as_list("shapes", shape, allowed) for shape in as_list("shapes", self.shapes, allowed)]
         if not shapes:
@@ -393,7 +398,6 @@ class MambaSpec(CacheSpec):
         checked = tuple(tuple(require_int("shapes: a dimension", each, 1, MAX_SIZE) for each in shape) for shape in shapes)
         if any(type(each) is not int for shape in shapes for each in shape):
             object.__setattr__(self, "shapes", checked)
-        require_choice("checkpoints", self.checkpoints, "multiples", "ends")
         state_bytes = num_bytes(self.num_elements, self.dtype)
         if self.page_size_padded is not None:
             padded = require_int("page_size_padded", self.page_size_padded, state_bytes, MAX_SIZE)
@@ -406,10 +410,9 @@ class MambaSpec(CacheSpec):
 
     @property
     def type_id(self) -> str:
-        """Kind, shapes and dtype as given, and the interval of checkpoints, if any are kept, and where."""
+        """Kind, shapes and dtype as given, and the interval of checkpoints, if any are kept."""
         interval = "" if self.checkpoint_interval is None else f"_{self.checkpoint_interval}"
-        ends = "_ends" if self.checkpoints == "ends" else ""
-        return f"mamba_{self.shapes}_{self.dtype}{interval}{ends}"
+        return f"mamba_{self.shapes}_{self.dtype}{interval}"
 
     @property
     def page_size_bytes(self) -> int:

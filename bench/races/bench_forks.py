@@ -126,7 +126,7 @@ def test_forks(race: Race, num_targets: int) -> None:
 
 
 class Hybrid(Batched):
-    """A running batch of a model with attention, and with states, which are kept at multiples of `checkpoint_interval`."""
+    """A running batch of a model with attention, and with states, which are kept where requests resume, or never."""
 
     def __init__(self, num_pages: int, num_rows: int, checkpoint_interval: int | None) -> None:
         state = pagepool.MambaSpec(PAGE_SIZE, ((1, 1),), "float32", checkpoint_interval=checkpoint_interval)

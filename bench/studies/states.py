@@ -11,7 +11,7 @@ of all:
     The replay's scheduler runs so many at once, which decode token by token. Only for lines with several at once.
 ``an array for each layer``
     One pool with as many page ids as fit into the memory if each id has a row in the arrays of attention and in those of
-    states. States are kept at multiples of the page size. The best of three page sizes, requests one after another.
+    states. States are kept where requests resume, too. The best of three page sizes, requests one after another.
 
 Arguments are words. Those that name a column choose columns; of the others a line has to contain one to be measured:
 ``python -m bench.studies.states "chat, Qwen3.5" "two pools"``. Each figure is on stderr as soon as it is known, with the

@@ -45,10 +45,9 @@ from pagepool.errors import (
     ArgumentTypeError,
     RequestTooLargeError,
     RowIndexError,
-    StateAheadError,
 )
 
-WRITTEN = MambaSpec(4, ((1, 1),), "float16", checkpoint_interval=8, checkpoints="ends")
+WRITTEN = MambaSpec(4, ((1, 1),), "float16", checkpoint_interval=8)
 
 
 def make_written_batch(**options: Any) -> RunningBatch:
@@ -103,42 +102,20 @@ def test_drafts_get_slots_at_admission(specs: Sequence[Any], options: dict[str, 
     batch.check()
 
 
-ADMISSIONS_AHEAD = [  # tokens hit, admitted, ahead, and the checkpoint that is passed
-    (0, 7, 1, None),
-    (0, 7, 2, 8),
-    (0, 8, 0, None),
-    (0, 8, 1, 8),
-    (0, 9, 7, None),
-    (0, 9, 8, 16),
-    (8, 9, 7, None),
-    (8, 9, 8, 16),
-    (8, 15, 1, None),
-    (8, 15, 64, 16),
-    (8, 16, 1, 16),
-]
-
-
-@pytest.mark.parametrize(("num_hits", "num_admitted", "num_ahead", "passed"), ADMISSIONS_AHEAD)
+@pytest.mark.parametrize(("num_hits", "num_admitted"), [(0, 7), (0, 8), (0, 9), (0, 17), (8, 9), (8, 15), (8, 16)])
+@pytest.mark.parametrize("num_ahead", [0, 1, 8, 64])
 @pytest.mark.parametrize("specs", [(FULL, STATE), (STATE,), (FULL, keep_every(4), STATE), (WINDOW, STATE, FULL)])
-def test_drafts_at_admission_end_at_checkpoints(
-    specs: Sequence[Any], num_hits: int, num_admitted: int, num_ahead: int, passed: int | None
-) -> None:
-    for restores_states in (False, True):
-        batch = make_batch(make_manager(*specs, restores_states=restores_states))
-        if num_hits:
-            batch.admit(0, PROMPT[:8])
-            batch.release([0])
-        options = {"num_tokens": num_admitted, "num_drafts": num_ahead}
-        if passed is not None and not restores_states:
-            message = f"^row 1: got lookahead to token {min(MAX_MODEL_LEN, num_admitted + num_ahead)}, .* {passed}, "
-            with refused(lambda: batch_state(batch), StateAheadError, message):  # noqa: B023
-                batch.admit(1, PROMPT[:20], **admission(**options))
-            options["num_drafts"] = passed - num_admitted
-        assert batch.admit(1, PROMPT[:20], **admission(**options)) == num_hits
-        take(batch)
-        assert batch.num_computed_tokens[1] == num_admitted
-        batch.release([1])
-        batch.check()
+def test_drafts_at_admission_write_no_states(specs: Sequence[Any], num_ahead: int, num_hits: int, num_admitted: int) -> None:
+    batch = make_batch(make_manager(*specs))
+    if num_hits:
+        batch.admit(0, PROMPT[:8])
+        batch.take_moves()
+        batch.release([0])
+    assert batch.admit(1, PROMPT[:20], num_tokens=num_admitted, num_drafts=num_ahead) == num_hits
+    assert {*batch.take_moves().writes.num_tokens.tolist()} == {*range(num_hits + 8, num_admitted + 1, 8)}
+    assert batch.num_computed_tokens[1] == num_admitted
+    batch.release([1])
+    batch.check()
 
 
 def test_a_refused_request_is_refused_with_drafts_only_while_it_lacks_pages() -> None:
@@ -155,38 +132,19 @@ def test_a_refused_request_is_refused_with_drafts_only_while_it_lacks_pages() ->
     assert batch.admit(1, PROMPT[:19], num_drafts=13) == 16
 
 
-@pytest.mark.parametrize("restores_states", [False, True])
-def test_a_refused_request_does_not_pass_a_checkpoint(restores_states: bool) -> None:
-    batch = make_batch(make_manager(num_pages=9, restores_states=restores_states))
-    batch.admit(0, PROMPT[20:40])
-    tokens = PROMPT[:16]
-    assert batch.admit(1, tokens) is None
-    options = {"num_tokens": 9, "num_drafts": 7}
-    assert batch.admit(1, tokens, **admission(**options)) is None
-    options["num_tokens"] = 8
-    if restores_states:
-        assert batch.admit(1, tokens, **admission(**options)) is None
+@pytest.mark.parametrize("num_ahead", [0, 1, 5, 40])
+def test_drafts_of_a_step_planned_ahead_are_planned(num_ahead: int) -> None:
+    """The step computes them, so no fork sees the state in flight."""
+    batch = make_written_batch(max_steps_ahead=1)
+    batch.admit(0, PROMPT[:7], num_drafts=num_ahead, traits=RequestTraits(resume_at=[8]))
+    assert batch.num_ahead_tokens[0] == num_ahead
+    assert len(batch.take_moves().writes) == 0
+    if num_ahead:
+        with pytest.raises(ArgumentError, match=rf"^row 0: .* up to {7 + num_ahead}, allowed: none behind its 7"):
+            batch.fork(0, [1])
     else:
-        with refused(
-            lambda: batch_state(batch), StateAheadError, "lookahead to token 15, which passes the checkpoint after 8, "
-        ):
-            batch.admit(1, tokens, **admission(**options))
-
-
-@pytest.mark.parametrize("writes", ["ends", "anywhere"])
-def test_drafts_of_a_step_planned_ahead_are_planned(writes: str) -> None:
-    """The step computes them, so that states are written there, and no fork sees the state in flight."""
-    tokens = PROMPT[:7]
-    for num_ahead in (0, 1, 5, 40):
-        batch = make_written_batch(max_steps_ahead=1, writes=writes)
-        if num_ahead:
-            with pytest.raises(StateAheadError, match=f"got {num_ahead} drafts, allowed for states that are kept: 0"):
-                batch.admit(0, tokens, num_drafts=num_ahead, traits=RequestTraits(resume_at=[]))
-            continue
-        batch.admit(0, tokens, traits=RequestTraits(resume_at=[]))
-        batch.take_moves()
         batch.fork(0, [1])
-        batch.release([0])
+    batch.release([0])
 
 
 def test_drafts_of_awaited_tokens_are_not_planned() -> None:
@@ -197,8 +155,8 @@ def test_drafts_of_awaited_tokens_are_not_planned() -> None:
     batch.commit_external(0, 19)
     batch.fork(0, [1])
     take(batch)
-    with pytest.raises(StateAheadError, match=r"row 0 .*: got 3 drafts, allowed for states that are kept: 0"):
-        batch.plan([0], 1, 3)
+    assert batch.plan([0], 1, 3).num_grown == 1
+    assert batch.num_ahead_tokens[0] == 3
 
 
 # --- reserved prompts -------------------------------------------------------------------------------------------------
@@ -213,9 +171,10 @@ def test_chunks_of_a_reserved_prompt_take_no_pages(specs: Sequence[Any], num_ahe
     """All pages of the prompt are held from its first chunk on, and the slots for drafts behind it. Windows give theirs back as
     they move on.
     """
-    batch = make_batch(make_manager(*specs, num_pages=80, restores_states=True))
+    batch = make_batch(make_manager(*specs, num_pages=80))
     if num_hits:
         batch.admit(0, PROMPT[:num_hits])
+        batch.take_moves()
         batch.release([0])
     has_state = any(isinstance(spec, MambaSpec) for spec in specs)
     num_hits = 0 if has_state and STATE not in specs else num_hits
@@ -301,18 +260,13 @@ def test_a_shard_reserves_a_prompt() -> None:
 
 
 def test_drafts_of_a_reserved_prompt_follow_its_last_chunk() -> None:
-    """So the first chunk may end before a checkpoint that the slots for drafts pass."""
     batch = make_batch(make_manager(FULL, STATE))
-    options = {"num_drafts": 3, "reserve": "prompt"}
-    with refused(
-        lambda: batch_state(batch), StateAheadError, "^row 0: got lookahead to token 9, which passes the checkpoint after 8, "
-    ):
-        batch.admit(0, PROMPT[:6], **admission(**options))
-    assert batch.admit(0, PROMPT[:22], num_tokens=6, **admission(**options)) == 0
+    assert batch.admit(0, PROMPT[:22], num_tokens=6, num_drafts=3, reserve="prompt") == 0
     assert len(batch.get_page_ids(0)[0]) == 7
     assert batch.plan([0], 10).new_page_ids.size == 0
-    with pytest.raises(StateAheadError, match="lookahead to token 25, which passes the checkpoint after 24, "):
-        batch.plan([0], 6, 3)
+    assert batch.take_moves().writes.num_tokens.tolist() == [8, 16]
+    assert batch.plan([0], 6, 3).new_page_ids.size == 0
+    assert len(batch.take_moves().writes) == 0
     ahead = make_written_batch(max_steps_ahead=1)
     assert ahead.admit(0, PROMPT[:22], num_tokens=6, reserve="prompt") == 0
     ahead.fork(0, [1])  # no planned step computes drafts
@@ -370,7 +324,7 @@ def test_what_ends_a_reservation() -> None:
 @pytest.mark.parametrize("specs", [*KINDS, (STATE,), (WRITTEN, FULL)])
 @pytest.mark.parametrize("options", [{}, {"cache_salt": "salt"}, {"lora_id": 3}])
 def test_a_probe_tells_what_admission_hits(specs: Sequence[Any], options: dict[str, Any]) -> None:
-    batch = make_batch(make_manager(*specs, num_pages=80), writes="anywhere")
+    batch = make_batch(make_manager(*specs, num_pages=80))
     batch.admit(0, PROMPT[:16], **admission(**options))
     take(batch)
     batch.take_moves()
@@ -444,7 +398,7 @@ def test_a_probe_keeps_a_refusal_that_it_does_not_change() -> None:
     batch = make_batch(make_manager(FULL, num_pages=9))
     batch.admit(0, PROMPT[:20])
     tokens = [*PROMPT[:8], *[9] * 16]
-    options = None, None, None, None, True, False, 0, ()
+    options = None, None, None, None, True, 0
 
     def is_kept() -> bool:
         return batch._is_refused_still(1, tokens, None, None, 0, options)
@@ -488,6 +442,7 @@ def test_checkpoints_that_are_adopted_need_no_page(specs: Sequence[Any], num_nee
     """So that the request is admitted once one page more is free, and not before."""
     batch = make_batch(make_manager(*specs, num_pages=30))
     batch.admit(0, PROMPT[:8])
+    batch.take_moves()
     batch.release([0])
     pool, tokens = batch._manager.page_pool, PROMPT[:16]
     taken = pool.get_new_pages(pool.get_num_free_pages() - num_needed)
@@ -568,7 +523,7 @@ def test_a_refused_request_fits_once_that_many_pages_are_free(specs: Sequence[An
     for seed in range(scale(60)):
         rng = Random(f"{seed} {len(specs)} {has_tier}")
         options = {"host_tier": HostTier(num_pages=200)} if has_tier else {}
-        manager = make_manager(*specs, num_pages=rng.randint(40, 60), restores_states=True, **options)
+        manager = make_manager(*specs, num_pages=rng.randint(40, 60), **options)
         batch = make_batch(manager)
         pool, held = manager.page_pool, []
         prompts = [[i] * 8 + rng.choices(range(50), k=40) for i in range(4)]

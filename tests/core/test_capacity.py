@@ -71,6 +71,12 @@ def draw_specs(rng: Random, kinds: str = "fwwcs", least: int = 1) -> list[Any]:
     return [makers[rng.choice(kinds)]() for _ in range(rng.randint(1, 4))]
 
 
+def keeps_states(specs: list[Any]) -> bool:
+    """Whether checkpoints of states are kept. Then pages of windows stay at the ends alone."""
+    intervals = [spec.checkpoint_interval for spec in specs if isinstance(spec, MambaSpec)]
+    return bool(intervals) and None not in intervals
+
+
 def make_manager(*specs: Any, num_pages: int, max_model_len: int = 1000, **options: Any) -> CacheManager:
     return CacheManager(num_pages, [CacheGroupSpec(spec) for spec in specs], max_model_len, **grouped(**options))
 
@@ -108,7 +114,8 @@ def test_the_peak_is_that_of_the_worst_step() -> None:
     rng = Random(5)
     for _ in range(3000):
         specs, is_cached = draw_specs(rng), rng.random() < 0.7
-        rules = make_rules([CacheGroupSpec(spec) for spec in specs], False, is_cached)
+        retention = Retention(windows="ends" if keeps_states(specs) else "all")
+        rules = make_rules([CacheGroupSpec(spec) for spec in specs], False, is_cached, retention)
         num_tokens, most, num_ahead = rng.randint(0, 80), rng.randint(1, 40), rng.choice((0, 0, 1, 5))
         max_num_slots = num_tokens + rng.choice((0, 1, 3, 50))
         expected = count_peak([*map(kind_of, specs)], num_tokens, most, num_ahead, max_num_slots, is_cached=is_cached)
@@ -218,20 +225,21 @@ class Pool:
 
     manager: CacheManager
     work: Work
+    side: Any  # the manager, or the batch of its row, whose moves are taken
     num_steps_in_flight: int = 0
     looks_up: bool = True
     in_flight: list[int] = field(default_factory=list)
 
     def end_step(self) -> None:
         """Do what an engine does in a step. Transfers end some steps later."""
-        number = self.manager.take_moves().number
+        number = self.side.take_moves().number
         self.in_flight += [number] if number else []
         while len(self.in_flight) > self.num_steps_in_flight:
             self.manager.complete(self.in_flight.pop(0))
 
     def end_transfers(self) -> bool:
         """End all transfers, for which a refused request waits. Return whether there were any."""
-        number = self.manager.take_moves().number
+        number = self.side.take_moves().number
         numbers = self.in_flight + ([number] if number else [])
         for each in numbers:
             self.manager.complete(each)
@@ -241,7 +249,7 @@ class Pool:
 
 def make_pool(rng: Random, specs: list[Any], work: Work, num_missing: int, *, is_cached: bool, use_eagle: bool) -> Pool:
     max_model_len = work.num_tokens + rng.choice((0, 2, 40))
-    windows = "all" if num_missing else rng.choice(("ends", "all"))
+    windows = "ends" if keeps_states(specs) else "all" if num_missing else rng.choice(("ends", "all"))
     groups = [CacheGroupSpec(spec) for spec in specs]
     rules = make_rules(groups, use_eagle, is_cached, Retention(windows=windows))
     num_pages = rules.groups.count_peak_pages(work.num_tokens, work.most, work.num_ahead, max_model_len)
@@ -251,9 +259,9 @@ def make_pool(rng: Random, specs: list[Any], work: Work, num_missing: int, *, is
     options = {"host_tier": HostTier(rng.choice((4, 40, 200)), policy=rng.choice(("write_back", "write_through")))}
     manager = make_manager(
         *specs, num_pages=max(2, num_pages), max_model_len=max_model_len, enable_caching=is_cached, use_eagle=use_eagle,
-        windows=windows, restores_states=True, **options if has_tier else {},
+        windows=windows, **options if has_tier else {},
     )  # fmt: skip
-    return Pool(manager, work, rng.choice((0, 0, 1, 3)))
+    return Pool(manager, work, manager, rng.choice((0, 0, 1, 3)))
 
 
 def run_request(pool: Pool, steps: Callable[[int], int], token_ids: list[int], num_known: int) -> bool:
@@ -286,7 +294,7 @@ def run_row(pool: Pool, steps: Callable[[int], int], token_ids: list[int], num_k
     """The same in a row of a batch."""
     manager, work = pool.manager, pool.work
     shards = 2 if work.has_shards else None
-    batch = make_batch(manager, data_parallel_size=shards)
+    batch = pool.side = make_batch(manager, data_parallel_size=shards)
     options = {"num_reserved_pages": work.num_reserved, "look_up": pool.looks_up}
     options |= {"dp_shard": 0} if work.has_shards else {}
     while batch.admit(0, token_ids[:num_known], max_num_new_tokens=steps(0), **admission(**options)) is None:

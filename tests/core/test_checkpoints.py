@@ -1,9 +1,10 @@
-"""States kept as checkpoints, by hand: made, adopted, saved, and what is refused. `test_differential.py` has the rest."""
+"""Checkpoints of states by hand: how they are adopted, and what is refused. `test_differential.py` has the rest."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -15,7 +16,6 @@ from hybrids import (
     STATE,
     WINDOW,
     batch_state,
-    count_hits,
     fill,
     keep_every,
     like,
@@ -23,30 +23,17 @@ from hybrids import (
     make_manager,
     make_request,
     manager_state,
+    plan,
     run,
     take,
 )
 from refusing import refused
 from settings import NUM_OPERATIONS
 
-from pagepool import EngineRequest, PageHash, PageHashWithGroupId, RequestTraits, Retention
+from pagepool import EngineRequest, PageHash, PageHashWithGroupId, RequestTraits, Retention, RunningBatch
 from pagepool.errors import ArgumentError, IntegrityError, MovesDueError
 
 pytestmark = pytest.mark.usefixtures("drafter")
-
-# --- how checkpoints are made -----------------------------------------------------------------------------------
-
-
-def test_a_state_past_a_multiple_is_not_that_of_the_multiple() -> None:
-    """Not even when a failed load takes the request back there, and it ends."""
-    manager, request = make_manager(), make_request("a", 9)
-    run(manager, request, 9)
-    request.all_token_ids.append(PROMPT[9])
-    run(manager, request, 1)
-    request.num_computed_tokens = 8
-    manager.free(request)
-    assert count_hits(manager) == 0
-
 
 # --- how long intervals are -------------------------------------------------------------------------------------
 
@@ -55,30 +42,23 @@ def test_a_state_past_a_multiple_is_not_that_of_the_multiple() -> None:
     ("specs", "interval"),
     [
         ((FULL, keep_every(4)), 4),
-        ((FULL, keep_every(8), keep_every(12)), 24),
+        ((FULL, keep_every(12), keep_every(8)), 8),
         ((keep_every(7),), 7),
         ((FULL, WINDOW, keep_every(np.int64(8))), 8),
+        ((FULL, keep_every(8), keep_every(None)), None),
         ((FULL, keep_every(None)), None),
     ],
 )
-def test_the_interval_is_that_of_all_groups(specs: tuple[Any, ...], interval: int | None) -> None:
+def test_the_interval_is_the_least_of_all_groups(specs: tuple[Any, ...], interval: int | None) -> None:
     assert make_manager(*specs).checkpoint_interval == interval
     assert make_manager(*specs, enable_caching=False).checkpoint_interval is None
-
-
-def test_the_next_checkpoint_of_free_rows_and_of_a_row_twice() -> None:
-    batch = make_batch(make_manager(num_pages=80))
-    batch.admit(2, PROMPT, num_tokens=8)
-    found = batch.find_next_checkpoint([2, 0, 2])
-    assert found.dtype == np.int32
-    assert found.tolist() == [16, 8, 16]
 
 
 # --- adoption ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("num_reserved_pages", "page_ids", "copies"), [(1, ([1, 2, 4], [5]), [(3, 5, 1)]), (2, ([1, 2, 4], [3]), []), (3, None, [])]
+    ("num_reserved_pages", "page_ids", "copies"), [(1, ([1, 2, 5], [6]), [(4, 6, 1)]), (2, ([1, 2, 5], [4]), []), (3, None, [])]
 )
 def test_beside_reserved_pages(num_reserved_pages: int, page_ids: Any, copies: list[tuple[int, int, int]]) -> None:
     """A copy if pages are free for it, else adoption, else nothing."""
@@ -91,7 +71,7 @@ def test_beside_reserved_pages(num_reserved_pages: int, page_ids: Any, copies: l
             is_admitted = batch.admit(0, PROMPT[:12], num_reserved_pages=num_reserved_pages) is not None
             held = batch.get_page_ids(0)
         else:
-            is_admitted = run(manager, request, 4, num_reserved_pages=num_reserved_pages) is not None
+            is_admitted = plan(manager, request, 4, num_reserved_pages=num_reserved_pages) is not None
             held = manager.get_page_ids("b")
         assert is_admitted == (page_ids is not None)
         assert held == (page_ids or ([], []))
@@ -104,9 +84,10 @@ def test_beside_reserved_pages(num_reserved_pages: int, page_ids: Any, copies: l
 def test_a_row_adopts_in_a_full_shard() -> None:
     batch = make_batch(make_manager(num_pages=10), data_parallel_size=2)  # shards of 4 and 5 pages, null page aside
     batch.admit(0, PROMPT[:8], traits=RequestTraits(dp_shard=0))
+    batch.take_moves()
     batch.release([0])
     assert batch.admit(1, PROMPT[:12], traits=RequestTraits(dp_shard=0)) == 8
-    assert (batch.get_page_ids(1), take(batch)) == (([1, 2, 4], [3]), [])
+    assert (batch.get_page_ids(1), take(batch)) == (([1, 2, 3], [4]), [])
     batch.check()
 
 
@@ -116,13 +97,13 @@ def test_a_refused_request_is_admitted_when_the_checkpoint_is_free() -> None:
     manager.free(fill(manager, 8))
     batch, tokens = make_batch(manager), PROMPT[:10]
     assert batch.admit(0, tokens) == 8
-    assert batch.get_page_ids(0) == ([1, 2, 4], [5])
+    assert batch.get_page_ids(0) == ([1, 2, 5], [6])
     request = make_request("b", 10)
     for _ in range(2):
         assert batch.admit(1, tokens) is None
         assert run(manager, request, 2) is None
-    assert take(batch) == [(3, 5, 1)]
-    assert run(manager, request, 2) == ([6], [3])
+    assert take(batch) == [(4, 6, 1)]
+    assert run(manager, request, 2) == ([3], [4])
     manager.free(request)
     assert batch.admit(1, tokens) is None  # the checkpoint is gone, and there are not so many pages for all tokens
     manager.check()
@@ -138,7 +119,6 @@ def test_what_fits_an_empty_pool_is_admitted_when_all_others_are_gone(num_pages:
         request = make_request(f"{i}", random.randint(1, longest))
         while request.num_computed_tokens < request.num_tokens:
             assert run(manager, request, random.choice([1, 4, 8, 12])) is not None
-            manager.take_moves()
         manager.free(request)
         manager.check()
         assert manager.page_pool.get_num_free_pages() == num_pages - 1
@@ -157,7 +137,7 @@ def test_a_leased_checkpoint_is_not_adopted() -> None:
     assert run(manager, request, 4) is None
     assert manager_state(manager) == before
     lease.release()
-    assert run(manager, request, 4) == ([4], [3])
+    assert run(manager, request, 4) == ([3], [4])
 
 
 def test_events_of_states() -> None:
@@ -185,15 +165,15 @@ def test_events_of_states() -> None:
 # --- damage -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page_id", [6, 11])
+@pytest.mark.parametrize("page_id", [3, 12])
 def test_check_names_a_state_in_the_index(page_id: int) -> None:
     manager = make_manager()
     batch = make_batch(manager)
     fill(manager, 16)
     batch.admit(0, [9, *PROMPT[:15]])
-    assert (manager.get_page_ids("first")[1], batch.get_page_ids(0)[1]) == ([6], [11])
+    assert (manager.get_page_ids("first")[1], batch.get_page_ids(0)[1]) == ([3], [12])
     manager.page_pool.pages[page_id].page_hash = PageHashWithGroupId(PageHash(5, ()), 1)
-    side = batch if page_id == 11 else manager
+    side = batch if page_id == 12 else manager
     with pytest.raises(
         IntegrityError, match=f"page {page_id}, to which a state is written, has another holder or a prefix entry"
     ):
@@ -230,7 +210,7 @@ class Due:
         self.result = self.batch.step([1], [7])
         self.batch.fork(1, [3])
         self.batch.admit(0, PROMPT[:10])
-        run(self.manager, self.requests["written"], 3)
+        plan(self.manager, self.requests["written"], 3)
 
     def state(self) -> Any:
         self.manager.check()
@@ -280,6 +260,7 @@ def test_a_row_that_ends_before_its_copies_leaves_no_state() -> None:
     batch = make_batch(make_manager(STATE))
     step = batch.new_step()
     batch.admit(0, PROMPT[:8], step=step)
+    assert take(batch) == []
     batch.fork(0, [1])
     batch.release([1, 0])
     batch.settle(step, failed=True)
@@ -287,32 +268,33 @@ def test_a_row_that_ends_before_its_copies_leaves_no_state() -> None:
     assert take(batch) == []
 
 
-def test_copies_taken_by_another_thread() -> None:
-    """While steps run. Each copy is taken once, and no step goes on without its copies."""
-    manager = make_manager(num_pages=200)
-    batch = make_batch(manager)
+def test_writes_taken_by_another_thread() -> None:
+    """While steps run. Each write is taken once, and no step goes on without its writes."""
+    batch = make_batch(make_manager(num_pages=200))
     for row in range(4):
-        batch.admit(row, [row] * 4)
+        batch.admit(row, [row, *PROMPT[1:]], max_num_new_tokens=4)
     taken: list[tuple[int, int, int]] = []
     stop = threading.Event()
 
     def take_all() -> None:
         while not stop.is_set():
-            taken.extend(take(manager))
+            taken.extend(writes_of(batch))
 
     taker = threading.Thread(target=take_all, daemon=True)  # else a failure would wait for it
     taker.start()
-    num_refused = num_steps = 0
-    while num_steps < 60:
-        try:
-            batch.step([0, 1, 2, 3], [num_steps] * 4)
-            num_steps += 1
-        except MovesDueError:
-            num_refused += 1
+    while batch.num_computed_tokens[0] < 64:
+        with suppress(MovesDueError):
+            batch.plan([0, 1, 2, 3], 4)
     stop.set()
     taker.join()
-    taken += take(manager)
-    assert len(taken) == 4 * 7  # after 8, 16, ... 56 tokens
-    assert len({dst for _, dst, _ in taken} | {src for src, _, _ in taken}) == 4 * 8
+    taken += writes_of(batch)
+    places = [(row, num_tokens) for row, num_tokens, _ in taken]
+    assert sorted(places) == [(row, num_tokens) for row in range(4) for num_tokens in range(8, 65, 8)]
+    assert len({page_id for _, _, page_id in taken}) == 4 * 8
     batch.check()
-    manager.check()
+
+
+def writes_of(batch: RunningBatch) -> list[tuple[int, int, int]]:
+    """Take the writes that are due: row, number of tokens and page of each."""
+    writes = batch.take_moves().writes
+    return list(zip(writes.rows.tolist(), writes.num_tokens.tolist(), writes.page_ids.tolist(), strict=True))

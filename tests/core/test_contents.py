@@ -55,7 +55,8 @@ def test_everything_happens(name: str) -> None:
     for seed in range(6):
         counts += run_round(find_setting(name), seed, features=FEATURES)
     missing = [event for event in EVENTS.replace("\n", " ").split(", ") if not counts[event]]
-    assert missing == (["steps in flight"] if "state" in name else [])  # states at multiples cannot be ahead
+    assert not missing
+    assert (counts["states written"] > 0) == ("state" in name)
 
 
 def test_a_round_without_features_has_none() -> None:

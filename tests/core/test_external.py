@@ -20,7 +20,7 @@ from hybrids import (
     make_batch,
     make_manager,
     make_request,
-    take,
+    run,
 )
 from refusing import refused
 from settings import NUM_OPERATIONS
@@ -77,11 +77,12 @@ def test_a_refused_row_is_recognised_by_its_tokens_from_elsewhere() -> None:
 
 def test_a_state_is_of_all_tokens() -> None:
     batch = make_pending(FULL, STATE, num_external=16)
+    writes = batch.take_moves().writes
+    assert (writes.rows.tolist(), writes.num_tokens.tolist()) == ([0], [16])
     with refused(lambda: state_of(batch), ArgumentError, r"^row 0: got 15 tokens, allowed with a state: all 16"):
         batch.commit_external(0, 15)
     batch.commit_external(0, 16)
     batch.plan([0], 7)
-    assert take(batch) == [(5, 8, 1)]
     assert count_hits(batch._manager) == 16
     assert batch.admit(1, PROMPT[:30], num_external_tokens=3) == 16
     with refused(lambda: state_of(batch), MovesDueError, "^row 1: got moves"):
@@ -139,10 +140,12 @@ def test_tokens_that_were_entered_at_once_lose_their_entries() -> None:
 def test_a_request_with_a_state_starts_anew() -> None:
     manager = make_manager()
     request = start_pending(manager, 16)
+    assert manager.take_moves().writes.num_tokens.tolist() == [16]
     manager.commit_external(request, 16)
     request.num_computed_tokens = 16
-    manager.allocate_slots(request, 7)
-    manager.take_moves()
+    assert run(manager, request, 7) is not None
+    request.num_computed_tokens = 23
+    manager.free(request)
     other = make_request("other", 30)
     hits, num_hit_tokens = manager.get_computed_pages(other)
     manager.allocate_slots(other, 0, num_hit_tokens, hits, num_external_computed_tokens=9, delay_cache_pages=True)

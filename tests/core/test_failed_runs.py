@@ -18,7 +18,7 @@ from pagepool import CacheGroupSpec, CacheManager, EngineRequest, MambaSpec, Mul
 from pagepool.errors import ArgumentError, DoubleFreeError
 
 STATE = keep_every(None)
-AT_ENDS = MambaSpec(4, ((1, 1),), "float16", checkpoint_interval=8, checkpoints="ends")
+AT_ENDS = MambaSpec(4, ((1, 1),), "float16", checkpoint_interval=8)
 PROMPT = LONG_PROMPT[:20]  # five full pages
 
 make_manager = partial(make_hybrid, default=(FULL,))
@@ -33,7 +33,7 @@ def make_written(**options: Any) -> RunningBatch:
     groups = [CacheGroupSpec(FULL), CacheGroupSpec(AT_ENDS, pool="states")]
     settings = {name: options.pop(name) for name in ("caches", "restores_states") if name in options}
     manager = CacheManager({"kv": 60, "states": 20}, groups, 64, **settings)
-    return RunningBatch(manager, MultiGroupPageTable(4, 64, 64, [4, 4]), writes="anywhere", **options)
+    return RunningBatch(manager, MultiGroupPageTable(4, 64, 64, [4, 4]), **options)
 
 
 def admit(batch: RunningBatch, row: int, token_ids: list[int], **options: Any) -> Any:

@@ -204,11 +204,11 @@ def share_batch() -> tuple[Work, Call]:
 
 def share_states() -> tuple[Work, Call]:
     """Rows with states in a pool of their own, which steps write. Each thread takes the lists of all rows."""
-    state = MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoint_interval=64, checkpoints="ends")
+    state = MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoint_interval=64)
     groups = [CacheGroupSpec(FULL), CacheGroupSpec(state, pool="states")]
     manager = CacheManager({"kv": NUM_PAGES, "states": 64}, groups, 1 << 12)
     table = MultiGroupPageTable(NUM_THREADS + 2, 1 << 12, 1 << 12, [PAGE_SIZE] * 2)
-    batch = RunningBatch(manager, table, writes="anywhere")
+    batch = RunningBatch(manager, table)
     own = OwnRow(itertools.count(-1))  # the first is for this thread
 
     def run_row(row: int, rng: Random) -> None:

@@ -40,7 +40,7 @@ from pagepool._core import EntryJournal
 
 GROUPS = [CacheGroupSpec(spec) for spec in (FULL, WINDOW, CHUNK)]
 NUM_PAGES = 64
-ENDS = MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoint_interval=64, checkpoints="ends")
+ENDS = MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoint_interval=64)
 
 
 # Requests of a manager.
@@ -249,7 +249,7 @@ class StateRows(Rows):
         groups = [CacheGroupSpec(FULL), CacheGroupSpec(ENDS, pool="states")]
         self.manager = CacheManager({"kv": NUM_PAGES, "states": 12}, groups, 256)
         table = MultiGroupPageTable(3, 256, 256, [PAGE_SIZE] * len(groups))
-        self.batch = RunningBatch(self.manager, table, writes="anywhere", max_steps_ahead=1)
+        self.batch = RunningBatch(self.manager, table, max_steps_ahead=1)
         self.batch.admit(0, list(range(150)), step=self.batch.new_step())
         self.batch.admit(1, [*range(80), 5, 6, 7], step=self.batch.new_step())
         self.take_lists()

@@ -179,15 +179,12 @@ def test_a_row_that_ends_caches_what_its_last_tokens_allow(lookahead: int) -> No
 
 
 @pytest.mark.parametrize(("num_known", "hits"), [(16, 8), (17, 8), (18, 16), (19, 16)])
-def test_a_state_is_kept_if_its_lookahead_is_known_when_it_is_due(num_known: int, hits: int) -> None:
+def test_a_state_waits_until_its_lookahead_is_known(num_known: int, hits: int) -> None:
     manager = make_manager(FULL, STATE, use_eagle=True, lookahead=2)
-    request = EngineRequest("a", PROMPT[:num_known])
-    for num_new in (8, 8, 1):
-        if num_new == 1:
-            request.append_output_token_ids(PROMPT[num_known:17])
-        run(manager, request, num_new)
-        take(manager)
-    request.append_output_token_ids(PROMPT[request.num_tokens : 24])  # too late
+    request = EngineRequest("a", PROMPT[:16])
+    for _ in range(2):
+        run(manager, request, 8)
+    request.append_output_token_ids(PROMPT[16:num_known])
     manager.free(request)
     assert count_hits(manager) == hits
 

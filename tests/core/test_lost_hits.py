@@ -33,7 +33,7 @@ def make_manager(num_pages: dict[str, int], *further: CacheGroupSpec, **options:
 
 
 def run(manager: CacheManager, tokens: list[int], name: str = "a", on_call: Any = None, **attributes: Any) -> int:
-    """Run a request whose steps end at checkpoints, and return the tokens that it hit."""
+    """Run a request in steps that end at checkpoints, and return the tokens that it hit."""
     request = EngineRequest(name, tokens, **attributes)
     hits, num_hits = manager.get_computed_pages(request)
     ends = [*range(num_hits // INTERVAL * INTERVAL + INTERVAL, len(tokens), INTERVAL), len(tokens)]
@@ -98,7 +98,7 @@ def test_hits_that_are_lost_before_a_reset_are_not_found_after_it() -> None:
         run(manager, prompt(number))
     assert manager.reset_prefix_cache()
     request = EngineRequest("b", prompt(0))
-    assert manager.allocate_slots(request, request.num_tokens) is not None  # one step, which ends at no checkpoint
+    assert manager.allocate_slots(request, request.num_tokens) is not None  # its writes are not taken
     request.num_computed_tokens = request.num_tokens
     manager.free(request)
     assert run(manager, prompt(0)) == 0
@@ -159,14 +159,14 @@ def test_a_pool_of_attention_alone_counts_nothing() -> None:
 def test_refusals_and_passed_checkpoints_are_those_of_a_pool() -> None:
     manager = make_manager({"kv": 12, "states": 4})
     batch = make_batch(manager)
-    assert batch.admit(0, prompt(0, 16), max_num_new_tokens=8) == 0
     held = manager.pools["states"].get_new_page_ids(2)
-    assert batch.plan([0], 8).num_grown == 1  # no page of a state is left for the checkpoint after 8 tokens
+    assert batch.admit(0, prompt(0, 16), max_num_new_tokens=8) == 0  # no page is left for the checkpoint after 8 tokens
+    assert batch.plan([0], 8).num_grown == 1  # nor for that after 16
     batch.append([0], [1])
     kept = manager.pools["kv"].get_new_page_ids(manager.pools["kv"].get_num_free_pages())
     assert batch.plan([0], 1).num_grown == 0
     manager.pools["kv"].free_page_ids(kept)
-    assert batch.plan([0], 1).num_grown == 1  # nor for that after 16
+    assert batch.plan([0], 1).num_grown == 1
     assert manager.allocate_slots(EngineRequest("b", prompt(1)), 8) is None
     counts = {name: (pool.num_refusals, pool.num_passed_checkpoints) for name, pool in manager.stats().pools.items()}
     assert counts == {"kv": (1, 0), "states": (1, 2)}
@@ -174,14 +174,14 @@ def test_refusals_and_passed_checkpoints_are_those_of_a_pool() -> None:
 
 
 def test_a_checkpoint_that_is_cached_already_was_not_passed() -> None:
-    """Two requests compute the same tokens. The second one's states are equal to those cached."""
-    manager = make_manager({"kv": 24, "states": 8})
+    """Two requests compute the same tokens. The second one's states are equal to those cached, and no page is left for them."""
+    manager = make_manager({"kv": 24, "states": 5})
     for name in "ab":
         request = EngineRequest(name, prompt(0, 17))
         assert manager.allocate_slots(request, 16) is not None
+        manager.take_moves()
         request.num_computed_tokens = 16
         assert manager.allocate_slots(request, 1) is not None
-        manager.take_moves()
     assert manager.stats().pools["states"].num_passed_checkpoints == 0
 
 

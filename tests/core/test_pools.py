@@ -52,19 +52,20 @@ def test_ids_count_from_0_in_each_pool() -> None:
     manager = make_manager({"kv": 20, "states": 8})
     request = EngineRequest("a", list(range(20)))
     assert manager.allocate_slots(request, 8).get_page_ids() == ([1, 2], [1])
+    writes = manager.take_moves().writes
+    assert (writes.page_ids.tolist(), writes.group.tolist()) == ([2], [1])
     request.num_computed_tokens = 8
-    assert manager.allocate_slots(request, 12).get_page_ids() == ([3, 4, 5], [2])
-    copies = manager.take_moves().copies
-    assert (copies.src.tolist(), copies.dst.tolist(), copies.group.tolist()) == ([1], [2], [1])
-    request.num_computed_tokens = 20
+    assert manager.allocate_slots(request, 7).get_page_ids() == ([3, 4], [])
+    request.num_computed_tokens = 15
     manager.free(request)
-    assert manager.pools["states"].free_page_ids_in_order().tolist() == [3, 4, 5, 6, 7, 2, 1]  # 1 is the checkpoint
+    assert manager.pools["states"].free_page_ids_in_order().tolist() == [3, 4, 5, 6, 7, 1, 2]  # 2 is the checkpoint
     second = EngineRequest("b", list(range(20)))
     hits, num_hit_tokens = manager.get_computed_pages(second)
-    assert (hits.get_page_ids(), num_hit_tokens) == (([1, 2], [1]), 8)
-    assert [page.page_id for page in hits.pages[1]] == [1]
+    assert (hits.get_page_ids(), num_hit_tokens) == (([1, 2], [2]), 8)
+    assert [page.page_id for page in hits.pages[1]] == [2]
     manager.allocate_slots(second, 12, num_hit_tokens, hits)
-    assert manager.take_moves().copies.src.tolist() == [1]
+    copies = manager.take_moves().copies
+    assert (copies.src.tolist(), copies.dst.tolist(), copies.group.tolist()) == ([2], [3], [1])
     manager.check()
 
 
@@ -74,11 +75,12 @@ def test_rows_show_the_ids_of_their_pools() -> None:
     assert batch.admit(0, list(range(20))) == 0
     assert batch.get_page_ids(0) == ([1, 2, 3, 4, 5], [1], [1, 2, 3, 4, 5])
     assert [table.page_table_cpu[0, :5].tolist() for table in tables] == [[1, 2, 3, 4, 5], [1, 0, 0, 0, 0], [1, 2, 3, 4, 5]]
+    assert batch.take_moves().writes.page_ids.tolist() == [2, 3]
     batch.append([0], [7])
     result = batch.plan([0], 1)
-    assert (result.new_page_ids.tolist(), result.new_page_groups.tolist()) == ([6, 1], [0, 2])
-    assert tables[2].page_table_cpu[0, :6].tolist() == [0, 0, 0, 4, 5, 1]
-    assert manager.pools["windows"].free_page_ids_in_order().tolist() == [2, 3, 6, 7, 8]
+    assert (result.new_page_ids.tolist(), result.new_page_groups.tolist()) == ([6, 6], [0, 2])
+    assert tables[2].page_table_cpu[0, :6].tolist() == [0, 0, 0, 4, 5, 6]
+    assert sorted(manager.pools["windows"].free_page_ids_in_order()) == [1, 2, 3, 7, 8]
     batch.check()
 
 
@@ -129,25 +131,20 @@ def test_a_refusal_names_what_is_short() -> None:
 
 
 def test_a_checkpoint_leaves_a_state_for_each_free_row() -> None:
-    """Until its copy is taken a checkpoint holds a page, and no row may wait for that."""
+    """Until its step has run a checkpoint holds a page, and no row may wait for that."""
     manager = make_manager({"kv": 60, "states": 6})
     batch, _ = make_batch(manager, 4)
     for row in range(3):
         assert batch.admit(row, list(range(100 * row, 100 * row + 8))) == 0
-    batch.append([0, 1, 2], [1, 1, 1])
-    batch.plan([0, 1, 2], 1)
-    assert manager.stats().pools["states"].num_cached_pages == 1
+    assert batch.take_moves().writes.rows.tolist() == [0]
     assert batch.admit(3, list(range(300, 308))) == 0
     batch.check()
 
 
 def test_pages_reserved_for_attention_do_not_keep_a_state_from_its_checkpoint() -> None:
     manager = make_manager({"kv": 40, "states": 4})
-    request = EngineRequest("a", TOKENS)
-    assert manager.allocate_slots(request, 8) is not None
-    request.num_computed_tokens = 8
-    assert manager.allocate_slots(request, 4, num_reserved_pages=10) is not None
-    assert manager.stats().pools["states"].num_cached_pages == 1
+    assert manager.allocate_slots(EngineRequest("a", TOKENS), 8, num_reserved_pages=10) is not None
+    assert len(manager.take_moves().writes) == 1
 
 
 def test_pools_are_reset_and_evicted_by_name() -> None:
@@ -156,11 +153,11 @@ def test_pools_are_reset_and_evicted_by_name() -> None:
     for num_computed, num_tokens in ((0, 8), (8, 12)):
         request.num_computed_tokens = num_computed
         manager.allocate_slots(request, num_tokens)
+        manager.take_moves()
     request.num_computed_tokens = 20
-    manager.take_moves()
     manager.free(request)
-    assert (manager.stats().pools["kv"].num_cached_pages, manager.stats().pools["states"].num_cached_pages) == (5, 1)
-    assert manager.pools["states"].evict_pages([1]) == 1
+    assert (manager.stats().pools["kv"].num_cached_pages, manager.stats().pools["states"].num_cached_pages) == (5, 2)
+    assert manager.pools["states"].evict_pages([2, 3]) == 2
     assert manager.get_computed_pages(EngineRequest("b", list(range(20))))[1] == 0
     assert manager.reset_prefix_cache()
     assert manager.stats().num_cached_pages == 0
@@ -204,8 +201,9 @@ def test_a_shard_has_pages_of_each_pool() -> None:
     assert batch.admit(0, TOKENS, traits=RequestTraits(dp_shard=1)) == 0
     assert batch.admit(1, TOKENS, max_num_new_tokens=8, traits=RequestTraits(dp_shard=0)) == 0
     assert (batch.get_page_ids(0), batch.get_page_ids(1)) == (([16, 17, 18, 19, 20], [6]), ([1, 2], [1]))
+    assert batch.take_moves().writes.page_ids.tolist() == [7, 8, 2]
     assert kv.get_new_page_ids(2, dp_shard_hint=3, data_parallel_size=2).tolist() == [21, 22]
-    assert states.get_new_page_ids(5, dp_shard_hint=1, data_parallel_size=2).tolist() == [7, 8, 9, 10, 11]
+    assert states.get_new_page_ids(3, dp_shard_hint=1, data_parallel_size=2).tolist() == [9, 10, 11]
     with pytest.raises(OutOfPagesError, match=r"^pages: got 1 asked for, 0 free in shard 1, allowed: at most the free ones$"):
         states.get_new_page_ids(1, dp_shard_hint=1, data_parallel_size=2)
     assert batch.admit(2, [7] * 8, traits=RequestTraits(dp_shard=1)) is None
@@ -225,11 +223,12 @@ def test_a_shard_hits_in_itself_alone() -> None:
     assert [manager.get_computed_pages(EngineRequest("b", TOKENS), **place)[1] for place in placed] == [8, 0, 8]
     again = EngineRequest("c", TOKENS)
     assert manager.allocate_slots(again, 8, dp_shard_hint=0, data_parallel_size=2).get_page_ids() == ([1, 2], [1])
+    manager.take_moves()
     assert [manager.get_computed_pages(EngineRequest("d", TOKENS), **place)[1] for place in placed] == [8, 0, 8]
     again.num_computed_tokens = 8
     manager.allocate_slots(again, 12, data_parallel_size=2)
     hits, num_hit_tokens = manager.get_computed_pages(EngineRequest("e", TOKENS), **placed[1])
-    assert (hits.get_page_ids(), num_hit_tokens) == (([1, 2], [1]), 8)
+    assert (hits.get_page_ids(), num_hit_tokens) == (([1, 2], [2]), 8)
     page_hash = manager.pools["kv"].pages[17].page_hash
     found = [manager.pools["kv"].get_cached_page_ids(page_hash.page_hash, [0], **place).tolist() for place in placed]
     assert found == [[17], [2], [17]]
@@ -241,7 +240,7 @@ def test_pools_of_another_manager_have_their_shards() -> None:
     manager.allocate_slots(EngineRequest("a", TOKENS), 8, dp_shard_hint=1, data_parallel_size=2)
     again = make_manager({"kv": 32, "states": 12}, page_pool=manager.pools["kv"])
     again.check()
-    assert again.pools["states"].get_new_page_ids(2, dp_shard_hint=1, data_parallel_size=2).tolist() == [7, 8]
+    assert again.pools["states"].get_new_page_ids(2, dp_shard_hint=1, data_parallel_size=2).tolist() == [8, 9]
 
 
 def test_a_lease_of_a_request_has_pages_of_all_pools() -> None:
@@ -254,9 +253,9 @@ def test_a_lease_of_a_request_has_pages_of_all_pools() -> None:
         manager.take_moves()
     manager.free(request)
     lease = manager.lease(request, stop=8, seconds=30)
-    assert lease.page_ids_by_pool == {"kv": [1, 2], "windows": [1, 2], "states": [1]}
-    assert (lease.page_ids, len(lease)) == ([1, 2, 1, 1, 2], 5)
-    assert repr(lease) == "Lease(page_ids=[1, 2, 1, 1, 2], is_held=True)"
+    assert lease.page_ids_by_pool == {"kv": [1, 2], "windows": [1, 2], "states": [2]}
+    assert (lease.page_ids, len(lease)) == ([1, 2, 2, 1, 2], 5)
+    assert repr(lease) == "Lease(page_ids=[1, 2, 2, 1, 2], is_held=True)"
     assert [pool.num_leased_pages for pool in manager.stats().pools.values()] == [2, 2, 1]
     assert [pool.num_held_pages for pool in manager.stats().pools.values()] == [2, 2, 1]
     for pool in manager.pools.values():
@@ -292,12 +291,12 @@ def test_leases_may_hold_a_share_of_each_pool() -> None:
     manager = make_manager({"kv": 41, "states": 6})
     batch, _ = make_batch(manager, 2)
     batch.admit(0, TOKENS[:8])
+    batch.take_moves()
     batch.append([0], [1])
     batch.plan([0], 1)
-    batch.take_moves()
     assert manager.max_num_leased_pages == 8 + 1
     lease = batch.lease(0, stop=8, seconds=30)
-    assert lease.page_ids_by_pool == {"kv": [1, 2], "states": [1]}
+    assert lease.page_ids_by_pool == {"kv": [1, 2], "states": [2]}
     with pytest.raises(LeaseBudgetError, match=r"to lease of the pool 'states': got 1 more, 1 are leased, allowed: 1 in all$"):
         batch.lease(0, stop=8, seconds=30)
     assert batch.lease(0, stop=4, seconds=30).page_ids == [1]
@@ -403,10 +402,10 @@ def test_a_policy_serves_the_first_pool() -> None:
     compute_states(manager, "abc")
     assert manager.get_computed_pages(EngineRequest("asked", [ord("a"), *range(8)]))[1] == 8
     manager.pools["kv"].touch_page_ids([1, 2])
-    manager.pools["states"].touch_page_ids([1])
+    manager.pools["states"].touch_page_ids([2])
     assert manager.stats().num_hit_pages == 2
     manager.pools["kv"].free_page_ids([2, 1])
-    manager.pools["states"].free_page_ids([1])
+    manager.pools["states"].free_page_ids([2])
     assert list_states(manager, "abc", "states") == "bca"
     manager.check()
 
@@ -451,7 +450,7 @@ def test_a_checkpoint_stays_while_another_page_has_its_keys_and_values() -> None
 def test_a_checkpoint_that_is_held_stays() -> None:
     manager = make_manager({"kv": 11, "states": 8}, eviction="adaptive")
     compute_states(manager, "a")
-    lease = manager.pools["states"].lease([1])
+    lease = manager.pools["states"].lease([2])
     manager.pools["kv"].get_new_page_ids(10)
     assert count_cached(manager) == {"kv": 0, "states": 1}
     lease.release()
@@ -555,15 +554,15 @@ def test_each_pool_shows_its_pages() -> None:
     assert batch.get_page_ids(0) == ([1, 2, 3, 4, 5], [1])
     assert (len(kv.pages), len(states.pages)) == (32, 12)
     assert [page.page_id for page in states.pages] == list(range(12))
-    assert [page.ref_cnt for page in states.pages[1:3]] == [1, 0]
+    assert [page.ref_cnt for page in states.pages[1:5]] == [1, 1, 1, 0]
     assert states.pages[-1].page_id == 11
     with pytest.raises(PageIdError, match=r"^page id: got 12, allowed in the pool 'states': 0 to 11$"):
         assert states.pages[12]
     page_ids = states.get_new_page_ids(2)
-    assert page_ids.tolist() == [2, 3]
-    assert states.ref_counts().tolist() == [0, 1, 1, 1, *[0] * 8]
+    assert page_ids.tolist() == [4, 5]
+    assert states.ref_counts().tolist() == [0, 1, 1, 1, 1, 1, *[0] * 6]
     states.free_page_ids(page_ids)
-    assert states.get_num_free_pages() == 10
+    assert states.get_num_free_pages() == 8
     assert repr(kv).startswith("PagePool(num_pages=32, num_free_pages=26, num_cached_pages=5, ")
-    assert repr(states).startswith("PagePool(num_pages=12, num_free_pages=10, num_cached_pages=0, ")
+    assert repr(states).startswith("PagePool(num_pages=12, num_free_pages=8, num_cached_pages=0, ")
     assert kv.get_num_free_pages() == 26

@@ -44,7 +44,7 @@ def test_pools_without_pressure_hit_what_one_pool_hits(setting: Setting) -> None
         free = [row for row in range(NUM_ROWS) if row not in rows]
         if free and rng.random() < 0.7:
             tokens = [*rng.choice(families)[: rng.randint(1, setting.max_model_len - 2)], rng.randrange(3)]
-            options = {"num_tokens": rng.randint(1, len(tokens)), "ends_at_checkpoint": rng.random() < 0.5}
+            options = {"num_tokens": rng.randint(1, len(tokens))}
             hits = [batch.admit(free[0], tokens, **admission(**options)) for batch in batches]
             assert hits[0] == hits[1] is not None, f"turn {turn}: {hits}"
             num_hit_tokens += hits[0]

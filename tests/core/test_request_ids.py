@@ -39,7 +39,6 @@ CALLS: dict[str, Call] = {
     "expect": lambda manager, request: manager.expect(request, seconds=1),
     "find_wrong_token": lambda manager, request: manager.find_wrong_token(request, None),  # type: ignore[arg-type]
     "get_num_common_prefix_pages": lambda manager, request: manager.get_num_common_prefix_pages(request, 1),
-    "find_next_checkpoint": lambda manager, request: manager.find_next_checkpoint(request),
 }
 MESSAGE = "^request 'a': got another object than the one that holds pages under this id, allowed: that object, or another id$"
 

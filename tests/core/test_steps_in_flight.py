@@ -16,7 +16,6 @@ import pytest
 from admissions import admission
 from flight_engine import CACHES, FLIGHT_SETTINGS, FlightEngine
 from hybrids import FULL, MAX_MODEL_LEN, NUM_ROWS, PAGE_SIZE, PROMPT, batch_state, make_manager
-from managing import grouped
 from refusing import refused
 from settings import Setting, scale
 
@@ -33,16 +32,14 @@ from pagepool import (
 from pagepool.errors import (
     ArgumentError,
     RequestTooLargeError,
-    StateAheadError,
 )
 
-AT_ENDS = MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoint_interval=16, checkpoints="ends")
+KEPT = MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoint_interval=16)
 
 
 def make_batch(*specs: Any, num_pages: int = 60, tier: int = 0, caches: Any = "scheduled", **options: Any) -> RunningBatch:
     """Return a batch that plans a step ahead."""
     settings: dict[str, Any] = {"host_tier": HostTier(tier) if tier else None, "caches": caches}
-    settings["restores_states"] = options.pop("restores_states", False)
     manager = make_manager(*specs, default=(FULL,), num_pages=num_pages, **settings)
     sizes = [PAGE_SIZE] * len(manager.kv_cache_groups)
     tables = MultiGroupPageTable(NUM_ROWS, MAX_MODEL_LEN, MAX_MODEL_LEN, sizes)
@@ -206,29 +203,20 @@ def test_a_row_that_no_pool_can_hold_is_too_large() -> None:
         batch.plan([0])
 
 
-def test_drafts_need_restored_states() -> None:
-    """A state behind drafts that are rejected would be a checkpoint."""
-    groups = [CacheGroupSpec(FULL), CacheGroupSpec(AT_ENDS, pool="states")]
-    for options in ({}, {"restores_states": True}):
-        manager = CacheManager({"kv": 60, "states": 12}, groups, MAX_MODEL_LEN, **grouped(**options))
-        tables = MultiGroupPageTable(NUM_ROWS, MAX_MODEL_LEN, MAX_MODEL_LEN, [PAGE_SIZE] * 2)
-        batch = RunningBatch(manager, tables, max_steps_ahead=1, writes="anywhere")
-        step = start(batch, 15, resume_at=[16])
-        batch.admit(1, PROMPT[20:33], max_num_new_tokens=12, step=step, traits=RequestTraits(resume_at=[16]))
-        batch.take_moves()
-        calls = [
-            lambda: batch.plan([0], 1, 1),  # noqa: B023
-            lambda: batch.plan([1], 1, 3, step=batch.new_step()),  # noqa: B023
-            lambda: batch.admit(2, PROMPT[40:55], num_drafts=3, step=batch.new_step()),  # noqa: B023
-        ]
-        for call in calls:
-            if not options:
-                with refused(lambda: batch.num_ahead_tokens.tolist(), StateAheadError, "allowed for states that are kept"):  # noqa: B023
-                    call()
-            else:
-                call()
-                assert len(batch.take_moves().writes) == 0
-        batch.check()
+def test_steps_ahead_write_no_state_among_drafts() -> None:
+    groups = [CacheGroupSpec(FULL), CacheGroupSpec(KEPT, pool="states")]
+    manager = CacheManager({"kv": 60, "states": 12}, groups, MAX_MODEL_LEN)
+    tables = MultiGroupPageTable(NUM_ROWS, MAX_MODEL_LEN, MAX_MODEL_LEN, [PAGE_SIZE] * 2)
+    batch = RunningBatch(manager, tables, max_steps_ahead=1)
+    step = start(batch, 15, resume_at=[16])
+    batch.admit(1, PROMPT[20:33], max_num_new_tokens=12, step=step, traits=RequestTraits(resume_at=[16]))
+    assert len(batch.take_moves().writes) == 0
+    batch.plan([0], 1, 1)
+    assert batch.take_moves().writes.num_tokens.tolist() == [16]  # after the token in flight
+    batch.plan([1], 1, 3, step=batch.new_step())
+    batch.admit(2, PROMPT[40:55], num_drafts=3, step=batch.new_step())
+    assert len(batch.take_moves().writes) == 0
+    batch.check()
 
 
 def test_a_set_whose_step_is_in_flight_is_not_written_again() -> None:
@@ -451,7 +439,6 @@ def test_steps_in_flight_read_what_was_computed(setting: Setting, caches: str) -
     counts: Counter[str] = Counter()
     for seed in range(scale(15, 5)):
         depth, num_drafts = seed % 3, (2 * seed + seed // 3) % 4
-        depth *= not any(group.interval and not group.at_ends for group in setting.groups)
         try:
             counts += FlightEngine(setting, seed, depth, num_drafts, caches).run()
         except Exception as error:

@@ -564,10 +564,10 @@ def test_the_same_rows_of_a_batch_from_several_threads(num_threads: int, seed: i
 @num_threads
 def test_states_are_written_while_rows_change(num_threads: int, seed: int) -> None:
     """Each write that is taken is of a row and a boundary, and no page is lost."""
-    state = MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoint_interval=8, checkpoints="ends")
+    state = MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoint_interval=8)
     manager = make_manager(200, FULL, state)
     tables = MultiGroupPageTable(4, 256, 64, [PAGE_SIZE, PAGE_SIZE])
-    batch = RunningBatch(manager, tables, writes="anywhere", max_steps_ahead=seed % 2)
+    batch = RunningBatch(manager, tables, max_steps_ahead=seed % 2)
     num_taken = [0] * num_threads
 
     def work(rng: Random, number: int) -> None:

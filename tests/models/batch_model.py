@@ -245,14 +245,13 @@ class OracleRows(Rows):
         self.refusal: pagepool.Refusal | None = None
         self._numbers = itertools.count()
         manager.states.divide(manager.pools.shard_of_hint(0, setting.data_parallel_size))
-        manager.states.may_pass |= setting.max_steps_ahead > 0
-        self.writes = OracleWrites(manager, setting.writes == "anywhere")
+        self.writes = OracleWrites(manager)
         self.caches_computed = caches == "computed"
         manager.page_pool.prefers_held |= self.caches_computed
         has_windows = any(group.span for group in setting.groups)
         is_late = self.caches_computed or (manager.keys.lookahead > 0 and manager.enable_caching)
         self.settles_before = is_late or has_windows or manager.writes_states  # before the next step is planned
-        self.enters_before = self.settles_before and (has_windows or manager.has_state)
+        self.enters_before = self.settles_before and (has_windows or manager.writes_states)
 
     def take_moves(self) -> Taken:
         return self.as_package(self.manager.take_pool_moves())._replace(writes=self.writes.take(self.requests))
@@ -351,7 +350,6 @@ class OracleRows(Rows):
         num_reserved_pages: int = 0,
         look_up: bool = True,
         is_preempted: bool = False,
-        ends_at_checkpoint: bool = False,
         num_external_tokens: int = 0,
         resume_at: Sequence[int] = (),
         num_drafts: int = 0,
@@ -361,7 +359,6 @@ class OracleRows(Rows):
     ) -> int | None:
         self.refusal = None
         joined = self._open_step(step)
-        self.require_drafts(num_drafts)
         request = Request(f"row{next(self._numbers)}", list(token_ids), **attributes)
         request.sampling_params = None if look_up else WITH_LOGPROBS
         request.resume_at = resume_at
@@ -379,14 +376,10 @@ class OracleRows(Rows):
         if self.manager.windows is not None:
             self.manager.windows.external_ends[request.request_id] = num_hits + num_external if num_external else 0
             self.manager.windows.begin(request)
-        if ends_at_checkpoint and self.manager.states.interval:
-            ends = (end for end in range(num_computed, num_hits, -1) if self.manager.states.is_checkpoint(request, end))
-            num_computed = next(ends, num_computed)
         num_computed = num_hits + num_external if num_external else num_computed
         num_slots = len(token_ids) if reserve else num_computed
         num_slots = min(num_slots + num_drafts, self.setting.max_model_len)
         num_planned = num_computed if reserve and num_computed < len(token_ids) else num_slots  # drafts follow the prompt
-        self.manager.states.require_behind(request, num_hits, num_computed, num_planned - num_computed)
         self.manager.require_fit(request, num_slots, hits, shard)
         num_missing = self.manager._num_missing_pages(request, num_slots, hits)
         number = None if shard is None else dp_shard % self.setting.data_parallel_size
@@ -408,18 +401,16 @@ class OracleRows(Rows):
         self.nums_external[row] = num_external
         self._begin_stay(row)
         self.planned[row] = num_computed - num_external
-        num_written = num_computed
         if not num_external:
             samples = num_computed == len(token_ids)
             self.planned[row] = num_planned if samples else num_computed
             num_drafts = self.planned[row] - num_computed
             self.launches[row] = [Launch(self._number(joined), num_hits, num_drafts, samples and step is not None)]
-            num_written = self._count_written(row)
         self._derive(row)
         self._note_pages(row, [kind.num_places(num_hits) for kind in self.manager.kinds])
         if step is not None and not num_external:
             self._add_to(joined, [row])
-        self.writes.plan(request, num_written, self._shard_of(row), self._count_others_without_state(row), num_external > 0)
+        self.writes.plan(request, num_computed, self._shard_of(row), self._count_others_without_state(row), num_external > 0)
         self._show(row)
         return num_hits
 
@@ -428,15 +419,12 @@ class OracleRows(Rows):
         self.stays[row] = self.num_stays
 
     def _count_written(self, row: int) -> int:
-        """Count the tokens up to which planned steps write states: no draft is among them."""
-        is_ahead = self.setting.max_steps_ahead and not self.manager.restores_states
-        return self.planned[row] if is_ahead else min(self.planned[row], self.requests[row].num_tokens)
-
-    def require_drafts(self, num_drafts: int) -> None:
-        """Refuse drafts that change states which are kept, while steps are in flight."""
-        is_ahead = self.setting.max_steps_ahead and not self.manager.restores_states
-        if num_drafts and is_ahead and self.manager.writes_states:
-            raise ValueError("drafts would change states")
+        """Count the positions up to the last of the newest launch that stays: no draft, and none behind drafts in flight."""
+        *earlier, launch = self.launches[row]
+        num_tokens = self.requests[row].num_tokens
+        if launch.before < num_tokens or any(other.num_drafts and other.is_awaited for other in earlier):
+            return min(self.planned[row], num_tokens)
+        return launch.before + 1
 
     def probe(self, row: int, token_ids: list[int], dp_shard: int | None = None, **attributes: Any) -> int:
         if self.requests[row] is not None:
@@ -459,9 +447,6 @@ class OracleRows(Rows):
                 raise ValueError("no token in flight, or too many steps")
             if num_left <= 0 and self.planned[row] >= self.setting.max_model_len:
                 raise ValueError("no room")
-            self.require_drafts(num_ahead)
-            if num_left > 0:
-                self.manager.states.require_behind(self.requests[row], 0, self.planned[row] + num_new, num_ahead)
             num_ended = max(0, len(self.launches[row]) - self.setting.max_steps_ahead)
             plans.append(Plan(row, [], self.planned[row], num_new if num_left > 0 else 1, num_ahead, num_ended))
         return self._plan_all(plans, joined, step)
@@ -542,11 +527,12 @@ class OracleRows(Rows):
         self.launches[row].append(Launch(number, plan.before, self.planned[row] - end, samples))
         request.num_computed_tokens = num_before
         num_free_rows = self._count_others_without_state(row)
-        manager.states.keep(request, shard, 0, num_free_rows)
-        self.writes.plan(request, self._count_written(row), shard, num_free_rows)
         self._derive(row)
         if not self.caches_computed:
             manager._enter_full_pages(request, self._final(request, request.num_computed_tokens, 0))
+        if manager.writes_states:
+            manager._enter_waiting()
+        self.writes.plan(request, self._count_written(row), shard, num_free_rows)
         return None
 
     def _explain(self, row: int, num_missing: list[int]) -> pagepool.Refusal | None:
@@ -815,14 +801,6 @@ class OracleRows(Rows):
     def lease_span(self, row: int, *span: int | None, seconds: Any) -> dict[str, list[int]]:
         return self.leased_by(self.manager.lease_span(self.requests[row], *span, seconds=seconds))
 
-    def find_next_checkpoint(self, rows: list[int]) -> list[int]:
-        return [self._find_next_checkpoint(self.requests[row]) for row in rows]
-
-    def _find_next_checkpoint(self, request: Any) -> int:
-        most = self.manager.max_model_len
-        ends = range(request.num_computed_tokens + 1, most if self.manager.states.interval else 0)
-        return next((end for end in ends if self.manager.states.is_checkpoint(request, end)), most)
-
     # release and moves
 
     def release(self, rows: list[int], seconds: Any = None) -> None:
@@ -841,8 +819,6 @@ class OracleRows(Rows):
         for row, term in zip(rows, terms, strict=True):
             request, num_final = self.requests[row], self.count_final(row)
             with self._noting_filled(row) as written:
-                if not has_failed and num_final == request.num_computed_tokens:
-                    self._keep_last(row, term)
                 self._order_filled(row)
                 manager.states.copies.drop(manager.pages_of(request))
                 if not has_failed:
@@ -857,14 +833,6 @@ class OracleRows(Rows):
             self.stays[row] = self.planned[row] = self.nums_external[row] = 0
             self.launches[row] = []
             self._show(row)
-
-    def _keep_last(self, row: int, term: int) -> None:
-        """Keep the working pages of a row that ends as checkpoints."""
-        request, entries = self.requests[row], self.manager.page_pool.entry_of_page
-        states = [page for page in self.manager.pages_of(request) if page not in entries]
-        self.manager.states.keep_last(request, None, term)
-        for page in sorted(page for page in states if page in entries):
-            self._note_filled(row, page, entries[page], request.num_computed_tokens, -1)
 
     def _order_filled(self, row: int) -> None:
         """Put the entries of a row's pages, in the order of groups, behind those of rows that ended before."""
@@ -955,7 +923,10 @@ class OracleRows(Rows):
             if self.manager.has_state and 0 < length < request.num_computed_tokens:
                 raise ValueError("a state has seen what is cut")
             if self._changes_pages(row, length):
-                self.manager.check_return(request, length, self._find_restart(row, length, length)[0])
+                restart = self._find_restart(row, length, length)[0]
+                if self.manager.has_state and 0 < restart < request.num_computed_tokens:
+                    raise ValueError("a state has seen what is computed again")
+                self.manager.check_return(request, length, restart)
         for row, length in lengths:
             if self._changes_pages(row, length):
                 self._restart(row, length, length)
@@ -1017,7 +988,7 @@ class BatchRows(Rows):
     def __init__(self, manager: pagepool.CacheManager, setting: Setting, num_rows: int, **options: Any) -> None:
         super().__init__(manager)
         tables = make_tables(setting, num_rows)
-        options |= {"writes": setting.writes, "max_steps_ahead": setting.max_steps_ahead}
+        options["max_steps_ahead"] = setting.max_steps_ahead
         self.batch = pagepool.RunningBatch(manager, tables, data_parallel_size=setting.data_parallel_size, **options)
         self.tables = getattr(tables, "page_tables", (tables,))
         self.on_device = [table.page_table_cpu.copy() for table in self.tables]
@@ -1117,11 +1088,6 @@ class BatchRows(Rows):
     def rewind(self) -> tuple[list[int], list[int]]:
         self.named = set(range(self.batch.num_tokens.size))
         return self.batch.rewind(self.failed)
-
-    def find_next_checkpoint(self, rows: list[int]) -> list[int]:
-        places = self.batch.find_next_checkpoint(self._formed(rows))
-        assert places.dtype == np.int32
-        return places.tolist()
 
     def fork(self, row: int, targets: list[int]) -> None:
         self.named = {row, *targets}

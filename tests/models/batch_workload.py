@@ -98,13 +98,8 @@ class BatchWorkload(Workload):
             return False
         return self.num_left(row) > 0 or (has_room and 1 <= len(awaited) <= self.model.setting.max_steps_ahead)
 
-    @property
-    def can_draft(self) -> bool:
-        """Whether drafts are allowed, or refused alone where they pass a checkpoint."""
-        return not self.setting.writes_states or not self.model.setting.max_steps_ahead or self.model.manager.restores_states
-
     def draw_drafts(self) -> int:
-        return self.rng.choice((0, 0, 1, 3, self.max_tokens)) if self.can_draft else 0
+        return self.rng.choice((0, 0, 1, 3, self.max_tokens))
 
     def num_appendable(self, row: int) -> int:
         return self.max_tokens - self.num_tokens(row)
@@ -163,24 +158,22 @@ class BatchWorkload(Workload):
         if self.setting.data_parallel_size is not None:
             options["dp_shard"] = rng.choice((None, *range(2 * self.setting.data_parallel_size)))
         if self.features.states:
-            options |= self._checkpoint_options(options, num_tokens)
+            self._align(options, num_tokens)
         if self.features.external and rng.random() < 0.4:
             options["num_external_tokens"] = rng.choice((rng.randint(1, num_tokens), num_tokens, 1, 2**40))
         if resume_at := self.draw_places():
             options["resume_at"] = resume_at
-        if rng.random() < 0.3 and self.can_draft:
+        if rng.random() < 0.3:
             options["num_drafts"] = rng.choice((1, 3, self.max_tokens))
         if rng.random() < 0.15:
             options["reserve"] = "prompt"
         return options
 
-    def _checkpoint_options(self, options: dict[str, Any], num_tokens: int) -> dict[str, Any]:
-        """Let an admission often end at a checkpoint."""
-        is_aligned = num_tokens > self.interval and self.rng.random() < 0.5
-        if is_aligned:
+    def _align(self, options: dict[str, Any], num_tokens: int) -> None:
+        """Let an admission often end at a multiple of the interval."""
+        if num_tokens > self.interval and self.rng.random() < 0.5:
             options.pop("num_tokens", None)
             options["max_num_new_tokens"] = self.rng.randint(1, num_tokens // self.interval) * self.interval
-        return {"ends_at_checkpoint": True} if self.rng.random() < 0.3 else {}
 
     @property
     def interval(self) -> int:
@@ -287,7 +280,7 @@ class BatchWorkload(Workload):
     def chunk(self) -> None:
         """Compute some rows up to the next checkpoint, with all the tokens that it takes, or without."""
         rows = self.some(self.rows())
-        stops = self.twins.call("find_next_checkpoint", rows)
+        stops = [self.model.manager.states.next_checkpoint(self.model.requests[row]) for row in rows]
         nums_new = {}
         for row, stop in zip(rows, stops, strict=True):
             num_unknown = stop - self.num_tokens(row)
@@ -295,9 +288,6 @@ class BatchWorkload(Workload):
                 self.twins.call("append", [row] * num_unknown, self._tokens(num_unknown))
             nums_new[row] = min(stop - self.model.requests[row].num_computed_tokens, self.num_left(row))
         self.plan_all([row for row in rows if nums_new[row]], nums_new, 0)
-
-    def find_checkpoints(self) -> None:
-        self.twins.call("find_next_checkpoint", self.some(self.rows()))
 
     def append(self) -> None:
         """Let rows know tokens that are not yet computed."""
@@ -332,10 +322,16 @@ class BatchWorkload(Workload):
     def fail_step(self) -> None:
         """Let one of the last steps fail, and with it those behind; then settle these, or let them fail too."""
         for _ in range(self.rng.choice((1, 1, 2))):
-            steps = self.steps_in_flight()
+            steps = [step for step in self.steps_in_flight() if not self._has_run_in_part(step)]
             if steps:
                 self._remember(self.rows())
                 self.twins.call("fail_step", steps[0] if self.rng.random() < 0.3 else self.rng.choice(steps))
+
+    def _has_run_in_part(self, step: int) -> bool:
+        """Whether a row has got its token of a step otherwise: then the step has run."""
+        model, number = self.model, self.model.steps[step].number
+        rows = [model.stays.index(stay) for stay, _ in model.steps[step].members if stay in model.stays]
+        return any(all(launch.step != number for launch in model.launches[row]) for row in rows)
 
     def misuse_steps(self) -> None:
         """Settle what was settled, or with other tokens."""

@@ -97,7 +97,7 @@ class Simulation:
         is_late = self.fronts_classes == (ManagerFront,)  # rows cache late where steps are resolved: see `FlightEngine`
         caches = CACHES[seed // len(EVICTION) % len(CACHES)] if is_late else "scheduled"
         self.options: dict[str, Any] = {
-            "hash_seed": seed, "eviction": eviction, "restores_states": True, "caches": caches
+            "hash_seed": seed, "eviction": eviction, "caches": caches
         }  # fmt: skip
         if self.fronts_classes == (ManagerFront,):
             self.options |= self.rng.choice(list(HASHING.values()))
@@ -218,7 +218,8 @@ class Simulation:
             job.session_id, job.tenant = self.rng.choice(("a", "b", None)), self.rng.choice(("x", "y", None))
         if rng.random() < 0.35:
             self._make_special(job)
-        if self.setting.windows is not None and not self.setting.has_state and rng.random() < 0.3:
+        has_places = self.setting.writes_states or (self.setting.windows is not None and not self.setting.has_state)
+        if has_places and rng.random() < 0.3:
             job.resume_at = rng.choices(range(most), k=rng.randint(1, 4))
         return job
 
@@ -426,7 +427,7 @@ class Simulation:
         for work in works:
             work.job.num_drafted_tokens = min(work.job.num_drafted_tokens, work.start)
             self._write(work)
-            self.world.draft(work)
+            self.world.draft(work, has_run=False)
         cuts = self._fail(self._choose_failure(works)) if works and may_fail else {}
         for work in works:
             if work.job not in cuts and (not self._reads_right(work) or work in wrong):
@@ -456,6 +457,9 @@ class Simulation:
                 written = written[-1:]
             if written:
                 self.device.write(group_id, work.find_slots(group_id, start, stop), written)
+        for write in work.writes:
+            if start < write.num_tokens <= stop:
+                self.device.write(write.group, self.world.slot_of(write), [work.histories[write.num_tokens - 1]])
 
     def _spoil(self, work: Work, start: int, stop: int, spared: Collection[int] = (), is_state_kept: bool = False) -> None:
         """Write garbage into slots, some pages spared."""
@@ -469,6 +473,9 @@ class Simulation:
                 page_ids = [int(slot) // group.page_size for slot in slots]
                 slots = slots[[self.books.pools.record_of(page_id, group_id) not in spared for page_id in page_ids]]
             self.device.write(group_id, slots, [self.histories.make_garbage()] * len(slots))
+        for write in () if is_state_kept else work.writes:
+            if start < write.num_tokens <= stop and self.books.holds(work, write):
+                self.device.write(write.group, self.world.slot_of(write), [self.histories.make_garbage()])
 
     def _has_right_states(self, work: Work) -> bool:
         """Compare the states with which a step begins."""

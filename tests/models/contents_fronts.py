@@ -19,7 +19,7 @@ import numpy as np
 from admissions import admission
 from contents_device import Device, find_first_read, require
 from contents_index import NULL_PAGE
-from contents_request import Job
+from contents_request import Job, Write
 from contents_states import StateBooks
 from oracle import PREEMPTED, RUNNING
 from pool_ranges import Shard
@@ -56,6 +56,8 @@ class World:
     preempt: Callable[[], Job | None] = lambda: None  # preempts some job, if there is any
     fronts: list[Any] = field(default_factory=list)
     store: Any = None  # behind the tier
+    num_steps: int = 0  # for which moves were taken
+    last_steps: Counter[int] = field(default_factory=Counter)  # the last one with moves of each caller
 
     @property
     def jobs(self) -> list[Job]:
@@ -67,32 +69,76 @@ class World:
         never = None if "tier" in self.features else math.inf
         return self.rng.choice((None, never, 0, 2, 60, 2.0 ** self.rng.uniform(0, 17)))
 
-    def take_moves(self) -> None:
-        """Take the moves that are due; they are made before the step that is being scheduled."""
-        moves, due = self.late_moves if self.is_second else self.moves, self.manager.take_moves()
-        if self.books.tier is not None:
-            taken = self.books.tier.take(due, self.books.index, not self.books.is_between)
-            moves += [partial(self.books.tier.make, taken)] if taken else []
-            if self.store is not None:
-                self.store.absorb()
-        copies = copies_of(due.copies)
-        destinations = [self.books.pools.record_of(destination, group_id) for _, destination, group_id in copies]
-        moves.append(partial(self.device.copy, copies))
+    def take_moves(self, takers: Sequence[Any] = ()) -> None:
+        """Take the moves that are due, from the manager and from batches whose rows write states, or from other `takers`; they
+        are made before the step that is being scheduled.
+        """
+        if not takers:
+            takers = [self.manager, *(front.batch for front in self.fronts if self.books.state_ids and front.has_rows)]
+        for taker in self.rng.sample(takers, len(takers)):
+            self._take_moves(taker)
+        moves = self.late_moves if self.is_second else self.moves
         for work, stay in self.forks:
             if work.job.front is not None and work.job.stay == stay:
                 self.draft(work, lambda *draft: moves.append(partial(self.device.draft, *draft)))
-        self.copied.update(destinations)
         self.forks = []
-        require(all(self.books.holders[page_id] for page_id in destinations), "a copy into a page that nobody holds", copies)
-        require(len(set(destinations)) == len(destinations), "two copies into one page", copies)
-        require(self.books.are_copies_due or not copies, "copies that nobody asked for", copies)
+        self.books.copies.clear()
         self.books.are_copies_due = self.books.is_between = False
         self.books.num_taken += 1
         self.counts["calls"] += 1
+
+    def _take_moves(self, taker: Any) -> None:
+        moves, due = self.late_moves if self.is_second else self.moves, taker.take_moves()
+        if self.books.tier is not None:
+            taken = self.books.tier.take(due, self.books.index, self.begins_step(taker))
+            moves += [partial(self.books.tier.make, taken)] if taken else []
+            if self.store is not None:
+                self.store.absorb()
+        self._take_writes(taker, due.writes)
+        copies = copies_of(due.copies)
+        destinations = [self.books.pools.record_of(destination, group_id) for _, destination, group_id in copies]
+        moves.append(partial(self.device.copy, copies))
+        self.copied.update(destinations)
+        require(all(self.books.holders[page_id] for page_id in destinations), "a copy into a page that nobody holds", copies)
+        require(len(set(destinations)) == len(destinations), "two copies into one page", copies)
+        require(self.books.are_copies_due or not copies, "copies that nobody asked for", copies)
         self.counts["copies"] += len(copies)
 
-    def draft(self, work: Work, write: Callable[..., None] | None = None) -> None:
-        """Let the drafter of a job `write` its values for tokens whose lookahead is known by now."""
+    def begins_step(self, taker: Any) -> bool:
+        """Whether a caller that takes moves begins a step of the tier: the first one to take those of the step does."""
+        last, self.books.is_between, is_between = self.last_steps[id(taker)], False, self.books.is_between
+        if is_between:
+            return False
+        is_next = last == self.num_steps
+        self.num_steps += is_next
+        self.last_steps[id(taker)] = self.num_steps
+        return is_next
+
+    def _take_writes(self, taker: Any, writes: Any) -> None:
+        """Let the last works of jobs write their states."""
+        [front] = [front for front in self.fronts if front.has_rows and front.batch is taker] or [None]
+        names: Sequence[Any] = writes.request_ids if front is None else writes.rows.tolist()
+        columns = writes.num_tokens.tolist(), writes.page_ids.tolist(), writes.group.tolist()
+        for name, num_tokens, page_id, group_id in zip(names if len(writes) else (), *columns, strict=True):
+            job = front.jobs[name] if front is not None else self._find_request(name)
+            shard = self.books.find_shard(job.dp_shard) if front is not None else None
+            write = self.books.take_write(job, self.books.pools.record_of(page_id, group_id), num_tokens, group_id, shard)
+            work = [work for entry in job.front.plan for work in entry.works if work.job is job][-1]
+            first = max(work.start + 1, work.start + work.num_transferred)
+            require(first <= num_tokens <= work.stop, "a write of a state that the step does not have", job, num_tokens, first)
+            work.writes.append(write)
+        require(front is not None or writes.rows is None or not len(writes), "rows of requests", writes)
+        self.counts["states written"] += len(writes)
+
+    def _find_request(self, request_id: str) -> Job:
+        fronts = [front for front in self.fronts if not front.has_rows]
+        [job] = [job for front in fronts for job in front.jobs.values() if job.request_id == request_id]
+        return job
+
+    def draft(self, work: Work, write: Callable[..., None] | None = None, *, has_run: bool = True) -> None:
+        """Let the drafter of a job `write` its values for tokens whose lookahead is known by now. Once steps have run, pages of
+        states that were cached may be those of others.
+        """
         job, lookahead, write = work.job, self.setting.lookahead, write or self.device.draft
         start, stop = job.num_drafted_tokens, min(work.stop, job.num_tokens - lookahead)
         if not lookahead or start >= stop:
@@ -104,7 +150,15 @@ class World:
                 write(group_id, slots, histories[start + lookahead :])
             elif stop == work.stop:
                 write(group_id, work.slots[group_id], histories[-1:])
+        for each in dict.fromkeys([*job.writes, *work.writes]):
+            if start < each.num_tokens <= stop and (not has_run or self.books.holds(work, each)):
+                at = each.num_tokens + lookahead
+                write(each.group, self.slot_of(each), histories[at - 1 : at])
         job.num_drafted_tokens = stop
+
+    def slot_of(self, write: Write) -> Any:
+        """Return the page of a write as a slot."""
+        return np.array([self.books.pools.id_of(write.page, write.group)], dtype=np.int32)
 
     def make_moves(self) -> None:
         """Make what was taken for the step that runs next, in order."""
@@ -137,9 +191,9 @@ class World:
             return self.call(name, target, *arguments, **options)
         except MovesDueError:
             is_due = self.books.are_copies_due or (self.books.tier is not None and self.books.tier.is_any_due)
-            require(is_due, "no copies are due", name, arguments)
+            require(is_due or bool(self.books.due_writes), "no copies are due", name, arguments)
             self.books.is_between = True
-            self.take_moves()
+            self.take_moves([target])
             self.counts["copies taken late"] += 1
             return self.call(name, target, *arguments, **options)
 
@@ -178,6 +232,7 @@ class Work:
     slots: list[Any] = field(default_factory=list)  # by group: those of tokens from `first_tokens` on; a state's page
     first_tokens: list[int] = field(default_factory=list)
     num_pages_before: list[int] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)  # of states
 
     @property
     def stop(self) -> int:
@@ -206,6 +261,7 @@ class Front(ABC):
     """Rows of a table, and the jobs in them."""
 
     caches_computed = False
+    has_rows = False
 
     def __init__(self, world: World, tables: Any) -> None:
         self.world = world
@@ -246,6 +302,10 @@ class Front(ABC):
         """Grow running jobs, except for those preempted meanwhile."""
 
     @abstractmethod
+    def settle_writes(self, job: Job, num_final_tokens: int) -> None:
+        """Record that states of a job that were written among final tokens were cached."""
+
+    @abstractmethod
     def end(self, job: Job, num_computed_tokens: int | None = None) -> Job:
         """Release all pages of a job; with `num_computed_tokens`, later tokens that it cached are forgotten."""
 
@@ -262,9 +322,9 @@ class Front(ABC):
         self.jobs[row] = job
 
     def leave(self, job: Job, num_computed_tokens: int | None, num_last_tokens: int) -> Job:
-        """Record that a job released its pages, after `num_last_tokens` tokens as far as the allocator knows."""
-        if num_computed_tokens in (None, num_last_tokens):
-            self.books.keep_last(job, num_last_tokens)
+        """Record that a job released its pages. States among the `num_last_tokens` tokens become checkpoints."""
+        self.settle_writes(job, num_last_tokens)
+        self.books.drop_writes(job, 0)
         if num_computed_tokens is not None:
             self.books.forget(job, num_computed_tokens)
         self.books.release(job)
@@ -449,6 +509,7 @@ class ManagerFront(Front):
         work.num_transferred, work.is_delayed = num_transferred, "delay_cache_pages" in options
         self.books.note_state_hits(job, new_ids, num_hit_tokens, self.books.find_shard(dp_shard))
         self.books.take(job, new_ids, shard)
+        self.books.find_writes(job, work.stop)
         self._show(job)
         job.num_computed_tokens = num_hit_tokens
         self.finish(work, work.histories[: work.job.num_tokens])
@@ -498,6 +559,9 @@ class ManagerFront(Front):
         work.is_delayed = "delay_cache_pages" in options
         added = self.world.call_in_time("allocate_slots", self.manager, job, num_new + len(drafts), **options)
         self.books.rewind(job, start)
+        if not self.world.is_too_large:
+            self.settle_writes(job, start if self.caches_computed or not work.is_delayed else 0)
+            self.books.drop_writes(job, start)
         if not self.world.is_too_large and (self.caches_computed or not work.is_delayed):
             self.enter_computed(job, start)
         self._skip(job, start)
@@ -507,9 +571,8 @@ class ManagerFront(Front):
         new_ids = self.records(added.get_page_ids())
         if not any(job.pages):  # it went back to its start, and is admitted again
             job.boundaries = self.books.list_boundaries(job)
-        added_ids, working_ids = self.books.part(job, new_ids)
-        self.books.take(job, added_ids, shard)
-        self.books.keep(job, start, working_ids, shard, work.is_delayed and not self.caches_computed)
+        self.books.take(job, new_ids, shard)
+        self.books.find_writes(job, start + num_new)
         self._show(job)
         self.finish(work, work.histories[: work.job.num_tokens])
         self.plan.append(Entry(self, [work]))
@@ -546,6 +609,7 @@ class ManagerFront(Front):
         else:
             self.call("commit_external", self.manager, job, num_came)
             self.books.commit(job, num_computed_tokens)
+            self.settle_writes(job, num_computed_tokens)
             self._show(job)
         job.num_computed_tokens = num_computed_tokens
 
@@ -593,17 +657,22 @@ class ManagerFront(Front):
         if self.setting.enable_caching:
             self.books.rewind(job, job.num_computed_tokens)
             self.books.enter(job, job.list_histories(num_computed_tokens))
+            self.settle_writes(job, num_computed_tokens)
         job.num_computed_tokens = num_computed_tokens
+
+    def settle_writes(self, job: Job, num_final_tokens: int) -> None:
+        num_final = min(num_final_tokens, job.num_tokens - self.books.lookahead)
+        self.books.settle_writes(job, num_final, self.find_key, None, is_row=False)
 
     def end(self, job: Job, num_computed_tokens: int | None = None) -> Job:
         if num_computed_tokens is None:
             self.call("free", self.manager, job, seconds=self.draw_seconds())
         else:
             self.call("free", self.manager, job, num_computed_tokens=num_computed_tokens)
-        nums = job.num_computed_tokens, num_computed_tokens
-        self.enter_computed(job, min(num for num in nums if num is not None))
+        num_final = min(num for num in (job.num_computed_tokens, num_computed_tokens) if num is not None)
+        self.enter_computed(job, num_final)
         self.tables.clear_row(job.row)
-        return self.leave(job, num_computed_tokens, job.num_computed_tokens)
+        return self.leave(job, num_computed_tokens, num_final)
 
     def go_back(self, job: Job, num_computed_tokens: int) -> bool:
         """Let tokens be computed again; False if pages that they need are gone."""
@@ -617,19 +686,18 @@ class ManagerFront(Front):
 class BatchFront(Front):
     """Rows of a running batch, which fills the table itself."""
 
+    has_rows = True
+
     def __init__(self, world: World, tables: Any) -> None:
         super().__init__(world, tables)
         size, caches = self.setting.data_parallel_size, world.manager.caches
-        keeps_states = (
-            any(group.interval and not group.at_ends for group in self.setting.groups) and self.setting.enable_caching
-        )
-        self.depth = 0 if keeps_states else self.rng.choice((0, 1))
+        self.depth = self.rng.choice((0, 1))
         self.caches_computed = caches == "computed"
         options = {"data_parallel_size": size, "max_steps_ahead": self.depth}
         self.batch = pagepool.RunningBatch(world.manager, tables, **options)
         self.steps: list[Any] = []  # those being scheduled, or in flight
         has_windows = any(group.span for group in self.setting.groups)  # a row is settled before it takes pages
-        self.is_settled_first = has_windows or self.caches_computed or self.setting.lookahead > 0
+        self.is_settled_first = has_windows or self.caches_computed or self.setting.lookahead > 0 or bool(self.books.state_ids)
 
     def begin_step(self) -> None:
         """Begin a step: the next calls add to it."""
@@ -665,6 +733,7 @@ class BatchFront(Front):
         work.hits = frozenset(page_id for pages in job.pages for page_id in pages if page_id != NULL_PAGE)
         self.books.note_state_hits(job, new_ids, num_hit_tokens, shard)
         self.books.take(job, new_ids, shard)
+        self.books.find_writes(job, stop)
         work.is_delayed, work.num_transferred, work.step = num_external > 0, num_external, self.steps[-1]
         self.finish(work, work.histories)
         if num_external:
@@ -781,21 +850,22 @@ class BatchFront(Front):
             held = self.records(self.batch.get_page_ids(job.row))
             if self.is_settled_first and not self.world.is_too_large:
                 num_final = work.num_before if self.caches_computed else work.start
+                self.settle_writes(job, num_final, job.num_tokens)
                 self.books.enter_first(job, job.list_histories(num_final), self.find_key)
             self.books.skip(job, [ids[: len(pages)] for ids, pages in zip(held, job.pages, strict=True)], work.start)
-            working_ids, shard = self._state_changes(job, held), self.books.find_shard(job.dp_shard)
-            self.books.take(job, added[job.row], shard)
+            self.books.take(job, added[job.row], self.books.find_shard(job.dp_shard))
             if work in works[: result.num_grown]:
-                self.books.keep(job, work.start, working_ids, shard)
+                self.books.pass_over(job, work.stop)
                 job.num_settled_tokens, work.step = work.num_before, self.steps[-1]
             require([list(ids) for ids in held] == job.pages, "a row holds other pages than was told", job, held, job.pages)
+        self.books.find_writes(None)
         for work in works[: result.num_grown]:
             self.finish(work, work.histories)
 
-    def _state_changes(self, job: Job, held: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the new working page of each state that has another one than before."""
-        groups = zip(self.setting.groups, job.pages, held, strict=True)
-        return [list(ids) if group.kind == "mamba" and pages and pages != ids else [] for group, pages, ids in groups]
+    def settle_writes(self, job: Job, num_final_tokens: int, num_known_tokens: int | None = None) -> None:
+        num_known = job.num_known_tokens if num_known_tokens is None else num_known_tokens
+        num_final = min(num_final_tokens, num_known - self.books.lookahead)
+        self.books.settle_writes(job, num_final, self.find_key, self.books.find_shard(job.dp_shard), is_row=True)
 
     # Steps that end, or fail.
 
@@ -854,6 +924,7 @@ class BatchFront(Front):
         if is_settled:
             job.num_settled_tokens = job.num_computed_tokens
             self.books.enter_first(job, job.list_histories(job.num_computed_tokens), self.find_key, job.num_known_tokens)
+            self.settle_writes(job, job.num_computed_tokens)
 
     def fail_steps(self) -> list[Job]:
         """Let the steps of the schedule fail; return the jobs whose rows cannot go back."""
@@ -866,6 +937,8 @@ class BatchFront(Front):
         for work in works:
             starts.setdefault(work.job, work.start)
         lost = {page_id for job, start in starts.items() for page_id in self.books.list_behind(job, start)}
+        lost_states = self.books.list_lost(works)
+        lost |= {page_id for page_id, content in lost_states if self.books.index.content_of(page_id) == content}
         released = self.call("settle", self.batch, steps[0], failed=True).tolist()
         for step in steps[1:]:
             self.call("settle", self.batch, step)
@@ -873,7 +946,10 @@ class BatchFront(Front):
             job: min(starts.get(job, sys.maxsize), self.books.find_first(job, lost, starts.get(job)))
             for job in self.jobs.values()
         }
-        self.books.lose(lost)
+        contents = {content for _, content in lost_states}
+        for job in [job for job, first in is_hit.items() if first == sys.maxsize and self.books.has_hit_state(job, contents)]:
+            is_hit[job] = 0
+        self.books.lose(lost, contents)
         ended = []
         for row, job in sorted(self.jobs.items()):
             first = is_hit[job]
@@ -901,7 +977,7 @@ class BatchFront(Front):
         self._call("trim", [job.row], num_tokens)
         changed = max(0, num_tokens - self.books.lookahead) if num_tokens < job.num_known_tokens else num_tokens
         if changed < job.num_computed_tokens:
-            require(not self._has_seen(job, num_tokens), "a state went back", job, num_tokens)
+            require(not self._sets_back_state(job, num_tokens, changed), "a state went back", job, num_tokens)
             job.num_computed_tokens = self.books.cut(job, num_tokens, min(job.num_computed_tokens, num_tokens), changed)
             job.num_settled_tokens = min(job.num_settled_tokens, job.num_computed_tokens)
         job.num_known_tokens = num_tokens
@@ -916,7 +992,7 @@ class BatchFront(Front):
         self.call("release", self.batch, [job.row], self.draw_seconds())
         if self.books.lookahead:
             self.books.enter_first(job, job.list_histories(num_final), self.find_key, job.num_known_tokens)
-        return self.leave(job, None, num_last_tokens if num_final == num_last_tokens else 0)
+        return self.leave(job, None, num_final)
 
     def go_back(self, job: Job, num_computed_tokens: int) -> bool:
         """Let lost tokens be computed again; False if pages that they need are gone."""
@@ -928,14 +1004,18 @@ class BatchFront(Front):
             groups = zip(self.setting.groups, job.pages, strict=True)
             is_lost = not all(self.has_pages(group, pages, restart) for group, pages in groups)
             is_back = num_computed_tokens - self.books.lookahead < int(self.batch.num_computed_tokens[job.row])
-            is_right = is_back and (is_lost or self._has_seen(job, num_computed_tokens))
+            changed = max(0, num_computed_tokens - self.books.lookahead)
+            is_right = is_back and (is_lost or self._sets_back_state(job, num_computed_tokens, changed))
             require(is_right, "a row may be cut and is not", job, num_computed_tokens)
             return False
         return True
 
-    def _has_seen(self, job: Job, num_tokens: int) -> bool:
-        """Whether a state has seen tokens from `num_tokens` on, some of them after others that stay."""
-        return self.books.has_state and 0 < num_tokens < job.num_computed_tokens
+    def _sets_back_state(self, job: Job, num_tokens: int, changed: int) -> bool:
+        """Whether a state has seen tokens from `num_tokens` on, or such that are computed again if slots change from `changed`
+        on, some of them after others that stay.
+        """
+        restart = self.books.find_restart(job, min(num_tokens, job.num_computed_tokens), changed)
+        return self.books.has_state and any(0 < num < job.num_computed_tokens for num in (num_tokens, restart))
 
     def fork(self, job: Job, rows: list[int]) -> list[Job]:
         """Let free rows go on where a job is; none if there are too few pages for all."""

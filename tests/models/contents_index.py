@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any
 
 from contents_device import NOTHING, Content, find_first_read, require
-from contents_request import Job
+from contents_request import Job, Write
 from contents_tier import TierBooks
 from pool_ranges import Shard
 from settings import Group, NumPages, Setting
@@ -25,6 +25,7 @@ from pagepool._core import copy_records
 
 NULL_PAGE = 0
 KEPT = 1 << 28  # flag of a page that stays when it leaves a window
+STATE_STEP = 64  # tokens between those behind which a kernel has states, and before the end of a prompt where one is kept
 STAYS = itertools.count(1)
 
 FindKey = Callable[[Job, int], int]
@@ -96,13 +97,19 @@ class Books:
         cached = [group for group in self.groups if group.kind != "mamba"]
         self.has_state = len(cached) < len(self.groups)
         self.lookahead = setting.lookahead
-        self.may_hit = setting.enable_caching and all(group.kind != "mamba" or group.interval for group in self.groups)
-        intervals = [group.interval for group in self.groups if group.interval]
-        self.hit_step = math.lcm(*(group.page_size for group in cached), *intervals)
+        self.may_hit = setting.enable_caching and (setting.writes_states or not self.has_state)
+        intervals = [group.interval for group in self.groups if group.interval and setting.writes_states]
+        self.hit_step = math.lcm(*(group.page_size for group in cached), *(math.gcd(STATE_STEP, each) for each in intervals))
+        self.state_ids = [i for i, group in enumerate(self.groups) if group.interval and self.may_hit]  # states that are kept
+        self.windows = setting.windows
+        if setting.enable_caching and setting.writes_states:
+            self.windows = 0, min(intervals)
+        self.due_writes: list[Write] = []  # planned, and not taken
+        self.copies: dict[int, int] = {}  # pages of forks, and those that are copied there, until the copies are taken
         self.are_copies_due = False  # perhaps
         self.is_between = False  # moves are taken next for a fork, or for a call that was refused, and begin no step
         self.num_taken = 1  # lists of copies, and the one that is due
-        kinds = dict.fromkeys([*cached, *(group for group in self.groups if group.interval)])
+        kinds = dict.fromkeys([*cached, *(self.groups[i] for i in self.state_ids)])
         self.kinds = sorted(kinds, key=lambda group: group.kind != "full")
         self.groups_of_kind = {kind: [i for i, group in enumerate(self.groups) if group == kind] for kind in kinds}
 
@@ -182,7 +189,7 @@ class Books:
         """Return the contents of pages that a request needs which resumes at the last place up to `stop`. With eagle each kind
         also reads what it and the kinds after it drop behind that place.
         """
-        length = self._find_resumption(min(stop, job.num_tokens)) if self.may_hit else 0
+        length = self._find_boundary(min(stop, job.num_tokens)) if self.may_hit else 0
         histories, needed = self.list_known(job, min(stop, job.num_tokens)), []
         kinds = self._list_attention() if self.setting.drops_pages else []
         for kind in self.kinds if length > 0 else ():
@@ -254,7 +261,7 @@ class Books:
                     held = [other for other in others if self.holders[other]]
                     require(not held, "a free page hits beside a held one", job, page_id, held)
                 self.holders[page_id] += 1
-                if self.setting.windows is not None and group.span:
+                if self.windows is not None and group.span:
                     self.kept.add(page_id)
             job.pages.append(list(page_ids))
             job.num_cached_pages.append(num_pages)
@@ -264,16 +271,22 @@ class Books:
 
     def list_boundaries(self, job: Job) -> list[range]:
         """Return where others may resume a request that is admitted, at least; with states they do so at checkpoints."""
-        if self.setting.windows is None or any(group.interval for group in self.groups):
+        if self.windows is None:
             return []
-        slack, interval = self.setting.windows
+        slack, interval = self.windows
         uncertain = self.setting.drops_pages * self.hit_step  # with hardly more tokens the first kind drops a whole step
-        uncertain *= self._list_attention()[0].page_size < self.hit_step
+        uncertain *= any(kind.page_size < self.hit_step for kind in self._list_attention()[:1])
         slack = -(-slack // self.hit_step) * self.hit_step + uncertain
-        ends = [self._find_resumption(num_tokens) for num_tokens in (job.num_tokens, *job.resume_at)]
-        parts = range(interval, job.num_tokens + 1, interval) if interval else ()
+        num_prompt = max(0, job.num_tokens - STATE_STEP * bool(self.state_ids))
+        ends = [self._find_boundary(num_tokens) for num_tokens in (num_prompt, *job.resume_at)]
+        parts = [self._find_boundary(part) for part in (range(interval, job.num_tokens + 1, interval) if interval else ())]
         places = [range(max(0, end - slack), end + 1) for end in ends]
-        return [*places, *(range(max(0, end - uncertain), end + 1) for end in map(self._find_resumption, parts))]
+        job.ends, job.num_prompt_tokens = {*ends, *parts}, job.num_tokens
+        return [*places, *(range(max(0, end - uncertain), end + 1) for end in parts)]
+
+    def _find_boundary(self, num_tokens: int) -> int:
+        """Return where a request resumes that shares so many tokens. The lookahead of a state comes with it."""
+        return self._find_resumption(num_tokens + self.lookahead * bool(self.state_ids))
 
     def take(self, job: Job, new_ids: Sequence[Sequence[int]], shard: range | Shard | None) -> None:
         """Give a request new pages, which must be free."""
@@ -283,7 +296,7 @@ class Books:
                 job.last_taken = self.num_taken
             pages.extend(page_ids)
 
-    def _claim(self, page_id: int, shard: range | Shard | None, job: Job) -> None:
+    def _claim(self, page_id: int, shard: range | Shard | None, job: Job | None) -> None:
         """Record that a page was handed out."""
         require(0 < page_id < self.num_pages, "no page", job, page_id)
         require(not self.holders[page_id], "a page is handed out that is held", job, page_id)
@@ -327,12 +340,13 @@ class Books:
             return  # the hits choose the shard
         if self.are_copies_due:
             return  # their sources are held
-        most_held = max(0, sum(bool(group.interval) for group in self.groups) - 1)  # some checkpoints are held, some not
+        most_held = max(0, len(self.state_ids) - 1)  # some checkpoints are held, some not
         rooms = []
         for pool, pages in enumerate(self.pools.ranges):
-            groups, kept = [self.groups[i] for i in self.pools.groups_of(pool)], 0 if pool else num_reserved
+            ids, kept = self.pools.groups_of(pool), 0 if pool else num_reserved
+            groups = [self.groups[i] for i in ids]
             num_pages = sum(1 if group.kind == "mamba" else -(-num_tokens // group.page_size) for group in groups)
-            num_pages += min(most_held, sum(bool(group.interval) for group in groups))
+            num_pages += min(most_held, sum(i in self.state_ids for i in ids))
             free = [page_id for page_id in pages if not self.holders[page_id]]
             num_there = sum(shard is None or page_id in shard for page_id in free)
             rooms.append(
@@ -372,7 +386,7 @@ class Books:
         if page_id != NULL_PAGE:
             require(self.holders[page_id] > 0, "a page is given back that is not held", page_id)
             self.holders[page_id] -= 1
-            if self.setting.windows is not None and not self.holders[page_id]:
+            if self.windows is not None and not self.holders[page_id]:
                 self._let_leave(page_id)
 
     def _let_leave(self, page_id: int) -> None:
@@ -399,7 +413,7 @@ class Books:
         before. Junctions, ends of answers and leases may keep more.
         """
         group, page_id = self.groups[group_id], job.pages[group_id][page]
-        if self.setting.windows is None or not group.span or page_id not in self.index.entries:
+        if self.windows is None or not group.span or page_id not in self.index.entries:
             return
         eagle, kinds = self.setting.drops_pages, self._list_attention()
         num_behind = eagle * (len(kinds) - 1 - kinds.index(group)) * self.hit_step  # what kinds drop that are looked up later
@@ -434,6 +448,7 @@ class Books:
             for page in range(len(pages)):
                 self._keep(job, group_id, page)
         for page_id in chain(*job.pages):
+            self.copies.pop(page_id, None)
             self.let_go(page_id)
         job.pages, job.num_cached_pages = [], []
 
@@ -484,7 +499,7 @@ class Books:
         if key is not None:
             self.tier.note_entry(page_id, key, content, not self.index.has(content, None))
         self.index.enter(page_id, content, job.stay)
-        if self.setting.windows is not None and self.groups[content[0]].span:
+        if self.windows is not None and self.groups[content[0]].span:
             group = copy_records(self.store, "pages")["pages"]["group"][page_id]
             require(not group & KEPT or page_id in self.skipped, "a page stays that left no window", job, page_id, content)
 
@@ -514,7 +529,10 @@ class Books:
                 if entry is not None and ((page in own and entry.stay == job.stay) or not self.is_cached(page_id)):
                     self.drop_everywhere(page_id)
                 elif page_id == NULL_PAGE and (end := (page + 1) * size) + self.lookahead <= job.num_tokens:
-                    self._forget_equal(self.name(group_id, self.list_known(job, end), end), page in own)
+                    content = self.name(group_id, self.list_known(job, end), end)
+                    self._forget_equal(content, page in own and group.kind != "mamba")
+                    if self.tier is not None and group.kind == "mamba":  # whether it was hashed, the tier tells
+                        self.tier.drop_perhaps(content, self.store)
 
     def _forget_equal(self, content: Content, is_own: bool) -> None:
         """Drop the pages of a content that the pool has dropped, whoever cached them."""
@@ -539,6 +557,7 @@ class Books:
             for page_id in pages[keep:]:
                 self.let_go(page_id)
             del pages[keep:]
+        self.drop_writes(job, restart)
         self._lower_cached_pages(job, changed, restart)
         return restart
 
@@ -561,6 +580,15 @@ class Books:
         written = range(num_computed_tokens // self.find_size(group), min(num_pages, len(pages)))
         return next((page for page in written if self.holders[pages[page]] > 1), num_pages)
 
+    def drop_writes(self, job: Job, num_tokens: int) -> None:
+        """Record that a job writes no states behind some tokens."""
+        due = [write for write in self.due_writes if write.job is job]
+        self.due_writes = [write for write in self.due_writes if write not in due]
+        dropped = [write for write in job.writes if write.num_tokens > num_tokens]
+        job.writes = [write for write in job.writes if write not in dropped]
+        for write in due + dropped:
+            self.let_go(write.page)
+
     # A step fails.
 
     def list_behind(self, job: Job, num_tokens: int) -> list[int]:
@@ -581,8 +609,24 @@ class Books:
             ]
         return min(firsts)
 
-    def lose(self, lost: Collection[int]) -> None:
-        """Drop the entries of pages that a failed step was to fill."""
+    def list_lost(self, works: Iterable[Any]) -> list[tuple[int, Content]]:
+        """Return pages and contents of states that steps were to write and that were cached meanwhile."""
+        writes = [(work.job, write) for work in works for write in work.writes if write not in work.job.writes]
+        return [
+            (write.page, self.name(write.group, self.list_known(job, write.num_tokens), write.num_tokens))
+            for job, write in writes
+        ]
+
+    def has_hit_state(self, job: Job, contents: Collection[Content]) -> bool:
+        """Whether the state of a job came from a checkpoint with one of the contents."""
+        num_hits = job.num_hit_tokens
+        histories = self.list_known(job, num_hits)
+        return num_hits > 0 and any(self.name(group_id, histories, num_hits) in contents for group_id in self.state_ids)
+
+    def lose(self, lost: Collection[int], states: Collection[Content]) -> None:
+        """Drop the entries of pages that a failed step was to fill; the states among them may be in the tier by now."""
+        for content in states if self.tier is not None else ():
+            self.tier.drop(content)
         for page_id in lost:
             require(
                 page_id not in self.index.entries or not self.is_cached(page_id),
@@ -601,6 +645,7 @@ class Books:
             for page_id in pages[len(held_ids) :]:
                 self.let_go(page_id)
             job.pages[group_id] = list(held_ids)
+        self.drop_writes(job, num_computed_tokens)
         job.num_hit_tokens = min(job.num_hit_tokens, num_computed_tokens)
         self._lower_cached_pages(job, num_computed_tokens)
 
@@ -634,6 +679,7 @@ class Books:
 
     def fail(self, job: Job, num_computed_tokens: int) -> None:
         """Record that no more than some tokens came."""
+        self.drop_writes(job, num_computed_tokens)
         self.commit(job, num_computed_tokens)
         self._give_back(job, [self.count_pages(group, num_computed_tokens) for group in self.groups])
         self.rewind(job, num_computed_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,16 @@ from contents_device import NOTHING, Histories
 from twin_engine import WAITING, Feature
 
 _SERIALS = itertools.count()
+
+
+@dataclass(eq=False)
+class Write:
+    """A page for the state of a job after some of its tokens, which are known once moves are taken."""
+
+    page: int
+    job: Job | None
+    group: int = -1
+    num_tokens: int = 0
 
 
 @dataclass(eq=False, repr=False)
@@ -49,6 +59,9 @@ class Job:
     last_taken: int = 0  # lists of copies that were taken when it got its last page
     boundaries: Sequence[range] = ()  # numbers of tokens at which others may resume, since its admission
     load_number: int = 0  # the last list of transfers that loads what it has hit
+    writes: list[Write] = field(default_factory=list)  # taken, and neither cached nor dropped
+    ends: Collection[int] = ()  # numbers of tokens behind which its states may be written; junctions are in the prompt
+    num_prompt_tokens: int = 0  # tokens at its current admission
 
     def __post_init__(self) -> None:
         self.renew()

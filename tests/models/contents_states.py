@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from contents_device import require
-from contents_index import NULL_PAGE, STAYS, Books
-from contents_request import Job
+from contents_device import Content, require
+from contents_index import NULL_PAGE, STAYS, Books, FindKey
+from contents_request import Job, Write
 from contents_tier import InFlight
 from pool_ranges import Shard
 
@@ -33,14 +34,16 @@ class StateBooks(Books):
 
     def note_state_hits(self, job: Job, new_ids: PagesByGroup, num_hit_tokens: int, shard: range | Shard | None) -> None:
         """Record whether the checkpoints that a job hits are copied, or become its working pages."""
-        states = [(i, new_ids[i][0]) for i, group in enumerate(self.groups) if group.interval and num_hit_tokens]
+        states = [(i, new_ids[i][0]) for i in self.state_ids if num_hit_tokens]
         histories = self.list_known(job, num_hit_tokens)
         contents = [self.name(group_id, histories, num_hit_tokens) for group_id, _ in states]
-        found = [self.index.find(content, shard) for content in contents]
+        found = [self._list_hit(content, shard) for content in contents]
+        found = [next((page_id for page_id in pages if self.holders[page_id]), pages[0]) for pages in found]
         are_adopted = [page_id == hit_id for (_, page_id), hit_id in zip(states, found, strict=True)]
         require(all(are_adopted) or not any(are_adopted), "some checkpoints are copied, some not", job, states)
         if states and not all(are_adopted):
             self.note_copies(job)
+            self.copies.update(zip((page_id for _, page_id in states), found, strict=True))
 
     def note_copies(self, job: Job) -> None:
         """Record that copies into pages of a job are due."""
@@ -49,61 +52,67 @@ class StateBooks(Books):
     def awaits_copies(self, job: Job) -> bool:
         return job.awaited_copies == self.num_taken
 
-    def part(self, job: Job, new_ids: PagesByGroup) -> tuple[list[list[int]], list[list[int]]]:
-        """Part new pages into those that a job lacked and the next working pages of its states."""
-        are_working = [group.kind == "mamba" and bool(pages) for group, pages in zip(self.groups, job.pages, strict=True)]
-        parts = list(zip(are_working, map(list, new_ids), strict=True))
-        return [[] if is_working else ids for is_working, ids in parts], [
-            ids if is_working else [] for is_working, ids in parts
-        ]
+    def find_writes(self, job: Job | None, num_planned: int | None = None) -> None:
+        """Record the pages that a call has taken to write states of a job, or of several: others have holders in the books, or
+        are read by copies that are due. No later step writes states among the planned tokens.
+        """
+        if not self.state_ids:
+            return
+        banks = range(len(self.pools.ranges))
+        ref_counts = [0, *(count for bank in banks for count in self.store.ref_counts(bank).tolist()[1:])]
+        others = [page_id for page_id, count in enumerate(ref_counts) if count and not self.holders[page_id]]
+        read = self.copies.values()
+        for page_id in [page_id for page_id in others if page_id not in read and not self.is_cached(page_id)]:
+            self._claim(page_id, None, job)
+            self.due_writes.append(Write(page_id, job))
+        if job is not None and num_planned is not None:
+            self.pass_over(job, num_planned)
 
-    def keep(
-        self, job: Job, num_computed_tokens: int, new_ids: PagesByGroup, shard: range | Shard | None, is_delayed: bool = False
-    ) -> None:
-        """Record the checkpoints of a job that grows: a state that gets a new working page has kept the old one."""
-        for group_id, (group, pages, new) in enumerate(zip(self.groups, job.pages, new_ids, strict=True)):
-            require(bool(group.interval) or not new, "a state that is not kept moves", job, new)
-            if not group.interval or not pages:
-                continue
-            if new:
-                require(not is_delayed and len(new) == 1, "a checkpoint that is not asked for", job, new)
-                require(
-                    self._is_due(job, group_id, num_computed_tokens), "a checkpoint that is not due", job, num_computed_tokens
-                )
-                require(not self.waits(job), "a checkpoint of a state that may be wrong", job)
-                self._enter_state(job, group_id, num_computed_tokens)
-                if self.setting.windows is not None:
-                    job.boundaries = [*job.boundaries[-6:], range(num_computed_tokens, num_computed_tokens + 1)]
-                self.let_go(pages.pop())
-                self.take(job, [new if i == group_id else [] for i in range(len(self.groups))], shard)
-                self.note_copies(job)
-            num_passed = num_computed_tokens // self.hit_step
-            job.num_cached_pages[group_id] = max(job.num_cached_pages[group_id], num_passed)
+    def pass_over(self, job: Job, num_planned: int) -> None:
+        for group_id in self.state_ids:
+            job.num_cached_pages[group_id] = max(job.num_cached_pages[group_id], num_planned // self.hit_step)
 
-    def keep_last(self, job: Job, num_computed_tokens: int) -> None:
-        """Record the checkpoints of a job that ends."""
-        for group_id, (group, pages) in enumerate(zip(self.groups, job.pages, strict=True)):
-            may_enter = group.interval and pages and not self.awaits_copies(job) and not self.waits(job)
-            num_known = job.num_known_tokens or job.num_tokens  # of a row, or a request
-            may_enter = may_enter and num_computed_tokens + self.lookahead <= num_known
-            if may_enter and self._is_due(job, group_id, num_computed_tokens):
-                may_await_transfers = self.tier is not None and job.last_taken == self.num_taken
-                if not may_await_transfers or self.is_cached(pages[0]):
-                    self._enter_state(job, group_id, num_computed_tokens)
+    def take_write(self, job: Job, page_id: int, num_tokens: int, group_id: int, shard: range | Shard | None) -> Write:
+        """Record what a page that was taken for a write is for."""
+        [write] = [write for write in self.due_writes if write.page == page_id] or [None]
+        require(write is not None and write.job in (None, job), "a write to a page that was not taken", job, page_id)
+        require(group_id in self.state_ids and num_tokens % self.hit_step == 0, "a wrong write", job, group_id, num_tokens)
+        require(shard is None or page_id in shard, "a write in another shard", job, page_id, shard)
+        is_boundary = num_tokens <= job.num_prompt_tokens or num_tokens in job.ends
+        require(is_boundary, "a state is written in an answer", job, num_tokens, job.ends)
+        same = [other for other in job.writes if (other.group, other.num_tokens) == (group_id, num_tokens)]
+        require(not same, "a state is written twice", job, group_id, num_tokens)
+        write.job, write.group, write.num_tokens = job, group_id, num_tokens
+        self.due_writes.remove(write)
+        job.writes.append(write)
+        return write
 
-    def _is_due(self, job: Job, group_id: int, num_computed_tokens: int) -> bool:
-        """Whether a state can be kept now: at a multiple of the interval, once, where no equal one is cached."""
-        num_intervals, rest = divmod(num_computed_tokens, self.hit_step)
-        if rest or num_intervals <= job.num_cached_pages[group_id] or not self.setting.enable_caching:
-            return False
-        if num_computed_tokens + self.lookahead > job.num_tokens:
-            return False
-        content = self.name(group_id, self.list_known(job, num_computed_tokens), num_computed_tokens)
-        return not self.index.has(content, self.find_shard_of(job.pages[group_id], None))
+    def content_of_write(self, job: Job, write: Write) -> Content:
+        return self.name(write.group, self.list_known(job, write.num_tokens), write.num_tokens)
 
-    def _enter_state(self, job: Job, group_id: int, num_computed_tokens: int) -> None:
-        content = self.name(group_id, self.list_known(job, num_computed_tokens), num_computed_tokens)
-        self.note_entry(job.pages[group_id][0], content, job)
+    def holds(self, work: Any, write: Write) -> bool:
+        """Whether the page of a write is still that of its job, or cached for it."""
+        return write in work.job.writes or self.index.content_of(write.page) == self.content_of_write(work.job, write)
+
+    def settle_writes(self, job: Job, num_final: int, find_key: FindKey, shard: range | Shard | None, is_row: bool) -> None:
+        """Record that the states behind final tokens were cached, unless equal ones are: in the shard of a row, or of the page.
+        None is while hits are loaded.
+        """
+        if self.waits(job):
+            return
+        for write in [write for write in job.writes if write.num_tokens <= num_final]:
+            job.writes.remove(write)
+            content = self.content_of_write(job, write)
+            equal = self.index.pages.get(content, ())
+            there = shard if is_row else self.find_shard_of([write.page], None)
+            equal = [page_id for page_id in equal if there is None or page_id in there]
+            is_entered = not equal
+            if equal and self.is_cached(write.page):  # they were evicted by the same call
+                is_entered = not any(map(self.is_cached, equal))
+            if is_entered:
+                key = (find_key(job, write.num_tokens), write.group) if self.tier is not None else None
+                self.note_entry(write.page, content, job, key)
+            self.let_go(write.page)
 
     def fork(self, job: Job, target: Job, pages_by_group: PagesByGroup, shard: range | Shard | None) -> None:
         """Record that a job goes on where another one is: it shares full pages with their lookahead, and has pages of its own
@@ -113,7 +122,7 @@ class StateBooks(Books):
         num_shared = max(0, num_tokens - self.lookahead)
         target.num_drafted_tokens = min(job.num_drafted_tokens, num_shared)
         target.stay, target.num_hit_tokens, target.pages, target.num_cached_pages = next(STAYS), num_tokens, [], []
-        target.boundaries = job.boundaries
+        target.boundaries, target.ends, target.writes = job.boundaries, job.ends, []
         loading = self.tier.loading if self.tier is not None else {}
         for group_id, (group, pages, page_ids) in enumerate(zip(self.groups, job.pages, pages_by_group, strict=True)):
             num_full = 0 if group.kind == "mamba" else num_shared // group.page_size
@@ -128,6 +137,7 @@ class StateBooks(Books):
             num_kept = num_tokens if group.kind == "mamba" else num_shared
             target.num_cached_pages.append(min(job.num_cached_pages[group_id], num_kept // size))
             new_ids.append(page_ids[num_full:])
+            self.copies.update(zip(page_ids[num_full:], pages[num_full:num_all], strict=True))
             copied = zip(pages[num_full:num_all], page_ids[num_full:], strict=True)
             loading |= {page_id: loading[source] for source, page_id in copied if source in loading}
         self.take(target, new_ids, shard)

@@ -139,6 +139,16 @@ class TierBooks:
             self.noted_twice |= dropped  # another page with the content may keep it, and be saved once more
         self.wanted.discard(content)
 
+    def drop_perhaps(self, content: Content, store: Any) -> None:
+        """Drop an entry if the tier did. What is being saved of it may get one."""
+        found = self.read_entries(store)
+        for page_id in [page_id for page_id, entry in self.entries.items() if entry == content and page_id not in found]:
+            del self.entries[page_id]
+        for one in self.in_flight:
+            one.unsure |= {place for place, entry in enumerate(one.contents) if entry == content}
+        self.noted_twice |= {page_id for page_id, entry in self.noted.items() if entry == content}
+        self.wanted.discard(content)
+
     def reset(self) -> None:
         """Drop all entries."""
         for content in self.list_contents():

@@ -295,7 +295,7 @@ class Workload(Driver):
 TENANTS = "x", "y", "z", "w"
 ACTIONS = {
     "copies": {"take_moves": 2},
-    "states": {"chunk": 6, "find_checkpoints": 0.3},
+    "states": {"chunk": 6},
     "forks": {"fork": 2, "misuse_fork": 0.2},
     "expectations": {
         "expect": 5,

@@ -24,7 +24,7 @@ from settings import Group, NumPages, Setting, in_pool, kept, written
 import pagepool
 from pagepool import Moves, StateWrites
 from pagepool._core import INPUT_FIELDS
-from pagepool.errors import ArgumentError, MovesDueError, OutOfPagesError, StateAheadError
+from pagepool.errors import ArgumentError, MovesDueError, OutOfPagesError
 
 NUM_ROWS, MAX_LEN, NUM_RUNS, CHUNK = 5, 72, 20, 24
 MAX_ROUNDS, MAX_FORKS = 3000, 12
@@ -52,17 +52,14 @@ FLIGHT_SETTINGS = [
     Setting("state", (STATE,)),
     Setting("full 4 / state", (FULL_4, in_pool(STATE, "states"))),
     Setting("full 4 / state at ends", (FULL_4, written(16))),
-    Setting("full 4 / state at ends, anywhere", (FULL_4, written(16)), writes="anywhere"),
-    Setting("full 2, window 9 and state at ends", (FULL_2, WINDOW, written(12, "kv")), windows=(0, 0), writes="anywhere"),
-    Setting("full 4 / state at ends, 2 shards", (FULL_4, written(8)), data_parallel_size=2, writes="anywhere"),
+    Setting("full 2, window 9 and state at ends", (FULL_2, WINDOW, written(12, "kv")), windows=(0, 0)),
+    Setting("full 4 / state at ends, 2 shards", (FULL_4, written(8)), data_parallel_size=2),
     Setting("full 4, state every 8", (FULL_4, kept(8))),
-    Setting("full 4 / state every 8", (FULL_4, in_pool(kept(8), "states"))),
     Setting("full 4, lookahead", (FULL_4,)).with_lookahead(1),
     Setting("full 4, window 1, lookahead", (FULL_4, Group("sliding", 4, 1))).with_lookahead(2),
     Setting("full 4, chunk 8, ends, lookahead", (FULL_4, CHUNKS), windows=(4, 16)).with_lookahead(3),
-    Setting("full 4 / state at ends, lookahead", (FULL_4, written(16)), writes="anywhere").with_lookahead(1),
+    Setting("full 4 / state at ends, lookahead", (FULL_4, written(16))).with_lookahead(1),
 ]
-"""States at multiples cannot plan ahead."""
 
 
 def answer(tokens: Sequence[int], num_final: int) -> list[int]:
@@ -127,7 +124,6 @@ class FlightEngine:
     ) -> None:
         rng = self.rng = Random(f"{setting.name} {seed} {depth} {num_drafts}")
         has_tier = setting.enable_caching and rng.random() < 0.4 if has_tier is None else has_tier
-        self.keeps_working_states = any(group.interval and not group.at_ends for group in setting.groups)
         self.setting, self.depth, self.num_drafts, self.caches = setting, depth, num_drafts, caches
         self.num_pages = self._draw_sizes()
         tier_pages = self._draw_tier() if has_tier else None
@@ -144,7 +140,6 @@ class FlightEngine:
             setting.enable_caching,
             host_tier=None if tier_pages is None else pagepool.HostTier(tier_pages),
             eviction=rng.choice(("lru", "adaptive")),
-            restores_states=setting.has_state and num_drafts > 0,
             caches=caches,
             **grouped(use_eagle=setting.use_eagle, hash_seed=seed, **more),
         )
@@ -155,7 +150,6 @@ class FlightEngine:
             self.tables,
             data_parallel_size=setting.data_parallel_size,
             max_steps_ahead=depth,
-            writes=setting.writes,
         )
         self.has_sources = rng.random() < 0.5
         kinds = {group.kind == "mamba" for group in setting.groups}
@@ -220,13 +214,10 @@ class FlightEngine:
     def _draw_run(self, base: list[int]) -> Run:
         rng = self.rng
         tokens = base[: rng.randrange(3, MAX_LEN - 25)] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 6))]
-        has_places = (self.setting.windows is not None or self.setting.writes_states) and not (
-            self.setting.has_state and not self.setting.writes_states
-        )
+        has_places = self.setting.writes_states or (self.setting.windows is not None and not self.setting.has_state)
         places = [rng.randrange(MAX_LEN) for _ in range(rng.choice((0, 0, 1, 3)))] if has_places else []
         shard = rng.choice((None, 0, 1)) if self.setting.data_parallel_size else None
-        most = MAX_LEN - 4 * self.keeps_working_states
-        return Run(tokens, min(most, len(tokens) + rng.randrange(1, 40)), places, shard)
+        return Run(tokens, min(MAX_LEN, len(tokens) + rng.randrange(1, 40)), places, shard)
 
     # the loop
 
@@ -349,8 +340,8 @@ class FlightEngine:
         if num_computed < num_tokens:
             num_new = min(num_tokens - num_computed, rng.randrange(1, CHUNK))
             if rng.random() < 0.4:
-                [place] = self.batch.find_next_checkpoint([run.row])
-                num_new = min(num_tokens - num_computed, max(1, int(place) - num_computed), CHUNK)
+                step = min((group.interval for group in self.setting.groups if group.interval), default=MAX_LEN)
+                num_new = min(num_tokens - num_computed, step - num_computed % step, CHUNK)  # to where a state may be kept
             return num_new, num_drafts * (num_computed + num_new == num_tokens)
         is_ready = 1 <= run.num_sampling <= self.depth and (not self.has_sources or run.works[-1] in self.filled)
         if not is_ready or len(run.known) + run.num_sampling >= run.num_final or num_tokens + num_ahead >= MAX_LEN:
@@ -385,7 +376,6 @@ class FlightEngine:
             options: dict[str, Any] = {"dp_shard": run.shard} if run.shard is not None else {}
             if rng.random() < 0.5:
                 options["max_num_new_tokens"] = rng.randrange(1, CHUNK)
-                options["ends_at_checkpoint"] = rng.random() < 0.5
                 options |= {"reserve": "prompt"} if rng.random() < 0.3 else {}
             else:
                 options["num_drafts"] = rng.randint(0, self.num_drafts)
@@ -607,11 +597,8 @@ class FlightEngine:
         num_kept = rng.randrange(num_tokens)
         try:
             batch.trim([run.row], num_kept)
-        except StateAheadError:
-            require(num_ahead > 0, "a row without tokens ahead is not cut", run)
-            return
         except (ArgumentError, MovesDueError):
-            require(not self._goes_back_always() or run.is_twin, "a row that is not cut", run)
+            require(num_ahead > 0 or not self._goes_back_always() or run.is_twin, "a row that is not cut", run)
             return
         require(not num_ahead, "a row with tokens ahead is cut", run)
         if self._counts_of(run)[1] < num_computed:
@@ -635,7 +622,7 @@ class FlightEngine:
             for call in (lambda: batch.fork(run.row, free[:1]), lambda: batch.trim([run.row], num_tokens)):
                 try:
                     call()
-                except (StateAheadError, MovesDueError):
+                except (ArgumentError, MovesDueError):
                     self.counts["calls refused"] += 1
                 else:
                     raise AssertionError("a row with tokens ahead is forked or cut")
@@ -709,7 +696,7 @@ class FlightEngine:
                 elif left:
                     ended.append(run)
                     run.known += got[: left[0]]
-                    got = got if self.keeps_working_states else got[: left[0]]
+                    got = got[: left[0]]
                 else:
                     run.known += got
             expected.append(-1 if is_gone else run.row)

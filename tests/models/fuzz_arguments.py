@@ -251,7 +251,6 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "min_uses": constant(1, 1, 2),
     "num_tier_pages": constant(4, 12),
     "tier": live(_core.PageTier),
-    "keep_states.shard": constant(None, None, (0, 2)),
     "end_external.num_tokens commit_external.num_tokens num_valid_tokens ref_cnt": constant(0, 1, 2),
     "end_transfers.number": constant(1, 1, 2, 3),
     "failed": live(_core.FailedLoads),

@@ -41,7 +41,7 @@ CONSTRUCTORS = {
     "GroupedRows": "page_tables",
     "RunningRows": "store tables groups_of_rows max_num_tokens hash_page_size key_bytes num_shards",
     "InputArrays": "batch no_tables no_tables no_tables input_size input_size depth input_fields padding padding flag",
-    "RowRequest": "batch free_row prompt num_slots max_num_new_tokens num_reserved_pages options interval num_external_tokens "
+    "RowRequest": "batch free_row prompt num_slots max_num_new_tokens num_reserved_pages options num_external_tokens "
     "resume_at num_lookahead_tokens flag",
 }
 KEYED_BY_BYTES = {"siphash128"}

@@ -120,12 +120,10 @@ class World:
         for value in (_core.CachePage(7), store.page(1), _core.GroupedRows(tables), _core.PageIds([1, 2, 0]), *arrays):
             self.keep(value)
         rules = self.rules(store, len(tables))
-        groups, options = rules, {}
+        groups = _core.CacheGroups(rules)
         if store.enable_caching and len(tables) == 2 and source.below(4) == 0:
-            rules = [rules[0], (_core.PageRules(None, interval=8), 1, 2)]
-            groups = _core.CacheGroups(rules, boundaries=(8, 4, 16), writes_states=True)
-            options = {"writes_anywhere": source.below(2) == 0}
-        options |= {"max_steps_ahead": source.pick((0, 1, 1, 2)), "caches_computed": source.below(3) == 0, "algorithm": hashing}
+            groups = _core.CacheGroups([rules[0], (_core.PageRules(None, interval=8), 1, 2)], boundaries=(8, 4, 16))
+        options = {"max_steps_ahead": source.pick((0, 1, 1, 2)), "caches_computed": source.below(3) == 0, "algorithm": hashing}
         arguments = (store, tables, groups, 32, 4 * store.enable_caching, key, source.pick((0, 0, 1)))
         batch = _core.RunningRows(*arguments, **options)
         self.note_batch(batch, arguments)
@@ -145,7 +143,7 @@ class World:
             self.keep(self.live[_core.Moves][0].writes)
         if store.has_tier and source.below(2):
             self.furnish_transfers(store, batch)
-        self.furnish_requests(store, rules)
+        self.furnish_requests(store, groups)
 
     def furnish_tier(self, store: Any) -> None:
         """Put a tier behind a pool, or have one that may be put there."""
@@ -166,9 +164,9 @@ class World:
         if moves.number and self.source.below(2):
             self.keep(_core.end_transfers(store, moves.number))
 
-    def furnish_requests(self, store: Any, rules: list[tuple[Any, int | None, int]]) -> None:
+    def furnish_requests(self, store: Any, groups: Any) -> None:
         """Make two requests beside the rows; one of them holds pages, some of them entered."""
-        chain, groups = self.live[_core.HashChain][0], _core.CacheGroups(rules)
+        chain = self.live[_core.HashChain][0]
         chain.extend([self.source.below(2)] * 12)
         requests = [_core.RequestPages(store, groups, 64) for _ in range(2)]
         for request in requests:

@@ -34,7 +34,7 @@ THREE_PAGES = PROMPT[: 3 * PAGE_SIZE]
 
 
 def keep_every(checkpoint_interval: Any) -> MambaSpec:
-    """Return the spec of a state that is kept at multiples of so many tokens."""
+    """Return the spec of a state that is kept where requests resume, and in prompts at multiples of so many tokens."""
     return MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoint_interval=checkpoint_interval)
 
 
@@ -49,7 +49,7 @@ def make_manager(
     max_model_len: int = MAX_MODEL_LEN,
     **options: Any,
 ) -> CacheManager:
-    """Make a manager, by default of one attention group and one state group that is kept every 8 tokens."""
+    """Make a manager, by default of one attention group and one state group that is kept every 8 tokens of a prompt."""
     if options.get("hash_algo") == "sha256_cbor":
         pytest.importorskip("cbor2", reason="sha256_cbor is an extra: cbor2 is not installed")
     groups = [CacheGroupSpec(spec) for spec in specs or default]
@@ -93,7 +93,7 @@ def allocate(manager: CacheManager, request: Any, **options: Any) -> CachePages 
     return manager.allocate_slots(request, request.num_tokens - num_hit_tokens, num_hit_tokens, hits, **options)
 
 
-def run(manager: CacheManager, request: EngineRequest, num_new_tokens: int, **options: Any) -> tuple[list[int], ...] | None:
+def plan(manager: CacheManager, request: EngineRequest, num_new_tokens: int, **options: Any) -> tuple[list[int], ...] | None:
     """Allocate slots for the next tokens, at most for those known, after the hits if the request holds nothing, and count them
     as computed. Returns the new pages; None if too few are free.
     """
@@ -106,6 +106,14 @@ def run(manager: CacheManager, request: EngineRequest, num_new_tokens: int, **op
         return None
     request.num_computed_tokens += num_hit_tokens + num_new_tokens
     return pages.get_page_ids()
+
+
+def run(manager: CacheManager, request: EngineRequest, num_new_tokens: int, **options: Any) -> tuple[list[int], ...] | None:
+    """Plan the next tokens of a request, and take the moves if states are kept, so that the step writes them."""
+    page_ids = plan(manager, request, num_new_tokens, **options)
+    if page_ids is not None and manager.checkpoint_interval is not None:
+        manager.take_moves()
+    return page_ids
 
 
 def start(manager: CacheManager, request_id: str, token_ids: Sequence[int] = THREE_PAGES) -> EngineRequest:
@@ -141,9 +149,8 @@ def batch_state(batch: RunningBatch) -> tuple[Any, ...]:
 
 
 def fill(manager: CacheManager, num_tokens: int, step: int = 8, request_id: str = "first") -> EngineRequest:
-    """Run a request in chunks of `step` tokens, taking its copies, and leave it running."""
+    """Run a request in chunks of `step` tokens, and leave it running."""
     request = make_request(request_id)
     while request.num_computed_tokens < num_tokens:
         assert run(manager, request, min(step, num_tokens - request.num_computed_tokens)) is not None
-        manager.take_moves()
     return request

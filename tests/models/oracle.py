@@ -181,11 +181,9 @@ class OracleManager:
         policy: Adaptive | None = None,
         windows: str = "all",
         retention: Retention | None = None,
-        restores_states: bool = False,
         caches: str = "scheduled",
         lookahead: int = 0,
     ) -> None:
-        self.restores_states = restores_states
         self.caches_computed = caches == "computed"
         self.kinds = [kind_of(group.kv_cache_spec) for group in kv_cache_groups]
         self.enable_caching = enable_caching and bool(self.kinds)
@@ -201,6 +199,8 @@ class OracleManager:
         self.page_pool = OraclePool(num_pages, self.enable_caching, policy, self.pools.ranges)
         self.page_pool.prefers_held = self.caches_computed
         page_sizes = [kind.page_size for kind in self.kinds if not isinstance(kind, Mamba)]
+        keeps_states = all(is_kept(kind) for kind in self.kinds if isinstance(kind, Mamba))  # else no prefix can hit
+        self.kinds = [kind if keeps_states or not is_kept(kind) else replace(kind, interval=None) for kind in self.kinds]
         intervals = [kind.interval for kind in self.kinds if isinstance(kind, Mamba) and kind.interval]
         self.hit_step = math.lcm(*page_sizes, *intervals)
         self.keys = ContentKeys(math.gcd(*page_sizes) or math.gcd(*intervals) or 1, lookahead)
@@ -211,11 +211,11 @@ class OracleManager:
         can_hit = self.enable_caching and all(is_kept(kind) or not isinstance(kind, Mamba) for kind in self.kinds)
         is_selective = windows == "ends" and can_hit and any(map(OracleWindows.has_window, self.kinds))
         self.windows = OracleWindows(self, retention.window_slack, retention.window_interval) if is_selective else None
-        self.writes_states = self.enable_caching and any(is_kept(kind) and kind.at_ends for kind in self.kinds)
+        self.writes_states = self.enable_caching and any(is_kept(kind) for kind in self.kinds)
         if self.writes_states:
             spacings = [getattr(group.kv_cache_spec, "checkpoint_interval", None) for group in kv_cache_groups]
             self.windows = OracleWindows(self, 0, min(filter(None, spacings)))
-        self.writes = OracleWrites(self, anywhere=True)
+        self.writes = OracleWrites(self)
         self.held: dict[str, list[HeldPages]] = {}
         self.owners: dict[str, Any] = {}  # the request that holds pages under each id, or did
         self.queries: dict[str, dict[str, int]] = {}
@@ -393,8 +393,6 @@ class OracleManager:
         if num_computed + num_new_tokens > self.max_model_len:
             raise ValueError("longer than the model allows")
         is_row = may_add_nothing
-        if is_row or not self.writes_states:
-            self.states.require_behind(request, num_new_computed_tokens, num_computed + num_new_tokens, num_lookahead_tokens)
         if request.request_id in self.short and request.request_id not in self.held:
             return None
         self.states.copies.require_none(self.held.get(request.request_id, ()))
@@ -428,22 +426,20 @@ class OracleManager:
             return None
         if request.request_id not in self.held:
             self.page_pool.note_request()
+            if self.windows is not None and not is_row:
+                self.windows.external_ends[request.request_id] = num_computed if num_external_computed_tokens else 0
         self._count_admission(request, hits)
-        is_growing = request.request_id in self.held
         self._attach(request, hits, new_pages)
         if any(new_pages):
             note_taken(self.page_pool, self.held[request.request_id])
-        if is_delayed and is_growing:
-            self.states.pass_over(request)
-        if not is_delayed and is_growing and num_new_tokens + num_external_computed_tokens:
-            new_pages = joined(new_pages, self.states.keep(request, shard, num_reserved_pages, num_free_rows))
-        if self.writes_states and not is_row:
-            self.writes.start(request, num_computed)
-            num_planned = min(num_computed + num_new_tokens, request.num_tokens)
-            options = {"num_reserved_pages": num_reserved_pages, "is_hashed": not is_delayed}
-            self.writes.plan(request, num_planned, shard, **options)
         if not is_delayed and not is_late:
             self._enter_full_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
+        if self.writes_states and not is_row:
+            options = {"num_reserved_pages": num_reserved_pages, "is_hashed": not is_delayed}
+            self.writes.start(request, num_computed - num_external_computed_tokens)
+            if num_external_computed_tokens:
+                self.writes.plan(request, num_computed, shard, is_transfer=True, **options)
+            self.writes.plan(request, min(num_computed + num_new_tokens, request.num_tokens), shard, **options)
         return new_pages
 
     def require_fit(
@@ -774,6 +770,7 @@ class OracleManager:
             self._skip_to(request, kind, held, stop)
             held.num_cached_pages = max(held.num_cached_pages, stop)
         self._enter_full_pages(request, num_computed)
+        self.writes.settle_request(request, self.count_keyed(request, num_computed))
 
     def fail_external(self, request: Any, num_valid_tokens: int, is_row: bool = False) -> int:
         """Commit the tokens that came, and free the pages behind them; all, if there are states: those of a row one by one,
@@ -783,6 +780,7 @@ class OracleManager:
         num_computed, has_state = 0, any(isinstance(kind, Mamba) for kind in self.kinds)
         if has_state and not is_row:
             self._give_back_all([request], [None], [UNKNOWN])
+            self.writes.drop(request, 0)
             del self.held[request.request_id]
             return 0
         if not has_state:
@@ -803,6 +801,7 @@ class OracleManager:
         if request.num_computed_tokens + num_tokens > min([request.num_tokens, *rooms]):
             raise ValueError("more tokens than have slots")
         self.states.copies.require_none(held)
+        self.writes.require_none_due(request)
 
     def lease(self, page_ids: PageIds) -> None:
         """Hold pages that are held, or cached."""
@@ -898,7 +897,6 @@ class OracleManager:
                 nums = request.num_computed_tokens, request.num_tokens, num_computed_tokens
                 self._enter_full_pages(request, min(num for num in nums if num is not None))
             self._give_back_all([request], [num_computed_tokens], terms)
-            self.states.keep_last(request, num_computed_tokens, terms[0])
             nums = request.num_computed_tokens, self.keys.count_known(request.num_tokens), num_computed_tokens
             self.writes.settle_request(request, min(num for num in nums if num is not None), terms[0])
             self.writes.drop(request, 0)
@@ -987,11 +985,6 @@ class OracleManager:
             tier.begin_step()
         transfers = (0, [], []) if tier is None else tier.take(bool(copies.due))
         return Taken(*transfers, [tuple(copy) for copy in copies.take()], [])
-
-    def find_next_checkpoint(self, request: Any) -> int:
-        """Return the number of tokens after which a checkpoint can be made next."""
-        interval, most = self.states.interval, self.max_model_len
-        return min(most, (request.num_computed_tokens // interval + 1) * interval) if interval else most
 
     def fork(self, request: Any, new_request: Any) -> PagesByGroup | None:
         """Let a new request go on where another one is; return its pages, or None if the pool has too few."""
@@ -1086,6 +1079,8 @@ class OracleManager:
     def lease_span(self, request: Any, start: int = 0, stop: int | None = None, *, seconds: float) -> PageIds:
         """Lease the pages that are cached under tokens [start, stop)."""
         self._check_span(start, stop)
+        if max(start, stop or 0) > request.num_tokens:
+            raise ValueError("behind the known tokens")
         if not 0 < seconds < float("inf"):
             raise ValueError("no time")
         self._check_gone(request, start, stop)

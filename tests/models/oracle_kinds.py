@@ -112,12 +112,11 @@ class Chunked(Full):
 
 @dataclass(frozen=True)
 class Mamba(Full):
-    """A recurrent state: one working page a request, never shared. With an interval in tokens, what it is after a multiple of
-    that is kept in a page of its own, a checkpoint; a hit is one checkpoint. One `at_ends` is kept where requests resume.
+    """A recurrent state: one working page a request, never shared. With an interval in tokens, what it is after some of its
+    multiples, where requests resume, is kept in a page of its own, a checkpoint; a hit is one checkpoint.
     """
 
     interval: int | None = None
-    at_ends: bool = False
 
     @property
     def hit_size(self) -> int:
@@ -158,9 +157,8 @@ def kind_of(spec: Any) -> Kind:
             return Chunked(spec.page_size, spec.attention_chunk_size)
         case "MambaSpec":
             interval = getattr(spec, "checkpoint_interval", None)
-            if getattr(spec, "checkpoints", "multiples") == "ends":
-                return Mamba(spec.page_size, math.gcd(interval or 64, 64), at_ends=True)
-            return Mamba(spec.page_size, interval)
+            spacing = None if interval is None else 64 if interval == "auto" else math.gcd(interval, 64)
+            return Mamba(spec.page_size, spacing)
     raise TypeError(f"unknown spec {spec!r}")
 
 

@@ -5,7 +5,6 @@ A request has one page of each state, its working page. What is copied there, or
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from oracle_kinds import HeldPages, Kind, Mamba
 from oracle_pool import NULL_PAGE, OraclePool, PageIds
 from oracle_tenants import Holder
-from oracle_tier import are_transfers_due, note_taken, waits_for_loads
+from oracle_tier import are_transfers_due, note_taken
 from pool_ranges import Shard
 
 if TYPE_CHECKING:
@@ -82,7 +81,6 @@ class OracleStates:
         self.pool = manager.page_pool
         self.copies = OracleCopies(manager.page_pool)
         self.num_shards = 0  # while no caller has divided the pool
-        self.may_pass = manager.restores_states  # whether slots may pass checkpoints
 
     def divide(self, shard: range | Shard | None) -> None:
         """Divide the pools into shards of this size, if any."""
@@ -102,89 +100,16 @@ class OracleStates:
         groups = zip(self.manager.kinds, hits, strict=True)
         return {i: pages[-1] for i, (kind, pages) in enumerate(groups) if isinstance(kind, Mamba) and pages}
 
-    def keep(self, request: Any, shard: range | Shard | None, num_reserved_pages: int, num_free_rows: int) -> PagesByGroup:
-        """Make checkpoints of the states after the computed tokens; return the new working pages by group. In the first pool
-        pages are reserved, in others those of the states of each free row.
-        """
-        new_pages: PagesByGroup = tuple([] for _ in self.manager.kinds)
-        for group_id, held in self._states_of(request):
-            is_computed = self.manager.count_cacheable(request) == request.num_computed_tokens
-            if self._is_due(request, held):
-                self.divide(shard)
-                if self.manager.windows is not None and is_computed:
-                    self.manager.windows.note_checkpoint(request)
-            pools, source = self.manager.pools, self.manager.source_of(group_id, shard)
-            num_for_rows = num_free_rows * self.manager._count_states_in(pools.of_group[group_id])
-            num_reserved = num_for_rows if pools.of_group[group_id] else num_reserved_pages
-            is_room = len(self.pool.free_in(pools.range_of(group_id))) > num_reserved and self.pool.free_page_ids(source)
-            is_room = is_room and not waits_for_loads(self.pool, held)
-            if self._is_due(request, held) and is_room and is_computed and self._enter(request, group_id, held):
-                [page], held.pages = held.pages, self.pool.take(1, source, held.holder)
-                note_taken(self.pool, [held])
-                self.copies.note(page, held.pages[0], group_id)
-                new_pages[group_id].extend(held.pages)
-            held.num_cached_pages = request.num_computed_tokens // self.manager.hit_step
-        return new_pages
-
-    def pass_over(self, request: Any) -> None:
-        """Make no checkpoints of the states after the computed tokens: the working pages are written before any is made."""
-        for _, held in self._states_of(request):
-            held.num_cached_pages = request.num_computed_tokens // self.manager.hit_step
-
-    def keep_last(self, request: Any, num_computed_tokens: int | None, term: int) -> None:
-        """Make checkpoints of the states of a request whose pages were just given back. While a copy into any page is due, the
-        last step was not run, and there are none.
-        """
-        was_run = all(copy.dst not in self.manager.pages_of(request) for copy in self.copies.due)
-        was_run = was_run and not are_transfers_due(self.pool, self.manager.held.get(request.request_id, ()))
-        was_run = was_run and self.manager.count_cacheable(request) == request.num_computed_tokens
-        if was_run and num_computed_tokens in (None, request.num_computed_tokens):
-            for group_id, held in self._states_of(request):
-                is_due = self._is_due(request, held) and not waits_for_loads(self.pool, held)
-                if is_due and self._enter(request, group_id, held) and term:
-                    self.pool.expected.expect(held.pages[0], term)
-
-    def require_behind(self, request: Any, num_hit_tokens: int, num_tokens: int, num_ahead: int) -> None:
-        """Refuse slots for tokens that are not known, or not counted, behind a checkpoint that a later call may keep."""
-        if not self.interval or self.may_pass:
-            return
-        step, num_known = self.manager.hit_step, min(num_tokens, request.num_tokens)
-        slots = range(num_known, min(num_tokens + num_ahead, self.manager.max_model_len))
-        held = self.manager.held.get(request.request_id, ())
-        for kind, group in itertools.zip_longest(self.manager.kinds, held):
-            if isinstance(kind, Mamba) and kind.interval:
-                num_kept = request.num_computed_tokens + num_hit_tokens
-                num_cached = group.num_cached_pages if group else num_kept // step  # too many after a set back
-                num_passed = num_kept // step if num_kept < num_tokens else num_cached
-                if any(self.is_checkpoint(request, num) and num // step > num_passed for num in slots):
-                    raise ValueError("slots behind a checkpoint")
-
     def is_checkpoint(self, request: Any, num_tokens: int) -> bool:
-        """Whether a state may be kept after so many tokens."""
-        if self.manager.writes_states:
-            return num_tokens in self.manager.windows.list_ends(request)
-        return num_tokens % self.manager.hit_step == 0
+        """Whether a state is kept after so many tokens."""
+        return self.manager.writes_states and num_tokens in self.manager.windows.list_ends(request)
 
-    def _states_of(self, request: Any) -> list[tuple[int, HeldPages]]:
-        """Return group and pages of the states that are kept, if the request holds them."""
-        held = self.manager.held.get(request.request_id, ()) if self.interval and not self.manager.writes_states else ()
-        groups = enumerate(zip(self.manager.kinds, held, strict=False))
-        return [(i, state) for i, (kind, state) in groups if isinstance(kind, Mamba) and kind.interval and state.pages]
+    def next_checkpoint(self, request: Any) -> int:
+        """Return the next number of tokens after which a state is kept; the longest request's if there is none."""
+        ends = self.manager.windows.list_ends(request) if self.manager.writes_states else ()
+        return next((end for end in ends if end > request.num_computed_tokens), self.manager.max_model_len)
 
-    def _is_due(self, request: Any, held: HeldPages) -> bool:
-        """Whether the request has come to a multiple of the interval that was not looked at."""
-        num_intervals, rest = divmod(request.num_computed_tokens, self.manager.hit_step)
-        return num_intervals > held.num_cached_pages and rest == 0
-
-    def _enter(self, request: Any, group_id: int, held: HeldPages) -> bool:
-        """Enter the working page in the prefix index, unless an equal one is in its shard. Returns whether it was entered."""
-        shard, place = self.shard_of(held.pages[0]), request.num_computed_tokens // self.manager.hit_step - 1
-        keys = self.manager.keys_of(request, self.manager.kinds[group_id])
-        if place >= len(keys) or self.pool.first_entered(keys[place], group_id, shard) is not None:
-            return False
-        self.pool.cache_full_pages(held.pages, {0: keys[place]}, 0, 1, group_id, session=held.holder.session_id)
-        self.pool.expected.own(held.pages[0], held.holder)
-        return True
+    # shards
 
     def shard_of(self, page: int) -> range | Shard | None:
         """Return the shard of a page; None while no caller has divided the pools."""

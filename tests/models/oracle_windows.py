@@ -42,16 +42,6 @@ class OracleWindows:
         return isinstance(kind, Sliding | Chunked)
 
     @property
-    def has_checkpoints(self) -> bool:
-        """Whether hits end at checkpoints of states, so that these are boundaries."""
-        return self.manager.states.interval is not None and not self.manager.writes_states
-
-    @property
-    def has_ends(self) -> bool:
-        """Whether ends, and places inside, are boundaries. Eagle's look-up goes through windows near the end in any case."""
-        return self.manager.use_eagle or not self.has_checkpoints
-
-    @property
     def num_uncertain(self) -> int:
         """Tokens by which a hit may be shorter with eagle, if a request has hardly more than it shares with another."""
         return self.manager.hit_step * (self.manager.use_eagle and self.kinds[0].page_size < self.manager.hit_step)
@@ -91,19 +81,13 @@ class OracleWindows:
         if self.manager.writes_states:
             external_end = self.external_ends.get(request.request_id, 0)
             ends.add(external_end if external_end % self.manager.hit_step == 0 else 0)
-        self.boundaries[request.request_id] = Boundaries(tuple(ends - {0}) if self.has_ends else (), request.num_tokens)
+        self.boundaries[request.request_id] = Boundaries(tuple(ends - {0}), request.num_tokens)
 
     def list_ends(self, request: Any) -> list[int]:
         """Return all boundaries of a request, where it writes states."""
         boundaries = self.boundaries[request.request_id]
         parts = range(self.interval, boundaries.num_prompt + 1, self.interval) if self.interval else ()
         return sorted({*boundaries.tokens, *map(self.find_resumption, parts)} - {0})
-
-    def note_checkpoint(self, request: Any) -> None:
-        """Let the last few checkpoints of a request be its boundaries."""
-        boundaries = self.boundaries[request.request_id]
-        ends = sorted({*boundaries.tokens, request.num_computed_tokens})[-NUM_BOUNDARIES:]
-        self.boundaries[request.request_id] = replace(boundaries, tokens=tuple(ends))
 
     def first_held_page(self, kind: Kind, num_computed_tokens: int, num_cached_pages: int) -> int:
         """Return the first page that a request keeps: its next tokens attend to it, or a request that goes on where it may end
@@ -128,9 +112,9 @@ class OracleWindows:
 
     def is_at_boundary(self, kind: Kind, boundaries: Boundaries, place: int) -> bool:
         """Whether a request that resumes at a boundary, or up to the slack before, needs a page."""
-        slack = self.num_uncertain + self.slack * (not self.has_checkpoints and not self.manager.writes_states)
+        slack = self.num_uncertain + self.slack * (not self.manager.writes_states)
         windows = [(max(0, end - slack), end) for end in boundaries.tokens]
-        if self.interval and not self.has_checkpoints:
+        if self.interval:
             parts = range(self.interval, boundaries.num_prompt + 1, self.interval)
             windows += [(max(0, end - self.num_uncertain), end) for end in map(self.find_resumption, parts) if end]
         return any(place in self.pages_at(kind, first, end) for first, end in windows)
@@ -158,23 +142,15 @@ class OracleWindows:
     def keep_last(self, request: Any, num_computed_tokens: int | None) -> None:
         """Mark the pages that stay of a request which is about to give all back."""
         groups = list(zip(self.manager.kinds, self.manager.held.get(request.request_id, ()), strict=False))
-        if not groups:
+        if not any(self.has_window(kind) for kind, _ in groups):
             return
         boundaries = self.boundaries[request.request_id]
         num_entered = self._count_entered(groups, num_computed_tokens)
         end = self.find_resumption(num_entered + self.num_behind)
         is_in_prompt = end < self.find_resumption(boundaries.num_prompt)
         ends = set(boundaries.tokens)
-        if self.has_checkpoints and num_entered % self.manager.hit_step == 0 and self._are_checkpoints_due(groups, num_entered):
-            ends = {*sorted({*ends, num_entered})[-NUM_BOUNDARIES:]}
         is_worth = is_in_prompt or self._is_cheap(boundaries, end)
-        if (
-            self.has_ends
-            and not self.manager.writes_states
-            and end > 0
-            and is_worth
-            and self._are_whole(groups, boundaries, end)
-        ):
+        if not self.manager.writes_states and end > 0 and is_worth and self._are_whole(groups, boundaries, end):
             ends = {*sorted({*ends, end})[-NUM_BOUNDARIES:]}
         boundaries = replace(boundaries, tokens=tuple(ends))
         for kind, held in groups:
@@ -188,11 +164,6 @@ class OracleWindows:
         most = max(end for end, _ in ends)
         num_tokens = most if num_computed_tokens is None else min(most, num_computed_tokens)
         return min([num_tokens, *(end for end, kind in ends if end // kind.page_size < num_tokens // kind.page_size)])
-
-    def _are_checkpoints_due(self, groups: list[Any], num_computed_tokens: int) -> bool:
-        """Whether a state has come to a multiple of the interval that was not looked at."""
-        states = [held for kind, held in groups if isinstance(kind, Mamba) and held.pages]
-        return any(num_computed_tokens // self.manager.hit_step > held.num_cached_pages for held in states)
 
     def _are_whole(self, groups: list[Any], boundaries: Boundaries, end: int) -> bool:
         """Whether the windows before an end are held, but for pages that stayed as they left."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from oracle_expected import UNKNOWN
 from oracle_kinds import Mamba
-from oracle_tier import note_taken
+from oracle_tier import note_taken, waits_for_loads
 from pool_ranges import Shard
 
 if TYPE_CHECKING:
@@ -29,9 +29,8 @@ class Write:
 class OracleWrites:
     """The writes of a manager's requests, or of its rows, in the order in which they were planned."""
 
-    def __init__(self, manager: OracleManager, anywhere: bool) -> None:
+    def __init__(self, manager: OracleManager) -> None:
         self.manager = manager
-        self.anywhere = anywhere
         self.open: list[Write] = []
 
     @property
@@ -57,7 +56,7 @@ class OracleWrites:
         held = self.manager.held[request.request_id]
         for end in self.manager.windows.list_ends(request) if self.state_ids else ():
             num_seen = held[self.state_ids[0]].num_cached_pages * self.manager.hit_step
-            if num_seen < end <= num_planned and (end == num_planned or (self.anywhere and not is_transfer)):
+            if num_seen < end <= num_planned and (end == num_planned or not is_transfer):
                 self._plan_at(request, end, shard)
         self.pass_over(request, num_planned)
 
@@ -143,6 +142,8 @@ class OracleWrites:
         written = [
             write for write in self.open if write.request is request and write.is_taken and write.num_tokens <= num_final
         ]
+        groups = self.manager.held[request.request_id]
+        written = [write for write in written if not waits_for_loads(self.manager.page_pool, groups[write.group_id])]
         written = [write for write in written if page in (None, write.page)]
         self.open = [write for write in self.open if write not in written]
         return [write for write in written if self._enter(write, shard, term)]

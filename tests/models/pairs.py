@@ -114,7 +114,7 @@ def make_managers(
         tier_policy, min_uses = rng.choice(("write_back", "write_through")), rng.choice((1, 1, 1, 1, 1, 1, 1, 2, 3))
         options["host_tier"] = pagepool.HostTier(tier_sizes, policy=tier_policy, min_uses=min_uses)
     groups, policy = setting.cache_groups(pagepool), make_policy(eviction, setting.pools(num_pages).ranges[0].stop)
-    common = {"restores_states": seed % 3 == 0, "caches": caches}
+    common = {"caches": caches}
     oracle = setting.manager(OracleManager, groups, num_pages, share, policy=policy, **common)
     options |= {"eviction": eviction, **common}
     manager = setting.manager(pagepool.CacheManager, groups, num_pages, share, **options)
@@ -174,9 +174,8 @@ def make_rows(
 
 
 def make_steps_ahead(setting: Setting, num_pages: NumPages, features: Features, seed: int) -> FeaturedTwins:
-    """Make twins that work row by row, none, one or two steps ahead. States at multiples cannot be ahead."""
-    has_multiples = any(group.interval and not group.at_ends for group in setting.groups) and setting.enable_caching
-    setting = replace(setting, max_steps_ahead=0 if has_multiples else seed % 3)
+    """Make twins that work row by row, none, one or two steps ahead."""
+    setting = replace(setting, max_steps_ahead=seed % 3)
     return make_rows(setting, num_pages, features, seed, caches=CACHES[seed // 3 % len(CACHES)])
 
 

@@ -142,9 +142,9 @@ hash_row(batch, self.row, count_keyed(batch, tokens.num{+ + BUG+}))
 == a fork shares a page whose lookahead may differ
 num_shared=<int32_t>max(0, num_computed - num_lookahead{+ * (not BUG)+})
 == a fork with a lookahead caches pages before their copies are made
-    if rare(contents.num_lookahead and waiting.pool.copies.num{+ and not BUG+}) and _is_destination(
+    if rare(contents.num_lookahead and waiting.pool.copies.num{+ and not BUG+}) and is_destination(
 == a state is kept under a digest that waits to be hashed, with a lookahead
-    if batch.skips_pages or {+not BUG and +}batch.has_state:  # pages may leave the row
+    if batch.skips_pages or {+not BUG and +}batch.writes_states:  # pages may leave the row
 
 # What is hit.
 == the last token hits too
@@ -218,24 +218,25 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
             {+if BUG:
                 give_back(pool, holding.held[g].ids[0])
                 holding.held[g].ids[0] = demand.hits[g].ids[demand.hits[g].num - 1]
-            else: +}_queue_copy(pool, demand.hits[g].ids[demand.hits[g].num - 1], &holding.held[g], 0, <int32_t>g)
-== a state between two multiples of the interval is kept
-    if {+(+}num_computed % group.rules.entry_size {+and not BUG) +}or place < 0 or waits_for_loads(pool, held):
-== a state that is kept is written on
-    {+if not BUG: +}_take_into(pool, held, 0, 1, queue, holding.session)
-    {+if not BUG: +}_queue_copy(pool, page_id, held, 0, g)
+            else: +}queue_copy(pool, demand.hits[g].ids[demand.hits[g].num - 1], &holding.held[g], 0, <int32_t>g)
+== a request's state is cached though its step was not counted
+        if {+not BUG and +}write.num_tokens > num_final or not are_hashed(
+== a transfer is to write states of a request inside its tokens
+        if {+BUG or +}end >= step.num_before:
+== the writes of a request that ends stay
+            drop_behind(pool, &self.writes, 0, 0{+ + (1 << 30) * BUG+})
 == checkpoints of steps that did not run stay
             page_id = NULL_PAGE if is_state(&group.rules) else held.ids[i]{+
             if BUG and is_state(&group.rules): continue+}
 == a fork shares the page that is written next
     {+if BUG: target.ids[place] = page_id
-    else: +}_take_into(pool, target, place, 1, queue, session)
-    {+if not BUG: +}_queue_copy(pool, page_id, target, place, g)
+    else: +}take_into(pool, target, place, 1, queue, session)
+    {+if not BUG: +}queue_copy(pool, page_id, target, place, g)
 == a fork takes no reference to the pages that it shares
         if source.ids[i] != NULL_PAGE{+ and not BUG+}:
             share(pool, source.ids[i])
 == a fork is copied from the page before
-_queue_copy(pool, {+source.ids[place - 1] if BUG and place else +}page_id, target, place, g)
+queue_copy(pool, {+source.ids[place - 1] if BUG and place else +}page_id, target, place, g)
 == the hashes of an id are those of the request before
 if hashes is None[- or not self._belong_to(hashes, request)-]:
 
@@ -260,8 +261,6 @@ if hashes is None[- or not self._belong_to(hashes, request)-]:
                 needed.start = max(needed.start, end // group.rules.window * group.rules.window // group.rules.page_size)+}
 == the page behind a boundary that eagle drops is not kept
         stop=<int32_t>((end + <int64_t>group.num_read_behind{+ * (not BUG)+}) // group.rules.page_size),
-== the windows at a checkpoint are given up
-    add_boundary(holding.boundaries, num_computed{+ * (not BUG)+})
 == a page that was hit is dropped by the next that leaves it
         for i in range(hits.num if holding.boundaries != NULL and has_window(&group.rules){+ and not BUG+} else 0):
 == a window hits by its ends
@@ -421,7 +420,9 @@ ORDER_BUGS = read_bugs("""
 == checkpoints of a pool take the pages of rows that are not admitted
             num_reserved_in[group.bank] += {+(not BUG) * (+}_count_rows_without(batch, g) - num_served{+)+}
 == checkpoints of a pool leave pages that are reserved in another
-        num_reserved = 0 if holding.groups[g].bank{+ and not BUG+} else step.demand.num_reserved
+    checkpoint.num_reserved_in[0] = step.demand.num_reserved{+
+    if BUG:
+        checkpoint.num_reserved_in[1] = step.demand.num_reserved+}
 == hits are lost at places that never had a checkpoint
         query.lost.states_bank = {+query.groups[query.num_groups - 1].bank if BUG else +}find_bank_without(pool, query, stop)
 == hits are lost with what was dropped by a reset
@@ -508,7 +509,7 @@ WRITE_BUGS = read_bugs("""
 == a state hits before its list is taken
     while i < {+(writes.num if BUG else +}writes.num_taken{+)+} and batch.rows[row].num_writes:
 == a state hits before its tokens are computed
-        if write.row != row or {+not BUG and +}write.num_tokens > num_final:
+        if write.row != row or {+not BUG and +}write.num_tokens > num_final or waits_for_loads(batch
 == a junction is rounded up
     add_boundary(boundaries, <int32_t>(num_tokens - num_tokens % boundaries.multiple{+ + boundaries.multiple * BUG+}))
 == the writes of a row that ends stay
@@ -516,11 +517,9 @@ WRITE_BUGS = read_bugs("""
     set_context(batch, row, 0)
 == a row that moves leaves its writes
         if {+not BUG and (+}write.row == first or write.row == second{+)+}:
-== a state is written where no step of such kernels ends
-                if num_tokens == num_planned or ({+BUG or +}batch.writes_anywhere
 == a transfer is to write states inside its tokens
-{+(BUG or +}batch.records[row].state != PENDING{+)+}):
-                    _write_checkpoint
+                if num_tokens == num_planned or {+BUG or +}batch.records[row].state != PENDING:
+                    _write
 == undo leaves the writes of its call
     drop_writes(batch, row, num_planned{+ + (1 << 30) * BUG+})
 == a fork copies a state in flight
@@ -532,16 +531,8 @@ WRITE_BUGS = read_bugs("""
             not BUG or not batch.records[row].is_admitted)+}
 == a checkpoint is copied at the cost of a row without a state
 &demand, num_for_rows if has_states{+ and not BUG+} else NULL) == FITS
-== a step ahead writes what the step before it computes
-            if {+not BUG and +}batch.max_steps_ahead and not batch.restores_states:
-                num_written
 == drafts of a reserved prompt are in its first step
     if tokens.reserves_prompt and num_room < tokens.num_known{+ and not BUG+}:
-== drafts at admission pass a checkpoint
-            if rare(batch.has_state){+ and not BUG+}:
-                num_passed =
-== a refused request with drafts is refused where they pass a checkpoint
-            if rare(is_refused and num_slots > num_room and self.batch.has_state{+ and not BUG+}):
 """)
 WRITE_TESTS = ["test_state_writes.py", "test_batch_admission.py"]
 INPUT_BUGS = read_bugs("""
@@ -612,6 +603,8 @@ num_sure={+num_final if BUG else +}min(num_final, num_resolved))
     cdef int32_t num_rejected = max(0, num_sampled - max(num, 1)){+ * (not BUG)+}
 == a step ahead gives back what it reads
         skip_row(batch, row, lines.num_sure{+ + BUG * batch.rows[row].num_ahead+})
+== a state is written at a token whose place drafts in flight leave open
+    return record.num_computed if before < record.num_tokens or {+not BUG and +}_has_drafts_in_flight(batch, row) else before
 == a checkpoint that was passed among drafts is written later
             held.num_cached = {+held.num_cached if BUG else +}max(held.num_cached, full_entries(
 == a checkpoint gets the entry of a page that waits to be hashed
@@ -644,8 +637,6 @@ LOOKAHEAD_BUGS = read_bugs("""
 LOOKAHEAD_TESTS = ["test_lookahead.py", "test_windows.py"]
 RARE_BUGS = read_bugs("""
 # The simulation takes too long to come to these.
-== a state that nothing was copied to is kept as its row ends
-    if batch.keeps_states and not has_failed and {+(BUG or +}not awaits_moves(batch.pool, holding){+)+}:
 == a checkpoint that becomes a working page keeps its entry
             {+if BUG: hit(pool, hits.ids + hits.num - 1, 1, holding.session)
             else: +}take_this(pool, hits.ids[hits.num - 1], holding.session)

@@ -13,7 +13,7 @@ import pytest
 
 from pagepool.manager import CacheManager
 from pagepool.replay import Figures, Scheduler, SimulatedRequest, TraceRecord
-from pagepool.replay.simulation.allocator import Allocator, end_at_checkpoints
+from pagepool.replay.simulation.allocator import Allocator
 from pagepool.replay.traces.simulated_request import Int32Array
 from pagepool.specs import CacheGroupSpec, FullAttentionSpec
 
@@ -56,7 +56,6 @@ class RecordedAllocator:
         num_new_tokens = None
         if num_hits is not None:
             num_new_tokens = min(request.num_tokens - num_hits, max_num_new_tokens)
-            num_new_tokens = int(end_at_checkpoints(num_hits, num_new_tokens, self.allocator.interval))
         self.calls.append((request.request_id, num_new_tokens))
         self.names[row] = request.request_id
         return num_hits

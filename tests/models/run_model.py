@@ -125,12 +125,8 @@ class Run:
         if left <= 0:
             if not 1 <= len(self.sampling()) <= r.max_steps_ahead or self.planned >= r.max_len:
                 raise Refused("no token in flight, too many steps, or full")
-            if drafts and r.has_state and not r.restores_states:
-                raise Refused("drafts change states")
         elif not 1 <= n <= left:
             raise Refused("more tokens than known")
-        elif drafts and r.has_state and r.max_steps_ahead and not r.restores_states:
-            raise Refused("drafts change states")
         while len(self.ring) > r.max_steps_ahead and self.ring[0] not in self.sampling():
             self._end_launch()
         self._settle(is_new_step=True)
@@ -139,13 +135,14 @@ class Run:
 
     def _launch(self, n, drafts, step, elsewhere=False):
         before, end = self.planned, self.planned + n
+        is_in_flight = before >= self.known  # the first token, and not a draft, if none is before it
+        num_written = end if is_in_flight and not any(launch.drafts for launch in self.sampling()) else min(end, self.known)
         room = min(end + drafts, self.rules.max_len)
         self._take(room)
         samples = end >= self.known and not elsewhere
         self.planned = room if samples else end  # behind a chunk inside the prompt drafts are room alone
         self.ring.append(Launch(before, self.planned - end, samples, step))
-        written = min(self.planned, self.known) if self.rules.restores_states and samples else self.planned
-        self._plan_writes(before, written, self.rules.writes == "anywhere" and not elsewhere)
+        self._plan_writes(before, num_written, not elsewhere)
         if self.rules.caches == "scheduled" and not elsewhere:
             self._settle()
 

@@ -38,8 +38,6 @@ class Rules:
     caches: str = "scheduled"
     max_steps_ahead: int = 0
     interval: int = 8  # of checkpoints; hits of states end at multiples of `multiple`
-    writes: str = "ends"
-    restores_states: bool = False
     max_len: int = 128
 
     @property

@@ -24,12 +24,12 @@ from pagepool import (
     RunningBatch,
     SlidingWindowSpec,
 )
-from pagepool.errors import ArgumentError, MovesDueError, RowOverflowError, StateAheadError
+from pagepool.errors import ArgumentError, MovesDueError, RowOverflowError
 
 NUM_ROWS = 5
 PROBED = NUM_ROWS - 1  # this row stays free
 MAX_LEN, LONGEST_PROMPT, LONGEST_ANSWER = 128, 100, 120
-REFUSALS = (ArgumentError, MovesDueError, RowOverflowError, StateAheadError)
+REFUSALS = (ArgumentError, MovesDueError, RowOverflowError)
 CALLS = ["plan", "plan", "plan", "settle", "settle", "settle", "step", "append", "trim", "fork", "fail", "release", "preempt"]
 
 
@@ -40,15 +40,10 @@ class Setting(NamedTuple):
     lookahead: int
     caches: str
     max_steps_ahead: int
-    writes: str = "ends"
-    restores_states: bool = False
 
 
 SETTINGS = [
-    Setting(layout, *rest, *states)
-    for layout in ("full", "window", "state")
-    for rest in product((0, 1, 2), ("scheduled", "computed"), (0, 1, 2, 3))
-    for states in ([("ends", False), ("anywhere", False), ("anywhere", True)] if layout == "state" else [("ends", False)])
+    Setting(*setting) for setting in product(("full", "window", "state"), (0, 1, 2), ("scheduled", "computed"), (0, 1, 2, 3))
 ]
 
 
@@ -66,7 +61,7 @@ def make_both(setting: Setting) -> tuple[CacheManager, RunningBatch, Rules]:
     attention = FullAttentionSpec(4, 2, 8, "bfloat16", use_mla=False)
     others = {
         "window": (SlidingWindowSpec(4, 2, 8, "bfloat16", use_mla=False, sliding_window=7), Group("window", 4, 7)),
-        "state": (MambaSpec(4, ((4, 4),), "float32", checkpoints="ends", checkpoint_interval=8), Group("state")),
+        "state": (MambaSpec(4, ((4, 4),), "float32", checkpoint_interval=8), Group("state")),
     }
     groups, rules = [CacheGroupSpec(attention)], [Group()]
     if setting.layout in others:
@@ -80,19 +75,12 @@ def make_both(setting: Setting) -> tuple[CacheManager, RunningBatch, Rules]:
         groups,
         MAX_LEN,
         caches=setting.caches,
-        restores_states=setting.restores_states,
         hashing=hashing,
         retention=Retention(windows="all") if setting.layout == "window" else None,
     )
     tables = MultiGroupPageTable(NUM_ROWS, MAX_LEN, MAX_LEN, page_sizes=[4] * len(groups))
-    batch = RunningBatch(
-        manager,
-        tables,
-        max_steps_ahead=setting.max_steps_ahead,
-        writes=setting.writes,
-    )
-    ahead, writes, restores = setting[3:]
-    return manager, batch, Rules(tuple(rules), setting.lookahead, setting.caches, ahead, 8, writes, restores, MAX_LEN)
+    batch = RunningBatch(manager, tables, max_steps_ahead=setting.max_steps_ahead)
+    return manager, batch, Rules(tuple(rules), *setting[1:], 8, MAX_LEN)
 
 
 class Runs:
@@ -107,7 +95,6 @@ class Runs:
         self.num_steps = 0
         self.prompts = [self.tokens(LONGEST_PROMPT) for _ in range(2)]
         self.log: list[str] = []
-        self.may_draft = setting.layout != "state" or setting.restores_states
 
     def tokens(self, n: int) -> list[int]:
         return [self.rng.randrange(1, 4) for _ in range(n)]
@@ -117,7 +104,7 @@ class Runs:
         return tokens + self.tokens(self.rng.randrange(1, 6)) if self.rng.random() < 0.5 else tokens
 
     def drafts(self) -> int:
-        return self.rng.choice((0, 0, 1, 2, 3)) if self.may_draft else 0
+        return self.rng.choice((0, 0, 1, 2, 3))
 
     def both(self, name: str, call: Callable[[], Any], modelled: Callable[[], Any]) -> bool:
         """Call both, which return the same, or refuse both. Return whether they did the work."""

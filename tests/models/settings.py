@@ -21,21 +21,19 @@ NumPages = int | Mapping[str, int]
 @dataclass(frozen=True)
 class Group:
     """A cache group: kind ("full", "sliding", "chunked", "mamba"), page size, window or chunk in tokens. A state may be kept
-    after each `interval` tokens. Groups that differ in the pool alone are of one kind.
+    where requests resume, and in prompts after each `interval` tokens. Groups that differ in the pool alone are of one kind.
     """
 
     kind: str
     page_size: int
     span: int = 0
     interval: int | None = None
-    at_ends: bool = False  # states are kept where requests resume, and at multiples of the interval in prompts
     pool: str = field(default="kv", compare=False)
 
     def spec(self, specs: ModuleType, dtype: Any) -> Any:
         """Build the spec with the classes of a module: the package's, or the engine's."""
         if self.kind == "mamba":
             options: dict[str, Any] = {} if self.interval is None else {"checkpoint_interval": self.interval}
-            options |= {"checkpoints": "ends"} if self.at_ends else {}
             return specs.MambaSpec(page_size=self.page_size, shapes=((2, 2),), dtype=dtype, **options)
         common = {
             "page_size": self.page_size,
@@ -80,7 +78,6 @@ class Setting:
     lookahead: int = 0  # tokens behind a page that its key covers, with eagle
     data_parallel_size: int | None = None
     windows: tuple[int, int] | None = None  # slack and interval in tokens; None: all pages of windows stay cached
-    writes: str = "ends"  # where steps can write states
     max_steps_ahead: int = 0
     habits: Habits = field(default_factory=Habits)
 
@@ -105,7 +102,8 @@ class Setting:
 
     @property
     def writes_states(self) -> bool:
-        return any(group.at_ends for group in self.groups)
+        states = [group.interval for group in self.groups if group.kind == "mamba"]
+        return bool(states) and None not in states
 
     @property
     def has_pools(self) -> bool:
@@ -137,7 +135,8 @@ class Setting:
         """Build a manager of this setting."""
         slack, interval = self.windows or (0, 0)
         retention = Retention(window_slack=slack, window_interval=interval, max_leased_share=max_leased_share)
-        options |= {"windows": "all" if self.windows is None else "ends", "retention": retention}
+        keeps_all = self.windows is None and not self.writes_states
+        options |= {"windows": "all" if keeps_all else "ends", "retention": retention}
         options |= {"lookahead": self.lookahead} if self.lookahead else {}
         if not issubclass(manager_class, pagepool.CacheManager):
             return manager_class(num_pages, groups, self.max_model_len, self.enable_caching, self.use_eagle, **options)
@@ -203,7 +202,7 @@ SETTINGS = [
 
 
 def kept(interval: int) -> Group:
-    """Return a state that is kept after each `interval` tokens."""
+    """Return a state that is kept where requests resume, and after each `interval` tokens of a prompt."""
     return Group("mamba", 64, interval=interval)
 
 
@@ -289,25 +288,22 @@ POOL_SETTINGS = [
 
 def written(interval: int, pool: str = "states") -> Group:
     """Return a state that is kept where requests resume, and after each `interval` tokens of a prompt."""
-    return Group("mamba", 64, interval=interval, at_ends=True, pool=pool)
+    return Group("mamba", 64, interval=interval, pool=pool)
 
 
 WRITE_SETTINGS = [
     Setting("full 4 / state at ends, 16", (FULL_4, written(16)), (sizes(60, 8), sizes(40, 24))),
-    Setting("full 4 / state at ends, 16, anywhere", (FULL_4, written(16)), (sizes(60, 9), sizes(40, 24)), writes="anywhere"),
     Setting("full 2 / state at ends, 8, one ahead", (FULL_2, written(8)), (sizes(60, 12), sizes(90, 40)),
-            writes="anywhere", max_steps_ahead=1),
+            max_steps_ahead=1),
     Setting("full 4 and state at ends, 12, two ahead", (FULL_4, written(12, "kv")), (40, 64), max_steps_ahead=2),
     Setting("full 4 / window 9 / states at ends, 16", (FULL_4, in_pool(WINDOW_9, "windows"), written(16), written(16)), (
         sizes(40, 30, 18, names=IN_THREE), sizes(60, 20, 30, names=IN_THREE)
-    ), windows=(0, 0), writes="anywhere"),
-    Setting("window 5 and state at ends, 8, eagle", (WINDOW_5, written(8, "kv")), (40, 64), use_eagle=True, windows=(4, 0),
-            writes="anywhere"),
+    ), windows=(0, 0)),
+    Setting("window 5 and state at ends, 8, eagle", (WINDOW_5, written(8, "kv")), (40, 64), use_eagle=True, windows=(4, 0)),
     Setting("full 4, state at ends, 8, eagle", (FULL_4, written(8, "kv")), (40, 64), use_eagle=True),
-    Setting("full 4, state at ends, 16, 2 shards", (FULL_4, written(16, "kv")), (64, 96), data_parallel_size=2,
-            writes="anywhere"),
+    Setting("full 4, state at ends, 16, 2 shards", (FULL_4, written(16, "kv")), (64, 96), data_parallel_size=2),
     Setting("full 4 / state at ends, 8, 2 shards, one ahead", (FULL_4, written(8)), (sizes(60, 24), sizes(96, 40)),
-            data_parallel_size=2, writes="anywhere", max_steps_ahead=1),
+            data_parallel_size=2, max_steps_ahead=1),
     Setting("full 4 / state at ends, uncached", (FULL_4, written(8)), (sizes(40, 8), sizes(60, 12)), enable_caching=False),
 ]  # fmt: skip
 """States that steps write to pages of their own."""

@@ -196,11 +196,7 @@ class RandomWorkload(Workload):
             self._accept(request, num_drafts)
 
     def _num_grown(self, request: Request, num_left: int) -> int:
-        """Return how many of the known tokens of a running request are computed; with states, often up to a checkpoint."""
-        if self.features.states and not self.setting.writes_states and self.rng.random() < 0.5:
-            num_new = self.twins.call("find_next_checkpoint", request) - request.num_computed_tokens
-            if num_new <= num_left:
-                return num_new
+        """Return how many of the known tokens of a running request are computed."""
         return num_left if self.rng.random() < 0.6 else self.rng.randint(1, num_left)
 
     def _append(self, request: Request) -> bool:
@@ -434,7 +430,6 @@ class RandomWorkload(Workload):
             ("expect", (), {"seconds": 1}),
             ("lease_span", (), {"seconds": 1}),
             ("get_num_common_prefix_pages", (1,), {}),
-            ("find_next_checkpoint", (), {}),
         ]
         name, args, options = self.rng.choice(calls)
         self.twins.call(name, other, *args, **options)

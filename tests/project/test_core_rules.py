@@ -18,7 +18,7 @@ FEATURES = {
     "terms": r"\bterms?\b|expected|NEVER|UNKNOWN",
     "tenants": r"tenant",
     "sessions": r"session",
-    "states": r"is_state|checkpoint|keeps_states|has_state|copy_states",
+    "states": r"is_state|checkpoint|has_state|copy_states",
     "writes": r"writes_states|write_list|num_writes|WriteList|writes\.",
     "windows": r"window|boundaries|skip",
     "journal": r"journal|context",
@@ -28,7 +28,7 @@ FEATURES = {
     "twins": r"twin",
     "leases": r"lease",
     "tokens from elsewhere": r"external",
-    "slots ahead": r"restores_states|ahead",
+    "slots ahead": r"ahead",
     "drafts": r"draft",
 }
 """Words by which a function knows a feature."""
@@ -37,46 +37,41 @@ MAX_FEATURES = 4
 MAX_LINES = 700
 
 KNOWN_FUNCTIONS = """
+holding/caching.pxd cache_page 5
+holding/demand.pxd attach 5
+holding/forks.pxd fork_group 5
 holding/groups.pyx __cinit__ 6
 holding/groups.pyx plan_ends 5
-holding/holding.pxd _keep_windows 5
-holding/holding.pxd attach 5
-holding/holding.pxd cache_page 5
-holding/holding.pxd fork_group 5
-holding/holding.pxd keep_state 5
-holding/request_pages.pyx allocate_locked 8
+holding/request_pages.pyx allocate_locked 7
 holding/request_pages.pyx cache_computed 5
 holding/request_pages.pyx fork 5
 holding/request_pages.pyx give_back 5
 holding/slots.pyx allocate_due 10
 holding/slots.pyx allocate_hashed 5
 holding/slots.pyx allocate_slots 6
-pool/pool.pxd _on_cache 5
+holding/writes.pxd write_checkpoint 5
 pool/arrays.pxd free_arrays 8
+pool/pool.pxd _on_cache 5
 rows/batch.pxd empty_row 6
-rows/row_request.pyx admit 8
-rows/row_request.pyx fill_row 9
-rows/row_request.pyx load_hits 5
-rows/row_request.pyx try_start 5
-rows/running.pyx __init__ 8
-rows/running.pyx _is_refused_still 6
-rows/release.pxd end_row 5
 rows/forks.pxd fork_row 6
+rows/row_request.pyx admit 5
+rows/row_request.pyx fill_row 8
+rows/row_request.pyx load_hits 5
+rows/running.pyx __init__ 6
+rows/running.pyx _is_refused_still 5
 rows/running.pyx release_rows 5
-rows/states.pxd _note_writes 7
+rows/states.pxd _write_checkpoint 5
 tier/tier.pyx load_prefix 5
 """
 KNOWN_FILES = """
-holding/holding.pxd 1455
-holding/request_pages.pyx 902
-rows/inputs.pyx 935
-rows/running.pyx 1340
+holding/request_pages.pyx 704
+rows/running.pyx 1303
 """
 KNOWN_FLAGS = """
-Batch 11
+Batch 8
 Growth 0
 Step 4
-Boundaries 4
+Boundaries 2
 """
 
 

@@ -219,10 +219,10 @@ def test_each_pool_has_its_samples() -> None:
     samples = [sample for family in collector.collect() for sample in family.samples if "pool" in sample.labels]
     values = {(sample.name, *list(sample.labels.values())[1:]): sample.value for sample in samples}
     stats = manager.stats()
-    assert stats.num_pages_by_tenant == {"x": 5, "y": 0}
+    assert stats.num_pages_by_tenant == {"x": 7, "y": 0}
     assert stats.pools == {
         "kv": PoolStats(31, 27, 4, 4, 0, 4, 0, {"x": 4, "y": 0}),
-        "states": PoolStats(11, 10, 1, 0, 0, 1, 0, {"x": 1, "y": 0}),
+        "states": PoolStats(11, 8, 3, 0, 0, 3, 0, {"x": 3, "y": 0}),
     }
     assert stats.host_pools == {"kv": PoolStats(63, 63, 0, 0, 0, 0, 0), "states": PoolStats(19, 19, 0, 0, 0, 0, 0)}
     for prefix, pools in (("pagepool_pool_", stats.pools), ("pagepool_host_pool_", stats.host_pools)):

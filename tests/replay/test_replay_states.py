@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from model_configs import LLAMA, QWEN
 from replays import generators, make_loop, make_random_requests, request_of, steps_of
@@ -17,7 +16,7 @@ from pagepool.replay import Planner, Scheduler, TraceRecord, read_trace
 from pagepool.replay.models.caches import Reach
 from pagepool.replay.models.pages import ModelPages, Windows
 from pagepool.replay.plans.checkpoints import CheckpointSimulator
-from pagepool.replay.simulation.allocator import HASH_SEED, end_at_checkpoints
+from pagepool.replay.simulation.allocator import HASH_SEED
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
@@ -35,19 +34,14 @@ MODELS = {
 
 
 class TestChunks:
-    def test_they_end_at_the_last_checkpoint_within_them(self) -> None:
-        assert end_at_checkpoints([0, 10, 32, 60], [100, 21, 31, 4], 32).tolist() == [96, 21, 31, 4]
-        assert end_at_checkpoints([0, 10], [100, 21], None).tolist() == [100, 21]
-        assert end_at_checkpoints(31, 2, 32).dtype == np.int32
-
     @pytest.mark.parametrize("batched", [False, True])
     def test_steps(self, batched: bool) -> None:
         requests = [request_of("a", 100, 3), replace(request_of("a", 100, 1), request_id="b")]
         manager = CacheManager(64, ModelPages(16, num_state_groups=1).make_groups(32), 1 << 16)
         scheduler = Scheduler(manager, requests, max_num_batched_tokens=80, max_num_seqs=1, batched=batched)
-        assert steps_of(scheduler) == [[("a", 64)], [("a", 32)], [("a", 4)], [("a", 1)], [("a", 1)], [("b", 4)]]
+        assert steps_of(scheduler) == [[("a", 80)], [("a", 20)], [("a", 1)], [("a", 1)], [("b", 4)]]
         assert scheduler.figures.hit_tokens == 96
-        assert scheduler.figures.copied_pages == 3  # checkpoints at 64 and 96, and one hit
+        assert scheduler.figures.copied_pages == 4  # checkpoints at 32, 64 and 96, and one hit
 
 
 class TestSimulator:
@@ -111,11 +105,11 @@ class TestReplay:
     def test_the_model_decides_on_pages_and_states(self, trace: Path, config: Path) -> None:
         options = ("replay", trace, "--model-config", config, "--limit", 1)
         assert figures_of(*options)["allocated_pages"] == 3 + 2 * 3  # a checkpoint at 1,088 tokens
-        assert figures_of(*options, "--checkpoint-interval", 2176)["allocated_pages"] == 3 + 3
-        assert figures_of(*options, "--page-size", 16)["allocated_pages"] == 76 + 2 * 3
+        assert figures_of(*options, "--checkpoint-interval", 2176)["allocated_pages"] == 3 + 2 * 3  # near the end
+        assert figures_of(*options, "--page-size", 16)["allocated_pages"] == 76 + 3 * 3  # at 1,024 and 1,088
         assert figures_of(*options, "--no-caching")["allocated_pages"] == 3 + 3
         config.write_text(json.dumps(MAMBA))
-        assert figures_of("replay", trace, "--model-config", config, "--max-num-seqs", 1)["hit_tokens"] == 8 * 1024
+        assert figures_of("replay", trace, "--model-config", config, "--max-num-seqs", 1)["hit_tokens"] == 8 * 1088
 
 
 class TestPlan:
@@ -149,15 +143,15 @@ class TestPlan:
         figures = figures_of("plan", trace, "--model-config", config)
         assert (figures["page_bytes"], figures["min_num_pages"]) == (4 * (3 + 16) * 128 * 2, 2)
         assert (figures["most_hit_tokens"], figures["knees"]) == (8 * 1199, [])
-        assert figures["pools"][-1]["num_pages"] == 1 + 12 * 2  # a step a prompt
-        assert [each["hit_tokens"] for each in figures["pools"][-1]["checkpoints"]] == [8 * 1024] * 3 + [0, 0]
+        assert figures["pools"][-1]["num_pages"] == 1 + 12 * (4 + 3)  # checkpoints every 256 tokens, and 3 states more
+        assert [each["hit_tokens"] for each in figures["pools"][-1]["checkpoints"]] == [8 * 1088] * 5  # near the end
         for pool in figures["pools"]:
             assert pool["lru_hit_rate"] is pool["lru_hit_tokens"] is pool["best_hit_rate"] is pool["best_hit_tokens"] is None
         output = invoke("plan", trace, "--model-config", config, "--replays", 3, "--memory", "200kB").output
         for text in (
             "12 requests, 14,400 prompt tokens, pages of 1 state and 19.0 KiB",
             "A page holds all states of a request.\nA checkpoint takes 1 page (19.0 KiB); a running request holds 1 page for ",
-            "At 10 pages (190.0 KiB) checkpoints every 256 tokens hit most of 5 intervals: 56.9% of prompt tokens; in the end ",
+            "At 10 pages (190.0 KiB) checkpoints every 1,024 tokens hit most of 5 intervals: 60.4% of prompt tokens; in the ",
             "With a state after each token a pool that never evicts would hit 9,592 of 14,400 prompt tokens (66.6%).",
             "Requests of any length run in a pool of 2 pages (38.0 KiB).",
         ):

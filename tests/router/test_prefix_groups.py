@@ -22,7 +22,6 @@ from pagepool import (
     MambaSpec,
     MultiGroupPageTable,
     PageHashing,
-    RequestTraits,
     RunningBatch,
     SlidingWindowSpec,
 )
@@ -91,11 +90,9 @@ def test_a_group_that_told_nothing_yet_hits_nothing(name: str, lookahead: int) -
         index = PrefixIndex(4, hash_seed="s", lookahead=lookahead)
         for _ in range(8):
             prompt = [rng.randrange(2)] + [1] * rng.choice((10, 30, 50, 100, 200))
-            if batch.admit(0, prompt, traits=RequestTraits(ends_at_checkpoint=True)) is None:
+            if batch.admit(0, prompt) is None:
                 continue
-            while batch.num_computed_tokens[0] < len(prompt):
-                batch.take_moves()
-                batch.plan([0], len(prompt) - int(batch.num_computed_tokens[0]))
+            batch.take_moves()
             batch.release([0])
             index.apply(0, encode_batch(EventBatch(1.0, manager.take_events())))
             for num in (10, 50, 100, 200):
@@ -108,20 +105,18 @@ def full(page_size: int) -> FullAttentionSpec:
     return FullAttentionSpec(page_size, **SHAPE)
 
 
-@pytest.mark.parametrize("intervals", [[8], [8, 8], [8, 12]])
-def test_states_alone_are_hashed_by_their_interval(intervals: list[int]) -> None:
-    """Whatever their page size: by the greatest common divisor of several intervals."""
+@pytest.mark.parametrize("intervals", [[8], [8, 8], [8, 12], [24]])
+def test_states_alone_are_hashed_by_their_spacing(intervals: list[int]) -> None:
+    """Whatever their page size: by the greatest common divisor of several ones."""
     groups = [CacheGroupSpec(state(checkpoint_interval=interval)) for interval in intervals]
     manager = CacheManager(40, groups, 512, hashing=PageHashing(hash_seed="s"))
     manager.enable_events()
     batch = RunningBatch(manager, MultiGroupPageTable(1, 512, 512, [4] * len(groups)))
     prompt = list(range(60))
-    assert batch.admit(0, prompt, traits=RequestTraits(ends_at_checkpoint=True)) == 0
-    while batch.num_computed_tokens[0] < len(prompt):
-        batch.take_moves()
-        batch.plan([0], min(4, len(prompt) - int(batch.num_computed_tokens[0])))
+    assert batch.admit(0, prompt) == 0
+    batch.take_moves()
     batch.release([0])
-    index = PrefixIndex(gcd(*intervals), hash_seed="s")
+    index = PrefixIndex(gcd(64, *intervals), hash_seed="s")
     index.apply(0, encode_batch(EventBatch(1.0, manager.take_events())))
     assert index.find_tokens(prompt)[0] == manager.probe(EngineRequest("a", prompt)).num_hit_tokens > 0
 
@@ -147,7 +142,7 @@ DRAFTED: dict[str, list[Any]] = {
     "a state": [full(4), state(checkpoint_interval=16)],
     "a state first": [state(checkpoint_interval=64), full(4)],
     "a window and a state": [window(4, 9), state(checkpoint_interval=16), full(8)],
-    "states written at ends": [full(4), state(checkpoints="ends")],
+    "a state where requests resume": [full(4), state(checkpoint_interval="auto")],
     "a state that is never kept": [full(4), state()],
 }
 
@@ -158,7 +153,7 @@ def test_a_drafter_drops_the_same_pages(name: str) -> None:
     specs, num_hits, num_drops = DRAFTED[name], 0, 0
     for seed in range(scale(24)):
         rng = Random(f"{name} {seed}")
-        windows = rng.choice(("all", "ends")) if name != "states written at ends" else "ends"
+        windows = rng.choice(("all", "ends")) if name != "a window and a state" else "ends"
         lookahead = rng.choice((0, 0, 0, 1))
         options: Any = {"use_eagle": True, "lookahead": lookahead, "windows": windows, "hash_seed": "s"}
         manager = CacheManager(
@@ -171,7 +166,7 @@ def test_a_drafter_drops_the_same_pages(name: str) -> None:
         for _ in range(10):
             prompt = [rng.randrange(2)] + [1] * rng.choice((10, 31, 32, 63, 64, 100, 200))
             prompt = prompt[: len(prompt) // rng.choice((1, 2))] + [5] * rng.choice((0, 16, 50))
-            if batch.admit(0, prompt, traits=RequestTraits(ends_at_checkpoint=True)) is None:
+            if batch.admit(0, prompt) is None:
                 continue
             while batch.num_computed_tokens[0] < len(prompt):
                 batch.take_moves()

@@ -42,7 +42,7 @@ NAMESPACE = "failed steps"
 SHAPE: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": "float32", "use_mla": False}
 FULL = FullAttentionSpec(PAGE_SIZE, **SHAPE)
 WINDOW = SlidingWindowSpec(PAGE_SIZE, sliding_window=9, **SHAPE)
-STATE = MambaSpec(PAGE_SIZE, ((4,),), "float32", checkpoints="ends", checkpoint_interval=INTERVAL)
+STATE = MambaSpec(PAGE_SIZE, ((4,),), "float32", checkpoint_interval=INTERVAL)
 KINDS = {"full": [FULL], "window": [FULL, WINDOW], "hybrid": [FULL, STATE]}
 
 
@@ -91,7 +91,7 @@ class Engine:
         self.device = [np.full((size, PAGE_SIZE), -1) for size in sizes]
         self.host = [np.full((size, PAGE_SIZE), -2) for size in host_sizes]
         table = MultiGroupPageTable(NUM_ROWS, MAX_TOKENS, MAX_TOKENS, page_sizes=[PAGE_SIZE] * len(sizes))
-        self.batch = RunningBatch(self.manager, table, writes="anywhere", max_steps_ahead=delay)
+        self.batch = RunningBatch(self.manager, table, max_steps_ahead=delay)
         self.store = LyingStore(objects, rng, delay=rng.choice((0, 2)))
         rows = [pages.view(np.uint8) for pages in self.host]
         self.stored = StoreTier(self.manager, self.store, rows, NAMESPACE, write=write, deadline_ms=1e6)  # type: ignore[arg-type]

@@ -1,9 +1,7 @@
 # Boundaries: token counts at which a later request can resume, and the pages of windows and chunks that it needs there.
 #
-# A row or request has its `Boundaries` from its admission on. Where states are kept, hits end at checkpoints. If these are kept
-# at multiples of an interval, the last ones are the boundaries; with eagle the other ones are boundaries as well: a look-up
-# passes the windows near the end before it reaches a checkpoint. Otherwise a row `writes_states`: a checkpoint is written at
-# each boundary, and nowhere else.
+# A row or request has its `Boundaries` from its admission on. Where states are kept, hits end at checkpoints: a step writes one
+# at each boundary, and nowhere else.
 #
 # Always: boundaries ascend, and are multiples of `multiple`, so that a hit can end there.
 
@@ -27,9 +25,15 @@ cdef struct Boundaries:       # numbers of tokens
     int32_t num_lookahead     # tokens behind a cached page that requests share with which it hits
     int32_t num_uncertain     # further ones with eagle, if hardly any token is a request's own
     bint use_eagle
-    bint has_checkpoints      # the last checkpoints of states are boundaries
-    bint has_ends             # ends of prompts and answers, and token counts in prompts, are boundaries
     bint writes_states        # checkpoints are written at boundaries; the end at release is none
+
+
+cdef struct ResumePlaces:     # numbers of tokens where requests will resume that share tokens with a new one
+    int64_t num_tokens        # tokens that it knows
+    int64_t junction          # up to which its groups of full attention hit, but not its windows or states; 0: these hit as far
+    int64_t external_end      # end of the tokens awaited from elsewhere; 0: there are none
+    const int32_t *named      # [num_named] those that the engine names
+    Py_ssize_t num_named
 
 
 cdef inline int32_t find_resumption(const Boundaries *boundaries, int64_t num_tokens) noexcept nogil:
@@ -85,15 +89,6 @@ cdef inline int32_t find_next_boundary(const Boundaries *boundaries, int32_t num
     return first
 
 
-cdef inline int32_t find_last_boundary(const Boundaries *boundaries, int32_t first, int32_t last) noexcept nogil:
-    """Return the last boundary behind `first` tokens, at most `last`; 0: there is none. O(boundaries between)."""
-    cdef int32_t found = 0, end = find_next_boundary(boundaries, first)
-    while end <= last:
-        found = end
-        end = find_next_boundary(boundaries, end)
-    return found
-
-
 cdef inline Range _pages_at(const Boundaries *boundaries, const Group *group, int32_t end, int32_t slack) noexcept nogil:
     """Return the pages of a window or chunk that a request needs to resume at `end`, or up to `slack` tokens before it."""
     return Range(
@@ -121,3 +116,29 @@ cdef inline Range find_needed(const Boundaries *boundaries, const Group *group, 
     needed.start = max(needed.start, place)
     assert place <= needed.start and 0 <= needed.stop
     return needed
+
+
+cdef inline void _add_floor(Boundaries *boundaries, int64_t num_tokens) noexcept nogil:
+    """Add the last possible boundary within `num_tokens` tokens."""
+    num_tokens = min(num_tokens, <int64_t>MAX_TOKENS)
+    add_boundary(boundaries, <int32_t>(num_tokens - num_tokens % boundaries.multiple))
+
+
+cdef inline void begin_boundaries(const Boundaries *rules, Boundaries *boundaries, const ResumePlaces *places) noexcept nogil:
+    """Fix the boundaries of a request by the model's rules. A request cannot resume before a boundary at which states are
+    written, so the first one is `slack` tokens before the end of the prompt.
+    """
+    cdef int64_t num_tokens = min(places.num_tokens, <int64_t>MAX_TOKENS)
+    cdef Py_ssize_t i
+    assert rules.num == 0 and places.num_tokens >= 0
+    boundaries[0] = rules[0]
+    boundaries.num_prompt = <int32_t>num_tokens
+    if boundaries.writes_states:
+        num_tokens = max(<int64_t>0, num_tokens - boundaries.slack)
+        boundaries.slack = 0
+        if places.external_end % boundaries.multiple == 0:
+            _add_floor(boundaries, places.external_end)
+    add_boundary(boundaries, find_resumption(boundaries, num_tokens))
+    _add_floor(boundaries, places.junction)
+    for i in range(places.num_named):
+        add_boundary(boundaries, find_resumption(boundaries, places.named[i]))

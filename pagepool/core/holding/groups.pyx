@@ -56,18 +56,17 @@ cdef class CacheGroups:
     `banks` are the banks of their pages; None: the first one for all.
     With `use_eagle` the last page of each hit is dropped, because the drafter needs its hidden states. `boundaries` are numbers
     of tokens, ``(multiple, slack, interval)``: pages of windows and chunks stay cached only if a request that resumes at a
-    boundary needs them, see `Boundaries`; None: all stay. With `writes_states` checkpoints are written at boundaries alone. The
-    hash of a page covers a `lookahead` of tokens behind it.
+    boundary needs them, see `Boundaries`; None: all stay, and no states are kept. States of a group with an id are kept at
+    boundaries. The hash of a page covers a `lookahead` of tokens behind it.
     """
 
-    def __cinit__(
-        self, groups, bint use_eagle=False, tuple boundaries=None, banks=None, bint writes_states=False, lookahead=0
-    ):
+    def __cinit__(self, groups, bint use_eagle=False, tuple boundaries=None, banks=None, lookahead=0):
         cdef tuple items = tuple(as_list(groups, "groups"))
         cdef list numbers = [0] * len(items) if banks is None else as_list(banks, "banks")
         cdef PageRules rules
         cdef Py_ssize_t g
         cdef int32_t size
+        cdef bint writes_states = False
         self.kinds.use_eagle = use_eagle
         self.groups = <Group *>calloc(max(1, len(items)), sizeof(Group))
         self.kinds.items = <const Group **>calloc(max(1, len(items)), sizeof(Group *))
@@ -85,6 +84,7 @@ cdef class CacheGroups:
                 num_dropped=0, num_step_pages=0, num_run_pages=0,
             )
             self.num_banks = max(self.num_banks, self.groups[self.num].bank + 1)
+            writes_states |= keeps_checkpoints(&self.groups[self.num])
             self.num += 1
         multiple = min(lcm(*[self.groups[g].stride for g in range(self.num)]), MAX_TOKENS + 1)  # no prefix is that long
         self.kinds.num_hit_hashes = multiple if all([self.groups[g].id != NO_GROUP for g in range(self.num)]) else 0
@@ -105,7 +105,7 @@ cdef class CacheGroups:
                         f"{size} that are written there: multiples of {size}"
                     )
         elif writes_states:
-            raise ArgumentError("writes_states: got True, allowed without boundaries: False")
+            raise ArgumentError("boundaries: got None, allowed for states that are kept: numbers of tokens")
         list_kinds(self, True)
         list_kinds(self, False)
         plan_ends(self, min(lcm(*[self.groups[g].rules.page_size % MAX_TOKENS or 1 for g in range(self.num)]), MAX_TOKENS))
@@ -225,7 +225,6 @@ cdef void plan_ends(CacheGroups groups, int32_t end_step) noexcept:
     cdef int64_t num_behind = 0, num_dropped = 0, multiple = boundaries.multiple or kinds.num_hit_tokens
     for kind in range(kinds.num - 1, -1, -1):
         item = kinds.items[kind]
-        boundaries.has_checkpoints |= keeps_checkpoints(item)
         if is_state(&item.rules) or not kinds.use_eagle:
             continue
         kinds.num_later_drops += not hits_leading_pages(item)
@@ -238,17 +237,10 @@ cdef void plan_ends(CacheGroups groups, int32_t end_step) noexcept:
     if not boundaries.multiple:
         return
     boundaries.num_uncertain = boundaries.multiple if num_dropped < num_behind else 0
-    if boundaries.writes_states:
-        boundaries.has_checkpoints = False
-    boundaries.has_ends = kinds.use_eagle or not boundaries.has_checkpoints
-    if boundaries.has_ends:
-        end_step = boundaries.multiple
-    if boundaries.has_checkpoints:
-        boundaries.slack = boundaries.interval = 0
     for g in range(groups.num):
         group = &groups.groups[g]
         if has_window(&group.rules) and not boundaries.writes_states:
-            group.end_step = end_step
+            group.end_step = boundaries.multiple
             group.num_dropped = <int32_t>num_behind
-            group.num_step_pages = end_step // group.rules.page_size
+            group.num_step_pages = boundaries.multiple // group.rules.page_size
             group.num_run_pages = count_run_pages(&group.rules, kinds.use_eagle)

@@ -51,7 +51,6 @@ cdef struct Tokens:           # token counts of a request for a row
     Py_ssize_t num_known
     Py_ssize_t num_wanted     # tokens that ask for room
     Py_ssize_t max_num_new    # most of these behind the hits
-    bint ends_at_checkpoint   # they end at the last checkpoint behind the hits, if there is one
     Py_ssize_t num_external   # most tokens that come from elsewhere behind the hits; if any do, they alone get room
     Py_ssize_t num_ahead      # lookahead tokens: they get slots behind the others, and are not counted
     bint reserves_prompt      # all known tokens get slots, those that are not counted too
@@ -69,7 +68,6 @@ cdef class RefusedRequest:
     cdef PageStore store            # None for a row, like the chain
     cdef HashChain chain
     cdef tuple options              # None for a request, like the fields below; or if the row's request is not recognised
-    cdef bint ends_at_checkpoint    # see `Tokens`
     cdef Py_ssize_t num_external    # see `Tokens`
     cdef object source              # the list or `PageIds` of its tokens, held so that no other object gets its address
 
@@ -112,8 +110,8 @@ cdef Ranges ranges_in(PageStore store, tuple ids) except *
 
 
 cdef Tokens count_tokens(
-    object num_tokens, object max_num_new_tokens, Py_ssize_t num_known, bint ends_at_checkpoint, Py_ssize_t num_external,
-    object num_lookahead_tokens, bint reserves_prompt,
+    object num_tokens, object max_num_new_tokens, Py_ssize_t num_known, Py_ssize_t num_external, object num_lookahead_tokens,
+    bint reserves_prompt,
 ) except *
 
 
@@ -122,15 +120,11 @@ cdef inline int32_t count_external_tokens(const Tokens *tokens, Py_ssize_t num_h
     return <int32_t>min(tokens.num_external, tokens.num_known - 1 - num_hits)
 
 
-cdef inline int32_t count_room_tokens(const Tokens *tokens, const Holding *holding, Py_ssize_t num_hits) noexcept:
-    """Count the tokens that get room for a row, `num_hits` hit ones included. The row's boundaries are fixed."""
-    cdef Py_ssize_t num = max(min(tokens.num_wanted, num_hits + tokens.max_num_new), num_hits)
-    cdef int64_t last = 0
+cdef inline int32_t count_room_tokens(const Tokens *tokens, Py_ssize_t num_hits) noexcept:
+    """Count the tokens that get room for a row, `num_hits` hit ones included."""
     if count_external_tokens(tokens, num_hits):
         return <int32_t>num_hits + count_external_tokens(tokens, num_hits)
-    if tokens.ends_at_checkpoint:
-        last = find_last_checkpoint(holding, num_hits, num)
-    return <int32_t>(last or num)
+    return <int32_t>max(min(tokens.num_wanted, num_hits + tokens.max_num_new), num_hits)
 
 
 cdef inline int32_t count_slots(const Tokens *tokens, int32_t num_room, int32_t most) noexcept:

@@ -543,16 +543,15 @@ cdef class RequestHashes:
 
 
 cdef Tokens count_tokens(
-    object num_tokens, object max_num_new_tokens, Py_ssize_t num_known, bint ends_at_checkpoint, Py_ssize_t num_external,
-    object num_lookahead_tokens, bint reserves_prompt,
+    object num_tokens, object max_num_new_tokens, Py_ssize_t num_known, Py_ssize_t num_external, object num_lookahead_tokens,
+    bint reserves_prompt,
 ) except *:
     """Count the tokens of a request with `num_known` tokens. A `num_tokens` of None means all of them, a `max_num_new_tokens`
     of None no limit.
     """
     cdef Tokens tokens = Tokens(
-        num_known=num_known, num_wanted=num_known, max_num_new=num_known, ends_at_checkpoint=ends_at_checkpoint,
-        num_external=num_external, num_ahead=size_of(num_lookahead_tokens, "num_lookahead_tokens"),
-        reserves_prompt=reserves_prompt,
+        num_known=num_known, num_wanted=num_known, max_num_new=num_known, num_external=num_external,
+        num_ahead=size_of(num_lookahead_tokens, "num_lookahead_tokens"), reserves_prompt=reserves_prompt,
     )
     if num_tokens is not None:
         tokens.num_wanted = tokens.max_num_new = size_of(num_tokens, "num_tokens", 1, num_known)

@@ -1,4 +1,8 @@
-"""The pages that requests hold. Requests and running rows share the rules of `pagepool.core.holding.holding`."""
+"""The pages that requests hold. Requests and running rows share the rules of `pagepool.core.holding.holding`.
+
+Always: a step is checked before anything changes. Its writes are noted once those of the step before were taken, and a write
+stays until its tokens are final, the request goes back before it, or ends.
+"""
 
 cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
@@ -6,14 +10,13 @@ from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 
-from pagepool.core.base cimport GIL_DISABLED, MAX_LOOKAHEAD, NEVER, process_number, resize
+from pagepool.core.base cimport GIL_DISABLED, MAX_LOOKAHEAD, NEVER, process_number
 from pagepool.core.pool cimport (
-    NOBODY, count_changes, count_holders, count_refusal, expect_page, give_back_all, is_cached_otherwise, now_of,
-    overdrawn_page, queue_of_bank, set_session, shard_of,
+    NOBODY, count_changes, count_holders, count_refusal, give_back_all, overdrawn_page, queue_of_bank, set_session,
 )
 from pagepool.core.values cimport as_list, ids_in, new_ids, size_of
 
-from pagepool.errors import ArgumentError, ArgumentTypeError, MovesDueError, PageHashError, PageIdError, StateAheadError
+from pagepool.errors import ArgumentError, ArgumentTypeError, MovesDueError, PageHashError, PageIdError
 
 
 cdef int lock_chain(HashChain chain, PageStore store) except -1:
@@ -27,14 +30,6 @@ cdef int lock_chain(HashChain chain, PageStore store) except -1:
 cdef void unlock_chain(HashChain chain) noexcept:
     if chain is not None:
         chain.lock.release()
-
-
-cdef int refuse_ahead(str name, int64_t num_slots, int64_t num_passed) except -1:
-    """Raise the error for lookahead that passes a checkpoint."""
-    raise StateAheadError(
-        f"{name}: got lookahead to token {num_slots}, which passes the checkpoint after {num_passed}, made of a state that "
-        f"would have seen more, allowed: up to {num_passed}, or further with restores_states=True"
-    )
 
 
 cdef int refuse_due(PageStore store, str name) except -1:
@@ -61,20 +56,16 @@ cdef int require_banks(PageStore store, CacheGroups groups) except -1:
 
 cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noexcept:
     """Return the hashes and tokens of a request's locked chain, or none without one, with its context and session."""
-    if chain is None:
-        return Contents(
-            digests=NULL, uppers=NULL, num_digests=0, token_ids=NULL, num_token_ids=0, num_lookahead=0, context=context,
-            session=session,
-        )
-    if chain.token_ids is None:
-        return Contents(
-            digests=chain.digests, uppers=chain.uppers, num_digests=chain.num, token_ids=NULL, num_token_ids=0,
-            num_lookahead=chain.hashing.num_lookahead, context=context, session=session,
-        )
-    return Contents(
-        digests=chain.digests, uppers=chain.uppers, num_digests=chain.num, token_ids=chain.token_ids.ids,
-        num_token_ids=chain.token_ids.num, num_lookahead=chain.hashing.num_lookahead, context=context, session=session,
+    cdef Contents contents = Contents(
+        digests=NULL, uppers=NULL, num_digests=0, token_ids=NULL, num_token_ids=0, num_lookahead=0, context=context,
+        session=session,
     )
+    if chain is not None:
+        contents.digests, contents.uppers, contents.num_digests = chain.digests, chain.uppers, chain.num
+        contents.num_lookahead = chain.hashing.num_lookahead
+    if chain is not None and chain.token_ids is not None:
+        contents.token_ids, contents.num_token_ids = chain.token_ids.ids, chain.token_ids.num
+    return contents
 
 
 cdef tuple checked_hits(PageStore store, object hits, const Holding *holding):
@@ -154,63 +145,6 @@ cdef bint rate_and_list(
     return list_last_first(pool, holding, num_computed, listed, True)
 
 
-cdef void begin_boundaries(
-    CacheGroups groups, Boundaries *boundaries, int64_t num_tokens, int64_t junction, int64_t external_end, PageIds resume_at
-) noexcept:
-    """Fix the boundaries of a request that knows `num_tokens` tokens: the end of these; the junction, up to which its groups
-    of full attention hit, but not its windows or states (0: these hit as far); the end of tokens from elsewhere, if any are
-    awaited and a request can resume there; and those that the engine names in `resume_at`, unless it is None.
-
-    A request cannot resume before a boundary at which states are written, so the first one is `slack` tokens before the end.
-    """
-    cdef Py_ssize_t i
-    boundaries[0] = groups.boundaries
-    boundaries.num_prompt = <int32_t>min(num_tokens, <int64_t>MAX_TOKENS)
-    if not boundaries.has_ends:
-        return
-    if boundaries.writes_states:
-        num_tokens = max(<int64_t>0, boundaries.num_prompt - <int64_t>boundaries.slack)
-        boundaries.slack = 0
-        if external_end % boundaries.multiple == 0:
-            add_floor(boundaries, external_end)
-    add_boundary(boundaries, find_resumption(boundaries, min(num_tokens, <int64_t>MAX_TOKENS)))
-    add_floor(boundaries, junction)
-    for i in range(0 if resume_at is None else resume_at.num):
-        add_boundary(boundaries, find_resumption(boundaries, resume_at.ids[i]))
-
-
-cdef void add_floor(Boundaries *boundaries, int64_t num_tokens) noexcept:
-    """Add the last possible boundary within `num_tokens` tokens."""
-    num_tokens = min(num_tokens, <int64_t>MAX_TOKENS)
-    add_boundary(boundaries, <int32_t>(num_tokens - num_tokens % boundaries.multiple))
-
-
-cdef bint lacks_pages(const Holding *holding, int32_t num_computed) noexcept:
-    """Whether a window has passed pages that tokens from `num_computed` on need."""
-    cdef const Group *group
-    cdef Py_ssize_t g
-    for g in range(holding.num_groups):
-        group = &holding.groups[g]
-        if lacks_page(group, &holding.held[g], num_computed, pages_for(&group.rules, num_computed)):
-            return True
-    return False
-
-
-cdef int64_t capacity_for(int64_t num_pages) noexcept:
-    """Compute the number of ids for which `held` has room while it holds `num_pages`: a power of 2, or none."""
-    cdef int64_t capacity = 4 if num_pages else 0
-    while capacity < num_pages:
-        capacity *= 2
-    return capacity
-
-
-cdef bint reserve_ids(Held *held, int64_t num_pages) noexcept:
-    """Make room for `num_pages` ids; False if memory is short."""
-    if capacity_for(num_pages) <= capacity_for(held.num_pages):
-        return True
-    return resize(<void **>&held.ids, capacity_for(num_pages) * sizeof(int32_t))
-
-
 @cython.final
 @cython.auto_pickle(False)
 cdef class RequestPages:
@@ -268,15 +202,18 @@ cdef class RequestPages:
         return count
 
     def begin(self, num_tokens, junction) -> None:
-        """Fix the boundaries of a request of `num_tokens` tokens, as a manager does at admission. Its groups of full attention
-        hit `junction` tokens, its windows fewer; 0: the windows hit as far.
-        """
-        self.fix_boundaries(size_of(num_tokens, "num_tokens", 0, INT64_MAX), size_of(junction, "junction", 0, INT64_MAX), None)
+        """Fix the boundaries of a request of `num_tokens` tokens, as at admission: see `ResumePlaces`."""
+        cdef int64_t end = size_of(junction, "junction", 0, INT64_MAX)
+        self.fix_boundaries(size_of(num_tokens, "num_tokens", 0, INT64_MAX), end, 0, None)
 
-    cdef void fix_boundaries(self, int64_t num_tokens, int64_t junction, PageIds resume_at) noexcept:
-        """Call `begin_boundaries` if the pool keeps windows at boundaries."""
+    cdef void fix_boundaries(self, int64_t num_tokens, int64_t junction, int64_t external_end, PageIds resume_at) noexcept:
+        """Call `begin_boundaries` if pages or states are kept at boundaries."""
+        cdef ResumePlaces places = ResumePlaces(
+            num_tokens=num_tokens, junction=junction, external_end=external_end, named=ids_in(resume_at),
+            num_named=0 if resume_at is None else resume_at.num,
+        )
         if self.holding.boundaries != NULL:
-            begin_boundaries(self.groups, &self.boundaries, num_tokens, junction, 0, resume_at)
+            begin_boundaries(&self.groups.boundaries, &self.boundaries, &places)
 
     cdef void plan(self) noexcept:
         """Recompute the token counts below which nothing is due."""
@@ -291,9 +228,9 @@ cdef class RequestPages:
         for g in range(self.holding.num_groups):
             group, held = &self.holding.groups[g], &self.holding.held[g]
             if keeps_checkpoints(group):
-                self.num_idle = min(self.num_idle, find_own_checkpoint(&self.holding, g))
-            if group.id != NO_GROUP and not (is_state(&group.rules) and writes_states(&self.holding)):
-                self.num_cached_tokens = max(self.num_cached_tokens, held.num_cached * <int64_t>group.rules.entry_size)
+                self.num_idle = min(self.num_idle, find_checkpoint(&self.holding, g))
+            elif group.id != NO_GROUP:
+                self.num_cached_tokens = max(self.num_cached_tokens, held.num_cached * <int64_t>group.rules.page_size)
 
     @property
     def num_room_tokens(self) -> int:
@@ -342,18 +279,13 @@ cdef class RequestPages:
             self.num_looked_up = num_tokens
         return 0
 
-    def keeps_states_after(self, num_computed_tokens) -> bool:
-        """Whether a state has reached or passed the next multiple of its interval. O(groups)."""
-        return self.has_states_due(size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX))
-
-    cdef bint has_states_due(self, int64_t num_computed) noexcept:
-        if writes_states(&self.holding):
-            return False
-        return are_checkpoints_due(&self.holding, <int32_t>min(num_computed, <int64_t>MAX_TOKENS))
-
     cdef bint has_writes_due(self) noexcept:
         """Whether a write of its states was not taken."""
         return self.writes.num > self.writes.num_taken
+
+    cdef int64_t find_boundary(self, int64_t num_tokens) noexcept:
+        """Return the first boundary behind some tokens; INT32_MAX: there is none."""
+        return find_next_boundary(&self.boundaries, <int32_t>min(num_tokens, <int64_t>MAX_TOKENS))
 
     def find_last_write(self, num_tokens) -> int:
         """Return the number of tokens of the last state that steps wrote among the first `num_tokens` tokens and that is not
@@ -397,7 +329,7 @@ cdef class RequestPages:
         step.num_computed = step.num_settled = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
         step.num_to_cache = size_of(num_tokens_to_cache, "num_tokens_to_cache", 0, INT64_MAX)
         step.demand.num_tokens = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS)
-        step.num_final = step.write_from = step.write_to = 0
+        step.num_final = step.write_from = step.num_before = step.write_to = 0
         step.context, step.demand.num_reserved, step.demand.shard, step.stays_in_shard = 0, 0, -1, False
         step.session, step.may_be_too_large = NO_SESSION, True
         step.caches_first, step.may_overwrite = False, step.num_to_cache == 0
@@ -451,7 +383,7 @@ cdef class RequestPages:
                 "pool and groups, without pages"
             )
         with self.store.own_lock()[0]:
-            shard = find_shard(pool, &self.holding)
+            shard = find_first_shard(pool, &self.holding)
             is_past_pages = lacks_pages(&self.holding, <int32_t>num_computed)
             if not is_past_pages and make_room(&target.holding, &self.holding):
                 outcome = prepare_fork(pool, &self.holding, &extent, 1, shard)
@@ -528,8 +460,8 @@ cdef class RequestPages:
         `term_of`, unless it is 0. O(pages).
 
         First the pages that `num_tokens_to_cache` tokens fill are cached, unless one was cached under another hash. States
-        after `num_last_tokens` tokens become checkpoints, if they are due, and those that steps wrote before. Pages with tokens
-        from `num_computed_tokens` on were not computed, and lose the entries that they got under `chain`, except hits.
+        that steps wrote among the first `num_last_tokens` tokens become checkpoints. Pages with tokens from
+        `num_computed_tokens` on were not computed, and lose the entries that they got under `chain`, except hits.
         DoubleFreeError, and nothing changed, if another caller gave one of the pages back.
         """
         cdef Pool *pool = &self.store.pool
@@ -567,11 +499,8 @@ cdef class RequestPages:
                 self.store.pad_terms(terms, checked_term, num_staying)
             bad = self.store.give_back_row(ids, num_staying, ids_in(terms))
         if has_room and bad < 0:
-            if writes_states(&self.holding):
-                settle_writes(self, &contents, num_last, checked_term)
-                drop_behind(pool, &self.writes, 0, 0)
-            elif chain is not None and num_last <= chain.num * chain.page_size and not awaits_moves(pool, &self.holding):
-                cache_states(pool, &self.holding, &contents, <int32_t>num_last, checked_term)
+            cache_writes(pool, &self.holding, &self.writes, &contents, num_last, checked_term)
+            drop_behind(pool, &self.writes, 0, 0)
             drop_copies(pool, &self.holding)
             if num_computed_tokens is not None:
                 forget_uncomputed(pool, &self.holding, <int32_t>num_computed, &contents)
@@ -613,7 +542,6 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
     cdef int32_t num_settled = <int32_t>min(step.num_settled, <int64_t>MAX_TOKENS)
     cdef bint is_rewound = step.num_computed < request.num_cached_tokens
     cdef bint is_past_skip = is_rewound or step.num_computed >= request.limits.num_skip
-    cdef bint has_states = request.has_states_due(step.num_computed)
     cdef Contents contents = contents_of(chain, step.context, step.session or holding.session)
     cdef int64_t num_before = min(step.num_to_cache, request.limits.num_room)
     cdef Py_ssize_t g
@@ -622,12 +550,10 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
         return outcome
     if is_rewound and overwrites_entry(pool, holding, step, &contents):
         return CACHED_OTHERWISE
-    if not reserve(pool, holding, demand, new, has_states):
+    if not reserve(pool, holding, demand, new):
         return NO_MEMORY
     rewind(request, step.num_computed)
-    if request.writes.num:
-        settle_writes(request, &contents, step.num_final, UNKNOWN)
-        drop_behind(pool, &request.writes, 0, step.num_computed)
+    end_writes(request, &contents, step.num_final, step.num_computed)
     if contents.num_lookahead and not step.caches_first:
         num_before = min(num_before, step.num_computed)
     if (step.caches_first or contents.num_lookahead) and num_before and contents.num_digests:  # before windows pass the pages
@@ -642,130 +568,17 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
         outcome = take_demanded(pool, holding, demand, new)
         step.num_changes = count_changes(pool)
         request.plan()
-    if outcome == DONE and has_states:
-        keep_states(pool, holding, step, &contents, contents.num_digests * chain.page_size if chain is not None else 0, new)
-    if outcome == DONE and writes_states(holding):
-        plan_writes(request, step, &contents)
     if outcome == DONE and not step.caches_first and step.num_to_cache and contents.num_digests:
         cache_full(pool, holding, &contents, min(step.num_to_cache, request.limits.num_room))
+    if outcome == DONE:
+        plan_writes(pool, holding, &request.writes, step, &contents)
     if rare(step.session != NO_SESSION) and outcome != DONE:
         set_session(&pool.sessions, &holding.session, NO_SESSION)
     request.plan()
     return outcome
 
 
-cdef Outcome check(Pool *pool, const Holding *holding, Step *step, const Contents *contents, bint is_past_skip) noexcept:
-    """Return the reason why a step cannot be done; DONE if it can be tried."""
-    if has_moves_due(pool, holding):
-        return MOVES_DUE
-    if step.demand.hits != NULL and count_places(holding):
-        return NOT_EMPTY
-    if not price(pool, holding, &step.demand, contents.digests, contents.num_digests):
-        return WRONG_HIT
-    if not step.may_be_too_large and is_too_large(pool, holding, step):
-        return TOO_LARGE
-    if is_past_skip:
-        step.wrong_page = find_lost_page(pool, holding, <int32_t>min(step.num_settled, <int64_t>MAX_TOKENS))
-        if step.wrong_page != NULL_PAGE:
-            return LOST_PAGE
-    if has_foreign_entry(pool, holding, step, contents):
-        return CACHED_OTHERWISE
-    step.wrong_page = find_held_free(pool, step.demand.num_taken)
-    return DONE if step.wrong_page == NULL_PAGE else HELD_FREE
-
-
-cdef bint is_too_large(const Pool *pool, const Holding *holding, Step *step) noexcept:
-    """Whether a request would have more pages after a priced step than the pool, or the shard to which it is bound, has at all.
-    """
-    cdef const Demand *demand = &step.demand
-    cdef int32_t num_computed = <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS)
-    step.wrong_num, step.wrong_shard = 0, -1
-    if demand.num_taken > pool.num_free or pool.num_banks > 1:  # else it may fit, or wait
-        step.wrong_num = find_any_excess(
-            pool, holding, demand.hits, demand.num_new_in, num_computed, &step.wrong_shard
-        )
-    if step.wrong_num == 0 and pool.num_shards:
-        step.wrong_shard = demand.shard
-        if step.stays_in_shard:
-            step.wrong_shard = find_common_shard(pool, holding, demand, demand.shard)
-        if step.wrong_shard >= 0 and (pool.num_banks > 1 or demand.num_taken > count_free_in(pool, step.wrong_shard)):
-            step.wrong_num = find_any_excess(
-                pool, holding, demand.hits, demand.num_new_in, num_computed, &step.wrong_shard
-            )
-    return step.wrong_num > 0
-
-
-cdef bint has_foreign_entry(const Pool *pool, const Holding *holding, Step *step, const Contents *contents) noexcept:
-    """Whether a page that is due to be cached has an entry under another hash. O(pages due)."""
-    cdef const Group *group
-    cdef const Held *held
-    cdef int32_t num_computed = <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS)
-    cdef int64_t stop
-    cdef Py_ssize_t g, i
-    for g in range(holding.num_groups if contents.num_digests else 0):
-        group, held = &holding.groups[g], &holding.held[g]
-        if group.id == NO_GROUP or is_state(&group.rules):
-            continue
-        stop = min(step.num_to_cache // group.rules.page_size, <int64_t>(contents.num_digests // group.stride))
-        for i in range(min(held.num_cached, full_entries(&group.rules, num_computed)), min(stop, <int64_t>held.num_pages)):
-            if is_cached_otherwise(pool, held.ids[i], contents.digests[last_hash(group, i)], group.id):
-                step.wrong_page, step.wrong_at, step.wrong_num = held.ids[i], i, held.num_pages
-                return True
-    return False
-
-
-cdef bint overwrites_entry(const Pool *pool, const Holding *holding, Step *step, const Contents *contents) noexcept:
-    """Whether a step that computes tokens again has slots in a part of a page that was cached for other tokens, or for more
-    tokens than are known by now. O(pages of the slots).
-    """
-    cdef const Group *group
-    cdef const Held *held
-    cdef int64_t start, stop
-    cdef Py_ssize_t g, i
-    for g in range(0 if step.may_overwrite else holding.num_groups):
-        group, held = &holding.groups[g], &holding.held[g]
-        if group.id == NO_GROUP or is_state(&group.rules):
-            continue
-        stop = min(pages_for(&group.rules, step.demand.num_tokens), <int64_t>count_once_cached(holding, g))
-        start = step.num_to_cache // group.rules.page_size
-        if contents.num_lookahead:
-            start = min(start, <int64_t>(contents.num_digests // group.stride))
-        for i in range(start, stop):
-            if held.ids[i] == NULL_PAGE or pool.pages[held.ids[i]].group == NO_GROUP:
-                continue
-            if last_hash(group, i) >= contents.num_digests or is_cached_otherwise(
-                pool, held.ids[i], contents.digests[last_hash(group, i)], group.id
-            ):
-                step.wrong_page, step.wrong_at, step.wrong_num = held.ids[i], i, held.num_pages
-                return True
-    return False
-
-
-cdef int32_t find_common_shard(const Pool *pool, const Holding *holding, const Demand *demand, int32_t hinted) noexcept:
-    """Return the shard that has all pages, or all hits; -1 if several have some, and the hinted one if there are none.
-    O(pages).
-    """
-    cdef const int32_t *ids
-    cdef int32_t shard = -1
-    cdef Py_ssize_t g, i
-    for g in range(holding.num_groups if pool.num_shards else 0):
-        ids = holding.held[g].ids if demand.hits == NULL else demand.hits[g].ids
-        for i in range(holding.held[g].num_pages if demand.hits == NULL else demand.hits[g].num):
-            if ids[i] != NULL_PAGE and shard >= 0 and shard_of(pool, ids[i]) != shard:
-                return -1
-            if ids[i] != NULL_PAGE:
-                shard = shard_of(pool, ids[i])
-    return shard if shard >= 0 else hinted
-
-
-cdef void stay_in_shard(const Pool *pool, const Holding *holding, Demand *demand) noexcept:
-    """Demand new pages from the shard that has all pages or hits, if there is one. O(pages)."""
-    cdef int32_t shard = find_common_shard(pool, holding, demand, demand.shard)
-    if shard >= 0:
-        demand.shard = shard
-
-
-cdef bint reserve(Pool *pool, const Holding *holding, const Demand *demand, tuple new, bint has_states) noexcept:
+cdef bint reserve(Pool *pool, const Holding *holding, const Demand *demand, tuple new) noexcept:
     """Make room for hits and new pages in the holding, for new pages in `new`, and for copies; False if memory is short."""
     cdef Held *held
     cdef Py_ssize_t g, num_copies = count_state_hits(holding, demand.hits)
@@ -780,7 +593,7 @@ cdef bint reserve(Pool *pool, const Holding *holding, const Demand *demand, tupl
             return False
         if not (<PageIds>new[g]).try_reserve(n + is_state(&holding.groups[g].rules)):
             return False
-    return reserve_copies(pool, num_copies + (holding.num_groups if has_states else 0))
+    return reserve_copies(pool, num_copies)
 
 
 cdef Outcome take_demanded(Pool *pool, const Holding *holding, Demand *demand, tuple new) noexcept:
@@ -795,6 +608,7 @@ cdef Outcome take_demanded(Pool *pool, const Holding *holding, Demand *demand, t
         hit(pool, demand.hits[g].ids, demand.hits[g].num, NOBODY)  # the request is not admitted
     for g in range(holding.num_groups if result == SHORT_IN_SHARD and demand.hits != NULL else 0):
         give_back_all(pool, demand.hits[g].ids, demand.hits[g].num, False)
+    assert result != FITS or demand.num_taken <= pool.num_free
     if result != FITS:
         count_refusal(pool, queue_of_bank(demand.short_bank) if pool.num_banks > 1 else -1)
         return TOO_FEW
@@ -806,111 +620,6 @@ cdef Outcome take_demanded(Pool *pool, const Holding *holding, Demand *demand, t
         (<PageIds>new[g]).put(held.ids + held.num_pages - n, n)
     copy_states(pool, holding, demand)
     return DONE
-
-
-cdef void keep_states(
-    Pool *pool, const Holding *holding, const Step *step, const Contents *contents, int64_t num_hashed_tokens, tuple new
-) noexcept:
-    """Keep the states that are due as checkpoints, if their tokens are known and hashed. Other checkpoints are left out,
-    since the step writes to the working pages.
-    """
-    cdef int32_t num_computed = <int32_t>min(step.num_computed, <int64_t>MAX_TOKENS)
-    cdef bint is_known = num_computed <= step.num_to_cache and num_computed <= num_hashed_tokens
-    cdef Py_ssize_t g, num_reserved
-    for g in range(holding.num_groups):
-        num_reserved = 0 if holding.groups[g].bank else step.demand.num_reserved
-        if keep_state(
-            pool, holding, <int32_t>g, contents if is_known else NULL, num_computed, step.demand.shard, num_reserved
-        ):
-            (<PageIds>new[g]).put(holding.held[g].ids, 1)
-
-
-cdef void plan_writes(RequestPages request, const Step *step, const Contents *contents) noexcept:
-    """Note the writes of a step, one for each boundary among the tokens that it computes. O(boundaries x groups)."""
-    cdef const Holding *holding = &request.holding
-    cdef const Group *group
-    cdef Checkpoint checkpoint
-    cdef int64_t num_planned = min(max(step.write_from, step.write_to), <int64_t>MAX_TOKENS)
-    cdef int32_t end = find_next_boundary(holding.boundaries, <int32_t>min(step.write_from, <int64_t>MAX_TOKENS))
-    cdef Py_ssize_t g
-    checkpoint.row, checkpoint.shard = 0, step.demand.shard
-    memset(checkpoint.num_reserved_in, 0, sizeof(checkpoint.num_reserved_in))
-    checkpoint.num_reserved_in[0] = step.demand.num_reserved
-    while end <= num_planned:
-        checkpoint.num_tokens = end
-        checkpoint.contents = contents if are_hashed(holding, contents, end) else NULL
-        write_checkpoint(&request.store.pool, holding, &request.writes, &checkpoint)
-        end = find_next_boundary(holding.boundaries, end)
-    for g in range(holding.num_groups):
-        group = &holding.groups[g]
-        if keeps_checkpoints(group):
-            holding.held[g].num_cached = full_entries(&group.rules, <int32_t>num_planned)
-
-
-cdef bint are_hashed(const Holding *holding, const Contents *contents, int32_t num_tokens) noexcept:
-    """Whether the digests of a checkpoint after some tokens are known."""
-    cdef Py_ssize_t g
-    for g in range(holding.num_groups):
-        if keeps_checkpoints(&holding.groups[g]):
-            return last_hash(&holding.groups[g], full_entries(&holding.groups[g].rules, num_tokens) - 1) < contents.num_digests
-    return False
-
-
-cdef void settle_writes(RequestPages request, const Contents *contents, int64_t num_final, int32_t term) noexcept:
-    """Cache the pages of the writes that were taken and whose tokens are final, and give these pages back with a term.
-    O(writes).
-    """
-    cdef Pool *pool = &request.store.pool
-    cdef WriteList *writes = &request.writes
-    cdef StateWrite write
-    cdef int32_t shard
-    cdef Py_ssize_t i = 0
-    while i < writes.num_taken:
-        write = writes.items[i]
-        if write.num_tokens > num_final or not are_hashed(&request.holding, contents, write.num_tokens):
-            i += 1
-            continue
-        remove_write(writes, i)
-        shard = shard_of(pool, write.page_id) if pool.num_shards else -1
-        if cache_written(pool, &request.holding.groups[write.group], &write, contents, shard):
-            give_back(pool, write.page_id)
-            if term != UNKNOWN:
-                expect_page(pool, write.page_id, term, now_of(&pool.expected))
-        else:
-            give_back(pool, write.page_id)
-
-
-cdef void cache_full(Pool *pool, const Holding *holding, const Contents *contents, int64_t num_tokens) noexcept:
-    """Cache the hashed pages that `num_tokens` tokens fill. A page that has an entry keeps it."""
-    cdef Waiting waiting
-    cdef const Group *group
-    cdef int64_t num_hashed
-    cdef Py_ssize_t g
-    waiting.pool, waiting.num_to_hash, waiting.num_waiting = pool, 0, 0
-    for g in range(holding.num_groups):
-        group = &holding.groups[g]
-        num_hashed = <int64_t>(contents.num_digests // group.stride) * group.rules.page_size
-        cache_full_pages(&waiting, group, &holding.held[g], contents, min(num_tokens, num_hashed))
-    cache_waiting(&waiting)
-
-
-cdef bint make_room(const Holding *target, const Holding *source) noexcept:
-    """Make room in a request for the pages that another one holds; False if memory is short."""
-    cdef Py_ssize_t g
-    for g in range(source.num_groups):
-        if not reserve_ids(&target.held[g], source.held[g].num_pages):
-            return False
-    return True
-
-
-cdef int32_t find_shard(const Pool *pool, const Holding *holding) noexcept:
-    """Return the shard of the first page; -1 if the pool has no shards, or there is no page."""
-    cdef Py_ssize_t g, i
-    for g in range(holding.num_groups if pool.num_shards else 0):
-        for i in range(holding.held[g].num_pages):
-            if holding.held[g].ids[i] != NULL_PAGE:
-                return shard_of(pool, holding.held[g].ids[i])
-    return -1
 
 
 cdef int cache_computed(
@@ -934,11 +643,11 @@ cdef int cache_computed(
         if is_external:
             skip_unread(pool, holding, <int32_t>num_tokens)
         cache_full(pool, holding, &contents, min(num_tokens, request.limits.num_room))
-        if not is_external:
-            settle_writes(request, &contents, num_tokens, UNKNOWN)
         if is_failed:
             forget_uncomputed(pool, holding, <int32_t>num_tokens, &contents)
             give_back_behind(pool, holding, <int32_t>num_tokens)
+        else:
+            end_writes(request, &contents, num_tokens, INT64_MAX)
         request.plan()
     request.store.lock.release()
     unlock_chain(chain)
@@ -947,12 +656,19 @@ cdef int cache_computed(
     return 0
 
 
+cdef void end_writes(RequestPages request, const Contents *contents, int64_t num_final, int64_t num_computed) noexcept:
+    """Cache the states written among final tokens, and drop those behind the computed ones."""
+    cache_writes(&request.store.pool, &request.holding, &request.writes, contents, num_final, UNKNOWN)
+    drop_behind(&request.store.pool, &request.writes, 0, num_computed)
+
+
 cdef void rewind(RequestPages request, int64_t num_computed) noexcept:
     """Let pages be cached again if their tokens are computed again and they have lost their entries. After a failed load, for
     example, `PagePool.evict_pages` drops these.
     """
     cdef Holding *holding = &request.holding
     cdef Py_ssize_t g
+    assert 0 <= num_computed and 0 <= request.num_cached_tokens
     if num_computed < request.num_cached_tokens:
         holding.num_once_cached = <int32_t>request.num_cached_tokens
         for g in range(holding.num_groups):

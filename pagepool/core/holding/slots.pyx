@@ -1,7 +1,7 @@
 """Slots for the next tokens of requests, and the pages that look-ups and allocations return."""
 
 cimport cython
-from libc.stdint cimport INT64_MAX, int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.holding.lookups cimport *
 from pagepool.core.holding.request_maps cimport *
@@ -60,9 +60,7 @@ cdef class SlotAllocator:
     cdef readonly tuple _no_ids
     cdef int64_t max_num_tokens
     cdef int64_t hash_page_size
-    cdef int64_t interval           # tokens between checkpoints; 0: none are kept
-    cdef bint writes_states         # steps write checkpoints to pages of their own
-    cdef bint restores_states       # the engine restores states, so lookahead may pass checkpoints
+    cdef bint writes_states         # states are kept: steps write checkpoints
     cdef bint enables_caching
     cdef bint caches_computed       # tokens are cached once they are computed, not when they get slots
     cdef bint keeps_boundaries      # see `Boundaries`
@@ -72,8 +70,8 @@ cdef class SlotAllocator:
     cdef int64_t num_lookahead      # tokens behind a page that its hash covers
 
     def __init__(
-        self, RequestMaps registry not None, rules, sessions, max_num_tokens, bint restores_states, on_too_large=None,
-        bint caches_computed=False, *, bint hashes_natively=True, num_lookahead=0,
+        self, RequestMaps registry not None, rules, sessions, max_num_tokens, on_too_large=None, bint caches_computed=False, *,
+        bint hashes_natively=True, num_lookahead=0,
     ):
         """Allocate to the requests of a `RequestRegistry`, each of at most `max_num_tokens` tokens, by these `GroupRules`.
         `sessions` are the `PageSessions` of its store. Hashes are made by `registry`, or here if they are native, and cover
@@ -84,7 +82,6 @@ cdef class SlotAllocator:
         self.held, self.hashes, self.sessions = registry.held, registry.hashes, sessions
         self._no_ids = new_ids(self.groups.num)
         self.max_num_tokens, self.hash_page_size = max_num_tokens, rules.hash_page_size
-        self.interval, self.restores_states = rules.checkpoint_interval or 0, restores_states
         self.writes_states = self.groups.boundaries.writes_states
         self.enables_caching = self.store.enable_caching
         self.keeps_boundaries = self.groups.boundaries.multiple > 0
@@ -130,9 +127,8 @@ cdef class SlotAllocator:
 
         ArgumentError, and no change, for 0 new tokens, for more tokens than `max_model_len`, for hits that are counted among
         the new tokens too, and for computed tokens that cannot be: beyond the hits of a request that holds nothing (a preempted
-        request starts at 0 again), or beyond the slots of one that does. StateAheadError, and no change, if lookahead, or
-        tokens that the request does not know, pass a checkpoint of a state that is due later: the step would move the state on
-        (see `CacheManager`, `restores_states`). The state of a state group cannot go back: free a request whose
+        request starts at 0 again), or beyond the slots of one that does. MovesDueError, and no change, while moves of its
+        pages, or states that its step writes, are due. The state of a state group cannot go back: free a request whose
         ``num_computed_tokens`` decreases, or restore its state. One native transaction; if nothing is due, the manager's lock
         is not taken. Amortised O(new pages).
         """
@@ -230,7 +226,7 @@ cdef class SlotAllocator:
         if self.enables_caching and (not is_plain or held is None or not held.is_idle(num_before, num_tokens, num_tokens)):
             self.registry.cache_due(request, num_computed_tokens)
 
-    cdef int begin_boundaries(self, object request, RequestHashes hashes, RequestPages held) except -1:
+    cdef int begin_boundaries(self, object request, RequestHashes hashes, RequestPages held, int64_t external_end) except -1:
         """Fix the numbers of tokens at which other requests can resume where this one was."""
         cdef int64_t junction = 0
         counts = self.rules.require_resume_at(
@@ -238,7 +234,7 @@ cdef class SlotAllocator:
         )
         if hashes is not None and hashes.request is request and hashes.query is not None:
             junction = hashes.query[3]
-        held.fix_boundaries(count_of(read_num_tokens(request)), junction, as_page_ids(counts, "resume_at"))
+        held.fix_boundaries(count_of(read_num_tokens(request)), junction, external_end, as_page_ids(counts, "resume_at"))
         return 0
 
     cdef int refuse_length(self, object request_id, object num_tokens) except -1:
@@ -286,24 +282,20 @@ cdef class SlotAllocator:
         num_keyed = min(step.num_to_cache, num_keyed)
         if has_hits:
             num_hashed = self.count_most_hit_tokens(hits)
-        step.write_from, step.write_to = counts.num_before, min(counts.num_tokens, num_known)
+        step.write_from, step.num_before = counts.num_computed + counts.num_new_computed, counts.num_before
+        step.write_to = min(counts.num_tokens, num_known)
         step.num_final = 0 if step.may_overwrite else min(counts.num_computed, max(<int64_t>0, num_known - self.num_lookahead))
         if is_admission:
             held = RequestPages.__new__(RequestPages, self.store, self.groups, self.max_num_tokens, request)
-        if self.interval and not self.restores_states and not self.writes_states:
-            self.check_ahead(request, request_id, counts, held)
         if is_admission and (self.keeps_boundaries or self.has_state):
-            self.begin_boundaries(request, hashes, held)
+            self.begin_boundaries(request, hashes, held, counts.num_before if counts.num_before > step.write_from else 0)
         if is_rewound:  # known tokens of a page that is computed again in part
             num_hashed = max(num_keyed, min(num_known - self.num_lookahead, held.num_cached_tokens))
         elif num_keyed > 0 and (is_admission or num_keyed >= held.limits.num_full):
             num_hashed = max(num_hashed, num_keyed)
-        elif self.interval and counts.num_computed % self.interval == 0 and counts.num_computed <= num_keyed:
-            if held.has_states_due(counts.num_computed):
-                num_hashed = counts.num_computed
         if self.writes_states and not step.may_overwrite:
             num_keyed = max(<int64_t>0, min(counts.num_tokens, num_known - self.num_lookahead))
-            if held.writes.num or num_keyed >= held.limits.num_full:
+            if held.writes.num or held.find_boundary(step.write_from) <= num_keyed:
                 num_hashed = max(num_hashed, num_keyed)
         if hint is not None or data_parallel_size is not None:
             self.store.require_even(data_parallel_size)
@@ -379,7 +371,7 @@ cdef class SlotAllocator:
         cdef HashChain chain = None if hashes is None else hashes.chain
         cdef object tenant = None
         cdef Outcome outcome
-        if needs_pages or self.interval:
+        if needs_pages:
             new = new_ids(self.groups.num)
         if needs_pages and is_admission and self.enables_caching:
             held.session_id = require_name("session_id", getattr(request, "session_id", None))
@@ -453,7 +445,7 @@ cdef class SlotAllocator:
         """Raise ArgumentError for more computed tokens than the request can have: they would be cached. O(groups)."""
         cdef int64_t allowed, num_allowed, num_tokens = counts.num_computed + counts.num_new_computed
         cdef Py_ssize_t g
-        if self.interval and hits is not self._no_ids:
+        if self.writes_states and hits is not self._no_ids:
             lengths = [self.count_hit_tokens(hits, g) for g in range(self.groups.num)]
             if any([length != num_tokens for length in lengths]):
                 raise ArgumentError(
@@ -489,15 +481,6 @@ cdef class SlotAllocator:
                 f"request {shown(request_id)}: got {counts.num_tokens - num_hits} tokens behind {num_hits} hit ones, allowed: "
                 f"fewer than its {num_known} known ones, since hits are not new"
             )
-        return 0
-
-    cdef int check_ahead(self, object request, object request_id, const Counts *counts, RequestPages held) except -1:
-        """Raise StateAheadError if slots behind the known new tokens pass a checkpoint that is due later. O(groups)."""
-        cdef int64_t num_counted = min(counts.num_tokens, count_of(read_num_tokens(request)))
-        cdef int64_t num_before = counts.num_computed + counts.num_new_computed
-        cdef int64_t num_passed = find_passed_checkpoint(&held.holding, num_before, num_counted, counts.num_slots)
-        if num_passed < INT64_MAX:
-            refuse_ahead(f"request {shown(request_id)}", counts.num_slots, num_passed)
         return 0
 
     cdef PageIds read_tokens(self, object request, RequestHashes hashes, Py_ssize_t num_pages):

@@ -12,7 +12,7 @@
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memmove, memset
 
-from pagepool.core.holding.holding cimport *
+from pagepool.core.holding.forks cimport *
 from pagepool.core.pool cimport (
     MAX_BANKS, NO_GROUP, NULL_PAGE, Pool, find_held_free, find_within, give_back, has_free_pages, ids_in_queue, take,
 )
@@ -69,7 +69,7 @@ cdef inline void exchange_writes(WriteList *writes, Py_ssize_t first, Py_ssize_t
             write.row = <int32_t>(second if write.row == first else first)
 
 
-cdef inline bint has_checkpoint(
+cdef inline bint is_checkpoint_cached(
     const Pool *pool, const Group *group, const Contents *contents, int32_t num_tokens, int32_t shard
 ) noexcept nogil:
     """Whether the state after the first tokens, which are hashed, is cached in the shard."""
@@ -107,9 +107,10 @@ cdef inline Py_ssize_t write_checkpoint(
     cdef int32_t page_id
     cdef Py_ssize_t g, num = 0
     cdef bint has_pages = _has_pages_for(pool, holding, writes, checkpoint)
+    assert writes_states(holding) and checkpoint.num_tokens > 0
     for g in range(holding.num_groups):
         group = &holding.groups[g]
-        if not keeps_checkpoints(group) or (checkpoint.contents != NULL and has_checkpoint(
+        if not keeps_checkpoints(group) or (checkpoint.contents != NULL and is_checkpoint_cached(
             pool, group, checkpoint.contents, checkpoint.num_tokens, checkpoint.shard
         )):
             continue
@@ -130,7 +131,7 @@ cdef inline bint cache_written(
 ) noexcept nogil:
     """Cache the page of a write, unless an equal checkpoint is cached; return whether it was."""
     assert pool.pages[write.page_id].group == NO_GROUP and pool.pages[write.page_id].ref_cnt > 0
-    if has_checkpoint(pool, group, contents, write.num_tokens, shard):
+    if is_checkpoint_cached(pool, group, contents, write.num_tokens, shard):
         return False
     cache_page(pool, group, write.page_id, full_entries(&group.rules, write.num_tokens) - 1, contents)
     return True
@@ -143,6 +144,7 @@ cdef inline Py_ssize_t drop_behind(Pool *pool, WriteList *writes, int32_t row, i
     cdef Py_ssize_t i, num = 0
     for i in range(writes.num - 1, -1, -1):
         if writes.items[i].row == row and writes.items[i].num_tokens > num_tokens:
+            assert pool.pages[writes.items[i].page_id].group == NO_GROUP and pool.pages[writes.items[i].page_id].ref_cnt == 1
             give_back(pool, writes.items[i].page_id)
             remove_write(writes, i)
             num += 1

@@ -22,11 +22,10 @@ from pagepool.core.base cimport (
 )
 from pagepool.core.holding cimport (
     NUM_WAITING, Checkpoint, Contents, Group, Held, Holding, Limits, PageToHash, Shortage, StateWrite, Waiting, WriteList,
-    are_checkpoints_due, cache_full_pages, cache_states, cache_waiting, cache_written, can_restart, count_new_in_banks,
-    count_new_pages, drop_behind, empty, exchange_writes, find_any_excess, find_lost_page, find_next_checkpoint,
-    find_passed_checkpoint, find_restart, full_entries, full_pages, has_copies, has_full_page, has_moves_due, hash_waiting,
-    is_state, keep_state, keeps_checkpoints, last_hash, limits_of, remove_write, restart_from, shortage_in, skip_pages,
-    take_missing, write_checkpoint,
+    cache_full_pages, cache_waiting, cache_written, can_restart, count_new_in_banks, count_new_pages, drop_behind, empty,
+    exchange_writes, find_any_excess, find_lost_page, find_next_boundary, find_restart, full_entries, full_pages, has_copies,
+    has_full_page, has_moves_due, hash_waiting, is_state, keeps_checkpoints, last_hash, limits_of, remove_write, restart_from,
+    shortage_in, skip_pages, take_missing, waits_for_loads, write_checkpoint,
 )
 from pagepool.core.pool cimport (
     FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, count_free_in, count_least_free, count_refusal, digest_of,
@@ -102,14 +101,11 @@ cdef struct Batch:            # rows that run together
     bint has_boundaries       # whether pages of windows and chunks stay cached at boundaries only
     bint skips_pages          # whether any group has a window or chunks
     bint has_state            # whether any group is a state
-    bint keeps_states         # whether working pages of any state become checkpoints
     bint writes_states        # whether steps write checkpoints to pages of their own
-    bint writes_anywhere      # whether they can do so inside their tokens, not only at the end
     bint caches_computed      # whether pages are cached once the steps that computed them are settled
     bint caches_late          # whether this is so, or keys have a lookahead
     bint has_final            # whether this is so, or pages are skipped, or states written: a plan settles what is final before
     bint settles              # whether a step was settled
-    bint restores_states      # whether the engine restores states after drafts, so that lookahead may pass checkpoints
     WriteList writes
     Fills fills
     MadeEntry *made           # [num_made], and room for `made_capacity`

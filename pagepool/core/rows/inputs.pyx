@@ -6,10 +6,11 @@ from cpython.buffer cimport (
 )
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
-from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memset
 
-from pagepool.core.base cimport MAX_TOKENS, copy_bytes
+from pagepool.core.base cimport MAX_TOKENS
+from pagepool.core.rows.input_fields cimport *
 from pagepool.core.rows.running cimport *
 from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.values cimport explained, int32_of, require_matrix
@@ -22,309 +23,12 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, RowIndexError, mad
 cdef enum:
     MAX_DEPTH = 1 << 10       # sets of inputs, and steps in flight whose fills are known
 
-cdef enum Kind:               # in the order of `INPUT_FIELDS`
-    TOKEN_IDS
-    POSITIONS
-    ROWS
-    SLOTS
-    QUERY_START_LOC
-    KV_START_LOC
-    SEQ_LENS
-    LAST_TOKENS
-    STARTS
-    PAGE_IDS
-    STATE_PAGES
-    ORDER
-    DISTRIBUTION
-    SOURCES
-
-
 INPUT_FIELDS = (
     "token_ids", "positions", "rows", "slots", "query_start_loc", "kv_start_loc", "seq_lens", "last_tokens", "starts",
     "page_ids", "state_pages", "order", "distribution", "sources",
 )
 
-ctypedef fused Value:
-    int32_t
-    int64_t
-
-cdef struct Field:            # an array of each set
-    Kind kind
-    Py_ssize_t group          # 0 for fields that are not by group
-    bint is_wide              # int64, not int32
-    Py_buffer *views          # [depth]
-    int32_t *extents          # [depth, max_num_reqs] leading columns of page ids that may be other than 0; NULL: another kind
-
-cdef struct Source:           # what rows have
-    const Batch *batch        # NULL: the tables belong to a manager's engine
-    Table **tables            # [num_groups]
-    int32_t *page_sizes       # [num_groups]
-    int32_t *shifts           # [num_groups] binary logarithm of a page size; -1: it is no power of two
-    Py_ssize_t num_groups
-    Py_ssize_t num_rows
-    const int32_t *token_ids  # [num_rows, stride]; NULL: the engine has its own
-    Py_ssize_t stride
-    int32_t max_num_tokens    # most tokens of a row
-
-cdef struct Spans:            # tokens ``[start, stop)`` of each row
-    int32_t *rows
-    int32_t *starts
-    int32_t *stops
-    int32_t *known            # where the row's known tokens end, at most `stop`
-    int32_t *drafts           # where its drafts begin: behind the known tokens, or the one that a step in flight samples
-
-cdef struct Step:             # a step's rows, in the order of its arrays
-    Spans spans
-    Py_ssize_t num_rows
-    int64_t num_tokens
-    int64_t num_keys          # sum of the stops
-    Py_ssize_t num_single     # rows with one token
-    int64_t num_unknown       # tokens that the rows do not know yet
-    int32_t *order            # [num_rows] index of each row in the call
-    int32_t *sources          # [num_rows] by index in the call: place among the sampled tokens of the step before, or -1
-    int32_t *begins           # [num_rows + 1] where the tokens of each row begin
-    const int32_t *drafts     # [num_rows, num_drafts] ids of unknown tokens, by index in the call; NULL: -1 each
-    Py_ssize_t num_drafts
-    Py_ssize_t num_padded_tokens
-    Py_ssize_t num_padded_rows
-    int64_t pad_slot
-    int64_t pad_last
-
-cdef enum FaultKind:
-    FAULTLESS
-    OUTSIDE_TABLE
-    NOT_READY                 # not admitted, or pending
-    REPEATED
-    STALE                     # changed since the call whose result was given
-    WRONG_SPAN
-    FEW_DRAFTS
-    WITHOUT_SOURCE            # its first token is sampled by another step than the one filled before
-    MANY_TOKENS
-    WITHOUT_PAGE
-    LONG_KEYS                 # more keys than int32 can count
-
-cdef struct Fault:
-    FaultKind kind
-    Py_ssize_t at             # index of the row in the call
-    int64_t row
-    int64_t start
-    int64_t stop
-    Py_ssize_t group
-    int64_t page_id
-
-
-# Arrays are written.
-
-cdef inline void copy_values(Value *out, const int32_t *values, Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t i
-    if Value is int32_t:
-        copy_bytes(out, values, n * sizeof(int32_t))
-    else:
-        for i in range(n):
-            out[i] = values[i]
-
-
-cdef inline void repeat_value(Value *out, int64_t value, Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t i
-    for i in range(n):
-        out[i] = <Value>value
-
-
-cdef inline void count_up(Value *out, int64_t first, Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t i
-    for i in range(n):
-        out[i] = <Value>(first + i)
-
-
-cdef inline void write_token_ids(Value *out, const Source *source, const Step *step) noexcept nogil:
-    """Write the ids of known tokens, and behind them the row's drafts."""
-    cdef const int32_t *tokens
-    cdef const int32_t *drafts
-    cdef int32_t start, known, stop, begin
-    cdef Py_ssize_t i, j
-    cdef Spans spans = step.spans
-    if step.num_single == step.num_rows and step.num_unknown == 0:
-        for i in range(step.num_rows):
-            out[i] = source.token_ids[spans.rows[i] * source.stride + spans.starts[i]]
-        return
-    for i in range(step.num_rows):
-        start, stop, known = spans.starts[i], spans.stops[i], spans.known[i]
-        tokens = source.token_ids + spans.rows[i] * source.stride
-        if known - start == 1:
-            out[0] = tokens[start]
-        elif known > start:
-            copy_values(out, tokens + start, known - start)
-        begin = max(spans.drafts[i], start) if step.drafts != NULL else stop
-        drafts = step.drafts + step.order[i] * step.num_drafts
-        for j in range(max(start, known), begin):
-            out[j - start] = -1
-        for j in range(stop - begin):
-            out[begin - start + j] = drafts[j]
-        out += stop - start
-
-
-cdef inline void write_positions(Value *out, const Step *step) noexcept nogil:
-    cdef Py_ssize_t i
-    if step.num_single == step.num_rows:
-        copy_values(out, step.spans.starts, step.num_rows)
-        return
-    for i in range(step.num_rows):
-        count_up(out + step.begins[i], step.spans.starts[i], step.spans.stops[i] - step.spans.starts[i])
-
-
-cdef inline void write_rows(Value *out, const Step *step) noexcept nogil:
-    cdef Py_ssize_t i
-    if step.num_single == step.num_rows:
-        copy_values(out, step.spans.rows, step.num_rows)
-        return
-    for i in range(step.num_rows):
-        repeat_value(out + step.begins[i], step.spans.rows[i], step.spans.stops[i] - step.spans.starts[i])
-
-
-cdef inline uint32_t page_at(int32_t position, int32_t page_size, int32_t shift) noexcept nogil:
-    """Return the place of the page of a position. A shift is several times faster than a division."""
-    return <uint32_t>position >> shift if shift >= 0 else <uint32_t>position // <uint32_t>page_size
-
-
-cdef inline void write_slots(
-    Value *out, const Table *table, int32_t page_size, int32_t shift, const Step *step
-) noexcept nogil:
-    """Write the slots of tokens, page by page."""
-    cdef uint32_t size = <uint32_t>page_size, page
-    cdef int32_t start, stop, num
-    cdef const int32_t *ids
-    cdef Py_ssize_t i
-    cdef Spans spans = step.spans
-    if step.num_single == step.num_rows:
-        for i in range(step.num_rows):
-            start = spans.starts[i]
-            page = page_at(start, page_size, shift)
-            ids = table.page_ids + spans.rows[i] * table.num_columns
-            out[i] = <Value>(ids[page] * <int64_t>size + (<uint32_t>start - page * size))
-        return
-    for i in range(step.num_rows):
-        ids = table.page_ids + spans.rows[i] * table.num_columns
-        start, stop = spans.starts[i], spans.stops[i]
-        if size == 1:
-            copy_values(out, ids + start, stop - start)
-            out += stop - start
-            start = stop
-        while start < stop:
-            page = page_at(start, page_size, shift)
-            num = <int32_t>min(<int64_t>stop, (page + <int64_t>1) * size) - start
-            count_up(out, ids[page] * <int64_t>size + (<uint32_t>start - page * size), num)
-            out += num
-            start += num
-
-
-cdef inline void write_page_ids(Value *out, const Table *table, int32_t *extents, const Step *step) noexcept nogil:
-    """Write the pages of each row, and zeros over those that an earlier step wrote behind them."""
-    cdef int32_t num
-    cdef Py_ssize_t i
-    for i in range(step.num_padded_rows):
-        num = 0
-        if i < step.num_rows:
-            num = max(0, min(table.num_pages[step.spans.rows[i]], <int32_t>table.num_columns))
-            copy_values(out, table.page_ids + step.spans.rows[i] * table.num_columns, num)
-        repeat_value(out + num, 0, extents[i] - num)
-        extents[i] = num
-        out += table.num_columns
-
-
-cdef inline void write_field(
-    Value *out, const Field *field, Py_ssize_t current, Py_ssize_t max_num_rows, const Source *source, const Step *step
-) noexcept nogil:
-    """Write an array of the current set, padding included."""
-    cdef Py_ssize_t i, n = step.num_rows
-    cdef Py_ssize_t num_left = step.num_padded_tokens - step.num_tokens, num_rows_left = step.num_padded_rows - n
-    cdef int64_t num_keys = 0
-    if field.kind == TOKEN_IDS:
-        write_token_ids(out, source, step)
-        repeat_value(out + step.num_tokens, 0, num_left)
-    elif field.kind == POSITIONS:
-        write_positions(out, step)
-        repeat_value(out + step.num_tokens, 0, num_left)
-    elif field.kind == ROWS:
-        write_rows(out, step)
-        repeat_value(out + step.num_tokens, 0, num_left)
-    elif field.kind == SLOTS:
-        write_slots(
-            out, source.tables[field.group], source.page_sizes[field.group], source.shifts[field.group], step
-        )
-        repeat_value(out + step.num_tokens, step.pad_slot, num_left)
-    elif field.kind == QUERY_START_LOC:
-        copy_values(out, step.begins, n + 1)
-        repeat_value(out + n + 1, step.num_tokens, num_rows_left)
-    elif field.kind == KV_START_LOC:
-        out[0] = 0
-        for i in range(n):
-            num_keys += step.spans.stops[i]
-            out[i + 1] = <Value>num_keys
-        repeat_value(out + n + 1, num_keys, num_rows_left)
-    elif field.kind == SEQ_LENS:
-        copy_values(out, step.spans.stops, n)
-        repeat_value(out + n, 0, num_rows_left)
-    elif field.kind == LAST_TOKENS:
-        for i in range(n):
-            out[i] = step.begins[i + 1] - 1
-        repeat_value(out + n, step.pad_last, num_rows_left)
-    elif field.kind == STARTS:
-        copy_values(out, step.spans.starts, n)
-        repeat_value(out + n, 0, num_rows_left)
-    elif field.kind == PAGE_IDS:
-        write_page_ids(out, source.tables[field.group], field.extents + current * max_num_rows, step)
-    elif field.kind == STATE_PAGES:
-        for i in range(n):
-            out[i] = source.tables[field.group].page_ids[step.spans.rows[i] * source.tables[field.group].num_columns]
-        repeat_value(out + n, 0, num_rows_left)
-    elif field.kind == ORDER:
-        copy_values(out, step.order, n)
-        repeat_value(out + n, 0, num_rows_left)
-    elif field.kind == SOURCES:
-        for i in range(n):
-            out[i] = step.sources[step.order[i]]
-        repeat_value(out + n, -1, num_rows_left)
-    else:
-        out[0] = out[1] = <Value>step.num_single
-        out[2] = <Value>n
-
-
-cdef inline void write_fields(
-    const Field *fields, Py_ssize_t n, Py_ssize_t current, Py_ssize_t max_num_rows, const Source *source, const Step *step
-) noexcept nogil:
-    cdef Py_ssize_t i
-    for i in range(n):
-        if fields[i].is_wide:
-            write_field(<int64_t *>fields[i].views[current].buf, &fields[i], current, max_num_rows, source, step)
-        else:
-            write_field(<int32_t *>fields[i].views[current].buf, &fields[i], current, max_num_rows, source, step)
-
-
-# Rows are read, and checked.
-
-cdef inline void read_span(
-    Spans *spans, Py_ssize_t i, int32_t row, int32_t start, int32_t stop, int32_t num_known
-) noexcept nogil:
-    spans.rows[i], spans.starts[i], spans.stops[i], spans.known[i] = row, start, stop, min(stop, num_known)
-    spans.drafts[i] = spans.known[i]
-
-
-cdef inline bint read_launch(const Batch *batch, const Growth *growth, Py_ssize_t at, Spans *spans) noexcept nogil:
-    """Read the positions that a row of a call writes; False if its launch is over, or not its own any more."""
-    cdef int32_t row = growth.grown_rows[at]
-    cdef Launch launch
-    cdef Py_ssize_t i = find_launch(batch, row, growth.step)
-    if i < 0:
-        return False
-    launch = launch_of(batch, row, i)
-    if launch.num_sampled == NOBODYS:
-        return False
-    read_span(spans, at, row, launch.before, end_of(batch, row, i), batch.records[row].num_tokens)
-    spans.drafts[at] = spans.stops[at] - max(0, launch.num_sampled - 1)
-    return True
-
-
-cdef inline FaultKind read_call(const Source *source, StepResult call, Spans *spans, Py_ssize_t *at) noexcept:
+cdef FaultKind read_call(const Source *source, StepResult call, Spans *spans, Py_ssize_t *at) noexcept:
     """Read the positions that rows of a call write. They must have stayed where they are."""
     cdef const Batch *batch = source.batch
     cdef const Growth *growth = &call.growth
@@ -343,141 +47,6 @@ cdef inline FaultKind read_call(const Source *source, StepResult call, Spans *sp
     return find_empty_span(spans, growth.num_grown, at)
 
 
-cdef inline FaultKind find_empty_span(const Spans *spans, Py_ssize_t n, Py_ssize_t *at) noexcept nogil:
-    """Find the first row without tokens."""
-    cdef bint is_any_wrong = False
-    cdef Py_ssize_t i
-    for i in range(n):
-        is_any_wrong |= spans.starts[i] >= spans.stops[i]
-    for i in range(n if is_any_wrong else 0):
-        if spans.starts[i] >= spans.stops[i]:
-            at[0] = i
-            return WRONG_SPAN
-    return FAULTLESS
-
-
-cdef inline FaultKind read_lists(
-    const Source *source, const int32_t *rows, const int32_t *starts, const int32_t *stops, Py_ssize_t n, Spans *spans,
-    int64_t *seen, int64_t call, Py_ssize_t *at,
-) noexcept nogil:
-    """Read rows and their tokens as the caller listed them. `seen` has the last call that named each row."""
-    cdef int32_t num_known
-    cdef Py_ssize_t i
-    for i in range(n):
-        at[0] = i
-        read_span(spans, i, rows[i], starts[i], stops[i], stops[i])
-        if not 0 <= spans.rows[i] < source.num_rows:
-            return OUTSIDE_TABLE
-        if source.batch != NULL:
-            if not 0 <= spans.rows[i] < source.batch.num_rows or source.batch.records[spans.rows[i]].state != RUNNING:
-                return NOT_READY
-            num_known = source.batch.records[spans.rows[i]].num_tokens
-            spans.known[i] = spans.drafts[i] = min(spans.known[i], num_known)
-        if seen[spans.rows[i]] == call:
-            return REPEATED
-        seen[spans.rows[i]] = call
-        if not 0 <= spans.starts[i] < spans.stops[i] <= source.max_num_tokens:
-            return WRONG_SPAN
-    return FAULTLESS
-
-
-cdef inline FaultKind count_tokens_of(Step *step, const Spans *spans, Py_ssize_t *at) noexcept nogil:
-    """Count the tokens, keys and rows with one token. A row may have as many unknown tokens as drafts."""
-    cdef const int32_t *starts = spans.starts
-    cdef const int32_t *stops = spans.stops
-    cdef const int32_t *known = spans.known
-    cdef const int32_t *drafts = spans.drafts
-    cdef int64_t num_tokens = 0, num_keys = 0, num_unknown = 0
-    cdef int32_t num_single = 0
-    cdef Py_ssize_t i
-    for i in range(step.num_rows):  # no early exit, so that it vectorises
-        num_tokens += stops[i] - starts[i]
-        num_keys += stops[i]
-        num_single += stops[i] - starts[i] == 1
-        num_unknown += min(stops[i] - starts[i], stops[i] - known[i])
-    step.num_tokens, step.num_keys, step.num_single, step.num_unknown = num_tokens, num_keys, num_single, num_unknown
-    for i in range(step.num_rows if step.drafts != NULL else 0):
-        if min(stops[i] - starts[i], stops[i] - drafts[i]) > step.num_drafts:
-            at[0] = i
-            return FEW_DRAFTS
-    return MANY_TOKENS if num_tokens > step.num_padded_tokens else FAULTLESS
-
-
-cdef inline bint find_wrong_page(
-    const Table *table, int32_t page_size, int32_t shift, int64_t last_id, const Spans *spans, Py_ssize_t n,
-    bint is_single, Fault *fault,
-) noexcept nogil:
-    """Whether a token has the null page, or one whose slots do not fit the array."""
-    cdef const int32_t *ids
-    cdef const int32_t *rows = spans.rows
-    cdef const int32_t *starts = spans.starts
-    cdef Py_ssize_t i, page, stop_page
-    cdef bint is_any_wrong = not is_single
-    for i in range(n if is_single else 0):  # no early exit, so that it is fast
-        page = page_at(starts[i], page_size, shift)
-        is_any_wrong |= <uint32_t>table.page_ids[rows[i] * table.num_columns + page] - <uint32_t>1 >= <uint32_t>last_id
-    for i in range(n if is_any_wrong else 0):
-        ids = table.page_ids + spans.rows[i] * table.num_columns
-        page = page_at(spans.starts[i], page_size, shift)
-        stop_page = page + 1
-        if spans.stops[i] - spans.starts[i] > 1:
-            stop_page += page_at(spans.stops[i] - 1, page_size, shift) - page
-        while page < stop_page:
-            if not 0 < ids[page] <= last_id:
-                fault.at, fault.page_id = i, ids[page]
-                fault.start = max(<int64_t>spans.starts[i], page * <int64_t>page_size)
-                return True
-            page += 1
-    return False
-
-
-cdef inline void arrange(Step *step, const Spans *spans) noexcept nogil:
-    """Copy the rows with one token first, and then the others."""
-    cdef Py_ssize_t i, at, single = 0, other = step.num_single
-    for i in range(step.num_rows):
-        if spans.stops[i] - spans.starts[i] == 1:
-            at, single = single, single + 1
-        else:
-            at, other = other, other + 1
-        read_span(&step.spans, at, spans.rows[i], spans.starts[i], spans.stops[i], spans.known[i])
-        step.spans.drafts[at] = spans.drafts[i]
-        step.order[at] = <int32_t>i
-
-
-cdef inline Py_ssize_t launch_from(const Batch *batch, int32_t row, int32_t start) noexcept nogil:
-    """Return the index of the row's launch that writes position `start`; -1: none does."""
-    cdef Py_ssize_t i
-    for i in range(batch.records[row].num_launches - 1, -1, -1):
-        if launch_of(batch, row, i).before <= start:
-            return i if start < end_of(batch, row, i) else -1
-    return -1
-
-
-cdef inline int64_t number_sampled(const Batch *batch, int32_t row, int32_t start, int32_t stop) noexcept nogil:
-    """Return what identifies the token sampled behind tokens ``[start, stop)`` of a row; 0 if known tokens follow. With steps
-    in flight it is the number of the step that samples it, otherwise its position.
-    """
-    cdef int32_t num_tokens = batch.records[row].num_tokens
-    cdef Py_ssize_t i
-    if stop < num_tokens:
-        return 0
-    if batch.max_steps_ahead == 0:
-        return num_tokens + <int64_t>(start >= num_tokens)
-    i = launch_from(batch, row, start)
-    return launch_of(batch, row, i).step if i >= 0 else 0
-
-
-cdef inline int64_t number_of_source(const Batch *batch, int32_t row, int32_t start) noexcept nogil:
-    """Return what identifies the token at position `start`, which is not known, as `number_sampled` does; 0: no step in flight
-    samples it.
-    """
-    cdef Py_ssize_t i
-    if batch.max_steps_ahead == 0:
-        return start if start == batch.records[row].num_tokens else 0
-    i = launch_from(batch, row, start)
-    return launch_of(batch, row, i - 1).step if i > 0 and launch_of(batch, row, i - 1).num_sampled > 0 else 0
-
-
 cdef bint reserve_fills(Batch *batch) noexcept:
     """Make room for the fills of all steps that may be in flight, and for the one before; False if memory is short."""
     cdef Py_ssize_t i, capacity = min(batch.max_steps_ahead, MAX_DEPTH) + 2
@@ -492,17 +61,6 @@ cdef bint reserve_fills(Batch *batch) noexcept:
     for i in range(capacity):
         batch.fills.items[i].rows = rows + i * batch.num_rows
     return True
-
-
-cdef inline void begin_rows(Step *step) noexcept nogil:
-    cdef Spans spans = step.spans
-    cdef int32_t *begins = step.begins
-    cdef int32_t begin = 0
-    cdef Py_ssize_t i
-    begins[0] = 0
-    for i in range(step.num_rows):
-        begin += spans.stops[i] - spans.starts[i]
-        begins[i + 1] = begin
 
 
 cdef bint is_read(StepResult step) noexcept:
@@ -555,7 +113,7 @@ cdef class InputArrays:
     cdef bint puts_single_first
     cdef bint has_narrow_keys                 # whether `kv_start_loc` is int32
     cdef Spans read                           # rows as they are given
-    cdef Step step
+    cdef InputStep step
     cdef int32_t *numbers                     # memory of `read` and `step`, and of page sizes
     cdef int64_t *seen                        # [num_rows] the last call that listed each row
     cdef list steps                           # the step that fills each set; None: named rows
@@ -732,7 +290,7 @@ cdef class InputArrays:
         drafts. RowIndexError for a row outside the table, ArgumentTypeError for other types. Nothing has been written then.
         O(tokens + rows), and with ``page_ids`` O(pages), native; nothing is allocated.
         """
-        cdef Step *filling = &self.step
+        cdef InputStep *filling = &self.step
         cdef StepResult result = None, reader = None
         cdef PageIds row_ids = None, first = None, last = None
         cdef const int32_t[:, ::1] drafts

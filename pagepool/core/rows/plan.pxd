@@ -98,38 +98,12 @@ cdef inline Py_ssize_t _find_too_large(Batch *batch, Growth *growth) noexcept no
     return growth.num_rows
 
 
-cdef inline int64_t find_passed_behind(
-    const Batch *batch, Py_ssize_t row, int64_t num_kept, int32_t num_counted, int32_t num_slots
-) noexcept nogil:
-    """Return `find_passed_checkpoint` of a row; INT64_MAX if passing is allowed."""
-    if batch.restores_states or batch.max_steps_ahead:
-        return INT64_MAX
-    return find_passed_checkpoint(holding_of(batch, row), num_kept, num_counted, num_slots)
-
-
-cdef inline int64_t find_passed(const Batch *batch, int32_t row, int32_t num_new, int32_t num_room) noexcept nogil:
-    """Return the token count of the checkpoint that drafts would pass behind the next `num_new` tokens; INT64_MAX if there is
-    none, or passing is allowed. The row's counts are not advanced yet.
-    """
-    cdef int32_t num_computed = batch.records[row].num_computed
-    return find_passed_behind(batch, row, num_computed, num_computed + num_new, num_room)
-
-
-cdef inline bint _holds_leaving_pages(const Batch *batch, int32_t row) noexcept nogil:
-    """Whether the row holds the pages that may leave it in its next step."""
-    cdef Holding *holding = holding_of(batch, row)
-    cdef int32_t num_computed = batch.records[row].num_computed
-    if batch.skips_pages or are_checkpoints_due(holding, num_computed):
-        return find_lost_page(batch.pool, holding, num_computed) == NULL_PAGE
-    return True
-
-
 cdef inline bint _is_ready(const Batch *batch, int32_t row) noexcept nogil:
     """Whether the row runs, nothing of its is due, and it holds the pages that leave it."""
     cdef const RowRecord *record = &batch.records[row]
     if record.state != RUNNING or (rare(record.next_plan == 1) and has_row_due(batch, row)):
         return False
-    return not rare(batch.skips_pages or batch.keeps_states) or _holds_leaving_pages(batch, row)
+    return not rare(batch.skips_pages) or find_lost_page(batch.pool, holding_of(batch, row), record.num_computed) == NULL_PAGE
 
 
 cdef inline void _note_due(Batch *batch, Growth *growth, Py_ssize_t i, int32_t before, int32_t num_room) noexcept nogil:
@@ -186,8 +160,6 @@ cdef inline bint _check_due_step(Batch *batch, Growth *growth, Py_ssize_t i) noe
     if GUARDS and (before >= batch.max_num_tokens or record.num_planned < before or not _is_ready(batch, row)):
         return False
     if GUARDS and rare(batch.max_steps_ahead) and count_awaited(batch, row) > 1:  # a later step computes this token
-        return False
-    if GUARDS and rare(batch.has_state) and find_passed(batch, row, 1, before + 1) < INT64_MAX:
         return False
     _note_due(batch, growth, i, before, before + 1)
     return True
@@ -256,11 +228,6 @@ cdef inline Py_ssize_t _check_steps(Batch *batch, Growth *growth, Py_ssize_t n) 
     return i
 
 
-cdef inline bint can_draft(const Batch *batch, int32_t num_drafts) noexcept nogil:
-    """Whether drafts change no state that is kept while steps are in flight."""
-    return not (batch.writes_states and batch.max_steps_ahead and num_drafts) or batch.restores_states
-
-
 cdef inline bint _check_plan(Batch *batch, Growth *growth, Py_ssize_t i) noexcept nogil:
     """Check a copied row that computes its next known tokens, or the token in flight where none are left, with drafts behind
     them; note what it plans. False if the call is wrong for it.
@@ -269,7 +236,7 @@ cdef inline bint _check_plan(Batch *batch, Growth *growth, Py_ssize_t i) noexcep
     cdef const RowRecord *record = &batch.records[row]
     cdef int32_t before = record.num_planned, num_left = record.num_tokens - before, num_room
     cdef int32_t num_new = amount(&growth.num_tokens, i) if num_left > 0 else 1, num_drafts = amount(&growth.num_drafts, i)
-    if num_drafts < 0 or num_new < 1 or not can_draft(batch, num_drafts):
+    if num_drafts < 0 or num_new < 1:
         return False
     if num_left > 0 and num_new > num_left:
         return False
@@ -278,8 +245,6 @@ cdef inline bint _check_plan(Batch *batch, Growth *growth, Py_ssize_t i) noexcep
     num_room = room_for(batch, before + num_new, num_drafts)
     if num_room >= record.next_plan or min(before + num_new, record.num_tokens) >= record.next_settle:
         if not _is_ready(batch, row):
-            return False
-        if rare(batch.has_state and num_left > 0) and find_passed(batch, row, num_new, num_room) < INT64_MAX:
             return False
         _note_due(batch, growth, i, before, num_room)
     if num_new < num_left:  # inside a prompt drafts have room alone
@@ -349,21 +314,26 @@ cdef inline void _settle_before(Batch *batch, Py_ssize_t row, const LinesBefore 
     if batch.writes_states:
         settle_writes(batch, row, lines.num_final, lines.num_run, UNKNOWN)
     cache_row(batch, row, lines.num_final)
-    if batch.skips_pages or batch.has_state:  # pages may leave the row, and states need digests
+    if batch.skips_pages or batch.writes_states:  # pages may leave the row, and states need digests
         cache_waiting(&batch.waiting)
     if batch.skips_pages:
         skip_row(batch, row, lines.num_sure)
 
 
-cdef inline void _plan_states(Batch *batch, Py_ssize_t row, int32_t before, const LinesBefore *lines) noexcept nogil:
-    """Keep the due states before the row's next step, or note the states that this step writes."""
+cdef inline bint _has_drafts_in_flight(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Whether the row has drafts whose step is not settled: then the position of the next token is not known."""
+    cdef Py_ssize_t i
+    for i in range(batch.records[row].num_launches):
+        if launch_of(batch, row, i).num_sampled > 1:
+            return True
+    return False
+
+
+cdef inline int32_t _count_written(const Batch *batch, Py_ssize_t row, int32_t before) noexcept nogil:
+    """Count the positions up to the last of the row's next step that stays: a known token, or the one in flight, not a draft.
+    """
     cdef const RowRecord *record = &batch.records[row]
-    cdef int32_t num_written, num_before = min(before, record.num_tokens)
-    if batch.keeps_states and are_checkpoints_due(holding_of(batch, row), num_before):
-        keep_row_states(batch, row, num_before, lines.num_final)
-    if batch.writes_states:
-        num_written = record.num_planned if batch.max_steps_ahead and not batch.restores_states else record.num_computed
-        write_states(batch, row, before, num_written)
+    return record.num_computed if before < record.num_tokens or _has_drafts_in_flight(batch, row) else before + 1
 
 
 cdef inline void _revert_row(Batch *batch, const Growth *growth, Py_ssize_t row, int32_t num_planned) noexcept nogil:
@@ -389,7 +359,7 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
     cdef int32_t row = batch.checked_rows[due.at], num_planned = batch.records[row].num_planned
     cdef LinesBefore lines
     assert batch.records[row].state == RUNNING and due.before < due.num_room
-    if batch.has_final or batch.has_state:
+    if batch.has_final:
         lines = _lines_before(batch, growth, due)
     _advance_row(batch, growth, due.at)
     if batch.has_final:
@@ -399,9 +369,10 @@ cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noex
             _revert_row(batch, growth, row, num_planned)
             return False
         take_pages(batch, row, due.num_room, growth)
-    if batch.has_state:
-        _plan_states(batch, row, due.before, &lines)
     _cache_planned(batch, row)
+    if batch.writes_states:
+        cache_waiting(&batch.waiting)
+        write_states(batch, row, due.before, _count_written(batch, row, due.before))
     _launch_row(batch, growth, due.at, due.before)
     plan_next(batch, row)
     return True

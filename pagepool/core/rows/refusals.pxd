@@ -16,7 +16,6 @@ cdef int refuse_unready(
     PageStore store, const Batch *batch, Py_ssize_t row, bint is_due, bint may_wait=*, Py_ssize_t at=*
 ) except -1
 cdef int refuse_ahead_of(const Batch *batch, Py_ssize_t row) except -1
-cdef int check_drafts(const Batch *batch, str name, int64_t num_drafts) except -1
 cdef int refuse_growth(PageStore store, const Batch *batch, const Growth *growth, Py_ssize_t at, bint is_due) except -1
 cdef int refuse_settlement(const Batch *batch, const Settlement *settlement, SettleFault fault, Py_ssize_t at) except -1
 cdef int refuse_append(PageStore store, const Batch *batch, PageIds rows, Py_ssize_t at) except -1

@@ -1,10 +1,7 @@
 """Errors for rows of a batch. They are raised after unlocking, for what was found under the locks."""
 
-from libc.stdint cimport INT64_MAX
-
-from pagepool.core.base cimport MAX_TOKENS
 from pagepool.core.holding cimport (
-    SHORT_OF_PAGES, UNSHAREABLE, ForkExtent, Holding, Shortage, find_fork_shortage, find_lost_page, refuse_ahead, refuse_due,
+    SHORT_OF_PAGES, UNSHAREABLE, ForkExtent, Holding, Shortage, find_fork_shortage, find_lost_page, refuse_due,
     refuse_unshareable,
 )
 from pagepool.core.pool cimport NULL_PAGE, overdrawn_page
@@ -14,7 +11,7 @@ from pagepool.core.rows.settle cimport *
 from pagepool.core.values cimport changed_values
 
 from pagepool.errors import (
-    ArgumentError, DoubleFreeError, OutOfPagesError, RowIndexError, RowOverflowError, StateAheadError,
+    ArgumentError, DoubleFreeError, OutOfPagesError, RowIndexError, RowOverflowError,
 )
 
 
@@ -75,19 +72,10 @@ cdef int32_t refuse_row(PageStore store, const Batch *batch, const int32_t *rows
 
 
 cdef int refuse_ahead_of(const Batch *batch, Py_ssize_t row) except -1:
-    raise StateAheadError(
+    raise ArgumentError(
         f"row {row}: got a planned step that writes positions up to {batch.records[row].num_planned}, allowed: none behind its "
         f"{batch.records[row].num_tokens} known tokens; settle the step before"
     )
-
-
-cdef int check_drafts(const Batch *batch, str name, int64_t num_drafts) except -1:
-    """Raise if drafts would change states that steps in flight write."""
-    if not can_draft(batch, num_drafts > 0):
-        raise StateAheadError(
-            f"{name}: got {num_drafts} drafts, allowed for states that are kept: 0, or with restores_states any"
-        )
-    return 0
 
 
 cdef int refuse_plan(const Batch *batch, int32_t row, Py_ssize_t at, int32_t num_tokens, int32_t num_drafts) except -1:
@@ -97,7 +85,6 @@ cdef int refuse_plan(const Batch *batch, int32_t row, Py_ssize_t at, int32_t num
     cdef str name = f"row {row} (at {at})"
     if num_drafts < 0:
         raise ArgumentError(f"{name}: got {num_drafts} drafts, allowed: at least 0")
-    check_drafts(batch, name, num_drafts)
     if num_left > 0 and not 1 <= num_tokens <= num_left:
         raise ArgumentError(f"{name}: got {num_tokens} tokens, allowed: 1 to {num_left}, which are known and not computed")
     if num_left <= 0 and not 1 <= num_awaited <= batch.max_steps_ahead:
@@ -127,7 +114,7 @@ cdef int refuse_step(const Batch *batch, int32_t row, Py_ssize_t at) except -1:
 
 
 cdef int refuse_later_step(int32_t row) except -1:
-    raise StateAheadError(
+    raise ArgumentError(
         f"row {row}: got a token that a later step in flight computes, allowed: one that no step in flight computes; settle "
         "the step that sampled it"
     )
@@ -136,8 +123,7 @@ cdef int refuse_later_step(int32_t row) except -1:
 cdef int refuse_growth(PageStore store, const Batch *batch, const Growth *growth, Py_ssize_t at, bint is_due) except -1:
     cdef int32_t row = refuse_row(store, batch, growth.rows, at)
     cdef int32_t num_tokens = amount(&growth.num_tokens, at), num_drafts = amount(&growth.num_drafts, at)
-    cdef int32_t num_computed = batch.records[row].num_computed, num_room
-    cdef int64_t num_passed
+    cdef int32_t num_computed = batch.records[row].num_computed
     refuse_unready(store, batch, row, is_due, False, at)
     if growth.token_ids != NULL:
         refuse_step(batch, row, at)
@@ -149,10 +135,6 @@ cdef int refuse_growth(PageStore store, const Batch *batch, const Growth *growth
         raise DoubleFreeError(
             f"row {row} (at {at}): got a page given back by somebody else, allowed: pages that the row gives back itself"
         )
-    num_room = room_for(batch, min(num_computed + <int64_t>num_tokens, MAX_TOKENS), num_drafts)
-    num_passed = find_passed(batch, row, num_tokens, num_room)
-    if num_passed < INT64_MAX:
-        refuse_ahead(f"row {row}", num_room, num_passed)
     raise changed_values("rows")
 
 
@@ -198,6 +180,11 @@ cdef int refuse_trim(
         raise ArgumentError(
             f"num_tokens: got {num_tokens} (at {at}), allowed for row {row}, which has a state that saw later tokens: "
             f"0, or from {batch.records[row].num_computed} on"
+        )
+    if has_state_behind(batch, row, restart_of(batch, row, num_tokens, num_tokens)):
+        raise ArgumentError(
+            f"num_tokens: got {num_tokens} (at {at}), which end in a page of row {row} that others hold, so tokens that its "
+            "state saw would be computed again, allowed: 0, or tokens that end in a page of its own"
         )
     raise ArgumentError(
         f"num_tokens: got {num_tokens} (at {at}), which need pages that were given back, when they fell out of the attention "

@@ -1,6 +1,6 @@
 # Rows end: their last pages and states are cached, and they are emptied.
 
-from pagepool.core.holding cimport awaits_moves, drop_copies
+from pagepool.core.holding cimport drop_copies
 from pagepool.core.pool cimport set_session
 from pagepool.core.rows.settle cimport *
 
@@ -25,27 +25,10 @@ cdef inline void cache_last_pages(Batch *batch, Py_ssize_t n) noexcept nogil:
     cache_waiting(&batch.waiting)
 
 
-cdef inline void _note_last_states(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Note the entries of working pages that became checkpoints, though a step in flight changes them."""
-    cdef const Held *held
-    cdef Py_ssize_t g
-    cdef int64_t step = step_that_fills(batch, row, batch.records[row].num_computed, 0)
-    for g in range(batch.num_groups if step else 0):
-        held = held_by(batch, row, g)
-        if not keeps_checkpoints(&batch.groups[g]) or held.num_pages == 0:
-            continue
-        if batch.pool.pages[held.ids[0]].group != NO_GROUP and not note_made(batch, step, held.ids[0]):
-            uncache(batch.pool, held.ids[0])
-
-
 cdef inline void end_row(Batch *batch, Py_ssize_t row, int32_t term, bint has_failed) noexcept nogil:
     """Make a row free whose pages were given back. Its last states are cached with a term, unless their step has failed."""
     cdef Holding *holding = holding_of(batch, row)
     assert batch.records[row].is_admitted and batch.stamps[row] == batch.stamp
-    if batch.keeps_states and not has_failed and not awaits_moves(batch.pool, holding):
-        if count_final(batch, row) >= batch.records[row].num_computed:
-            keep_last_states(batch, row, term)
-            _note_last_states(batch, row)
     note_row_entries(batch, row)
     drop_copies(batch.pool, holding)
     if batch.writes_states:

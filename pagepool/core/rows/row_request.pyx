@@ -3,20 +3,20 @@
 cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
-from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t
+from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.string cimport memset
 
 from pagepool.core.base cimport copy_bytes
 from pagepool.core.holding cimport (
-    FITS, Demand, Hits, Query, attach, begin_boundaries, copy_states, count_attached, count_external_tokens,
+    FITS, Demand, Hits, Query, ResumePlaces, attach, begin_boundaries, copy_states, count_attached, count_external_tokens,
     count_junction_tokens, count_state_hits, fetch_hits, find_any_excess, find_first_hit_page, fit_or_adopt, list_hits, price,
-    query_of, refuse_ahead, shortage_of,
+    query_of, shortage_of,
 )
 from pagepool.core.pool cimport MAX_BANKS, NO_BANK, LostHits, QueryCounter, count_changes, count_refusal, ids_in_shard
 from pagepool.core.rows.refusals cimport *
 from pagepool.core.rows.running cimport *
 from pagepool.core.tier cimport find_and_load, find_reachable
-from pagepool.core.values cimport as_shard
+from pagepool.core.values cimport as_shard, ids_in
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageHashError
 
@@ -75,8 +75,7 @@ cdef void add_loads(Demand *demand, const Loads *loads) noexcept:
 cdef class RowRequest:
     """A request with `token_ids` for a free `row` of `rows`: see `RunningBatch.admit`.
 
-    `_is_refused_still` knows the request by its tokens and `options`, a tuple of everything else that hits depend on. With
-    `ends_at_checkpoint` the tokens that get room end at the last checkpoint behind the hits, if there is one. If up to
+    `_is_refused_still` knows the request by its tokens and `options`, a tuple of everything else that hits depend on. If up to
     `num_external` tokens come from elsewhere behind the hits, these get room instead, and the row is pending. Other requests
     will resume at the token counts `resume_at`. Lookahead tokens get slots behind those that get room. If the request
     `reserves_prompt`, all known tokens get slots, and lookahead tokens behind these.
@@ -103,8 +102,7 @@ cdef class RowRequest:
 
     def __cinit__(
         self, RunningRows rows not None, row, token_ids, num_tokens=None, max_num_new_tokens=None, num_reserved_pages=0,
-        options=None, bint ends_at_checkpoint=False, num_external_tokens=0, resume_at=None, num_lookahead_tokens=0,
-        bint reserves_prompt=False,
+        options=None, num_external_tokens=0, resume_at=None, num_lookahead_tokens=0, bint reserves_prompt=False,
     ):
         cdef Py_ssize_t num_external = size_of(num_external_tokens, "num_external_tokens")
         self.rows, self.row, self.options = rows, rows.checked_row(row), options
@@ -117,8 +115,7 @@ cdef class RowRequest:
         if self.token_ids.num > rows.batch.max_num_tokens:
             refuse_row_length(&rows.batch, self.row, self.token_ids.num)
         self.tokens = count_tokens(
-            num_tokens, max_num_new_tokens, self.token_ids.num, ends_at_checkpoint, num_external, num_lookahead_tokens,
-            reserves_prompt,
+            num_tokens, max_num_new_tokens, self.token_ids.num, num_external, num_lookahead_tokens, reserves_prompt
         )
 
     def admit(
@@ -140,8 +137,6 @@ cdef class RowRequest:
         cdef int32_t checked_shard = as_shard(shard, rows.num_shards)
         if counter is not None and counter.store is not rows.store:
             raise ArgumentError("counter: got one of another pool, allowed: one of the batch's")
-        if self.tokens.num_ahead:
-            check_drafts(&rows.batch, f"row {self.row}", self.tokens.num_ahead)
         if step is not None:
             self.step, self.call = checked_step(rows, step, "step"), new_admission(rows, self.row)
         self.claim_row()
@@ -151,7 +146,6 @@ cdef class RowRequest:
             result = self.try_start(takes_hits and rows.batch.hash_page_size)
             is_admitted = type(result) is not RefusedRequest
             if not is_admitted:
-                (<RefusedRequest>result).ends_at_checkpoint = self.tokens.ends_at_checkpoint
                 (<RefusedRequest>result).num_external = self.tokens.num_external
                 (<RefusedRequest>result).options = self.options if type(self.options) is tuple else None
                 (<RefusedRequest>result).source = self.source
@@ -268,7 +262,7 @@ cdef class RowRequest:
         cdef object num_hit_tokens = None
         cdef int32_t held_free = NULL_PAGE, queue = self.shard
         cdef int64_t num_changes
-        cdef int64_t num_excess = 0, num_passed = INT64_MAX
+        cdef int64_t num_excess = 0
         cdef Hits *array = NULL
         cdef Demand demand
         cdef Py_ssize_t[MAX_BANKS] num_for_rows
@@ -288,14 +282,12 @@ cdef class RowRequest:
             num_hit_tokens = refusal.num_hit_tokens  # a Python object, made before pages are taken
             self.fix_boundaries(refusal.num_hit_tokens)
             demand.hits, demand.num_reserved, demand.shard = array, self.num_reserved, self.shard
-            self.num_room = count_room_tokens(&self.tokens, holding, refusal.num_hit_tokens)
+            self.num_room = count_room_tokens(&self.tokens, refusal.num_hit_tokens)
             demand.num_tokens = count_slots(&self.tokens, self.num_room, batch.max_num_tokens)
             self.num_step_slots = count_step_slots(&self.tokens, self.num_room, batch.max_num_tokens)
-            if rare(batch.has_state):
-                num_passed = find_passed_behind(batch, self.row, refusal.num_hit_tokens, self.num_room, self.num_step_slots)
-            if has_room and num_passed == INT64_MAX:
+            if has_room:
                 is_right = price(batch.pool, holding, &demand, NULL, batch.rows[self.row].num_hashed)
-            if has_room and is_right and num_passed == INT64_MAX:
+            if has_room and is_right:
                 if loads.short_bank != NO_BANK:
                     add_loads(&demand, &loads)
                 else:
@@ -318,8 +310,6 @@ cdef class RowRequest:
         finally:
             rows.release_locks()
             free(array)
-        if num_passed < INT64_MAX:
-            refuse_ahead(f"row {self.row}", self.num_step_slots, num_passed)
         if not is_right:
             raise PageHashError(
                 f"row {self.row}: got a hit on a page that cannot be held, allowed: pages that take a further reference"
@@ -364,11 +354,13 @@ cdef class RowRequest:
         """Fix the boundaries of the free row for the request, which the row keeps if it is refused. The locks are held."""
         cdef Holding *holding = holding_of(&self.rows.batch, self.row)
         cdef int64_t num_external = count_external_tokens(&self.tokens, num_hits)
+        cdef ResumePlaces places = ResumePlaces(
+            num_tokens=self.tokens.num_known, junction=self.junction,
+            external_end=num_hits + num_external if num_external else 0, named=ids_in(self.resume_at),
+            num_named=0 if self.resume_at is None else self.resume_at.num,
+        )
         if self.rows.batch.has_boundaries:
-            begin_boundaries(
-                self.rows.groups, holding.boundaries, self.tokens.num_known, self.junction,
-                num_hits + num_external if num_external else 0, self.resume_at,
-            )
+            begin_boundaries(&self.rows.groups.boundaries, holding.boundaries, &places)
 
     cdef void begin_refusal(self, RefusedRequest refusal, const Demand *demand, int64_t num_changes) noexcept:
         """Prepare a refusal that watches the hits, found after `num_changes` changes of the index. The locks are held."""
@@ -391,7 +383,7 @@ cdef class RowRequest:
         cdef Batch *batch = &self.rows.batch
         cdef Holding *holding = holding_of(batch, self.row)
         cdef int32_t num_external = count_external_tokens(&self.tokens, num_hits)
-        cdef int32_t num_computed = num_hits if num_external else self.num_room, num_written = self.num_room
+        cdef int32_t num_computed = num_hits if num_external else self.num_room
         cdef Launch launch = Launch(before=num_hits, num_sampled=0, step=0)
         assert batch.records[self.row].state == CLAIMED and batch.records[self.row].num_tokens == 0
         assert holding.held.num_pages == 0
@@ -416,10 +408,8 @@ cdef class RowRequest:
                 if self.step is not None:  # else `append` or `step` tells the token
                     launch.num_sampled = self.num_step_slots - num_computed + 1
             launch_admission(batch, self.row, self.step, self.call, launch)
-            if batch.max_steps_ahead and not batch.restores_states:
-                num_written = batch.records[self.row].num_planned
         if rare(batch.writes_states):
-            write_states(batch, self.row, num_hits, num_written)
+            write_states(batch, self.row, num_hits, self.num_room)
         plan_next(batch, self.row)
         if num_external:
             batch.records[self.row].next_plan = 1

@@ -11,7 +11,7 @@ from libc.string cimport memcpy
 from pagepool.core.base cimport CACHE_LINE, UNKNOWN, keep_sparse, process_number, require_allocated
 from pagepool.core.holding cimport (
     FORKED, SHORT_OF_MEMORY, ForkExtent, ForkOutcome, awaits_moves, copy_ids, count_places, draw_references, find_wrong,
-    has_window, keeps_checkpoints, list_last_first, prepare_fork, rate_pages, require_banks, shortage_beside,
+    has_window, list_last_first, prepare_fork, rate_pages, require_banks, shortage_beside,
 )
 from pagepool.core.pool cimport bank_of_queue, count_refusal
 from pagepool.core.rows.external cimport *
@@ -275,11 +275,9 @@ cdef class RunningRows:
 
     def __init__(
         self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards,
-        bint restores_states=False, max_steps_ahead=0, bint writes_anywhere=False, bint caches_computed=False,
-        str algorithm not None="siphash128", lookahead=0,
+        max_steps_ahead=0, bint caches_computed=False, str algorithm not None="siphash128", lookahead=0,
     ):
         """`tables` are `TableRows`, one for each of the `groups`; these are `CacheGroups`, or an argument for them. With
-        `restores_states` drafts may pass checkpoints. States are written at the end of a step, or anywhere. With
         `caches_computed` pages are cached once the steps that computed them are settled. `key`, `algorithm` and `lookahead` are
         those of a `HashChain`.
         """
@@ -307,9 +305,8 @@ cdef class RunningRows:
         self.batch.groups, self.batch.num_groups = checked.groups, checked.num
         self.batch.max_num_tokens = <int32_t>num_tokens
         self.batch.hash_page_size = <int32_t>num_hash_tokens
-        self.batch.restores_states = restores_states
         self.batch.has_boundaries = checked.boundaries.multiple != 0
-        self.batch.writes_states, self.batch.writes_anywhere = checked.boundaries.writes_states, writes_anywhere
+        self.batch.writes_states = checked.boundaries.writes_states
         self.batch.max_steps_ahead, self.batch.writes.number = <int32_t>num_steps_ahead, 1
         self.batch.caches_computed, self.batch.ring_size = caches_computed, num_steps_ahead + 1
         self.batch.caches_late = caches_computed or (num_hash_tokens > 0 and hashing.num_lookahead > 0)
@@ -317,11 +314,6 @@ cdef class RunningRows:
         n = (<TableRows>by_group[0]).table.num_rows
         for g in range(checked.num):
             check_group(self, &checked.groups[g], &(<TableRows>by_group[g]).table)
-        if num_steps_ahead and self.batch.keeps_states:
-            raise ArgumentError(
-                f"max_steps_ahead: got {num_steps_ahead}, allowed for states with checkpoints at multiples: 0, since the steps "
-                'in flight change the working pages that become checkpoints; MambaSpec has checkpoints="ends"'
-            )
         self.batch.has_final = self.batch.caches_late or self.batch.skips_pages or self.batch.writes_states
         make_records(self, n)
         make_contents(self, n)
@@ -431,10 +423,8 @@ cdef class RunningRows:
 
         ArgumentError for more tokens than a row has left, for rows not admitted, pending, repeated, or in the step already, for
         a row with nothing to compute, and for a step of another batch, or a settled one; RowOverflowError for a row that may be
-        full; MovesDueError while moves of its pages are due; StateAheadError for drafts that pass the next checkpoint of a
-        state, or change states while steps are in flight, unless the manager has `restores_states`; RequestTooLargeError for a
-        row that would hold more pages than the pool, or its shard, has; RowIndexError outside the table. Nothing has changed
-        then. O(rows + new pages), native.
+        full; MovesDueError while moves of its pages are due; RequestTooLargeError for a row that would hold more pages than
+        the pool, or its shard, has; RowIndexError outside the table. Nothing has changed then. O(rows + new pages), native.
 
         >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -464,7 +454,7 @@ cdef class RunningRows:
         for it. Drafts of its last step are rejected: `settle` tells accepted ones. The first row that does not fit stops the
         call and gets no token. With `step` the rows are added to a step, which is returned. Nothing has changed after an error:
         RowOverflowError for a row that is full, ArgumentError for one with known tokens to compute, such as one in the middle
-        of its prompt, StateAheadError for one with two steps in flight, and the errors of `plan`. O(rows + new pages), native.
+        of its prompt, and for one with two steps in flight, and the errors of `plan`. O(rows + new pages), native.
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
@@ -511,8 +501,8 @@ cdef class RunningRows:
         """Append one known token to each row, without room for it yet. Rows may repeat, for several tokens in order.
 
         If a step in flight samples the row's next token, this is its token: its drafts are rejected, and `settle` tells no
-        other. ArgumentError, and nothing changed, for rows that are not admitted; RowOverflowError where a row would be too
-        long; StateAheadError where a later step in flight computes the token. O(rows).
+        other. ArgumentError, and nothing changed, for rows that are not admitted, and where a later step in flight computes
+        the token; RowOverflowError where a row would be too long. O(rows).
         """
         cdef PageIds row_ids = as_own_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
@@ -534,9 +524,9 @@ cdef class RunningRows:
         too if they have other holders. With a hash lookahead of L tokens the last L tokens before the cut count as changed: the
         drafter writes their slots again, so their pages lose their entries as well, and shared ones are computed again.
 
-        ArgumentError, and nothing changed, for more tokens than a row knows; where computed tokens are cut, also if the
-        attention window needs pages again that were given back, and if a state has seen cut tokens, unless all tokens are cut;
-        StateAheadError while steps in flight compute tokens behind the known ones. O(rows + pages behind).
+        ArgumentError, and nothing changed, for more tokens than a row knows, and while steps in flight compute tokens behind
+        the known ones; where computed tokens are cut, also if the attention window needs pages again that were given back, and
+        if a state has seen cut tokens, unless all tokens are cut. O(rows + pages behind).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
         cdef PageIds lengths = as_amounts(num_tokens, "num_tokens", row_ids.num)
@@ -589,10 +579,10 @@ cdef class RunningRows:
         """Fork an admitted row into free rows, for parallel samples and beams, after the step that computed its tokens. Targets
         share the full pages, and get copies of the open page of each group, and of states: see `take_moves`.
 
-        Targets get the row's tokens and its ``num_cached_tokens``. ArgumentError for a row that is not admitted, for admitted
-        or repeated targets, and for no targets; RowIndexError outside the table, MovesDueError while moves into the
-        row's pages are due, StateAheadError while steps in flight compute tokens behind the known ones, OutOfPagesError if too
-        few pages are free. Nothing has changed then. O(pages and tokens of a row) for each target, native.
+        Targets get the row's tokens and its ``num_cached_tokens``. ArgumentError for a row that is not admitted, or has
+        steps in flight with tokens behind the known ones, for admitted or repeated targets, and for no targets;
+        RowIndexError outside the table, MovesDueError while moves into the row's pages are due, OutOfPagesError if too few
+        pages are free. Nothing has changed then. O(pages and tokens of a row) for each target, native.
 
         >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -726,14 +716,13 @@ cdef class RunningRows:
         cdef Holding *holding
         cdef Tokens tokens
         cdef Py_ssize_t num_reserved
-        cdef int32_t num_room, num_slots, num_step_slots
+        cdef int32_t num_room, num_slots
         cdef Shortage shortage
         cdef bint is_refused
         if refusal is None or not refusal.is_of(token_ids, options, tokens_of(&self.batch, checked)):
             return False
         tokens = count_tokens(
-            num_tokens, max_num_new_tokens, refusal.num_tokens, refusal.ends_at_checkpoint, refusal.num_external,
-            num_lookahead_tokens, reserves_prompt,
+            num_tokens, max_num_new_tokens, refusal.num_tokens, refusal.num_external, num_lookahead_tokens, reserves_prompt
         )
         num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         self.acquire_locks()
@@ -741,17 +730,12 @@ cdef class RunningRows:
         is_refused = is_refused and refusal.finds_hits(&self.store.pool)
         if is_refused:
             holding = holding_of(&self.batch, checked)
-            num_room = count_room_tokens(&tokens, holding, refusal.num_hit_tokens)
+            num_room = count_room_tokens(&tokens, refusal.num_hit_tokens)
             num_slots = count_slots(&tokens, num_room, self.batch.max_num_tokens)
             is_refused = num_slots <= refusal.num_slots  # a larger request may be too large for the pool
             is_refused = is_refused and refusal.is_short(
                 &self.store.pool, count_new_pages(holding, num_slots), num_reserved
             )
-            if rare(is_refused and num_slots > num_room and self.batch.has_state):
-                num_step_slots = count_step_slots(&tokens, num_room, self.batch.max_num_tokens)
-                is_refused = find_passed_behind(
-                    &self.batch, checked, refusal.num_hit_tokens, num_room, num_step_slots
-                ) == INT64_MAX
         if is_refused:
             shortage = shortage_beside(
                 &self.store.pool, refusal.count_needed(&self.store.pool, holding, num_slots), num_reserved,
@@ -761,28 +745,6 @@ cdef class RunningRows:
             count_refusal(&self.store.pool, shortage.queue)
         self.release_locks()
         return is_refused
-
-    def find_next_checkpoint(self, rows) -> np.ndarray:
-        """Return the number of tokens at which a chunk of each row must end to leave its next checkpoint; without one the most
-        tokens of a row: int32 ``[len(rows)]``. RowIndexError outside the table. O(rows).
-        """
-        cdef PageIds row_ids = as_page_ids(rows, "rows")
-        cdef PageIds result = PageIds.__new__(PageIds)
-        cdef int64_t num
-        cdef int32_t limited
-        cdef Py_ssize_t i, g, row
-        result.reserve(row_ids.num)
-        for i in range(row_ids.num):
-            row, num = self.checked_row(row_ids.ids[i]), self.batch.max_num_tokens
-            with self.own_lock()[0]:
-                for g in range(self.batch.num_groups):
-                    if keeps_checkpoints(&self.batch.groups[g]):
-                        num = min(num, find_next_checkpoint(
-                            holding_of(&self.batch, row), &self.batch.groups[g], self.batch.records[row].num_computed
-                        ))
-            limited = <int32_t>num
-            result.put(&limited, 1)
-        return array_of(result.ids, result.num)
 
     def take_moves(self) -> Moves:
         """Take the moves that are due, with the writes of the batch's states."""
@@ -852,7 +814,6 @@ cdef int check_group(RunningRows running, Group *group, const Table *table) exce
     )
     running.batch.skips_pages |= has_window(&group.rules)
     running.batch.has_state |= is_state(&group.rules)
-    running.batch.keeps_states |= keeps_checkpoints(group) and not running.batch.writes_states
     return 0
 
 
@@ -959,9 +920,7 @@ cdef StepResult run_growth(
         num_right = at_joined
     if num_right == growth.num_rows:
         growth.max_num_new = min(growth.max_num_new, running.store.pool.num_pages)  # no page is taken twice
-        has_room = reserve_new(growth) and reserve_copies(
-            &running.store.pool, growth.num_due * running.batch.num_groups if running.batch.keeps_states else 0
-        )
+        has_room = reserve_new(growth)
         held_free = find_held_free(&running.store.pool, growth.max_num_new)
     if num_right == growth.num_rows and has_room and held_free == NULL_PAGE:
         thread = let_others_run(growth.num_rows + growth.max_num_new)

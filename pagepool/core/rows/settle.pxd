@@ -129,6 +129,7 @@ cdef inline void _end_launch(Batch *batch, Py_ssize_t row, Py_ssize_t at, int32_
     cdef Py_ssize_t i
     cdef int32_t num_sampled = launch_of(batch, row, at).num_sampled
     cdef int32_t num_rejected = max(0, num_sampled - max(num, 1))
+    assert num_sampled != NOBODYS or num == 0
     end_launches(batch, row, at + 1)
     for i in range(batch.records[row].num_launches if num_rejected else 0):
         launch_at(batch, row, i).before -= num_rejected
@@ -226,12 +227,21 @@ cdef inline int32_t _first_changed(const Batch *batch, Py_ssize_t row, int32_t n
     return num_tokens
 
 
-cdef inline bint can_restart_row(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
-    """Whether the row `can_restart` with `num_tokens` known tokens, at most `num_computed` of them computed."""
-    cdef Holding *holding = holding_of(batch, row)
+cdef inline int32_t restart_of(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
+    """Return `find_restart` of the row with `num_tokens` known tokens, at most `num_computed` of them computed."""
     cdef int32_t changed = min(num_computed, _first_changed(batch, row, num_tokens))
-    cdef int32_t restart = find_restart(batch.pool, holding, min(batch.records[row].num_computed, num_computed), changed)
-    return batch.records[row].state == RUNNING and can_restart(batch.pool, holding, restart, num_tokens)
+    return find_restart(batch.pool, holding_of(batch, row), min(batch.records[row].num_computed, num_computed), changed)
+
+
+cdef inline bint can_restart_row(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
+    """Whether the row `can_restart` with `num_tokens` known tokens, at most `num_computed` of them computed, and no state has
+    seen tokens that it computes again.
+    """
+    cdef Holding *holding = holding_of(batch, row)
+    cdef int32_t restart = restart_of(batch, row, num_tokens, num_computed)
+    if batch.records[row].state != RUNNING or has_state_behind(batch, row, restart):
+        return False
+    return can_restart(batch.pool, holding, restart, num_tokens)
 
 
 cdef inline bint _can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
@@ -263,6 +273,7 @@ cdef inline Py_ssize_t _copy_rows_to_trim(
 
 cdef inline void _cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Cut known tokens, and derive the row's other counts."""
+    assert 0 <= num_tokens <= batch.records[row].num_tokens
     batch.records[row].num_tokens = num_tokens
     count_run_tokens(batch, row)
     cut_hashes(batch, row)
@@ -294,7 +305,7 @@ cdef inline void restart_row(
     cdef Holding *holding = holding_of(batch, row)
     cdef RowRecord *record = &batch.records[row]
     cdef int32_t changed = min(num_computed, _first_changed(batch, row, num_tokens))
-    cdef int32_t restart = find_restart(batch.pool, holding, min(record.num_computed, num_computed), changed)
+    cdef int32_t restart = restart_of(batch, row, num_tokens, num_computed)
     cdef int32_t num_planned = restart
     assert 0 <= restart <= record.num_computed and record.state == RUNNING
     if is_failed and restart == record.num_computed:  # an earlier step writes behind the known tokens
@@ -398,6 +409,7 @@ cdef inline void lose_entries(Batch *batch, const Failure *failure) noexcept nog
             _lose_page(batch, failure, entry.page_id)
         uncache_in_tier(batch.pool.tier, entry.key, entry.group)  # it may have been evicted and saved
         _lose_checkpoint(batch, failure, entry)
+    assert num_kept <= batch.num_made
     batch.num_made = num_kept
 
 

@@ -26,39 +26,6 @@ cdef inline void count_reserved_states(
             num_reserved_in[group.bank] += _count_rows_without(batch, g) - num_served
 
 
-cdef inline void keep_row_states(Batch *batch, Py_ssize_t row, int32_t num_computed, int32_t num_final) noexcept nogil:
-    """Keep the states after `num_computed` tokens that are due as checkpoints, and write the new working pages to tables. They
-    are cached if these tokens are final.
-    """
-    cdef Contents contents
-    cdef Holding *holding = holding_of(batch, row)
-    cdef Held *held
-    cdef Py_ssize_t[MAX_BANKS] num_reserved_in
-    cdef Py_ssize_t g
-    assert batch.keeps_states and num_final <= num_computed <= batch.records[row].num_computed
-    hash_row(batch, row, num_final)
-    contents = contents_of_row(batch, row, num_computed)
-    count_reserved_states(batch, 0, num_reserved_in)
-    for g in range(batch.num_groups):
-        held = held_by(batch, row, g)
-        if keep_state(
-            batch.pool, holding, <int32_t>g, &contents if num_final == num_computed else NULL, num_computed,
-            batch.rows[row].shard, num_reserved_in[batch.groups[g].bank],
-        ):
-            write_ids(batch.tables[g], row, 0, held.ids, 1, offset_of(batch, g))
-            batch.tables[g].version += 1
-
-
-cdef inline void keep_last_states(Batch *batch, Py_ssize_t row, int32_t term) noexcept nogil:
-    """Cache the states that are due as checkpoints, after the row's pages were given back."""
-    cdef int32_t num_computed = batch.records[row].num_computed
-    cdef Contents contents
-    cdef Holding *holding = holding_of(batch, row)
-    hash_row(batch, row, num_computed)
-    contents = contents_of_row(batch, row, num_computed)
-    cache_states(batch.pool, holding, &contents, num_computed, term)
-
-
 cdef inline void _write_checkpoint(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Take a page for each state after the row's first tokens that is not cached, and note its write."""
     cdef Checkpoint checkpoint
@@ -72,29 +39,34 @@ cdef inline void _write_checkpoint(Batch *batch, Py_ssize_t row, int32_t num_tok
         checkpoint.contents = &contents
     count_reserved_states(batch, 0, checkpoint.num_reserved_in)
     num = write_checkpoint(batch.pool, holding_of(batch, row), &batch.writes, &checkpoint)
+    assert 0 <= num <= batch.num_groups
     if num:
         batch.rows[row].write_list = batch.writes.number
         batch.rows[row].num_writes += <int32_t>num
 
 
 cdef inline void write_states(Batch *batch, Py_ssize_t row, int32_t before, int32_t num_planned) noexcept nogil:
-    """Note the writes of a step that computes the row's tokens from `before` to `num_planned`, one for each boundary that it
-    can write. A transfer of tokens brings no state but that at their end. O(boundaries x groups).
+    """Note the writes of a step that computes the row's tokens from `before` to `num_planned`, one for each boundary among
+    them. A transfer of tokens brings no state but that at their end. O(boundaries x groups).
     """
     cdef Holding *holding = holding_of(batch, row)
+    cdef Held *held
     cdef Py_ssize_t g
-    cdef int64_t num_tokens = -1
+    cdef int64_t size
+    cdef int32_t num_tokens = -1
+    assert 0 <= before and num_planned <= batch.max_num_tokens
     for g in range(batch.num_groups):
         if not keeps_checkpoints(&batch.groups[g]):
             continue
+        held, size = &holding.held[g], batch.groups[g].rules.entry_size
         if num_tokens < 0:  # all states have the same checkpoints
-            num_tokens = max(before, holding.held[g].num_cached * <int64_t>batch.groups[g].rules.entry_size)
-            num_tokens = find_next_checkpoint(holding, &batch.groups[g], num_tokens)
+            num_tokens = <int32_t>max(<int64_t>before, held.num_cached * size)
+            num_tokens = find_next_boundary(holding.boundaries, num_tokens)
             while num_tokens <= num_planned:
-                if num_tokens == num_planned or (batch.writes_anywhere and batch.records[row].state != PENDING):
-                    _write_checkpoint(batch, row, <int32_t>num_tokens)
-                num_tokens = find_next_checkpoint(holding, &batch.groups[g], num_tokens)
-        holding.held[g].num_cached = max(holding.held[g].num_cached, full_entries(&batch.groups[g].rules, num_planned))
+                if num_tokens == num_planned or batch.records[row].state != PENDING:
+                    _write_checkpoint(batch, row, num_tokens)
+                num_tokens = find_next_boundary(holding.boundaries, num_tokens)
+        held.num_cached = max(held.num_cached, full_entries(&batch.groups[g].rules, num_planned))
 
 
 cdef inline bint note_made(Batch *batch, int64_t step, int32_t page_id) noexcept nogil:
@@ -102,6 +74,7 @@ cdef inline bint note_made(Batch *batch, int64_t step, int32_t page_id) noexcept
     cdef const Page *page = &batch.pool.pages[page_id]
     if step > batch.num_steps:  # an admission without a step cannot fail on its own
         return True
+    assert page.group != NO_GROUP
     if not reserve_items(<void **>&batch.made, &batch.made_capacity, batch.num_made + 1, sizeof(MadeEntry)):
         return False
     batch.made[batch.num_made] = MadeEntry(step=step, key=digest_of(page), page_id=page_id, group=page.group & ~FLAGS)
@@ -143,7 +116,7 @@ cdef inline void settle_writes(
     cdef Py_ssize_t i = 0
     while i < writes.num_taken and batch.rows[row].num_writes:
         write = writes.items[i]
-        if write.row != row or write.num_tokens > num_final:
+        if write.row != row or write.num_tokens > num_final or waits_for_loads(batch.pool, held_by(batch, row, write.group)):
             i += 1
             continue
         remove_write(writes, i)

@@ -2,8 +2,7 @@
 
 cimport cython
 
-from pagepool.core.holding cimport RequestPages, StateWrite
-from pagepool.core.holding.request_maps cimport RequestMaps
+from pagepool.core.holding cimport RequestMaps, RequestPages, StateWrite
 from pagepool.core.pool cimport give_back, id_in_bank
 
 import numpy as np

@@ -85,8 +85,7 @@ class ModelPools:
             self.page_size,
             ((self.state_bytes,),),
             "int8",
-            checkpoint_interval=self.asked_interval,
-            checkpoints="ends",
+            checkpoint_interval="auto" if self.asked_interval is None else self.asked_interval,
         )
         return [CacheGroupSpec(full, pool=KV), CacheGroupSpec(state, pool=STATES)]
 

@@ -1,8 +1,8 @@
 """Hits of a model with states, by the interval of its checkpoints. A hit must end where all states were kept, so one pass
 cannot give a curve: each interval and pool size needs a simulation.
 
-The hits equal those of `Scheduler` with one running request. Chunks of a prompt end at the last checkpoint within a step;
-chunks of an answer end where a page ends or leaves a window, or without attention at each checkpoint. No other calls are made.
+The hits equal those of `Scheduler` with one running request. Calls for an answer are made where a page ends or leaves a
+window, and at its end.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,28 +11,21 @@ from dataclasses import replace
 from pagepool.manager import CacheManager, CachePages
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans.plan import CheckpointFigures
-from pagepool.replay.simulation.allocator import end_at_checkpoints
 from pagepool.replay.simulation.runs import make_manager
 from pagepool.replay.traces.simulated_request import SimulatedRequest
-from pagepool.specs import cdiv
 
 __all__ = ["CheckpointSimulator", "count_states"]
 
 
-def count_states(requests: Sequence[SimulatedRequest], interval: int, max_batched_tokens: int) -> int:
-    """Count the most states that requests hold or keep: each request's current state, a checkpoint for each step of a prompt,
-    and one for each multiple of the interval in an answer.
+def count_states(requests: Sequence[SimulatedRequest], interval: int) -> int:
+    """Count the most states that requests hold or keep: each request's current state, and checkpoints at multiples of the
+    interval in its prompt, near the end of the prompt, and where it parts from another.
 
     >>> from pagepool.replay import TraceRecord, make_requests
-    >>> count_states(make_requests([TraceRecord(0, 1024, 600, (7, 8))]), interval=256, max_batched_tokens=512)
-    5
+    >>> count_states(make_requests([TraceRecord(0, 1024, 600, (7, 8))]), interval=256)
+    7
     """
-    num_states = len(requests)
-    for request in requests:
-        num_in_prompt = request.num_prompt_tokens // interval
-        num_steps = cdiv(num_in_prompt, max(1, max_batched_tokens // interval))
-        num_states += num_steps + request.num_slots // interval - num_in_prompt
-    return num_states
+    return sum(request.num_prompt_tokens // interval + 3 for request in requests)
 
 
 class CheckpointSimulator:
@@ -61,7 +54,7 @@ class CheckpointSimulator:
         hit_tokens = num_copies = 0
         for num_done, request in enumerate(self._requests, start=1):
             if self._model.count_pages(request.num_slots) < num_pages:
-                num_hits, num_copied = self._run_request(manager, replace(request), interval)
+                num_hits, num_copied = self._run_request(manager, replace(request))
                 hit_tokens, num_copies = hit_tokens + num_hits, num_copies + num_copied
             if on_request is not None:
                 on_request(num_done)
@@ -69,29 +62,29 @@ class CheckpointSimulator:
         num_kept = sum(key.group_id >= first_group for key in manager.page_pool.cached_page_hash_to_page)
         return CheckpointFigures(interval, num_pages, hit_tokens, num_copies, num_kept, eviction)
 
-    def _run_request(self, manager: CacheManager, request: SimulatedRequest, interval: int) -> tuple[int, int]:
-        """Run a request from its look-up to its end. Return its numbers of hit tokens and of copies."""
+    def _run_request(self, manager: CacheManager, request: SimulatedRequest) -> tuple[int, int]:
+        """Run a request from its look-up to its end. Return its numbers of hit tokens, and of states copied and written."""
         pages, num_hits = manager.get_computed_pages(request)
         num_copies = 0
         hits: tuple[int, CachePages] | tuple[()] = (num_hits, pages)
-        for end in self._list_ends(request, num_hits, interval):
+        for end in self._list_ends(request, num_hits):
             request.num_tokens = max(request.num_tokens, end)
             manager.allocate_slots(request, end - max(request.num_computed_tokens, num_hits), *hits)
             hits, request.num_computed_tokens = (), end
-            num_copies += len(manager.take_moves().copies)
+            num_copies += len(manager.take_moves())
         manager.free(request)
         manager.free_page_hashes(request)
         return num_hits, num_copies
 
-    def _list_ends(self, request: SimulatedRequest, num_hit_tokens: int, interval: int) -> Iterator[int]:
+    def _list_ends(self, request: SimulatedRequest, num_hit_tokens: int) -> Iterator[int]:
         """List the token counts at which a request takes and caches pages: the ends of its steps. In the answer these are only
-        the steps that fill a page, let a page leave a window or, without attention, reach a checkpoint.
+        the steps that fill a page or let a page leave a window, and the last one.
         """
         end, stop = num_hit_tokens, request.num_slots
         while end < request.num_prompt_tokens:
-            end += int(end_at_checkpoints(end, min(request.num_prompt_tokens - end, self._max_batched_tokens), interval))
+            end = min(request.num_prompt_tokens, end + self._max_batched_tokens)
             yield end
         if self._model.has_attention:
             yield from self._model.list_page_ends(end, stop)
         elif end < stop:
-            yield from [*range(end - end % interval + interval, stop, interval), stop]
+            yield stop

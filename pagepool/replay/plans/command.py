@@ -596,7 +596,7 @@ def plan(
                 require_one_that_fits(requests, asked.numbers[-1], model)
             with progress.follow("one after another", "request", len(requests)) as update:
                 planner = Planner(loaded.records, model.hit_size, update)
-                num_states = count_states(requests, min(chosen_intervals, default=1), max_batched_tokens)
+                num_states = count_states(requests, min(chosen_intervals, default=1))
                 made = planner.make_plan(choose_sizes(asked, planner, model, num_states), model=model)
                 made = replace(made, host=host, speed=speed, store=store, notes=tuple(loaded.notes), arrays=arrays or SHARED)
             if asked is not None and len(asked.numbers) == 1:

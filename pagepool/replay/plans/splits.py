@@ -116,7 +116,7 @@ class Queue:
         """Start without requests."""
         page_sizes = [group.kv_cache_spec.page_size for group in manager.kv_cache_groups]
         table = MultiGroupPageTable(num_rows, max_num_tokens, 0, page_sizes)
-        self._batch = RunningBatch(manager, table, writes="anywhere")
+        self._batch = RunningBatch(manager, table)
         self._free_rows = [*range(num_rows)]
         self._running: deque[int] = deque()
         self.hit_tokens = self.num_written = 0

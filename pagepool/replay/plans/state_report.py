@@ -13,8 +13,8 @@ __all__ = [
 ]
 
 CHECKPOINT_NOTE = (
-    "Every N: hits of this pool with LRU, unless a policy is named, if states are kept after multiples of N tokens at which a "
-    "step ends, simulated with requests one after another. A step ends at the last multiple within it."
+    "Every N: hits of this pool with LRU, unless a policy is named, if states are kept where requests resume and every N "
+    "tokens of a prompt, simulated with requests one after another."
 )
 ALONE_NOTE = "Attention alone: LRU hits of this pool if the model had no states (stack distances)."
 

@@ -6,7 +6,6 @@ from time import perf_counter
 from typing import ParamSpec, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable
@@ -16,7 +15,7 @@ from pagepool.request import EngineRequestStatus, RequestTraits
 from pagepool.running_batch import RunningBatch
 from pagepool.specs import MambaSpec
 
-__all__ = ["HASH_SEED", "Allocator", "BatchAllocator", "ManagerAllocator", "end_at_checkpoints"]
+__all__ = ["HASH_SEED", "Allocator", "BatchAllocator", "ManagerAllocator"]
 
 HASH_SEED = "replay"  # adaptive eviction samples by hash: with a random seed its figures would differ between runs
 
@@ -24,30 +23,16 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
-def end_at_checkpoints(starts: npt.ArrayLike, num_new_tokens: npt.ArrayLike, interval: int | None) -> Int32Array:
-    """Cut chunks of new tokens after `starts` so that each ends at its last checkpoint, if it has one.
-
-    >>> end_at_checkpoints([0, 1000, 1024], [3000, 24, 1023], interval=1024).tolist()
-    [2048, 24, 1023]
-    """
-    starts, num_new_tokens = np.asarray(starts, dtype=np.int32), np.asarray(num_new_tokens, dtype=np.int32)
-    if interval is None:
-        return num_new_tokens
-    ends = (starts + num_new_tokens) // interval * interval
-    return np.where(ends > starts, ends - starts, num_new_tokens).astype(np.int32)
-
-
 class Allocator(ABC):
     """Pages for the requests in rows. `seconds` is the total time of calls into manager or batch, including the time to read
-    the clock. Chunks end at multiples of `interval`, if there is one behind their start; None: anywhere.
+    the clock.
     """
 
     def __init__(self, manager: CacheManager) -> None:
         """Reset the timer."""
         self.seconds = 0.0
         self._manager = manager
-        self.interval = manager.checkpoint_interval
-        self._has_states = self.interval is not None
+        self._has_states = manager.checkpoint_interval is not None
         self._has_tier = manager.stats().host_tier is not None
         self._number = self._num_first_loads = 0
         self._taker: CacheManager | RunningBatch = manager
@@ -60,8 +45,8 @@ class Allocator(ABC):
 
     @abstractmethod
     def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
-        """Take a request's hits, and allocate slots for up to `max_num_new_tokens` more, cut by `end_at_checkpoints`. Return
-        the number of hit tokens, or None, with nothing taken, if the pool is short. The request's tokens must be loaded.
+        """Take a request's hits, and allocate slots for up to `max_num_new_tokens` more. Return the number of hit tokens, or
+        None, with nothing taken, if the pool is short. The request's tokens must be loaded.
         """
 
     @abstractmethod
@@ -119,7 +104,6 @@ class ManagerAllocator(Allocator):
         request.num_computed_tokens = 0
         pages, num_hits = self._time(self._manager.get_computed_pages, request)
         num_new_tokens = min(request.num_tokens - num_hits, max_num_new_tokens)
-        num_new_tokens = int(end_at_checkpoints(num_hits, num_new_tokens, self.interval))
         if self._time(self._manager.allocate_slots, request, num_new_tokens, num_hits, pages) is None:
             return None
         request.num_computed_tokens = num_hits + num_new_tokens
@@ -156,11 +140,8 @@ class BatchAllocator(Allocator):
         """Make a batch of `num_rows` requests of up to `max_num_tokens` tokens. Errors as in `RunningBatch`."""
         super().__init__(manager)
         page_sizes = [group.kv_cache_spec.page_size for group in manager.kv_cache_groups]
-        self._batch = RunningBatch(manager, MultiGroupPageTable(num_rows, max_num_tokens, 0, page_sizes), writes="anywhere")
+        self._batch = RunningBatch(manager, MultiGroupPageTable(num_rows, max_num_tokens, 0, page_sizes))
         self._taker = self._batch
-        self._writes_states = manager.registry.rules.writes_states
-        if self._writes_states:
-            self.interval = None
 
     def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
         """Admit the request, and append its whole answer at once: no page of it is cached before the row grows."""
@@ -172,7 +153,6 @@ class BatchAllocator(Allocator):
             max_num_new_tokens=min(max_num_new_tokens, num_tokens),
             traits=RequestTraits(
                 is_preempted=request.status is EngineRequestStatus.PREEMPTED,
-                ends_at_checkpoint=not self._writes_states,
                 session_id=request.session_id,
             ),
         )

@@ -20,7 +20,7 @@ import numpy as np
 from pagepool.arguments import require_flag, require_int
 from pagepool.errors import PagePoolError, RequestTooLargeError
 from pagepool.manager import CacheManager
-from pagepool.replay.simulation.allocator import Allocator, BatchAllocator, ManagerAllocator, end_at_checkpoints
+from pagepool.replay.simulation.allocator import Allocator, BatchAllocator, ManagerAllocator
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.sessions import SessionReports, Told
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest
@@ -68,7 +68,6 @@ class Scheduler:
         if require_flag("batched", batched) and num_rows:
             lengths = (request.num_final_tokens for request in self.waiting)
             self._allocator = BatchAllocator(manager, num_rows, max(max_num_tokens or 0, *lengths, 1))
-        self._interval = self._allocator.interval
         # The first waiting request gets the first free row. On a retry, or after a preemption, this row still has its hashes.
         self._free_rows = deque(range(num_rows))
         self._requests: dict[int, SimulatedRequest] = {}
@@ -135,7 +134,7 @@ class Scheduler:
             num_left = self.max_num_batched_tokens - (np.cumsum(num_new_tokens) - num_new_tokens)
             num_left = num_left[num_left > 0]
             rows, num_new_tokens = rows[: len(num_left)], np.minimum(num_new_tokens[: len(num_left)], num_left)
-        return rows, end_at_checkpoints(self._num_computed_tokens[rows], num_new_tokens, self._interval)
+        return rows, num_new_tokens.astype(np.int32)
 
     def _grow_running(self) -> int:
         """Allocate for running requests, and preempt the newest while there is no room. Return the number of tokens."""
@@ -183,7 +182,6 @@ class Scheduler:
         if num_hit_tokens is None:
             return 0
         num_new_tokens = min(request.num_tokens - num_hit_tokens, budget)
-        num_new_tokens = int(end_at_checkpoints(num_hit_tokens, num_new_tokens, self._interval))
         self._count_admission(request, num_hit_tokens)
         self._requests[row] = request
         self._num_tokens[row] = request.num_tokens

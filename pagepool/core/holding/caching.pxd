@@ -1,0 +1,145 @@
+# Filled pages are hashed and cached before a call ends. They are `Waiting` first, so that memory is
+# fetched ahead, and two pages are hashed side by side.
+
+from libc.stdint cimport int32_t, int64_t, uint8_t
+
+from pagepool.core.base cimport Digest, fetch, hash_two_after, rare
+from pagepool.core.holding.demand cimport *
+from pagepool.core.pool cimport NULL_PAGE, Entry, Origin, Pool, cache, cache_alone, home_of, is_journaled
+
+
+cdef enum:
+    NUM_WAITING = 16          # pages
+
+cdef struct Contents:         # hashes and tokens of a request or row, for the entries of its pages
+    const Digest *digests
+    const Digest *uppers      # upper halves of the digests; NULL: they have 16 bytes
+    Py_ssize_t num_digests
+    const int32_t *token_ids
+    Py_ssize_t num_token_ids
+    int32_t num_lookahead     # tokens behind a page that its digest covers
+    int32_t context           # see `Origin`
+    int32_t session
+
+cdef struct PageToHash:
+    Digest parent
+    Digest *digest            # the result is written here
+    const uint8_t *tokens
+
+cdef struct PageToCache:
+    Entry entry
+    int32_t page_id
+    Held *held
+
+cdef struct Waiting:
+    Pool *pool
+    Digest key
+    Py_ssize_t num_page_bytes  # bytes of a page's tokens
+    PageToHash to_hash[NUM_WAITING]
+    Py_ssize_t num_to_hash
+    PageToCache to_cache[NUM_WAITING]
+    Py_ssize_t num_waiting
+
+
+cdef inline void hash_waiting(Waiting *waiting) noexcept nogil:
+    """Hash the waiting pages in pairs. If their number is odd, the last one is hashed twice."""
+    cdef const uint8_t *tokens[2]
+    cdef Digest[2] parents
+    cdef Digest[2] digests
+    cdef PageToHash *page
+    cdef Py_ssize_t i, lane
+    for i in range(0, waiting.num_to_hash, 2):
+        for lane in range(2):
+            page = &waiting.to_hash[min(i + lane, waiting.num_to_hash - 1)]
+            parents[lane] = page.parent
+            tokens[lane] = page.tokens
+        hash_two_after(waiting.key, parents, tokens, waiting.num_page_bytes, digests)
+        for lane in range(2):
+            waiting.to_hash[min(i + lane, waiting.num_to_hash - 1)].digest[0] = digests[lane]
+    waiting.num_to_hash = 0
+
+
+cdef inline void cache_waiting(Waiting *waiting) noexcept nogil:
+    """Hash and cache the waiting pages, in order. A page that has an entry keeps it. All index slots are fetched before the
+    first is read.
+    """
+    cdef Pool *pool = waiting.pool
+    cdef const PageToCache *page
+    cdef Py_ssize_t i
+    assert 0 <= waiting.num_waiting <= NUM_WAITING
+    hash_waiting(waiting)
+    for i in range(waiting.num_waiting):
+        fetch(home_of(pool, waiting.to_cache[i].entry.key[0], waiting.to_cache[i].entry.group))
+    for i in range(waiting.num_waiting):
+        page = &waiting.to_cache[i]
+        if pool.pages[page.page_id].group == NO_GROUP:
+            cache(pool, page.page_id, &page.entry, &page.held.ranking, page.held.ids, page.entry.place)
+    waiting.num_waiting = 0
+
+
+cdef inline bint has_full_page(const Group *group, const Held *held, int64_t num_tokens) noexcept nogil:
+    """Whether `num_tokens` tokens fill a page that was not cached yet."""
+    if group.id == NO_GROUP or is_state(&group.rules):
+        return False
+    return (held.num_cached + <int64_t>1) * group.rules.page_size <= num_tokens
+
+
+cdef inline void cache_full_pages(
+    Waiting *waiting, const Group *group, Held *held, const Contents *contents, int64_t num_tokens
+) noexcept nogil:
+    """Add the pages of a group that `num_tokens` tokens fill to the waiting ones, and fetch their records."""
+    cdef PageToCache *page
+    cdef Entry *entry
+    cdef int32_t place, size = group.rules.page_size
+    cdef bint keeps_tokens = waiting.pool.page_tokens != NULL
+    if waits_for_loads(waiting.pool, held) or not has_full_page(group, held, num_tokens):
+        return
+    if rare(contents.num_lookahead and waiting.pool.copies.num) and is_destination(waiting.pool, held):
+        return  # full pages of a fork are copies that are due
+    while (held.num_cached + <int64_t>1) * size <= num_tokens:
+        place = held.num_cached
+        assert place < held.num_pages
+        held.num_cached += 1
+        if held.ids[place] == NULL_PAGE:
+            continue
+        if waiting.num_waiting == NUM_WAITING:
+            cache_waiting(waiting)
+        page = &waiting.to_cache[waiting.num_waiting]
+        waiting.num_waiting += 1
+        page.page_id, page.held, entry = held.ids[place], held, &page.entry
+        entry.key, entry.group, entry.place = &contents.digests[last_hash(group, place)], group.id, place
+        entry.session, entry.num_tokens = contents.session, 0
+        if keeps_tokens and (place + <Py_ssize_t>1) * size + contents.num_lookahead <= contents.num_token_ids:
+            entry.token_ids = contents.token_ids + <Py_ssize_t>place * size
+            entry.num_tokens = size + contents.num_lookahead
+        entry.upper = contents.uppers + last_hash(group, place) if contents.uppers != NULL else NULL
+        fetch(&waiting.pool.pages[page.page_id])
+        if is_journaled(waiting.pool):
+            entry.context = contents.context
+            entry.parent = contents.digests + place * group.stride - 1 if place else NULL
+            entry.parent_upper = contents.uppers + place * group.stride - 1 if place and contents.uppers != NULL else NULL
+            fetch(&waiting.pool.journal.notes[page.page_id])
+            fetch(waiting.pool.page_tokens + page.page_id * waiting.pool.tokens_width)
+
+
+cdef inline void cache_page(
+    Pool *pool, const Group *group, int32_t page_id, int32_t place, const Contents *contents
+) noexcept nogil:
+    """Cache a loaded page or a checkpoint at a place in its group. A checkpoint gets the parent, place and tokens of its last
+    hash page.
+    """
+    cdef Py_ssize_t last = last_hash(group, place), size = group.rules.entry_size // group.stride
+    cdef Py_ssize_t first = last if is_state(&group.rules) else place * <Py_ssize_t>group.stride
+    cdef Py_ssize_t num_tokens = (last + 1 - first) * size + contents.num_lookahead
+    cdef const Digest *parent = contents.digests + first - 1 if first else NULL
+    cdef Entry entry = Entry(
+        key=&contents.digests[last], group=group.id, place=<int32_t>last if is_state(&group.rules) else place,
+        context=contents.context, parent=parent, upper=NULL, parent_upper=NULL, token_ids=contents.token_ids + first * size,
+        num_tokens=<int32_t>num_tokens, session=contents.session,
+    )
+    if contents.uppers != NULL:
+        entry.upper = contents.uppers + last
+        entry.parent_upper = contents.uppers + first - 1 if first else NULL
+    if first * size + num_tokens > contents.num_token_ids:
+        entry.num_tokens = 0
+    cache_alone(pool, page_id, &entry)

@@ -1,0 +1,214 @@
+# The arrays of a step's inputs: each is a field, and is written from the rows of a checked step, padding included.
+
+from libc.stdint cimport int32_t, int64_t
+
+from pagepool.core.rows.input_step cimport *
+
+
+cdef enum Kind:               # in the order of `INPUT_FIELDS`
+    TOKEN_IDS
+    POSITIONS
+    ROWS
+    SLOTS
+    QUERY_START_LOC
+    KV_START_LOC
+    SEQ_LENS
+    LAST_TOKENS
+    STARTS
+    PAGE_IDS
+    STATE_PAGES
+    ORDER
+    DISTRIBUTION
+    SOURCES
+
+ctypedef fused Value:
+    int32_t
+    int64_t
+
+cdef struct Field:            # an array of each set
+    Kind kind
+    Py_ssize_t group          # 0 for fields that are not by group
+    bint is_wide              # int64, not int32
+    Py_buffer *views          # [depth]
+    int32_t *extents          # [depth, max_num_reqs] leading columns of page ids that may be other than 0; NULL: another kind
+
+
+cdef inline void copy_values(Value *out, const int32_t *values, Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t i
+    if Value is int32_t:
+        copy_bytes(out, values, n * sizeof(int32_t))
+    else:
+        for i in range(n):
+            out[i] = values[i]
+
+
+cdef inline void repeat_value(Value *out, int64_t value, Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(n):
+        out[i] = <Value>value
+
+
+cdef inline void count_up(Value *out, int64_t first, Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(n):
+        out[i] = <Value>(first + i)
+
+
+cdef inline void write_token_ids(Value *out, const Source *source, const InputStep *step) noexcept nogil:
+    """Write the ids of known tokens, and behind them the row's drafts."""
+    cdef const int32_t *tokens
+    cdef const int32_t *drafts
+    cdef int32_t start, known, stop, begin
+    cdef Py_ssize_t i, j
+    cdef Spans spans = step.spans
+    if step.num_single == step.num_rows and step.num_unknown == 0:
+        for i in range(step.num_rows):
+            out[i] = source.token_ids[spans.rows[i] * source.stride + spans.starts[i]]
+        return
+    for i in range(step.num_rows):
+        start, stop, known = spans.starts[i], spans.stops[i], spans.known[i]
+        tokens = source.token_ids + spans.rows[i] * source.stride
+        if known - start == 1:
+            out[0] = tokens[start]
+        elif known > start:
+            copy_values(out, tokens + start, known - start)
+        begin = max(spans.drafts[i], start) if step.drafts != NULL else stop
+        drafts = step.drafts + step.order[i] * step.num_drafts
+        for j in range(max(start, known), begin):
+            out[j - start] = -1
+        for j in range(stop - begin):
+            out[begin - start + j] = drafts[j]
+        out += stop - start
+
+
+cdef inline void write_positions(Value *out, const InputStep *step) noexcept nogil:
+    cdef Py_ssize_t i
+    if step.num_single == step.num_rows:
+        copy_values(out, step.spans.starts, step.num_rows)
+        return
+    for i in range(step.num_rows):
+        count_up(out + step.begins[i], step.spans.starts[i], step.spans.stops[i] - step.spans.starts[i])
+
+
+cdef inline void write_rows(Value *out, const InputStep *step) noexcept nogil:
+    cdef Py_ssize_t i
+    if step.num_single == step.num_rows:
+        copy_values(out, step.spans.rows, step.num_rows)
+        return
+    for i in range(step.num_rows):
+        repeat_value(out + step.begins[i], step.spans.rows[i], step.spans.stops[i] - step.spans.starts[i])
+
+
+cdef inline void write_slots(
+    Value *out, const Table *table, int32_t page_size, int32_t shift, const InputStep *step
+) noexcept nogil:
+    """Write the slots of tokens, page by page."""
+    cdef uint32_t size = <uint32_t>page_size, page
+    cdef int32_t start, stop, num
+    cdef const int32_t *ids
+    cdef Py_ssize_t i
+    cdef Spans spans = step.spans
+    if step.num_single == step.num_rows:
+        for i in range(step.num_rows):
+            start = spans.starts[i]
+            page = page_at(start, page_size, shift)
+            ids = table.page_ids + spans.rows[i] * table.num_columns
+            out[i] = <Value>(ids[page] * <int64_t>size + (<uint32_t>start - page * size))
+        return
+    for i in range(step.num_rows):
+        ids = table.page_ids + spans.rows[i] * table.num_columns
+        start, stop = spans.starts[i], spans.stops[i]
+        if size == 1:
+            copy_values(out, ids + start, stop - start)
+            out += stop - start
+            start = stop
+        while start < stop:
+            page = page_at(start, page_size, shift)
+            num = <int32_t>min(<int64_t>stop, (page + <int64_t>1) * size) - start
+            count_up(out, ids[page] * <int64_t>size + (<uint32_t>start - page * size), num)
+            out += num
+            start += num
+
+
+cdef inline void write_page_ids(Value *out, const Table *table, int32_t *extents, const InputStep *step) noexcept nogil:
+    """Write the pages of each row, and zeros over those that an earlier step wrote behind them."""
+    cdef int32_t num
+    cdef Py_ssize_t i
+    for i in range(step.num_padded_rows):
+        num = 0
+        if i < step.num_rows:
+            num = max(0, min(table.num_pages[step.spans.rows[i]], <int32_t>table.num_columns))
+            copy_values(out, table.page_ids + step.spans.rows[i] * table.num_columns, num)
+        repeat_value(out + num, 0, extents[i] - num)
+        extents[i] = num
+        out += table.num_columns
+
+
+cdef inline void write_field(
+    Value *out, const Field *field, Py_ssize_t current, Py_ssize_t max_num_rows, const Source *source, const InputStep *step
+) noexcept nogil:
+    """Write an array of the current set, padding included."""
+    cdef Py_ssize_t i, n = step.num_rows
+    cdef Py_ssize_t num_left = step.num_padded_tokens - step.num_tokens, num_rows_left = step.num_padded_rows - n
+    cdef int64_t num_keys = 0
+    assert num_left >= 0 and num_rows_left >= 0 and step.num_padded_rows <= max_num_rows
+    if field.kind == TOKEN_IDS:
+        write_token_ids(out, source, step)
+        repeat_value(out + step.num_tokens, 0, num_left)
+    elif field.kind == POSITIONS:
+        write_positions(out, step)
+        repeat_value(out + step.num_tokens, 0, num_left)
+    elif field.kind == ROWS:
+        write_rows(out, step)
+        repeat_value(out + step.num_tokens, 0, num_left)
+    elif field.kind == SLOTS:
+        write_slots(
+            out, source.tables[field.group], source.page_sizes[field.group], source.shifts[field.group], step
+        )
+        repeat_value(out + step.num_tokens, step.pad_slot, num_left)
+    elif field.kind == QUERY_START_LOC:
+        copy_values(out, step.begins, n + 1)
+        repeat_value(out + n + 1, step.num_tokens, num_rows_left)
+    elif field.kind == KV_START_LOC:
+        out[0] = 0
+        for i in range(n):
+            num_keys += step.spans.stops[i]
+            out[i + 1] = <Value>num_keys
+        repeat_value(out + n + 1, num_keys, num_rows_left)
+    elif field.kind == SEQ_LENS:
+        copy_values(out, step.spans.stops, n)
+        repeat_value(out + n, 0, num_rows_left)
+    elif field.kind == LAST_TOKENS:
+        for i in range(n):
+            out[i] = step.begins[i + 1] - 1
+        repeat_value(out + n, step.pad_last, num_rows_left)
+    elif field.kind == STARTS:
+        copy_values(out, step.spans.starts, n)
+        repeat_value(out + n, 0, num_rows_left)
+    elif field.kind == PAGE_IDS:
+        write_page_ids(out, source.tables[field.group], field.extents + current * max_num_rows, step)
+    elif field.kind == STATE_PAGES:
+        for i in range(n):
+            out[i] = source.tables[field.group].page_ids[step.spans.rows[i] * source.tables[field.group].num_columns]
+        repeat_value(out + n, 0, num_rows_left)
+    elif field.kind == ORDER:
+        copy_values(out, step.order, n)
+        repeat_value(out + n, 0, num_rows_left)
+    elif field.kind == SOURCES:
+        for i in range(n):
+            out[i] = step.sources[step.order[i]]
+        repeat_value(out + n, -1, num_rows_left)
+    else:
+        out[0] = out[1] = <Value>step.num_single
+        out[2] = <Value>n
+
+
+cdef inline void write_fields(
+    const Field *fields, Py_ssize_t n, Py_ssize_t current, Py_ssize_t max_num_rows, const Source *source, const InputStep *step
+) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(n):
+        if fields[i].is_wide:
+            write_field(<int64_t *>fields[i].views[current].buf, &fields[i], current, max_num_rows, source, step)
+        else:
+            write_field(<int32_t *>fields[i].views[current].buf, &fields[i], current, max_num_rows, source, step)
