@@ -64,7 +64,7 @@ rows/states.pxd _write_checkpoint 5
 tier/tier.pyx load_prefix 5
 """
 KNOWN_FILES = """
-holding/request_pages.pyx 704
+holding/request_pages.pyx 703
 rows/running.pyx 1303
 """
 KNOWN_FLAGS = """

@@ -608,7 +608,6 @@ cdef Outcome take_demanded(Pool *pool, const Holding *holding, Demand *demand, t
         hit(pool, demand.hits[g].ids, demand.hits[g].num, NOBODY)  # the request is not admitted
     for g in range(holding.num_groups if result == SHORT_IN_SHARD and demand.hits != NULL else 0):
         give_back_all(pool, demand.hits[g].ids, demand.hits[g].num, False)
-    assert result != FITS or demand.num_taken <= pool.num_free
     if result != FITS:
         count_refusal(pool, queue_of_bank(demand.short_bank) if pool.num_banks > 1 else -1)
         return TOO_FEW
