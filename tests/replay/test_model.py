@@ -256,7 +256,7 @@ class TestStates:
         assert model_of(tmp_path, {**ATTENTION, **NEMOTRON}, state_dtype="bfloat16").page_size == 528
 
     def test_intervals(self) -> None:
-        assert list_intervals(48) == [528, 1008, 2064, 4080, 8208]
+        assert list_intervals(48) == [240, 528, 1008, 2064, 4080]
         assert list_intervals(10_000) == [10_000]
         model = ModelPages(48, num_state_groups=1)
         model.require_interval(480)

@@ -17,7 +17,7 @@ __all__ = [
     "state_dtype_option",
 ]
 
-DEFAULT_INTERVAL = 4096
+DEFAULT_INTERVAL = 1024
 
 model_config_option = click.option(
     "--model-config", type=InputFile(), help="config.json of a Hugging Face model, which gives the sizes of pages and states."
@@ -67,7 +67,7 @@ def require_interval(model: ModelPages, interval: int) -> None:
 
 
 def choose_interval(model: ModelPages, asked: int | None) -> int | None:
-    """Return the requested interval, or about 4096 tokens; None for a model without states."""
+    """Return the requested interval, or about 1024 tokens; None for a model without states."""
     if model.num_state_groups == 0:
         return None
     if asked is None:

@@ -32,7 +32,7 @@ from pagepool.specs import (
 __all__ = ["PAGE_SIZE", "ModelPages", "Windows", "list_intervals", "read_model"]
 
 PAGE_SIZE = 16  # tokens; larger if a state is larger
-INTERVALS = (512, 1024, 2048, 4096, 8192)  # tokens
+INTERVALS = (256, 512, 1024, 2048, 4096)  # tokens
 STEP_TOKENS = 8192
 LONG = 1 << 29  # tokens
 
@@ -207,7 +207,7 @@ def list_intervals(page_size: int) -> list[int]:
     """List possible intervals: multiples of the page size near powers of two.
 
     >>> list_intervals(16), list_intervals(544)
-    ([512, 1024, 2048, 4096, 8192], [544, 1088, 2176, 4352, 8160])
+    ([256, 512, 1024, 2048, 4096], [544, 1088, 2176, 4352])
     """
     return sorted({max(1, round(interval / page_size)) * page_size for interval in INTERVALS})
 

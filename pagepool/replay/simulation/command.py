@@ -204,7 +204,7 @@ def require_equal(figures: dict[str, Figures]) -> None:
     type=Size("tokens"),
     help="Keep the states of the model after multiples of this many tokens. Without --model-config each request has one state, "
     "which takes a page.",
-    show_default="about 4096 if the model has states",
+    show_default="about 1024 if the model has states",
 )
 @click.option(
     "--num-states",
