@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from pagepool.core.base cimport Digest, fetch, hash_two_after, rare
 from pagepool.core.holding.demand cimport *
-from pagepool.core.pool cimport NULL_PAGE, Entry, Origin, Pool, cache, cache_alone, home_of, is_journaled
+from pagepool.core.pool cimport NULL_PAGE, Entry, Pool, cache, cache_alone, home_of, is_journaled
 
 
 cdef enum:

@@ -3,10 +3,10 @@
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
-from pagepool.core.base cimport MAX_TOKENS, UNKNOWN, resize
+from pagepool.core.base cimport MAX_TOKENS, resize
 from pagepool.core.holding.writes cimport *
 from pagepool.core.pool cimport (
-    NO_GROUP, NULL_PAGE, Pool, count_free_in, expect_page, find_held_free, give_back, is_cached_otherwise, now_of, shard_of,
+    NO_GROUP, NULL_PAGE, Pool, count_free_in, find_held_free, is_cached_otherwise, shard_of,
 )
 
 
@@ -281,9 +281,5 @@ cdef inline void cache_writes(
             continue
         remove_write(writes, i)
         shard = shard_of(pool, write.page_id) if pool.num_shards else -1
-        if cache_written(pool, &holding.groups[write.group], &write, contents, shard):
-            give_back(pool, write.page_id)
-            if term != UNKNOWN:
-                expect_page(pool, write.page_id, term, now_of(&pool.expected))
-        else:
-            give_back(pool, write.page_id)
+        cache_written(pool, &holding.groups[write.group], &write, contents, shard)
+        give_back_written(pool, write.page_id, term)

@@ -12,9 +12,11 @@
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memmove, memset
 
+from pagepool.core.base cimport UNKNOWN
 from pagepool.core.holding.forks cimport *
 from pagepool.core.pool cimport (
-    MAX_BANKS, NO_GROUP, NULL_PAGE, Pool, find_held_free, find_within, give_back, has_free_pages, ids_in_queue, take,
+    MAX_BANKS, NO_GROUP, NULL_PAGE, Pool, expect_page, find_held_free, find_within, give_back, has_free_pages, ids_in_queue,
+    now_of, take,
 )
 
 
@@ -135,6 +137,13 @@ cdef inline bint cache_written(
         return False
     cache_page(pool, group, write.page_id, full_entries(&group.rules, write.num_tokens) - 1, contents)
     return True
+
+
+cdef inline void give_back_written(Pool *pool, int32_t page_id, int32_t term) noexcept nogil:
+    """Give back the page of a write, with a term if it is cached and the term is known."""
+    give_back(pool, page_id)
+    if term != UNKNOWN and pool.pages[page_id].group != NO_GROUP:
+        expect_page(pool, page_id, term, now_of(&pool.expected))
 
 
 cdef inline Py_ssize_t drop_behind(Pool *pool, WriteList *writes, int32_t row, int64_t num_tokens) noexcept nogil:

@@ -265,15 +265,14 @@ cdef inline Py_ssize_t _check_plans(Batch *batch, Growth *growth, Py_ssize_t n) 
 
 cdef inline Py_ssize_t check_rows(Batch *batch, Growth *growth) noexcept nogil:
     """Copy the rows of a call and check them; return the number of rows before the first wrong one, or before the first that no
-    bank or shard can ever hold. If all are right, tell those that need nothing else their token; otherwise nothing changes.
+    bank or shard can ever hold. It tells a token to each row that needs nothing else, and `untell_rows` takes it back if the
+    call is refused; nothing else changes.
     """
     cdef Py_ssize_t n = copy_rows(batch, growth.rows, growth.num_rows)
     cdef Py_ssize_t num_right = _check_plans(batch, growth, n) if growth.token_ids == NULL else _check_steps(batch, growth, n)
     growth.num_checked = num_right
     if num_right == growth.num_rows and rare(growth.max_num_new > count_least_free(batch.pool)):
         num_right = _find_too_large(batch, growth)
-    if num_right < growth.num_rows:
-        untell_rows(batch, growth, 0)
     return num_right
 
 

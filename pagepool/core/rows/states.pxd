@@ -122,9 +122,7 @@ cdef inline void settle_writes(
         remove_write(writes, i)
         batch.rows[row].num_writes -= 1
         _cache_written(batch, &write, num_run)
-        give_back(batch.pool, write.page_id)
-        if term != UNKNOWN and batch.pool.pages[write.page_id].group != NO_GROUP:
-            expect_page(batch.pool, write.page_id, term, now_of(&batch.pool.expected))
+        give_back_written(batch.pool, write.page_id, term)
 
 
 cdef inline void drop_writes(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
