@@ -201,6 +201,7 @@ class Run:
 
     def _end_launch(self):
         launch = self.ring.popleft()
+        self.index.last_ended = max(self.index.last_ended, launch.step or 0)
         made = self.index.made.get(launch.step, [])
         made[:] = [entry for entry in made if entry[2] is not self.stay]
         return launch
@@ -334,7 +335,7 @@ class Run:
             keep = self._kept(g, changed, restart if is_failed else n)
             first = group.full(changed)
             for page in self.held[g][first:]:
-                if page is not None and (page.refs == 1 or is_failed):
+                if page is not None and page.refs == 1:
                     self.index.drop(page)
             self._cut_pages(g, keep)
             self.cached[g] = min(self.cached[g], first)

@@ -65,6 +65,7 @@ class Index:
     def __init__(self, rules):
         self.rules, self.pages, self.all = rules, {}, set()
         self.made = {}  # by step in flight: entries of pages and states that it fills; kept until the step ends
+        self.last_ended = 0  # number of the latest step that has run for a row, by a settled, later or told step
 
     def take(self):
         page = Page()

@@ -232,9 +232,10 @@ class Runs:
             self.both(f"fork {row} to {free[0]}", lambda: self.batch.fork(row, free[:1]), lambda: run.fork(self.runs[free[0]]))
 
     def fail(self, row: int, run: Run) -> None:
-        if not self.steps:
+        may_fail = [step for step in self.steps if step.number > self.index.last_ended]  # steps run in order
+        if not may_fail:
             return
-        first = self.rng.choice(self.steps[-3:])
+        first = self.rng.choice(may_fail[-3:])
         self.both(
             f"fail step {first.number}",
             lambda: self.batch.settle(first.step, failed=True).tolist(),
