@@ -1,10 +1,32 @@
 # Values from Python, checked at the boundary.
 
 from cpython.long cimport PyLong_CheckExact
+from cpython.object cimport PyObject
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t
 
 from pagepool.core.base cimport Digest, WideDigest
 
+
+cdef extern from *:
+    """
+    /* The head of a NumPy array. Its layout is part of NumPy's binary interface, so no headers of NumPy are needed. */
+    typedef struct {
+        PyObject_HEAD
+        char *data;
+        int num_dims;
+        Py_ssize_t *shape;
+        Py_ssize_t *strides;
+        PyObject *base;
+        PyObject *dtype;
+        int flags;
+    } pagepool_array;
+    """
+    ctypedef struct ArrayHead "pagepool_array":
+        void *data
+        int num_dims
+        Py_ssize_t *shape
+        PyObject *dtype
+        int flags
 
 cdef extern from "Python.h":
     long long as_long_long "PyLong_AsLongLongAndOverflow" (object value, int *overflow) except? -1
@@ -21,6 +43,7 @@ cdef int32_t int32_of_index(object value) except? -1
 cdef object explained(str name, object error)
 cdef int32_t page_id_of(object value) except? -1
 cdef int32_t group_of(object group) except -1
+cdef const ArrayHead *int32_vector_in(object array) noexcept
 cdef object as_int32_array(object values, str name)
 cdef object array_of(const int32_t *values, Py_ssize_t n)
 cdef list as_list(object values, str name, bint is_ordered=*)

@@ -1,6 +1,5 @@
 """Values from Python, checked at the boundary."""
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.math cimport isinf
 from libc.stdint cimport int64_t, uint64_t
 from libc.string cimport memcpy
@@ -142,6 +141,33 @@ cdef int32_t group_of(object group) except -1:
     return <int32_t>size_of(group, "group", 0, MAX_GROUP)
 
 
+cdef enum:
+    IS_CONTIGUOUS = 0x1       # flags of a NumPy array
+    IS_ALIGNED = 0x100
+
+
+cdef int require_array_layout() except -1:
+    """Raise ImportError for a NumPy whose arrays have another head."""
+    array = np.arange(3, dtype=np.int32)[1:]
+    cdef const ArrayHead *head = <ArrayHead *><void *>array
+    known = head.num_dims, <size_t>head.data, head.flags, <object>head.dtype
+    if known != (1, array.__array_interface__["data"][0], array.flags.num, array.dtype) or head.shape[0] != 2:
+        raise ImportError(f"numpy: got {np.__version__}, whose arrays have another layout, allowed: 1.26 to 2.x")
+    return 0
+
+
+require_array_layout()
+
+
+cdef const ArrayHead *int32_vector_in(object array) noexcept:
+    """Return the head of a NumPy array that is a contiguous int32 vector; NULL for others. The buffer protocol costs more."""
+    cdef const ArrayHead *head = <ArrayHead *><void *>array
+    cdef int wanted = IS_CONTIGUOUS | IS_ALIGNED
+    if head.num_dims != 1 or head.dtype != <PyObject *>INT32 or head.flags & wanted != wanted:
+        return NULL
+    return head
+
+
 cdef object as_int32_array(object values, str name):
     """Return a NumPy array as a contiguous int32 vector, copied only if necessary."""
     if type(values) is not ndarray:
@@ -150,8 +176,10 @@ cdef object as_int32_array(object values, str name):
         raise ArgumentTypeError(
             f"{name}: got an array of {values.dtype} with {values.ndim} dimensions, allowed: one of ints with 1 dimension"
         )
-    if values.dtype is INT32 or values.dtype == INT32:
+    if values.dtype is INT32:
         return np.require(values, np.int32, ["C", "A"])
+    if values.dtype == INT32:  # with metadata
+        return values.astype(INT32)
     if values.size and not (INT32_MIN <= values.min() and values.max() <= INT32_MAX):
         raise ArgumentError(f"{name}: got {values.min()} to {values.max()}, allowed: ints that fit int32")
     return np.ascontiguousarray(values, dtype=np.int32)
@@ -159,13 +187,10 @@ cdef object as_int32_array(object values, str name):
 
 cdef object array_of(const int32_t *values, Py_ssize_t n):
     """Return a new int32 array."""
-    cdef Py_buffer view
     assert n >= 0
     array = empty(n, INT32)
     if n:
-        PyObject_GetBuffer(array, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
-        memcpy(view.buf, values, n * sizeof(int32_t))
-        PyBuffer_Release(&view)
+        memcpy(int32_vector_in(array).data, values, n * sizeof(int32_t))
     return array
 
 

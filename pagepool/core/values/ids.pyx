@@ -1,7 +1,6 @@
 """Page ids and token ids in native memory."""
 
 cimport cython
-from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBuffer_Release, PyObject_GetBuffer
 from cpython.long cimport PyLong_CheckExact
 from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport int64_t
@@ -12,12 +11,13 @@ from pagepool.core.values.arguments cimport *
 import numpy as np
 
 from pagepool.arguments import require_unmasked
-from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.errors import ArgumentError
 
 cdef object ndarray = np.ndarray
 
 
 @cython.freelist(8)
+@cython.no_gc  # an int32 array refers to nothing
 cdef class PageIds:
     """An immutable run of int32 page ids in native memory, used by the manager instead of page objects.
 
@@ -30,9 +30,8 @@ cdef class PageIds:
             self.fill(values)
 
     def __dealloc__(self):
-        if self.ids != self.view.buf:
+        if self.array is None:
             free(self.ids)
-        PyBuffer_Release(&self.view)
 
     def __reduce__(self):
         return PageIds, (self.to_list(),)
@@ -63,7 +62,7 @@ cdef class PageIds:
 
     cdef bint try_reserve(self, Py_ssize_t num_more) noexcept:
         """Make room, as `reserve` does; return False if memory is short."""
-        assert num_more >= 0 and (self.ids == NULL or self.ids != self.view.buf)
+        assert num_more >= 0 and self.array is None
         return reserve_items(<void **>&self.ids, &self.capacity, self.num + num_more, sizeof(int32_t))
 
     cdef void put(self, const int32_t *ids, Py_ssize_t n) noexcept:
@@ -140,24 +139,15 @@ cdef object changed_values(str name):
     return ArgumentError(f"{name}: got values that changed while they were read, allowed: values that stay as they are")
 
 
-cdef bint borrow(PageIds ids, object values) except -1:
-    """Borrow the ids of an array for a new object, without a copy. They change with the array, and none may be added. Return
-    False for an array of another type or layout. The buffer is read directly, since a Cython memoryview costs more.
+cdef bint borrow(PageIds ids, object array) noexcept:
+    """Borrow the ids of a NumPy array for a new object, without a copy. They change with the array, and none may be added.
+    Return False for an array of another type or layout.
     """
-    cdef const char *kind
-    cdef bint is_signed
+    cdef const ArrayHead *head = int32_vector_in(array)
     assert ids.ids == NULL and ids.num == 0 and ids.capacity == 0
-    try:
-        PyObject_GetBuffer(values, &ids.view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
-    except (BufferError, ValueError):
+    if head == NULL:
         return False
-    kind = ids.view.format  # one letter for C ints or longs in native byte order
-    is_signed = (kind[0] == c"i" or kind[0] == c"l") and kind[1] == 0
-    if ids.view.ndim != 1 or ids.view.itemsize != sizeof(int32_t) or not is_signed:
-        PyBuffer_Release(&ids.view)
-        return False
-    ids.ids = <int32_t *>ids.view.buf
-    ids.num = ids.view.shape[0]
+    ids.array, ids.ids, ids.num = array, <int32_t *>head.data, head.shape[0]
     return True
 
 
@@ -180,15 +170,15 @@ cdef PageIds as_page_ids(object values, str name="page_ids"):
         return ids
     if not is_array:
         require_unmasked(name, values)
-    if not borrow(ids, values) and not borrow(ids, as_int32_array(values, name)):
-        raise ArgumentTypeError(f"{name}: got an array whose buffer cannot be read, allowed: one of int32")
+    if not borrow(ids, values):
+        borrow(ids, as_int32_array(values, name))
     return ids
 
 
 cdef PageIds as_own_ids(object values, str name):
     """Return a copy, so that the caller cannot change the ids during the call; otherwise as `as_page_ids`."""
     cdef PageIds ids = as_page_ids(values, name)
-    return PageIds(ids) if ids.num and ids.ids == ids.view.buf else ids
+    return PageIds(ids) if ids.array is not None else ids
 
 
 cdef int refuse_negative(const int32_t *token_ids, Py_ssize_t n, Py_ssize_t first) except -1:
