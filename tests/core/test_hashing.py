@@ -221,6 +221,23 @@ def test_a_page_is_hashed_once():
     manager.get_computed_pages(request)
     assert len(contents) == 5
 
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize("page_size", [1, 2, 3, 16])
+def test_pages_hashed_side_by_side_have_the_hashes_of_pages_hashed_alone(page_size: int, lookahead: int) -> None:
+    spec = pagepool.FullAttentionSpec(page_size, 1, 8, "float16", use_mla=False)
+    rng = np.random.default_rng(page_size)
+    for num_rows in range(1, 10):
+        hashing = pagepool.PageHashing(hash_seed=7, use_eagle=lookahead > 0, lookahead=lookahead)
+        manager = pagepool.CacheManager(100, [pagepool.CacheGroupSpec(spec)], 64, hashing=hashing)
+        table = pagepool.PageTable(num_rows + 1, 64, 64)
+        batch = pagepool.RunningBatch(manager, table)
+        length = 2 * page_size + lookahead
+        prompts = rng.integers(0, 1 << 30, (num_rows, length + 1), dtype=np.int32)
+        for row in range(num_rows):
+            assert batch.admit(row, prompts[row, : length - 1]) == 0
+        batch.step(np.arange(num_rows), prompts[:, length - 1])  # each row fills its second page, or makes its key known
+        assert [batch.probe(num_rows, prompt) for prompt in prompts] == [2 * page_size] * num_rows
+
 
 def test_kept_tokens_are_compared_where_a_hash_brings_some():
     manager = make_manager(keep_token_ids=True)

@@ -1,7 +1,96 @@
 # SipHash-2-4 with 128-bit output: Aumasson and Bernstein, "SipHash: a fast short-input PRF", 2012, and its reference code.
+# Four messages are hashed side by side where the processor has AVX2, otherwise two.
 
 from libc.stdint cimport uint64_t, uint8_t
 from libc.string cimport memcpy
+
+cdef extern from *:
+    """
+    #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+    #include <immintrin.h>
+    static inline int pagepool_has_avx2(void) {
+        __builtin_cpu_init();
+        return __builtin_cpu_supports("avx2") != 0;
+    }
+    #define PAGEPOOL_FOUR __attribute__((target("avx2"))) static inline
+    #define PAGEPOOL_ROTATE(x, bits) _mm256_or_si256(_mm256_slli_epi64(x, bits), _mm256_srli_epi64(x, 64 - (bits)))
+    #define PAGEPOOL_ADD(x, y) x = _mm256_add_epi64(x, y)
+    #define PAGEPOOL_XOR(x, y) x = _mm256_xor_si256(x, y)
+    PAGEPOOL_FOUR void pagepool_sip_rounds(__m256i *v, int n) {
+        for (; n > 0; n--) {
+            PAGEPOOL_ADD(v[0], v[1]); v[1] = PAGEPOOL_ROTATE(v[1], 13); PAGEPOOL_XOR(v[1], v[0]);
+            PAGEPOOL_ADD(v[2], v[3]); v[3] = PAGEPOOL_ROTATE(v[3], 16); PAGEPOOL_XOR(v[3], v[2]);
+            v[0] = _mm256_shuffle_epi32(v[0], 0xb1);  /* by 32 bits */
+            PAGEPOOL_ADD(v[0], v[3]); v[3] = PAGEPOOL_ROTATE(v[3], 21); PAGEPOOL_XOR(v[3], v[0]);
+            PAGEPOOL_ADD(v[2], v[1]); v[1] = PAGEPOOL_ROTATE(v[1], 17); PAGEPOOL_XOR(v[1], v[2]);
+            v[2] = _mm256_shuffle_epi32(v[2], 0xb1);
+        }
+    }
+    PAGEPOOL_FOUR void pagepool_sip_absorb(__m256i *v, const uint64_t *words) {
+        const __m256i four = _mm256_loadu_si256((const __m256i *)words);
+        PAGEPOOL_XOR(v[3], four);
+        pagepool_sip_rounds(v, 2);
+        PAGEPOOL_XOR(v[0], four);
+    }
+    PAGEPOOL_FOUR void pagepool_sip_squeeze(const __m256i *v, uint64_t *words) {
+        __m256i four = _mm256_xor_si256(v[0], v[1]);
+        PAGEPOOL_XOR(four, v[2]);
+        PAGEPOOL_XOR(four, v[3]);
+        _mm256_storeu_si256((__m256i *)words, four);
+    }
+    /* Parents and digests are pairs of words, the lower one first. */
+    PAGEPOOL_FOUR void pagepool_sip_four(
+        const uint64_t *key, const uint64_t *parents, const uint8_t *const *data, Py_ssize_t size, uint64_t *digests
+    ) {
+        uint64_t words[4], upper[4];
+        Py_ssize_t i, whole = size / 8 * 8;
+        int lane;
+        __m256i v[4];
+        v[0] = _mm256_set1_epi64x((long long)(key[0] ^ 0x736f6d6570736575));
+        v[1] = _mm256_set1_epi64x((long long)(key[1] ^ 0x646f72616e646f6d ^ 0xee));
+        v[2] = _mm256_set1_epi64x((long long)(key[0] ^ 0x6c7967656e657261));
+        v[3] = _mm256_set1_epi64x((long long)(key[1] ^ 0x7465646279746573));
+        for (i = 0; i < 2; i++) {
+            for (lane = 0; lane < 4; lane++) words[lane] = parents[2 * lane + i];
+            pagepool_sip_absorb(v, words);
+        }
+        for (i = 0; i < whole; i += 8) {
+            for (lane = 0; lane < 4; lane++) memcpy(&words[lane], data[lane] + i, 8);
+            pagepool_sip_absorb(v, words);
+        }
+        for (lane = 0; lane < 4; lane++) {
+            words[lane] = 0;
+            memcpy(&words[lane], data[lane] + whole, size - whole);
+            words[lane] |= ((uint64_t)size + 16) << 56;
+        }
+        pagepool_sip_absorb(v, words);
+        PAGEPOOL_XOR(v[2], _mm256_set1_epi64x(0xee));
+        pagepool_sip_rounds(v, 4);
+        pagepool_sip_squeeze(v, words);
+        PAGEPOOL_XOR(v[1], _mm256_set1_epi64x(0xdd));
+        pagepool_sip_rounds(v, 4);
+        pagepool_sip_squeeze(v, upper);
+        for (lane = 0; lane < 4; lane++) {
+            digests[2 * lane] = words[lane];
+            digests[2 * lane + 1] = upper[lane];
+        }
+    }
+    #else
+    static inline int pagepool_has_avx2(void) { return 0; }
+    static inline void pagepool_sip_four(
+        const uint64_t *key, const uint64_t *parents, const uint8_t *const *data, Py_ssize_t size, uint64_t *digests
+    ) {
+        (void)key; (void)parents; (void)data; (void)size; (void)digests;
+    }
+    #endif
+    """
+    bint has_avx2 "pagepool_has_avx2" () noexcept nogil
+    void _hash_four "pagepool_sip_four" (
+        const uint64_t *key, const uint64_t *parents, const uint8_t **data, Py_ssize_t size, uint64_t *digests
+    ) noexcept nogil
+
+cdef enum:
+    MAX_LANES = 4             # messages hashed side by side
 
 cdef struct Digest:
     uint64_t lo
@@ -113,8 +202,11 @@ cdef inline Digest hash_after(Digest key, Digest parent, const uint8_t *data, Py
     return digest
 
 
-cdef inline void hash_two_after(
-    Digest key, const Digest *parents, const uint8_t **data, Py_ssize_t size, Digest *digests
+cdef inline void hash_each_after(
+    Digest key, const Digest *parents, const uint8_t **data, Py_ssize_t size, Digest *digests, int lanes
 ) noexcept nogil:
-    """Hash a link of each of two chains at once."""
-    _hash_lanes(key, parents, data, size, digests, 2)
+    """Hash a link of each of several chains at once: of `MAX_LANES` with AVX2, otherwise of two."""
+    if lanes == MAX_LANES:
+        _hash_four(<const uint64_t *>&key, <const uint64_t *>parents, data, size, <uint64_t *>digests)
+    else:
+        _hash_lanes(key, parents, data, size, digests, 2)

@@ -3,7 +3,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
-from pagepool.core.base cimport Digest, fetch, hash_two_after, rare
+from pagepool.core.base cimport MAX_LANES, Digest, fetch, hash_each_after, rare
 from pagepool.core.holding.demand cimport *
 from pagepool.core.pool cimport NULL_PAGE, Entry, Pool, cache, cache_alone, home_of, is_journaled
 
@@ -35,6 +35,7 @@ cdef struct Waiting:
     Pool *pool
     Digest key
     Py_ssize_t num_page_bytes  # bytes of a page's tokens
+    Py_ssize_t num_lanes      # pages hashed at once
     PageToHash to_hash[NUM_WAITING]
     Py_ssize_t num_to_hash
     PageToCache to_cache[NUM_WAITING]
@@ -42,20 +43,22 @@ cdef struct Waiting:
 
 
 cdef inline void hash_waiting(Waiting *waiting) noexcept nogil:
-    """Hash the waiting pages in pairs. If their number is odd, the last one is hashed twice."""
-    cdef const uint8_t *tokens[2]
-    cdef Digest[2] parents
-    cdef Digest[2] digests
+    """Hash the waiting pages, several at once. Lanes that are left over hash the last page again."""
+    cdef const uint8_t *tokens[MAX_LANES]
+    cdef Digest[MAX_LANES] parents
+    cdef Digest[MAX_LANES] digests
     cdef PageToHash *page
-    cdef Py_ssize_t i, lane
-    for i in range(0, waiting.num_to_hash, 2):
-        for lane in range(2):
+    cdef Py_ssize_t lane, i = 0, num_lanes = waiting.num_lanes
+    while i < waiting.num_to_hash:
+        assert num_lanes == 2 or num_lanes == MAX_LANES
+        for lane in range(num_lanes):
             page = &waiting.to_hash[min(i + lane, waiting.num_to_hash - 1)]
             parents[lane] = page.parent
             tokens[lane] = page.tokens
-        hash_two_after(waiting.key, parents, tokens, waiting.num_page_bytes, digests)
-        for lane in range(2):
+        hash_each_after(waiting.key, parents, tokens, waiting.num_page_bytes, digests, <int>num_lanes)
+        for lane in range(num_lanes):
             waiting.to_hash[min(i + lane, waiting.num_to_hash - 1)].digest[0] = digests[lane]
+        i += num_lanes
     waiting.num_to_hash = 0
 
 
@@ -77,13 +80,6 @@ cdef inline void cache_waiting(Waiting *waiting) noexcept nogil:
     waiting.num_waiting = 0
 
 
-cdef inline bint has_full_page(const Group *group, const Held *held, int64_t num_tokens) noexcept nogil:
-    """Whether `num_tokens` tokens fill a page that was not cached yet."""
-    if group.id == NO_GROUP or is_state(&group.rules):
-        return False
-    return (held.num_cached + <int64_t>1) * group.rules.page_size <= num_tokens
-
-
 cdef inline void cache_full_pages(
     Waiting *waiting, const Group *group, Held *held, const Contents *contents, int64_t num_tokens
 ) noexcept nogil:
@@ -92,7 +88,7 @@ cdef inline void cache_full_pages(
     cdef Entry *entry
     cdef int32_t place, size = group.rules.page_size
     cdef bint keeps_tokens = waiting.pool.page_tokens != NULL
-    if waits_for_loads(waiting.pool, held) or not has_full_page(group, held, num_tokens):
+    if group.id == NO_GROUP or is_state(&group.rules) or waits_for_loads(waiting.pool, held):
         return
     if rare(contents.num_lookahead and waiting.pool.copies.num) and is_destination(waiting.pool, held):
         return  # full pages of a fork are copies that are due
