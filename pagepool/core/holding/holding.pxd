@@ -11,6 +11,7 @@
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t
 from libc.string cimport memset
 
+from pagepool.core.base cimport rare
 from pagepool.core.holding.boundaries cimport *
 from pagepool.core.pool cimport MAX_BANKS, NO_SESSION, Pool, Ranking
 
@@ -77,33 +78,23 @@ cdef inline int64_t find_checkpoint(const Holding *holding, Py_ssize_t g) noexce
     )
 
 
-cdef inline void _limit_skips(const Holding *holding, Py_ssize_t g, Limits *limits) noexcept nogil:
-    """Lower the limits to the next page that a window or chunk skips, or to the next checkpoint of a state."""
-    cdef const Group *group = &holding.groups[g]
-    cdef int64_t num_next
-    if is_state(&group.rules):
-        limits.num_full = min(limits.num_full, find_checkpoint(holding, g))
-        return
-    num_next = next_skip(group, holding.held[g].num_skipped)
-    if num_next < MAX_TOKENS:
-        limits.num_skip = min(limits.num_skip, num_next)
-
-
 cdef inline Limits limits_of(const Holding *holding) noexcept nogil:
     """Compute the numbers of tokens below which nothing is due. O(groups)."""
     cdef const Group *group
     cdef const Held *held
     cdef Py_ssize_t g
-    cdef Limits limits = Limits(num_room=INT64_MAX, num_full=INT64_MAX, num_skip=INT64_MAX)
+    cdef int64_t num_room = INT64_MAX, num_full = INT64_MAX, num_skip = INT64_MAX
     for g in range(holding.num_groups):
         group = &holding.groups[g]
         held = &holding.held[g]
-        limits.num_room = min(limits.num_room, <int64_t>held.num_pages * group.rules.page_size)
-        if has_window(&group.rules) or keeps_checkpoints(group):
-            _limit_skips(holding, g, &limits)
-        if group.id != NO_GROUP:
-            limits.num_full = min(limits.num_full, (held.num_cached + <int64_t>1) * group.rules.page_size)
-    return limits
+        num_room = min(num_room, <int64_t>held.num_pages * group.rules.page_size)
+        if rare(keeps_checkpoints(group)):
+            num_full = min(num_full, find_checkpoint(holding, g))
+        elif group.id != NO_GROUP:
+            num_full = min(num_full, (held.num_cached + <int64_t>1) * group.rules.page_size)
+        if rare(has_window(&group.rules)):
+            num_skip = min(num_skip, <int64_t>next_skip(group, held.num_skipped))
+    return Limits(num_room=num_room, num_full=num_full, num_skip=num_skip)
 
 
 cdef inline int64_t count_missing(const Group *group, int64_t num_pages, int64_t num_tokens) noexcept nogil:

@@ -74,19 +74,17 @@ cdef inline void _hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
 
 
 cdef inline void cache_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Hash the pages that `num_tokens` tokens fill, whose lookahead is known, and cache them."""
+    """Hash the pages that `num_tokens` tokens fill, whose lookahead is known, and cache them. O(1) if they fill none."""
     cdef Contents contents
-    cdef Held *held
     cdef Py_ssize_t g
-    if not batch.hash_page_size:
+    assert batch.records[row].next_settle <= max(0, limits_of(holding_of(batch, row)).num_full)
+    if num_tokens < batch.records[row].next_settle or not batch.hash_page_size:
         return
     if (batch.rows[row].num_hashed + <int64_t>1) * batch.hash_page_size <= num_tokens:
         _hash_later(batch, row, num_tokens)
+    contents = contents_of_row(batch, row, num_tokens)
     for g in range(batch.num_groups):
-        held = held_by(batch, row, g)
-        if has_full_page(&batch.groups[g], held, num_tokens):
-            contents = contents_of_row(batch, row, num_tokens)
-            cache_full_pages(&batch.waiting, &batch.groups[g], held, &contents, num_tokens)
+        cache_full_pages(&batch.waiting, &batch.groups[g], held_by(batch, row, g), &contents, num_tokens)
 
 
 cdef inline void skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) noexcept nogil:

@@ -5,25 +5,36 @@
 from pagepool.core.rows.states cimport *
 
 
+cdef inline void _list_new_pages(
+    Growth *growth, const int32_t *ids, int32_t n, int32_t offset, int32_t row, int32_t group
+) noexcept nogil:
+    """List new pages of a row in the result of the call."""
+    cdef int32_t *new_ids = growth.new_ids + growth.num_new
+    cdef int32_t *new_rows = growth.new_rows + growth.num_new
+    cdef int32_t *new_groups = growth.new_groups + growth.num_new
+    cdef int32_t i
+    assert growth.num_new + n <= growth.max_num_new
+    for i in range(n):
+        new_ids[i], new_rows[i], new_groups[i] = ids[i] - offset, row, group
+    growth.num_new += n
+
+
 cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *growth) noexcept nogil:
     """Take the row's missing pages, group by group, and write them to the tables. Enough pages are free."""
+    cdef const int32_t *ids
     cdef Held *held
     cdef Py_ssize_t g
-    cdef int32_t j, n, offset
+    cdef int32_t n, offset
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
         n = take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].shard, batch.rows[row].holding.session)
         if not n:
             continue
-        offset = offset_of(batch, g)
-        write_ids(batch.tables[g], row, held.num_pages - n, held.ids + held.num_pages - n, n, offset)
+        ids, offset = held.ids + held.num_pages - n, offset_of(batch, g)
+        write_ids(batch.tables[g], row, held.num_pages - n, ids, n, offset)
         batch.tables[g].version += 1
-        assert growth == NULL or growth.num_new + n <= growth.max_num_new
-        for j in range(held.num_pages - n, held.num_pages if growth != NULL else 0):
-            growth.new_ids[growth.num_new] = held.ids[j] - offset
-            growth.new_rows[growth.num_new] = <int32_t>row
-            growth.new_groups[growth.num_new] = <int32_t>g
-            growth.num_new += 1
+        if growth != NULL:
+            _list_new_pages(growth, ids, n, offset, <int32_t>row, <int32_t>g)
 
 
 cdef inline bint _has_pages_for(
@@ -298,9 +309,10 @@ cdef inline void _launch_row(Batch *batch, const Growth *growth, Py_ssize_t i, i
     cdef int32_t row = batch.checked_rows[i]
     cdef RowRecord *record = &batch.records[row]
     if growth.token_ids != NULL:
-        batch.launches[row * batch.ring_size] = Launch(before=before, num_sampled=1, step=growth.step)
         record.num_resolved, record.first_launch, record.num_launches = before, 0, 1
         record.told_step = <uint32_t>growth.step if batch.ring_size == 1 else 0
+        if not record.told_step:
+            batch.launches[row * batch.ring_size] = Launch(before=before, num_sampled=1, step=growth.step)
         batch.rows[row].num_ahead = 0
     else:
         end_launches(batch, row, count_run(batch, row))
@@ -346,11 +358,8 @@ cdef inline void _revert_row(Batch *batch, const Growth *growth, Py_ssize_t row,
 cdef inline void _cache_planned(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Cache the pages that the planned steps of a row fill, unless they are cached once the steps are settled."""
     cdef const RowRecord *record = &batch.records[row]
-    cdef int32_t num_final
     if not batch.caches_computed:
-        num_final = final_of(batch, record.num_tokens, record.num_computed, 0)
-        if num_final >= record.next_settle:
-            cache_row(batch, row, num_final)
+        cache_row(batch, row, final_of(batch, record.num_tokens, record.num_computed, 0))
 
 
 cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noexcept nogil:
