@@ -9,7 +9,7 @@
 
 from libc.stdint cimport int32_t, uint32_t, uint8_t
 
-from pagepool.core.base cimport raw_calloc, raw_free, resize
+from pagepool.core.base cimport resize
 from pagepool.core.pool.parts cimport *
 from pagepool.core.pool.pool cimport *
 

@@ -3,7 +3,6 @@
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from pagepool.core.pool.store cimport *
-from pagepool.core.values cimport size_of
 
 from pagepool.errors import ArgumentTypeError
 

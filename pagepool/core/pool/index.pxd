@@ -19,7 +19,6 @@
 
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
-from pagepool.core.base cimport rare
 from pagepool.core.pool.banks cimport *
 
 cdef enum:

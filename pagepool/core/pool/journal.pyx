@@ -8,10 +8,9 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memcmp, memcpy, memset
 
-from pagepool.core.base cimport WideDigest, go_on, let_others_run, resize
+from pagepool.core.base cimport resize
 from pagepool.core.pool.index cimport *
 from pagepool.core.pool.store cimport *
-from pagepool.core.values cimport int_of_wide
 
 import numpy as np
 

@@ -6,7 +6,6 @@ from libc.string cimport memcpy
 
 from pagepool.core.pool.arrays cimport *
 from pagepool.core.pool.store cimport *
-from pagepool.core.values cimport as_list, group_of, size_of
 
 
 def keep_token_ids(PageStore store not None, width) -> None:

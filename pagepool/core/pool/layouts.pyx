@@ -3,7 +3,7 @@
 from libc.stdint cimport INT32_MAX, int32_t, uint8_t, uintptr_t
 from libc.string cimport memcpy
 
-from pagepool.core.base cimport MAX_GROUP, MAX_LOOKAHEAD
+from pagepool.core.base cimport MAX_LOOKAHEAD
 from pagepool.core.pool.index cimport *
 from pagepool.core.pool.queue cimport *
 

@@ -9,7 +9,6 @@
 
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
-from pagepool.core.base cimport raw_calloc
 from pagepool.core.pool.pool cimport *
 
 

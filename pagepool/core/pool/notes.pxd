@@ -92,6 +92,3 @@ cdef inline void record_clear(Journal *journal) noexcept nogil:
     """Record that all entries were dropped."""
     journal.num_removed = 0
     journal.is_cleared = 1
-
-
-# Twins: pages of equal content are in one ring for each key and, with shards, in one for each of its shards.

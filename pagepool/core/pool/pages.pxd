@@ -3,9 +3,9 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.base cimport require_process
+from pagepool.core.base cimport MAX_GROUP, WideDigest, go_on, let_others_run, process_number, require_process
 from pagepool.core.pool.banks cimport *
-from pagepool.core.values cimport PageIds
+from pagepool.core.values cimport PageIds, as_list, float_of, group_of, int_of_wide, size_of
 
 
 cdef object short_of_pages(Py_ssize_t num, Py_ssize_t num_free, str where=*)

@@ -4,9 +4,9 @@ cimport cython
 from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport INT32_MAX, INT64_MAX, int64_t, uint32_t
 
-from pagepool.core.base cimport GIL_DISABLED, process_number, require_allocated
+from pagepool.core.base cimport GIL_DISABLED, require_allocated
 from pagepool.core.pool.arrays cimport *
-from pagepool.core.values cimport as_list, group_of, index_of, page_id_of, size_of
+from pagepool.core.values cimport index_of, page_id_of
 
 from pagepool.arguments import require_flag
 from pagepool.errors import (

@@ -16,7 +16,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint8_t
 
-from pagepool.core.base cimport exceptional, rare
+from pagepool.core.base cimport exceptional
 from pagepool.core.pool.ring cimport *
 
 

@@ -3,10 +3,9 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.base cimport raw_calloc, reserve_items
 from pagepool.core.pool.arrays cimport *
 from pagepool.core.pool.store cimport *
-from pagepool.core.values cimport float_of, term_of_seconds
+from pagepool.core.values cimport term_of_seconds
 
 from collections.abc import Mapping
 

@@ -5,7 +5,7 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.pool.pages cimport *
-from pagepool.core.values cimport HashChain, PageIds
+from pagepool.core.values cimport HashChain
 
 
 @cython.auto_pickle(False)

@@ -6,10 +6,10 @@ from cpython.ref cimport Py_XDECREF
 from libc.stdint cimport INT32_MAX, INT64_MAX
 from libc.string cimport memcmp
 
-from pagepool.core.base cimport MAX_GROUP, MAX_PAGES, WideDigest, go_on, let_others_run, monotonic_ns, process_number
+from pagepool.core.base cimport MAX_PAGES
 from pagepool.core.pool.arrays cimport *
 from pagepool.core.pool.leases cimport *
-from pagepool.core.values cimport as_list, as_shard, float_of, group_of, int_of_wide, lists_of, size_of, wide_of_int
+from pagepool.core.values cimport as_shard, lists_of, wide_of_int
 
 import os
 

@@ -10,7 +10,6 @@
 from libc.math cimport INFINITY
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
-from pagepool.core.base cimport highest_bit
 from pagepool.core.pool.queue cimport *
 
 cdef enum:
