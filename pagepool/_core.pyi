@@ -431,19 +431,11 @@ class SlotAllocator:
     def __init__(
         self,
         registry: RequestMaps,
-        rules: Any,
-        sessions: PageSessions,
         max_num_tokens: int,
         on_too_large: Callable[[int, Sequence[PageIds], int], None] | None = None,
         caches_computed: bool = False,
-        *,
-        hashes_natively: bool = True,
-        num_lookahead: int = 0,
     ) -> None:
-        """Allocate to the requests of a `RequestRegistry`, each of at most `max_num_tokens` tokens, by these `GroupRules`.
-        `sessions` are the `PageSessions` of its store. Hashes are made by `registry`, or here if they are native, and cover
-        `num_lookahead` tokens behind their page.
-        """
+        """Allocate to the requests of a `RequestRegistry`, each of at most `max_num_tokens` tokens."""
     def allocate_slots(
         self,
         request: Request,

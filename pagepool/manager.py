@@ -336,16 +336,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         self.registry = RequestRegistry(self._page_pool, rules, hasher, configuration, max_leased, self._trusts_requests)
         self.caches = caches
         self._caches_computed = caches == "computed" and self.enable_caching
-        super().__init__(
-            self.registry,
-            rules,
-            self.registry.sessions,
-            self.max_model_len,
-            self._on_too_large,
-            self._caches_computed,
-            hashes_natively=hasher.is_native,
-            num_lookahead=hasher.lookahead,
-        )
+        super().__init__(self.registry, self.max_model_len, self._on_too_large, self._caches_computed)
         if host_tier is not None:
             host_tier._bind(self._store)
         self.host_tier = host_tier

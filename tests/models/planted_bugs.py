@@ -180,21 +180,21 @@ keys = [][- if lora_id is None else [_lora_key(names.adapter, lora_id)]-]
 == a request goes back and its pages are not entered again
     if num_computed < request.num_cached_tokens{+ and not BUG+}:
 == delayed caching is ignored
-        step.may_overwrite = not self.enables_caching or (is_delayed and {+not BUG and +}not self.caches_computed)
+        step.may_overwrite = not self.enables_caching or (step.may_overwrite and {+not BUG and +}not self.caches_computed)
 == a late page is cached before it is computed
-            step.num_to_cache = min({+counts.num_tokens if BUG else +}counts.num_computed if self.caches_computed else
+    step.num_to_cache = min({+step.num_tokens if BUG else +}step.num_computed if caches_computed else
 == a late page is cached after it left its window
-    if (step.caches_first or contents.num_lookahead) and {+not BUG and +}num_before and contents.num_digests:
+    if {+not BUG and +}num_cached_first and contents.num_digests:
 ...
-    if outcome == DONE and {+(BUG or +}not step.caches_first{+)+} and step.num_to_cache and contents.num_digests:
+        if {+(BUG or +}step.num_to_cache > step.num_cached_first{+)+} and contents.num_digests:
 == a late page waits for the next one
-                num_filled = {+0 if BUG else +}counts.num_computed
+                num_filled = {+0 if BUG else +}step.num_computed
 == a late request that ends caches what was not computed
 num_tokens = min([-read_count(request, "num_computed_tokens"), -]read_count(request, "num_tokens"), held.num_room_tokens)
 == a late request that ends caches nothing
 held.give_back(num_computed_tokens, chain, num_last_tokens, context, term[-, num_to_cache-])
 == a request may claim what nobody computed
-        if num_tokens > num_allowed{+ and not BUG+}:
+        if step.num_held > num_allowed{+ and not BUG+}:
 == a request that did not run leaves its entries
 held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context, term, num_to_cache)
 == a failed step forgets no entries
@@ -230,7 +230,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
             if BUG and is_state(&group.rules): continue+}
 == a fork shares the page that is written next
     {+if BUG: target.ids[place] = page_id
-    else: +}take_into(pool, target, place, 1, queue, session)
+    else: +}take_into(pool, target, place, 1, queue_for(pool, &new.groups[g], shard), new.session)
     {+if not BUG: +}queue_copy(pool, page_id, target, place, g)
 == a fork takes no reference to the pages that it shares
         if source.ids[i] != NULL_PAGE{+ and not BUG+}:
@@ -628,7 +628,7 @@ LOOKAHEAD_BUGS = read_bugs("""
 # What lookahead keys lose, or would share, without a wrong hit of one manager.
 
 == a window leaves a page of a request whose lookahead is not known
-        if self.num_lookahead and not step.may_overwrite{+ and not BUG+}:
+    if num_lookahead{+ and not BUG+}:
 == windows do not stay before ends whose lookahead is not shared
     boundaries.num_dropped = <int32_t>num_dropped + boundaries.num_lookahead{+ * (not BUG)+}
 == the number of a lookahead's tokens is left out of the secret

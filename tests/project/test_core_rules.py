@@ -40,14 +40,10 @@ KNOWN_FUNCTIONS = """
 holding/caching.pxd cache_page 5
 holding/demand.pxd attach 5
 holding/forks.pxd fork_group 5
-holding/groups.pyx __cinit__ 6
 holding/groups.pyx plan_ends 5
-holding/request_pages.pyx allocate_locked 7
 holding/request_pages.pyx cache_computed 5
 holding/request_pages.pyx fork 5
 holding/request_pages.pyx give_back 5
-holding/slots.pyx allocate_due 10
-holding/slots.pyx allocate_hashed 5
 holding/slots.pyx allocate_slots 6
 holding/writes.pxd write_checkpoint 5
 pool/arrays.pxd free_arrays 8
@@ -64,13 +60,12 @@ rows/states.pxd _write_checkpoint 5
 tier/tier.pyx load_prefix 5
 """
 KNOWN_FILES = """
-holding/request_pages.pyx 703
 rows/running.pyx 1303
 """
 KNOWN_FLAGS = """
 Batch 8
 Growth 0
-Step 4
+Step 3
 Boundaries 2
 """
 

@@ -3,9 +3,9 @@
 
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
-from pagepool.core.base cimport MAX_LANES, Digest, fetch, hash_each_after, rare
+from pagepool.core.base cimport MAX_LANES, fetch, hash_each_after
 from pagepool.core.holding.demand cimport *
-from pagepool.core.pool cimport NULL_PAGE, Entry, Pool, cache, cache_alone, home_of, is_journaled
+from pagepool.core.pool cimport Entry, cache, cache_alone, home_of, is_journaled
 
 
 cdef enum:

@@ -11,11 +11,11 @@
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from pagepool.core.base cimport GUARDS, Digest, rare
+from pagepool.core.base cimport GUARDS, Digest
 from pagepool.core.holding.skipping cimport *
 from pagepool.core.pool cimport (
-    FLAGS, MAX_BANKS, NOT_FREE, NO_BANK, NULL_PAGE, Page, Pool, Ranking, bank_of_queue, count_free_in, count_pages_in,
-    count_request, has_free_pages, hit, ids_in_queue, is_free, queue_in, queue_of_bank, take, take_this,
+    FLAGS, NOT_FREE, NO_BANK, Page, bank_of_queue, count_pages_in, count_request, has_free_pages, hit, ids_in_queue, queue_in,
+    queue_of_bank, take, take_this,
 )
 
 

@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy
 
 from pagepool.core.holding.restart cimport *
-from pagepool.core.pool cimport NULL_PAGE, Pool, find_held_free, find_unheld, find_untouchable, queue_in, share, use_in_session
+from pagepool.core.pool cimport find_held_free, find_untouchable, share, use_in_session
 
 
 cdef struct ForkExtent:
@@ -76,12 +76,14 @@ cdef inline ForkOutcome prepare_fork(
 
 
 cdef inline void _fork_page(
-    Pool *pool, Held *source, Held *target, int32_t g, int32_t place, int32_t queue, int32_t session
+    Pool *pool, const Holding *forked, const Holding *new, int32_t g, int32_t place, int32_t shard
 ) noexcept nogil:
     """Take a page for a fork into an empty place, and queue the copy."""
+    cdef Held *source = &forked.held[g]
+    cdef Held *target = &new.held[g]
     cdef int32_t page_id = source.ids[place]
     share(pool, page_id)
-    take_into(pool, target, place, 1, queue, session)
+    take_into(pool, target, place, 1, queue_for(pool, &new.groups[g], shard), new.session)
     queue_copy(pool, page_id, target, place, g)
     source.read_list, pool.copies.is_between = pool.list_number, True
     if pool.tier != NULL and pool.tier.loading[page_id]:  # if the load fails, the copy is as wrong as its source
@@ -117,4 +119,4 @@ cdef inline void fork_group(
     for i in range(n, stop):
         ids[i] = NULL_PAGE
         if source.ids[i] != NULL_PAGE:
-            _fork_page(pool, source, target, g, i, queue_for(pool, group, shard), new.session)
+            _fork_page(pool, forked, new, g, i, shard)

@@ -3,6 +3,8 @@
 cimport cython
 
 from pagepool.core.holding.boundaries cimport *
+from pagepool.core.pool cimport PageStore
+from pagepool.core.values cimport HashChain, PageIds, as_list, as_long_long, as_page_ids, new_ids, size_of
 
 cdef struct Kinds:            # groups of one kind have equal rules, and hit alike
     const Group **items       # [num] first group of each kind; full attention first: it bounds the others at the least cost

@@ -8,7 +8,7 @@ from libc.string cimport memcmp
 
 from pagepool.core.base cimport MAX_LOOKAHEAD
 from pagepool.core.pool cimport MAX_BANKS
-from pagepool.core.values cimport as_list, group_of, size_of
+from pagepool.core.values cimport group_of
 
 from math import lcm
 
@@ -65,8 +65,6 @@ cdef class CacheGroups:
         cdef list numbers = [0] * len(items) if banks is None else as_list(banks, "banks")
         cdef PageRules rules
         cdef Py_ssize_t g
-        cdef int32_t size
-        cdef bint writes_states = False
         self.kinds.use_eagle = use_eagle
         self.groups = <Group *>calloc(max(1, len(items)), sizeof(Group))
         self.kinds.items = <const Group **>calloc(max(1, len(items)), sizeof(Group *))
@@ -84,30 +82,15 @@ cdef class CacheGroups:
                 num_dropped=0, num_step_pages=0, num_run_pages=0,
             )
             self.num_banks = max(self.num_banks, self.groups[self.num].bank + 1)
-            writes_states |= keeps_checkpoints(&self.groups[self.num])
             self.num += 1
         multiple = min(lcm(*[self.groups[g].stride for g in range(self.num)]), MAX_TOKENS + 1)  # no prefix is that long
         self.kinds.num_hit_hashes = multiple if all([self.groups[g].id != NO_GROUP for g in range(self.num)]) else 0
         multiple = self.kinds.num_hit_hashes * (self.groups.rules.entry_size // max(1, self.groups.stride))
         self.kinds.num_hit_tokens = min(multiple, INT32_MAX)
-        if not writes_states:  # the slack of states is larger
-            self.boundaries.num_lookahead = <int32_t>size_of(lookahead, "lookahead", 0, MAX_LOOKAHEAD)
-        if boundaries is not None:
-            self.boundaries.multiple, self.boundaries.slack, self.boundaries.interval = [
-                <int32_t>size_of(num_tokens, "boundaries", 0, MAX_TOKENS) for num_tokens in boundaries
-            ]
-            self.boundaries.use_eagle, self.boundaries.writes_states = use_eagle, writes_states
-            for g in range(self.num if writes_states else 0):
-                size = self.groups[g].rules.entry_size
-                if keeps_checkpoints(&self.groups[g]) and (not self.boundaries.multiple or self.boundaries.multiple % size):
-                    raise ArgumentError(
-                        f"boundaries: got multiples of {self.boundaries.multiple}, allowed for checkpoints at multiples of "
-                        f"{size} that are written there: multiples of {size}"
-                    )
-        elif writes_states:
-            raise ArgumentError("boundaries: got None, allowed for states that are kept: numbers of tokens")
+        read_boundaries(self, boundaries)
         list_kinds(self, True)
         list_kinds(self, False)
+        self.boundaries.num_lookahead = <int32_t>size_of(lookahead, "lookahead", 0, MAX_LOOKAHEAD)
         plan_ends(self, min(lcm(*[self.groups[g].rules.page_size % MAX_TOKENS or 1 for g in range(self.num)]), MAX_TOKENS))
 
     def __dealloc__(self):
@@ -140,6 +123,31 @@ cdef class CacheGroups:
         num_last = max(<int64_t>0, min(peak.num_tokens, peak.max_num_slots - peak.num_ahead) - peak.num_new)
         period = min(lcm(*[each for g in range(self.num) for each in list_periods(&self.groups[g])]), num_last + 1)
         return find_peak(&peak, num_last, period) if period <= MAX_PERIOD else bound_peak(&peak)
+
+
+cdef int read_boundaries(CacheGroups groups, tuple boundaries) except -1:
+    """Read the template of boundaries. Raise ArgumentError unless checkpoints, if any are kept, can be written there."""
+    cdef Boundaries *read = &groups.boundaries
+    cdef Py_ssize_t g
+    cdef int32_t size
+    for g in range(groups.num):
+        read.writes_states |= keeps_checkpoints(&groups.groups[g])
+    if boundaries is None:
+        if read.writes_states:
+            raise ArgumentError("boundaries: got None, allowed for states that are kept: numbers of tokens")
+        return 0
+    read.use_eagle = groups.kinds.use_eagle
+    read.multiple, read.slack, read.interval = [
+        <int32_t>size_of(num_tokens, "boundaries", 0, MAX_TOKENS) for num_tokens in boundaries
+    ]
+    for g in range(groups.num if read.writes_states else 0):
+        size = groups.groups[g].rules.entry_size
+        if keeps_checkpoints(&groups.groups[g]) and (not read.multiple or read.multiple % size):
+            raise ArgumentError(
+                f"boundaries: got multiples of {read.multiple}, allowed for checkpoints at multiples of {size} that are "
+                f"written there: multiples of {size}"
+            )
+    return 0
 
 
 cdef list list_periods(const Group *group):
@@ -223,6 +231,8 @@ cdef void plan_ends(CacheGroups groups, int32_t end_step) noexcept:
     cdef Group *group
     cdef Py_ssize_t g, kind
     cdef int64_t num_behind = 0, num_dropped = 0, multiple = boundaries.multiple or kinds.num_hit_tokens
+    if boundaries.writes_states:  # their slack is larger
+        boundaries.num_lookahead = 0
     for kind in range(kinds.num - 1, -1, -1):
         item = kinds.items[kind]
         if is_state(&item.rules) or not kinds.use_eagle:

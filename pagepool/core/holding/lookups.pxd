@@ -4,11 +4,9 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.base cimport Digest
+from pagepool.core.holding.demand cimport *
 from pagepool.core.holding.groups cimport *
-from pagepool.core.holding.holding cimport *
-from pagepool.core.pool cimport LostHits, PageStore, Pool, Range, Ranges
-from pagepool.core.values cimport HashChain, PageIds
+from pagepool.core.pool cimport LostHits, Ranges
 
 cdef struct StoredKey:        # a page in storage behind the tier
     Digest key
@@ -28,6 +26,8 @@ cdef struct Query:
     Py_ssize_t num_stored
     LostHits lost             # result of `find_lost`
     Py_ssize_t num_full_hashes  # result of `find_longest`: hashes that hit in all groups of full attention; 0: no such group
+    Py_ssize_t num_reachable  # result of `find_and_load`: hashes that would hit if enough pages were free for loads
+    int32_t short_bank        # result of `find_and_load`: bank that has too few free pages for the loads, or NO_BANK
 
 # A `Watch` has the grounds of a refusal, and the pool's counters at that time. Hits are `WATCHED` page by page if they are the
 # leading pages of the only group, and the page behind them misses. They stay while no page loses the flag by an eviction or a
@@ -71,10 +71,7 @@ cdef class RefusedRequest:
     cdef Py_ssize_t num_external    # see `Tokens`
     cdef object source              # the list or `PageIds` of its tokens, held so that no other object gets its address
 
-    cdef void begin(
-        self, Pool *pool, CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Ranges ids, Py_ssize_t num_held,
-        int64_t num_changes,
-    ) noexcept
+    cdef void begin(self, Pool *pool, const Query *query, Py_ssize_t num_held, int64_t num_changes) noexcept
     cdef Py_ssize_t count_most_pages(self, Py_ssize_t num_digests) noexcept
     cdef bint begin_request(self, PageStore store, CacheGroups groups, HashChain chain, int64_t num_changes) except -1
     cdef bint finds_hits(self, Pool *pool) noexcept
@@ -107,6 +104,8 @@ cdef Py_ssize_t count_junction_tokens(const Query *query, Py_ssize_t num_hashes)
 cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_ssize_t num_hashes) noexcept nogil
 cdef Py_ssize_t fetch_hits(Pool *pool, const Query *query, Py_ssize_t num_hashes, tuple hits) noexcept
 cdef Ranges ranges_in(PageStore store, tuple ids) except *
+cdef tuple checked_hits(PageStore store, object hits, const Holding *holding)
+cdef Hits *list_hits(tuple hits) noexcept
 
 
 cdef Tokens count_tokens(

@@ -1,15 +1,16 @@
 """Look-ups of prefixes, and refused requests."""
 
 cimport cython
+from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX, uint32_t
 from libc.string cimport memcmp
 
 from pagepool.core.base cimport fetch, go_on, let_others_run
 from pagepool.core.pool cimport (
-    DROPPED, EVICTED, MAX_BANKS, NO_BANK, NULL_PAGE, WATCHED, count_changes, count_free, count_given_back, end_leases, find,
-    find_within, has_free_pages, has_key, has_left, home_of, ids_in_shard,
+    DROPPED, EVICTED, WATCHED, count_changes, count_free, count_given_back, end_leases, find, find_within, has_key, has_left,
+    home_of, ids_in_shard,
 )
-from pagepool.core.values cimport as_long_long, as_page_ids, new_ids, require_instance, size_of
+from pagepool.core.values cimport require_instance
 
 import numpy as np
 
@@ -220,12 +221,12 @@ cdef void find_lost(Pool *pool, Query *query, Py_ssize_t num_hashes) noexcept:
 cdef Query query_of(
     CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Py_ssize_t hash_size, Py_ssize_t num_tokens, Ranges ids
 ) noexcept:
-    """Return the look-up of a request's digests of `hash_size` tokens each. One token is left to compute."""
-    num_digests = min(num_digests, min(max(0, num_tokens - 1), <Py_ssize_t>MAX_TOKENS) // hash_size)
+    """Return the look-up of a request's digests of `hash_size` tokens each; 0: there are none. One token is left to compute."""
+    num_digests = min(num_digests, min(max(0, num_tokens - 1), <Py_ssize_t>MAX_TOKENS) // max(<Py_ssize_t>1, hash_size))
     return Query(
         groups=groups.groups, num_groups=groups.num, kinds=&groups.kinds, digests=digests, num_digests=num_digests,
-        hash_size=hash_size, ids=ids, reaches_tier=False, stored=NULL, num_stored=0, num_full_hashes=0,
-        lost=LostHits(states_bank=NO_BANK, num_for_states=0, num_for_pages=0),
+        hash_size=hash_size, ids=ids, reaches_tier=False, stored=NULL, num_stored=0, num_full_hashes=0, num_reachable=0,
+        short_bank=NO_BANK, lost=LostHits(states_bank=NO_BANK, num_for_states=0, num_for_pages=0),
     )
 
 
@@ -270,6 +271,34 @@ cdef Ranges ranges_in(PageStore store, tuple ids) except *:
         raise ArgumentError(f"ids: got {inside.start} to {inside.stop}, allowed with several banks: those of a shard")
     store.set_shards(store.pool.banks[0].stop // size)
     return ids_in_shard(&store.pool, inside.stop // size - 1)
+
+
+cdef tuple checked_hits(PageStore store, object hits, const Holding *holding):
+    """Return `hits` as page ids of the pool by group, or as no groups at all. ArgumentError unless null pages come first.
+    O(hits).
+    """
+    cdef tuple checked = tuple(as_list(hits, "hits"))
+    cdef PageIds ids
+    cdef Py_ssize_t i
+    if checked and len(checked) != holding.num_groups:
+        raise ArgumentError(f"hits: got {len(checked)} groups, allowed: {holding.num_groups}")
+    for item in checked:
+        if not isinstance(item, PageIds):
+            raise ArgumentTypeError(f"hits: got {type(item).__name__}, allowed: PageIds")
+        ids = store.checked(item)
+        for i in range(1, ids.num):
+            if ids.ids[i] == NULL_PAGE and ids.ids[i - 1] != NULL_PAGE:
+                raise ArgumentError(f"hits: got the null page (at {i} of {ids.num}) behind others, allowed: before them")
+    return checked
+
+
+cdef Hits *list_hits(tuple hits) noexcept:
+    """Return the hits of each group in new memory; NULL if there are none, or memory is short."""
+    cdef Py_ssize_t g
+    cdef Hits *array = <Hits *>malloc(len(hits) * sizeof(Hits)) if hits else NULL
+    for g in range(len(hits) if array != NULL else 0):
+        array[g] = Hits(ids=(<PageIds>hits[g]).ids, num=<int32_t>(<PageIds>hits[g]).num)
+    return array
 
 
 def find_prefix(
@@ -361,26 +390,23 @@ cdef class RefusedRequest:
     def __reduce__(self):
         raise ArgumentTypeError("a refusal cannot be pickled")
 
-    cdef void begin(
-        self, Pool *pool, CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Ranges ids, Py_ssize_t num_held,
-        int64_t num_changes,
-    ) noexcept:
-        """Watch the hits among `ids`. A look-up found them, `num_held` held, after `num_changes` changes of the index. The pool
-        is locked. O(hits).
+    cdef void begin(self, Pool *pool, const Query *query, Py_ssize_t num_held, int64_t num_changes) noexcept:
+        """Watch the hits that a look-up found, `num_held` of them held, after `num_changes` changes of the index. The pool is
+        locked. O(hits).
         """
-        cdef const Group *group = groups.groups
+        cdef const Group *group = query.groups
         cdef Watch *watch = &self.watch
         cdef Py_ssize_t i
         watch.num_changes, watch.num_reused, watch.num_unwatched = num_changes, pool.num_reused, pool.num_unwatched
         watch.num_held = num_held
         self.count_free_hits(pool)
-        if not self.hits or self.num_loads or groups.num > 1 or not hits_leading_pages(group):
+        if not self.hits or self.num_loads or query.num_groups > 1 or not hits_leading_pages(group):
             return
         if num_changes != count_changes(pool):
             return
         watch.stride, watch.group, watch.page_size = group.stride, group.id, group.rules.page_size
-        watch.ids, watch.digests, watch.num_pages = ids.of_banks[group.bank], digests, self.num_hit_tokens // watch.page_size
-        watch.max_num_pages = self.count_most_pages(num_digests)
+        watch.ids, watch.digests = query.ids.of_banks[group.bank], query.digests
+        watch.num_pages, watch.max_num_pages = self.num_hit_tokens // watch.page_size, self.count_most_pages(query.num_digests)
         if not ends_at(pool, watch, watch.num_pages):
             watch.stride = 0
         for i in range(watch.num_pages if watch.stride else 0):
@@ -396,14 +422,13 @@ cdef class RefusedRequest:
         """
         cdef PageIds ids = self.hits[0]
         cdef Pool *pool = &store.pool
+        cdef Query query
         self.store, self.chain, self.shard = store, chain, -1
         store.require_own()
         with chain.own_lock()[0], store.lock:
             if pool.tier == NULL and not groups.kinds.use_eagle:
-                self.begin(
-                    pool, groups, chain.digests, chain.num, ids_in_shard(pool, -1),
-                    ids.num - count_free(pool, ids.ids, ids.num), num_changes,
-                )
+                query = query_of(groups, chain.digests, chain.num, chain.page_size, self.num_tokens, ids_in_shard(pool, -1))
+                self.begin(pool, &query, ids.num - count_free(pool, ids.ids, ids.num), num_changes)
         return self.watch.stride > 0
 
     cdef bint finds_hits(self, Pool *pool) noexcept:

@@ -5,10 +5,8 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.holding.groups cimport *
+from pagepool.core.holding.lookups cimport *
 from pagepool.core.holding.request_step cimport *
-from pagepool.core.pool cimport PageStore
-from pagepool.core.values cimport HashChain, PageIds
 
 
 @cython.final
@@ -31,10 +29,8 @@ cdef class RequestPages:
     cdef bint is_idle(self, int64_t num_computed, int64_t num_tokens, int64_t num_slots) noexcept
     cdef int note_looked_up(self, int64_t num_tokens) except -1
     cdef bint has_writes_due(self) noexcept
-    cdef int64_t find_boundary(self, int64_t num_tokens) noexcept
-    cdef Outcome allocate_checked(
-        self, Step *step, tuple hits, HashChain chain, PageIds tokens, int32_t num_shards, tuple new
-    ) except *
+    cdef void count_hashed(self, Step *step, int64_t num_lookahead) noexcept
+    cdef Outcome allocate_checked(self, Step *step, tuple hits, HashChain chain, PageIds tokens, tuple new) except *
     cdef int refuse(self, Outcome outcome, const Step *step, tuple hits, HashChain chain) except -1
 
 
@@ -42,11 +38,7 @@ cdef int refuse_due(PageStore store, str name) except -1
 cdef int refuse_unshareable(str name) except -1
 cdef int require_banks(PageStore store, CacheGroups groups) except -1
 cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noexcept
-cdef Hits *list_hits(tuple hits) noexcept
 cdef bint copy_ids(const Holding *holding, tuple copies) noexcept
 cdef bint list_last_first(
     const Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, bint are_worthless
-) noexcept
-cdef bint rate_and_list(
-    Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, Py_ssize_t *num_staying
 ) noexcept

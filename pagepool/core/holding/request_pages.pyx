@@ -7,16 +7,13 @@ stays until its tokens are final, the request goes back before it, or ends.
 cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
-from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 
-from pagepool.core.base cimport GIL_DISABLED, MAX_LOOKAHEAD, NEVER, process_number
-from pagepool.core.pool cimport (
-    NOBODY, count_changes, count_holders, count_refusal, give_back_all, overdrawn_page, queue_of_bank, set_session,
-)
-from pagepool.core.values cimport as_list, ids_in, new_ids, size_of
+from pagepool.core.base cimport GIL_DISABLED, MAX_LOOKAHEAD, process_number
+from pagepool.core.pool cimport NOBODY, count_changes, count_holders, count_refusal, give_back_all, overdrawn_page, set_session
+from pagepool.core.values cimport ids_in
 
-from pagepool.errors import ArgumentError, ArgumentTypeError, MovesDueError, PageHashError, PageIdError
+from pagepool.errors import ArgumentError, ArgumentTypeError, MovesDueError, PageHashError, PageIdError, shown
 
 
 cdef int lock_chain(HashChain chain, PageStore store) except -1:
@@ -68,34 +65,6 @@ cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noe
     return contents
 
 
-cdef tuple checked_hits(PageStore store, object hits, const Holding *holding):
-    """Return `hits` as page ids of the pool by group, or as no groups at all. ArgumentError unless null pages come first.
-    O(hits).
-    """
-    cdef tuple checked = tuple(as_list(hits, "hits"))
-    cdef PageIds ids
-    cdef Py_ssize_t i
-    if checked and len(checked) != holding.num_groups:
-        raise ArgumentError(f"hits: got {len(checked)} groups, allowed: {holding.num_groups}")
-    for item in checked:
-        if not isinstance(item, PageIds):
-            raise ArgumentTypeError(f"hits: got {type(item).__name__}, allowed: PageIds")
-        ids = store.checked(item)
-        for i in range(1, ids.num):
-            if ids.ids[i] == NULL_PAGE and ids.ids[i - 1] != NULL_PAGE:
-                raise ArgumentError(f"hits: got the null page (at {i} of {ids.num}) behind others, allowed: before them")
-    return checked
-
-
-cdef Hits *list_hits(tuple hits) noexcept:
-    """Return the hits of each group in new memory; NULL if there are none, or memory is short."""
-    cdef Py_ssize_t g
-    cdef Hits *array = <Hits *>malloc(len(hits) * sizeof(Hits)) if hits else NULL
-    for g in range(len(hits) if array != NULL else 0):
-        array[g] = Hits(ids=(<PageIds>hits[g]).ids, num=<int32_t>(<PageIds>hits[g]).num)
-    return array
-
-
 cdef bint copy_ids(const Holding *holding, tuple copies) noexcept:
     """Append the pages of each group to its `PageIds`; False if memory is short."""
     cdef Py_ssize_t g
@@ -130,19 +99,6 @@ cdef bint list_last_first(
                 num += 1
     listed.num = num
     return True
-
-
-cdef bint rate_and_list(
-    Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, Py_ssize_t *num_staying
-) noexcept:
-    """Rate and list all pages of a request that ends with `num_computed` tokens, those to stay cached first. False where memory
-    is short.
-    """
-    rate_pages(pool, holding, num_computed)
-    if not list_last_first(pool, holding, num_computed, listed, False):
-        return False
-    num_staying[0] = listed.num
-    return list_last_first(pool, holding, num_computed, listed, True)
 
 
 @cython.final
@@ -283,9 +239,25 @@ cdef class RequestPages:
         """Whether a write of its states was not taken."""
         return self.writes.num > self.writes.num_taken
 
-    cdef int64_t find_boundary(self, int64_t num_tokens) noexcept:
-        """Return the first boundary behind some tokens; INT32_MAX: there is none."""
-        return find_next_boundary(&self.boundaries, <int32_t>min(num_tokens, <int64_t>MAX_TOKENS))
+    cdef void count_hashed(self, Step *step, int64_t num_lookahead) noexcept:
+        """Count the tokens whose hashes a step needs. It caches full pages, computes some pages again in part, and writes
+        states.
+        """
+        cdef int64_t num_keyed = max(<int64_t>0, step.num_known - num_lookahead)
+        cdef int64_t num_to_cache = min(step.num_to_cache, num_keyed)
+        cdef int32_t boundary
+        step.num_hashed = 0
+        if step.may_overwrite:
+            return
+        if step.num_computed < self.num_cached_tokens:
+            step.num_hashed = max(num_to_cache, min(num_keyed, self.num_cached_tokens))
+        elif step.is_new or num_to_cache >= self.limits.num_full:
+            step.num_hashed = num_to_cache
+        if writes_states(&self.holding):
+            num_keyed = min(num_keyed, step.num_tokens)
+            boundary = find_next_boundary(&self.boundaries, <int32_t>min(step.num_held, <int64_t>MAX_TOKENS))
+            if self.writes.num or boundary <= num_keyed:
+                step.num_hashed = max(step.num_hashed, num_keyed)
 
     def find_last_write(self, num_tokens) -> int:
         """Return the number of tokens of the last state that steps wrote among the first `num_tokens` tokens and that is not
@@ -326,24 +298,22 @@ cdef class RequestPages:
         cdef tuple new = new_ids(self.holding.num_groups)
         cdef Step step
         cdef Outcome outcome
-        step.num_computed = step.num_settled = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
+        memset(&step, 0, sizeof(Step))
+        step.num_computed = step.num_final = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
         step.num_to_cache = size_of(num_tokens_to_cache, "num_tokens_to_cache", 0, INT64_MAX)
-        step.demand.num_tokens = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS)
-        step.num_final = step.write_from = step.num_before = step.write_to = 0
-        step.context, step.demand.num_reserved, step.demand.shard, step.stays_in_shard = 0, 0, -1, False
-        step.session, step.may_be_too_large = NO_SESSION, True
-        step.caches_first, step.may_overwrite = False, step.num_to_cache == 0
+        step.demand.num_tokens, step.demand.shard = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS), -1
+        step.may_be_too_large, step.may_overwrite = True, step.num_to_cache == 0
         if chain is None and checked:
             chain = HashChain.__new__(HashChain, 1, bytes(16))
-        outcome = self.allocate_checked(&step, checked, chain, None, 0, new)
+        if chain is not None and chain.hashing.num_lookahead:
+            step.num_cached_first = min(step.num_to_cache, step.num_computed)
+        outcome = self.allocate_checked(&step, checked, chain, None, new)
         if outcome != DONE and outcome != TOO_FEW:
             self.refuse(outcome, &step, checked, chain)
         return new if outcome == DONE else None
 
-    cdef Outcome allocate_checked(
-        self, Step *step, tuple hits, HashChain chain, PageIds tokens, int32_t num_shards, tuple new
-    ) except *:
-        """Lock the chain, which hashes `tokens` first, and the store, which is divided into `num_shards` shards first (0: as it
+    cdef Outcome allocate_checked(self, Step *step, tuple hits, HashChain chain, PageIds tokens, tuple new) except *:
+        """Lock the chain, which hashes `tokens` first, and the store, which is divided into the step's shards first (0: as it
         is); then allocate.
         """
         cdef Hits *array = list_hits(hits)
@@ -354,7 +324,7 @@ cdef class RequestPages:
         try:
             if tokens is not None and not chain.extend_locked(tokens, b""):
                 return NO_MEMORY
-            self.store.lock_divided(num_shards)
+            self.store.lock_divided(step.num_shards)
             step.demand.hits = array
             outcome = allocate_locked(self, step, chain, new)
             self.store.lock.release()
@@ -409,9 +379,11 @@ cdef class RequestPages:
         """Cache the pages that `num_tokens` tokens fill; those with tokens from `num_computed_tokens` on once more if they lost
         their entry. PageHashError, and nothing changed, if a page was cached under another hash. O(pages due).
         """
-        cdef int64_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
-        cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
-        cache_computed(self, chain, num, num_computed, False, False, context)
+        cdef Step step
+        step.num_to_cache = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
+        step.num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
+        step.context = self.store.checked_context(context)
+        cache_computed(self, chain, &step, False, False)
 
     def end_external(self, HashChain chain, num_tokens, bint is_failed, context=0) -> None:
         """Cache the pages that `num_tokens` tokens fill, after an engine has filled some of them from elsewhere. Give back
@@ -419,8 +391,10 @@ cdef class RequestPages:
 
         PageHashError, and nothing changed, if a page was cached under another hash. O(pages given back and cached).
         """
-        cdef int64_t num = size_of(num_tokens, "num_tokens", 0, MAX_TOKENS)
-        cache_computed(self, chain, num, INT64_MAX, True, is_failed, context)
+        cdef Step step
+        step.num_to_cache, step.num_computed = size_of(num_tokens, "num_tokens", 0, MAX_TOKENS), INT64_MAX
+        step.context = self.store.checked_context(context)
+        cache_computed(self, chain, &step, True, is_failed)
 
     def require_moves_taken(self, bint may_be_read=False) -> None:
         """Raise MovesDueError while moves of the pages are due. Copies from the pages do not count if they `may_be_read`.
@@ -451,6 +425,8 @@ cdef class RequestPages:
             )
         if outcome == HELD_FREE:
             self.store.check_untaken(step.wrong_page)
+        if outcome == TOO_LARGE:
+            self.store.refuse_size(f"request {shown(self.owner.request_id)}", step.wrong_num, step.wrong_shard)
         raise MemoryError("the page ids of a request")
 
     def give_back(
@@ -466,7 +442,7 @@ cdef class RequestPages:
         """
         cdef Pool *pool = &self.store.pool
         cdef PageIds ids = PageIds.__new__(PageIds)
-        cdef int64_t num_computed = MAX_TOKENS
+        cdef int32_t num_computed = MAX_TOKENS
         cdef int64_t num_last = size_of(num_last_tokens, "num_last_tokens", 0, MAX_TOKENS)
         cdef int32_t checked_context = self.store.checked_context(context)
         cdef Step step
@@ -478,7 +454,7 @@ cdef class RequestPages:
         cdef int32_t overdrawn = NULL_PAGE
         cdef bint has_room
         if num_computed_tokens is not None:
-            num_computed = min(size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX), num_computed)
+            num_computed = <int32_t>min(size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX), <int64_t>MAX_TOKENS)
         step.num_to_cache = size_of(num_tokens_to_cache, "num_tokens_to_cache", 0, MAX_TOKENS)
         step.num_computed = MAX_TOKENS
         lock_chain(chain, self.store)
@@ -493,7 +469,11 @@ cdef class RequestPages:
         if has_room and step.num_to_cache and not has_foreign_entry(pool, &self.holding, &step, &contents):
             cache_full(pool, &self.holding, &contents, min(step.num_to_cache, self.limits.num_room))
             self.plan()
-        has_room = has_room and rate_and_list(pool, &self.holding, <int32_t>num_computed, ids, &num_staying)
+        if has_room:
+            rate_pages(pool, &self.holding, num_computed)
+            has_room = list_last_first(pool, &self.holding, num_computed, ids, False)
+            num_staying = ids.num
+            has_room = has_room and list_last_first(pool, &self.holding, num_computed, ids, True)
         if has_room:
             if given is not None:
                 self.store.pad_terms(terms, checked_term, num_staying)
@@ -503,7 +483,7 @@ cdef class RequestPages:
             drop_behind(pool, &self.writes, 0, 0)
             drop_copies(pool, &self.holding)
             if num_computed_tokens is not None:
-                forget_uncomputed(pool, &self.holding, <int32_t>num_computed, &contents)
+                forget_uncomputed(pool, &self.holding, num_computed, &contents)
             empty(&self.holding)
             self.holding.num_once_cached = 0
             set_session(&pool.sessions, &self.holding.session, NO_SESSION)
@@ -538,44 +518,42 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
     """Check everything, then change. `new` gets the new pages of each group; it is None if there can be none."""
     cdef Pool *pool = &request.store.pool
     cdef Holding *holding = &request.holding
-    cdef Demand *demand = &step.demand
-    cdef int32_t num_settled = <int32_t>min(step.num_settled, <int64_t>MAX_TOKENS)
+    cdef Contents contents = contents_of(chain, step.context, step.session or holding.session)
     cdef bint is_rewound = step.num_computed < request.num_cached_tokens
     cdef bint is_past_skip = is_rewound or step.num_computed >= request.limits.num_skip
-    cdef Contents contents = contents_of(chain, step.context, step.session or holding.session)
-    cdef int64_t num_before = min(step.num_to_cache, request.limits.num_room)
-    cdef Py_ssize_t g
     cdef Outcome outcome = MOVES_DUE if request.has_writes_due() else check(pool, holding, step, &contents, is_past_skip)
     if outcome != DONE:
         return outcome
     if is_rewound and overwrites_entry(pool, holding, step, &contents):
         return CACHED_OTHERWISE
-    if not reserve(pool, holding, demand, new):
+    if not reserve(pool, holding, &step.demand, new):
         return NO_MEMORY
-    rewind(request, step.num_computed)
-    end_writes(request, &contents, step.num_final, step.num_computed)
-    if contents.num_lookahead and not step.caches_first:
-        num_before = min(num_before, step.num_computed)
-    if (step.caches_first or contents.num_lookahead) and num_before and contents.num_digests:  # before windows pass the pages
-        cache_full(pool, holding, &contents, num_before)
-    for g in range(holding.num_groups if is_past_skip else 0):
-        skip_pages(pool, holding, g, num_settled)
-    if step.stays_in_shard:
-        stay_in_shard(pool, holding, demand)
-    if rare(step.session != NO_SESSION):
-        set_session(&pool.sessions, &holding.session, step.session)
-    if demand.num_new or demand.hits != NULL:
-        outcome = take_demanded(pool, holding, demand, new)
-        step.num_changes = count_changes(pool)
+    settle_before(request, step, &contents, is_past_skip)
+    stay_in_shard(pool, holding, step)
+    if step.demand.num_new or step.demand.hits != NULL:
+        outcome = take_demanded(pool, holding, step, new)
         request.plan()
-    if outcome == DONE and not step.caches_first and step.num_to_cache and contents.num_digests:
-        cache_full(pool, holding, &contents, min(step.num_to_cache, request.limits.num_room))
+    elif step.session != NO_SESSION:
+        set_session(&pool.sessions, &holding.session, step.session)
     if outcome == DONE:
+        if step.num_to_cache > step.num_cached_first and contents.num_digests:
+            cache_full(pool, holding, &contents, min(step.num_to_cache, request.limits.num_room))
         plan_writes(pool, holding, &request.writes, step, &contents)
-    if rare(step.session != NO_SESSION) and outcome != DONE:
-        set_session(&pool.sessions, &holding.session, NO_SESSION)
     request.plan()
     return outcome
+
+
+cdef void settle_before(RequestPages request, const Step *step, const Contents *contents, bint is_past_skip) noexcept:
+    """Go back to the computed tokens, cache what is final before the step, and skip what the step does not read."""
+    cdef Pool *pool = &request.store.pool
+    cdef int64_t num_cached_first = min(step.num_cached_first, request.limits.num_room)
+    cdef Py_ssize_t g
+    rewind(request, step.num_computed)
+    end_writes(request, contents, min(step.num_final, step.num_to_cache), step.num_computed)
+    if num_cached_first and contents.num_digests:
+        cache_full(pool, &request.holding, contents, num_cached_first)
+    for g in range(request.holding.num_groups if is_past_skip else 0):
+        skip_pages(pool, &request.holding, g, <int32_t>min(step.num_final, <int64_t>MAX_TOKENS))
 
 
 cdef bint reserve(Pool *pool, const Holding *holding, const Demand *demand, tuple new) noexcept:
@@ -596,10 +574,11 @@ cdef bint reserve(Pool *pool, const Holding *holding, const Demand *demand, tupl
     return reserve_copies(pool, num_copies)
 
 
-cdef Outcome take_demanded(Pool *pool, const Holding *holding, Demand *demand, tuple new) noexcept:
-    """Attach the hits of a checked demand and take its new pages, or change nothing. If only the shard has too few pages, the
+cdef Outcome take_demanded(Pool *pool, Holding *holding, Step *step, tuple new) noexcept:
+    """Attach the hits of a checked step and take its new pages, or change nothing. If only the shard has too few pages, the
     hits move to the back of the queue, as if they had been used.
     """
+    cdef Demand *demand = &step.demand
     cdef Held *held
     cdef Py_ssize_t g
     cdef int32_t n
@@ -610,7 +589,10 @@ cdef Outcome take_demanded(Pool *pool, const Holding *holding, Demand *demand, t
         give_back_all(pool, demand.hits[g].ids, demand.hits[g].num, False)
     if result != FITS:
         count_refusal(pool, queue_of_bank(demand.short_bank) if pool.num_banks > 1 else -1)
+        step.num_changes = count_changes(pool)
         return TOO_FEW
+    if rare(step.session != NO_SESSION):
+        set_session(&pool.sessions, &holding.session, step.session)
     attach(pool, holding, demand)
     for g in range(holding.num_groups):
         held = &holding.held[g]
@@ -621,37 +603,32 @@ cdef Outcome take_demanded(Pool *pool, const Holding *holding, Demand *demand, t
     return DONE
 
 
-cdef int cache_computed(
-    RequestPages request, HashChain chain, int64_t num_tokens, int64_t num_computed, bint is_external, bint is_failed,
-    object context,
-) except -1:
+cdef int cache_computed(RequestPages request, HashChain chain, Step *step, bint is_external, bint is_failed) except -1:
     """Do the work of `end_external` if it `is_external`, else that of `enter`."""
     cdef Pool *pool = &request.store.pool
     cdef Holding *holding = &request.holding
-    cdef int32_t checked_context = request.store.checked_context(context)
-    cdef Step step
+    cdef int32_t num_tokens = <int32_t>min(step.num_to_cache, <int64_t>MAX_TOKENS)
     cdef Contents contents
     cdef bint is_right
-    step.num_to_cache, step.num_computed = num_tokens, num_computed
     lock_chain(chain, request.store)
     request.store.lock.acquire()
-    contents = contents_of(chain, checked_context, holding.session)
-    is_right = not has_foreign_entry(pool, holding, &step, &contents)
+    contents = contents_of(chain, step.context, holding.session)
+    is_right = not has_foreign_entry(pool, holding, step, &contents)
     if is_right:
-        rewind(request, num_computed)
+        rewind(request, step.num_computed)
         if is_external:
-            skip_unread(pool, holding, <int32_t>num_tokens)
-        cache_full(pool, holding, &contents, min(num_tokens, request.limits.num_room))
+            skip_unread(pool, holding, num_tokens)
+        cache_full(pool, holding, &contents, min(step.num_to_cache, request.limits.num_room))
         if is_failed:
-            forget_uncomputed(pool, holding, <int32_t>num_tokens, &contents)
-            give_back_behind(pool, holding, <int32_t>num_tokens)
+            forget_uncomputed(pool, holding, num_tokens, &contents)
+            give_back_behind(pool, holding, num_tokens)
         else:
-            end_writes(request, &contents, num_tokens, INT64_MAX)
+            end_writes(request, &contents, step.num_to_cache, INT64_MAX)
         request.plan()
     request.store.lock.release()
     unlock_chain(chain)
     if not is_right:
-        request.refuse(CACHED_OTHERWISE, &step, (), chain)
+        request.refuse(CACHED_OTHERWISE, step, (), chain)
     return 0
 
 

@@ -3,11 +3,9 @@
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
-from pagepool.core.base cimport MAX_TOKENS, resize
+from pagepool.core.base cimport resize
 from pagepool.core.holding.writes cimport *
-from pagepool.core.pool cimport (
-    NO_GROUP, NULL_PAGE, Pool, count_free_in, find_held_free, is_cached_otherwise, shard_of,
-)
+from pagepool.core.pool cimport is_cached_otherwise, shard_of
 
 
 cdef enum Outcome:
@@ -22,26 +20,43 @@ cdef enum Outcome:
     LOST_PAGE                 # another caller gave back a page that is to be skipped or kept
     NO_MEMORY
 
-cdef struct Step:             # the next tokens of a request
+cdef struct Step:             # the next tokens of a request, counted from its first one on
     int64_t num_computed      # tokens computed before the step
-    int64_t num_settled       # those of them whose pages windows may leave: without lookahead all
-    int64_t num_to_cache      # leading tokens whose full pages are cached; 0: none
-    int64_t num_final         # computed tokens whose keys are known: states written among them are cached
-    int64_t write_from        # tokens before the step, hit ones included
+    int64_t num_held          # the same with hits
     int64_t num_before        # the same with tokens from elsewhere, which bring the state at their end alone
-    int64_t write_to          # known tokens that the step computes, and those before
-    bint caches_first         # these tokens are computed, so pages are cached before a window leaves them
+    int64_t num_tokens        # the same with new tokens
+    int64_t num_known         # known tokens
+    int64_t num_to_cache      # tokens whose full pages are cached; 0: none
+    int64_t num_final         # computed tokens whose keys, if pages are cached, are known: windows may leave their pages
+    int64_t num_cached_first  # tokens whose full pages are cached before windows leave them
+    int64_t num_hashed        # tokens whose hashes the step needs
+    bint is_new               # the request had no pages before, not even skipped ones
     bint may_overwrite        # tokens may be written to pages that are cached for others
+    bint may_be_too_large     # a request that can never fit is TOO_FEW, not TOO_LARGE
     int32_t context           # see `Origin`
     int32_t session           # session of a request without pages, see `PageSessions.hold`
+    int32_t num_shards        # new pages come from the shard of the request's other pages, if one has these; 0: from any
     Demand demand
-    bint stays_in_shard       # new pages come from the shard of the request's other pages, if these are in one shard
-    bint may_be_too_large     # a request that can never fit is TOO_FEW, not TOO_LARGE
     int64_t num_changes       # `count_changes` at the refusal for want of pages
     int32_t wrong_page        # page for which the step was refused
     Py_ssize_t wrong_at       # place of that page in its group
     Py_ssize_t wrong_num      # pages of that group; for TOO_LARGE the pages needed
     int32_t wrong_shard       # shard that is too small; -1: the pool is
+
+
+cdef inline void begin_step(Step *step, int64_t num_lookahead, bint caches_computed) noexcept nogil:
+    """Derive which tokens of a counted step are cached, and up to which ones windows leave pages. With `caches_computed` tokens
+    are cached once they are computed, not when they get slots.
+    """
+    cdef int64_t num_keyed = max(<int64_t>0, step.num_known - num_lookahead)
+    step.num_to_cache, step.num_cached_first, step.num_final = 0, 0, step.num_computed
+    if step.may_overwrite:
+        return
+    step.num_to_cache = min(step.num_computed if caches_computed else step.num_tokens, step.num_known)
+    if num_lookahead:
+        step.num_final = min(step.num_final, num_keyed)
+    if num_lookahead or caches_computed:
+        step.num_cached_first = min(step.num_computed, step.num_to_cache)
 
 
 cdef inline bint lacks_pages(const Holding *holding, int32_t num_computed) noexcept nogil:
@@ -67,7 +82,7 @@ cdef inline bint is_too_large(const Pool *pool, const Holding *holding, Step *st
         )
     if step.wrong_num == 0 and pool.num_shards:
         step.wrong_shard = demand.shard
-        if step.stays_in_shard:
+        if step.num_shards:
             step.wrong_shard = find_common_shard(pool, holding, demand, demand.shard)
         if step.wrong_shard >= 0 and (pool.num_banks > 1 or demand.num_taken > count_free_in(pool, step.wrong_shard)):
             step.wrong_num = find_any_excess(
@@ -139,7 +154,7 @@ cdef inline Outcome check(
     if not step.may_be_too_large and is_too_large(pool, holding, step):
         return TOO_LARGE
     if is_past_skip:
-        step.wrong_page = find_lost_page(pool, holding, <int32_t>min(step.num_settled, <int64_t>MAX_TOKENS))
+        step.wrong_page = find_lost_page(pool, holding, <int32_t>min(step.num_final, <int64_t>MAX_TOKENS))
         if step.wrong_page != NULL_PAGE:
             return LOST_PAGE
     if has_foreign_entry(pool, holding, step, contents):
@@ -167,11 +182,11 @@ cdef inline int32_t find_common_shard(
     return shard if shard >= 0 else hinted
 
 
-cdef inline void stay_in_shard(const Pool *pool, const Holding *holding, Demand *demand) noexcept nogil:
+cdef inline void stay_in_shard(const Pool *pool, const Holding *holding, Step *step) noexcept nogil:
     """Demand new pages from the shard that has all pages or hits, if there is one. O(pages)."""
-    cdef int32_t shard = find_common_shard(pool, holding, demand, demand.shard)
+    cdef int32_t shard = find_common_shard(pool, holding, &step.demand, step.demand.shard) if step.num_shards else -1
     if shard >= 0:
-        demand.shard = shard
+        step.demand.shard = shard
 
 
 cdef inline bint are_hashed(const Holding *holding, const Contents *contents, int32_t num_tokens) noexcept nogil:
@@ -235,21 +250,21 @@ cdef inline bint make_room(const Holding *target, const Holding *source) noexcep
 cdef inline void plan_writes(
     Pool *pool, const Holding *holding, WriteList *writes, const Step *step, const Contents *contents
 ) noexcept nogil:
-    """Note the writes of a step, one for each boundary among the tokens that it computes, if states are kept.
+    """Note the writes of a step, one for each boundary among the known tokens that it computes, if states are kept.
     O(boundaries x groups).
     """
     cdef const Group *group
     cdef Checkpoint checkpoint
-    cdef int64_t num_planned = min(max(step.num_before, step.write_to), <int64_t>MAX_TOKENS)
+    cdef int64_t num_planned = min(max(step.num_before, min(step.num_tokens, step.num_known)), <int64_t>MAX_TOKENS)
     cdef int32_t end
     cdef Py_ssize_t g
     if not writes_states(holding):
         return
-    end = find_next_boundary(holding.boundaries, <int32_t>min(step.write_from, <int64_t>MAX_TOKENS))
+    end = find_next_boundary(holding.boundaries, <int32_t>min(step.num_held, <int64_t>MAX_TOKENS))
     checkpoint.row, checkpoint.shard = 0, step.demand.shard
     memset(checkpoint.num_reserved_in, 0, sizeof(checkpoint.num_reserved_in))
     checkpoint.num_reserved_in[0] = step.demand.num_reserved
-    assert end > step.write_from and writes.num == writes.num_taken
+    assert end > step.num_held and writes.num == writes.num_taken
     while end <= num_planned:
         checkpoint.num_tokens = end
         checkpoint.contents = contents if are_hashed(holding, contents, end) else NULL

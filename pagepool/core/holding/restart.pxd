@@ -2,9 +2,8 @@
 
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.base cimport Digest
 from pagepool.core.holding.caching cimport *
-from pagepool.core.pool cimport NULL_PAGE, Pool, find, find_unheld, give_back, uncache, uncache_everywhere, uncache_in_tier
+from pagepool.core.pool cimport find, uncache, uncache_everywhere, uncache_in_tier
 
 
 cdef inline void _forget_page(Pool *pool, int32_t page_id, const Digest *digest, int32_t group) noexcept nogil:

@@ -7,8 +7,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from pagepool.core.holding.moves cimport *
 from pagepool.core.pool cimport (
-    BLANK, KEPT, KNOWN_SHARE, NULL_PAGE, PART, Pool, count_free_in, count_release, find_unheld, is_free, is_kept, pass_part,
-    skip,
+    BLANK, KEPT, KNOWN_SHARE, NULL_PAGE, PART, count_free_in, count_release, find_unheld, is_free, is_kept, pass_part, skip,
 )
 
 

@@ -7,7 +7,7 @@ from pagepool.core.holding.lookups cimport *
 from pagepool.core.holding.request_maps cimport *
 from pagepool.core.holding.request_pages cimport *
 from pagepool.core.pool cimport CachePage
-from pagepool.core.values cimport as_long_long, as_page_ids, as_shard, is_small, new_ids, size_of
+from pagepool.core.values cimport is_small
 
 from pagepool.arguments import MAX_SIZE, id_of, read_count, require_flag, require_int, require_name
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
@@ -29,18 +29,24 @@ cdef inline bint is_count(object value, int64_t *count) noexcept:
     return not overflow and 0 <= count[0] <= MAX_COUNT
 
 
-cdef int64_t count_of(object value) except -1:
-    """Return a checked count, at most `MAX_COUNT`."""
-    return min(value, MAX_COUNT)
+cdef int64_t require_count(str name, object value, int64_t least) except -1:
+    """Return a count of at least `least`, and at most `MAX_COUNT`. Raise the errors of `require_int`."""
+    return min(require_int(name, value, least), MAX_COUNT)
 
 
-cdef struct Counts:           # tokens of a call of `allocate_slots`
-    int64_t num_computed      # before the call
-    int64_t num_new_computed  # tokens of hits
-    int64_t num_before        # the above and external tokens together
-    int64_t num_tokens        # the same with new tokens
-    int64_t num_slots         # the same with drafts, at most `max_num_tokens`
-    int64_t num_reserved      # pages to leave free
+cdef inline int64_t checked_count(str name, object value, int64_t least) except -1:
+    """Do `require_count`, at once for most values."""
+    cdef int64_t count
+    return count if is_count(value, &count) and count >= least else require_count(name, value, least)
+
+
+cdef int64_t count_known(object request) except -1:
+    """Return the number of a request's tokens, checked, at most `MAX_COUNT`."""
+    try:
+        num_tokens = request.num_tokens
+    except AttributeError:
+        return min(read_count(request, "num_tokens"), MAX_COUNT)
+    return checked_count("num_tokens", num_tokens, 0)
 
 
 @cython.auto_pickle(False)
@@ -51,45 +57,32 @@ cdef class SlotAllocator:
 
     cdef RequestMaps maps           # the requests
     cdef object registry            # the same object, where its Python methods are called
-    cdef object rules               # `GroupRules`
     cdef PageStore store
     cdef CacheGroups groups
-    cdef dict held                  # the registry's own; so are the next two
+    cdef dict held                  # the registry's own; so is the next one
     cdef dict hashes
-    cdef object sessions            # `PageSessions`
     cdef readonly tuple _no_ids
     cdef int64_t max_num_tokens
     cdef int64_t hash_page_size
-    cdef bint writes_states         # states are kept: steps write checkpoints
     cdef bint enables_caching
     cdef bint caches_computed       # tokens are cached once they are computed, not when they get slots
-    cdef bint keeps_boundaries      # see `Boundaries`
-    cdef bint has_state             # some group is a state
+    cdef bint has_state             # some group is a state, kept or not
     cdef object on_too_large        # called for each refused request, in place of RequestTooLargeError; None: raise that
     cdef bint hashes_natively
     cdef int64_t num_lookahead      # tokens behind a page that its hash covers
 
-    def __init__(
-        self, RequestMaps registry not None, rules, sessions, max_num_tokens, on_too_large=None, bint caches_computed=False, *,
-        bint hashes_natively=True, num_lookahead=0,
-    ):
-        """Allocate to the requests of a `RequestRegistry`, each of at most `max_num_tokens` tokens, by these `GroupRules`.
-        `sessions` are the `PageSessions` of its store. Hashes are made by `registry`, or here if they are native, and cover
-        `num_lookahead` tokens behind their page.
-        """
-        self.maps, self.registry, self.store = registry, registry, registry.store
-        self.rules, self.groups = rules, rules.groups
-        self.held, self.hashes, self.sessions = registry.held, registry.hashes, sessions
+    def __init__(self, RequestMaps registry not None, max_num_tokens, on_too_large=None, bint caches_computed=False):
+        """Allocate to the requests of a `RequestRegistry`, each of at most `max_num_tokens` tokens."""
+        self.maps = self.registry = registry
+        self.store, self.held, self.hashes = registry.store, registry.held, registry.hashes
+        self.groups, self.has_state = self.registry.rules.groups, self.registry.rules.has_state
         self._no_ids = new_ids(self.groups.num)
-        self.max_num_tokens, self.hash_page_size = max_num_tokens, rules.hash_page_size
-        self.writes_states = self.groups.boundaries.writes_states
-        self.enables_caching = self.store.enable_caching
-        self.keeps_boundaries = self.groups.boundaries.multiple > 0
-        self.has_state = rules.has_state
-        self.on_too_large, self.caches_computed = on_too_large, caches_computed
+        self.max_num_tokens, self.hash_page_size = max_num_tokens, self.registry.rules.hash_page_size
+        self.enables_caching, self.caches_computed = self.store.enable_caching, caches_computed
+        self.on_too_large = on_too_large
         if caches_computed:
             self.store.prefer_held()
-        self.hashes_natively, self.num_lookahead = hashes_natively, num_lookahead
+        self.hashes_natively, self.num_lookahead = self.registry.hasher.is_native, self.registry.hasher.lookahead
 
     def allocate_slots(
         self, request, num_new_tokens, num_new_computed_tokens=0, new_computed_pages=None, num_lookahead_tokens=0,
@@ -132,78 +125,58 @@ cdef class SlotAllocator:
         ``num_computed_tokens`` decreases, or restore its state. One native transaction; if nothing is due, the manager's lock
         is not taken. Amortised O(new pages).
         """
-        cdef Counts counts
+        cdef Step step
         cdef RequestPages held = None
-        cdef object request_id = None
-        cdef int64_t num_new = 0, num_external = 0, num_lookahead = 0, num_filled
-        cdef bint is_delayed, is_plain = False
+        cdef RequestHashes hashes
+        cdef object request_id, pages = None
+        cdef int64_t num_filled, num_reserved, num_hits = checked_count("num_new_computed_tokens", num_new_computed_tokens, 0)
+        cdef int64_t num_lookahead = checked_count("num_lookahead_tokens", num_lookahead_tokens, 0)
+        cdef int64_t num_external = checked_count("num_external_computed_tokens", num_external_computed_tokens, 0)
+        cdef int64_t num_new = checked_count("num_new_tokens", num_new_tokens, num_external == 0)
         try:
-            request_id = request.request_id
+            request_id, num_computed_tokens = request.request_id, request.num_computed_tokens
             held = find_held(self.held, request_id)
-            is_plain = is_count(request.num_computed_tokens, &counts.num_computed)
         except (AttributeError, TypeError):
-            pass
-        is_plain = is_plain and is_count(num_new_tokens, &num_new)
-        is_plain = is_plain and is_count(num_new_computed_tokens, &counts.num_new_computed)
-        is_plain = is_plain and is_count(num_lookahead_tokens, &num_lookahead)
-        is_plain = is_plain and is_count(num_external_computed_tokens, &num_external)
-        if not is_plain or num_new + num_external == 0:
-            num_new_computed_tokens = require_int("num_new_computed_tokens", num_new_computed_tokens, 0)
-            num_lookahead_tokens = require_int("num_lookahead_tokens", num_lookahead_tokens, 0)
-            num_external_tokens = require_int("num_external_computed_tokens", num_external_computed_tokens, 0)
-            num_new_tokens = require_int("num_new_tokens", num_new_tokens, 0 if num_external_tokens else 1)
-            num_computed_tokens = read_count(request, "num_computed_tokens")
-            request_id = id_of(request)
+            num_computed_tokens, request_id = read_count(request, "num_computed_tokens"), id_of(request)
             held = find_held(self.held, request_id)
-            num_tokens = num_computed_tokens + num_new_computed_tokens + num_external_tokens + num_new_tokens
-            if num_tokens > self.max_num_tokens:
-                self.refuse_length(request_id, num_tokens)
-            counts.num_computed, counts.num_new_computed = num_computed_tokens, num_new_computed_tokens
-            num_new, num_external, num_lookahead = num_new_tokens, num_external_tokens, count_of(num_lookahead_tokens)
-        counts.num_before = counts.num_computed + counts.num_new_computed + num_external
-        counts.num_tokens = counts.num_before + num_new
-        counts.num_slots = counts.num_tokens + num_lookahead
+        if not is_count(num_computed_tokens, &step.num_computed):
+            step.num_computed = min(read_count(request, "num_computed_tokens"), MAX_COUNT)
+        step.num_held = step.num_computed + num_hits
+        step.num_before = step.num_held + num_external
+        step.num_tokens = step.num_before + num_new
+        step.demand.num_tokens = step.num_tokens + num_lookahead
         if held is not None and held.owner is not request:
             self.maps.find_held(request)
-        if held is not None and new_computed_pages is None and counts.num_new_computed == 0:
-            num_filled = counts.num_tokens
+        if held is not None and new_computed_pages is None and num_hits == 0:
+            num_filled = step.num_tokens
             if self.caches_computed:
-                num_filled = counts.num_computed
+                num_filled = step.num_computed
             elif delay_cache_pages is True:
                 num_filled = 0
-            if held.is_idle(counts.num_computed, num_filled, counts.num_slots):
+            if held.is_idle(step.num_computed, num_filled, step.demand.num_tokens):
                 return pages_of(self._no_ids, self.store)
-        if counts.num_tokens > self.max_num_tokens:
-            self.refuse_length(request_id, counts.num_tokens)
-        counts.num_slots = min(counts.num_slots, self.max_num_tokens)
-        if not is_count(num_reserved_pages, &counts.num_reserved):
+        if step.num_tokens > self.max_num_tokens:
+            num_tokens = int(num_computed_tokens) + int(num_new_computed_tokens)
+            num_tokens += int(num_external_computed_tokens) + int(num_new_tokens)
+            raise ArgumentError(f"request {shown(request_id)}: got {shown(num_tokens)} tokens, allowed: {self.max_num_tokens}")
+        step.demand.num_tokens = min(step.demand.num_tokens, self.max_num_tokens)
+        if not is_count(num_reserved_pages, &num_reserved):
             num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
-        counts.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
-        is_delayed = delay_cache_pages is not False and require_flag("delay_cache_pages", delay_cache_pages)
+        step.demand.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
+        step.may_overwrite = delay_cache_pages is not False and require_flag("delay_cache_pages", delay_cache_pages)
+        step.may_overwrite = not self.enables_caching or (step.may_overwrite and not self.caches_computed)
         lock = self.maps.lock
         lock.acquire()
         try:
-            return self.allocate_or_doubt(
-                request, request_id, &counts, new_computed_pages, is_delayed, dp_shard_hint, data_parallel_size
-            )
+            try:
+                pages = self.allocate_due(request, request_id, &step, new_computed_pages, dp_shard_hint, data_parallel_size)
+            finally:
+                if pages is None:  # the request's tokens may change
+                    hashes = self.hashes.get(request_id)
+                    if hashes is not None:
+                        hashes.are_unsure = True
         finally:
             lock.release()
-
-    cdef object allocate_or_doubt(
-        self, object request, object request_id, Counts *counts, object hits, bint is_delayed, object hint, object size
-    ):
-        """Allocate under the manager's lock. After None or an error the request's tokens may change, so its hashes become
-        unsure.
-        """
-        cdef RequestHashes hashes
-        cdef object pages = None
-        try:
-            pages = self.allocate_due(request, request_id, counts, hits, is_delayed, hint, size)
-        finally:
-            if pages is None:
-                hashes = self.hashes.get(request_id)
-                if hashes is not None:
-                    hashes.are_unsure = True
         return pages
 
     def cache_pages(self, request, num_computed_tokens) -> None:
@@ -226,103 +199,91 @@ cdef class SlotAllocator:
         if self.enables_caching and (not is_plain or held is None or not held.is_idle(num_before, num_tokens, num_tokens)):
             self.registry.cache_due(request, num_computed_tokens)
 
-    cdef int begin_boundaries(self, object request, RequestHashes hashes, RequestPages held, int64_t external_end) except -1:
-        """Fix the numbers of tokens at which other requests can resume where this one was."""
-        cdef int64_t junction = 0
-        counts = self.rules.require_resume_at(
-            getattr(request, "resume_at", ()), min(self.max_num_tokens, <int64_t>MAX_TOKENS)
-        )
-        if hashes is not None and hashes.request is request and hashes.query is not None:
-            junction = hashes.query[3]
-        held.fix_boundaries(count_of(read_num_tokens(request)), junction, external_end, as_page_ids(counts, "resume_at"))
-        return 0
-
-    cdef int refuse_length(self, object request_id, object num_tokens) except -1:
-        """Raise the error for a request that is longer than the model allows."""
-        raise ArgumentError(f"request {shown(request_id)}: got {shown(num_tokens)} tokens, allowed: {self.max_num_tokens}")
-
     cdef object allocate_due(
-        self, object request, object request_id, Counts *counts, object new_computed_pages, bint is_delayed, object hint,
-        object data_parallel_size
+        self, object request, object request_id, Step *step, object new_computed_pages, object hint, object data_parallel_size
     ):
         """Check a call for which something is due, hash the pages that it fills, and allocate. Hashing fails if tokens are
         missing. The manager's lock is held.
         """
-        cdef tuple found = None, hits = self.read_hits(request_id, new_computed_pages)
+        cdef tuple hits = self.read_hits(request_id, new_computed_pages)
         cdef RequestPages held = self.held.get(request_id)
-        cdef bint is_admission = held is None, has_hits = hits is not self._no_ids, is_rewound = False
-        cdef RequestHashes hashes = self.hashes.get(request_id), known
-        cdef object pages
+        cdef bint needs_hashes, has_hits = hits is not self._no_ids
+        cdef RequestHashes known, hashes = self.hashes.get(request_id)
         cdef PageIds tokens = None
-        cdef int64_t num_known = 0, num_hashed = 0, num_keyed
-        cdef int32_t num_shards = 0
-        cdef Step step
-        if not is_admission and held.owner is not request:  # of another thread, since the first check
+        cdef object pages
+        step.is_new = held is None
+        if not step.is_new and held.owner is not request:  # of another thread, since the first check
             self.maps.find_held(request)
-        if is_admission or counts.num_new_computed or counts.num_computed > held.limits.num_room:
-            self.check_computed(request_id, counts, hits, held)
-        if is_admission and has_hits and not self.maps.trusts_requests:
-            self.check_known(request_id, counts, count_of(read_num_tokens(request)))
-        if is_admission and hashes is not None and hashes.refusal is not None and data_parallel_size is None:
-            if hashes.request is request and self.is_refused_still(hashes.refusal, hits, counts):
+        self.check_computed(request_id, step, hits, held)
+        if step.is_new and has_hits and not self.maps.trusts_requests:
+            self.check_known(request_id, step, count_known(request))
+        if step.is_new and hashes is not None and hashes.request is request and data_parallel_size is None:
+            if hashes.refusal is not None and self.is_refused_still(hashes.refusal, hits, step):
                 return None
-        if not is_admission and counts.num_computed < held.num_looked_up:
-            self.cut_replaced(hashes, held, counts.num_computed)
-        step.num_to_cache, step.caches_first = 0, self.caches_computed
-        step.may_overwrite = not self.enables_caching or (is_delayed and not self.caches_computed)
-        if not step.may_overwrite or self.writes_states:
-            num_known = count_of(read_num_tokens(request))
-        if not step.may_overwrite:
-            step.num_to_cache = min(counts.num_computed if self.caches_computed else counts.num_tokens, num_known)
-            is_rewound = not is_admission and counts.num_computed < held.num_cached_tokens
-        num_keyed = max(<int64_t>0, num_known - self.num_lookahead)
-        step.num_settled = counts.num_computed
-        if self.num_lookahead and not step.may_overwrite:
-            step.num_settled = min(step.num_settled, num_keyed)
-        num_keyed = min(step.num_to_cache, num_keyed)
+        if not step.is_new and step.num_computed < held.num_looked_up:
+            self.cut_replaced(hashes, held, step.num_computed)
+        self.count_tokens(request, step)
+        if step.is_new:
+            held = self.start(request, hashes, step)
+        held.count_hashed(step, self.num_lookahead)
         if has_hits:
-            num_hashed = self.count_most_hit_tokens(hits)
-        step.write_from, step.num_before = counts.num_computed + counts.num_new_computed, counts.num_before
-        step.write_to = min(counts.num_tokens, num_known)
-        step.num_final = 0 if step.may_overwrite else min(counts.num_computed, max(<int64_t>0, num_known - self.num_lookahead))
-        if is_admission:
-            held = RequestPages.__new__(RequestPages, self.store, self.groups, self.max_num_tokens, request)
-        if is_admission and (self.keeps_boundaries or self.has_state):
-            self.begin_boundaries(request, hashes, held, counts.num_before if counts.num_before > step.write_from else 0)
-        if is_rewound:  # known tokens of a page that is computed again in part
-            num_hashed = max(num_keyed, min(num_known - self.num_lookahead, held.num_cached_tokens))
-        elif num_keyed > 0 and (is_admission or num_keyed >= held.limits.num_full):
-            num_hashed = max(num_hashed, num_keyed)
-        if self.writes_states and not step.may_overwrite:
-            num_keyed = max(<int64_t>0, min(counts.num_tokens, num_known - self.num_lookahead))
-            if held.writes.num or held.find_boundary(step.write_from) <= num_keyed:
-                num_hashed = max(num_hashed, num_keyed)
-        if hint is not None or data_parallel_size is not None:
-            self.store.require_even(data_parallel_size)
-            found = find_shard(self.store.pool.banks[0].stop, hint, data_parallel_size)
-            num_shards = self.count_shards(held, has_hits, hint, data_parallel_size)
-        if has_hits or num_hashed:
-            hashes = self.cut_unsure(request, hashes, held, counts.num_computed, num_known, num_hashed)
-            tokens = self.read_tokens(request, hashes, num_hashed // self.hash_page_size)
-        if is_admission and hashes is not None and hashes.is_short:
+            step.num_hashed = max(step.num_hashed, self.count_most_hit_tokens(hits))
+        self.choose_shard(step, held, has_hits, hint, data_parallel_size)
+        needs_hashes = has_hits or step.num_hashed
+        if needs_hashes:
+            hashes = self.cut_unsure(request, hashes, held, step)
+            tokens = self.read_tokens(request, hashes, step.num_hashed // self.hash_page_size)
+        if step.is_new and hashes is not None and hashes.is_short:
             return None
-        step.num_computed, step.context, step.session = counts.num_computed, 0, NO_SESSION
-        step.demand.num_tokens, step.demand.num_reserved = counts.num_slots, counts.num_reserved
-        step.demand.shard, step.stays_in_shard = as_shard(found[0], num_shards) if found else -1, num_shards > 0
-        step.may_be_too_large = self.on_too_large is not None
-        known = hashes if is_admission else None
-        if not has_hits and not num_hashed:
-            hashes = None
-        pages = self.allocate_hashed(
-            request, request_id, held, is_admission, hits, hashes, num_hashed, tokens, &step, num_shards
-        )
-        if self.writes_states and hashes is not None:  # boundaries are hashed as their step is planned
-            known = hashes
+        known = hashes if step.is_new or (needs_hashes and writes_states(&held.holding)) else None
+        pages = self.allocate_hashed(request_id, held, hits, hashes if needs_hashes else None, tokens, step)
         if pages is not None and known is not None:
-            held.note_looked_up(min(known.chain.count_tokens(known.chain.num), counts.num_tokens))
-        if held.has_writes_due() and held not in self.maps.writing:
-            self.maps.writing.append(held)
+            held.note_looked_up(min(known.chain.count_tokens(known.chain.num), step.num_tokens))
         return pages
+
+    cdef RequestPages start(self, object request, RequestHashes hashes, const Step *step):
+        """Return the pages of a new request, none, with the numbers of tokens at which other requests can resume where this one
+        was.
+        """
+        cdef RequestPages held = RequestPages.__new__(RequestPages, self.store, self.groups, self.max_num_tokens, request)
+        cdef int64_t junction = 0
+        if held.holding.boundaries != NULL or self.has_state:
+            counts = self.registry.rules.require_resume_at(
+                getattr(request, "resume_at", ()), min(self.max_num_tokens, <int64_t>MAX_TOKENS)
+            )
+            if hashes is not None and hashes.request is request and hashes.query is not None:
+                junction = hashes.query[3]
+            held.fix_boundaries(
+                count_known(request), junction, step.num_before if step.num_before > step.num_held else 0,
+                as_page_ids(counts, "resume_at"),
+            )
+        return held
+
+    cdef int count_tokens(self, object request, Step *step) except -1:
+        """Read the number of known tokens where it matters, and derive which of them are cached."""
+        step.num_known = 0
+        if not step.may_overwrite or self.has_state:
+            step.num_known = count_known(request)
+        begin_step(step, self.num_lookahead, self.caches_computed)
+        return 0
+
+    cdef int choose_shard(
+        self, Step *step, RequestPages held, bint has_hits, object hint, object data_parallel_size
+    ) except -1:
+        """Set the shard of new pages, -1 for any, and the number of shards into which the request needs the pool divided."""
+        cdef object num_pages
+        step.demand.shard, step.num_shards = -1, 0
+        if hint is None and data_parallel_size is None:
+            return 0
+        num_pages = self.store.pool.banks[0].stop
+        self.store.require_even(data_parallel_size)
+        found = find_shard(num_pages, hint, data_parallel_size)
+        pages_per_shard = pages_per_dp_shard(num_pages, data_parallel_size)
+        if found is not None:
+            step.demand.shard, step.num_shards = found
+        elif pages_per_shard is not None and (has_hits or count_places(&held.holding)):
+            step.num_shards = num_pages // pages_per_shard
+        return 0
 
     cdef int cut_replaced(self, RequestHashes hashes, RequestPages held, int64_t num_computed) except -1:
         """Forget the hashes of tokens that may have been replaced: the request was set back, before tokens of its look-up."""
@@ -332,36 +293,32 @@ cdef class SlotAllocator:
         held.note_looked_up(0)
         return 0
 
-    cdef bint is_refused_still(self, RefusedRequest refusal, tuple hits, const Counts *counts) except -1:
+    cdef bint is_refused_still(self, RefusedRequest refusal, tuple hits, const Step *step) except -1:
         """Whether a request with the same hits is refused as it was the last time."""
         cdef int64_t num_pages
         if refusal.hits is not hits:
             return False
-        num_pages = max(pages_for(&self.groups.groups[0].rules, counts.num_slots), <int64_t>len(hits[0]))
+        num_pages = max(pages_for(&self.groups.groups[0].rules, step.demand.num_tokens), <int64_t>len(hits[0]))
         if num_pages >= self.store.pool.num_pages and self.on_too_large is None:
             return False
-        if not refusal.is_request_short(num_pages, counts.num_reserved):
+        if not refusal.is_request_short(num_pages, step.demand.num_reserved):
             return False
         if self.on_too_large is not None:
             self.on_too_large(self.store.pool.num_pages, hits, num_pages - len(hits[0]))
         return True
 
-    cdef inline RequestHashes cut_unsure(
-        self, object request, RequestHashes hashes, RequestPages held, int64_t num_computed, int64_t num_known,
-        int64_t num_hashed,
-    ):
+    cdef RequestHashes cut_unsure(self, object request, RequestHashes hashes, RequestPages held, const Step *step):
         """Return the hashes of a request without those of tokens that may have changed."""
         if hashes is None or hashes.request is not request:
-            return self.registry.extend_hashes(request, num_hashed)
-        if hashes.are_unsure or num_computed < held.num_cached_tokens or (
-            num_hashed <= num_known < hashes.chain.count_tokens(hashes.chain.num)
+            return self.registry.extend_hashes(request, step.num_hashed)
+        if hashes.are_unsure or step.num_computed < held.num_cached_tokens or (
+            step.num_hashed <= step.num_known < hashes.chain.count_tokens(hashes.chain.num)
         ):
-            hashes.cut(held.count_entered_hashes(num_computed))
+            hashes.cut(held.count_entered_hashes(step.num_computed))
         return hashes
 
     cdef object allocate_hashed(
-        self, object request, object request_id, RequestPages held, bint is_admission, tuple hits, RequestHashes hashes,
-        int64_t num_hashed, PageIds tokens, Step *step, int32_t num_shards
+        self, object request_id, RequestPages held, tuple hits, RequestHashes hashes, PageIds tokens, Step *step
     ):
         """Allocate for a checked call in one native transaction, then record the admission or the refusal. `hashes` belong to
         the first `num_hashed` tokens (None: no hashes are needed); those still missing are computed from `tokens`.
@@ -373,40 +330,41 @@ cdef class SlotAllocator:
         cdef Outcome outcome
         if needs_pages:
             new = new_ids(self.groups.num)
-        if needs_pages and is_admission and self.enables_caching:
-            held.session_id = require_name("session_id", getattr(request, "session_id", None))
-            tenant = require_name("tenant", getattr(request, "tenant", None))
+        if needs_pages and step.is_new and self.enables_caching:
+            held.session_id = require_name("session_id", getattr(held.owner, "session_id", None))
+            tenant = require_name("tenant", getattr(held.owner, "tenant", None))
         if hashes is not None and hashes.page_hashes:
-            self.name_pages(hashes, held, hits, step.num_computed, num_hashed)
-        if self.held.get(request_id) is not (None if is_admission else held):
+            self.name_pages(hashes, held, hits, step)
+        if self.held.get(request_id) is not (None if step.is_new else held):
             self.maps.refuse_nested(request_id)
-        if needs_pages and is_admission:
+        if needs_pages and step.is_new:
             self.held[request_id] = held  # before anything is taken, so that no interrupt can lose it
+        step.context, step.session, step.may_be_too_large = 0, NO_SESSION, self.on_too_large is not None
         try:
             if hashes is not None and (hashes.extra_keys is not None or held.session_id is not None):
                 context = self.registry.hold_context(hashes.extra_keys, held.session_id)
                 step.context = self.store.checked_context(context)
-            if is_admission and (held.session_id is not None or tenant is not None):
-                step.session = self.sessions.hold(held.session_id, tenant)
-            outcome = held.allocate_checked(step, checked, chain, tokens, num_shards, new)
+            if step.is_new and (held.session_id is not None or tenant is not None):
+                step.session = self.registry.sessions.hold(held.session_id, tenant)
+            outcome = held.allocate_checked(step, checked, chain, tokens, new)
         finally:
             if needs_pages and count_places(&held.holding) == 0:
                 self.held.pop(request_id, None)
             if step.context:
                 self.registry.release_context(step.context)
             if step.session != NO_SESSION:
-                self.sessions.release(step.session)
+                self.registry.sessions.release(step.session)
         if hashes is not None and hashes.page_hashes:
             self.registry.forget_evicted_names()
         if outcome == TOO_FEW:
             self.keep_refusal(hashes if checked else None, held, hits, step)
             return None
-        if outcome == TOO_LARGE:
-            self.store.refuse_size(f"request {shown(request_id)}", step.wrong_num, step.wrong_shard)
         if outcome != DONE:
             held.refuse(outcome, step, checked, chain)
-        if is_admission:
-            self.maps.count_admission(request, request_id, self.count_most_hit_tokens(hits))
+        if step.is_new:
+            self.maps.count_admission(held.owner, request_id, self.count_most_hit_tokens(hits))
+        if held.has_writes_due() and held not in self.maps.writing:
+            self.maps.writing.append(held)
         return pages_of(self._no_ids if new is None else new, self.store)
 
     cdef tuple read_hits(self, object request_id, object new_computed_pages):
@@ -441,18 +399,20 @@ cdef class SlotAllocator:
         """Count the tokens whose pages are among the hits of a group."""
         return <int64_t>(<PageIds?>hits[group]).num * self.groups.groups[group].stride * self.hash_page_size
 
-    cdef int check_computed(self, object request_id, const Counts *counts, tuple hits, RequestPages held) except -1:
+    cdef int check_computed(self, object request_id, const Step *step, tuple hits, RequestPages held) except -1:
         """Raise ArgumentError for more computed tokens than the request can have: they would be cached. O(groups)."""
-        cdef int64_t allowed, num_allowed, num_tokens = counts.num_computed + counts.num_new_computed
+        cdef int64_t allowed, num_allowed, num_hits = step.num_held - step.num_computed
         cdef Py_ssize_t g
-        if self.writes_states and hits is not self._no_ids:
+        if held is not None and num_hits == 0 and step.num_computed <= held.limits.num_room:
+            return 0
+        if self.groups.boundaries.writes_states and hits is not self._no_ids:
             lengths = [self.count_hit_tokens(hits, g) for g in range(self.groups.num)]
-            if any([length != num_tokens for length in lengths]):
+            if any([length != step.num_held for length in lengths]):
                 raise ArgumentError(
-                    f"request {shown(request_id)}: got {num_tokens} computed tokens, and new_computed_pages of "
+                    f"request {shown(request_id)}: got {step.num_held} computed tokens, and new_computed_pages of "
                     f"{lengths} tokens by group, allowed with a state: all equal"
                 )
-        if num_tokens == 0 or not self._no_ids:
+        if step.num_held == 0 or not self._no_ids:
             return 0
         if held is None:
             allowed = num_allowed = min(
@@ -460,26 +420,25 @@ cdef class SlotAllocator:
                 default=0,
             )
             reason = "together, the tokens of new_computed_pages, for a request that holds no pages"
-        elif counts.num_new_computed == 0:
+        elif num_hits == 0:
             allowed = num_allowed = held.limits.num_room
             reason = "the tokens for which it has slots"
         else:
-            allowed, num_allowed = 0, counts.num_computed
+            allowed, num_allowed = 0, step.num_computed
             reason = "new ones for a request that holds pages already"
-        if num_tokens > num_allowed:
+        if step.num_held > num_allowed:
             raise ArgumentError(
-                f"request {shown(request_id)}: got num_computed_tokens {counts.num_computed} and "
-                f"num_new_computed_tokens {counts.num_new_computed}, allowed: {allowed} {reason}"
+                f"request {shown(request_id)}: got num_computed_tokens {step.num_computed} and "
+                f"num_new_computed_tokens {num_hits}, allowed: {allowed} {reason}"
             )
         return 0
 
-    cdef int check_known(self, object request_id, const Counts *counts, int64_t num_known) except -1:
+    cdef int check_known(self, object request_id, const Step *step, int64_t num_known) except -1:
         """Raise ArgumentError for hits that are counted twice: behind them the new tokens are the whole request again."""
-        num_hits = counts.num_computed + counts.num_new_computed
-        if counts.num_tokens - num_hits >= num_known:
+        if step.num_tokens - step.num_held >= num_known:
             raise ArgumentError(
-                f"request {shown(request_id)}: got {counts.num_tokens - num_hits} tokens behind {num_hits} hit ones, allowed: "
-                f"fewer than its {num_known} known ones, since hits are not new"
+                f"request {shown(request_id)}: got {step.num_tokens - step.num_held} tokens behind {step.num_held} hit ones, "
+                f"allowed: fewer than its {num_known} known ones, since hits are not new"
             )
         return 0
 
@@ -497,23 +456,13 @@ cdef class SlotAllocator:
         self.registry.extend_hashes(request, num_pages * self.hash_page_size)
         return None
 
-    cdef int32_t count_shards(self, RequestPages held, bint has_hits, object hint, object data_parallel_size) except -1:
-        """Return the number of shards into which a request needs the pool divided; 0: any page will do."""
-        cdef object num_pages = self.store.pool.banks[0].stop
-        pages_per_shard = pages_per_dp_shard(num_pages, data_parallel_size)
-        if pages_per_shard is None or (hint is None and not has_hits and not count_places(&held.holding)):
-            return 0
-        return num_pages // pages_per_shard
-
-    cdef int name_pages(
-        self, RequestHashes hashes, RequestPages held, tuple hits, int64_t num_computed, int64_t num_tokens
-    ) except -1:
+    cdef int name_pages(self, RequestHashes hashes, RequestPages held, tuple hits, const Step *step) except -1:
         """Name the keys of pages that may be cached, and of their parents."""
-        cdef int64_t start = held.count_entered_hashes(num_computed)
+        cdef int64_t start = held.count_entered_hashes(step.num_computed)
         cdef Py_ssize_t g
         if hits is not self._no_ids:
             start = min([len(hits[g]) * self.groups.groups[g].stride for g in range(self.groups.num)])
-        self.registry.name_pages(hashes, start, num_tokens)
+        self.registry.name_pages(hashes, start, step.num_hashed)
         return 0
 
     cdef int keep_refusal(self, RequestHashes hashes, RequestPages held, tuple hits, const Step *step) except -1:
@@ -533,16 +482,6 @@ cdef class SlotAllocator:
             is_watched = refusal.begin_request(self.store, self.groups, hashes.chain, step.num_changes)
             hashes.refusal = refusal if is_watched else None
         return 0
-
-
-cdef object read_num_tokens(object request):
-    """Return the number of a request's tokens, checked."""
-    cdef int64_t count
-    try:
-        num_tokens = request.num_tokens
-    except AttributeError:
-        return read_count(request, "num_tokens")
-    return num_tokens if is_count(num_tokens, &count) else require_int("num_tokens", num_tokens, 0)
 
 
 @cython.freelist(64)

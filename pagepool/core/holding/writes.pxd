@@ -12,12 +12,9 @@
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memmove, memset
 
-from pagepool.core.base cimport UNKNOWN
+from pagepool.core.base cimport NEVER, UNKNOWN
 from pagepool.core.holding.forks cimport *
-from pagepool.core.pool cimport (
-    MAX_BANKS, NO_GROUP, NULL_PAGE, Pool, expect_page, find_held_free, find_within, give_back, has_free_pages, ids_in_queue,
-    now_of, take,
-)
+from pagepool.core.pool cimport expect_page, find_within, now_of
 
 
 cdef struct StateWrite:

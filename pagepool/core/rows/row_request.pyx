@@ -334,12 +334,12 @@ cdef class RowRequest:
             session=self.session,
         )
         cdef Query query = self.query()
-        cdef Py_ssize_t num_reachable, num_hashes = find_and_load(
-            batch.pool, &query, rows.groups, refusal.hits, &contents, self.shard, self.num_reserved, &loads.short_bank,
-            &num_reachable,
+        cdef Py_ssize_t num_hashes = find_and_load(
+            batch.pool, &query, refusal.hits, &contents, self.shard, self.num_reserved
         )
+        loads.short_bank = query.short_bank
         if num_hashes >= 0 and loads.short_bank != NO_BANK:
-            num_hashes = fetch_hits(batch.pool, &query, num_reachable, refusal.hits)
+            num_hashes = fetch_hits(batch.pool, &query, query.num_reachable, refusal.hits)
             if num_hashes >= 0:
                 refusal.num_loads = count_loads(&query, num_hashes, refusal.hits, loads)
         if num_hashes < 0:
@@ -367,14 +367,13 @@ cdef class RowRequest:
         cdef Batch *batch = &self.rows.batch
         cdef Holding *holding = holding_of(batch, self.row)
         cdef Py_ssize_t g, num_held = -demand.num_free_hits
+        cdef Query query
         refusal.num_slots = demand.num_tokens
         for g in range(batch.num_groups):
             num_held += count_attached(holding, demand, g)
         num_held += count_state_hits(holding, demand.hits)  # an adopted checkpoint needs no page of its own
-        refusal.begin(
-            batch.pool, self.rows.groups, digests_of(batch, self.row), batch.rows[self.row].num_hashed,
-            ids_in_shard(batch.pool, self.shard), num_held, num_changes,
-        )
+        query = self.query()
+        refusal.begin(batch.pool, &query, num_held, num_changes)
 
     cdef void fill_row(self, const Demand *demand, int32_t num_hits) noexcept:
         """Give an empty row the hits and pages of a fitting demand, and cache its full pages, except those that come from

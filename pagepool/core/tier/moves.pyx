@@ -2,8 +2,7 @@
 
 cimport cython
 
-from pagepool.core.holding cimport RequestMaps, RequestPages, StateWrite
-from pagepool.core.pool cimport give_back, id_in_bank
+from pagepool.core.holding cimport RequestMaps, StateWrite
 
 import numpy as np
 

@@ -6,15 +6,9 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t, uint64_t
 from libc.string cimport memcmp, memmove
 
-from pagepool.core.holding cimport (
-    Group, StoredKey, find_first_hit_page, find_longest, last_hash, query_of, queue_in, ranges_in,
-)
-from pagepool.core.pool cimport (
-    FLAGS, NO_GROUP, NO_SESSION, TWIN, Page, Ranges, count_free_in, digest_of, find, give_back, has_key, hit, id_in_bank,
-)
+from pagepool.core.holding cimport StoredKey
 from pagepool.core.tier.tier cimport *
-from pagepool.core.tier.transfers cimport *
-from pagepool.core.values cimport HashChain, as_list, as_page_ids, require_matrix, size_of
+from pagepool.core.values cimport as_page_ids, require_matrix
 
 import numpy as np
 

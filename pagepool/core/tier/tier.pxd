@@ -5,9 +5,15 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
-from pagepool.core.holding cimport CacheGroups, Contents, Query
-from pagepool.core.pool cimport PageStore, Pool, Tier, Transfer
-from pagepool.core.values cimport PageIds
+from pagepool.core.holding cimport (
+    CacheGroups, Contents, Group, Query, RequestPages, find_first_hit_page, find_longest, last_hash, query_of, queue_in,
+    ranges_in,
+)
+from pagepool.core.pool cimport (
+    FLAGS, TWIN, Page, PageStore, Ranges, count_free_in, digest_of, find, give_back, has_key, hit, id_in_bank,
+)
+from pagepool.core.tier.transfers cimport *
+from pagepool.core.values cimport HashChain, PageIds, as_list, size_of
 
 
 cdef enum:
@@ -36,8 +42,7 @@ cdef class FailedLoads:
 
 cdef Py_ssize_t find_reachable(Pool *pool, Query *query, int32_t shard) noexcept
 cdef Py_ssize_t find_and_load(
-    Pool *pool, Query *query, CacheGroups groups, tuple hits, const Contents *contents, int32_t shard, Py_ssize_t num_reserved,
-    int32_t *short_bank, Py_ssize_t *num_reachable,
+    Pool *pool, Query *query, tuple hits, const Contents *contents, int32_t shard, Py_ssize_t num_reserved
 ) noexcept
 cdef Py_ssize_t count_in_flight(const Tier *tier, int64_t number, bint is_load) noexcept nogil
 cdef void end_save(Pool *pool, const Transfer *transfer, bint is_done) noexcept nogil

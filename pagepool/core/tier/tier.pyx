@@ -10,17 +10,14 @@ from libc.string cimport memset
 
 from pagepool.core.base cimport MAX_TOKENS, NEVER
 from pagepool.core.holding cimport (
-    Group, RequestPages, cache_page, can_restart, contents_of, count_junction_tokens, fetch_hits, find_first_hit_page,
-    find_longest, find_lost, find_restart, find_short_bank, find_wrong, has_copies, last_hash, query_of, queue_in, ranges_in,
-    restart_from,
+    cache_page, can_restart, contents_of, count_junction_tokens, fetch_hits, find_lost, find_restart, find_short_bank,
+    find_wrong, has_copies, restart_from,
 )
 from pagepool.core.pool cimport (
-    FLAGS, MAX_BANKS, NO_BANK, NO_GROUP, SAVED, TWIN, UNSAVED, Bank, Entry, FreshPage, Page, Range, Ranges, bank_of, bare_entry,
-    cache_alone, count_free, count_free_in, count_pages_in, counted_bank, digest_of, enqueue, find, give_back, has_key, hit,
-    is_first, is_free, pull_unused, term_of, uncache, uncache_in_tier,
+    MAX_BANKS, NO_BANK, SAVED, UNSAVED, Bank, Entry, FreshPage, Range, bank_of, bare_entry, cache_alone, count_free,
+    count_pages_in, counted_bank, enqueue, is_first, is_free, pull_unused, term_of, uncache, uncache_in_tier,
 )
-from pagepool.core.tier.transfers cimport *
-from pagepool.core.values cimport HashChain, as_list, new_ids, require_instance, size_of
+from pagepool.core.values cimport new_ids, require_instance
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
@@ -460,48 +457,43 @@ def load_prefix(
     cdef int32_t checked_context = store.checked_context(context), checked_session = store.checked_session(session)
     cdef Contents contents
     cdef tuple hits = new_ids(groups.num), lost = None
-    cdef int32_t short_bank = NO_BANK
-    cdef Py_ssize_t num_reachable
     cdef Query query
     store.require_own()
     with chain.own_lock()[0]:
         store.lock_divided(num_shards)
         contents = contents_of(chain, checked_context, checked_session)
         query = query_of(groups, chain.digests, chain.num, chain.page_size, num, inside)
-        num_hashes = find_and_load(
-            &store.pool, &query, groups, hits, &contents, shard, num_kept_free, &short_bank, &num_reachable
-        )
+        num_hashes = find_and_load(&store.pool, &query, hits, &contents, shard, num_kept_free)
         store.lock.release()
     if num_hashes < 0:
         raise MemoryError("the pages of a prefix")
     if store.pool.num_banks > 1:
         lost = 1 + query.lost.states_bank, query.lost.num_for_states, query.lost.num_for_pages
-    return hits, num_hashes * chain.page_size, short_bank != NO_BANK, count_junction_tokens(&query, num_hashes), lost
+    return hits, num_hashes * chain.page_size, query.short_bank != NO_BANK, count_junction_tokens(&query, num_hashes), lost
 
 
 cdef Py_ssize_t find_and_load(
-    Pool *pool, Query *query, CacheGroups groups, tuple hits, const Contents *contents, int32_t shard, Py_ssize_t num_reserved,
-    int32_t *short_bank, Py_ssize_t *num_reachable,
+    Pool *pool, Query *query, tuple hits, const Contents *contents, int32_t shard, Py_ssize_t num_reserved
 ) noexcept:
     """Do `load_prefix` in a locked pool. Return the number of hashes of the prefix; -1, with nothing changed, if memory is
-    short. Set the bank that has too few free pages for the loads, or NO_BANK, and the number of hashes of the prefix with them.
+    short.
     """
     cdef Py_ssize_t num_all, num_hashes = find_longest(pool, query)
-    short_bank[0], num_reachable[0] = NO_BANK, num_hashes
+    query.num_reachable = num_hashes
     if pool.tier != NULL and num_hashes + query.kinds.num_hit_hashes <= query.num_digests:
         query.reaches_tier = True
         num_all = find_longest(pool, query)
         if num_all > num_hashes:
             if fetch_hits(pool, query, num_all, hits) < 0:
                 return -1
-            num_reachable[0] = num_all
-            short_bank[0] = load_absent(pool, query, groups, num_all, hits, contents, shard, num_reserved)
-            if short_bank[0] == NO_BANK:
+            query.num_reachable = num_all
+            query.short_bank = load_absent(pool, query, hits, contents, shard, num_reserved)
+            if query.short_bank == NO_BANK:
                 if pool.num_banks > 1:
                     find_lost(pool, query, num_all)
                 return num_all
             if not has_pages_of_hit(pool, query, num_all, shard):
-                short_bank[0] = NO_BANK
+                query.short_bank = NO_BANK
     if pool.num_banks > 1:
         find_lost(pool, query, num_hashes)
     return fetch_hits(pool, query, num_hashes, hits)
@@ -534,20 +526,19 @@ cdef bint has_pages_of_hit(const Pool *pool, const Query *query, Py_ssize_t num_
 
 
 cdef int32_t load_absent(
-    Pool *pool, const Query *query, CacheGroups groups, Py_ssize_t num_hashes, tuple hits, const Contents *contents,
-    int32_t shard, Py_ssize_t num_reserved,
+    Pool *pool, const Query *query, tuple hits, const Contents *contents, int32_t shard, Py_ssize_t num_reserved
 ) noexcept:
-    """Queue loads of the pages that `hits` lack. Return NO_BANK or, with nothing changed, the first bank with too few free
-    pages; the first of all if memory is short.
+    """Queue loads of the pages that `hits`, of `num_reachable` hashes, lack. Return NO_BANK or, with nothing changed, the first
+    bank with too few free pages; the first of all if memory is short.
     """
     cdef Tier *tier = pool.tier
     cdef Py_ssize_t i, first = tier.num
-    cdef bint has_room = queue_absent(pool, query, groups, num_hashes, hits)
+    cdef bint has_room = queue_absent(pool, query, hits)
     cdef Py_ssize_t num_loads = tier.num - first
     cdef int32_t *taken = <int32_t *>malloc(max(1, num_loads) * sizeof(int32_t))
     cdef int32_t short_bank = 0
     if taken != NULL and has_room:
-        short_bank = find_bank_short_of_loads(pool, groups, hits, first, shard, num_reserved)
+        short_bank = find_bank_short_of_loads(pool, query, hits, first, shard, num_reserved)
     if taken == NULL or not has_room or short_bank != NO_BANK:
         free(taken)
         tier.num -= num_loads
@@ -562,14 +553,14 @@ cdef int32_t load_absent(
         tier.items[first + i].page_id = taken[i]
         tier.loading[taken[i]] = pool.list_number
     hold_hits(pool, hits, False)
-    cache_loads(pool, query, groups, num_hashes, hits, contents, taken)
+    cache_loads(pool, query, hits, contents, taken)
     free(taken)
     find_oldest_load(pool)
     return NO_BANK
 
 
 cdef int32_t find_bank_short_of_loads(
-    const Pool *pool, CacheGroups groups, tuple hits, Py_ssize_t first, int32_t shard, Py_ssize_t num_reserved
+    const Pool *pool, const Query *query, tuple hits, Py_ssize_t first, int32_t shard, Py_ssize_t num_reserved
 ) noexcept:
     """Return the first bank with too few free pages for the transfers from `first` on, which are loads, beside the free pages
     among `hits`; NO_BANK: each has enough.
@@ -581,9 +572,9 @@ cdef int32_t find_bank_short_of_loads(
     memset(counts, 0, sizeof(counts))
     for i in range(first, tier.num):
         counts[bank_of(tier.pool, tier.items[i].tier_id)] += 1
-    for g in range(groups.num):
+    for g in range(query.num_groups):
         found = hits[g]
-        counts[groups.groups[g].bank] += count_free(pool, found.ids, found.num)
+        counts[query.groups[g].bank] += count_free(pool, found.ids, found.num)
     return find_short_bank(pool, counts, num_reserved, shard)
 
 
@@ -604,16 +595,16 @@ cdef void take_for_loads(
         start = stop
 
 
-cdef bint queue_absent(Pool *pool, const Query *query, CacheGroups groups, Py_ssize_t num_hashes, tuple hits) noexcept:
+cdef bint queue_absent(Pool *pool, const Query *query, tuple hits) noexcept:
     """Queue a load of each page that `hits` lack, without a page of the pool yet. False if memory is short."""
     cdef Tier *tier = pool.tier
     cdef const Group *group
     cdef Py_ssize_t g, place
     cdef PageIds found
     cdef Digest key
-    for g in range(groups.num):
-        group, found = &groups.groups[g], hits[g]
-        for place in range(find_first_hit_page(query, group, num_hashes), found.num):
+    for g in range(query.num_groups):
+        group, found = &query.groups[g], hits[g]
+        for place in range(find_first_hit_page(query, group, query.num_reachable), found.num):
             if found.ids[place] == NULL_PAGE:
                 if not reserve_transfers(tier, 1):
                     return False
@@ -645,17 +636,16 @@ cdef void hold_hits(Pool *pool, tuple hits, bint is_held) noexcept:
 
 
 cdef void cache_loads(
-    Pool *pool, const Query *query, CacheGroups groups, Py_ssize_t num_hashes, tuple hits, const Contents *contents,
-    const int32_t *taken,
+    Pool *pool, const Query *query, tuple hits, const Contents *contents, const int32_t *taken
 ) noexcept:
     """Cache the pages taken for loads, and add them to the hits."""
     cdef Py_ssize_t g, place, num_loads = 0
     cdef PageIds found
-    for g in range(groups.num):
+    for g in range(query.num_groups):
         found = hits[g]
-        for place in range(find_first_hit_page(query, &groups.groups[g], num_hashes), found.num):
+        for place in range(find_first_hit_page(query, &query.groups[g], query.num_reachable), found.num):
             if found.ids[place] == NULL_PAGE:
                 assert pool.pages[taken[num_loads]].group == NO_GROUP
                 found.ids[place] = taken[num_loads]
                 num_loads += 1
-                cache_page(pool, &groups.groups[g], found.ids[place], <int32_t>place, contents)
+                cache_page(pool, &query.groups[g], found.ids[place], <int32_t>place, contents)

@@ -5,7 +5,7 @@ from libc.stdint cimport INT64_MAX, int32_t
 
 from pagepool.core.base cimport Digest, rare, reserve_items
 from pagepool.core.pool cimport (
-    NO_SESSION, NULL_PAGE, Pool, Tier, Transfer, end_of_queue, fetch_entry, queue_of, record_behind, take, upper_of,
+    NO_GROUP, NO_SESSION, NULL_PAGE, Pool, Tier, Transfer, end_of_queue, fetch_entry, queue_of, record_behind, take, upper_of,
 )
 
 
