@@ -121,6 +121,7 @@ cdef inline Range find_needed(const Boundaries *boundaries, const Group *group, 
 cdef inline void _add_floor(Boundaries *boundaries, int64_t num_tokens) noexcept nogil:
     """Add the last possible boundary within `num_tokens` tokens."""
     num_tokens = min(num_tokens, <int64_t>MAX_TOKENS)
+    assert num_tokens >= 0
     add_boundary(boundaries, <int32_t>(num_tokens - num_tokens % boundaries.multiple))
 
 
@@ -138,6 +139,7 @@ cdef inline void begin_boundaries(const Boundaries *rules, Boundaries *boundarie
         boundaries.slack = 0
         if places.external_end % boundaries.multiple == 0:
             _add_floor(boundaries, places.external_end)
+    assert boundaries.multiple > 0 and 0 <= num_tokens <= MAX_TOKENS
     add_boundary(boundaries, find_resumption(boundaries, num_tokens))
     _add_floor(boundaries, places.junction)
     for i in range(places.num_named):

@@ -75,6 +75,7 @@ cdef inline void cache_waiting(Waiting *waiting) noexcept nogil:
         fetch(home_of(pool, waiting.to_cache[i].entry.key[0], waiting.to_cache[i].entry.group))
     for i in range(waiting.num_waiting):
         page = &waiting.to_cache[i]
+        assert 0 < page.page_id < pool.num_pages and page.entry.place < page.held.num_pages
         if pool.pages[page.page_id].group == NO_GROUP:
             cache(pool, page.page_id, &page.entry, &page.held.ranking, page.held.ids, page.entry.place)
     waiting.num_waiting = 0
@@ -138,4 +139,5 @@ cdef inline void cache_page(
         entry.parent_upper = contents.uppers + first - 1 if first else NULL
     if first * size + num_tokens > contents.num_token_ids:
         entry.num_tokens = 0
+    assert 0 <= place and last < contents.num_digests
     cache_alone(pool, page_id, &entry)

@@ -146,6 +146,7 @@ cdef inline bint price(
             return False
         demand.num_free_hits += num_free
         demand.num_taken_in[holding.groups[g].bank] += num_free
+    assert demand.num_new >= 0 and 0 <= demand.num_free_hits <= num_hits
     demand.num_taken = demand.num_new + demand.num_free_hits
     return True
 
@@ -319,6 +320,7 @@ cdef inline int64_t find_excess(
         )
         if hits != NULL and not is_state(&holding.groups[g].rules):
             count += _count_inside(hits[g].ids, 0, hits[g].num, inside)
+    assert count >= num_new
     return count if count > count_pages_in(pool, queue) else 0
 
 
@@ -385,6 +387,7 @@ cdef inline void take_into(
     Pool *pool, Held *held, int32_t place, int32_t n, int32_t queue, int32_t session
 ) noexcept nogil:
     """Take pages of a queue for the places from `place` on."""
+    assert 0 <= place and n <= count_free_in(pool, queue)
     take(pool, held.ids + place, n, queue, session)
     record_taken(pool, held)
 

@@ -67,6 +67,7 @@ cdef inline ForkOutcome prepare_fork(
         return SHORT_OF_PAGES
     if find_held_free(pool, num_new) != NULL_PAGE:
         return UNSHAREABLE
+    assert num_new >= 0 and num_targets > 0
     for g in range(source.num_groups):
         if find_untouchable(pool, source.held[g].ids, source.held[g].num_pages, num_targets) >= 0:
             return UNSHAREABLE
@@ -82,6 +83,7 @@ cdef inline void _fork_page(
     cdef Held *source = &forked.held[g]
     cdef Held *target = &new.held[g]
     cdef int32_t page_id = source.ids[place]
+    assert target.ids[place] == NULL_PAGE and pool.pages[page_id].ref_cnt > 0
     share(pool, page_id)
     take_into(pool, target, place, 1, queue_for(pool, &new.groups[g], shard), new.session)
     queue_copy(pool, page_id, target, place, g)
@@ -115,6 +117,7 @@ cdef inline void fork_group(
         target.num_cached = min(source.num_cached, max(n, target.num_skipped))
         target.ranking.num_ranked = min(source.ranking.num_ranked, n)
     target.num_hits = full_entries(&group.rules, extent.num_computed) if is_state(&group.rules) else target.num_cached
+    assert 0 <= target.num_skipped <= target.num_pages and n <= stop <= source.num_pages
     target.read_list = 0
     for i in range(n, stop):
         ids[i] = NULL_PAGE

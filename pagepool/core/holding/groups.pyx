@@ -243,6 +243,7 @@ cdef void plan_ends(CacheGroups groups, int32_t end_step) noexcept:
             (<Group *>item).num_read_behind = <int32_t>num_dropped
             item = item.next_alike
         num_behind = min(num_behind + multiple, <int64_t>MAX_TOKENS)
+    assert 0 <= num_dropped <= MAX_TOKENS
     boundaries.num_dropped = <int32_t>num_dropped + boundaries.num_lookahead
     if not boundaries.multiple:
         return

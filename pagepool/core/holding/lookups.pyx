@@ -24,6 +24,7 @@ cdef inline bint hits_in(Pool *pool, const Query *query, const Group *group, Dig
     """Whether a group has a page under a key."""
     if find_within(pool, key, group.id, query.ids.of_banks[group.bank]) != NULL_PAGE:
         return True
+    assert 0 <= group.bank < pool.num_banks and (pool.tier != NULL or not query.reaches_tier)
     if query.reaches_tier and find(pool.tier.pool, key, group.id) != NULL_PAGE:
         return True
     return query.num_stored and is_stored(query, key, group.id)
@@ -39,6 +40,7 @@ cdef bint is_stored(const Query *query, Digest key, int32_t group) noexcept nogi
             start = middle + 1
         else:
             stop = middle
+    assert 0 <= start == stop <= query.num_stored
     while start < query.num_stored and stored[start].key.lo == key.lo:
         if stored[start].key.hi == key.hi and stored[start].group == group:
             return True
@@ -49,6 +51,7 @@ cdef bint is_stored(const Query *query, Digest key, int32_t group) noexcept nogi
 cdef bint hits_all(Pool *pool, const Query *query, const Group *kind, Py_ssize_t page) noexcept nogil:
     """Whether a page hits in all groups of a kind."""
     cdef Digest key = query.digests[last_hash(kind, page)]
+    assert last_hash(kind, page) < query.num_digests
     while kind != NULL:
         if not hits_in(pool, query, kind, key):
             return False
@@ -63,6 +66,7 @@ cdef Py_ssize_t find_first_miss(
     later look-ups, then the records that the slots name.
     """
     cdef Py_ssize_t at, page = start
+    assert 0 <= start and stop * kind.stride <= query.num_digests
     while page < stop:
         at = last_hash(kind, page)
         if at + 2 * LOOK_AHEAD < stop * kind.stride:
@@ -81,6 +85,7 @@ cdef Py_ssize_t find_run_end(
     the end of the leading pages that hit. The first page of a run is looked up first, so misses cost O(stop / need).
     """
     cdef Py_ssize_t page
+    assert 0 < need and stop <= query.num_digests // kind.stride
     while stop >= need:
         page = stop - need
         if not hits_all(pool, query, kind, page):
@@ -111,6 +116,7 @@ cdef Py_ssize_t shorten(
     """
     cdef bint drops = query.kinds.use_eagle and not is_recheck
     cdef Py_ssize_t need, num_pages = num_hashes // kind.stride
+    assert 0 <= num_hashes <= query.num_digests
     if is_state(&kind.rules):  # the pages of attention are dropped
         return find_run_end(pool, query, kind, num_pages, 1) * kind.stride
     if kind.rules.chunk:
@@ -137,6 +143,7 @@ cdef Py_ssize_t find_longest(Pool *pool, Query *query) noexcept:
     cdef void *thread = let_others_run(num_hashes)
     num_hashes -= num_hashes % max(1, multiple)
     while num_hashes != previous:
+        assert 0 <= num_hashes and (previous < 0 or num_hashes < previous)
         previous = num_hashes
         for kind in range(query.kinds.num):
             num_hashes = shorten(pool, query, query.kinds.items[kind], num_hashes, is_recheck)
@@ -144,6 +151,7 @@ cdef Py_ssize_t find_longest(Pool *pool, Query *query) noexcept:
             if not is_recheck and hits_leading_pages(query.kinds.items[kind]):
                 query.num_full_hashes = num_hashes
         is_recheck = True
+    assert num_hashes % max(1, multiple) == 0 and num_hashes <= query.num_digests
     go_on(thread)
     return num_hashes
 
@@ -153,6 +161,7 @@ cdef Py_ssize_t count_junction_tokens(const Query *query, Py_ssize_t num_hashes)
     return 0 if they do not.
     """
     cdef Py_ssize_t num_most = query.num_full_hashes - query.kinds.num_later_drops * query.kinds.num_hit_hashes
+    assert 0 <= num_hashes <= query.num_digests
     return num_most * query.hash_size if num_most > num_hashes else 0
 
 
@@ -164,6 +173,7 @@ cdef int32_t find_bank_without(Pool *pool, const Query *query, Py_ssize_t num_ha
     cdef const Group *group
     cdef int32_t bank = NO_BANK
     cdef Py_ssize_t g
+    assert 0 < num_hashes <= query.num_digests
     for g in range(query.num_groups):
         group = &query.groups[g]
         if is_state(&group.rules) and has_left(&pool.banks[group.bank].ghost, key, group.id, EVICTED):
@@ -183,6 +193,7 @@ cdef bint has_checkpoint(Pool *pool, const Query *query, Py_ssize_t num_hashes) 
     cdef const Group *group
     cdef bint has_state = False
     cdef Py_ssize_t g
+    assert 0 < num_hashes <= query.num_digests
     for g in range(query.num_groups):
         group = &query.groups[g]
         if is_state(&group.rules):
@@ -201,6 +212,7 @@ cdef void find_lost(Pool *pool, Query *query, Py_ssize_t num_hashes) noexcept:
     cdef Py_ssize_t num_full = max(num_hashes, query.num_full_hashes), stop = num_full
     if not step or not hits_leading_pages(query.kinds.items[0]):
         return
+    assert num_hashes % step == 0 and num_full <= query.num_digests
     while stop > num_hashes:
         query.lost.states_bank = find_bank_without(pool, query, stop)
         if query.lost.states_bank != NO_BANK:
@@ -244,6 +256,7 @@ cdef Py_ssize_t fetch_hits(Pool *pool, const Query *query, Py_ssize_t num_hashes
             return -1
         found.num = num_hashes // group.stride
         start = find_first_hit_page(query, group, num_hashes)
+        assert 0 <= start <= found.num <= found.capacity
         for page in range(start):
             found.ids[page] = NULL_PAGE
         for page in range(start, found.num):
@@ -400,6 +413,7 @@ cdef class RefusedRequest:
         watch.num_changes, watch.num_reused, watch.num_unwatched = num_changes, pool.num_reused, pool.num_unwatched
         watch.num_held = num_held
         self.count_free_hits(pool)
+        assert 0 <= num_held and num_changes <= count_changes(pool)
         if not self.hits or self.num_loads or query.num_groups > 1 or not hits_leading_pages(group):
             return
         if num_changes != count_changes(pool):
@@ -439,6 +453,7 @@ cdef class RefusedRequest:
         cdef Py_ssize_t last
         if watch.num_reused != pool.num_reused:
             return False
+        assert watch.num_changes <= count_changes(pool) and watch.num_unwatched <= pool.num_unwatched
         if not watch.stride:
             return watch.num_changes == count_changes(pool)
         if self.chain is not None:  # a refused call may have hashed fewer tokens than the look-up does
@@ -454,6 +469,7 @@ cdef class RefusedRequest:
             watch.num_unwatched += 1
         if watch.num_unwatched != pool.num_unwatched or not ends_at(pool, watch, watch.num_pages):
             return False
+        assert watch.num_unwatched == pool.num_unwatched and 0 <= watch.num_pages
         self.num_hit_tokens = watch.num_pages * watch.page_size
         return True
 
@@ -463,6 +479,7 @@ cdef class RefusedRequest:
         """
         if pool.num_banks > 1:
             return False
+        assert num_pages >= 0 and self.watch.num_held >= 0
         return not has_free_pages(pool, num_pages - self.watch.num_held, num_reserved, self.shard)
 
     cdef void count_free_hits(self, Pool *pool) noexcept:
@@ -494,6 +511,7 @@ cdef class RefusedRequest:
             count += 1
             num_states += num > 0
             num_free_states += num > 0 and count_free(pool, &found.ids[num - 1], 1)
+        assert num_free_states <= num_states <= holding.num_groups
         return count - num_states if num_states == num_free_states else count  # checkpoints would be adopted
 
     cdef bint is_request_short(self, int64_t num_pages, Py_ssize_t num_reserved) noexcept:

@@ -83,6 +83,7 @@ cdef inline void drop_copies(Pool *pool, const Holding *holding) noexcept nogil:
         if _is_held_last(&holding.held[copies.items[i].group], copies.items[i].dst):
             give_back(pool, copies.items[i].src)
         else:
+            assert num_kept <= i
             copies.items[num_kept] = copies.items[i]
             num_kept += 1
     copies.num = num_kept
@@ -116,6 +117,7 @@ cdef inline void record_loads(const Pool *pool, const Holding *holding, int64_t 
     cdef Py_ssize_t g
     for g in range(holding.num_groups if number else 0):
         holding.held[g].load_number = number
+        assert 0 < number <= pool.list_number
         if number == pool.list_number:
             holding.held[g].due_list = number
 

@@ -97,6 +97,7 @@ cdef bint list_last_first(
             if not are_chosen or (page_id != NULL_PAGE and (i < stop and not is_kept(&pool.pages[page_id])) == are_worthless):
                 listed.ids[num] = page_id
                 num += 1
+    assert listed.num <= num <= listed.capacity
     listed.num = num
     return True
 
@@ -181,8 +182,10 @@ cdef class RequestPages:
         if self.writes.num or has_moves_due(&self.store.pool, &self.holding):
             self.limits.num_skip = 0
         self.num_cached_tokens, self.num_idle = self.holding.num_once_cached, self.limits.num_room
+        assert 0 <= self.limits.num_room <= self.max_num_tokens and self.holding.num_once_cached >= 0
         for g in range(self.holding.num_groups):
             group, held = &self.holding.groups[g], &self.holding.held[g]
+            assert 0 <= held.num_skipped <= held.num_pages and 0 <= held.num_hits and 0 <= held.num_cached
             if keeps_checkpoints(group):
                 self.num_idle = min(self.num_idle, find_checkpoint(&self.holding, g))
             elif group.id != NO_GROUP:
@@ -258,6 +261,7 @@ cdef class RequestPages:
             boundary = find_next_boundary(&self.boundaries, <int32_t>min(step.num_held, <int64_t>MAX_TOKENS))
             if self.writes.num or boundary <= num_keyed:
                 step.num_hashed = max(step.num_hashed, num_keyed)
+        assert 0 <= step.num_hashed <= step.num_known
 
     def find_last_write(self, num_tokens) -> int:
         """Return the number of tokens of the last state that steps wrote among the first `num_tokens` tokens and that is not
@@ -268,6 +272,7 @@ cdef class RequestPages:
         cdef Py_ssize_t i
         with self.store.own_lock()[0]:
             for i in range(self.writes.num_taken):
+                assert 0 < self.writes.items[i].num_tokens and self.writes.items[i].row == 0
                 if self.writes.items[i].num_tokens <= most:
                     last = max(last, self.writes.items[i].num_tokens)
         return last
@@ -325,6 +330,7 @@ cdef class RequestPages:
             if tokens is not None and not chain.extend_locked(tokens, b""):
                 return NO_MEMORY
             self.store.lock_divided(step.num_shards)
+            assert step.num_shards == 0 or self.store.pool.num_shards == step.num_shards
             step.demand.hits = array
             outcome = allocate_locked(self, step, chain, new)
             self.store.lock.release()
@@ -359,11 +365,13 @@ cdef class RequestPages:
                 outcome = prepare_fork(pool, &self.holding, &extent, 1, shard)
             if outcome == FORKED:
                 target.boundaries = self.boundaries
+                assert target.holding.session == NO_SESSION
                 set_session(&pool.sessions, &target.holding.session, checked_session or self.holding.session)
             for g in range(self.holding.num_groups if outcome == FORKED else 0):
                 fork_group(pool, &self.holding, &target.holding, <int32_t>g, &extent, shard)
             self.plan()
             target.plan()
+            assert outcome != FORKED or count_places(&target.holding) <= count_places(&self.holding)
         if is_past_pages:
             raise ArgumentError(
                 f"num_computed_tokens: got {num_computed}, allowed: as many as the request had, since pages that further "
@@ -460,6 +468,7 @@ cdef class RequestPages:
         lock_chain(chain, self.store)
         self.store.lock.acquire()
         contents = contents_of(chain, checked_context, self.holding.session)
+        assert 0 <= num_computed <= MAX_TOKENS
         # Check before pages are cached or kept, or the queue is divided.
         if self.holding.boundaries != NULL or given is not None or step.num_to_cache:
             overdrawn = find_overdrawn(pool, &self.holding)
@@ -486,6 +495,7 @@ cdef class RequestPages:
                 forget_uncomputed(pool, &self.holding, num_computed, &contents)
             empty(&self.holding)
             self.holding.num_once_cached = 0
+            assert count_places(&self.holding) == 0
             set_session(&pool.sessions, &self.holding.session, NO_SESSION)
             self.plan()
         self.store.lock.release()
@@ -540,6 +550,7 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
             cache_full(pool, holding, &contents, min(step.num_to_cache, request.limits.num_room))
         plan_writes(pool, holding, &request.writes, step, &contents)
     request.plan()
+    assert outcome != DONE or request.limits.num_room >= min(step.demand.num_tokens, request.max_num_tokens)
     return outcome
 
 
@@ -548,6 +559,8 @@ cdef void settle_before(RequestPages request, const Step *step, const Contents *
     cdef Pool *pool = &request.store.pool
     cdef int64_t num_cached_first = min(step.num_cached_first, request.limits.num_room)
     cdef Py_ssize_t g
+    assert request.writes.num == request.writes.num_taken and step.num_final <= step.num_computed
+    assert 0 <= num_cached_first <= step.num_computed
     rewind(request, step.num_computed)
     end_writes(request, contents, min(step.num_final, step.num_to_cache), step.num_computed)
     if num_cached_first and contents.num_digests:
@@ -565,6 +578,7 @@ cdef bint reserve(Pool *pool, const Holding *holding, const Demand *demand, tupl
         held = &holding.held[g]
         n = count_needed(holding, demand, g)
         num_held = held.num_pages + count_attached(holding, demand, g) + n
+        assert n >= 0 and num_held >= held.num_pages
         if n > pool.num_pages:  # it will not fit
             continue
         if not reserve_ids(held, num_held):
@@ -590,6 +604,7 @@ cdef Outcome take_demanded(Pool *pool, Holding *holding, Step *step, tuple new) 
     if result != FITS:
         count_refusal(pool, queue_of_bank(demand.short_bank) if pool.num_banks > 1 else -1)
         step.num_changes = count_changes(pool)
+        assert 0 <= demand.short_bank < pool.num_banks and (demand.num_new or demand.hits != NULL)
         return TOO_FEW
     if rare(step.session != NO_SESSION):
         set_session(&pool.sessions, &holding.session, step.session)
@@ -598,6 +613,7 @@ cdef Outcome take_demanded(Pool *pool, Holding *holding, Step *step, tuple new) 
         held = &holding.held[g]
         n = held.num_pages if demand.num_adopted and is_state(&holding.groups[g].rules) else 0
         n += take_missing(pool, &holding.groups[g], held, demand.num_tokens, demand.shard, holding.session)
+        assert 0 <= n <= held.num_pages and pages_for(&holding.groups[g].rules, demand.num_tokens) <= held.num_pages
         (<PageIds>new[g]).put(held.ids + held.num_pages - n, n)
     copy_states(pool, holding, demand)
     return DONE
@@ -610,6 +626,7 @@ cdef int cache_computed(RequestPages request, HashChain chain, Step *step, bint 
     cdef int32_t num_tokens = <int32_t>min(step.num_to_cache, <int64_t>MAX_TOKENS)
     cdef Contents contents
     cdef bint is_right
+    assert is_external or not is_failed
     lock_chain(chain, request.store)
     request.store.lock.acquire()
     contents = contents_of(chain, step.context, holding.session)
@@ -635,6 +652,7 @@ cdef int cache_computed(RequestPages request, HashChain chain, Step *step, bint 
 cdef void end_writes(RequestPages request, const Contents *contents, int64_t num_final, int64_t num_computed) noexcept:
     """Cache the states written among final tokens, and drop those behind the computed ones."""
     cache_writes(&request.store.pool, &request.holding, &request.writes, contents, num_final, UNKNOWN)
+    assert 0 <= request.writes.num_taken <= request.writes.num <= request.writes.capacity
     drop_behind(&request.store.pool, &request.writes, 0, num_computed)
 
 
@@ -649,6 +667,7 @@ cdef void rewind(RequestPages request, int64_t num_computed) noexcept:
         holding.num_once_cached = <int32_t>request.num_cached_tokens
         for g in range(holding.num_groups):
             recompute_from(&holding.groups[g], &holding.held[g], <int32_t>num_computed)
+            assert holding.held[g].num_cached <= full_entries(&holding.groups[g].rules, <int32_t>num_computed)
 
 
 cdef int refuse_hits(RequestPages request, tuple hits, HashChain chain) except -1:

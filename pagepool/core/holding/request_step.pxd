@@ -49,6 +49,7 @@ cdef inline void begin_step(Step *step, int64_t num_lookahead, bint caches_compu
     are cached once they are computed, not when they get slots.
     """
     cdef int64_t num_keyed = max(<int64_t>0, step.num_known - num_lookahead)
+    assert 0 <= step.num_computed <= step.num_held <= step.num_before <= step.num_tokens and step.num_known >= 0
     step.num_to_cache, step.num_cached_first, step.num_final = 0, 0, step.num_computed
     if step.may_overwrite:
         return
@@ -57,6 +58,7 @@ cdef inline void begin_step(Step *step, int64_t num_lookahead, bint caches_compu
         step.num_final = min(step.num_final, num_keyed)
     if num_lookahead or caches_computed:
         step.num_cached_first = min(step.num_computed, step.num_to_cache)
+    assert step.num_cached_first <= step.num_to_cache and step.num_final <= step.num_computed
 
 
 cdef inline bint lacks_pages(const Holding *holding, int32_t num_computed) noexcept nogil:
@@ -88,6 +90,7 @@ cdef inline bint is_too_large(const Pool *pool, const Holding *holding, Step *st
             step.wrong_num = find_any_excess(
                 pool, holding, demand.hits, demand.num_new_in, num_computed, &step.wrong_shard
             )
+    assert step.wrong_num == 0 or step.wrong_num > count_pages_in(pool, step.wrong_shard)
     return step.wrong_num > 0
 
 
@@ -106,6 +109,7 @@ cdef inline bint has_foreign_entry(
             continue
         stop = min(step.num_to_cache // group.rules.page_size, <int64_t>(contents.num_digests // group.stride))
         for i in range(min(held.num_cached, full_entries(&group.rules, num_computed)), min(stop, <int64_t>held.num_pages)):
+            assert i < held.num_pages and last_hash(group, i) < contents.num_digests
             if is_cached_otherwise(pool, held.ids[i], contents.digests[last_hash(group, i)], group.id):
                 step.wrong_page, step.wrong_at, step.wrong_num = held.ids[i], i, held.num_pages
                 return True
@@ -131,6 +135,7 @@ cdef inline bint overwrites_entry(
         if contents.num_lookahead:
             start = min(start, <int64_t>(contents.num_digests // group.stride))
         for i in range(start, stop):
+            assert 0 <= i < held.num_pages
             if held.ids[i] == NULL_PAGE or pool.pages[held.ids[i]].group == NO_GROUP:
                 continue
             if last_hash(group, i) >= contents.num_digests or is_cached_otherwise(
@@ -147,10 +152,12 @@ cdef inline Outcome check(
     """Return the reason why a step cannot be done; DONE if it can be tried."""
     if has_moves_due(pool, holding):
         return MOVES_DUE
+    assert step.num_computed >= 0 and step.num_to_cache >= 0 and step.demand.num_tokens >= 0
     if step.demand.hits != NULL and count_places(holding):
         return NOT_EMPTY
     if not price(pool, holding, &step.demand, contents.digests, contents.num_digests):
         return WRONG_HIT
+    assert step.demand.num_taken == step.demand.num_new + step.demand.num_free_hits and step.demand.num_new >= 0
     if not step.may_be_too_large and is_too_large(pool, holding, step):
         return TOO_LARGE
     if is_past_skip:
@@ -179,12 +186,14 @@ cdef inline int32_t find_common_shard(
                 return -1
             if ids[i] != NULL_PAGE:
                 shard = shard_of(pool, ids[i])
+    assert shard < max(1, pool.num_shards)
     return shard if shard >= 0 else hinted
 
 
 cdef inline void stay_in_shard(const Pool *pool, const Holding *holding, Step *step) noexcept nogil:
     """Demand new pages from the shard that has all pages or hits, if there is one. O(pages)."""
     cdef int32_t shard = find_common_shard(pool, holding, &step.demand, step.demand.shard) if step.num_shards else -1
+    assert step.demand.shard < max(1, pool.num_shards) and shard < max(1, pool.num_shards)
     if shard >= 0:
         step.demand.shard = shard
 
@@ -211,6 +220,7 @@ cdef inline void cache_full(Pool *pool, const Holding *holding, const Contents *
         num_hashed = <int64_t>(contents.num_digests // group.stride) * group.rules.page_size
         cache_full_pages(&waiting, group, &holding.held[g], contents, min(num_tokens, num_hashed))
     cache_waiting(&waiting)
+    assert waiting.num_waiting == 0 and waiting.num_to_hash == 0
 
 
 cdef inline int32_t find_first_shard(const Pool *pool, const Holding *holding) noexcept nogil:
@@ -228,6 +238,7 @@ cdef inline int64_t capacity_for(int64_t num_pages) noexcept nogil:
     cdef int64_t capacity = 4 if num_pages else 0
     while capacity < num_pages:
         capacity *= 2
+    assert num_pages <= capacity
     return capacity
 
 
@@ -242,6 +253,7 @@ cdef inline bint make_room(const Holding *target, const Holding *source) noexcep
     """Make room in a request for the pages that another one holds; False if memory is short."""
     cdef Py_ssize_t g
     for g in range(source.num_groups):
+        assert target.held[g].num_pages == 0 and source.held[g].num_pages >= 0
         if not reserve_ids(&target.held[g], source.held[g].num_pages):
             return False
     return True
@@ -268,6 +280,7 @@ cdef inline void plan_writes(
     while end <= num_planned:
         checkpoint.num_tokens = end
         checkpoint.contents = contents if are_hashed(holding, contents, end) else NULL
+        assert end % holding.boundaries.multiple == 0
         if end >= step.num_before:
             write_checkpoint(pool, holding, writes, &checkpoint)
         end = find_next_boundary(holding.boundaries, end)
@@ -294,6 +307,7 @@ cdef inline void cache_writes(
         ):
             i += 1
             continue
+        assert write.row == 0 and write.num_tokens > 0 and keeps_checkpoints(&holding.groups[write.group])
         remove_write(writes, i)
         shard = shard_of(pool, write.page_id) if pool.num_shards else -1
         cache_written(pool, &holding.groups[write.group], &write, contents, shard)

@@ -51,6 +51,7 @@ cdef inline void forget_uncomputed(
             end = (i + 1) * group.stride
             if is_state(&group.rules) and not _is_checkpoint(holding, (i + 1) * group.rules.entry_size):
                 continue
+            assert end > 0 and (is_state(&group.rules) or i < held.num_pages)
             page_id = NULL_PAGE if is_state(&group.rules) else held.ids[i]
             _forget_page(pool, page_id, &contents.digests[end - 1] if end <= contents.num_digests else NULL, group.id)
 
@@ -68,6 +69,7 @@ cdef inline void give_back_from(
     Pool *pool, const Group *group, Held *held, int64_t place, int32_t num_computed
 ) noexcept nogil:
     """Give back the pages from a place on, the last first. Tokens from `num_computed` on are computed again."""
+    assert place >= 0 and 0 <= held.num_skipped <= held.num_pages
     while held.num_pages > place:
         held.num_pages -= 1
         give_back(pool, held.ids[held.num_pages])
@@ -114,6 +116,7 @@ cdef inline int32_t find_restart(const Pool *pool, const Holding *holding, int32
             kept = _count_kept(pool, group, &holding.held[g], min(changed, restart), restart)
             if kept < pages_for(&group.rules, restart):
                 restart = kept * group.rules.page_size
+    assert 0 <= restart <= most
     return restart
 
 
@@ -146,6 +149,7 @@ cdef inline void restart_from(
     cdef int32_t keep, page_id
     for g in range(holding.num_groups):
         group, held = &holding.groups[g], &holding.held[g]
+        assert changed >= 0 and restart >= 0 and num_tokens >= 0
         keep = _count_kept(pool, group, held, changed, num_tokens)
         for j in range(held.num_pages - 1, full_pages(&group.rules, changed) - 1, -1):
             page_id = held.ids[j]

@@ -110,6 +110,7 @@ cdef inline int32_t _keep_needed(
         if needed.stop >= stop:
             return stop
         needed = find_needed(boundaries, group, needed.stop)
+    assert needed.start >= stop
     return needed.start
 
 
@@ -144,6 +145,7 @@ cdef inline void skip_pages(Pool *pool, const Holding *holding, Py_ssize_t g, in
     none: if a load fails, they are needed again.
     """
     cdef int32_t stop = _find_skip_stop(&holding.groups[g], &holding.held[g], num_computed)
+    assert 0 <= stop <= holding.held[g].num_pages and num_computed >= 0
     if stop > holding.held[g].num_skipped and not waits_for_loads(pool, &holding.held[g]):
         _skip_to(pool, holding, g, stop)
 

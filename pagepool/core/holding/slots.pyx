@@ -226,6 +226,7 @@ cdef class SlotAllocator:
         if step.is_new:
             held = self.start(request, hashes, step)
         held.count_hashed(step, self.num_lookahead)
+        assert 0 <= step.num_hashed <= max(step.num_known, step.num_tokens)
         if has_hits:
             step.num_hashed = max(step.num_hashed, self.count_most_hit_tokens(hits))
         self.choose_shard(step, held, has_hits, hint, data_parallel_size)
@@ -253,6 +254,7 @@ cdef class SlotAllocator:
             )
             if hashes is not None and hashes.request is request and hashes.query is not None:
                 junction = hashes.query[3]
+            assert 0 <= junction and step.num_held <= step.num_before
             held.fix_boundaries(
                 count_known(request), junction, step.num_before if step.num_before > step.num_held else 0,
                 as_page_ids(counts, "resume_at"),
@@ -265,6 +267,7 @@ cdef class SlotAllocator:
         if not step.may_overwrite or self.has_state:
             step.num_known = count_known(request)
         begin_step(step, self.num_lookahead, self.caches_computed)
+        assert step.may_overwrite or self.enables_caching
         return 0
 
     cdef int choose_shard(
@@ -283,11 +286,13 @@ cdef class SlotAllocator:
             step.demand.shard, step.num_shards = found
         elif pages_per_shard is not None and (has_hits or count_places(&held.holding)):
             step.num_shards = num_pages // pages_per_shard
+        assert -1 <= step.demand.shard < max(1, step.num_shards)
         return 0
 
     cdef int cut_replaced(self, RequestHashes hashes, RequestPages held, int64_t num_computed) except -1:
         """Forget the hashes of tokens that may have been replaced: the request was set back, before tokens of its look-up."""
         cdef int64_t num_sure = max(<int64_t>0, num_computed - self.num_lookahead) // self.hash_page_size
+        assert 0 <= num_sure and num_computed < held.num_looked_up
         if hashes is not None and hashes.chain.num > num_sure:
             hashes.cut(num_sure)
         held.note_looked_up(0)
@@ -298,6 +303,7 @@ cdef class SlotAllocator:
         cdef int64_t num_pages
         if refusal.hits is not hits:
             return False
+        assert self.groups.num == 1 and refusal.shard < 0
         num_pages = max(pages_for(&self.groups.groups[0].rules, step.demand.num_tokens), <int64_t>len(hits[0]))
         if num_pages >= self.store.pool.num_pages and self.on_too_large is None:
             return False
@@ -339,6 +345,7 @@ cdef class SlotAllocator:
             self.maps.refuse_nested(request_id)
         if needs_pages and step.is_new:
             self.held[request_id] = held  # before anything is taken, so that no interrupt can lose it
+        assert held.num_looked_up == 0 if step.is_new else self.held[request_id] is held
         step.context, step.session, step.may_be_too_large = 0, NO_SESSION, self.on_too_large is not None
         try:
             if hashes is not None and (hashes.extra_keys is not None or held.session_id is not None):
@@ -365,6 +372,7 @@ cdef class SlotAllocator:
             self.maps.count_admission(held.owner, request_id, self.count_most_hit_tokens(hits))
         if held.has_writes_due() and held not in self.maps.writing:
             self.maps.writing.append(held)
+        assert held.limits.num_room >= step.demand.num_tokens and count_places(&held.holding) >= self.groups.num
         return pages_of(self._no_ids if new is None else new, self.store)
 
     cdef tuple read_hits(self, object request_id, object new_computed_pages):
@@ -447,6 +455,7 @@ cdef class SlotAllocator:
         cdef PageIds tokens
         if hashes.chain.num >= num_pages:
             return None
+        assert num_pages > 0
         if self.hashes_natively and hashes.extra_keys is None:
             token_ids = request.all_token_ids
             if type(token_ids) is list:
@@ -460,6 +469,7 @@ cdef class SlotAllocator:
         """Name the keys of pages that may be cached, and of their parents."""
         cdef int64_t start = held.count_entered_hashes(step.num_computed)
         cdef Py_ssize_t g
+        assert len(hits) == self.groups.num
         if hits is not self._no_ids:
             start = min([len(hits[g]) * self.groups.groups[g].stride for g in range(self.groups.num)])
         self.registry.name_pages(hashes, start, step.num_hashed)
@@ -469,6 +479,7 @@ cdef class SlotAllocator:
         """Remember the hits of a refused request. If its hashes were cut since the look-up, the refusal before has them."""
         cdef Py_ssize_t g
         cdef RefusedRequest refusal
+        assert 0 < step.demand.num_taken and step.wrong_page == NULL_PAGE
         if self.on_too_large is not None:
             attached = [hits[g] for g in range(self.groups.num) if not is_state(&self.groups.groups[g].rules)]
             self.on_too_large(self.store.pool.num_pages, (*held.get_page_ids(), *attached), step.demand.num_new)

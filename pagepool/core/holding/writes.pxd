@@ -85,6 +85,7 @@ cdef inline bint _has_pages_for(
     cdef const Group *group
     cdef Py_ssize_t g
     memset(num_states_in, 0, sizeof(num_states_in))
+    assert checkpoint.shard < max(1, pool.num_shards)
     for g in range(holding.num_groups):
         num_states_in[holding.groups[g].bank] += keeps_checkpoints(&holding.groups[g])
     for g in range(holding.num_groups):
@@ -117,6 +118,7 @@ cdef inline Py_ssize_t write_checkpoint(
             pool.banks[group.bank].num_passed_checkpoints += 1
             continue
         take(pool, &page_id, 1, queue_for(pool, group, checkpoint.shard), holding.session)
+        assert pool.pages[page_id].group == NO_GROUP and pool.pages[page_id].ref_cnt == 1
         record_taken(pool, &holding.held[g])
         note_write(
             writes, StateWrite(row=checkpoint.row, group=<int32_t>g, page_id=page_id, num_tokens=checkpoint.num_tokens)
@@ -138,6 +140,7 @@ cdef inline bint cache_written(
 
 cdef inline void give_back_written(Pool *pool, int32_t page_id, int32_t term) noexcept nogil:
     """Give back the page of a write, with a term if it is cached and the term is known."""
+    assert pool.pages[page_id].ref_cnt > 0 and UNKNOWN <= term <= NEVER
     give_back(pool, page_id)
     if term != UNKNOWN and pool.pages[page_id].group != NO_GROUP:
         expect_page(pool, page_id, term, now_of(&pool.expected))

@@ -105,6 +105,7 @@ cdef Moves moves_of(int64_t number, object columns, Py_ssize_t num_saves, Py_ssi
     cdef Moves moves = Moves.__new__(Moves)
     cdef Py_ssize_t num = num_saves + num_loads
     columns.flags.writeable = False
+    assert num_saves >= 0 and num_loads >= 0 and num <= columns.shape[1]
     moves.number, moves.writes = number if num else 0, writes
     moves.saves = copies_of(columns[:, :num_saves]) if num_saves else NO_COPIES
     moves.loads = copies_of(columns[:, num_saves:num]) if num_loads else NO_COPIES
@@ -155,6 +156,7 @@ cdef StateWrites take_request_writes(PageStore store, RequestMaps maps):
                     taken[3, at] = write.group
                     at += 1
                 held.writes.num_taken = held.writes.num
+            assert at == len(request_ids)
         maps.writing = []
     writes = writes_of(columns)
     writes.rows, writes.request_ids = None, tuple(request_ids)
@@ -185,6 +187,7 @@ cdef Moves take_with(PageStore store, StateWrites writes, int64_t *last_step):
                 num_loads = num - num_saves - pool.copies.num
                 copy_transfers(pool, &taken[0, 0], num, num_saves)
                 copy_copies(pool, &taken[0, 0] + num_saves + num_loads, num)  # there may be none
+                assert pool.copies.num == 0 and (pool.tier == NULL or pool.tier.num_due == 0)
                 pool.list_number += 1
     return moves_of(number, columns, num_saves, num_loads, writes)
 
@@ -224,6 +227,7 @@ cdef void copy_copies(Pool *pool, int32_t *taken, Py_ssize_t stride) noexcept no
     for i in range(pool.copies.num):
         taken[i] = id_in_bank(pool, pool.copies.items[i].src)
         taken[stride + i] = id_in_bank(pool, pool.copies.items[i].dst)
+        assert pool.pages[pool.copies.items[i].src].ref_cnt > 0 and pool.copies.items[i].dst != NULL_PAGE
         taken[2 * stride + i] = pool.copies.items[i].group
         give_back(pool, pool.copies.items[i].src)
     pool.copies.num = 0

@@ -25,6 +25,7 @@ cdef void queue_unstored(Pool *pool, int32_t page_id) noexcept nogil:
     """Queue a cached page of the tier for storage. If memory is short it is not stored."""
     cdef Tier *storage = pool.tier
     cdef const Page *page = &pool.pages[page_id]
+    assert storage.pool == NULL and page.group != NO_GROUP and storage.num == storage.num_due
     if not reserve_transfers(storage, 1):
         storage.counters.num_refused_pages += 1
         return
@@ -36,6 +37,7 @@ cdef void queue_unstored(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef void store_evicted(Pool *pool, int32_t page_id) noexcept nogil:
     """Queue a page that the tier evicts, unless another of its pages has the content, or it was used too seldom."""
+    assert pool.pages[page_id].group != NO_GROUP and pool.tier.uses != NULL
     if not pool.pages[page_id].group & TWIN and pool.tier.uses[page_id] >= pool.tier.min_uses:
         queue_unstored(pool, page_id)
 
@@ -48,6 +50,7 @@ cdef void store_cached(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef void count_cached(Pool *pool, int32_t page_id) noexcept nogil:
     """Count the first use of a page that reached the tier, and note the step."""
+    assert 0 < page_id < pool.num_pages and pool.tier.num_steps >= 0
     pool.tier.uses[page_id] = 1
     pool.tier.arrivals[page_id] = pool.tier.num_steps
 
@@ -71,6 +74,7 @@ def link_storage(PageStore store not None, bint writes_through=False, min_uses=1
         raise MemoryError("the storage behind a tier")
     with store.own_lock()[0]:
         is_new = pool.tier == NULL
+        assert storage.num == storage.num_due == 0 or not is_new
         if is_new:
             for page_id in range(1, pool.num_pages):
                 uses[page_id] = pool.pages[page_id].group != NO_GROUP
@@ -131,6 +135,7 @@ def take_unstored(PageStore store not None, num_steps=0) -> tuple:
                     id_view[1, num_due] = 0 if item.is_void else id_in_bank(&tier.pages.pool, item.page_id)
                     step_view[num_due] = item.number + num_waiting
                     num_due += 1
+                assert num_kept + num_due == storage.num
                 storage.num = storage.num_due = num_kept
             num = storage.num
     return keys[:num_due], ids[0, :num_due], ids[1, :num_due], steps[:num_due], now, num_clears
@@ -138,6 +143,7 @@ def take_unstored(PageStore store not None, num_steps=0) -> tuple:
 
 cdef bint is_waiting(const Pool *pool, const Transfer *item, int64_t last_settled) noexcept nogil:
     """Whether a page that is not settled yet is still in the tier."""
+    assert not item.is_load and (item.is_void or 0 < item.page_id < pool.num_pages)
     return not item.is_void and item.number > last_settled and has_key(&pool.pages[item.page_id], item.key, item.group)
 
 
@@ -148,6 +154,7 @@ cdef StoredKey *read_keys(object keys, object group_ids, Py_ssize_t num_groups, 
     cdef Py_ssize_t i
     cdef StoredKey *copied
     num[0] = key_view.shape[0]
+    assert num[0] >= 0 and num_groups >= 0
     if key_view.shape[1] != 2 or num[0] != group_view.num:
         raise ArgumentError(f"keys: got shape {keys.shape} for {group_view.num} groups, allowed: [{group_view.num}, 2]")
     for i in range(num[0]):
@@ -206,6 +213,7 @@ def begin_fills(
             for i in range(num if has_room and tier_pages.storage.num_clears == 0 else 0):
                 taken[i] = id_in_bank(tier.pool, begin_fill(&store.pool, &wanted[i], groups.groups, number))
                 num_taken += taken[i] != NULL_PAGE
+            assert num_taken <= num and tier.num_fills >= 0
             tier.num_fills += num_taken > 0
     finally:
         free(wanted)
@@ -221,11 +229,13 @@ cdef int32_t begin_fill(Pool *pool, const StoredKey *wanted, const Group *groups
     cdef Tier *tier = pool.tier
     cdef int32_t tier_id = NULL_PAGE, queue = queue_in(tier.pool, groups[wanted.group].bank, -1)
     cdef Transfer *at = &tier.items[tier.num - tier.num_due]
+    assert 0 <= tier.num_due <= tier.num < tier.capacity and number > 0
     if find(pool, wanted.key, wanted.group) != NULL_PAGE or find(tier.pool, wanted.key, wanted.group) != NULL_PAGE:
         return NULL_PAGE
     if count_free_in(tier.pool, queue) == 0:
         return NULL_PAGE
     take(tier.pool, &tier_id, 1, queue, NO_SESSION)
+    assert tier.pool.pages[tier_id].ref_cnt == 1 and tier.pool.pages[tier_id].group == NO_GROUP
     if rare(tier.pool.uppers != NULL):
         tier.pool.uppers[tier_id] = wanted.upper
     memmove(at + 1, at, tier.num_due * sizeof(Transfer))
@@ -259,6 +269,7 @@ def end_fills(PageStore store not None, number, failed=()) -> None:
             if tier.items[i].number == -checked:
                 at -= 1
                 end_save(&store.pool, &tier.items[i], not flags[at])
+        assert at == 0
         forget_list(tier, -checked)
     if num == 0:
         raise ArgumentError(f"number: got {checked}, allowed: that of pages being filled")
@@ -327,6 +338,7 @@ cdef Py_ssize_t copy_absent(
             if find(pool, key, group.id) == NULL_PAGE and find(pool.tier.pool, key, group.id) == NULL_PAGE:
                 listed[num] = StoredKey(key=key, upper=Digest(lo=0, hi=0), group=group.id)
                 num += 1
+    assert num <= query.num_digests * query.num_groups
     return num
 
 
@@ -341,6 +353,7 @@ cdef void use_present(Pool *pool, const Query *query, Py_ssize_t num_hashes) noe
         for page in range(num_hashes // group.stride - 1, find_first_hit_page(query, group, num_hashes) - 1, -1):
             key = query.digests[last_hash(group, page)]
             tier_id = find(pool.tier.pool, key, group.id)
+            assert tier_id == NULL_PAGE or tier_id < pool.tier.pool.num_pages
             if tier_id != NULL_PAGE and find(pool, key, group.id) == NULL_PAGE:
                 hit(pool.tier.pool, &tier_id, 1, NO_SESSION)
                 give_back(pool.tier.pool, tier_id)

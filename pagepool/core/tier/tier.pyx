@@ -30,6 +30,7 @@ cdef bint save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noex
     if tier_id != NULL_PAGE:
         keep_longer(tier, tier_id)
         return True
+    assert 0 < page_id < pool.num_pages and group >= 0
     if tier.uses != NULL and tier.uses[page_id] < tier.min_uses:
         return False
     if count_free_in(tier.pool, queue_of(pool, page_id)) == 0 or not reserve_transfers(tier, 1):
@@ -42,6 +43,7 @@ cdef bint save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noex
 cdef void keep_longer(Tier *tier, int32_t tier_id) noexcept nogil:
     """Let a page of the tier be evicted as if it was just used. For storage behind the tier that is no use."""
     cdef uint8_t uses = tier.pool.tier.uses[tier_id] if tier.pool.tier != NULL else 0
+    assert tier.pool.pages[tier_id].group != NO_GROUP
     hit(tier.pool, &tier_id, 1, NO_SESSION)
     give_back(tier.pool, tier_id)
     if tier.pool.tier != NULL:
@@ -54,6 +56,7 @@ cdef void save_evicted(Pool *pool, int32_t page_id) noexcept nogil:
     """
     cdef const Page *page = &pool.pages[page_id]
     cdef bint was_saved = pool.tier.fresh_numbers != NULL and pool.tier.fresh_numbers[page_id] == SAVED
+    assert page.group != NO_GROUP and page.ref_cnt == 0
     if page.group & TWIN or term_of(&pool.expected, page_id) == NEVER:
         return
     if not was_saved or find(pool.tier.pool, digest_of(page), page.group & ~FLAGS) != NULL_PAGE:
@@ -209,6 +212,7 @@ cdef void begin_step(Pool *pool, int64_t *last_step) noexcept nogil:
     """
     cdef Tier *tier = pool.tier
     cdef bint is_next = last_step[0] == tier.num_steps
+    assert last_step[0] <= tier.num_steps and tier.num_ready <= tier.num_fresh
     if pool.copies.is_between:
         return
     tier.num_steps += is_next
@@ -340,6 +344,7 @@ cdef void end_forked(Pool *pool, FailedLoads failed) noexcept:
     cdef int64_t *loading = pool.tier.loading
     cdef int32_t page_id
     for page_id in range(1, pool.num_pages if failed.number <= pool.tier.last_forked else 1):
+        assert 0 <= loading[page_id] <= pool.list_number
         if loading[page_id] == failed.number:
             loading[page_id] = 0
             if failed.ids.num:
@@ -361,6 +366,7 @@ cdef void end_save(Pool *pool, const Transfer *transfer, bint is_done) noexcept 
     cdef Tier *tier = pool.tier
     cdef int32_t page_id = transfer.tier_id
     assert tier.pool.pages[page_id].ref_cnt > 0
+    assert not transfer.is_load and tier.pool.pages[page_id].group == NO_GROUP
     if not is_done and tier.fresh_numbers != NULL and tier.fresh_numbers[transfer.page_id] == SAVED:
         if has_key(&pool.pages[transfer.page_id], transfer.key, transfer.group):
             tier.fresh_numbers[transfer.page_id] = UNSAVED
@@ -375,6 +381,7 @@ cdef void end_load(Pool *pool, const Transfer *transfer, bint is_done) noexcept 
     """Give back both pages. They lose their entries if the load failed, and what storage has of the content is wrong too."""
     cdef Tier *tier = pool.tier
     assert pool.pages[transfer.page_id].ref_cnt > 0 and tier.pool.pages[transfer.tier_id].ref_cnt > 0
+    assert transfer.is_load and tier.loading[transfer.page_id] == transfer.number
     tier.loading[transfer.page_id] = 0
     if not is_done and has_key(&pool.pages[transfer.page_id], transfer.key, transfer.group):
         uncache(pool, transfer.page_id)
@@ -407,9 +414,11 @@ cdef void end_all(Pool *pool, const char *is_failed, Py_ssize_t num_saves, Faile
             tier.counters.num_saved_pages += is_done
             end_save(pool, transfer, is_done)
         if transfer.is_load and not is_done:
+            assert 0 < transfer.page_id < pool.num_pages
             failed.ids.put(&transfer.page_id, 1)
             failed.group_ids.put(&transfer.group, 1)
             failed.is_wrong[transfer.page_id] = True
+    assert save == load == 0
     forget_list(tier, failed.number)
     find_oldest_load(pool)
 
@@ -518,6 +527,7 @@ cdef bint has_pages_of_hit(const Pool *pool, const Query *query, Py_ssize_t num_
     memset(counts, 0, sizeof(counts))
     for g in range(query.num_groups):
         group = &query.groups[g]
+        assert find_first_hit_page(query, group, num_hashes) <= num_hashes // group.stride
         counts[group.bank] += num_hashes // group.stride - find_first_hit_page(query, group, num_hashes)
     for bank in range(pool.num_banks):
         if counts[bank] > count_pages_in(pool, queue_in(pool, bank, shard)):
@@ -537,6 +547,7 @@ cdef int32_t load_absent(
     cdef Py_ssize_t num_loads = tier.num - first
     cdef int32_t *taken = <int32_t *>malloc(max(1, num_loads) * sizeof(int32_t))
     cdef int32_t short_bank = 0
+    assert num_loads >= 0 and query.num_reachable <= query.num_digests
     if taken != NULL and has_room:
         short_bank = find_bank_short_of_loads(pool, query, hits, first, shard, num_reserved)
     if taken == NULL or not has_room or short_bank != NO_BANK:
@@ -591,6 +602,7 @@ cdef void take_for_loads(
         bank, stop = bank_of(tier.pool, tier.items[first + start].tier_id), start + 1
         while stop < num_loads and bank_of(tier.pool, tier.items[first + stop].tier_id) == bank:
             stop += 1
+        assert start < stop <= num_loads
         take(pool, taken + start, stop - start, queue_in(pool, bank, shard), session)
         start = stop
 
@@ -609,6 +621,7 @@ cdef bint queue_absent(Pool *pool, const Query *query, tuple hits) noexcept:
                 if not reserve_transfers(tier, 1):
                     return False
                 key = query.digests[last_hash(group, place)]
+                assert find(tier.pool, key, group.id) != NULL_PAGE
                 queue_transfer(tier, Transfer(
                     key=key, number=0, page_id=NULL_PAGE, tier_id=find(tier.pool, key, group.id), group=group.id, is_load=True,
                     is_void=False,
@@ -629,6 +642,7 @@ cdef void hold_hits(Pool *pool, tuple hits, bint is_held) noexcept:
             page_id = found.ids[place]
             if page_id == NULL_PAGE or pool.pages[page_id].ref_cnt or is_free(pool, page_id) != is_held:
                 continue
+            assert pool.pages[page_id].group != NO_GROUP
             if is_held:
                 pull_unused(pool, page_id)
             else:

@@ -16,6 +16,7 @@ cdef inline bint reserve_transfers(Tier *tier, Py_ssize_t n) noexcept nogil:
 
 cdef inline void queue_transfer(Tier *tier, Transfer transfer) noexcept nogil:
     """Queue a transfer. There must be room. It holds the page of the tier, and a load holds the page of the pool too."""
+    assert tier.num_due <= tier.num < tier.capacity
     tier.items[tier.num] = transfer
     tier.num += 1
     tier.num_due += 1
@@ -29,6 +30,7 @@ cdef inline void queue_save(Pool *pool, Digest key, int32_t group, int32_t page_
     fetch_entry(tier.pool, record_behind(tier.pool, end_of_queue(tier.pool, queue), queue))  # the next page to be taken
     if rare(tier.pool.uppers != NULL):
         tier.pool.uppers[tier_id] = upper_of(pool, page_id)
+    assert tier.pool.pages[tier_id].ref_cnt == 1 and pool.pages[page_id].group != NO_GROUP
     queue_transfer(tier, Transfer(
         key=key, number=0, page_id=page_id, tier_id=tier_id, group=group, is_load=False, is_void=False,
     ))
