@@ -29,7 +29,7 @@ cdef class RequestPages:
     cdef bint is_idle(self, int64_t num_computed, int64_t num_tokens, int64_t num_slots) noexcept
     cdef int note_looked_up(self, int64_t num_tokens) except -1
     cdef bint has_writes_due(self) noexcept
-    cdef void count_hashed(self, Step *step, int64_t num_lookahead) noexcept
+    cdef void count_hashed(self, Step *step) noexcept
     cdef Outcome allocate_checked(self, Step *step, tuple hits, HashChain chain, PageIds tokens, tuple new) except *
     cdef int refuse(self, Outcome outcome, const Step *step, tuple hits, HashChain chain) except -1
 

@@ -242,25 +242,23 @@ cdef class RequestPages:
         """Whether a write of its states was not taken."""
         return self.writes.num > self.writes.num_taken
 
-    cdef void count_hashed(self, Step *step, int64_t num_lookahead) noexcept:
+    cdef void count_hashed(self, Step *step) noexcept:
         """Count the tokens whose hashes a step needs. It caches full pages, computes some pages again in part, and writes
         states.
         """
-        cdef int64_t num_keyed = max(<int64_t>0, step.num_known - num_lookahead)
-        cdef int64_t num_to_cache = min(step.num_to_cache, num_keyed)
+        cdef int64_t num_to_cache = min(step.num_to_cache, step.num_keyed), num_planned = min(step.num_tokens, step.num_keyed)
         cdef int32_t boundary
         step.num_hashed = 0
         if step.may_overwrite:
             return
         if step.num_computed < self.num_cached_tokens:
-            step.num_hashed = max(num_to_cache, min(num_keyed, self.num_cached_tokens))
+            step.num_hashed = max(num_to_cache, min(step.num_keyed, self.num_cached_tokens))
         elif step.is_new or num_to_cache >= self.limits.num_full:
             step.num_hashed = num_to_cache
         if writes_states(&self.holding):
-            num_keyed = min(num_keyed, step.num_tokens)
             boundary = find_next_boundary(&self.boundaries, <int32_t>min(step.num_held, <int64_t>MAX_TOKENS))
-            if self.writes.num or boundary <= num_keyed:
-                step.num_hashed = max(step.num_hashed, num_keyed)
+            if self.writes.num or boundary <= num_planned:
+                step.num_hashed = max(step.num_hashed, num_planned)
         assert 0 <= step.num_hashed <= step.num_known
 
     def find_last_write(self, num_tokens) -> int:

@@ -26,6 +26,7 @@ cdef struct Step:             # the next tokens of a request, counted from its f
     int64_t num_before        # the same with tokens from elsewhere, which bring the state at their end alone
     int64_t num_tokens        # the same with new tokens
     int64_t num_known         # known tokens
+    int64_t num_keyed         # known tokens whose keys, which may depend on tokens behind them, are known
     int64_t num_to_cache      # tokens whose full pages are cached; 0: none
     int64_t num_final         # computed tokens whose keys, if pages are cached, are known: windows may leave their pages
     int64_t num_cached_first  # tokens whose full pages are cached before windows leave them
@@ -48,14 +49,14 @@ cdef inline void begin_step(Step *step, int64_t num_lookahead, bint caches_compu
     """Derive which tokens of a counted step are cached, and up to which ones windows leave pages. With `caches_computed` tokens
     are cached once they are computed, not when they get slots.
     """
-    cdef int64_t num_keyed = max(<int64_t>0, step.num_known - num_lookahead)
     assert 0 <= step.num_computed <= step.num_held <= step.num_before <= step.num_tokens and step.num_known >= 0
+    step.num_keyed = max(<int64_t>0, step.num_known - num_lookahead)
     step.num_to_cache, step.num_cached_first, step.num_final = 0, 0, step.num_computed
     if step.may_overwrite:
         return
     step.num_to_cache = min(step.num_computed if caches_computed else step.num_tokens, step.num_known)
     if num_lookahead:
-        step.num_final = min(step.num_final, num_keyed)
+        step.num_final = min(step.num_final, step.num_keyed)
     if num_lookahead or caches_computed:
         step.num_cached_first = min(step.num_computed, step.num_to_cache)
     assert step.num_cached_first <= step.num_to_cache and step.num_final <= step.num_computed
@@ -307,7 +308,7 @@ cdef inline void cache_writes(
         ):
             i += 1
             continue
-        assert write.row == 0 and write.num_tokens > 0 and keeps_checkpoints(&holding.groups[write.group])
+        assert write.row == 0 and write.num_tokens > 0
         remove_write(writes, i)
         shard = shard_of(pool, write.page_id) if pool.num_shards else -1
         cache_written(pool, &holding.groups[write.group], &write, contents, shard)

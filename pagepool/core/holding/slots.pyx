@@ -225,7 +225,7 @@ cdef class SlotAllocator:
         self.count_tokens(request, step)
         if step.is_new:
             held = self.start(request, hashes, step)
-        held.count_hashed(step, self.num_lookahead)
+        held.count_hashed(step)
         assert 0 <= step.num_hashed <= max(step.num_known, step.num_tokens)
         if has_hits:
             step.num_hashed = max(step.num_hashed, self.count_most_hit_tokens(hits))
