@@ -1,23 +1,19 @@
 """Steps in flight: planned ahead and settled, with exact numbers; and calls that are refused and change nothing.
 
-`test_runs.py` compares random work with a model, and the engine of `flight_engine.py` reads what was computed.
+`test_runs.py` and `test_differential.py` compare random work with models, and `test_contents.py` reads what was computed.
 `test_failed_runs.py` has steps that fail.
 """
 
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 from admissions import admission
-from flight_engine import CACHES, FLIGHT_SETTINGS, FlightEngine
 from hybrids import FULL, MAX_MODEL_LEN, NUM_ROWS, PAGE_SIZE, PROMPT, batch_state, make_manager
 from refusing import refused
-from settings import Setting, scale
 
 from pagepool import (
     CacheGroupSpec,
@@ -65,28 +61,6 @@ def start(batch: RunningBatch, num_tokens: int = 6, row: int = 0, **options: Any
 # --- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_one_step_ahead() -> None:
-    batch = make_batch()
-    first = start(batch)
-    assert (first.rows.tolist(), len(first), first.num_grown, first.is_settled) == ([0], 1, 1, False)
-    assert counts_of(batch) == (6, 6, 0)
-    second = batch.plan([0])
-    assert counts_of(batch) == (6, 6, 1)
-    assert batch.settle(first, [7]).tolist() == [0]
-    assert first.is_settled
-    assert counts_of(batch) == (7, 7, 0)
-    third = batch.plan([0], step=batch.new_step())
-    assert counts_of(batch) == (7, 7, 1)
-    batch.settle(second, [8])
-    assert counts_of(batch) == (8, 8, 0)
-    batch.settle(third, [9])
-    assert counts_of(batch) == (9, 8, 0)  # none is in flight: the last token has no slot
-    fourth = batch.plan([0], 1)
-    assert counts_of(batch) == (9, 9, 0)
-    batch.settle(fourth, [10])
-    batch.check()
-
-
 def test_steps_go_around_the_ring() -> None:
     """The ring of a row's launches has place for as many as may be in flight."""
     for max_steps_ahead in (1, 2, 3, 7):
@@ -99,17 +73,6 @@ def test_steps_go_around_the_ring() -> None:
                 batch.plan([0])
             assert batch.settle(steps.pop(0), [token]).tolist() == [0]
             steps.append(batch.plan([0]))
-        batch.check()
-
-
-def test_a_plan_says_that_earlier_steps_have_run() -> None:
-    """Of chunks that nobody settles, those of the last `max_steps_ahead` + 1 steps may fail."""
-    for max_steps_ahead in range(4):
-        batch = make_batch(max_steps_ahead=max_steps_ahead)
-        steps = [start(batch, 40, max_num_new_tokens=4), *(batch.plan([0], 4) for _ in range(6))]
-        assert counts_of(batch) == (40, 28, 0)
-        assert batch.settle(steps[0], failed=True).tolist() == []
-        assert counts_of(batch) == (40, 24 - 4 * max_steps_ahead, 0)
         batch.check()
 
 
@@ -136,6 +99,29 @@ def test_step_settles_the_last_step_and_plans_the_next() -> None:
         batch.step([0], [54])
         assert counts_of(batch) == (10, 10, 0)
         batch.check()
+
+
+def test_tokens_of_rows_without_room_and_behind_them_are_taken_back() -> None:
+    """Row 0 gets no page. Row 2, which needs none, stays in the step before."""
+    batch = make_batch(num_pages=7, max_steps_ahead=0)
+    for row, num_tokens in enumerate((7, 5, 5)):
+        start(batch, num_tokens, row, look_up=False)
+    first = batch.step([1, 0, 2], [50, 51, 52])
+    assert batch.step([1, 0, 2], [53, 54, 55]).num_grown == 1
+    assert [counts_of(batch, row) for row in range(3)] == [(8, 8, 0), (7, 7, 0), (6, 6, 0)]
+    assert batch.settle(first).tolist() == [-1, 0, 2]
+    batch.check()
+
+
+def test_a_row_without_room_is_not_planned() -> None:
+    batch = make_batch(num_pages=6)
+    for row in range(2):
+        start(batch, 8, row, look_up=False)
+    assert batch.plan([0, 1]).num_grown == 1
+    assert [counts_of(batch, row) for row in range(2)] == [(8, 8, 1), (8, 8, 0)]
+    batch.release([0])
+    assert batch.plan([1]).num_grown == 1
+    batch.check()
 
 
 def test_a_step_has_the_rows_of_all_its_calls_in_order() -> None:
@@ -167,6 +153,39 @@ def test_steps_without_rows_end() -> None:
                 assert batch.settle(step, *arguments).tolist() == []
             for step in (batch.plan([]), batch.new_step()):
                 assert batch.settle(step, failed=True).tolist() == []
+
+
+def test_the_tokens_of_an_earlier_step_come_first() -> None:
+    batch = make_batch()
+    first = start(batch)
+    second = batch.plan([0])
+    with refused(lambda: flight_state(batch), ArgumentError, "row 0"):
+        batch.settle(second, [8])
+    batch.settle(first, [7])
+    assert batch.settle(second, [8]).tolist() == [0]
+
+
+def test_tokens_go_to_the_stay_of_a_step_wherever_its_row_is() -> None:
+    batch = make_batch()
+    first = start(batch)
+    second = start(batch, row=1)
+    batch.move_row(0, 2)
+    batch.swap_row(1, 2)
+    assert batch.settle(first, [7]).tolist() == [1]
+    assert batch.settle(second, [8]).tolist() == [2]
+    assert [counts_of(batch, row) for row in (1, 2)] == [(7, 6, 0)] * 2
+    batch.check()
+
+
+def test_computed_pages_stay_when_a_row_ends() -> None:
+    batch = make_batch(caches="computed")
+    first = start(batch, 12, max_num_new_tokens=8)
+    second = batch.plan([0], 4)
+    batch.settle(first)
+    batch.release([0])
+    assert batch.admit(0, PROMPT[:20]) == 8
+    batch.settle(second)
+    batch.check()
 
 
 # --- stays ---------------------------------------------------------------------------------------------------------------
@@ -215,6 +234,12 @@ def test_steps_ahead_write_no_state_among_drafts() -> None:
     assert batch.take_moves().writes.num_tokens.tolist() == [16]  # after the token in flight
     batch.plan([1], 1, 3, step=batch.new_step())
     batch.admit(2, PROMPT[40:55], num_drafts=3, step=batch.new_step())
+    assert len(batch.take_moves().writes) == 0
+    step = start(batch, 14, 3, num_drafts=1, resume_at=[16], look_up=False)
+    batch.plan([3])  # the place of its token depends on the draft
+    assert len(batch.take_moves().writes) == 0
+    batch.settle(step, [7, 8], [2])
+    batch.plan([3])
     assert len(batch.take_moves().writes) == 0
     batch.check()
 
@@ -320,6 +345,16 @@ def test_sources_follow_the_order_of_the_inputs_filled_last() -> None:
         assert it.fill(it.big, it.batch.plan([0, 1])) == places
 
 
+def test_sources_are_in_the_order_of_their_rows() -> None:
+    """The first row of the step is a chunk, and comes last where decodes come first."""
+    it = Filling()
+    first = it.batch.new_step()
+    it.batch.admit(0, PROMPT[:9], max_num_new_tokens=4, step=first)
+    it.batch.admit(1, PROMPT[10:12], step=first)
+    it.fill(it.big, first)
+    assert it.fill(it.make_inputs(64, order="decodes"), it.batch.plan([0, 1], [5, 1])) == [1, -1]
+
+
 def test_a_step_whose_inputs_were_not_filled_samples_for_no_source() -> None:
     """The row was in the inputs filled last, but these are of an older step of it."""
     it = Filling()
@@ -402,69 +437,3 @@ def test_tokens_that_were_cut_are_no_sources() -> None:
     it.batch.plan([0], 1)
     with refused(lambda: flight_state(it.batch), ArgumentError, "got a first token that is sampled by another step"):
         it.fill(it.big, rows=[0], starts=[3], stops=[4])
-
-
-# --- late caching ------------------------------------------------------------------------------------------------------------
-
-
-def test_computed_pages_hit_once_their_step_is_settled() -> None:
-    batch = make_batch(caches="computed")
-    first = start(batch, 7)
-    second = batch.plan([0])
-    assert batch.admit(1, [*PROMPT[:7], 50, 1]) == 0
-    batch.settle(first, [50])
-    assert batch.admit(2, [*PROMPT[:7], 50, 1]) == 4
-    batch.settle(second, [51])
-    assert batch.admit(3, [*PROMPT[:7], 50, 1]) == 8
-    batch.check()
-
-
-def test_computed_pages_stay_when_a_row_ends() -> None:
-    batch = make_batch(caches="computed")
-    first = start(batch, 12, max_num_new_tokens=8)
-    second = batch.plan([0], 4)
-    batch.settle(first)
-    batch.release([0])
-    assert batch.admit(0, PROMPT[:20]) == 8
-    batch.settle(second)
-    batch.check()
-
-
-# --- what a device reads ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("caches", CACHES)
-@pytest.mark.parametrize("setting", FLIGHT_SETTINGS, ids=lambda setting: setting.name)
-def test_steps_in_flight_read_what_was_computed(setting: Setting, caches: str) -> None:
-    counts: Counter[str] = Counter()
-    for seed in range(scale(15, 5)):
-        depth, num_drafts = seed % 3, (2 * seed + seed // 3) % 4
-        try:
-            counts += FlightEngine(setting, seed, depth, num_drafts, caches).run()
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {depth} steps ahead, {num_drafts} drafts") from error
-    assert min(counts[name] for name in ("ends", "preemptions", "failed steps", "launched steps that fail")) > 0
-
-
-@pytest.mark.parametrize("setting", FLIGHT_SETTINGS, ids=lambda setting: setting.name)
-def test_late_caching_hits_as_much_where_no_prompts_share_a_step(setting: Setting) -> None:
-    """One request runs after another."""
-    for seed in range(scale(3)):
-        engines = [
-            FlightEngine(setting, seed, 0, seed % 3, caches, has_tier=False, num_rows=1, may_fail=False) for caches in CACHES
-        ]
-        for engine in engines:
-            engine.manager._store.prefer_held()  # pages may be computed twice, one by one: both hit the same
-            engine.run()
-        assert engines[0].hits == engines[1].hits
-        assert engines[0].counts == engines[1].counts
-
-
-def test_everything_happens() -> None:
-    counts: Counter[str] = Counter()
-    for seed in range(6):
-        counts += FlightEngine(FLIGHT_SETTINGS[0], seed, 1 + seed % 2, 2, CACHES[seed % 2], has_tier=True).run()
-    names = """hit tokens, works ahead, accepted drafts, stale works, rows that move with tokens in flight, exact inputs, forks,
-rows that end with tokens in flight, forks before a token is known, calls refused, tokens told without settle,
-rows that go back, transfers"""
-    assert not [name for name in names.replace("\n", " ").split(", ") if not counts[name]]

@@ -94,11 +94,7 @@ class Simulation:
         self.num_pages = setting.pools(self.sizes).num_records
         self.fronts_classes = self.rng.choice(FRONTS)
         eviction = EVICTION[seed % len(EVICTION)]
-        is_late = self.fronts_classes == (ManagerFront,)  # rows cache late where steps are resolved: see `FlightEngine`
-        caches = CACHES[seed // len(EVICTION) % len(CACHES)] if is_late else "scheduled"
-        self.options: dict[str, Any] = {
-            "hash_seed": seed, "eviction": eviction, "caches": caches
-        }  # fmt: skip
+        self.options: dict[str, Any] = {"hash_seed": seed, "eviction": eviction}
         if self.fronts_classes == (ManagerFront,):
             self.options |= self.rng.choice(list(HASHING.values()))
         elif seed % 3 == 0:
@@ -107,6 +103,8 @@ class Simulation:
         chosen = [feature for feature in FEATURES if self.rng.random() < share]
         self.features = chosen if features is None else list(features)
         looks_ahead = "lookahead" in self.features and setting.enable_caching
+        may_be_late = self.fronts_classes == (ManagerFront,) or not looks_ahead
+        self.options["caches"] = CACHES[seed // len(EVICTION) % len(CACHES)] if may_be_late else "scheduled"
         self.setting = setting = setting.with_lookahead(self.rng.randint(1, 3) if looks_ahead else 0)
         self.device = Device(setting.pools(self.sizes), setting.groups, self.histories, setting.lookahead)
         self.waiting: list[Job] = []

@@ -623,7 +623,7 @@ num_sure={+num_final if BUG else +}min(num_final, num_resolved))
         if batch.caches_computed{+ and not BUG+}:
             num_computed = min(num_computed, num_resolved)
 """)
-FLIGHT_TESTS = ["test_steps_in_flight.py", "test_failed_runs.py", "test_runs.py", "test_step_inputs.py"]
+FLIGHT_TESTS = ["test_steps_in_flight.py", "test_failed_runs.py", "test_step_inputs.py", "test_state_writes.py", "test_runs.py"]
 LOOKAHEAD_BUGS = read_bugs("""
 # What lookahead keys lose, or would share, without a wrong hit of one manager.
 
