@@ -2,6 +2,7 @@
 always installed.
 """
 
+import gc
 import sys
 from collections.abc import Iterator
 from random import Random
@@ -42,3 +43,12 @@ def switch_often() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(interval)
+
+
+@pytest.fixture
+def quick_collection() -> Iterator[None]:
+    """Leave the objects of other modules out of what a test or its children collect."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -47,6 +47,7 @@ def test_the_drop_in_takes_what_its_engine_takes() -> None:
     assert len(pages.get_page_ids()[0]) == 13
 
 
+@pytest.mark.usefixtures("quick_collection")
 def test_a_table_is_filled_by_one_batch() -> None:
     table, groups = PageTable(2, 16, 64), MultiGroupPageTable(2, 64, 64, [4])
     for shared, again in ((table, table), (groups, groups), (groups, groups.page_tables[0])):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import os
 import signal
 import subprocess
@@ -24,25 +23,21 @@ from hybrids import make_manager as make_hybrid
 from settings import NUM_OPERATIONS
 
 from pagepool import (
-    CacheGroupSpec,
     CacheManager,
     CachePage,
     EngineRequest,
     FreeCachePageQueue,
     HostTier,
-    MambaSpec,
-    MultiGroupPageTable,
     PageHash,
     PageHashWithGroupId,
     PagePool,
     PageTable,
-    RequestTraits,
     RunningBatch,
     StepInputs,
     page_table,
 )
 from pagepool._core import HashChain
-from pagepool.errors import ArgumentError, IntegrityError, LeaseBudgetError, OutOfPagesError, PageHashError, PagePoolError
+from pagepool.errors import IntegrityError, OutOfPagesError, PageHashError, PagePoolError
 from pagepool.router import PrefixIndex
 
 NUM_PAGES = 8000
@@ -163,8 +158,8 @@ def share_pool() -> tuple[Work, Call]:
     return lambda rng: use_pool(pool, rng), use
 
 
-def share_manager(hash_algo: str = "siphash128") -> tuple[Work, Call]:
-    manager = make_manager(hash_algo=hash_algo)
+def share_manager() -> tuple[Work, Call]:
+    manager = make_manager()
 
     def use() -> None:
         manager.check()
@@ -200,124 +195,6 @@ def share_batch() -> tuple[Work, Call]:
         batch.check()
 
     return lambda rng: run_row(own.row, rng), use
-
-
-def share_states() -> tuple[Work, Call]:
-    """Rows with states in a pool of their own, which steps write. Each thread takes the lists of all rows."""
-    state = MambaSpec(PAGE_SIZE, ((1, 1),), "float16", checkpoint_interval=64)
-    groups = [CacheGroupSpec(FULL), CacheGroupSpec(state, pool="states")]
-    manager = CacheManager({"kv": NUM_PAGES, "states": 64}, groups, 1 << 12)
-    table = MultiGroupPageTable(NUM_THREADS + 2, 1 << 12, 1 << 12, [PAGE_SIZE] * 2)
-    batch = RunningBatch(manager, table)
-    own = OwnRow(itertools.count(-1))  # the first is for this thread
-
-    def run_row(row: int, rng: Random) -> None:
-        with suppress(PageHashError):  # another thread took a page that was hit
-            batch.admit(row, [rng.randrange(2)] * rng.choice((3, 150, 1200)))
-        batch.take_moves()
-        if batch.is_admitted[row]:
-            batch.step([row], [7])
-            batch.release([row])
-
-    def use() -> None:
-        batch.check()
-        for _ in range(3):
-            run_row(NUM_THREADS, Random(0))
-        batch.check()
-
-    return lambda rng: run_row(own.row, rng), use
-
-
-def share_steps() -> tuple[Work, Call]:
-    """Rows one step ahead."""
-    batch = RunningBatch(make_manager(), PageTable(NUM_THREADS + 2, 1 << 12, 64), max_steps_ahead=1)
-    own = OwnRow(itertools.count(-1))  # the first is for this thread
-    batch.admit(NUM_THREADS + 1, [1, 2, 3], step=(first := batch.new_step()))
-    second = batch.plan([NUM_THREADS + 1], 1, 2)
-
-    def run_row(row: int, rng: Random) -> None:
-        step = batch.new_step()
-        with suppress(PageHashError):  # another thread took a page that was hit
-            batch.admit(row, [rng.randrange(2)] * rng.choice((3, 50, 4000)), num_drafts=1, step=step)
-        if batch.is_admitted[row]:
-            following = batch.plan([row])
-            batch.settle(step, [7, 7], [2])
-            if rng.random() < 0.5:
-                batch.settle(following, failed=True)
-            batch.release([row])
-            if not following.is_settled and rng.random() < 0.5:
-                with suppress(ArgumentError):  # it failed with a step of another thread
-                    batch.settle(following, [7])
-
-    def use() -> None:
-        batch.check()
-        for _ in range(3):
-            run_row(NUM_THREADS, Random(0))
-        for step in (first, second):
-            if not step.is_settled:  # as it is in a second use
-                assert batch.settle(step, [5]).tolist() == [NUM_THREADS + 1]
-        batch.check()
-
-    return lambda rng: run_row(own.row, rng), use
-
-
-def use_sessions(manager: CacheManager, batch: RunningBatch, row: int, rng: Random) -> None:
-    """Run turns of sessions as a request and in a row, with leases, some of which end; say when the sessions come back."""
-    request = EngineRequest(f"{threading.get_ident()} {rng.random()}", [rng.randrange(2)] * 50, session_id=rng.choice("abc"))
-    with suppress(PagePoolError):  # another thread may have taken a page that was hit
-        manager.allocate_slots(request, 50)
-        batch.admit(row, [rng.randrange(2)] * rng.choice((50, 4500)), traits=RequestTraits(session_id=rng.choice("abc")))
-    manager.free(request, seconds=rng.choice((None, 3, math.inf)))
-    with suppress(LeaseBudgetError, ArgumentError):
-        manager.lease(request, seconds=1e-3)
-        manager.lease(request, seconds=60).release()
-    manager.expect_session(rng.choice("abc"), seconds=rng.choice((None, 3)))
-    if batch.is_admitted[row]:
-        batch.release([row], seconds=[rng.choice((None, 3, math.inf))])
-    manager.close_session(rng.choice("abc"))
-    manager.free_page_hashes(request)
-
-
-def share_sessions() -> tuple[Work, Call]:
-    """Sessions, and leases of them."""
-    manager = make_manager()
-    batch = RunningBatch(manager, PageTable(NUM_THREADS + 2, 1 << 12, 64))
-    own = OwnRow(itertools.count(-1))  # the first is for this thread
-    kept = EngineRequest("kept", [5] * 50, session_id="kept")
-    manager.allocate_slots(kept, 50)
-    manager.free(kept)
-    manager.lease(kept, seconds=3600)
-
-    def use() -> None:
-        manager.check()
-        for _ in range(3):
-            use_sessions(manager, batch, NUM_THREADS, Random(0))
-        for lease in manager.leases:
-            lease.release()
-        manager.lease(kept, seconds=3600).extend(60)
-        assert len(manager.leases) == 1
-        for session_id in ("kept", "a", "b", "c"):
-            manager.close_session(session_id)
-        manager.check()
-
-    return lambda rng: use_sessions(manager, batch, own.row, rng), use
-
-
-def share_refusals() -> tuple[Work, Call]:
-    """The chain that found a refused row's hits is dropped as the row moves, under the batch's locks."""
-    batch = RunningBatch(make_manager(), PageTable(NUM_THREADS + 2, 1 << 12, 64))
-    batch.admit(NUM_THREADS, [1] * 50)
-    own = OwnRow(itertools.count(-1))  # the first is for this thread
-
-    def work(rng: Random) -> None:
-        row = own.row
-        with suppress(PageHashError):
-            assert batch.admit(row, [1] * 50, num_tokens=50, num_reserved_pages=NUM_PAGES) is None
-        batch.swap_row(row, row)
-        with suppress(ArgumentError):  # the other row is being admitted
-            batch.swap_row(row, NUM_THREADS + 1)
-
-    return work, batch.check
 
 
 def share_tables() -> tuple[Work, Call]:
@@ -357,24 +234,10 @@ def share_chain() -> tuple[Work, Call]:
 SHARED: dict[str, Callable[[], tuple[Work, Call]]] = {
     "pool": share_pool,
     "manager": share_manager,
-    "manager with sha256": lambda: share_manager("sha256"),
     "batch": share_batch,
-    "states": share_states,
-    "steps in flight": share_steps,
-    "sessions": share_sessions,
-    "refused rows": share_refusals,
     "tables": share_tables,
     "chain": share_chain,
 }
-
-
-@pytest.fixture
-def quick_collection() -> Iterator[None]:
-    """Leave the objects of other modules out of what children collect."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("quick_collection")
@@ -478,11 +341,25 @@ class All:
                 lambda: batch.admit(1, [1, 2, 3]),
                 lambda: batch.step([0], [4]),
                 lambda: batch.plan([0], 1),
+                lambda: batch.append([0], [4]),
+                lambda: batch.trim([0], 2),
+                lambda: batch.fork(0, [1]),
+                lambda: batch.move_row(0, 1),
+                lambda: batch.swap_row(0, 1),
+                lambda: batch.commit_external(0, 0),
+                lambda: batch.fail_external(0, 0),
+                lambda: batch.settle(self.step),
+                lambda: batch.settle(self.step, failed=True),
                 lambda: batch.release([0]),
                 lambda: batch.get_page_ids(0),
                 lambda: batch.refusal,
                 batch.check,
                 lambda: self.inputs.fill(self.step),
+            ],
+            r"(RunningBatch|PagePool)": [
+                lambda: batch.expect(0, seconds=1),
+                lambda: batch.lease(0, seconds=1),
+                lambda: batch.probe(1, [1, 2, 3]),
             ],
             "PageTable": [
                 lambda: table.append_row([1], 2),

@@ -154,6 +154,7 @@ def test_all_of_it_is_collected(use: Callable[[], None]) -> None:
     assert usual_growth(sizes, NUM_PARTS) < 160 * NUM_USES
 
 
+@pytest.mark.usefixtures("quick_collection")
 def test_a_batch_in_a_cycle_is_freed_with_what_its_rows_have() -> None:
     """The collector clears the lists of a cycle before the batch reads its rows: the sanitizers see if these are gone."""
     for _ in range(10):

@@ -17,7 +17,6 @@ from pagepool import (
     PageHash,
     PageHashWithGroupId,
     PagePool,
-    PageProbe,
     hash_request_tokens,
 )
 from pagepool._core import PageIds
@@ -175,6 +174,7 @@ def count_page_objects():
     return sum(isinstance(item, CachePage) for item in gc.get_objects())
 
 
+@pytest.mark.usefixtures("quick_collection")
 def test_page_objects_are_made_only_for_those_who_ask():
     before = count_page_objects()
     pool = PagePool(1000, True)
@@ -256,20 +256,6 @@ def test_a_shard_hands_out_no_page_with_a_holder():
 # Prefix entries.
 
 
-@pytest.mark.parametrize("token_ids", [(), (1, 2)])
-def test_a_hint_hits_in_its_shard_only(token_ids):
-    """A hash without tokens is its own key; one with tokens is looked up by name."""
-    pool = PagePool(12, True)
-    name = PageHash(55, token_ids)
-    pool.pages[7].page_hash = PageHashWithGroupId(name, 0)
-    for hint, expected in ((0, None), (1, 7), (2, None), (None, 7)):
-        placement = {"dp_shard_hint": hint, "data_parallel_size": 2}
-        found = pool.get_cached_page_ids(name, [0], **placement)
-        assert pool.get_cached_page(name, [0], **placement) == (None if expected is None else [pool.pages[expected]])
-        assert found is None if expected is None else found.tolist() == [expected]
-    assert found.dtype == np.int32
-
-
 @pytest.mark.parametrize("value", [-1, 0, 1 << 128])
 def test_values_at_the_bounds_of_a_key(value):
     pool = PagePool(8, True)
@@ -277,19 +263,6 @@ def test_values_at_the_bounds_of_a_key(value):
     cache(pool, 1, value)
     assert ids(pool.get_cached_page(PageHash(value, ()), [0])) == [1]
     assert pool.pages[1].page_hash == page_hash(value)
-
-
-def test_a_hit_needs_every_group():
-    pool = PagePool(12, True)
-    cache(pool, 3, 8, group_id=0)
-    cache(pool, 4, 8, group_id=2)
-    assert ids(pool.get_cached_page(PageHash(8, ()), [2, 0])) == [4, 3]
-    assert pool.get_cached_page(PageHash(8, ()), [0, 1]) is None
-    assert pool.get_cached_page_ids(PageHash(8, ()), [0]).tolist() == [3]
-    assert pool.probe([PageHash(8, ()), PageHash(9, ())], [0, 2]) == PageProbe(1, 0)
-    assert pool.probe([PageHash(8, ())], [2]) == PageProbe(1, None)
-    cache(pool, 5, 9)
-    assert pool.probe([PageHash(8, ()), PageHash(9, ()), PageHash(10, ())]) == PageProbe(2, 0)
 
 
 def test_the_hash_of_a_cached_page_is_in_its_name():
