@@ -164,12 +164,11 @@ def make_rows(
     features: Features,
     seed: int,
     num_rows: int = NUM_ROWS,
-    kinds: tuple[type[OracleRows], type[BatchRows]] = (OracleRows, BatchRows),
     caches: str = "scheduled",
 ) -> FeaturedTwins:
     """Make twins that work row by row."""
     oracle, manager = make_managers(setting, num_pages, features, seed, NATIVE_HASHING, caches)
-    rows, batch = kinds[0](oracle, setting, num_rows, caches), kinds[1](manager, setting, num_rows)
+    rows, batch = OracleRows(oracle, setting, num_rows, caches), BatchRows(manager, setting, num_rows)
     return FeaturedTwins(rows, batch, features, seed)
 
 

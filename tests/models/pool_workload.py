@@ -76,10 +76,17 @@ def describe_policy(store: Any) -> dict[str, Any]:
     return {"marks": records["marks"].tolist(), "ghosts": ghosts, "counts": records["policy_counts"].tolist()[4:], **values}
 
 
-class OracleCalls:
-    """The calls of a pool on the oracle's."""
+class OracleSide:
+    """The oracle's pool, whose contents are keys. What is not defined here is a call of the pool as it is."""
 
-    pool: OraclePool
+    def __init__(self, num_pages: int, policy: Adaptive | None) -> None:
+        self.pool = OraclePool(num_pages, True, policy)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pool, name)
+
+    def check_owners(self, args: Any) -> None:
+        """Refuse nothing: a pool knows no requests."""
 
     def take(self, num_pages: int, placement: dict[str, Any] = NOWHERE) -> PageIds:
         return self.pool.get_new_pages(num_pages, **placement)
@@ -90,11 +97,26 @@ class OracleCalls:
     def touch(self, page_ids: PageIds) -> None:
         self.pool.touch([page_ids])
 
+    def cache(self, page_ids: PageIds, keys: list[int], num_cached_pages: int, group_id: int) -> None:
+        self.pool.cache_full_pages(page_ids, keys, num_cached_pages, len(page_ids), group_id)
 
-class PackageCalls:
-    """The calls of a pool on the package's, alternately by page object and by id."""
+    def find(self, key: int, placement: dict[str, Any]) -> PageIds | None:
+        return self.pool.get_cached_page(key, GROUPS, **placement)
 
-    pool: pagepool.PagePool
+    def state(self, _request_ids: Iterable[str]) -> PoolState:
+        pool = self.pool
+        entries = dict(sorted(pool.entry_of_page.items()))
+        return PoolState(pool.ref_counts[1:], pool.free_page_ids(), entries, stats_of_twin(pool), describe_twin(pool.policy))
+
+
+class PackageSide:
+    """The package's pool, called in the same way, alternately by page object and by id."""
+
+    def __init__(self, num_pages: int, eviction: str) -> None:
+        self.pool = pagepool.PagePool(num_pages, True, eviction=eviction)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pool, name)
 
     def pages(self, page_ids: PageIds) -> list[Any]:
         return [self.pool.pages[page_id] for page_id in page_ids]
@@ -115,40 +137,6 @@ class PackageCalls:
             self.pool.touch([self.pages(page_ids)])
         else:
             self.pool.touch_page_ids(page_ids)
-
-
-class OracleSide(OracleCalls):
-    """The oracle's pool, whose contents are keys. What is not defined here is a call of the pool as it is."""
-
-    def __init__(self, num_pages: int, policy: Adaptive | None) -> None:
-        self.pool = OraclePool(num_pages, True, policy)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.pool, name)
-
-    def check_owners(self, args: Any) -> None:
-        """Refuse nothing: a pool knows no requests."""
-
-    def cache(self, page_ids: PageIds, keys: list[int], num_cached_pages: int, group_id: int) -> None:
-        self.pool.cache_full_pages(page_ids, keys, num_cached_pages, len(page_ids), group_id)
-
-    def find(self, key: int, placement: dict[str, Any]) -> PageIds | None:
-        return self.pool.get_cached_page(key, GROUPS, **placement)
-
-    def state(self, _request_ids: Iterable[str]) -> PoolState:
-        pool = self.pool
-        entries = dict(sorted(pool.entry_of_page.items()))
-        return PoolState(pool.ref_counts[1:], pool.free_page_ids(), entries, stats_of_twin(pool), describe_twin(pool.policy))
-
-
-class PackageSide(PackageCalls):
-    """The package's pool, called in the same way."""
-
-    def __init__(self, num_pages: int, eviction: str) -> None:
-        self.pool = pagepool.PagePool(num_pages, True, eviction=eviction)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.pool, name)
 
     def cache(self, page_ids: PageIds, keys: list[int], num_cached_pages: int, group_id: int) -> None:
         hashes = [pagepool.PageHash(key, ()) for key in keys]
