@@ -171,18 +171,6 @@ def test_tenants_share_with_themselves_alone(hash_algo: Any) -> None:
             batch.release([0])
 
 
-def test_a_salt_covers_what_is_generated() -> None:
-    """Another tenant's follow-up does not hit an answer either."""
-    manager = make_manager("siphash128")
-    request = EngineRequest("chat", PROMPT, cache_salt="a")
-    manager.allocate_slots(request, len(PROMPT))
-    request.num_computed_tokens = len(PROMPT)
-    request.append_output_token_ids([9] * 8)
-    manager.allocate_slots(request, 8)
-    assert count_hits(manager, PROMPT + [9] * 8, cache_salt="a") == 16
-    assert count_hits(manager, PROMPT + [9] * 8, cache_salt="b") == 0
-
-
 # The index.
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,6 @@ from batch_model import package_pool_state
 from hybrids import FULL, PAGE_SIZE, WINDOW
 from hybrids import make_manager as make_hybrid
 from refusing import refused
-from settings import NUM_OPERATIONS
 
 import pagepool
 from pagepool import CacheManager, MultiGroupPageTable, PageTable, RequestTraits, RunningBatch, StepResult
@@ -101,17 +99,6 @@ BY_ROWS: dict[str, Callable[[RunningBatch, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("empty", [[], (), np.array([], dtype=np.int32), np.array([], dtype=np.int64)], ids=repr)
-@pytest.mark.parametrize("name", BY_ROWS)
-def test_no_rows_are_nothing_to_do(name: str, empty: Any) -> None:
-    in_use = InUse()
-    before = in_use.state()
-    result = BY_ROWS[name](in_use.batch, empty)
-    assert in_use.state() == before
-    if isinstance(result, StepResult):
-        assert (result.num_grown, result.new_page_ids.size, result.new_page_rows.size, result.new_page_groups.size) == (0,) * 4
-
-
 @pytest.mark.parametrize("num_ahead", [22, 2**30, 2**30 + 1, 2**31 - 11, 2**31 - 10, 2**31 - 1])
 def test_drafts_end_with_the_row_however_many_they_are(num_ahead: int) -> None:
     in_use = InUse()
@@ -136,36 +123,6 @@ def test_a_table_may_have_less_room_than_the_model() -> None:
         with pytest.raises(RowOverflowError, match=r"row 1: got 9 tokens, allowed: 8"):
             call([1], [1])
     batch.check()
-
-
-@pytest.mark.parametrize("seed", range(max(1, min(NUM_OPERATIONS // 5000, 40))))
-def test_a_row_ends_at_its_length_however_it_got_there(seed: int) -> None:
-    """At a length at which no page ends, in a pool that sometimes has too few pages."""
-    rng = Random(seed)
-    manager = make_manager(FULL, num_pages=9, max_model_len=21, enable_caching=seed % 2 == 0)
-    batch = RunningBatch(manager, PageTable(2, 6, 21))
-    batch.admit(0, [1])
-    for _ in range(60):
-        if batch.is_admitted[1]:
-            batch.release([1])
-        else:
-            batch.admit(1, [rng.randrange(100) for _ in range(rng.randint(1, 21))], traits=RequestTraits(look_up=False))
-        for _ in range(rng.randint(1, 6)):
-            known, computed = (int(values[0]) for values in (batch.num_tokens, batch.num_computed_tokens))
-            assert known <= 21, f"seed {seed}"
-            call = rng.choice([batch.append if known > computed else batch.step] * 2 + [batch.append, batch.plan, batch.trim])
-            if call == batch.plan:
-                if known > computed:
-                    batch.plan([0], rng.randint(1, known - computed), rng.randint(0, 30))
-            elif call == batch.trim:
-                if not batch.num_ahead_tokens[0]:
-                    batch.trim([0], rng.randint(max(1, known - 6), known))
-            elif known < 21:
-                call([0], [1])
-            else:
-                with pytest.raises(RowOverflowError, match="row 0: got 22 tokens, allowed: 21"):
-                    call([0], [1])
-        batch.check()
 
 
 def test_pages_are_hashed_natively_or_not_at_all() -> None:

@@ -26,7 +26,6 @@ from pagepool import (
     HostTier,
     MambaSpec,
     MultiGroupPageTable,
-    RequestTraits,
     Retention,
     RunningBatch,
     SlidingWindowSpec,
@@ -451,73 +450,10 @@ def test_a_row_that_can_never_fit_raises() -> None:
     assert (batch.num_tokens[0], batch.num_computed_tokens[0]) == (20, 20)
 
 
-def test_a_refused_request_that_asks_for_more_raises() -> None:
-    """What is known of the last refusal is of fewer tokens."""
-    manager = make_manager(full(), num_pages=6)
-    allocate(manager, EngineRequest("a", list(range(8))), 8)
-    allocate(manager, EngineRequest("b", list(range(50, 58))), 8)
-    request = EngineRequest("c", list(range(40)))
-    for num_new, is_too_large in ((12, False), (12, False), (13, True), (12, False)):  # behind 8 that hit
-        hits, num_hits = manager.get_computed_pages(request)
-        assert num_hits == 8
-        assert refuses(lambda: manager.allocate_slots(request, num_new, num_hits, hits)) == is_too_large  # noqa: B023
-
-
-@pytest.mark.parametrize("has_hint", [False, True])
-def test_a_shard_is_too_small(has_hint: bool) -> None:
-    """Shard 0 has five pages, shard 1 has six. Without a hint a request that began in one shard stays there."""
-    placement = {"data_parallel_size": 2} | ({"dp_shard_hint": 0} if has_hint else {})
-    manager = make_manager(full(), num_pages=12)
-    request = EngineRequest("a", list(range(64)))
-    assert manager.allocate_slots(request, 4, data_parallel_size=2, dp_shard_hint=0) is not None
-    request.num_computed_tokens = 4
-    with refused(partial(manager_state, manager), RequestTooLargeError, "request 'a' needs 6 pages at once, its shard has 5"):
-        manager.allocate_slots(request, 20, **placement)
-    with pytest.raises(RequestTooLargeError, match="needs 12 pages at once, the pool has 11"):
-        manager.allocate_slots(request, 44)
-    assert manager.allocate_slots(request, 16, **placement) is not None
-    batch = make_batch(make_manager(full(), num_pages=12), data_parallel_size=2)
-    assert batch.admit(0, list(range(24)), traits=RequestTraits(dp_shard=1)) == 0
-    with pytest.raises(RequestTooLargeError, match="row 1 needs 6 pages at once, its shard has 5"):
-        batch.admit(1, list(range(100, 124)), traits=RequestTraits(dp_shard=0))
-    assert batch.admit(1, list(range(100, 124)), traits=RequestTraits(dp_shard=1)) is None
-    with pytest.raises(RequestTooLargeError, match=r"row 0 \(at 0\) needs 7 pages at once, its shard has 6"):
-        batch.step([0], [7])
-
-
-def test_leases_may_end_and_are_waited_for() -> None:
-    manager = make_manager(full(), num_pages=6)
-    [page_ids] = allocate(manager, EngineRequest("a", [1, 2, 3, 4]), 4).get_page_ids()
-    with manager.lease(page_ids):
-        assert allocate(manager, EngineRequest("b", list(range(20))), 20) is None
-        assert make_batch(manager).admit(0, list(range(20))) is None
-
-
 def complete(manager: CacheManager) -> None:
     number = manager.take_moves().number
     if number:
         manager.complete(number)
-
-
-def test_loads_that_no_shard_has_room_for_are_not_waited_for() -> None:
-    """Six pages of a prompt come back from the tier to shard 1, which has six. Shard 0 has five, so nothing is loaded there."""
-    batch = make_batch(make_manager(full(), num_pages=12, host_tier=HostTier(100)), data_parallel_size=2)
-    manager = batch._manager
-    token_ids = list(range(28))
-    for prompt in (token_ids[:24], list(range(100, 124))):
-        assert batch.admit(0, prompt, traits=RequestTraits(dp_shard=1)) == 0
-        batch.release([0])
-        complete(manager)
-    assert manager.probe(EngineRequest("a", token_ids)).num_hit_tokens == 24
-    with pytest.raises(RequestTooLargeError, match="row 0 needs 7 pages at once, its shard has 5"):
-        batch.admit(0, token_ids, traits=RequestTraits(dp_shard=0))
-    assert manager.take_moves().number == 0
-    assert batch.admit(0, token_ids, max_num_new_tokens=20, traits=RequestTraits(dp_shard=0)) == 0
-    request = EngineRequest("b", token_ids)
-    hits, num_hits = manager.get_computed_pages(request, data_parallel_size=2, dp_shard_hint=0)
-    assert num_hits == 0 or num_hits == 20
-    with pytest.raises(RequestTooLargeError, match="request 'b' needs 7 pages at once, its shard has 5"):
-        manager.allocate_slots(request, 28 - num_hits, num_hits, hits, data_parallel_size=2, dp_shard_hint=0)
 
 
 def test_the_drop_in_returns_none_and_warns(caplog: pytest.LogCaptureFixture) -> None:

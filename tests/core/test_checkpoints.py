@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -30,7 +28,7 @@ from hybrids import (
 from refusing import refused
 from settings import NUM_OPERATIONS
 
-from pagepool import EngineRequest, PageHash, PageHashWithGroupId, RequestTraits, Retention, RunningBatch
+from pagepool import EngineRequest, PageHash, PageHashWithGroupId, RequestTraits
 from pagepool.errors import ArgumentError, IntegrityError, MovesDueError
 
 pytestmark = pytest.mark.usefixtures("drafter")
@@ -57,29 +55,6 @@ def test_the_interval_is_the_least_of_all_groups(specs: tuple[Any, ...], interva
 # --- adoption ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("num_reserved_pages", "page_ids", "copies"), [(1, ([1, 2, 5], [6]), [(4, 6, 1)]), (2, ([1, 2, 5], [4]), []), (3, None, [])]
-)
-def test_beside_reserved_pages(num_reserved_pages: int, page_ids: Any, copies: list[tuple[int, int, int]]) -> None:
-    """A copy if pages are free for it, else adoption, else nothing."""
-    for has_rows in (False, True):
-        manager = make_manager(num_pages=7)
-        batch, request = make_batch(manager), make_request("b", 12)
-        manager.free(fill(manager, 8))
-        before = batch_state(batch)[1]
-        if has_rows:
-            is_admitted = batch.admit(0, PROMPT[:12], num_reserved_pages=num_reserved_pages) is not None
-            held = batch.get_page_ids(0)
-        else:
-            is_admitted = plan(manager, request, 4, num_reserved_pages=num_reserved_pages) is not None
-            held = manager.get_page_ids("b")
-        assert is_admitted == (page_ids is not None)
-        assert held == (page_ids or ([], []))
-        assert take(manager) == copies
-        if not is_admitted:
-            assert batch_state(batch)[1] == before
-
-
 @pytest.mark.parts_at_a_page
 def test_a_row_adopts_in_a_full_shard() -> None:
     batch = make_batch(make_manager(num_pages=10), data_parallel_size=2)  # shards of 4 and 5 pages, null page aside
@@ -89,24 +64,6 @@ def test_a_row_adopts_in_a_full_shard() -> None:
     assert batch.admit(1, PROMPT[:12], traits=RequestTraits(dp_shard=0)) == 8
     assert (batch.get_page_ids(1), take(batch)) == (([1, 2, 3], [4]), [])
     batch.check()
-
-
-def test_a_refused_request_is_admitted_when_the_checkpoint_is_free() -> None:
-    """Refused again at O(1) until then."""
-    manager = make_manager(num_pages=7)
-    manager.free(fill(manager, 8))
-    batch, tokens = make_batch(manager), PROMPT[:10]
-    assert batch.admit(0, tokens) == 8
-    assert batch.get_page_ids(0) == ([1, 2, 5], [6])
-    request = make_request("b", 10)
-    for _ in range(2):
-        assert batch.admit(1, tokens) is None
-        assert run(manager, request, 2) is None
-    assert take(batch) == [(4, 6, 1)]
-    assert run(manager, request, 2) == ([3], [4])
-    manager.free(request)
-    assert batch.admit(1, tokens) is None  # the checkpoint is gone, and there are not so many pages for all tokens
-    manager.check()
 
 
 @pytest.mark.parametrize("num_pages", range(4, 14))
@@ -125,19 +82,6 @@ def test_what_fits_an_empty_pool_is_admitted_when_all_others_are_gone(num_pages:
 
 
 # --- beside checkpoints -----------------------------------------------------------------------------------------
-
-
-def test_a_leased_checkpoint_is_not_adopted() -> None:
-    manager = make_manager(num_pages=5, retention=Retention(max_leased_share=1.0))
-    manager.free(fill(manager, 8))
-    lease = manager.lease(make_request("leased", 9), seconds=600)
-    assert len(lease) == 3
-    request = make_request("b", 12)
-    before = manager_state(manager)
-    assert run(manager, request, 4) is None
-    assert manager_state(manager) == before
-    lease.release()
-    assert run(manager, request, 4) == ([3], [4])
 
 
 def test_events_of_states() -> None:
@@ -243,58 +187,3 @@ def test_while_copies_are_due(name: str) -> None:
     assert isinstance(caught.value, RuntimeError)
     assert take(due.batch) != []
     due.batch.step([0, 1, 2, 3], [1] * 4)
-
-
-def test_no_row_is_planned_while_copies_are_due() -> None:
-    due = Due()
-    due.batch.append([0, 1], [1, 1])
-    for row in (0, 1):
-        with refused(due.state, MovesDueError, f"^row {row} .*: got moves"):
-            due.batch.plan([row], 1, 2)
-    take(due.batch)
-    assert due.batch.plan([0, 1]).num_grown == 2
-
-
-def test_a_row_that_ends_before_its_copies_leaves_no_state() -> None:
-    """Nothing was copied to its page, so a request with its tokens must not hit it."""
-    batch = make_batch(make_manager(STATE))
-    step = batch.new_step()
-    batch.admit(0, PROMPT[:8], step=step)
-    assert take(batch) == []
-    batch.fork(0, [1])
-    batch.release([1, 0])
-    batch.settle(step, failed=True)
-    assert batch.probe(2, PROMPT[:9]) == 0
-    assert take(batch) == []
-
-
-def test_writes_taken_by_another_thread() -> None:
-    """While steps run. Each write is taken once, and no step goes on without its writes."""
-    batch = make_batch(make_manager(num_pages=200))
-    for row in range(4):
-        batch.admit(row, [row, *PROMPT[1:]], max_num_new_tokens=4)
-    taken: list[tuple[int, int, int]] = []
-    stop = threading.Event()
-
-    def take_all() -> None:
-        while not stop.is_set():
-            taken.extend(writes_of(batch))
-
-    taker = threading.Thread(target=take_all, daemon=True)  # else a failure would wait for it
-    taker.start()
-    while batch.num_computed_tokens[0] < 64:
-        with suppress(MovesDueError):
-            batch.plan([0, 1, 2, 3], 4)
-    stop.set()
-    taker.join()
-    taken += writes_of(batch)
-    places = [(row, num_tokens) for row, num_tokens, _ in taken]
-    assert sorted(places) == [(row, num_tokens) for row in range(4) for num_tokens in range(8, 65, 8)]
-    assert len({page_id for _, _, page_id in taken}) == 4 * 8
-    batch.check()
-
-
-def writes_of(batch: RunningBatch) -> list[tuple[int, int, int]]:
-    """Take the writes that are due: row, number of tokens and page of each."""
-    writes = batch.take_moves().writes
-    return list(zip(writes.rows.tolist(), writes.num_tokens.tolist(), writes.page_ids.tolist(), strict=True))

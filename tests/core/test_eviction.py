@@ -10,13 +10,12 @@ import zlib
 from collections import Counter
 
 import pytest
-from eviction_oracle import Adaptive, hash_key
+from eviction_oracle import hash_key
 from features import Features
 from pairs import POLICIES, make_requests
-from pool_workload import OracleSide, PackageSide, describe_policy, run_pool_workload
+from pool_workload import describe_policy, run_pool_workload
 from settings import NUM_OPERATIONS, POOL_SETTINGS, SETTINGS, sizes
 from twin_engine import Request
-from twins import Twins
 
 import pagepool
 from pagepool.errors import IntegrityError, RequestTooLargeError
@@ -59,32 +58,6 @@ def test_everything_happens() -> None:
         assert policy is not None
         counts += policy.counts
     assert REACHED - counts.keys() == set()
-
-
-def test_ages_beyond_the_horizon() -> None:
-    """A page and a ghost are used again after more than 128 epochs, in which only others were hit. Blank ones do not count."""
-    num_pages, keys = 24, [key for key in range(1, 200) if hash_key(key, 0) % 8 == 0][:8]
-    oracle, package = OracleSide(num_pages, Adaptive(num_pages)), PackageSide(num_pages, "adaptive")
-    twins = Twins(oracle, package)
-    pages = twins.call("take", 8, {})
-    twins.call("cache", pages, keys, 0, 0)
-    twins.call("free", pages[::-1])
-    everything = twins.call("take", num_pages - 4, {})  # five are remembered
-    twins.call("free", everything)
-    for _ in range(130):
-        twins.call("free", twins.call("take", 16, {}))
-    assert oracle.pool.policy.epoch == 0
-    others = twins.call("take", 4, {})
-    twins.call("cache", others, range(1000, 1004), 0, 0)
-    for _ in range(130 * 16 // 4):
-        twins.call("free", others)
-        twins.call("touch", others)
-    kept = [page for page in pages if page in oracle.pool.entry_of_page]
-    twins.call("touch", kept)
-    again = twins.call("take", 8, {})
-    twins.call("cache", again, keys, 0, 0)
-    assert oracle.pool.policy.counts["used again beyond the horizon"] >= 2
-    assert oracle.pool.policy.counts["misses late"] >= 1
 
 
 def test_a_decision_for_a_shard_is_not_one_for_its_pool() -> None:
@@ -163,14 +136,3 @@ def test_a_decision_outlives_its_shard() -> None:
 def test_hashes_of_keys() -> None:
     """They are the same in each process."""
     assert [hash_key(key, group_id) for key, group_id in ((0, 0), (1, 0), (0, 1), (1 << 127, 5))] == HASHES
-
-
-def test_a_decision_for_a_shard_ends_with_its_division() -> None:
-    """Shard 0 of 2 is another one than shard 0 of 4."""
-    twins = Twins(OracleSide(32, Adaptive(32)), PackageSide(32, "adaptive"))
-    page_ids = twins.call("take", 31, {})
-    twins.call("cache", page_ids, range(100, 131), 0, 0)
-    for name, chosen in (("free", [8, 9]), ("free", [3, 4, 5]), ("touch", [3, 4, 5]), ("free", [3, 4, 5])):
-        twins.call(name, chosen)
-    assert twins.call("take", 1, {"dp_shard_hint": 0, "data_parallel_size": 4}) == [3]
-    assert twins.call("take", 1, {"dp_shard_hint": 0, "data_parallel_size": 2}) == [8]

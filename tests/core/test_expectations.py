@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import hybrids
-import numpy as np
 import pytest
 from clocked import PAGE_SIZE, Clocked
 from hybrids import FULL, manager_state
@@ -20,10 +18,8 @@ from pagepool import (
     CacheGroupSpec,
     CacheManager,
     EngineRequest,
-    HostTier,
     MultiGroupPageTable,
     PageTable,
-    RequestTraits,
     Retention,
     RunningBatch,
 )
@@ -76,62 +72,12 @@ def test_what_is_wanted_last_goes_first(pages: Pages) -> None:
     assert pages.list_evicted("abcde") == "bcead"
 
 
-def test_a_page_of_which_nothing_is_known_is_wanted_in_twice_its_idle_time() -> None:
-    for idle, order in ((7, "ba"), (16, "ab"), (60, "ab"), (5, "ba")):
-        pages = Pages()
-        pages.leave("c", seconds=1)  # idle times count from the first expectation on
-        pages.hold("c")
-        pages.leave("a")
-        pages.wait(idle)
-        pages.leave("b", seconds=30)
-        assert pages.list_evicted("ab") == order, idle
-
-
-def power_above(seconds: float) -> int:
-    return next((n for n in range(1, 18) if seconds < 2**n), 18)
-
-
-@pytest.mark.parametrize("idle", [5, 20, 1000, 50_000, 400_000])
-@pytest.mark.parametrize("seconds", [0, 3, 700])
-def test_what_became_late_while_nothing_was_evicted_goes_by_its_idle_time(seconds: float, idle: float, pages: Pages) -> None:
-    """Pages that were released since, and that nobody looked at until now, are compared with it by powers of two."""
-    pages.leave("a", seconds=seconds)
-    pages.wait(idle)
-    powers = {"a": max(power_above(seconds), power_above(idle))}
-    for name, later in zip("bcdef", (3, 48, 5000, idle / 2, idle), strict=True):
-        pages.leave(name, seconds=later)
-        powers[name] = power_above(later)
-    assert pages.list_evicted("abcdef") == "".join(sorted(powers, key=lambda name: -powers[name]))
-
-
-def test_what_does_not_come_ages(pages: Pages) -> None:
-    pages.leave("a", seconds=1)
-    pages.wait(100)
-    pages.leave("b", seconds=30)
-    assert pages.list_evicted("ab") == "ab"
-    assert pages.manager.stats().expectations.num_unused_pages == 2
-
-
 @pytest.mark.parametrize(("seconds", "order"), [(3, "ab"), (10, "ba")])
 def test_what_is_late_counts_as_wanted_in_twice_its_idle_time(seconds: float, order: str, pages: Pages) -> None:
     pages.leave("a", seconds=1)
     pages.wait(5)
     pages.leave("b", seconds=seconds)
     assert pages.list_evicted("ab") == order
-
-
-@pytest.mark.parametrize("seconds", [3, 700, 2**17])
-def test_what_is_late_by_days_is_not_as_what_nobody_wants(seconds: float) -> None:
-    """It is evicted later, and saved in a host tier."""
-    pages = Pages(5, host_tier=HostTier(10))
-    pages.leave("a", seconds=seconds)
-    pages.wait(2**20)
-    pages.leave("b", seconds=2**18)
-    pages.leave("c", seconds=math.inf)
-    assert pages.manager.stats().expectations[0] == 1
-    assert pages.list_evicted("abc") == "cab"
-    assert pages.manager.take_moves().saves.src.size == 2
-    assert pages.manager.stats().expectations[-1] == 2
 
 
 def test_the_next_use_ends_it(pages: Pages) -> None:
@@ -145,13 +91,6 @@ def test_the_next_use_ends_it(pages: Pages) -> None:
     assert pages.manager.stats().expectations == (1, 0, 1, 1, 1, 0)
 
 
-def test_a_waiting_request_keeps_what_it_would_hit(pages: Pages) -> None:
-    pages.leave("a", seconds=600)
-    pages.leave("b", seconds=100)
-    assert pages.manager.expect(pages.request("a"), seconds=1) == 1
-    assert pages.list_evicted("ab") == "ba"
-
-
 @pytest.mark.parametrize("seconds", [1, math.inf])
 def test_blank_pages_go_first(seconds: float) -> None:
     pages = Pages()
@@ -163,47 +102,7 @@ def test_blank_pages_go_first(seconds: float) -> None:
     assert pages.manager.probe(pages.request("a")).num_hit_tokens
 
 
-@pytest.mark.parametrize("seconds", [0.0, 30.0, 1e4, math.inf])
-def test_if_all_say_the_same_the_order_is_that_of_lru(seconds: float) -> None:
-    """Page for page. All pages are cached: blank ones would go first once anything was said."""
-    rng, plain, told = Random(7), Pages(30), Pages(30)
-    for _ in range(1500):
-        name, wait = chr(rng.choice(range(60, 120))), rng.choice((0.0, 1.0, 50.0))
-        used = []
-        for pages in (plain, told):
-            used.append(pages.use_page(name, pages.request(name).all_token_ids[:PAGE_SIZE]))
-            if pages is told:
-                pages.manager.expect(pages.request(name), seconds=seconds)
-            pages.wait(wait)
-        assert used[0] == used[1]
-    told.manager.check()
-
-
-def test_rows_have_a_time_each() -> None:
-    pages = Pages(12)
-    batch = RunningBatch(pages.manager, PageTable(4, 16, 64))
-    for row, name in enumerate("abc"):
-        batch.admit(row, pages.request(name).all_token_ids)
-    batch.release([0, 1, 2], seconds=[5, None, math.inf])
-    for row, name in enumerate("de"):
-        batch.admit(row, pages.request(name).all_token_ids)
-    batch.release([0, 1], seconds=np.float64(60))
-    assert pages.list_evicted("abcde") == "cdeab"
-
-
 # Sessions.
-
-
-def test_a_session_is_closed(pages: Pages) -> None:
-    pages.leave("a", "s", seconds=5)
-    pages.leave("b", "t", seconds=5)
-    held = pages.hold("c", "t")
-    assert pages.manager.stats().num_sessions == 2
-    assert pages.manager.close_session("t") == 2
-    pages.manager.free(held)
-    assert pages.list_evicted("abc") == "bca"
-    assert [pages.manager.close_session(name) for name in ("s", "t", "unknown")] == [0, 0, 0]
-    assert pages.manager.stats().num_sessions == 0
 
 
 def test_what_others_use_is_not_closed(pages: Pages) -> None:
@@ -212,69 +111,6 @@ def test_what_others_use_is_not_closed(pages: Pages) -> None:
     pages.leave("b", "s", seconds=600)
     assert pages.manager.close_session("s") == 1
     assert pages.list_evicted("ab") == "ba"
-
-
-@pytest.mark.parametrize("is_closed", [False, True])
-def test_a_common_page_that_no_session_cached_belongs_to_none(is_closed: bool, pages: Pages) -> None:
-    """Whoever cached it, and whether sessions were known then: a session that hits it does not close it."""
-    if is_closed:
-        pages.leave("z", "before")
-    pages.leave("a")
-    pages.leave("a", "s")
-    pages.leave("b", "s")
-    pages.leave("a", "s", seconds=math.inf)
-    assert pages.manager.close_session("s") == 1
-    assert pages.list_evicted("ab") == "ba"
-
-
-def test_what_a_closed_session_cached_is_its_own_again_or_shared(pages: Pages) -> None:
-    for name in "abc":
-        pages.leave(name, "s")
-    assert pages.manager.close_session("s") == 3
-    pages.leave("a", "t")
-    pages.leave("b")
-    pages.leave("c", "s")
-    assert pages.manager.stats().num_sessions == 1
-    pages.leave("a", "s")
-    pages.manager.check()
-    assert [pages.manager.close_session(name) for name in "tss"] == [0, 1, 0]
-    assert pages.list_evicted("abc") == "cba"
-
-
-def test_shared_pages_are_only_brought_forward(pages: Pages) -> None:
-    for session_id in "st":
-        pages.leave("a", session_id, seconds=600)
-    pages.leave("b", seconds=30)
-    pages.wait(200)
-    pages.manager.expect(pages.request("a"), seconds=2**16)
-    assert pages.manager.stats().expectations[:3] == (0, 1, 0)
-    pages.manager.expect(pages.request("a"), seconds=1)
-    assert pages.manager.stats().expectations[:3] == (0, 2, 0)
-    assert pages.list_evicted("ab") == "ba"
-
-
-def test_a_fork_is_of_the_session_unless_it_has_its_own() -> None:
-    for session_id, num_pages in ((None, 1), ("t", 0)):
-        pages = Pages()
-        request = pages.hold("a", "s")
-        request.num_computed_tokens = PAGE_SIZE
-        fork = EngineRequest("fork", [*request.all_token_ids], num_computed_tokens=PAGE_SIZE, session_id=session_id)
-        assert pages.manager.fork(request, fork) is not None
-        pages.manager.free(request)
-        pages.manager.free(fork)
-        assert pages.manager.close_session("s") == num_pages
-        pages.manager.check()
-
-
-def test_without_caching_there_are_no_sessions() -> None:
-    pages = Pages(enable_caching=False)
-    request = pages.hold("a", "s")
-    request.num_computed_tokens = PAGE_SIZE
-    fork = EngineRequest("fork", [*request.all_token_ids], num_computed_tokens=PAGE_SIZE, session_id="t")
-    assert pages.manager.fork(request, fork) is not None
-    batch = RunningBatch(pages.manager, PageTable(1, 16, 64))
-    assert batch.admit(0, [1, 2, 3], traits=RequestTraits(session_id="u")) == 0
-    assert pages.manager.stats().num_sessions == 0
 
 
 def test_sessions_are_forgotten() -> None:
@@ -289,30 +125,6 @@ def test_sessions_are_forgotten() -> None:
 
 
 # Leases of spans.
-
-
-def test_a_lease_ends_when_pages_are_taken() -> None:
-    pages = Pages(4, retention=Retention(max_leased_share=1.0))
-    pages.leave("a")
-    lease = pages.manager.lease(pages.request("a"), seconds=10)
-    assert (len(lease), pages.manager.stats().num_leased_pages) == (1, 1)
-    refused_request = EngineRequest("big", [9] * (3 * PAGE_SIZE))
-    for seconds, is_admitted in ((9, False), (0.9, False), (0.2, True)):
-        pages.wait(seconds)
-        assert (pages.manager.allocate_slots(refused_request, 3 * PAGE_SIZE) is not None) == is_admitted
-    assert (lease.is_held, pages.manager.leases, pages.manager.stats().num_leased_pages) == (False, (), 0)
-    pages.manager.check()
-
-
-def test_a_row_that_was_refused_is_admitted_when_a_lease_ends() -> None:
-    pages = Pages(4, retention=Retention(max_leased_share=1.0))
-    batch = RunningBatch(pages.manager, PageTable(2, 16, 64))
-    pages.leave("a")
-    pages.manager.lease(pages.request("a"), seconds=10)
-    tokens = [9] * (3 * PAGE_SIZE)
-    assert [batch.admit(0, tokens), batch.admit(0, tokens)] == [None, None]
-    pages.wait(10)
-    assert batch.admit(0, tokens) == 0
 
 
 def test_a_lease_is_extended() -> None:
@@ -427,31 +239,6 @@ def test_without_caching_no_span_is_leased() -> None:
     assert "no page is cached" in lease_after([], True, FULL, stop=12, enable_caching=False)
 
 
-@pytest.mark.parametrize("is_span", [False, True])
-@pytest.mark.parametrize("seconds", [1000, math.inf])
-def test_a_lease_ends_no_expectation(seconds: float, is_span: bool, pages: Pages) -> None:
-    pages.leave("a", seconds=seconds)
-    before = pages.manager.stats().expectations
-    lease = pages.manager.lease(pages.request("a"), seconds=30) if is_span else pages.manager.lease([1])
-    assert pages.manager.stats().expectations[3:] == (0, 0, 0)
-    lease.release()
-    assert pages.manager.stats().expectations == before
-    pages.leave("b", seconds=2**16)
-    assert pages.list_evicted("ab") == ("ba" if seconds < math.inf else "ab")
-
-
-def test_a_page_that_is_hit_while_it_is_leased_is_in_time_or_late(pages: Pages) -> None:
-    for name in "ab":
-        pages.leave(name, seconds=100)
-    hits = [pages.manager.get_computed_pages(pages.request(name))[0].get_page_ids()[0][0] for name in "ab"]
-    with pages.manager.lease(hits):
-        pages.wait(60)
-        pages.leave("a")
-        pages.wait(70)
-        pages.leave("b")
-    assert pages.manager.stats().expectations == (0, 0, 0, 1, 1, 0)
-
-
 def test_ended_leases_are_forgotten() -> None:
     pages = Pages()
     pages.leave("a")
@@ -479,27 +266,3 @@ def test_what_is_no_time(seconds: Any) -> None:
     for call in calls:
         with refused(lambda: manager_state(pages.manager), (ArgumentError, ArgumentTypeError), "seconds: got"):
             call()
-
-
-# With the rest.
-
-
-def test_what_is_never_wanted_is_not_saved() -> None:
-    pages = Pages(4, host_tier=HostTier(10))
-    pages.leave("a", seconds=math.inf)
-    pages.leave("b", seconds=5)
-    pages.manager.page_pool.get_new_page_ids(3)
-    assert pages.manager.take_moves().saves.src.size == 1
-
-
-def test_shards_have_their_own_order() -> None:
-    pages = Pages(8)
-    batch = RunningBatch(pages.manager, PageTable(2, 16, 64), data_parallel_size=2)
-    for shard, names in enumerate(("ab", "c")):
-        for name, seconds in zip(names, (600, 5), strict=False):
-            batch.admit(0, pages.request(name).all_token_ids[:PAGE_SIZE], traits=RequestTraits(dp_shard=shard))
-            batch.release([0], seconds=seconds)
-    pages.manager.page_pool.get_new_page_ids(2, dp_shard_hint=0, data_parallel_size=2)
-    found = [pages.manager.probe(pages.request(name)).num_hit_tokens > 0 for name in "abc"]
-    assert found == [False, True, True]
-    pages.manager.check()

@@ -320,25 +320,3 @@ def test_a_row_that_comes_back_with_a_wrong_adapter_is_refused(lora_id: Any) -> 
     with pytest.raises(TypeError, match="lora_id: got"):
         rows.admit(lora_id=lora_id)
     assert rows.admit(lora_id=1) == 40
-
-
-def test_rows_with_keys_are_hashed_right_whatever_they_were_before() -> None:
-    """A free row keeps its tokens, keys and digests through growth, cuts and swaps. `check` recomputes all hashes."""
-    rng = Random(11)
-    rows = Rows()
-    batch, others = rows.batch, make_images(10, "over one another")
-    for _ in range(1500):
-        row, admitted = rng.randrange(3), batch.is_admitted
-        if not admitted[row]:
-            keys = {"mm_features": rng.choice((rows.images, others, None)), "cache_salt": rng.choice((None, "pepper"))}
-            batch.admit(row, rows.token_ids[: rng.choice((3, 17, 41))] + [8] * rng.randrange(3), **admission(**keys))
-        elif rng.random() < 0.3:
-            batch.release([row])
-        elif rng.random() < 0.3:
-            batch.trim([row], rng.randint(1, batch.num_tokens[row]))
-        elif rng.random() < 0.3:
-            batch.swap_row(row, rng.randrange(3))
-        elif batch.num_tokens[row] < 60:
-            batch.append([row], [rng.choice((7, 8))])
-            batch.plan([row], batch.num_tokens[row] - batch.num_computed_tokens[row])
-        batch.check()

@@ -10,9 +10,7 @@ from hybrids import (
     PROMPT,
     WINDOW,
     batch_state,
-    count_hits,
     fill,
-    keep_every,
     like,
     make_batch,
     make_manager,
@@ -27,7 +25,6 @@ from refusing import refused
 from pagepool.errors import (
     ArgumentError,
     IntegrityError,
-    MovesDueError,
     OutOfPagesError,
     PageIdError,
 )
@@ -58,42 +55,6 @@ def test_a_page_that_somebody_gave_back_is_not_shared() -> None:
     manager.page_pool.store.give_back([1])
     with pytest.raises(PageIdError, match="was given back"):
         batch.fork(0, [1])
-
-
-def test_a_fork_that_ends_uncomputed_keeps_the_checkpoints_of_others() -> None:
-    """It passed them over, since they were cached already."""
-    manager = make_manager(FULL, keep_every(4))
-    first, source = make_request("first", 12), make_request("source", 12)
-    for num_tokens in (4, 4, 1):
-        run(manager, first, num_tokens)
-        take(manager)
-    manager.free(first)
-    manager.allocate_slots(source, 8)
-    source.num_computed_tokens = 8
-    target = like(source)
-    manager.fork(source, target)
-    take(manager)
-    run(manager, target, 1)
-    assert count_hits(manager) == 8
-    manager.free(target, num_computed_tokens=0)
-    assert count_hits(manager) == 8
-
-
-def test_a_request_that_forks_must_not_be_written() -> None:
-    manager = make_manager(FULL)
-    request = fill(manager, 6)
-    second = like(request)
-    manager.fork(request, second)
-    manager.fork(request, like(request, "third"))
-    for held in (request, second):
-        with pytest.raises(
-            MovesDueError,
-            match=r"^request: got moves of its pages that are due, allowed: none; call take_moves",
-        ):
-            manager.allocate_slots(held, 4)
-    manager.free(second)
-    assert take(manager) == [(2, 4, 0)]
-    assert run(manager, request, 4) is not None
 
 
 # --- damage -----------------------------------------------------------------------------------------------------

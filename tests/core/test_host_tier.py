@@ -9,15 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hybrids import FULL, WINDOW, batch_state, count_hits, make_batch, make_manager, start
+from hybrids import FULL, count_hits, make_batch, make_manager, start
 from interrupts import call_in_thread, interrupted_everywhere
-from refusing import refused
 from settings import NUM_OPERATIONS
 from threads import run_threads
 
-from pagepool import CacheManager, EngineRequest, FailedLoads, HostTier, HostTierStats, Moves, PageCopies, Refusal
+from pagepool import CacheManager, EngineRequest, FailedLoads, HostTier, HostTierStats, Moves, PageCopies
 from pagepool._core import PageTier, add_tier
-from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, MovesDueError, PageHashError
+from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, PageHashError
 
 pytestmark = pytest.mark.usefixtures("drafter")
 
@@ -93,44 +92,6 @@ def compute(manager: CacheManager, token_ids: list[int]) -> Moves:
     return complete(manager)
 
 
-@pytest.mark.parametrize("policy", ["write_back", "write_through"])
-@pytest.mark.parametrize("num_host_pages", [4, 8, 14, 15, 16, 29, 100])
-def test_a_page_is_saved_once_whatever_the_size_of_the_tier(policy: str, num_host_pages: int) -> None:
-    manager = make_tiered(num_pages=8, num_host_pages=num_host_pages, policy=policy)
-    for i in range(100):
-        compute(manager, list(range(1000 * i, 1000 * i + 13)))
-    stats = manager.stats().host_tier
-    assert (
-        stats.num_saved_pages == 300
-        if policy == "write_through" and num_host_pages >= 15
-        else 290 < stats.num_saved_pages <= 300
-    )
-    assert stats.num_refused_pages == 0
-    manager.check()
-
-
-def test_moves_of_forks_and_of_refused_calls_begin_no_step() -> None:
-    """A page is saved once its step has begun, though moves are taken within a plan and between two steps."""
-    manager = make_tiered(num_pages=30, num_host_pages=60, policy="write_through")
-    batch = make_batch(manager)
-    batch.admit(0, FIRST)
-    assert len(batch.take_moves()) == 0
-    for begins_step in (False, True):
-        batch.fork(0, [1])
-        if begins_step:
-            with refused(lambda: batch_state(batch), MovesDueError, r"^row 1 \(at 0\): got moves of its pages"):
-                batch.step([1], [7])
-        moves = batch.take_moves()
-        assert (len(moves.copies), len(moves.saves)) == (1, 0)
-        batch.step([1], [7])
-        if begins_step:
-            batch.admit(2, OTHER[:13])
-        assert len(batch.take_moves().saves) == (0 if begins_step else 5)
-        batch.release([1])
-    assert len(batch.take_moves().saves) == 3
-    batch.check()
-
-
 def test_batches_that_take_moves_in_turn_run_in_one_step() -> None:
     """None of them saves pages of the step that was planned for all."""
     manager = make_tiered(num_pages=60, num_host_pages=120, policy="write_through")
@@ -160,36 +121,6 @@ def test_a_small_tier_writes_back_and_says_so(caplog: pytest.LogCaptureFixture) 
     assert len(compute(small, FIRST)) == 0
 
 
-def test_a_page_whose_save_is_in_flight_or_failed() -> None:
-    """It is not saved twice when it is evicted meanwhile. One that failed to be saved is saved when it is evicted."""
-    for fails in (False, True):
-        manager = make_tiered(num_pages=8, num_host_pages=40, policy="write_through")
-        pass_through(manager, FIRST)
-        assert len(manager.take_moves()) == 0
-        transfers = manager.take_moves()
-        assert len(transfers.saves) == 5
-        if fails:
-            manager.fail(transfers.number, saves=[1, 3])
-        page_ids = manager.page_pool.get_new_page_ids(7)
-        again = manager.take_moves()
-        assert sorted(again.saves.src) == (sorted(transfers.saves.src[[1, 3]]) if fails else [])
-        for number in [again.number] if fails else [transfers.number]:
-            manager.complete(number)
-        manager.page_pool.free_page_ids(page_ids)
-        assert manager.stats().host_tier.num_saved_pages == 5
-        assert count_hits(manager, FIRST) == 20
-        manager.check()
-
-
-def test_pages_cached_before_the_tier_was_there_are_saved() -> None:
-    manager = make_manager(FULL, num_pages=8)
-    pass_through(manager, FIRST)
-    tier = HostTier(40, policy="write_through")
-    again = make_manager(FULL, num_pages=8, page_pool=manager.page_pool, host_tier=tier)
-    evict_all(again)
-    assert tier.stats().num_saved_pages == 5
-
-
 def test_failed_loads_rewind_rows_and_requests() -> None:
     manager = make_tiered(num_pages=14)
     fill_tier(manager)
@@ -213,21 +144,6 @@ def test_failed_loads_rewind_rows_and_requests() -> None:
     batch.check()
 
 
-def load_for_two(manager: CacheManager) -> tuple[list[EngineRequest], Moves]:
-    """Let two requests hit pages that only the tier has, and return them with the loads."""
-    for num_tokens in (16, 21):  # a state is kept where a request ends
-        pass_through(manager, FIRST[:num_tokens])
-    evict_all(manager)
-    requests = [start(manager, name, FIRST) for name in "ab"]
-    for request in requests:
-        request.num_computed_tokens = len(FIRST)
-    return requests, manager.take_moves()
-
-
-def fail_load_of(manager: CacheManager, transfers: Moves, page_id: int) -> FailedLoads:
-    return manager.fail(transfers.number, loads=[transfers.loads.dst.tolist().index(page_id)])
-
-
 def test_a_page_that_fails_to_load_hits_no_more_though_an_equal_one_was_dropped_meanwhile() -> None:
     manager = make_tiered(num_pages=16)
     pass_through(manager, FIRST)
@@ -243,108 +159,6 @@ def test_a_page_that_fails_to_load_hits_no_more_though_an_equal_one_was_dropped_
     assert count_hits(manager, FIRST) == 0
     manager.free(loaded, num_computed_tokens=0)
     manager.check()
-
-
-def test_a_request_that_gives_back_all_pages_starts_over() -> None:
-    manager = make_tiered(num_pages=20)
-    requests, transfers = load_for_two(manager)
-    first = requests[0]
-    failed = fail_load_of(manager, transfers, manager.get_page_ids("a")[0][0])
-    assert manager.find_wrong_token(first, failed) == 0
-    assert manager.get_page_ids("a") == ([],)
-    manager.free(first, num_computed_tokens=0)
-    first.num_computed_tokens = 0
-    hits, num_hit_tokens = manager.get_computed_pages(first)
-    assert num_hit_tokens == 0
-    assert manager.allocate_slots(first, 21, num_hit_tokens, hits) is not None
-    manager.check()
-
-
-def test_a_fork_of_a_page_that_fails_to_load_goes_back_too() -> None:
-    """With a lookahead the last full page is copied, since other tokens may follow. A cut behind it gives it back."""
-    manager = make_tiered(num_pages=14, use_eagle=True, lookahead=1)
-    batch = make_batch(manager)
-    pass_through(manager, FIRST)
-    evict_all(manager)
-    assert batch.admit(0, FIRST) == 20
-    transfers = batch.take_moves()
-    assert transfers.loads.dst.size == 5
-    batch.trim([0], 20)
-    assert batch.num_computed_tokens[0] == 16
-    batch.fork(0, [1])
-    assert len(batch.take_moves().copies) == 1
-    failed = manager.fail(transfers.number, loads=[3])  # the page that was copied
-    assert batch.rewind(failed) == ([0, 1], [])
-    assert batch.num_computed_tokens[:2].tolist() == [12, 12]
-    batch.check()
-
-
-def test_uncomputed_pages_that_the_tier_alone_has_are_dropped() -> None:
-    """Their row was released, and they were evicted, before its step failed."""
-    manager = make_tiered(WINDOW)
-    batch = make_batch(manager)
-    step = batch.new_step()
-    batch.admit(0, FIRST, step=step)
-    batch.release([0])
-    batch.admit(1, OTHER[:16])
-    assert complete(manager).saves.src.size == 2
-    assert manager.stats().host_tier.num_cached_pages == 2  # type: ignore[union-attr]
-    assert batch.settle(step, failed=True).tolist() == []
-    assert manager.stats().host_tier.num_cached_pages == 0  # type: ignore[union-attr]
-    batch.check()
-
-
-def test_a_row_whose_loads_do_not_fit_is_refused_for_its_pages() -> None:
-    manager = make_manager(FULL, num_pages=7, host_tier=HostTier(64))
-    batch = make_batch(manager)
-    for tokens in (range(17), range(50, 67)):
-        assert batch.admit(0, list(tokens)) == 0
-        if tokens.start == 0:
-            batch.release([0])
-    manager.complete(manager.take_moves().number)
-    assert batch.admit(1, list(range(18))) is None
-    assert batch.refusal == Refusal(5, 1, 0, 16, "kv", None, True)  # three loads, one page that hits, and one new
-    batch.check()
-
-
-def test_a_row_waits_for_transfers_that_were_due_for_a_row_that_is_gone() -> None:
-    """The row takes pages while they are due: it might have got a page of them."""
-    manager = make_tiered(num_pages=30)
-    batch = make_batch(manager)
-    pass_through(manager, FIRST)
-    evict_all(manager)
-    batch.admit(1, OTHER[:5])
-    assert batch.admit(0, FIRST) == 20
-    batch.release([0])
-    batch.admit(2, OTHER[10:15])
-    with refused(lambda: batch_state(batch), MovesDueError, r"^row 2 \(at 0\): got moves of its pages"):
-        batch.trim([2], 3)
-    batch.trim([1], 3)  # it took its pages before
-    assert batch.take_moves().loads.dst.size == 5
-    batch.trim([2], 3)
-    batch.check()
-
-
-def test_caching_waits_for_loads_in_flight_of_a_row_that_is_gone() -> None:
-    """They are older than those of the row's own hits."""
-    manager = make_tiered(num_pages=30)
-    batch = make_batch(manager)
-    for token_ids in (FIRST, OTHER[:21]):
-        pass_through(manager, token_ids)
-    evict_all(manager)
-    batch.admit(0, FIRST)
-    older = batch.take_moves().number
-    batch.release([0])
-    batch.admit(1, OTHER[:21])
-    complete(manager)
-    num_cached = manager.stats().num_cached_pages
-    for tokens, num_new_pages in ((OTHER[21:30], 0), (OTHER[30:34], 3)):
-        batch.append([1] * len(tokens), tokens)
-        batch.plan([1], len(tokens))
-        assert manager.stats().num_cached_pages == num_cached + num_new_pages
-        if num_new_pages == 0:
-            manager.complete(older)
-    batch.check()
 
 
 # Wrong input.

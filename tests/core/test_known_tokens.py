@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hybrids import make_batch, make_manager, manager_state
+from hybrids import make_manager, manager_state
 from refusing import refused
 
 from pagepool import CacheManager, EngineRequest, FullAttentionSpec, MambaSpec, SlidingWindowSpec
-from pagepool.errors import ArgumentError, PageHashError
+from pagepool.errors import PageHashError
 
 
 class OwnRequest:
@@ -56,14 +56,6 @@ LAYOUTS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "full and window": lambda size: (full(size), window(size)),
     "full and state": lambda size: (full(size), state(size)),
 }
-CHANGES: dict[str, Callable[[list[int], int], list[int]]] = {  # of known tokens, the first of them computed
-    "last replaced": lambda tokens, num: [*tokens[:-1], 1000],
-    "first replaced": lambda tokens, num: [*tokens[:num], 1000, *tokens[num + 1 :]],
-    "all replaced": lambda tokens, num: [*tokens[:num], *range(1000, 1000 + len(tokens) - num)],
-    "shortened": lambda tokens, num: tokens[: num + 1],
-    "shortened and extended": lambda tokens, num: [*tokens[: num + 1], *range(1000, 1000 + len(tokens) - num)],
-    "extended": lambda tokens, num: [*tokens, 1000],
-}
 
 
 def hits_of(manager: CacheManager, token_ids: list[int]) -> int:
@@ -88,45 +80,6 @@ def finish(manager: CacheManager, request: Any) -> None:
         assert manager.allocate_slots(request, num_new, num_hit_tokens, hits) is not None
         request.num_computed_tokens += num_hit_tokens + num_new
         manager.take_moves()
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("num_computed", [0, 4, 8])
-@pytest.mark.parametrize("page_size", [1, 2, 4])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("make_request", "hash_algo"), [(EngineRequest, "siphash128"), (OwnRequest, "sha256")])
-def test_tokens_without_slots_may_change_after_a_refusal(
-    change: str, num_computed: int, page_size: int, layout: str, make_request: Any, hash_algo: str
-) -> None:
-    """Whether they were looked up, or only hashed by the call that was refused; again and again."""
-    for is_looked_up, caches in [(False, "scheduled"), (True, "scheduled"), (True, "computed")]:
-        manager = make_manager(*LAYOUTS[layout](page_size), num_pages=120, hash_algo=hash_algo, caches=caches)
-        tokens = list(range(100, 114))
-        request = make_request("a", tokens)
-        if is_looked_up:
-            manager.get_computed_pages(request)
-        while request.num_computed_tokens < num_computed:
-            num_new = min(find_next(manager, request), num_computed - request.num_computed_tokens)
-            assert manager.allocate_slots(request, num_new) is not None
-            request.num_computed_tokens += num_new
-            manager.take_moves()
-        for number in range(2):
-            others = manager.page_pool.get_new_page_ids(manager.page_pool.get_num_free_pages())
-            assert manager.allocate_slots(request, request.num_tokens - request.num_computed_tokens) is None
-            manager.page_pool.free_page_ids(others)
-            tokens = [token + number for token in CHANGES[change](tokens, num_computed)]
-            tokens[:num_computed] = range(100, 100 + num_computed)
-            set_tokens(request, tokens)
-        finish(manager, request)
-        manager.free(request)
-        step = 2 * page_size if layout == "full and state" else page_size
-        num_hits = len(tokens) // step * step
-        if layout == "full and state" and num_computed > 0:  # states are kept in prompts, and others evict the first ones
-            num_hits = min(len(tokens), 14) // step * step
-            num_hits = num_hits if num_hits > num_computed else 0
-        assert hits_of(manager, tokens) == num_hits
-        assert hits_of(manager, list(range(100, 114))) <= num_computed // step * step + (change == "extended") * step * 9
-        manager.check()
 
 
 @pytest.mark.parametrize("caches", ["scheduled", "computed"])
@@ -230,20 +183,6 @@ def test_a_page_is_not_overwritten_in_part_while_it_is_cached(num_known: int, nu
     assert hits_of(manager, request.all_token_ids) == num_known // 4 * 4
 
 
-@pytest.mark.parametrize("hash_algo", ["siphash128", "sha256", hash])
-def test_tokens_may_change_between_a_preemption_and_the_next_look_up(hash_algo: Any) -> None:
-    manager = make_manager(full(4), hash_algo=hash_algo)
-    request = EngineRequest("a", list(range(100, 112)))
-    finish(manager, request)
-    manager.free(request)
-    request.num_computed_tokens = 0
-    request.all_token_ids[5:] = [1, 2, 3, 4, 5, 6, 7, 8]
-    assert manager.get_computed_pages(request)[1] == 4
-    finish(manager, request)
-    assert hits_of(manager, request.all_token_ids) == 12
-    assert hits_of(manager, list(range(100, 112))) == 12
-
-
 def test_a_request_that_changes_while_it_waits_is_looked_up_again() -> None:
     """Or its hits are refused, if it was refused in one group of full attention, and nothing changed since."""
     manager = make_manager(full(4), num_pages=12)
@@ -266,54 +205,6 @@ def test_a_request_that_changes_while_it_waits_is_looked_up_again() -> None:
     finish(manager, request)
     assert hits_of(manager, request.all_token_ids) == 24
     assert hits_of(manager, list(range(100, 124))) <= 8
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_rows_forget_what_they_are_cut_to(seed: int) -> None:
-    """Rows copy their tokens: after refused steps and growth, tokens are cut and others appended."""
-    rng = Random(seed)
-    page_size = rng.choice((1, 2, 4))
-    manager = make_manager(full(page_size), num_pages=100)
-    batch = make_batch(manager)
-    computed: set[tuple[int, ...]] = set()
-    for _ in range(10):
-        tokens = [rng.randrange(3) for _ in range(rng.randint(1, 9))]
-        assert batch.admit(0, tokens) is not None
-        for _ in range(12):
-            num_computed = int(batch.num_computed_tokens[0])
-            computed |= {tuple(tokens[:n]) for n in range(num_computed + 1)}
-            others = manager.page_pool.get_new_page_ids(manager.page_pool.get_num_free_pages() if rng.random() < 0.5 else 0)
-            if num_computed == len(tokens) and rng.random() < 0.5:
-                token_id = rng.randrange(3)
-                tokens += [token_id] * batch.step([0], [token_id]).num_grown
-            else:
-                new = [rng.randrange(3) for _ in range(rng.randint(num_computed == len(tokens), 4))]
-                batch.append([0] * len(new), new)
-                tokens = tokens + new
-                batch.plan([0], rng.randint(1, len(tokens) - num_computed))
-            manager.page_pool.free_page_ids(others)
-            if rng.random() < 0.5:
-                tokens = tokens[: rng.randint(int(batch.num_computed_tokens[0]), len(tokens))]
-                batch.trim([0], len(tokens))
-        computed |= {tuple(tokens[:n]) for n in range(int(batch.num_computed_tokens[0]) + 1)}
-        batch.release([0])
-        for _ in range(20):
-            probed = [rng.randrange(3) for _ in range(rng.randint(1, 14))]
-            assert tuple(probed[: hits_of(manager, probed)]) in computed | {()}
-
-
-def test_skipped_pages_are_forgotten_after_a_fork_of_a_request_that_was_set_back() -> None:
-    manager = make_manager(SlidingWindowSpec(4, 1, 8, "float16", False, 5), num_pages=8)
-    request = EngineRequest("a", list(range(24)))
-    for num_tokens in (16, 1):  # the second call skips the pages of the first 12 tokens
-        assert manager.allocate_slots(request, num_tokens) is not None
-        request.num_computed_tokens += num_tokens
-    assert manager.allocate_slots(request, 7, num_reserved_pages=7) is None
-    request.num_computed_tokens = 6
-    with refused(lambda: manager_state(manager), ArgumentError, "are not those"):
-        manager.fork(request, EngineRequest("b", [1] * 20, num_computed_tokens=6))
-    manager.free(request, num_computed_tokens=0)
-    assert manager.stats().num_cached_pages == 0
 
 
 @pytest.mark.parametrize("call", ["allocate", "refused", "cache_pages", "commit_external"])

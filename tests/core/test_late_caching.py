@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hybrids import FULL, WINDOW, count_hits, make_manager, make_request, manager_state, run
+from hybrids import FULL, count_hits, make_manager, make_request, manager_state, run
 from refusing import refused
 
 from pagepool import CacheManager, EngineRequest, PageHash, PageHashWithGroupId
@@ -18,21 +18,6 @@ def make_late(*specs: Any, **options: Any) -> CacheManager:
     return make_manager(*specs or (FULL,), caches="computed", **options)
 
 
-@pytest.mark.parametrize("hash_algo", ["siphash128", "sha256", hash])
-@pytest.mark.parametrize("is_delayed", [False, True])
-def test_pages_hit_once_they_are_counted(hash_algo: Any, is_delayed: bool) -> None:
-    """Whatever `delay_cache_pages` says."""
-    manager, request = make_late(hash_algo=hash_algo), make_request("a", 11)
-    seen = []
-    for num_new in (6, 3, 2):
-        assert manager.allocate_slots(request, num_new, delay_cache_pages=is_delayed) is not None
-        seen.append(count_hits(manager))
-        request.num_computed_tokens += num_new
-    manager.free(request)
-    assert (seen, count_hits(manager)) == ([0, 4, 8], 8)
-    manager.check()
-
-
 def test_without_caching_nothing_changes() -> None:
     manager, request = make_late(enable_caching=False), make_request("a", 9)
     for _ in range(9):
@@ -43,46 +28,7 @@ def test_without_caching_nothing_changes() -> None:
     assert manager.stats().num_cached_pages == 0
 
 
-# A page is cached before it hits: by the request's next call, `cache_pages`, or `free`.
-
-
-def test_a_window_leaves_only_cached_pages() -> None:
-    """Of a prompt that was computed at once, and of tokens before those from elsewhere."""
-    manager, request = make_late(WINDOW, windows="all"), make_request("a", 40)
-    run(manager, request, 24)
-    assert manager.stats().num_cached_pages == 0
-    manager.allocate_slots(request, 1)
-    assert manager.get_page_ids("a")[0][:5] == [0] * 5
-    assert manager.stats().num_cached_pages == 6
-    request.num_computed_tokens = 25
-    manager.allocate_slots(request, 3)
-    request.num_computed_tokens = 28
-    manager.allocate_slots(request, 0, num_external_computed_tokens=8, delay_cache_pages=True)
-    manager.commit_external(request, 8)
-    assert manager.stats().num_cached_pages == 8  # the page that no later token attends to did not come
-    manager.check()
-
-
 # What was not computed.
-
-
-def test_a_request_that_is_set_back_caches_its_pages_again() -> None:
-    """Those that lost their entry, once they are computed again."""
-    manager, request = make_late(), make_request("a", 17)
-    run(manager, request, 16)
-    manager.allocate_slots(request, 1)
-    request.num_computed_tokens = 17
-    [pages] = manager.get_page_ids("a")
-    manager.page_pool.evict_pages(pages[2:4])
-    request.num_computed_tokens = 8
-    manager.allocate_slots(request, 4)
-    assert count_hits(manager) == 8
-    request.num_computed_tokens = 12
-    manager.allocate_slots(request, 4)
-    assert count_hits(manager) == 12
-    request.num_computed_tokens = 16
-    manager.free(request)
-    assert count_hits(manager) == 16
 
 
 @pytest.mark.parts_at_a_page

@@ -15,7 +15,6 @@ from pagepool import (
     CacheManager,
     EngineRequest,
     EngineRequestStatus,
-    MambaSpec,
     MultiGroupPageTable,
     PagePool,
     RunningBatch,
@@ -83,13 +82,6 @@ def test_an_evicted_state_loses_hits_of_its_pool(in_rows: bool) -> None:
     assert lost_in(manager) == (0, 0)
     assert (run_row(manager, batch, prompt(0)) if in_rows else run(manager, prompt(0))) == 0
     assert lost_in(manager) == (0, 16)  # the checkpoints after 8 and 16 tokens are gone, keys and values are there
-
-
-def test_a_place_without_a_checkpoint_loses_nothing() -> None:
-    manager = make_manager({"kv": 60, "states": 40})
-    assert run(manager, [*prompt(0)[:15], 5, 5, 5]) == 0
-    assert run(manager, [*prompt(0)[:12], 6, 6, 6]) == 8  # 12 tokens have keys and values, and never had a state
-    assert lost_in(manager) == (0, 0)
 
 
 def test_hits_that_are_lost_before_a_reset_are_not_found_after_it() -> None:
@@ -275,15 +267,6 @@ def test_lost_hits_are_those_of_a_model(sizes: dict[str, int]) -> None:
             assert lost_in(manager) == tuple(model.lost), (seed, sizes)
         assert any(lost_in(manager)), seed
         manager.check()
-
-
-def test_states_of_two_pools_are_lost_in_the_pool_that_evicted_them() -> None:
-    other = CacheGroupSpec(MambaSpec(PAGE, ((2, 2),), "float16", checkpoint_interval=INTERVAL), pool="others")
-    manager = make_manager({"kv": 60, "states": 40, "others": 6}, other)
-    for number in range(4):
-        run(manager, prompt(number))
-    assert run(manager, prompt(0)) == 0
-    assert dict(zip(manager.pools, lost_in(manager), strict=True)) == {"kv": 0, "states": 0, "others": 16}
 
 
 def test_advice_names_the_pool_that_lost_most_since_the_last_one() -> None:

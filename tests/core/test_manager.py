@@ -13,7 +13,6 @@ from pagepool import (
     CacheGroupSpec,
     CacheManager,
     CachePages,
-    ChunkedLocalAttentionSpec,
     EngineRequest,
     FullAttentionSpec,
     MambaSpec,
@@ -41,10 +40,6 @@ def full(page_size=4):
 
 def sliding(window, page_size=4):
     return SlidingWindowSpec(page_size, 1, 8, "float16", False, window)
-
-
-def chunked(chunk, page_size=4):
-    return ChunkedLocalAttentionSpec(page_size, 1, 8, "float16", False, chunk)
 
 
 STATE = MambaSpec(1, ((2, 2),), "float16")
@@ -92,40 +87,6 @@ def test_probe_changes_nothing_and_says_why():
         manager.page_pool.free_page_ids_in_order().tolist(),
         len(manager.registry.hashes),
     )
-
-
-# Slots.
-
-
-# Kinds of attention.
-
-
-def test_a_kind_looks_again_when_another_shortens_the_hit():
-    """The wide window lacks the last page, so three are left; the narrow one has the fourth and the second, not the third."""
-    manager = make_manager(sliding(5), sliding(9))
-    admit(manager, "a", range(17))
-    narrow, wide = manager.get_page_ids("a")
-    manager.page_pool.evict_pages([narrow[2], wide[3]])
-    hits, num_hit_tokens = manager.get_computed_pages(EngineRequest("b", list(range(17))))
-    assert num_hit_tokens == 8
-    assert hits.get_page_ids() == ([0, narrow[1]], wide[:2])
-
-
-def test_a_hit_of_one_token_is_looked_at_again_too():
-    manager = make_manager(sliding(2, 1), sliding(3, 1))
-    admit(manager, "a", range(4))
-    narrow, wide = manager.get_page_ids("a")
-    manager.page_pool.evict_pages([*narrow[:2], *wide[1:3]])
-    assert manager.get_computed_pages(EngineRequest("b", list(range(4))))[1] == 0
-
-
-def test_eagle_drops_one_page_of_each_kind_and_no_more():
-    """A second pass after another kind shortened the hit must not drop a page again, or long prefixes would shrink to
-    nothing.
-    """
-    manager = make_manager(full(), sliding(6), sliding(9), use_eagle=True)
-    admit(manager, "a", range(40))
-    assert manager.get_computed_pages(EngineRequest("b", list(range(40))))[1] == 24
 
 
 # CachePages.
@@ -276,15 +237,6 @@ def test_hashes_are_kept_until_they_are_freed():
     manager.free_page_hashes(request)
     assert "a" not in manager.req_to_page_hashes
     assert manager.req_to_page_hashes["a"] == []
-
-
-def test_a_request_id_that_is_used_again_brings_no_hashes_along():
-    """The engine forgot `free_page_hashes`; the new request has other tokens and must not hit the old one's pages."""
-    manager = make_manager()
-    request, _ = admit(manager, "a", range(9))
-    manager.free(request)
-    assert admit(manager, "a", [50] * 9)[1] == 0
-    assert admit(manager, "b", [50] * 9)[1] == 8
 
 
 @pytest.mark.parts_at_a_page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 import hybrids
@@ -119,64 +118,6 @@ def test_each_pool_of_the_tier_has_its_figures() -> None:
     assert (stats.host_tier.num_pages, stats.host_tier.num_free_pages, stats.host_tier.num_cached_pages) == (43, 43, 7)
     assert hybrid.manager.host_tier.stats() == stats.host_tier
     assert HostTier({"kv": 40, "states": 5}).stats().num_pages == 43
-
-
-def test_a_full_pool_of_the_tier_does_not_take_from_another() -> None:
-    hybrid = Hybrid({"kv": 16, "states": 6}, {"kv": 40, "states": 2})
-    hybrid.pass_through(0)
-    for pool in hybrid.manager.pools.values():
-        pool.get_new_page_ids(pool.num_pages - 1)
-    saves = hybrid.batch.take_moves()
-    assert saves.saves.group.tolist() == [0] * 5 + [1]
-    assert hybrid.manager.stats().host_tier.num_refused_pages == 1
-    hybrid.manager.check()
-
-
-@pytest.mark.parametrize(("name", "num_left"), [("kv", 3), ("states", 0)])
-def test_a_hit_is_loaded_in_all_pools_or_not_at_all(name: str, num_left: int) -> None:
-    hybrid = filled({"kv": 16, "states": 6})
-    pool = hybrid.manager.pools[name]
-    held = pool.get_new_page_ids(pool.get_num_free_pages() - num_left)
-    before = hybrid.manager.stats()
-    counts = {**before.pools, name: replace(before.pools[name], num_refusals=1)}
-    assert hybrid.admit(0, TOKENS) is None
-    refusal = hybrid.batch.refusal
-    assert (refusal.pool, refusal.num_free, refusal.can_wait) == (name, num_left, True)
-    assert (hybrid.manager.stats(), len(hybrid.batch.take_moves())) == (replace(before, pools=counts), 0)
-    pool.free_page_ids(held)
-    assert hybrid.admit(0, TOKENS) == 16
-
-
-def test_pages_reserved_in_the_first_pool_do_not_count_in_others() -> None:
-    hybrid = filled({"kv": 16, "states": 6})
-    assert hybrid.admit(0, TOKENS, num_reserved_pages=11) is None
-    assert (hybrid.batch.refusal.pool, hybrid.batch.refusal.num_reserved) == ("kv", 11)
-    assert hybrid.admit(0, TOKENS, num_reserved_pages=10) == 16
-
-
-def test_a_loaded_checkpoint_and_a_working_page_share_a_small_pool() -> None:
-    """A row that hits waits for its load, and then takes the checkpoint as its working page."""
-    hybrid = filled({"kv": 16, "states": 6})
-    states = hybrid.manager.pools["states"]
-    states.get_new_page_ids(4)
-    assert hybrid.admit(0, TOKENS) is None
-    assert (hybrid.batch.refusal.pool, hybrid.batch.refusal.num_free) == ("states", 0)
-    assert hybrid.complete().loads.group.tolist() == [0, 0, 0, 0, 1]
-    assert hybrid.admit(0, TOKENS) == 16
-    hybrid.batch.check()
-
-
-def test_pages_are_written_through_in_all_pools() -> None:
-    hybrid = Hybrid({"kv": 16, "states": 6}, {"kv": 40, "states": 11}, policy="write_through", min_uses=2)
-    hybrid.pass_through(0)
-    hybrid.complete()
-    assert len(hybrid.complete()) == 0, "used once"
-    assert hybrid.admit(0, TOKENS) == 16
-    hybrid.complete()
-    hybrid.batch.release([0])
-    hybrid.evict()
-    assert hybrid.manager.stats().host_pools["kv"].num_cached_pages == 4
-    assert hybrid.manager.stats().host_pools["states"].num_cached_pages == 1
 
 
 def test_a_pool_that_is_small_in_the_tier_is_named(caplog: pytest.LogCaptureFixture) -> None:

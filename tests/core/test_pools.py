@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -20,8 +18,6 @@ from pagepool import (
     HostTier,
     MultiGroupPageTable,
     PagePool,
-    Refusal,
-    RequestTraits,
     Retention,
     RunningBatch,
     SlidingWindowSpec,
@@ -30,7 +26,6 @@ from pagepool.errors import (
     ArgumentError,
     ArgumentTypeError,
     LeaseBudgetError,
-    OutOfPagesError,
     PageIdError,
 )
 
@@ -69,67 +64,6 @@ def test_ids_count_from_0_in_each_pool() -> None:
     manager.check()
 
 
-def test_rows_show_the_ids_of_their_pools() -> None:
-    manager = make_manager({"windows": 9, "kv": 12, "states": 6}, [FULL, STATE, WINDOW])
-    batch, tables = make_batch(manager, 2)
-    assert batch.admit(0, list(range(20))) == 0
-    assert batch.get_page_ids(0) == ([1, 2, 3, 4, 5], [1], [1, 2, 3, 4, 5])
-    assert [table.page_table_cpu[0, :5].tolist() for table in tables] == [[1, 2, 3, 4, 5], [1, 0, 0, 0, 0], [1, 2, 3, 4, 5]]
-    assert batch.take_moves().writes.page_ids.tolist() == [2, 3]
-    batch.append([0], [7])
-    result = batch.plan([0], 1)
-    assert (result.new_page_ids.tolist(), result.new_page_groups.tolist()) == ([6, 6], [0, 2])
-    assert tables[2].page_table_cpu[0, :6].tolist() == [0, 0, 0, 4, 5, 6]
-    assert sorted(manager.pools["windows"].free_page_ids_in_order()) == [1, 2, 3, 7, 8]
-    batch.check()
-
-
-def test_a_request_gets_pages_of_all_pools_or_none() -> None:
-    manager = make_manager({"kv": 20, "states": 3})
-    batch, _ = make_batch(manager, 1)
-    held = manager.pools["states"].get_new_page_ids(2)
-    before = manager.stats().pools
-    assert manager.allocate_slots(EngineRequest("a", list(range(8))), 8) is None
-    assert batch.admit(0, list(range(8))) is None
-    assert manager.stats().pools == {**before, "states": replace(before["states"], num_refusals=2)}
-    assert batch.refusal == Refusal(1, 0, 0, 0, pool="states", shard=None, can_wait=True)
-    manager.pools["states"].free_page_ids(held)
-    assert batch.admit(0, list(range(8))) == 0
-    assert batch.refusal is None
-
-
-def test_a_row_grows_and_forks_with_pages_of_all_pools_or_none() -> None:
-    manager = make_manager({"kv": 20, "windows": 4}, [FULL, WINDOW])
-    batch, _ = make_batch(manager, 2)
-    batch.admit(0, list(range(6)))
-    held = manager.pools["windows"].get_new_page_ids(1)
-    before = manager.stats().pools
-    with pytest.raises(OutOfPagesError):
-        batch.fork(0, [1])
-    batch.append([0, 0, 0], [6, 7, 8])
-    result = batch.plan([0], 3)
-    assert (result.num_grown, result.refusal) == (0, Refusal(1, 0, 0, 0, pool="windows", shard=None, can_wait=True))
-    assert manager.stats().pools == {**before, "windows": replace(before["windows"], num_refusals=1)}
-    manager.pools["windows"].free_page_ids(held)
-    assert batch.plan([0], 3).num_grown == 1
-    batch.check()
-
-
-def test_a_refusal_names_what_is_short() -> None:
-    manager = make_manager(12, [FULL])
-    batch, _ = make_batch(manager, 2)
-    assert batch.admit(0, list(range(24))) == 0
-    assert batch.admit(1, [*range(8), *range(100, 116)], num_reserved_pages=2) is None
-    expected = Refusal(num_needed=4, num_free=5, num_reserved=2, num_hit_tokens=8, pool="kv", shard=None, can_wait=True)
-    assert batch.refusal == expected
-    assert batch.admit(1, [*range(8), *range(100, 116)], num_reserved_pages=2) is None
-    assert batch.refusal == expected
-    manager.page_pool.get_new_page_ids(5)
-    batch.append([0], [1])
-    result = batch.plan([0], 1)
-    assert (result.num_grown, result.refusal) == (0, Refusal(1, 0, 0, 0, "kv", None, True))
-
-
 def test_a_checkpoint_leaves_a_state_for_each_free_row() -> None:
     """Until its step has run a checkpoint holds a page, and no row may wait for that."""
     manager = make_manager({"kv": 60, "states": 6})
@@ -147,24 +81,6 @@ def test_pages_reserved_for_attention_do_not_keep_a_state_from_its_checkpoint() 
     assert len(manager.take_moves().writes) == 1
 
 
-def test_pools_are_reset_and_evicted_by_name() -> None:
-    manager = make_manager({"kv": 20, "states": 8})
-    request = EngineRequest("a", list(range(20)))
-    for num_computed, num_tokens in ((0, 8), (8, 12)):
-        request.num_computed_tokens = num_computed
-        manager.allocate_slots(request, num_tokens)
-        manager.take_moves()
-    request.num_computed_tokens = 20
-    manager.free(request)
-    assert (manager.stats().pools["kv"].num_cached_pages, manager.stats().pools["states"].num_cached_pages) == (5, 2)
-    assert manager.pools["states"].evict_pages([2, 3]) == 2
-    assert manager.get_computed_pages(EngineRequest("b", list(range(20))))[1] == 0
-    assert manager.reset_prefix_cache()
-    assert manager.stats().num_cached_pages == 0
-    assert manager.pools["states"].get_usage() == pytest.approx(1 / 8)
-    manager.check()
-
-
 def test_one_pool_by_name_is_one_pool() -> None:
     manager = make_manager({"kv": 20}, [FULL])
     assert manager.page_pool is manager.pools["kv"]
@@ -177,12 +93,6 @@ def test_one_pool_by_name_is_one_pool() -> None:
     assert (list(manager.stats().pools), batch.refusal.pool) == (["mine"], "mine")
 
 
-def ask(manager: CacheManager) -> EngineRequest:
-    """Return a request with slots."""
-    manager.allocate_slots(request := EngineRequest("first", TOKENS), 16)
-    return request
-
-
 def make_named(names: str) -> CacheManager:
     """Make a manager with a group of attention in each pool."""
     return make_manager(dict.fromkeys(names, 8), [CacheGroupSpec(FULL.kv_cache_spec, pool=name) for name in names])
@@ -192,47 +102,6 @@ def test_there_are_at_most_four_pools() -> None:
     with pytest.raises(ArgumentError, match=r"^num_pages: got 5 pools, allowed: 4$"):
         make_named("abcde")
     assert list(make_named("abcd").pools) == list("abcd")
-
-
-def test_a_shard_has_pages_of_each_pool() -> None:
-    manager = make_manager({"kv": 32, "states": 12})
-    kv, states = manager.pools["kv"], manager.pools["states"]
-    batch, _ = make_batch(manager, 4, data_parallel_size=2)
-    assert batch.admit(0, TOKENS, traits=RequestTraits(dp_shard=1)) == 0
-    assert batch.admit(1, TOKENS, max_num_new_tokens=8, traits=RequestTraits(dp_shard=0)) == 0
-    assert (batch.get_page_ids(0), batch.get_page_ids(1)) == (([16, 17, 18, 19, 20], [6]), ([1, 2], [1]))
-    assert batch.take_moves().writes.page_ids.tolist() == [7, 8, 2]
-    assert kv.get_new_page_ids(2, dp_shard_hint=3, data_parallel_size=2).tolist() == [21, 22]
-    assert states.get_new_page_ids(3, dp_shard_hint=1, data_parallel_size=2).tolist() == [9, 10, 11]
-    with pytest.raises(OutOfPagesError, match=r"^pages: got 1 asked for, 0 free in shard 1, allowed: at most the free ones$"):
-        states.get_new_page_ids(1, dp_shard_hint=1, data_parallel_size=2)
-    assert batch.admit(2, [7] * 8, traits=RequestTraits(dp_shard=1)) is None
-    assert batch.refusal == Refusal(1, 0, 0, 0, pool="states", shard=1, can_wait=True)
-    assert batch.admit(2, [7] * 8, traits=RequestTraits(dp_shard=0)) == 0
-    batch.check()
-
-
-def test_a_shard_hits_in_itself_alone() -> None:
-    manager = make_manager({"kv": 32, "states": 12})
-    request = EngineRequest("a", TOKENS)
-    for request.num_computed_tokens, num_tokens in ((0, 8), (8, 12)):
-        assert manager.allocate_slots(request, num_tokens, dp_shard_hint=1, data_parallel_size=2) is not None
-        manager.take_moves()
-    manager.free(request)
-    placed: list[dict[str, int]] = [{}, *({"dp_shard_hint": hint, "data_parallel_size": 2} for hint in (0, 1))]
-    assert [manager.get_computed_pages(EngineRequest("b", TOKENS), **place)[1] for place in placed] == [8, 0, 8]
-    again = EngineRequest("c", TOKENS)
-    assert manager.allocate_slots(again, 8, dp_shard_hint=0, data_parallel_size=2).get_page_ids() == ([1, 2], [1])
-    manager.take_moves()
-    assert [manager.get_computed_pages(EngineRequest("d", TOKENS), **place)[1] for place in placed] == [8, 0, 8]
-    again.num_computed_tokens = 8
-    manager.allocate_slots(again, 12, data_parallel_size=2)
-    hits, num_hit_tokens = manager.get_computed_pages(EngineRequest("e", TOKENS), **placed[1])
-    assert (hits.get_page_ids(), num_hit_tokens) == (([1, 2], [2]), 8)
-    page_hash = manager.pools["kv"].pages[17].page_hash
-    found = [manager.pools["kv"].get_cached_page_ids(page_hash.page_hash, [0], **place).tolist() for place in placed]
-    assert found == [[17], [2], [17]]
-    manager.check()
 
 
 def test_pools_of_another_manager_have_their_shards() -> None:
@@ -330,31 +199,6 @@ def list_states(manager: CacheManager, names: str, pool: str) -> str:
     return gone
 
 
-@pytest.mark.parametrize("pool", ["kv", "states"])
-def test_each_pool_evicts_first_what_is_wanted_last(pool: str) -> None:
-    manager = make_manager({"kv": 40, "states": 20})
-    manager._store.set_time(1000)
-    compute_states(manager, "abcd", [3, 100, math.inf, 20])
-    assert manager.stats().expectations[:3] == (3, 6, 3)
-    manager.check()
-    assert list_states(manager, "abcd", pool) == "cbda"
-    assert manager.stats().expectations.num_unused_pages == {"kv": 5, "states": 3}[pool]
-    manager.check()
-
-
-def test_a_pool_without_expected_pages_evicts_as_before() -> None:
-    """The queue of each pool is divided anew when the first page is expected, and keeps its order."""
-    manager = make_manager({"kv": 40, "states": 20})
-    compute_states(manager, "abc")
-    before = {name: pool.free_page_ids_in_order().tolist() for name, pool in manager.pools.items()}
-    assert manager.expect(EngineRequest("late", [ord("a"), *range(4)]), seconds=600) == 1
-    manager.check()
-    after = {name: pool.free_page_ids_in_order().tolist() for name, pool in manager.pools.items()}
-    assert after["states"] == before["states"]
-    assert (sorted(after["kv"]), after["kv"] == before["kv"]) == (sorted(before["kv"]), False)
-    assert list_states(manager, "abc", "states") == "abc"
-
-
 def share_pools(tenants: dict[str, str | None], shares: dict[str, float]) -> CacheManager:
     """Return pools with the requests of tenants, each a second after the one before it."""
     manager = make_manager({"kv": 101, "states": 12})
@@ -394,38 +238,6 @@ def test_a_tenant_without_a_share_joins_the_others_in_each_pool(pool: str) -> No
 
 def count_cached(manager: CacheManager) -> dict[str, int]:
     return {name: pool.num_cached_pages for name, pool in manager.stats().pools.items()}
-
-
-def test_a_policy_serves_the_first_pool() -> None:
-    manager = make_manager({"states": 8, "kv": 40}, eviction="adaptive")
-    assert {name: pool.eviction for name, pool in manager.pools.items()} == {"kv": "adaptive", "states": "lru"}
-    compute_states(manager, "abc")
-    assert manager.get_computed_pages(EngineRequest("asked", [ord("a"), *range(8)]))[1] == 8
-    manager.pools["kv"].touch_page_ids([1, 2])
-    manager.pools["states"].touch_page_ids([2])
-    assert manager.stats().num_hit_pages == 2
-    manager.pools["kv"].free_page_ids([2, 1])
-    manager.pools["states"].free_page_ids([2])
-    assert list_states(manager, "abc", "states") == "bca"
-    manager.check()
-
-
-@pytest.mark.parametrize("eviction", ["lru", "adaptive"])
-def test_a_policy_drops_checkpoints_whose_keys_and_values_are_gone(eviction: str) -> None:
-    manager = make_manager({"kv": 11, "states": 8}, eviction=eviction)
-    compute_states(manager, "abc")
-    kv, states = manager.pools["kv"], manager.pools["states"]
-    assert count_cached(manager) == {"kv": 6, "states": 3}
-    kv.get_new_page_ids(4)
-    assert count_cached(manager) == {"kv": 6, "states": 3}
-    kv.get_new_page_ids(1)  # the second page of a request: its requests are released tail first
-    assert count_cached(manager) == {"kv": 5, "states": 2 if eviction == "adaptive" else 3}
-    kv.get_new_page_ids(1)
-    assert count_cached(manager) == {"kv": 4, "states": 2 if eviction == "adaptive" else 3}
-    num_blank = states.get_num_free_pages() - count_cached(manager)["states"]
-    assert states.get_new_page_ids(num_blank) is not None
-    assert manager.stats().pools["states"].num_evicted_pages == 0
-    manager.check()
 
 
 def test_a_checkpoint_stays_while_another_page_has_its_keys_and_values() -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import Any
 
 import pytest
-from admissions import admission
-from settings import POOL_SETTINGS, Setting, in_pool, sizes
+from settings import POOL_SETTINGS, Setting, sizes
 
 import pagepool
 from pagepool import CacheManager, MultiGroupPageTable, RunningBatch
 from pagepool.errors import DoubleFreeError, PageIdError, RequestTooLargeError
 
 NUM_ROWS = 5
-NUM_TURNS = 100
-ONE_EACH = 2048  # pages, so that none is evicted
-ROOMY = [setting for setting in POOL_SETTINGS if setting.enable_caching]
 HYBRID = POOL_SETTINGS[0]
 
 
@@ -24,41 +19,6 @@ def make(setting: Setting, num_pages: Any, num_rows: int = NUM_ROWS) -> RunningB
     manager = setting.manager(CacheManager, setting.cache_groups(pagepool), num_pages, hash_seed=1)
     tables = MultiGroupPageTable(num_rows, setting.max_model_len, 64, [group.page_size for group in setting.groups])
     return RunningBatch(manager, tables)
-
-
-@pytest.mark.parametrize("setting", ROOMY, ids=lambda setting: setting.name)
-def test_pools_without_pressure_hit_what_one_pool_hits(setting: Setting) -> None:
-    """Two batches under the same random calls; their rows never lack pages."""
-    names = dict.fromkeys(group.pool for group in setting.groups)
-    in_one = Setting(
-        setting.name,
-        tuple(in_pool(group, "kv") for group in setting.groups),
-        use_eagle=setting.use_eagle,
-        windows=setting.windows,
-    )
-    batches = make(setting, dict.fromkeys(names, ONE_EACH)), make(in_one, len(names) * ONE_EACH)
-    rng, num_hit_tokens = Random(setting.name), 0
-    families = [rng.choices(range(3), k=setting.max_model_len) for _ in range(3)]
-    for turn in range(NUM_TURNS):
-        [rows] = {tuple(batch.is_admitted.nonzero()[0].tolist()) for batch in batches}
-        free = [row for row in range(NUM_ROWS) if row not in rows]
-        if free and rng.random() < 0.7:
-            tokens = [*rng.choice(families)[: rng.randint(1, setting.max_model_len - 2)], rng.randrange(3)]
-            options = {"num_tokens": rng.randint(1, len(tokens))}
-            hits = [batch.admit(free[0], tokens, **admission(**options)) for batch in batches]
-            assert hits[0] == hits[1] is not None, f"turn {turn}: {hits}"
-            num_hit_tokens += hits[0]
-        nums = batches[0].num_tokens - batches[0].num_computed_tokens
-        for batch in batches:
-            batch.take_moves()
-            batch.plan(nums.nonzero()[0], nums[nums > 0])
-        gone = [row for row in rows if rng.random() < 0.4]
-        for batch in batches:
-            batch.take_moves()
-            batch.release(gone)
-    for batch in batches:
-        batch.check()
-    assert num_hit_tokens > 0 or any(group.kind == "mamba" and not group.interval for group in setting.groups)
 
 
 def test_errors_name_the_page_and_its_pool() -> None:

@@ -67,44 +67,6 @@ def test_what_nobody_can_hit_evicts_nothing(
     manager.check()
 
 
-@pytest.mark.parametrize("run_short", [run_requests, run_rows])
-@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (FULL, keep_every(None))])
-def test_without_states_that_are_kept_the_first_released_goes_first(
-    specs: tuple[Any, ...], run_short: Callable[[CacheManager], None]
-) -> None:
-    manager = make_manager(*specs)
-    manager.free(start(manager, "kept", PROMPT[:17]))
-    assert manager.stats().num_cached_pages > 0
-    run_short(manager)
-    assert manager.stats().num_cached_pages == 0
-
-
-def test_without_caching_the_first_released_goes_first() -> None:
-    manager = make_manager(enable_caching=False, num_pages=8)
-    for request in [start(manager, name, PROMPT[:7]) for name in "ab"]:
-        manager.free(request)
-    assert manager.page_pool.free_page_ids_in_order().tolist() == [7, 2, 1, 3, 5, 4, 6]
-
-
-def test_the_order_of_each() -> None:
-    """Blank pages before cached ones, and those of both in the order of their release."""
-    manager = make_manager(num_pages=12)
-    first, second = make_request("first", 9), EngineRequest("second", [1, 2, 3, 4, 5, 6])
-    run(manager, first, 8)
-    run(manager, second, 6)
-    run(manager, first, 1)
-    assert (manager.get_page_ids("first"), manager.get_page_ids("second")) == (([1, 2, 8], [3]), ([5, 6], [7]))
-    for request in (first, second):
-        manager.free(request)
-    free = manager.page_pool.free_page_ids_in_order().tolist()
-    assert free == [9, 10, 11, 8, 3, 6, 7, 4, 2, 1, 5]  # 4 is the checkpoint
-    manager.page_pool.evict_pages([2])
-    assert manager.page_pool.free_page_ids_in_order().tolist() == [9, 10, 11, 8, 3, 6, 7, 2, 4, 1, 5]
-    manager.reset_prefix_cache()
-    assert manager.page_pool.free_page_ids_in_order().tolist() == [9, 10, 11, 8, 3, 6, 7, 2, 4, 1, 5]
-    manager.check()
-
-
 def test_a_tier_is_as_its_pool() -> None:
     """What failed to be saved leaves pages there that nobody can hit."""
     manager = make_tiered(FULL, STATE, num_pages=12, num_host_pages=12)

@@ -22,7 +22,6 @@ from hybrids import (
     manager_state,
     plan,
     run,
-    take,
 )
 from refusing import refused
 from settings import scale
@@ -67,58 +66,6 @@ def test_states_are_written_where_requests_resume() -> None:
     batch.check()
 
 
-def test_a_junction_is_a_boundary() -> None:
-    """Two prompts that share 200 tokens: the second writes the state there, and the third hits it."""
-    batch = make_batch()
-    batch.admit(0, LONG[:120])
-    assert places_of(batch.take_moves().writes) == []
-    batch.step([0], [7])
-    assert batch.admit(1, [*LONG[:110], *LONG[200:210]]) == 0
-    assert places_of(batch.take_moves().writes) == [(1, 64)]
-    batch.step([1], [7])
-    assert batch.admit(2, [*LONG[:110], *LONG[300:320]]) == 64
-
-
-def test_named_places_and_the_end_of_external_tokens_are_boundaries() -> None:
-    batch = make_batch()
-    batch.admit(0, LONG[:100], traits=RequestTraits(resume_at=[70, 200]))
-    assert places_of(batch.take_moves().writes) == [(0, 64)]
-    batch.append([0] * 100, LONG[100:200])
-    batch.plan([0], 100)
-    assert places_of(batch.take_moves().writes) == [(0, 192)]
-    assert batch.admit(1, LONG[300:500], num_external_tokens=128) == 0
-    assert places_of(batch.take_moves().writes) == [(1, 128)]
-    batch.commit_external(1, 128)
-    batch.plan([1], 72)
-    assert batch.admit(2, [*LONG[300:440], 1]) == 128
-    batch.check()
-
-
-@pytest.mark.parametrize("num_hits", [0, 64])
-@pytest.mark.parametrize("num_external", [63, 64, 65, 127, 128, 129, 192, 199, 300])
-def test_a_transfer_writes_the_state_at_its_end_alone(num_external: int, num_hits: int) -> None:
-    """The connector has no other one, and a prompt that parts from it before does not hit."""
-    batch = make_batch(num_states=40)
-    if num_hits:
-        batch.admit(0, LONG[:65], max_num_new_tokens=64, traits=RequestTraits(resume_at=[64]))
-        batch.take_moves()
-        batch.release([0])
-    named = list(range(64, 257, 64))
-    assert batch.admit(0, LONG[:400], num_external_tokens=num_external, traits=RequestTraits(resume_at=named)) == num_hits
-    end = num_hits + num_external
-    expected = [(0, end)] if end % 64 == 0 else []
-    assert places_of(batch.take_moves().writes) == expected
-    batch.commit_external(0, num_external)
-    batch.plan([0], 400 - end)
-    behind = [place for place in (*named, 320, 384) if place > end]
-    assert places_of(batch.take_moves().writes) == [(0, place) for place in behind]
-    batch.release([0])
-    for num_shared in range(1, 400, 21):
-        places = [num_hits, *(place for _, place in expected), *behind]
-        assert batch.probe(1, [*LONG[:num_shared], 1]) == max([0, *(place for place in places if place <= num_shared)])
-    batch.check()
-
-
 def test_a_row_whose_transfer_failed_writes_states_everywhere() -> None:
     """It computes all tokens itself."""
     batch = make_batch(num_states=40)
@@ -127,26 +74,6 @@ def test_a_row_whose_transfer_failed_writes_states_everywhere() -> None:
     assert batch.fail_external(0, 200) == 0
     batch.plan([0], 400)
     assert places_of(batch.take_moves().writes) == [(0, 128), (0, 256), (0, 320), (0, 384)]
-    batch.check()
-
-
-def test_a_checkpoint_hits_once_a_later_step_of_its_row_is_planned() -> None:
-    """Before that, a copy of the hit could run before the step that writes it. Of two rows that compute the same tokens the
-    first one's checkpoint stays, and the other's page is free again.
-    """
-    batch = make_batch()
-    first, failed = batch.new_step(), batch.new_step()
-    batch.admit(0, LONG[:200], step=first)
-    assert batch.admit(1, LONG[:200], step=first) == 0
-    assert places_of(batch.take_moves().writes) == [(0, 128), (1, 128), (1, 192)]  # the junction of the second row
-    assert batch.admit(2, [*LONG[:190], 7], step=failed) == 0  # the step that writes has not run
-    assert batch.settle(failed, failed=True).tolist() == []
-    batch.release([2])
-    batch.step([0, 1], [7, 7])
-    assert batch.admit(2, LONG[:200]) == 192
-    moves, pool = batch.take_moves(), batch._manager.pools["states"]
-    assert (len(moves.copies), len(moves.writes)) == (1, 0)
-    assert (pool.get_num_free_pages(), batch._manager.stats().pools["states"].num_cached_pages) == (11 - 3, 2)
     batch.check()
 
 
@@ -163,19 +90,6 @@ def test_a_row_grows_once_its_writes_are_taken() -> None:
     assert repr(writes) == "StateWrites(rows=[3], num_tokens=[128], page_ids=[2], group=[1])"
     batch.step([3], [7])
     assert len(batch.take_moves().writes) == 0
-
-
-@pytest.mark.parametrize("is_taken", [False, True])
-def test_a_row_that_ends_before_its_step_ran_leaves_no_checkpoint(is_taken: bool) -> None:
-    batch = make_batch()
-    step = batch.new_step()
-    batch.admit(0, LONG[:200], step=step)
-    if is_taken:
-        batch.take_moves()
-    batch.release([0])
-    batch.settle(step, failed=True)
-    assert batch.admit(0, LONG[:200]) == 0
-    batch.check()
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
@@ -206,54 +120,6 @@ def test_a_state_whose_list_was_not_taken_never_hits() -> None:
     batch.admit(0, LONG[:200])
     batch.release([0])
     assert batch.admit(0, LONG[:200]) == 0
-    batch.check()
-
-
-def test_rows_never_wait_for_states() -> None:
-    """With a state for each row and one more, checkpoints are left out while rows are free."""
-    batch = make_batch(num_states=NUM_ROWS + 2)
-    assert batch.admit(0, LONG[:300]) == 0
-    assert places_of(batch.take_moves().writes) == [(0, 128)]  # of three boundaries
-    for row in range(1, NUM_ROWS):
-        assert batch.admit(row, LONG[row : row + 200]) == 0
-    batch.check()
-
-
-def test_a_checkpoint_is_not_copied_at_the_cost_of_a_row_without_a_state() -> None:
-    """The row that hits it goes on in its page, and nobody hits it again."""
-    batch = make_batch(num_states=NUM_ROWS + 2)
-    batch.admit(0, LONG[:129])
-    assert places_of(batch.take_moves().writes) == [(0, 64)]
-    batch.release([0])
-    batch.admit(0, LONG[200:500])
-    assert len(batch.take_moves().writes) == 1
-    assert batch.admit(1, [*LONG[:64], 7]) == 64
-    for row in range(2, NUM_ROWS):
-        assert batch.admit(row, [row]) == 0
-    assert len(batch.take_moves().copies) == 0
-    batch.release([1])
-    assert batch.admit(1, [*LONG[:64], 7]) == 0
-    batch.check()
-
-
-@pytest.mark.parametrize("way", ["failed transfer", "trim"])
-def test_a_row_that_starts_over_has_a_state_left(way: str) -> None:
-    batch = make_batch(num_states=NUM_ROWS + 2)
-    for row in range(NUM_ROWS - 1):
-        if way == "trim":
-            batch.admit(row, LONG[:10])
-            batch.take_moves()
-            batch.trim([row], 0)
-            batch.append([row] * 9, LONG[:9])
-        else:
-            batch.admit(row, LONG[:9], num_external_tokens=8)
-            batch.take_moves()
-            assert batch.fail_external(row, 3) == 0
-        assert batch.get_page_ids(row) == ([], [])
-    batch.admit(NUM_ROWS - 1, LONG[100:500])
-    assert len(batch.take_moves().writes) == 1  # of five boundaries
-    result = batch.plan(list(range(NUM_ROWS - 1)), 9)
-    assert (result.num_grown, result.refusal) == (NUM_ROWS - 1, None)
     batch.check()
 
 
@@ -380,24 +246,6 @@ def test_writes_of_requests_are_named_by_their_ids() -> None:
     manager.check()
 
 
-@pytest.mark.parametrize("way", ["its next step", "its end"])
-def test_a_checkpoint_of_a_request_hits_after_its_step(way: str) -> None:
-    manager, request = make_manager(), make_request("a", 20)
-    plan(manager, request, 20)
-    writes = manager.take_moves().writes
-    assert count_hits(manager) == 0
-    if way == "its end":
-        manager.free(request)
-    else:
-        request.append_output_token_ids([7])
-        assert run(manager, request, 1) is not None
-    assert count_hits(manager) == 16
-    assert plan(manager, make_request("b", 30), 4) is not None
-    [working] = manager.get_page_ids("b")[1]
-    assert take(manager) == [(writes.page_ids[1], working, 1)]
-    manager.check()
-
-
 def test_a_request_goes_on_once_its_writes_are_taken() -> None:
     manager, request = make_manager(), make_request("a", 20)
     plan(manager, request, 8)
@@ -407,80 +255,6 @@ def test_a_request_goes_on_once_its_writes_are_taken() -> None:
     assert plan(manager, EngineRequest("b", [7] * 9), 9) is not None  # others do not wait
     assert named_places(manager.take_moves().writes) == [("a", 8), ("b", 8)]
     assert manager.allocate_slots(request, 12) is not None
-
-
-@pytest.mark.parametrize(("is_taken", "is_counted"), [(False, False), (False, True), (True, False)])
-def test_a_request_whose_step_did_not_run_leaves_no_checkpoint(is_taken: bool, is_counted: bool) -> None:
-    manager, request = make_manager(), make_request("a", 20)
-    plan(manager, request, 20)
-    if is_taken:
-        assert len(manager.take_moves().writes) == 2
-    request.num_computed_tokens = 20 * is_counted
-    manager.free(request)
-    assert (count_hits(manager), len(manager.take_moves().writes)) == (0, 0)
-    assert manager.page_pool.get_num_free_pages() == 39
-    manager.check()
-
-
-@pytest.mark.parametrize("num_computed", [0, 8, 12, 16, 20])
-@pytest.mark.parametrize("has_next_step", [False, True])
-def test_a_request_that_is_freed_after_a_failed_step_leaves_the_checkpoints_before(
-    num_computed: int, has_next_step: bool
-) -> None:
-    """Also if a step was planned behind the one that failed."""
-    manager, request = make_manager(), make_request("a", 24)
-    run(manager, request, 20)
-    if has_next_step:
-        run(manager, request, 3)
-        assert count_hits(manager) == 16
-    manager.free(request, num_computed_tokens=num_computed)
-    assert count_hits(manager) == num_computed // 8 * 8
-    manager.check()
-
-
-def test_a_request_that_was_set_back_writes_its_states_again() -> None:
-    manager, request = make_manager(), make_request("a", 20)
-    run(manager, request, 20)
-    request.num_computed_tokens = 4  # the engine has restored the state of 4 tokens
-    assert manager.allocate_slots(request, 16) is not None
-    assert named_places(manager.take_moves().writes) == [("a", 8), ("a", 16)]
-    assert manager.page_pool.get_num_free_pages() == 39 - 5 - 1 - 2
-    request.num_computed_tokens = 20
-    manager.free(request)
-    assert count_hits(manager) == 16
-    manager.check()
-
-
-def test_a_fork_of_a_request_writes_states_of_its_own() -> None:
-    """It has the boundaries of the other one. What both compute stays once."""
-    manager, request = make_manager(), make_request("a", 20)
-    run(manager, request, 12)
-    forked = like(request, "b")
-    assert manager.fork(request, forked) is not None
-    assert len(manager.take_moves().copies) == 1
-    assert count_hits(manager) == 0
-    for each in (request, forked):
-        assert plan(manager, each, 8) is not None
-    assert count_hits(manager) == 8
-    assert named_places(manager.take_moves().writes) == [("a", 16), ("b", 16)]
-    for each in (request, forked):
-        each.append_output_token_ids([7])
-        assert run(manager, each, 1) is not None
-    assert count_hits(manager) == 16
-    assert sum(key.group_id == 1 for key in manager.page_pool.cached_page_hash_to_page) == 2
-    manager.check()
-
-
-def test_a_delayed_call_leaves_its_checkpoints_to_cache_pages() -> None:
-    manager, request = make_manager(), make_request("a", 20)
-    assert plan(manager, request, 20, delay_cache_pages=True) is not None
-    assert named_places(manager.take_moves().writes) == [("a", 8), ("a", 16)]
-    assert count_hits(manager) == 0
-    manager.cache_pages(request, 20)
-    assert count_hits(manager) == 16
-    manager.free(request)
-    assert count_hits(manager) == 16
-    manager.check()
 
 
 def test_checkpoints_of_requests_are_left_out_of_a_full_pool() -> None:

@@ -66,63 +66,10 @@ def test_pages_evicted_from_the_tier_are_due() -> None:
     assert expected[0].tolist() == keys.tolist()
 
 
-def test_pages_that_reach_the_tier_are_due_if_it_writes_through() -> None:
-    manager = make_manager()
-    link_storage(manager._store, True)
-    save_all(manager, TOKENS)
-    assert sorted(take_unstored(manager._store)[2].tolist()) == [1, 2, 3, 4]
-
-
-def test_filled_pages_hit() -> None:
-    manager = make_manager()
-    assert fill(manager, TOKENS) == [1, 2, 3, 4]
-    assert count_hits(manager, TOKENS) == 16
-    assert manager.list_moves_in_flight() == []
-    assert manager.stats().host_tier.num_saved_pages == 0  # type: ignore[union-attr]
-
-
-def test_failed_fills_do_not_hit() -> None:
-    manager = make_manager()
-    fill(manager, TOKENS, [1, 3])
-    assert count_hits(manager, TOKENS) == 4
-    assert fill(manager, TOKENS) != []
-    assert count_hits(manager, TOKENS) == 16
-
-
-def test_pages_that_are_there_are_not_filled() -> None:
-    manager = make_manager()
-    request = EngineRequest("request", TOKENS)
-    keys, groups, _, _ = list_keys(manager, TOKENS)
-    fill(manager, TOKENS[:9])
-    number, page_ids = begin_fills(manager._store, manager._rules.groups, keys, groups)
-    assert page_ids.tolist() == [0, 0, 3, 4]
-    end_fills(manager._store, number)
-    assert begin_fills(manager._store, manager._rules.groups, keys, groups)[0] == 0
-    assert manager.get_computed_pages(request)[1] == 16
-
-
 def test_a_full_tier_is_filled_as_far_as_pages_are_free() -> None:
     manager = make_manager(num_host_pages=4)
     assert fill(manager, TOKENS) == [1, 2, 3, 0]
     assert count_hits(manager, TOKENS) == 12
-
-
-def test_fills_between_transfers_that_are_due_and_in_flight() -> None:
-    """Transfers keep their numbers, and those that are due stay behind the others."""
-    manager = make_manager(num_host_pages=12)
-    save_all(manager, TOKENS)
-    keys, groups, _, _ = list_keys(manager, list(range(200, 217)))
-    request = EngineRequest("request", TOKENS)
-    assert manager.get_computed_pages(request)[1] == 16  # loads are due
-    number, page_ids = begin_fills(manager._store, manager._rules.groups, keys, groups)
-    assert np.count_nonzero(page_ids) == 4
-    transfers = manager.take_moves()
-    assert len(transfers.loads.src) == 4
-    assert [taken.number for taken in manager.list_moves_in_flight()] == [transfers.number]
-    end_fills(manager._store, number)
-    manager.complete(transfers.number)
-    manager.check()
-    assert count_hits(manager, list(range(200, 217))) == 16
 
 
 def test_a_reset_voids_fills() -> None:
@@ -138,78 +85,6 @@ def test_a_reset_voids_fills() -> None:
     unlink_storage(manager._store)
     link_storage(manager._store)
     assert take_unstored(manager._store)[5] == 0
-
-
-def test_wrong_contents_are_reported() -> None:
-    manager = make_manager()
-    link_storage(manager._store, True)
-    save_all(manager, TOKENS)
-    pages, _ = manager.get_computed_pages(EngineRequest("request", TOKENS))
-    assert manager.page_pool.evict_pages(pages.get_page_ids()[0][:1]) == 1
-    keys, _, page_ids, *_ = take_unstored(manager._store)
-    assert page_ids.tolist()[-1] == 0
-    assert page_ids.tolist().count(0) == 2  # the page that was due, and the word that the store's is wrong
-    assert keys[page_ids == 0].tolist() == [keys[-1].tolist()] * 2
-
-
-def test_pages_are_due_once_they_are_settled() -> None:
-    """Two steps after they reached the tier, or when they are evicted from it, to be held back by the caller."""
-    manager = make_manager()
-    link_storage(manager._store, True)
-    save_all(manager, TOKENS)
-    for _ in range(2):
-        assert len(take_unstored(manager._store, 2)[0]) == 0
-        manager.take_moves()
-    _, _, page_ids, steps, step, _ = take_unstored(manager._store, 2)
-    assert sorted(page_ids.tolist()) == [1, 2, 3, 4]
-    assert steps.tolist() == [step] * 4
-    save_all(manager, list(range(200, 217)))
-    _, _, page_ids, steps, step, _ = take_unstored(manager._store, 2)
-    assert (page_ids.tolist(), steps.tolist()) == ([4], [step - 1])  # the first prompt's, evicted
-    request = EngineRequest("third", list(range(300, 317)))
-    assert manager.allocate_slots(request, 17) is not None
-    manager.free(request)
-    pool = manager.page_pool
-    pool.free_page_ids(pool.get_new_page_ids(pool.get_num_free_pages()))
-    keys, _, _, steps, step, _ = take_unstored(manager._store, 2)
-    assert len({*map(tuple, keys[steps == step + 2].tolist())}) == 1  # one of the second prompt's, listed twice
-    assert len(take_unstored(manager._store, 2)[0]) == 0
-
-
-def test_a_page_that_is_dropped_before_it_is_settled_is_not_due() -> None:
-    manager = make_manager()
-    link_storage(manager._store, True)
-    save_all(manager, TOKENS)
-    assert len(take_unstored(manager._store, 1)[0]) == 0
-    pages, _ = manager.get_computed_pages(EngineRequest("request", TOKENS))
-    manager.page_pool.evict_pages(pages.get_page_ids()[0][:1])
-    manager.take_moves()
-    page_ids = take_unstored(manager._store, 1)[2]
-    assert sorted(page_ids.tolist()) == [0, 0, 1, 2, 3]
-
-
-def test_a_reset_keeps_the_word_about_wrong_contents() -> None:
-    manager = make_manager()
-    link_storage(manager._store, True)
-    save_all(manager, TOKENS)
-    take_unstored(manager._store)
-    pages, _ = manager.get_computed_pages(EngineRequest("request", TOKENS))
-    manager.complete(manager.take_moves().number)
-    manager.page_pool.evict_pages(pages.get_page_ids()[0][:1])
-    assert manager.reset_prefix_cache()
-    _, _, page_ids, _, _, num_clears = take_unstored(manager._store)
-    assert (page_ids.tolist(), num_clears) == ([0], 1)
-
-
-def test_a_failed_load_is_a_wrong_content() -> None:
-    manager = make_manager()
-    link_storage(manager._store, True)
-    save_all(manager, TOKENS)
-    take_unstored(manager._store)
-    assert manager.get_computed_pages(EngineRequest("request", TOKENS))[1] == 16
-    manager.fail(manager.take_moves().number, loads=[0, 2])
-    assert take_unstored(manager._store)[2].tolist() == [0, 0]
-    manager.check()
 
 
 def test_only_the_pages_of_the_longest_hit_are_asked_for() -> None:

@@ -6,49 +6,12 @@ from random import Random
 from typing import Any
 
 import pytest
-from hybrids import FULL, make_batch, make_manager
+from hybrids import FULL, make_manager
 from settings import scale
 
-from pagepool import CacheManager, EngineRequest, PageHash, PagePool, RunningBatch
+from pagepool import CacheManager, EngineRequest, PageHash, PagePool
 
 PROMPT = list(range(16))
-
-
-def compute_together(batch: RunningBatch, rows: list[int]) -> None:
-    """Compute the prompt in all rows in one step."""
-    step = batch.new_step()
-    for row in rows:
-        assert batch.admit(row, [*PROMPT, 90 + row], step=step) == 0
-    batch.settle(step, [5] * len(rows))
-
-
-@pytest.mark.parametrize("gone", [[0], [1], [2], [0, 1], [2, 0], [1, 2]])
-def test_a_row_hits_the_pages_of_a_running_row(gone: list[int]) -> None:
-    manager = make_manager(FULL, caches="computed")
-    batch = make_batch(manager)
-    compute_together(batch, [0, 1, 2])
-    held = [batch.get_page_ids(row)[0][:4] for row in range(3) if row not in gone]
-    batch.release(gone)
-    num_free = manager.page_pool.get_num_free_pages()
-    assert batch.admit(3, [*PROMPT, 99]) == 16
-    assert batch.get_page_ids(3)[0][:4] in held
-    assert manager.page_pool.get_num_free_pages() == num_free - 1
-    batch.check()
-
-
-@pytest.mark.parametrize("gone", [0, 1])
-def test_a_request_hits_the_pages_of_a_running_request(gone: int) -> None:
-    manager = make_manager(FULL, caches="computed")
-    requests = [EngineRequest(f"{i}", [*PROMPT, 90 + i]) for i in range(2)]
-    for request in requests:
-        manager.allocate_slots(request, 17)
-    for request in requests:
-        request.num_computed_tokens = 17
-        manager.cache_pages(request, 17)
-    manager.free(requests[gone])
-    hits, num_hit_tokens = manager.get_computed_pages(EngineRequest("new", [*PROMPT, 99]))
-    assert (num_hit_tokens, hits.get_page_ids()) == (16, (manager.get_page_ids(f"{1 - gone}")[0][:4],))
-    manager.check()
 
 
 def test_a_refused_request_looks_again_once_the_holder_of_its_hits_is_gone() -> None:

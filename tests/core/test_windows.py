@@ -14,7 +14,7 @@ from refusing import refused
 from settings import CHUNK_16, FULL_4, FULL_8, WINDOW_5, WINDOW_9, Group
 
 import pagepool
-from pagepool import CacheManager, RequestTraits, RunningBatch
+from pagepool import CacheManager, RunningBatch
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 MAX_LEN, CHUNK = 400, 32
@@ -95,26 +95,6 @@ def test_a_request_resumes_at_a_boundary(groups: tuple[Group, ...], place: str, 
         assert rows.run((prompt + answer)[:num_shared] + draw(rng, 30)) == num_hits
 
 
-@pytest.mark.parametrize("groups", LAYOUTS, ids=str)
-def test_hits_are_never_longer(groups: tuple[Group, ...]) -> None:
-    rng = Random(str(groups))
-    everything = Rows(groups, "all", hash_seed=1)
-    ends = Rows(groups, hash_seed=1, retention=retain(window_interval=rng.choice((0, 48))))
-    known: list[list[int]] = [draw(rng, 150)]
-    num_hits = [0, 0]
-    for _ in range(60):
-        base = rng.choice(known)
-        prompt = base[: rng.randint(0, len(base))] + draw(rng, rng.randint(1, 60))
-        prompt, answer = prompt[:250], draw(rng, rng.randint(0, 100))
-        hits = [rows.run(prompt, answer) for rows in (everything, ends)]
-        assert hits[1] <= hits[0]
-        num_hits = [num_hits[0] + hits[0], num_hits[1] + hits[1]]
-        known.append(prompt + answer)
-    assert num_hits[1] > num_hits[0] // 4
-    cached = [set(rows.manager.page_pool.cached_page_hash_to_page) for rows in (everything, ends)]
-    assert cached[1] < cached[0]
-
-
 def list_hits(groups: Sequence[Group], num_prompt: int, num_answer: int = 0, **options: Any) -> list[int]:
     """Run one prompt and its answer; return where requests hit that share any number of tokens with it."""
     rows, token_ids = Rows(tuple(groups), **options), list(range(num_prompt + num_answer))
@@ -140,50 +120,6 @@ def test_an_interval_is_one_of_the_prompt(interval: int, hits: list[int]) -> Non
     options = {"retention": retain(window_slack=0, window_interval=interval)}
     assert list_hits([FULL_4, WINDOW_5], 201, **options) == sorted(set(hits))
     assert list_hits([FULL_4, WINDOW_5], 201, 122, **options) == sorted({*hits, 320})
-
-
-@pytest.mark.parametrize(
-    ("groups", "slack", "hits"),
-    [
-        ([FULL_4, Group("sliding", 4, 17)], 0, [192]),
-        ([FULL_4, WINDOW_5, Group("sliding", 4, 17)], 0, [188]),
-        ([WINDOW_5, Group("sliding", 4, 17)], 0, [192]),
-        ([FULL_4, WINDOW_5, Group("sliding", 4, 17), Group("sliding", 4, 33)], 0, [184]),
-        ([Group("full", 64), Group("sliding", 64, 65)], 0, [64]),
-        ([Group("full", 32), Group("sliding", 32, 33), Group("sliding", 32, 65)], 64, [32, 64, 96]),
-        ([Group("full", 16), Group("sliding", 32, 33)], 0, [96, 128]),  # the shorter one with hardly more tokens than 200
-    ],
-)
-def test_with_eagle_the_end_of_a_prompt_hits(groups: list[Group], slack: int, hits: list[int]) -> None:
-    """Each kind of group drops a page in its turn, and what is left of a multiple."""
-    assert list_hits(groups, 200, use_eagle=True, retention=retain(window_slack=slack)) == hits
-
-
-@pytest.mark.parametrize(("interval", "ends"), [(16, [*range(16, 145, 16)]), (48, [32, 48, 80, 96, 144])])
-def test_a_checkpoint_is_a_boundary(interval: int, ends: list[int]) -> None:
-    """Where states are kept a request resumes at checkpoints, so windows stay there, and nowhere else."""
-    groups, prompt = (FULL_4, WINDOW_9, Group("mamba", 64, interval=interval)), list(range(150))
-    rows = Rows(groups, retention=retain(window_slack=64, window_interval=20))
-    rows.batch.admit(0, prompt, max_num_new_tokens=32, traits=RequestTraits(resume_at=[40]))
-    for num_new in (32, 16, 20, 50):
-        rows.batch.take_moves()
-        rows.batch.plan([0], num_new)
-    rows.batch.take_moves()
-    rows.batch.check()
-    rows.batch.release([0])
-    requests = [pagepool.EngineRequest("probe", [*prompt[:num], NEW, NEW]) for num in range(1, 151)]
-    hits = [rows.manager.probe(request).num_hit_tokens for request in requests]
-    assert hits == [max([0, *(end for end in ends if end <= num)]) for num in range(1, 151)]
-    assert rows.manager.stats().num_cached_pages == 150 // 4 + 3 * len(ends)
-
-
-def test_the_end_of_a_short_answer_is_not_worth_its_window() -> None:
-    rng = Random(2)
-    prompt, answer = draw(rng, 100), draw(rng, 40)
-    rows = Rows((FULL_4, *[Group("sliding", 4, 33)] * 3))
-    rows.run(prompt, answer)
-    assert rows.run(prompt + answer + draw(rng, 9)) == 100
-    rows.run(prompt + answer, draw(rng, 150))
 
 
 def test_chats_in_turn_hit() -> None:
@@ -215,20 +151,6 @@ def test_the_default_interval_depends_on_the_model(groups: tuple[tuple[str, int]
 
 
 # --- leases of spans ----------------------------------------------------------------------------------------------
-
-
-def test_what_is_computed_after_a_lease_stays_where_it_was_named() -> None:
-    rows, prompt = Rows(FULL_AND_WINDOW, retention=retain(window_slack=0)), draw(Random(10), 200)
-    rows.batch.admit(0, prompt, max_num_new_tokens=CHUNK, traits=RequestTraits(resume_at=[104]))
-    with refused(lambda: manager_state(rows.manager), ArgumentError, f"stop: got 104, .* at most {CHUNK}$"):
-        rows.batch.lease(0, stop=104, seconds=600)
-    lease = rows.batch.lease(0, seconds=600)
-    assert len(lease) == CHUNK // 4 * 2
-    while rows.batch.num_computed_tokens[0] < len(prompt):
-        rows.batch.plan([0], min(CHUNK, 200 - int(rows.batch.num_computed_tokens[0])))
-    lease.release()
-    rows.batch.release([0])
-    assert rows.run([*prompt[:104], 7]) == 104
 
 
 def test_a_prefix_whose_window_is_gone_is_not_leased() -> None:
@@ -279,18 +201,6 @@ def compute(manager: CacheManager, request: pagepool.EngineRequest, num_tokens: 
         request.num_computed_tokens += num_new + num_new_hits
         hits, num_new_hits = None, 0
     return num_hits
-
-
-def test_a_request_names_where_others_resume() -> None:
-    manager, prompt = Rows(FULL_AND_WINDOW).manager, draw(Random(14), 200)
-    for resume_at, num_hits in ((), 0), ([106], 104):
-        request = pagepool.EngineRequest("first", prompt, resume_at=resume_at)
-        compute(manager, request)
-        manager.free(request)
-        other = pagepool.EngineRequest("other", [*prompt[:104], 7])
-        assert compute(manager, other) == num_hits
-        manager.free(other)
-        manager.reset_prefix_cache()
 
 
 @pytest.mark.parametrize("resume_at", [[1, 2, 3, 4, 5], [-1], ["1"], 3, None], ids=str)
