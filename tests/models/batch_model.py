@@ -804,7 +804,7 @@ class OracleRows(Rows):
     # release and moves
 
     def release(self, rows: list[int], seconds: Any = None) -> None:
-        terms = list(map(term_of_seconds, seconds if isinstance(seconds, list) else [seconds] * len(rows)))
+        terms = list(map(term_of_seconds, seconds)) if isinstance(seconds, list) else [term_of_seconds(seconds)] * len(rows)
         for row in rows if self.manager.keys.lookahead else ():
             with self._noting_filled(row):
                 self.manager._enter_full_pages(self.requests[row], self.count_final(row))
