@@ -151,7 +151,7 @@ mutation: .venv-mutation/tree  ## changes of the façade without a failing test;
 SOAK_SECONDS ?= 60
 SOAK_SEED ?= 0
 
-soak: $(VENV)/with-test  ## work under random faults, through manager and running batch; the real trace if there is one
+soak: $(VENV)/with-test  ## random work, the simulation of contents and replays in turn; the real trace if there is one
 	$(RUN) PYTHONPATH=$(CURDIR)/tests/models $(VENV)/bin/python $(CURDIR)/tests/models/soak.py --seconds $(SOAK_SECONDS) --seed $(SOAK_SEED)
 
 planted: $(DEV_VENV)/installed  ## whether tests catch bugs planted in a copy: PLANTED_ARGS=--help
