@@ -938,13 +938,17 @@ class OracleRows(Rows):
         return self._first_changed(row, num_tokens) < self.requests[row].num_computed_tokens
 
     def rewind(self) -> tuple[list[int], list[int]]:
-        """Let rows compute what failed loads have left wrong again. Returns those that do, and those that cannot."""
+        """Let rows compute what failed loads have left wrong again. Returns those that do, and those that cannot, which end."""
         rewound: list[int] = []
         lost: list[int] = []
         for row, request in enumerate(self.requests):
             num_tokens = None if request is None else self.manager.wrong_token(request, self.failed)
-            if num_tokens is not None:
-                (rewound if self._go_back(row, num_tokens) else lost).append(row)
+            if num_tokens is None:
+                continue
+            is_back = self._go_back(row, num_tokens)
+            (rewound if is_back else lost).append(row)
+            if not is_back:
+                self._end_rows([row], [UNKNOWN], has_failed=True)
         return rewound, lost
 
     def _go_back(self, row: int, num_tokens: int) -> bool:

@@ -538,10 +538,8 @@ class BatchWorkload(Workload):
             self.twins.call(self.rng.choice(("commit_external", "fail_external")), row, self.rng.randint(0, 1))
 
     def go_back(self) -> None:
-        """Let rows compute wrong tokens again; end those that cannot, and the requests beside them."""
-        _, lost = self.twins.call("rewind")
-        self._remember(lost)
-        self.twins.call("release", lost)
+        """Let rows compute wrong tokens again, which ends those that cannot, and end such requests beside them."""
+        self.twins.call("rewind")
         for name in list(self.twins.live_request_ids):
             if self.twins.call("go_back", name) is not None:
                 del self.twins.live_request_ids[name]
