@@ -43,7 +43,7 @@ from pagepool import (
 )
 from pagepool.arguments import ATTRIBUTES
 from pagepool.compat.easydel import estimate_runtime_page_budget
-from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.router import PrefixIndex, PrefixRouter
 from pagepool.specs import cdiv
 
@@ -186,24 +186,6 @@ def max_digits(request: pytest.FixtureRequest) -> Iterator[int]:
     sys.set_int_max_str_digits(request.param)
     yield request.param
     sys.set_int_max_str_digits(before)
-
-
-@pytest.mark.parametrize("lora_id", [HUGE, -HUGE, ("name", HUGE), (HUGE, "path"), 2**257], ids=shown)
-def test_an_adapters_number_has_a_limit(lora_id: Any, max_digits: int) -> None:
-    for algorithm in ("siphash128", "sha256"):
-        use = InUse(hash_algo=algorithm)
-        use.new.lora_id = lora_id
-        for method in ("get_computed_pages", "probe", "allocate_slots"):
-            with refused(use.state, ArgumentError, r"lora_id: got an int of \d+ bits, allowed: ints of at most 256 bits"):
-                REQUEST_METHODS[method](use.manager, use.new)
-
-
-def test_the_largest_number_of_an_adapter_is_one(max_digits: int) -> None:
-    for lora_id in (2**256 - 1, -(2**256) + 1):
-        use = InUse()
-        use.new.lora_id = lora_id
-        assert use.manager.get_computed_pages(use.new)[1] == 0
-        assert use.manager.allocate_slots(use.new, 9) is not None
 
 
 def test_batches_and_seeds_have_that_limit_too(max_digits: int) -> None:

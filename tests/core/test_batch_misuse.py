@@ -86,19 +86,6 @@ class InUse:
 # --- rows ---------------------------------------------------------------------------------------------------
 
 
-def tokens_for(rows: Any) -> list[int]:
-    return [1] * int(np.size(np.asarray(rows, dtype=object)))
-
-
-BY_ROWS: dict[str, Callable[[RunningBatch, Any], Any]] = {
-    "plan": lambda batch, rows: batch.plan(rows),
-    "step": lambda batch, rows: batch.step(rows, tokens_for(rows)),
-    "append": lambda batch, rows: batch.append(rows, tokens_for(rows)),
-    "trim": lambda batch, rows: batch.trim(rows, 1),
-    "release": lambda batch, rows: batch.release(rows),
-}
-
-
 @pytest.mark.parametrize("num_ahead", [22, 2**30, 2**30 + 1, 2**31 - 11, 2**31 - 10, 2**31 - 1])
 def test_drafts_end_with_the_row_however_many_they_are(num_ahead: int) -> None:
     in_use = InUse()
@@ -188,18 +175,6 @@ def test_a_cut_that_begins_again_before_the_window_is_refused() -> None:
 # --- other users of pages and tables --------------------------------------------------------------------------
 
 
-def test_a_page_given_back_behind_our_back_is_not_given_back_twice() -> None:
-    in_use = InUse()
-    in_use.pool.free_page_ids([3])
-    with refused(in_use.state, DoubleFreeError, "page 3 "):
-        in_use.batch.release([2, 0])
-    with pytest.raises(IntegrityError, match="page 3 stands in 1"):
-        in_use.batch.check()
-    in_use.pool.touch_page_ids([3])
-    in_use.batch.release([2, 0])
-    in_use.batch.check()
-
-
 def test_a_page_that_leaves_the_window_or_is_cut_is_not_given_back_twice() -> None:
     manager = make_manager(WINDOW)
     batch = RunningBatch(manager, PageTable(2, 8, 64))
@@ -217,18 +192,6 @@ def test_a_page_that_leaves_the_window_or_is_cut_is_not_given_back_twice() -> No
     batch.step([0], [8])
     batch.trim([1], 8)
     batch.check()
-
-
-def test_a_shared_page_given_back_once_too_often_is_missed_by_the_last_holder() -> None:
-    in_use = InUse()
-    in_use.pool.free_page_ids([1])
-    with pytest.raises(IntegrityError, match="page 1 stands in 2 rows and requests, its ref count is 1"):
-        in_use.batch.check()
-    with refused(in_use.state, DoubleFreeError, "page 1 "):
-        in_use.batch.release([0, 1])
-    in_use.batch.release([0])
-    with pytest.raises(DoubleFreeError, match="page 1 "):
-        in_use.batch.release([1])
 
 
 def spoil(table: PageTable, value: int) -> None:
@@ -279,56 +242,6 @@ def test_check_names_a_place_of_the_table_that_was_overwritten() -> None:
 
 
 # --- injected failures --------------------------------------------------------------------------------------
-
-
-NEEDS_PAGES: dict[str, Callable[[RunningBatch], Any]] = {
-    "admit with tokens from elsewhere": lambda batch: (
-        batch.admit(3, [5] * 9, num_external_tokens=8),
-        batch.commit_external(3, 8),
-    ),
-    "plan": lambda batch: batch.plan([2], 3, 9),
-    "step": lambda batch: batch.step([0], [3]),
-    "admit": lambda batch: batch.admit(3, [5] * 5),
-    "admit with hits": lambda batch: batch.admit(3, list(range(12))),
-}
-
-
-@pytest.mark.parametrize("name", NEEDS_PAGES)
-def test_a_free_page_with_a_holder_is_not_handed_out(name: str) -> None:
-    in_use, expected = InUse(), InUse()
-    for batch in (in_use.batch, expected.batch):
-        batch.append([0, 0], [1, 2])
-        batch.plan([0], 2)
-    call = NEEDS_PAGES[name]
-    page = in_use.pool.pages[int(in_use.pool.free_page_ids_in_order()[0])]
-    page.ref_cnt = 1
-    before = in_use.state()
-    with pytest.raises(IntegrityError, match=f"page {page.page_id} "):
-        call(in_use.batch)
-    assert in_use.state()[:-1] == before[:-1]  # a look-up was counted
-    with pytest.raises(IntegrityError, match=f"page {page.page_id} "):
-        in_use.batch.check()
-    page.ref_cnt = 0
-    in_use.batch.check()
-    call(in_use.batch)
-    call(expected.batch)
-    assert in_use.state()[:-1] == expected.state()[:-1]
-    assert in_use.go_on()[0][:-1] == expected.go_on()[0][:-1]
-
-
-def fail(*_: Any, **__: Any) -> Any:
-    raise MemoryError("injected")
-
-
-@pytest.mark.parametrize("name", BY_ROWS)
-def test_memory_that_arguments_lack(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Arrays of int64 are copied."""
-    in_use = InUse()
-    with monkeypatch.context() as patch:
-        patch.setattr(np, "ascontiguousarray", fail)
-        with refused(in_use.state, MemoryError, "injected"):
-            BY_ROWS[name](in_use.batch, np.array([0, 2], dtype=np.int64))
-    assert in_use.go_on() == InUse().go_on()
 
 
 def test_a_row_that_is_being_admitted_is_taken() -> None:

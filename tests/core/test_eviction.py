@@ -11,11 +11,9 @@ from collections import Counter
 
 import pytest
 from eviction_oracle import hash_key
-from features import Features
-from pairs import POLICIES, make_requests
+from pairs import POLICIES
 from pool_workload import describe_policy, run_pool_workload
-from settings import NUM_OPERATIONS, POOL_SETTINGS, SETTINGS, sizes
-from twin_engine import Request
+from settings import NUM_OPERATIONS, SETTINGS
 
 import pagepool
 from pagepool.errors import IntegrityError, RequestTooLargeError
@@ -60,24 +58,6 @@ def test_everything_happens() -> None:
     assert REACHED - counts.keys() == set()
 
 
-def test_a_decision_for_a_shard_is_not_one_for_its_pool() -> None:
-    """The last shard ends at the same page as the pool."""
-    [setting] = [setting for setting in POOL_SETTINGS if setting.name == "full 4 / full 4"]
-    twins = make_requests(setting, sizes(16, 32, names=("kv", "other")), Features(policies=True), seed=1)
-
-    def allocate(name: str, token: int, num_tokens: int, shard: int | None) -> tuple[Request, list[int]]:
-        request, options = Request(name, [token] * num_tokens), {"dp_shard_hint": shard, "data_parallel_size": 2}
-        _, num_hit_tokens = twins.call("look_up", request, **options)
-        page_ids, _ = twins.call("allocate", request, num_tokens - num_hit_tokens, num_hit_tokens, **options)
-        return request, page_ids
-
-    for name, token, shard in (("older", 0, 0), ("newer", 1, 1), ("again", 1, 1)):
-        request, _ = allocate(name, token, 9, shard)
-        twins.call("free", request)
-    assert allocate("in the shard", 2, 28, 1)[1] == [12, 13, 14, 15, 10, 11, 9]  # one of the two pages that were hit
-    assert allocate("anywhere", 3, 24, None)[1] == [4, 5, 6, 7, 3, 2]  # not the other one: page 2 is older
-
-
 # --- single calls ---------------------------------------------------------------------------------------------------
 
 
@@ -116,18 +96,6 @@ def test_a_request_that_a_shard_is_too_short_for_is_not_counted() -> None:
     counts = describe_policy(manager.page_pool.store)["counts"]
     assert manager.allocate_slots(request, 16, dp_shard_hint=1, data_parallel_size=2) is None
     assert describe_policy(manager.page_pool.store)["counts"] == counts
-
-
-def test_a_decision_outlives_its_shard() -> None:
-    """What was evicted last came from a shard that is not there any more when the pool is divided into fewer."""
-    pool = pagepool.PagePool(8, True, eviction="adaptive")
-    page_ids = pool.get_new_page_ids(7)
-    for page_id in page_ids:
-        pool.pages[page_id].page_hash = pagepool.PageHashWithGroupId(pagepool.PageHash(page_id, ()), 0)
-    pool.free_page_ids(page_ids)
-    pool.store.take(1, 1, 2)
-    pool.store.set_shards(1)
-    pool.check()
 
 
 # --- the twins --------------------------------------------------------------------------------------------------------

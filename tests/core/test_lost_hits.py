@@ -14,7 +14,6 @@ from pagepool import (
     CacheGroupSpec,
     CacheManager,
     EngineRequest,
-    EngineRequestStatus,
     MultiGroupPageTable,
     PagePool,
     RunningBatch,
@@ -97,21 +96,6 @@ def test_hits_that_are_lost_before_a_reset_are_not_found_after_it() -> None:
     assert lost_in(manager) == (0, 0)
 
 
-def test_lost_hits_of_preempted_and_refused_requests_are_not_counted() -> None:
-    manager = make_manager({"kv": 60, "states": 6})
-    for number in range(4):
-        run(manager, prompt(number))
-    request = EngineRequest("b", prompt(0))
-    request.status = EngineRequestStatus.PREEMPTED
-    hits, num_hits = manager.get_computed_pages(request)
-    held = manager.pools["states"].get_new_page_ids(5)
-    assert manager.allocate_slots(request, 8, num_hits, hits) is None
-    manager.pools["states"].free_page_ids(held)
-    assert manager.allocate_slots(request, 8, num_hits, hits) is not None
-    assert lost_in(manager) == (0, 0)
-    assert [pool.num_refusals for pool in manager.stats().pools.values()] == [0, 1]
-
-
 @pytest.mark.parametrize("eviction", ["lru", "adaptive"])
 def test_lost_hits_of_pages_are_estimated_from_a_sample(eviction: str) -> None:
     """Keys and values of prompts are evicted, and their states stay, or go with them."""
@@ -132,20 +116,6 @@ def test_a_simulation_counts_each_hit_that_pages_lost() -> None:
         for number in range(8):
             assert run(manager, prompt(number)) == 0
     assert lost_in(manager) == (16 * 16, 0)
-
-
-def test_a_pool_of_attention_alone_counts_nothing() -> None:
-    manager = CacheManager(12, [FULL], 64)
-    batch = RunningBatch(manager, MultiGroupPageTable(1, 64, 64, [PAGE]))
-    for _ in range(3):
-        for number in range(4):
-            run_row(manager, batch, prompt(number))
-    assert batch.admit(0, prompt(0)) is not None
-    batch.append([0], [1])
-    manager.page_pool.get_new_page_ids(5)
-    assert batch.plan([0], 1, 3).num_grown == 0
-    [stats] = manager.stats().pools.values()
-    assert (stats.num_lost_hit_tokens, stats.num_refusals, stats.num_passed_checkpoints) == (0, 1, 0)
 
 
 def test_refusals_and_passed_checkpoints_are_those_of_a_pool() -> None:

@@ -66,6 +66,18 @@ def test_pages_evicted_from_the_tier_are_due() -> None:
     assert expected[0].tolist() == keys.tolist()
 
 
+def test_pages_that_are_there_are_not_filled() -> None:
+    manager = make_manager()
+    request = EngineRequest("request", TOKENS)
+    keys, groups, _, _ = list_keys(manager, TOKENS)
+    fill(manager, TOKENS[:9])
+    number, page_ids = begin_fills(manager._store, manager._rules.groups, keys, groups)
+    assert page_ids.tolist() == [0, 0, 3, 4]
+    end_fills(manager._store, number)
+    assert begin_fills(manager._store, manager._rules.groups, keys, groups)[0] == 0
+    assert manager.get_computed_pages(request)[1] == 16
+
+
 def test_a_full_tier_is_filled_as_far_as_pages_are_free() -> None:
     manager = make_manager(num_host_pages=4)
     assert fill(manager, TOKENS) == [1, 2, 3, 0]

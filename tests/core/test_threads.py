@@ -25,9 +25,7 @@ from threads import num_threads, run_threads
 
 from pagepool import (
     CacheManager,
-    CachePage,
     EngineRequest,
-    FreeCachePageQueue,
     Lease,
     MambaSpec,
     MultiGroupPageTable,
@@ -42,7 +40,6 @@ from pagepool.errors import (
     ArgumentError,
     OutOfPagesError,
     PageHashError,
-    PageIdError,
     PagePoolError,
     RowOverflowError,
 )
@@ -202,30 +199,6 @@ def test_a_page_is_freed_once_whoever_tries(seed: int) -> None:
         run_threads(3, seed, work)
         assert len(freed) == 1
         assert_all_free(pool)
-
-
-@seeds
-@num_threads
-def test_a_queue(num_threads: int, seed: int) -> None:
-    """Pages without a pool are adopted by one queue, and taken out again, from either end or the middle."""
-    queue = FreeCachePageQueue([])
-    numbers = itertools.count()
-
-    def work(rng: Random, number: int) -> None:
-        mine = [CachePage(next(numbers)) for _ in range(100)]
-        with suppress(OutOfPagesError):  # others may take the last ones in between
-            for page in mine:
-                queue.append(page)
-                if rng.random() < 0.3:
-                    with suppress(PageIdError):
-                        queue.remove(rng.choice(mine))
-                        mine.append(CachePage(next(numbers)))
-                queue.append_n(queue.popleft_n(min(2, queue.num_free_pages)) if rng.random() < 0.2 else [])
-                assert page.page_id >= 0
-
-    run_threads(num_threads, seed, work)
-    page_ids = [page.page_id for page in queue.get_all_free_pages()]
-    assert len(set(page_ids)) == len(page_ids) == queue.num_free_pages
 
 
 # A manager.
