@@ -450,12 +450,6 @@ def test_a_row_that_can_never_fit_raises() -> None:
     assert (batch.num_tokens[0], batch.num_computed_tokens[0]) == (20, 20)
 
 
-def complete(manager: CacheManager) -> None:
-    number = manager.take_moves().number
-    if number:
-        manager.complete(number)
-
-
 def test_the_drop_in_returns_none_and_warns(caplog: pytest.LogCaptureFixture) -> None:
     """As EasyDeL's own manager does, for which the engine preempts: pages that a window left have gone back then."""
     manager = easydel.CacheManager(6, [CacheGroupSpec(full())], 256)
