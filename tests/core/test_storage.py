@@ -99,6 +99,78 @@ def test_a_reset_voids_fills() -> None:
     assert take_unstored(manager._store)[5] == 0
 
 
+def test_wrong_contents_are_reported() -> None:
+    manager = make_manager()
+    link_storage(manager._store, True)
+    save_all(manager, TOKENS)
+    pages, _ = manager.get_computed_pages(EngineRequest("request", TOKENS))
+    assert manager.page_pool.evict_pages(pages.get_page_ids()[0][:1]) == 1
+    keys, _, page_ids, *_ = take_unstored(manager._store)
+    assert page_ids.tolist()[-1] == 0
+    assert page_ids.tolist().count(0) == 2  # the page that was due, and the word that the store's is wrong
+    assert keys[page_ids == 0].tolist() == [keys[-1].tolist()] * 2
+
+
+def test_pages_are_due_once_they_are_settled() -> None:
+    """Two steps after they reached the tier, or when they are evicted from it, to be held back by the caller."""
+    manager = make_manager()
+    link_storage(manager._store, True)
+    save_all(manager, TOKENS)
+    for _ in range(2):
+        assert len(take_unstored(manager._store, 2)[0]) == 0
+        manager.take_moves()
+    _, _, page_ids, steps, step, _ = take_unstored(manager._store, 2)
+    assert sorted(page_ids.tolist()) == [1, 2, 3, 4]
+    assert steps.tolist() == [step] * 4
+    save_all(manager, list(range(200, 217)))
+    _, _, page_ids, steps, step, _ = take_unstored(manager._store, 2)
+    assert (page_ids.tolist(), steps.tolist()) == ([4], [step - 1])  # the first prompt's, evicted
+    request = EngineRequest("third", list(range(300, 317)))
+    assert manager.allocate_slots(request, 17) is not None
+    manager.free(request)
+    pool = manager.page_pool
+    pool.free_page_ids(pool.get_new_page_ids(pool.get_num_free_pages()))
+    keys, _, _, steps, step, _ = take_unstored(manager._store, 2)
+    assert len({*map(tuple, keys[steps == step + 2].tolist())}) == 1  # one of the second prompt's, listed twice
+    assert len(take_unstored(manager._store, 2)[0]) == 0
+
+
+def test_a_page_that_is_dropped_before_it_is_settled_is_not_due() -> None:
+    manager = make_manager()
+    link_storage(manager._store, True)
+    save_all(manager, TOKENS)
+    assert len(take_unstored(manager._store, 1)[0]) == 0
+    pages, _ = manager.get_computed_pages(EngineRequest("request", TOKENS))
+    manager.page_pool.evict_pages(pages.get_page_ids()[0][:1])
+    manager.take_moves()
+    page_ids = take_unstored(manager._store, 1)[2]
+    assert sorted(page_ids.tolist()) == [0, 0, 1, 2, 3]
+
+
+def test_a_reset_keeps_the_word_about_wrong_contents() -> None:
+    manager = make_manager()
+    link_storage(manager._store, True)
+    save_all(manager, TOKENS)
+    take_unstored(manager._store)
+    pages, _ = manager.get_computed_pages(EngineRequest("request", TOKENS))
+    manager.complete(manager.take_moves().number)
+    manager.page_pool.evict_pages(pages.get_page_ids()[0][:1])
+    assert manager.reset_prefix_cache()
+    _, _, page_ids, _, _, num_clears = take_unstored(manager._store)
+    assert (page_ids.tolist(), num_clears) == ([0], 1)
+
+
+def test_a_failed_load_is_a_wrong_content() -> None:
+    manager = make_manager()
+    link_storage(manager._store, True)
+    save_all(manager, TOKENS)
+    take_unstored(manager._store)
+    assert manager.get_computed_pages(EngineRequest("request", TOKENS))[1] == 16
+    manager.fail(manager.take_moves().number, loads=[0, 2])
+    assert take_unstored(manager._store)[2].tolist() == [0, 0]
+    manager.check()
+
+
 def test_only_the_pages_of_the_longest_hit_are_asked_for() -> None:
     manager = make_manager(num_host_pages=40)
     fill(manager, TOKENS[:5])
