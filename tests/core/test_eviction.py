@@ -10,10 +10,11 @@ import zlib
 from collections import Counter
 
 import pytest
-from eviction_oracle import hash_key
+from eviction_oracle import Adaptive, hash_key
 from pairs import POLICIES
-from pool_workload import describe_policy, run_pool_workload
+from pool_workload import OracleSide, PackageSide, describe_policy, run_pool_workload
 from settings import NUM_OPERATIONS, SETTINGS
+from twins import Twins
 
 import pagepool
 from pagepool.errors import IntegrityError, RequestTooLargeError
@@ -104,3 +105,14 @@ def test_a_request_that_a_shard_is_too_short_for_is_not_counted() -> None:
 def test_hashes_of_keys() -> None:
     """They are the same in each process."""
     assert [hash_key(key, group_id) for key, group_id in ((0, 0), (1, 0), (0, 1), (1 << 127, 5))] == HASHES
+
+
+def test_a_decision_for_a_shard_ends_with_its_division() -> None:
+    """Shard 0 of 2 is another one than shard 0 of 4."""
+    twins = Twins(OracleSide(32, Adaptive(32)), PackageSide(32, "adaptive"))
+    page_ids = twins.call("take", 31, {})
+    twins.call("cache", page_ids, range(100, 131), 0, 0)
+    for name, chosen in (("free", [8, 9]), ("free", [3, 4, 5]), ("touch", [3, 4, 5]), ("free", [3, 4, 5])):
+        twins.call(name, chosen)
+    assert twins.call("take", 1, {"dp_shard_hint": 0, "data_parallel_size": 4}) == [3]
+    assert twins.call("take", 1, {"dp_shard_hint": 0, "data_parallel_size": 2}) == [8]

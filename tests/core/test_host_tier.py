@@ -161,6 +161,25 @@ def test_a_page_that_fails_to_load_hits_no_more_though_an_equal_one_was_dropped_
     manager.check()
 
 
+def test_a_fork_of_a_page_that_fails_to_load_goes_back_too() -> None:
+    """With a lookahead the last full page is copied, since other tokens may follow. A cut behind it gives it back."""
+    manager = make_tiered(num_pages=14, use_eagle=True, lookahead=1)
+    batch = make_batch(manager)
+    pass_through(manager, FIRST)
+    evict_all(manager)
+    assert batch.admit(0, FIRST) == 20
+    transfers = batch.take_moves()
+    assert transfers.loads.dst.size == 5
+    batch.trim([0], 20)
+    assert batch.num_computed_tokens[0] == 16
+    batch.fork(0, [1])
+    assert len(batch.take_moves().copies) == 1
+    failed = manager.fail(transfers.number, loads=[3])  # the page that was copied
+    assert batch.rewind(failed) == ([0, 1], [])
+    assert batch.num_computed_tokens[:2].tolist() == [12, 12]
+    batch.check()
+
+
 # Wrong input.
 
 
