@@ -158,3 +158,12 @@ def test_a_page_is_cached_by_the_step_that_knows_its_lookahead(
     """Also where a window leaves it in the same step."""
     manager = make_manager(*specs, **looks(lookahead))
     assert decode(manager, 2, 22) == [max(0, num - lookahead) // PAGE_SIZE * PAGE_SIZE for num in range(3, 23)]
+
+
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+def test_a_row_that_ends_caches_what_its_last_tokens_allow(lookahead: int) -> None:
+    batch = make_batch(make_manager(FULL, **looks(lookahead)))
+    batch.admit(0, PROMPT[:8])
+    batch.append([0] * 2, PROMPT[8:10])
+    batch.release([0])
+    assert batch.probe(0, PROMPT) == (8 if lookahead <= 2 else 4)
