@@ -80,9 +80,9 @@ def test_retries_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(RunningBatch, "_is_refused_still", count_rows)
     monkeypatch.setattr(CacheManager, "allocate_slots", count_requests)
-    run_twins("rows", SETTINGS[2], PLAIN, 1, 1000, SaturatedRows)
-    for seed in range(2, 6):
-        run_twins("requests", SETTINGS[2], PLAIN, seed, 4000, SaturatedRequests)
+    run_twins("rows", SETTINGS[2], PLAIN, 1, 300, SaturatedRows)
+    for seed in (3, 4):
+        run_twins("requests", SETTINGS[2], PLAIN, seed, 1000, SaturatedRequests)
     assert found["rows"] > 10
     assert found["requests"] > 10
 
