@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import hybrids
+import numpy as np
 import pytest
 from clocked import PAGE_SIZE, Clocked
 from hybrids import FULL, manager_state
@@ -72,6 +73,17 @@ def test_what_is_wanted_last_goes_first(pages: Pages) -> None:
     assert pages.list_evicted("abcde") == "bcead"
 
 
+def test_a_page_of_which_nothing_is_known_is_wanted_in_twice_its_idle_time() -> None:
+    for idle, order in ((7, "ba"), (16, "ab"), (60, "ab"), (5, "ba")):
+        pages = Pages()
+        pages.leave("c", seconds=1)  # idle times count from the first expectation on
+        pages.hold("c")
+        pages.leave("a")
+        pages.wait(idle)
+        pages.leave("b", seconds=30)
+        assert pages.list_evicted("ab") == order, idle
+
+
 @pytest.mark.parametrize(("seconds", "order"), [(3, "ab"), (10, "ba")])
 def test_what_is_late_counts_as_wanted_in_twice_its_idle_time(seconds: float, order: str, pages: Pages) -> None:
     pages.leave("a", seconds=1)
@@ -102,6 +114,18 @@ def test_blank_pages_go_first(seconds: float) -> None:
     assert pages.manager.probe(pages.request("a")).num_hit_tokens
 
 
+def test_rows_have_a_time_each() -> None:
+    pages = Pages(12)
+    batch = RunningBatch(pages.manager, PageTable(4, 16, 64))
+    for row, name in enumerate("abc"):
+        batch.admit(row, pages.request(name).all_token_ids)
+    batch.release([0, 1, 2], seconds=[5, None, math.inf])
+    for row, name in enumerate("de"):
+        batch.admit(row, pages.request(name).all_token_ids)
+    batch.release([0, 1], seconds=np.float64(60))
+    assert pages.list_evicted("abcde") == "cdeab"
+
+
 # Sessions.
 
 
@@ -111,6 +135,19 @@ def test_what_others_use_is_not_closed(pages: Pages) -> None:
     pages.leave("b", "s", seconds=600)
     assert pages.manager.close_session("s") == 1
     assert pages.list_evicted("ab") == "ba"
+
+
+def test_a_fork_is_of_the_session_unless_it_has_its_own() -> None:
+    for session_id, num_pages in ((None, 1), ("t", 0)):
+        pages = Pages()
+        request = pages.hold("a", "s")
+        request.num_computed_tokens = PAGE_SIZE
+        fork = EngineRequest("fork", [*request.all_token_ids], num_computed_tokens=PAGE_SIZE, session_id=session_id)
+        assert pages.manager.fork(request, fork) is not None
+        pages.manager.free(request)
+        pages.manager.free(fork)
+        assert pages.manager.close_session("s") == num_pages
+        pages.manager.check()
 
 
 def test_sessions_are_forgotten() -> None:
