@@ -123,6 +123,23 @@ def test_a_state_whose_list_was_not_taken_never_hits() -> None:
     batch.check()
 
 
+def test_a_checkpoint_is_not_copied_at_the_cost_of_a_row_without_a_state() -> None:
+    """The row that hits it goes on in its page, and nobody hits it again."""
+    batch = make_batch(num_states=NUM_ROWS + 2)
+    batch.admit(0, LONG[:129])
+    assert places_of(batch.take_moves().writes) == [(0, 64)]
+    batch.release([0])
+    batch.admit(0, LONG[200:500])
+    assert len(batch.take_moves().writes) == 1
+    assert batch.admit(1, [*LONG[:64], 7]) == 64
+    for row in range(2, NUM_ROWS):
+        assert batch.admit(row, [row]) == 0
+    assert len(batch.take_moves().copies) == 0
+    batch.release([1])
+    assert batch.admit(1, [*LONG[:64], 7]) == 0
+    batch.check()
+
+
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_no_row_waits_for_a_state(num_groups: int) -> None:
     """Whatever was hit, failed, cut or released before, and whether copies were taken meanwhile."""
