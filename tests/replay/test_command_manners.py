@@ -206,8 +206,8 @@ class TestMemory:
 
 def run(columns: int, *args: str) -> str:
     """Return what a command prints where lines have so many columns."""
-    result = run_python("-m", "pagepool", *args, COLUMNS=str(columns))
-    assert result.returncode == 0, result.stderr
+    result = invoke(*args, env={"COLUMNS": str(columns)})
+    assert result.exit_code == 0, result.output
     return str(result.stdout)
 
 

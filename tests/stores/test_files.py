@@ -1226,7 +1226,7 @@ class TestArguments:
 
     def test_a_deep_folder(self, tmp_path: Path) -> None:
         """Deeper than Python's stack."""
-        folder = tmp_path / "/".join(["a"] * 1900)
+        folder = tmp_path / "/".join(["a"] * 1100)
         for fsync in (True, False):
             store = FileStore(folder, "n", fsync=fsync)
             save(store, {b"k": b"1"})
