@@ -102,12 +102,11 @@ def test_months_without_requests_are_jumped_over(months: tuple[float, ...], repo
     assert max(figures.wait_seconds) <= 1
 
 
-@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
-@pytest.mark.parametrize("report_seconds", [0.1, 0.7, 1.0])
-@pytest.mark.parametrize("seed", range(scale(3, 6)))
-def test_jumping_changes_no_figure(router: type[Router], report_seconds: float, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(scale(9)))
+def test_jumping_changes_no_figure(seed: int) -> None:
     """Neither gaps between requests, nor steps longer than a round, nor deaths in the middle of either."""
     rng = Random(seed)
+    router, report_seconds = [*ROUTERS.values()][seed % len(ROUTERS)], (0.1, 0.7, 1.0)[seed % 4 % 3]
     records, offset = [], 0.0
     for record in make_records(seed, num_requests=40):
         offset += rng.choice([0, 0, 0, 1000 * rng.uniform(0, 60)])

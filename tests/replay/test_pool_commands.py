@@ -220,17 +220,6 @@ class TestPlan:
         assert small["host"]["store_hit_tokens"] is None
         assert [pool["host"]["store_hit_tokens"] for pool in pools] == [pool["lru_hit_tokens"] for pool in larger]
 
-    def test_figures_are_those_of_a_replay(self, trace: Path) -> None:
-        options = ["--num-pages", "600,1000", "--replays", 0]
-        pools = figures_of("plan", trace, *options, "--eviction", "adaptive")["pools"]
-        for pool in pools:
-            [(policy, figures)] = pool["policies"].items()
-            assert figures.keys() == {"hit_tokens", "hit_rate", "lru_num_pages"}
-            one_by_one = ["--num-pages", pool["num_pages"], "--max-num-seqs", 1, "--eviction", policy]
-            replayed = figures_of("replay", trace, *one_by_one)
-            assert (figures["hit_tokens"], figures["hit_rate"]) == (replayed["hit_tokens"], replayed["trace_hit_rate"])
-        assert pools[0]["policies"]["adaptive"]["hit_tokens"] > pools[0]["lru_hit_tokens"] == 0
-
     def test_policies_are_chosen(self, trace: Path) -> None:
         def policies_of(*options: object) -> list[list[str]]:
             pools = figures_of("plan", trace, "--replays", 0, "--num-pages", "200,600", *options)["pools"]

@@ -257,16 +257,6 @@ class TestCommand:
         assert figures_of(trace, "--limit", 1, "--max-batched-tokens", 100)["steps"] == 6 + 2
         assert figures_of(trace, "--limit", 1, "--page-size", 1)["allocated_pages"] == 602
 
-    def test_both_ways_of_allocating_give_the_same(self, trace: Path) -> None:
-        options = (trace, "--max-batched-tokens", 1000, "--num-pages", 610)
-        by_path = figures_of(*options, "--compare")
-        assert list(by_path) == ["manager", "batched"]
-        lines = [line.split() for line in invoke(*options, "--compare").output.splitlines()]
-        assert ["manager", "batched"] in lines
-        assert ["prompt", "tokens", "10,800", "10,800"] in lines
-        manager, batched = ({**by_path[path], "allocator_seconds": 0, "wall_seconds": 0} for path in by_path)
-        assert manager == batched
-
     @pytest.mark.parametrize("option", ["--batched", "--no-batched"])
     def test_the_way_that_was_chosen_allocates(self, trace: Path, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def admit(*_: object, **__: object) -> None:

@@ -54,24 +54,6 @@ def make_records(seed: int) -> list[TraceRecord]:
 
 @pytest.mark.parametrize("batched", [False, True])
 class TestWhatIsTold:
-    def test_the_session_that_returns_last_is_evicted_first(self, batched: bool) -> None:
-        """LRU evicts the one that was released first."""
-        records = [
-            turn_of(0, "soon", 1, 2, 3),
-            turn_of(1, "late", 4, 5, 6),
-            turn_of(2, None, 7, 8, 9),
-            turn_of(5, "soon", 1, 2, 3, 10, pause=4),
-            turn_of(900, "late", 4, 5, 6, 11, pause=898),
-        ]
-        hits = {told: run(records[:4], 7, told, batched=batched).hit_tokens for told in TOLD}
-        assert hits == {
-            "nothing": 0,
-            "ends": 3 * BLOCK_SIZE,
-            "pauses": 3 * BLOCK_SIZE,
-        }  # without the last turn "late" has ended
-        hits = {told: run(records, 7, told, batched=batched).hit_tokens for told in TOLD}
-        assert hits == {"nothing": 0, "ends": 0, "pauses": 3 * BLOCK_SIZE}
-
     def test_more_is_told_more_is_hit(self, batched: bool) -> None:
         sums = dict.fromkeys(TOLD, 0)
         for seed in range(scale(12)):
@@ -104,31 +86,6 @@ def test_the_clock_is_that_of_the_trace(told: Told) -> None:
     assert pauses == ([[5], [None], [None], [None]] if told == "pauses" else [None] * 4)
     before, after = [("clock", second) for second in (1, 6, 6, 6)], [("clock", 11), ("clock", 11)]
     assert calls == ([] if told == "nothing" else [*before, ("close", "b"), *after, ("close", "a")])
-
-
-class TestEqual:
-    def test_both_paths(self) -> None:
-        """One after another and together."""
-        for seed in range(scale(12)):
-            for told in TOLD:
-                for num_seqs in (1, 4):
-                    one, other = (
-                        Scheduler(
-                            make_manager(150, BLOCK_SIZE),
-                            make_requests(make_records(seed)),
-                            max_num_seqs=num_seqs,
-                            told=told,
-                            batched=batched,
-                        ).run()
-                        for batched in (False, True)
-                    )
-                    assert one.list_differences(other) == []
-
-    def test_session_ids_alone_change_nothing(self) -> None:
-        records = make_records(seed=1)
-        plain = [replace(record, session_id=None, pause=None) for record in records]
-        for told in TOLD:
-            assert run(plain, 150, told).list_differences(run(records, 150, "nothing")) == []
 
 
 class TestCommand:

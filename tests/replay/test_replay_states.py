@@ -96,12 +96,6 @@ def config(tmp_path: Path) -> Path:
 
 
 class TestReplay:
-    def test_both_ways_of_allocating_give_the_same(self, trace: Path, config: Path) -> None:
-        result = invoke("replay", trace, "--model-config", config, "--compare", "--num-pages", 40)
-        assert result.exit_code == 0, result.output
-        assert "40 pages of 544 tokens, checkpoints every 1,088 tokens" in result.output
-        assert "states copied" in result.output
-
     def test_the_model_decides_on_pages_and_states(self, trace: Path, config: Path) -> None:
         options = ("replay", trace, "--model-config", config, "--limit", 1)
         assert figures_of(*options)["allocated_pages"] == 3 + 2 * 3  # a checkpoint at 1,088 tokens
@@ -113,31 +107,6 @@ class TestReplay:
 
 
 class TestPlan:
-    @pytest.mark.parametrize(
-        ("model", "sizes", "intervals"),
-        [
-            ("more states", "40,400", "544,2176"),
-            pytest.param("more attention", "40,400", "1088", marks=pytest.mark.slow),
-            ("states only", "4,200", "256,1024"),
-        ],
-    )
-    def test_hits_are_those_of_a_replay(self, model: str, sizes: str, intervals: str, config: Path, tmp_path: Path) -> None:
-        config.write_text(json.dumps(MODELS[model]))
-        seen: Counter[str] = Counter()
-        common = [write_trace(tmp_path / "loop.jsonl", make_loop()), "--model-config", config, "--max-batched-tokens", 1100]
-        planned = figures_of(
-            "plan", *common, "--num-pages", sizes, "--replays", 0, "--eviction", "adaptive", "--checkpoint-interval", intervals
-        )
-        for pool in planned["pools"]:
-            assert {run["eviction"] for run in pool["checkpoints"]} == {"lru", "adaptive"}
-            for run in pool["checkpoints"]:
-                options = ["--num-pages", pool["num_pages"], "--checkpoint-interval", run["interval"], "--max-num-seqs", 1]
-                figures = figures_of("replay", *common, *options, "--eviction", run["eviction"])
-                assert (run["hit_tokens"], run["copied_pages"]) == (figures["hit_tokens"], figures["copied_pages"])
-                assert run["hit_rate"] == figures["trace_hit_rate"]
-                seen.update(figures)
-        assert min(seen[name] for name in ("hit_tokens", "evicted_pages", "copied_pages")) > 0
-
     def test_states_only(self, trace: Path, config: Path) -> None:
         config.write_text(json.dumps(MAMBA))
         figures = figures_of("plan", trace, "--model-config", config)

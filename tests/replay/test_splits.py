@@ -90,14 +90,6 @@ class TestReplay:
         assert manager.stats().pools[STATES].num_refusals == 0
         manager.check()
 
-    def test_pools_that_are_short_of_pages_preempt(self) -> None:
-        scheduler, manager = replay({KV: 400, STATES: 40}, 16)
-        figures = scheduler.run()
-        assert figures.requests + figures.skipped == 300
-        assert figures.preemptions > 0
-        assert manager.stats().pools[KV].num_refusals > 0
-        manager.check()
-
     def test_the_oldest_of_several_ends_early_where_room_is_short(self) -> None:
         requests = make_chats()
         alone, together = (SplitSimulator(requests, SMALL, num).run(2_000_000, 0.5) for num in (1, 8))

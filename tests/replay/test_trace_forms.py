@@ -238,11 +238,6 @@ class TestTurns:
         figures = figures_of("replay", tmp_path / "trace.json", "--max-num-seqs", 1)
         assert figures["hit_tokens"] == 339 // 16 * 16 + 509 // 16 * 16
 
-    def test_sessions_share_nothing(self, tmp_path: Path) -> None:
-        trace = load(tmp_path, json.dumps([{"turns": TURNS}, {"turns": TURNS}]))
-        assert [each.input_length for each in trace.records] == [300, 300, 490, 490, 560, 560]
-        assert figures_of("replay", tmp_path / "trace.json", "--max-num-seqs", 1)["hit_tokens"] == 2 * (336 + 496)
-
     def test_answers_within(self, tmp_path: Path) -> None:
         text = json.dumps({"session_id": "s", "context_mode": "deltas_with_responses", "turns": TURNS})
         assert [each.input_length for each in load(tmp_path, text).records] == [300, 450, 500]

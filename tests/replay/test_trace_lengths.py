@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
-from command_line import figures_of, refuse
 
 from pagepool.errors import ArgumentError
 from pagepool.replay.traces.fields import find_reader, read_object
@@ -165,39 +163,6 @@ def test_columns_of_a_table() -> None:
     read = find_reader(b"timestamp,usage\n")
     assert read is not None
     assert read(b'5,"{""prompt_tokens"": 50}"\n') == {"timestamp": 5, "input_length": 50}
-
-
-def test_a_name_for_cached_tokens_never_changes_a_length_silently() -> None:
-    """Beside each length a field with cached tokens, of a known name or not, gives the sum, the length, or an error."""
-    rng = Random(5)
-    for _ in range(3000):
-        base = rng.choice(["input_tokens", "inputTokens", "prompt_tokens", "num_prompt_tokens", "promptTokenCount"])
-        words = rng.choice([["cache", "read"], ["cached"], ["cache", "write"], ["cache", "hit"], ["kv", "cached"], ["cache"]])
-        name = "_".join([*words, *rng.choice([["tokens"], ["input", "tokens"], ["token", "count"], ["prompt", "tokens"]])])
-        length, cached = rng.randint(1, 5000), rng.randint(1, 5000)
-        fields = {base: length, name: cached}
-        if is_refused(fields, name):
-            continue
-        found = read_lengths(fields)["input_length"]
-        assert found in (length, length + cached)
-        assert found >= cached
-
-
-def is_refused(fields: dict[str, int], name: str) -> bool:
-    """Whether a line is refused, with an error that has the name."""
-    try:
-        read_lengths(fields)
-    except ArgumentError as error:
-        return name in str(error)
-    return False
-
-
-def test_commands_say_it_too(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    path.write_text(json.dumps(ANTHROPIC) + "\n" + json.dumps({"usage": OPENAI}) + "\n")
-    assert figures_of("replay", path)["prompt_tokens"] == 2100
-    path.write_text(json.dumps(ANTHROPIC) + "\n" + json.dumps(REFUSED["cached in a prompt or not"][0]) + "\n")
-    refuse(2, "log.jsonl:2: has prompt_tokens 2000 and cache_read_input_tokens 1000", "plan", path)
 
 
 def test_turns_that_count_cached_tokens_are_whole_prompts(tmp_path: Path) -> None:

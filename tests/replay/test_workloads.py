@@ -42,16 +42,6 @@ class TestAll:
         assert count_shared(one[0], other[0]) < 5
 
     @all_workloads
-    def test_names_are_distinct_and_lengths_are_those_of_the_tokens(self, name: str) -> None:
-        requests = generate_workload(name, 200, 3)
-        assert len({request.request_id for request in requests}) == 200
-        for request in requests:
-            assert request.load_token_ids().dtype == np.int32
-            assert len(request.load_token_ids()) == request.num_prompt_tokens + request.num_output_tokens
-            assert request.num_output_tokens > 0
-            assert len(request.all_token_ids) == request.num_prompt_tokens
-
-    @all_workloads
     def test_tokens_are_created_later_and_dropped(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patched:
             for module in (arrivals, generator):

@@ -23,7 +23,6 @@ pytest.importorskip("msgspec", reason="events are an extra: msgspec is not insta
 from event_managers import FULL, make_told, run_request
 from ports import free_port
 from raw_router import connect
-from router import Router
 from sources import run_python
 from subscribers import (
     ALLOWED,
@@ -94,42 +93,6 @@ def test_the_first_batch_has_all_that_is_cached_already(manager: pagepool.CacheM
         assert (sequence, type(batch.events[0]).__name__) == (0, "AllBlocksCleared")
         subscriber.router.apply(batch.events)
         assert subscriber.router.pages.keys() == cached(manager)
-
-
-@pytest.mark.parametrize("interval", [0.001, HOUR])
-def test_a_router_follows_device_and_host_tier(interval: float) -> None:
-    """Events are taken at intervals, or by flushing, while the engine continues. A router that starts late gets the same."""
-    manager, rng = make_told(num_pages=16, host_tier=pagepool.HostTier(40)), Random(0)
-    with EventPublisher(manager, LOOPBACK, LOOPBACK, interval=interval) as publisher, subscribed(publisher) as subscriber:
-        for _ in range(100):
-            work(manager, rng)
-            transfers = manager.take_moves()
-            if len(transfers):
-                manager.complete(transfers.number)
-            publisher.flush()
-        subscriber.follow(manager)
-        late = Router()
-        for _, batch in subscriber.replay(START):
-            late.apply(batch.events)
-        assert late.pages == subscriber.router.pages
-        assert late.saved == subscriber.router.saved != set()
-
-
-def test_routers_may_listen_instead(manager: pagepool.CacheManager) -> None:
-    """One SUB socket for all engines."""
-    with zmq.Context() as context, context.socket(zmq.SUB) as live:
-        port = live.bind_to_random_port("tcp://127.0.0.1")
-        live.subscribe("")
-        live.rcvtimeo = TIMEOUT
-        publishers = [EventPublisher(None, f"tcp://127.0.0.1:{port}", topic=str(i), is_connecting=True) for i in range(3)]
-        topics: set[bytes] = set()
-        while len(topics) < 3:
-            for publisher in publishers:
-                publisher.publish([])
-            while live.poll(20):
-                topics.add(live.recv_multipart()[0])
-        for publisher in publishers:
-            publisher.close()
 
 
 # --- what is sent again ---------------------------------------------------------------------------------------
@@ -390,35 +353,6 @@ def test_a_libzmq_without_curve(monkeypatch: pytest.MonkeyPatch) -> None:
 SOON = 0.05
 
 
-class VllmSubscriber:
-    """The behaviour of vLLM's example subscriber: consecutive numbers, and REQ for a gap."""
-
-    def __init__(self, publisher: EventPublisher) -> None:
-        self.context = zmq.Context()
-        self.asking = self.context.socket(zmq.REQ)
-        self.asking.rcvtimeo = TIMEOUT
-        self.asking.connect(publisher.replay_endpoint)
-        self.last_sequence = -1
-        self.num_asked = 0
-        self.events: list[object] = []
-
-    def process(self, frames: list[bytes]) -> None:
-        _, number, payload = frames
-        sequence = int.from_bytes(number, "big")
-        if self.last_sequence >= 0 and sequence > self.last_sequence + 1:
-            self.replay(sequence)
-        self.events += decode_batch(payload).events
-        self.last_sequence = sequence
-
-    def replay(self, sequence: int) -> None:
-        """Read the whole answer, and apply the batches before `sequence`."""
-        self.num_asked += 1
-        self.asking.send((self.last_sequence + 1).to_bytes(8, "big"))
-        _, number, payload = self.asking.recv_multipart()
-        if payload and self.last_sequence < int.from_bytes(number, "big") < sequence:
-            self.events += decode_batch(payload).events
-
-
 def test_a_heartbeat_is_a_batch_without_events() -> None:
     """It has the next number and the topic of all batches, and no events."""
     manager = make_told(num_pages=32)
@@ -450,24 +384,6 @@ def test_the_end_of_a_burst_that_was_lost_is_asked_for() -> None:
             known += [event.block_hashes[0] for _, replayed in missed for event in replayed.events]
             last = max(sequence, missed[-1][0])
         assert known == hashes[hashes.index(known[0]) :]
-
-
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_vllms_subscribers_need_nothing_new(is_lost: bool) -> None:
-    """They ignore a heartbeat unless they lost something before it; then they send a request as usual."""
-    with EventPublisher(None, LOOPBACK, LOOPBACK, heartbeat=SOON) as publisher, subscribed(publisher) as subscriber:
-        theirs = VllmSubscriber(publisher)
-        theirs.process(subscriber.live.recv_multipart())
-        publisher.publish([BlockRemoved([b"lost?"], "GPU")])
-        while b"lost?" not in (frames := subscriber.live.recv_multipart())[2]:
-            theirs.process(frames)
-        if not is_lost:
-            theirs.process(frames)
-        for _ in range(3):
-            theirs.process(subscriber.live.recv_multipart())
-        assert [event.block_hashes for event in theirs.events] == [[b"lost?"]]
-        assert theirs.num_asked == is_lost
-        theirs.context.destroy(linger=0)
 
 
 def test_heartbeats_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:

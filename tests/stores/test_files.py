@@ -286,18 +286,6 @@ class TestFaults:
         assert (done.is_done, rows[0]) == (b"\1\0", b"old")
         assert save_one(store, b"new", b"new bytes").is_done == b"\1"
 
-    def test_a_part_of_a_save_is_an_answer(self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch) -> None:
-        def write(descriptor: int, row: memoryview) -> int:
-            if len(row) > 5:
-                raise OSError(errno.ENOSPC, "full")
-            return os.write(descriptor, row)
-
-        monkeypatch.setattr(files, "os", FaultyOs(write=write))
-        store = make_store()
-        (done,) = wait_for(store, store.save([b"a", b"b", b"c"], [memoryview(row) for row in (b"1", b"123456", b"2")]))
-        assert done.is_done == b"\1\0\1"
-        assert str(done.error) == f"[Errno {errno.ENOSPC}] full"
-
     def test_short_reads_and_writes_go_on(self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch) -> None:
         def write(descriptor: int, row: memoryview) -> int:
             return os.write(descriptor, row[:7])
@@ -373,13 +361,6 @@ class TestFaults:
         done, rows = load(store, [b"key"], [1])
         assert (done.is_done, rows) == (b"\1", [b"2"])
 
-    def test_a_folder_behind_a_broken_link_is_an_error_of_each_save(
-        self, make_store: Callable[..., FileStore], tmp_path: Path
-    ) -> None:
-        (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-        done = save_one(make_store(tmp_path / "link" / "folder"), b"key", b"1")
-        assert (done.is_done, type(done.error)) == (b"\0", FileNotFoundError)
-
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
     def test_a_read_only_folder_can_be_read(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
         store = make_store()
@@ -407,23 +388,6 @@ class TestFaults:
         save(store, {b"key": b"1234"})
         done, rows = load(store, [b"key"], [4])
         assert (done.is_done, rows) == (b"\1", [b"1234"])
-
-    def test_a_full_disk(self, tmp_path: Path) -> None:
-        """The limit of a process for the size of files stands for it: a write is short, the next one fails."""
-        code = f"""if True:
-            import resource, sys, time
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-            from pagepool.stores import FileStore
-            store = FileStore({str(tmp_path)!r}, {NAMESPACE!r})
-            store.save([b"a", b"b", b"c"], [memoryview(bytes(size)) for size in (100_000, 100_001, 5_000_000)])
-            while not (answers := store.poll()):
-                time.sleep(0.001)
-            print(answers[0].is_done, type(answers[0].error).__name__, answers[0].error.errno)
-            store.close(drain_seconds=1)
-        """
-        output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        assert output == f"b'\\x01\\x00\\x00' OSError {errno.EFBIG}\n"
-        assert list_files(tmp_path) == [path_of(tmp_path, b"a")]
 
     @pytest.mark.parametrize("seed", range(3))
     def test_random_faults(
@@ -650,15 +614,6 @@ class TestThreads:
         closing.join(SECONDS)
         assert not closing.is_alive()
         assert row == b"1234"
-
-    def test_close_returns_once_saves_are_written(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
-        store = make_store()
-        store.save([bytes([i]) for i in range(200)], [memoryview(bytes(5000))] * 200)
-        closing = threading.Thread(target=store.close, kwargs={"drain_seconds": float("inf")}, daemon=True)
-        closing.start()
-        closing.join(SECONDS)
-        assert not closing.is_alive()
-        assert len(list_files(tmp_path)) == 200
 
     @pytest.mark.parametrize("name", ["finish", "touch", "remove"])
     def test_a_thread_of_the_store_may_close_it(
@@ -1142,13 +1097,6 @@ class TestRoom:
         done = save_one(store, b"\xf1", bytes(80_001))
         assert done.is_done == b"\0"
         assert str(done.error).endswith("got 80001 bytes to save, allowed: 80000, which is max_bytes")
-
-    def test_objects_may_be_large_for_the_limit(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
-        store = make_store(max_bytes=10_000)
-        for i in range(20):
-            key, row = bytes([i]), bytes([i]) * (4000 if i % 2 else 9999)
-            wait_until(lambda key=key, row=row: save_one(store, key, row).is_done == b"\1")
-        wait_until(lambda: count_bytes(tmp_path) <= 10_000)
 
     def test_a_file_that_was_not_written_does_not_count(
         self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -15,10 +14,10 @@ from typing import Any
 
 import pytest
 from privileges import without_privileges
-from store_jobs import SECONDS, load, save, wait_for, wait_until
+from store_jobs import load, save, wait_for, wait_until
 
 from pagepool.errors import ArgumentError, ArgumentTypeError
-from pagepool.stores import Done, FileStore, StoredNamespace, folders
+from pagepool.stores import FileStore, StoredNamespace, folders
 from pagepool.stores.folders import find_writer, remove_namespace
 
 DAY = 86400
@@ -211,32 +210,6 @@ class TestRemove:
         save(store, {b"key": b"1"})
         del store
         assert FileStore.remove_namespace(tmp_path, "a") == 1
-
-    def test_a_store_of_another_process_goes_on(self, tmp_path: Path) -> None:
-        code = f"""if True:
-            import sys, time
-            from pagepool.stores import FileStore
-            store = FileStore({str(tmp_path)!r}, "a/b", max_bytes=1 << 20, fsync=True)
-            def wait_for(job):
-                while not (answers := store.poll()):
-                    time.sleep(0.001)
-                return answers[0]
-            print(wait_for(store.save([b"key"], [memoryview(b"1234")])).is_done, flush=True)
-            sys.stdin.readline()
-            row = bytearray(4)
-            print(wait_for(store.load([b"key"], [memoryview(row)])), flush=True)
-            print(wait_for(store.save([b"key"], [memoryview(b"5678")])).is_done, flush=True)
-        """
-        command = [sys.executable, "-c", code]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            assert process.stdout.readline() == "b'\\x01'\n"
-            assert FileStore.remove_namespace(tmp_path, "a/b") == 1
-            assert list_paths(tmp_path) == set()
-            output = process.communicate("\n", timeout=SECONDS)[0]
-        assert output == f"{Done(2, bytes(1), None)}\nb'\\x01'\n"
-        assert (tmp_path / "a/b/6b/6b6579").read_bytes() == b"5678"
 
     def test_removal_beside_a_store_that_writes(self, tmp_path: Path) -> None:
         """Folders vanish under it, as by another process: a save is done, or an error that says so."""

@@ -503,19 +503,6 @@ def test_prompts_that_are_queued_before_a_request_leave_time_for_its_loads(clock
     assert host.stored.stats().num_loading_pages == 8
 
 
-def test_a_request_whose_turn_comes_early_does_not_wait_for_loads_that_no_longer_pay(clock: Clock) -> None:
-    host = make_slow_host(clock, 0.01, 1000)
-    request = host.fetch(tokens(2, 8))
-    clock.now += 1.0
-    assert host.stored.is_ready(request)  # requests wait for a second
-    request = host.fetch(tokens(3, 8))
-    host.stored.poll()
-    assert host.stored.stats().num_loading_pages == 8
-    assert wait(host, request, clock) == 0.0
-    assert host.compute(request) == 0
-    assert host.stored.stats().num_late_requests == 2
-
-
 def test_a_look_up_that_cannot_pay_is_not_waited_for(clock: Clock) -> None:
     host = make_slow_host(clock, 0.01, 1000)
     host.store.poll = list  # no answer
@@ -556,15 +543,6 @@ def test_a_store_too_slow_to_pay_delays_no_request_beyond_the_deadline(clock: Cl
             host.stored.record_step(1000, 1.0)
 
 
-def test_a_store_that_dies_delays_only_for_as_long_as_it_takes_to_notice(clock: Clock) -> None:
-    """A page is loaded in 1 ms and computed in 40."""
-    host = make_slow_host(clock, 0.001, 100)
-    host.store.poll = list
-    waits = [wait(host, host.fetch(tokens(2 + number % 7, 8)), clock) for number in range(100)]
-    assert max(waits) < 0.33
-    assert all(seconds < 0.0215 for seconds in waits)  # it answers no look-up either
-
-
 def test_a_reset_of_the_cache_ends_the_use_of_the_store() -> None:
     host = Host(make_store(fill_store()), num_pages=65, num_host_pages=200)
     assert host.run(tokens(1, 8)) == 32
@@ -577,18 +555,6 @@ def test_a_reset_of_the_cache_ends_the_use_of_the_store() -> None:
     host.stored.close()
     host.stored = StoreTier(host.manager, make_store(host.store.objects), host.rows, NAMESPACE)
     assert host.run(tokens(3, 8)) == 32
-
-
-def test_a_page_that_was_found_to_be_wrong_is_saved_again() -> None:
-    host = Host(make_store(), write="through")
-    host.run(tokens(1))
-    [page_ids] = host.manager.get_computed_pages(EngineRequest("other", tokens(1)))[0].get_page_ids()
-    assert host.manager.page_pool.evict_pages(page_ids[:1]) == 1
-    host.evict_all()
-    assert host.run(tokens(1)) == 0  # not from the store, though it has the page
-    assert host.stored.stats().num_saved_pages == 5
-    host.evict_all()
-    assert host.run(tokens(1)) == 16
 
 
 def find_wrong(host: Host, token_ids: Sequence[int], num: int = 1) -> None:
@@ -794,31 +760,6 @@ def test_a_page_that_several_requests_need_is_read_once(clock: Clock) -> None:
     assert host.stored.stats().num_loaded_pages == 16
 
 
-@pytest.mark.parametrize("kinds", ["fw", "fs", "fws"])
-def test_pages_of_all_groups_are_read_once(kinds: str) -> None:
-    specs = [{"f": FULL, "w": WINDOW, "s": STATE}[kind] for kind in kinds]
-    objects: dict[bytes, bytes] = {}
-    first = Host(make_store(objects), specs, num_pages=65, num_host_pages=200, write="through")
-    first.run(tokens(1, 8))
-    first.stored.close()
-    host = Host(make_store(objects, delay=2), specs, num_pages=65, num_host_pages=200)
-    load, names = host.store.load, []
-
-    def start_load(keys: Sequence[bytes], rows: Sequence[memoryview]) -> Any:
-        names.extend(keys)
-        return load(keys, rows)
-
-    host.store.load = start_load
-    requests = [EngineRequest(f"request {i}", [*tokens(1, 8)[: 33 - 4 * (i % 3)], i]) for i in range(8)]
-    for request in requests:
-        host.stored.fetch(request)
-    for request in requests:
-        while not host.stored.is_ready(request):
-            pass
-    assert sorted(names) == sorted({*names})
-    assert [host.manager.probe(request).num_hit_tokens for request in requests[:2]] == ([32, 24] if "s" in kinds else [32, 28])
-
-
 def test_a_load_goes_on_for_the_requests_that_still_wait(clock: Clock) -> None:
     """The first request is computed before its pages are loaded; there is room for one page at a time."""
     store = Slow(make_store(fill_store()), clock, 0.01)
@@ -837,19 +778,6 @@ def test_a_load_goes_on_for_the_requests_that_still_wait(clock: Clock) -> None:
     assert store.num_loads == 4  # not the four that nobody waits for
     assert host.stored.is_ready(requests[0])
     assert host.compute(requests[0]) == 16
-
-
-def test_requests_fall_back_if_the_load_of_another_fails(clock: Clock) -> None:
-    objects = fill_store()
-    host = Host(make_store(objects), num_pages=65, num_host_pages=200)
-    requests = [EngineRequest(f"request {i}", [*tokens(1, 8), i]) for i in range(3)]
-    for request in requests:
-        host.stored.fetch(request)
-    host.stored.poll()
-    objects.clear()
-    host.stored.poll()
-    assert [host.stored.is_ready(request) for request in requests] == [True] * 3
-    assert host.stored.stats().num_missing_pages == 8
 
 
 def test_jobs_without_an_answer_are_given_up(clock: Clock) -> None:
