@@ -6,7 +6,6 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import spawn
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -117,14 +116,6 @@ def test_modules_that_are_imported_later_and_other_names_follow(folder: Path) ->
     assert (early.Pool, late.PageTable) == (engine_module("core").PagePool, engine_module("page_table").PageTable)
 
 
-def test_an_object_that_was_made_meanwhile_lives_on(folder: Path) -> None:
-    with easydel.installed():
-        pool = engine_module("core").PagePool(8, True)
-    assert isinstance(pool, pagepool.PagePool)
-    assert pool.get_num_free_pages() == 7
-    easydel.install()  # our objects may exist: only those of the engine's own classes matter
-
-
 def check_refused(message: str) -> None:
     with pytest.raises(CompatError, match=message):
         easydel.install()
@@ -201,20 +192,6 @@ HOMES = sorted({places[0] for places in PLACES.values()})
 EDITED = "\n    marker = 1\n"
 
 
-def test_a_reloaded_module_has_ours(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each module in turn, and twice: those that define classes, and those that import them."""
-    easydel.install()
-    for place in sorted({place for places in PLACES.values() for place in places}) * 2:
-        assert importlib.reload(engine_module(place)) is engine_module(place)
-        assert easydel.is_installed(), place
-        assert modules_of_classes() == {"pagepool"}
-    importlib.reload(sys.modules["easydel"])
-    assert easydel.is_installed()
-    assert not caplog.messages
-    easydel.uninstall()
-    assert modules_of_classes() == {"easydel"}
-
-
 @pytest.mark.parametrize("place", HOMES)
 def test_the_classes_of_a_reloaded_module_are_those_that_come_back(folder: Path, place: str) -> None:
     easydel.install()
@@ -251,25 +228,6 @@ def test_a_reloaded_module_that_is_wrong_uninstalls(folder: Path, name: str) -> 
     with pytest.raises(CompatError, match=message):
         importlib.reload(module)
     assert not [place for cls, place in places() if getattr(engine_module(place), cls, None) is getattr(pagepool, cls)]
-
-
-def test_a_reload_that_fails_leaves_ours(folder: Path) -> None:
-    """Python keeps what a module has defined by then."""
-    easydel.install()
-    home = folder.joinpath(*ENGINE.split("."), "core", "manager.py")
-    home.write_text(f"{home.read_text()}\nraise KeyError('broken')\n")
-    with pytest.raises(KeyError, match="broken"):
-        importlib.reload(engine_module("core.manager"))
-    assert easydel.is_installed()
-
-
-def test_modules_that_are_reloaded_together(folder: Path) -> None:
-    easydel.install()
-    modules = [engine_module(place) for place in HOMES]
-    with ThreadPoolExecutor(len(modules)) as threads:
-        for _ in range(5):
-            list(threads.map(importlib.reload, modules))
-            assert easydel.is_installed()
 
 
 # Recurrent layers.
@@ -465,19 +423,6 @@ def test_the_variable_with_a_version_that_lacks_the_engine(tmp_path: Path) -> No
     assert "CompatError: easydel.inference: got no such module" in process.stderr
 
 
-def test_an_import_that_failed_is_tried_again(folder: Path) -> None:
-    easydel.install_on_import()
-    write_engine(folder, "0.4.0")
-    for _ in range(2):
-        with pytest.raises(CompatError):
-            engine_module("")
-    pop_modules()
-    write_engine(folder)
-    importlib.invalidate_caches()
-    engine_module("")
-    assert easydel.is_installed()
-
-
 def test_no_module_of_an_engine_that_was_refused_can_be_had(folder: Path) -> None:
     """The same for a class that was imported before the refusal."""
     edit(folder, "core.manager", "data_parallel_size=None)", "data_parallel_size=None, sink_tokens=0)")
@@ -506,26 +451,6 @@ def test_an_engine_that_is_imported_anew(folder: Path, caplog: pytest.LogCapture
     assert not caplog.messages
     easydel.uninstall()
     assert modules_of_classes() == {"easydel"}
-
-
-def test_a_class_that_was_put_back_behind_our_back(folder: Path) -> None:
-    own = engine_module("scheduler.scheduler").CacheManager
-    easydel.install()
-    engine_module("scheduler.scheduler").CacheManager = own
-    assert not easydel.is_installed()
-    with pytest.raises(CompatError, match=r"core\.manager\.CacheManager: got <class 'pagepool"):
-        easydel.install()
-
-
-def test_asking_twice_makes_one_hook(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv(easydel.VARIABLE, "1")
-    easydel.install_if_asked()
-    finders = [*sys.meta_path]
-    easydel.install_if_asked()
-    assert sys.meta_path == finders
-    engine_module("")
-    assert easydel.is_installed()
-    assert not caplog.messages
 
 
 def test_two_hooks_of_one_module_both_act(folder: Path) -> None:

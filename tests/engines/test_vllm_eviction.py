@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -21,13 +20,11 @@ from pagepool.compat.vllm.blocks import Block, Queue
 from pagepool.compat.vllm.policy_queue import AdaptiveQueue
 from pagepool.errors import DoubleFreeError, IntegrityError, OutOfPagesError, PageIdError
 from pagepool.hashing import get_siphash_key
-from pagepool.replay import SimulatedRequest, generate_workload, make_requests, read_trace
+from pagepool.replay import SimulatedRequest, generate_workload
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans.policies import PolicySimulator
 from pagepool.replay.simulation.allocator import HASH_SEED
 
-TRACE = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
-NUM_TRACED, MAX_DIFFERENCE = 3000, 0.003
 MAX_MODEL_LEN = 1 << 20
 
 
@@ -119,22 +116,10 @@ def test_hits_of_a_replay_in_steps(max_batched_tokens: int) -> None:
     assert count_hits(requests, 1500, max_batched_tokens) == expected
 
 
-has_trace = pytest.mark.skipif(not TRACE.exists(), reason="the trace is not available")
-
-
-@has_trace
-def test_hit_rate_of_the_real_trace() -> None:
-    requests = make_requests(read_trace(str(TRACE)), str(TRACE))[:NUM_TRACED]
-    num_tokens = sum(request.num_prompt_tokens for request in requests)
-    expected = PolicySimulator(requests, ModelPages(BLOCK_SIZE)).count_hits("adaptive", 100_000)
-    assert abs(count_hits(requests, 100_000) - expected) / num_tokens < MAX_DIFFERENCE
-
-
 # Windows: which of their blocks are cached is vLLM's choice.
 
 WINDOWS = (None, 512)
 RETENTIONS = (None, 0, 1024)
-LEAST_SHARE = 0.99  # of vLLM's hits: the policy samples keys, so that the last thousandths are chance
 
 
 @pytest.mark.parametrize("retention", RETENTIONS)
@@ -166,16 +151,6 @@ def count_with_and_without(requests: list[SimulatedRequest], num_blocks: int, re
         counts.append(run_all(make_manager(num_blocks, MAX_MODEL_LEN, WINDOWS, retention), requests))
         gc.collect()
     return counts
-
-
-@has_trace
-@pytest.mark.slow
-@pytest.mark.parametrize("num_blocks", [60_000, 200_000])
-@pytest.mark.parametrize("retention", RETENTIONS)
-def test_windows_hit_no_less_than_vllms(retention: int | None, num_blocks: int) -> None:
-    requests = make_requests(read_trace(str(TRACE)), str(TRACE))[:NUM_TRACED]
-    ours, theirs = count_with_and_without(requests, num_blocks, retention)
-    assert ours >= LEAST_SHARE * theirs
 
 
 @pytest.mark.slow
