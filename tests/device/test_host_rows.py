@@ -176,7 +176,6 @@ def test_pages_on_their_way_are_loaded_at_once(monkeypatch: pytest.MonkeyPatch) 
     pages.check()
 
 
-@pytest.mark.usefixtures("word")
 @pytest.mark.parametrize("memory_kind", ["pinned_host", None])
 @pytest.mark.parametrize("is_aligned", [True, False])
 def test_random_transfers_with_a_slow_thread(
@@ -377,9 +376,14 @@ def test_rows_that_jax_deleted_are_copied() -> None:
     assert array.tolist() == [0, 1, 2, 3, 4, 3, 6, 7]
 
 
-@pytest.mark.usefixtures("word")
-@pytest.mark.parametrize("page_axis", [0, 1])
-@pytest.mark.parametrize("dtype", [*DTYPES, "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("dtype", "page_axis"),
+    [
+        pytest.param(dtype, axis, marks=pytest.mark.slow if (i + axis) % 2 else ())
+        for i, dtype in enumerate([*DTYPES, "float8_e4m3fn"])
+        for axis in (0, 1)
+    ],
+)
 def test_programs_copy_none_but_their_rows(dtype: str, page_axis: int) -> None:
     """Also for one page, and where the arrays are a part of the row: XLA copied all rows then, and the host may have more of
     them than memory."""

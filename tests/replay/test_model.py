@@ -98,17 +98,6 @@ def page_bytes_of(folder: Path, config: object, kv_dtype: str | None = None) -> 
     return model.page_bytes
 
 
-@pytest.mark.parametrize(
-    ("config", "num_bytes"),
-    [
-        ({**LLAMA, "torch_dtype": None, "dtype": "torch.float32"}, 16 * 32 * 8 * 128 * 2 * 4),
-        ({**LLAMA, "layer_types": ["attention"] * 32, "mamba_n_heads": 48}, 16 * 32 * 8 * 128 * 2 * 2),
-    ],
-)
-def test_bytes_of_a_page(config: object, num_bytes: int, tmp_path: Path) -> None:
-    assert page_bytes_of(tmp_path, config) == num_bytes
-
-
 def without(name: str) -> dict[str, Any]:
     return {key: value for key, value in LLAMA.items() if key != name}
 

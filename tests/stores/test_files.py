@@ -1007,19 +1007,6 @@ class TestRoom:
         time.sleep(0.02)
         assert all(paths[age].exists() for age, is_kept in ages.items() if is_kept)
 
-    def test_a_key_in_the_folder_of_others_is_no_file(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
-        """It does not count, and it is not looked for where it would be right."""
-        store = make_store()
-        save(store, {b"key": bytes(1000)})
-        foreign = path_of(tmp_path, b"key").parent / "0102"
-        foreign.write_bytes(bytes(50_000))
-        limited = make_store(max_bytes=10_000)
-        for i in range(30):
-            wait_until(lambda i=i: save_one(limited, bytes([1, 2, i]), bytes(1000)).is_done == b"\1")
-        wait_until(lambda: count_bytes(tmp_path) <= 60_000)
-        assert foreign.exists()
-        assert count_bytes(tmp_path) > 50_000 + 8_000
-
     def test_files_of_other_processes_are_found(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
         limited, other = make_store(max_bytes=100_000), make_store()
         save(limited, {b"\1": bytes(1000)})

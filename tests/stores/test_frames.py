@@ -55,21 +55,6 @@ def test_another_namespace_or_key_is_not_intact() -> None:
     assert not is_intact(bytes(len(stored)), "model/v1", b"\1\2")
 
 
-@pytest.mark.parametrize("num_bytes", [1, 16, 200, 1000])
-@pytest.mark.parametrize(("namespace", "key"), [("model/v1", b"\1\3"), ("model/v2", b"\1\2")])
-def test_the_beginning_of_one_object_before_the_rest_of_another_is_not_intact(
-    num_bytes: int, namespace: str, key: bytes
-) -> None:
-    """Both have the same length, as after a read that ended early, into memory with another object."""
-    first, second = make_object(num_bytes), bytearray(make_object(num_bytes))
-    second[HEADER_BYTES:] = random.Random("other").randbytes(num_bytes)
-    write_header(second, namespace, key, memoryview(second)[HEADER_BYTES:])
-    for cut in range(len(first) + 1):
-        joined = first[:cut] + second[cut:]
-        assert is_intact(joined, "model/v1", b"\1\2") == (joined == first)
-        assert is_intact(joined, namespace, key) == (joined == second)
-
-
 def test_any_contiguous_buffer_does() -> None:
     row = np.arange(64, dtype=np.float32).reshape(8, 8)
     page = np.zeros(HEADER_BYTES + row.nbytes, np.uint8)

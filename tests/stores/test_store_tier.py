@@ -25,6 +25,8 @@ from pagepool import (
     HostTier,
     MambaSpec,
     PageHashing,
+    PageTable,
+    RunningBatch,
     SlidingWindowSpec,
 )
 from pagepool._core import list_absent
@@ -468,20 +470,6 @@ def make_slow_host(clock: Clock, seconds: float, tokens_per_second: int) -> Host
     return host
 
 
-def test_loads_that_end_while_a_request_is_queued_pay(clock: Clock) -> None:
-    """Rates: a page is loaded in 10 ms and computed in 4. Requests wait for a second until it is their turn."""
-    host = make_slow_host(clock, 0.01, 1000)
-    for seed in (2, 3):
-        request = host.fetch(tokens(seed, 8))
-        for _ in range(1000):
-            clock.now += 0.001
-            host.stored.poll()
-        assert wait(host, request, clock) == 0.0
-        assert host.compute(request) == (32 if seed == 3 else 0)
-    assert host.stored.stats().num_recomputed_pages == 8
-    assert host.stored.stats().num_late_requests == 1
-
-
 def test_prompts_that_are_queued_before_a_request_leave_time_for_its_loads(clock: Clock) -> None:
     """Rates: a page is loaded in 10 ms and computed in 4. Forgotten requests are not computed."""
     host = make_slow_host(clock, 0.01, 1000)
@@ -594,6 +582,18 @@ def test_a_page_that_is_not_settled_is_not_saved() -> None:
     host.move()
     host.move()
     assert host.store.num_jobs == 0
+
+
+@pytest.mark.parametrize("num_ahead", [1, 2, 3])
+def test_pages_wait_for_as_many_steps_as_a_batch_plans_ahead(num_ahead: int) -> None:
+    host = Host(make_store(), write="through")
+    RunningBatch(host.manager, PageTable(1, 16, 64), max_steps_ahead=num_ahead)
+    assert host.manager.allocate_slots(EngineRequest("request", tokens(1)), 17) is not None
+    for _ in range(2 + num_ahead):
+        assert host.store.objects == {}
+        host.move()
+        host.stored.poll()
+    assert len(host.store.objects) == 4
 
 
 def test_pages_of_the_last_steps_are_saved_by_close_if_it_may_wait() -> None:
