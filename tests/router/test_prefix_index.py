@@ -351,7 +351,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=scale(3000), deadline=None)
+@settings(max_examples=scale(900), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([0, 1, 64]), st.lists(EVENTS, max_size=4)), max_size=12), HASHES)
 def test_hypothesis_finds_no_other_answer(batches: list[tuple[int, list[dict[str, Any]]]], hashes: list[int]) -> None:
     index, oracle = PrefixIndex(16), OracleIndex(16)
@@ -378,7 +378,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=scale(3000), deadline=None)
+@settings(max_examples=scale(900), deadline=None)
 @given(
     st.one_of(
         st.binary(max_size=200), VALUES.map(msgspec.msgpack.encode), st.lists(VALUES).map(lambda events: batch_of(*events))
