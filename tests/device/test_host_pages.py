@@ -336,28 +336,18 @@ def test_an_error_after_donation_is_raised(monkeypatch: pytest.MonkeyPatch) -> N
         (make_transfers([(1, 1)], [(10, 1)]), PageIdError, r"moves\.loads\.src: got page 10, allowed: 1 to 9"),
         (make_transfers([(1, 1)], [(1, 0)]), PageIdError, r"moves\.loads\.dst: got page 0, allowed: 1 to 7"),
         (make_transfers([], [(1, 8)]), PageIdError, r"moves\.loads\.dst: got page 8, allowed: 1 to 7"),
-        (
-            make_transfers([], [(1, 2), (2, 2)]),
-            ArgumentError,
-            r"moves\.loads\.dst: got page 2 twice, allowed: each page once",
-        ),
+        (make_transfers([], [(1, 2), (2, 2)]), ArgumentError, r"moves\.loads\.dst: got page 2 twice, allowed: each page once"),
         (make_transfers([(1, 1)], save_groups=[2]), ArgumentError, r"moves\.saves\.group: got 2, allowed: 0, 1"),
         (make_transfers([(1, 1)])._replace(number=0), ArgumentError, "number: got 0, allowed: at least 1"),
         (make_transfers([(1, 1)])._replace(number=None), ArgumentTypeError, "number: got None, allowed: an int"),
-        (
-            make_transfers([(1, 1)])._replace(saves=make_copies([(1, 1)])._replace(dst=np.zeros(0, np.int32))),
-            ArgumentError,
-            r"moves\.saves: got 1 src, 0 dst, 1 group, allowed: arrays of equal length",
-        ),
-        (
-            make_transfers([(1, 1)])._replace(loads=make_copies([(1, 1)])._replace(dst=[])),
-            ArgumentTypeError,
-            r"moves\.loads\.dst: got list, allowed: an int32 array with one axis",
-        ),
+        (make_transfers([(1, 1)])._replace(saves=make_copies([(1, 1)])._replace(dst=np.zeros(0, np.int32))), ArgumentError,
+         r"moves\.saves: got 1 src, 0 dst, 1 group, allowed: arrays of equal length"),
+        (make_transfers([(1, 1)])._replace(loads=make_copies([(1, 1)])._replace(dst=[])), ArgumentTypeError,
+         r"moves\.loads\.dst: got list, allowed: an int32 array with one axis"),
         (None, ArgumentTypeError, "moves: got NoneType, allowed: Moves"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_wrong_transfers(transfers: Any, error: type[Exception], message: str) -> None:
     arrays = [jnp.arange(8), jnp.arange(8)]
     host_pages = HostPages(arrays, 10, groups=[0, 1])
@@ -398,54 +388,26 @@ def test_wrong_arrays(call: Callable[..., Any], make: Callable[[], Any], error: 
     ("arrays", "options", "error", "message"),
     [
         (jnp.arange(8), {"num_pages": 1}, ArgumentError, r"num_pages: got 1, allowed: 2 to 2\*\*62"),
-        (
-            jnp.arange(8),
-            {"memory_kind": "pined_host"},
-            ArgumentError,
-            "memory_kind: got 'pined_host', allowed: pinned_host, unpinned_host, None",
-        ),
+        (jnp.arange(8), {"memory_kind": "pined_host"}, ArgumentError,
+         "memory_kind: got 'pined_host', allowed: pinned_host, unpinned_host, None"),
         ({"a": jnp.arange(8)}, {"groups": [0]}, ArgumentTypeError, "arrays: got dict, allowed with groups: a list or tuple"),
         ([jnp.arange(8)], {"groups": [-1]}, ArgumentError, "group: got -1, allowed: at least 0"),
         (jnp.arange(8), {"num_copy_threads": 0}, ArgumentError, "num_copy_threads: got 0, allowed: at least 1"),
         (jnp.arange(8), {"memory": 7}, ArgumentTypeError, "memory: got int, allowed: a contiguous buffer"),
-        (
-            jnp.arange(8),
-            {"memory": bytes(640)},
-            ArgumentError,
-            "memory: got 640 read-only bytes, allowed: at least 640 writable ones",
-        ),
-        (
-            jnp.arange(8),
-            {"memory": bytearray(639)},
-            ArgumentError,
-            "memory: got 639 writable bytes, allowed: at least 640 writable ones",
-        ),
-        (
-            [jnp.arange(8)],
-            {"groups": [0], "memory": bytearray(640)},
-            ArgumentTypeError,
-            "memory: got bytearray, allowed: a buffer for each of 1 groups",
-        ),
-        (
-            [jnp.arange(8)],
-            {"groups": [0, 1]},
-            ArgumentError,
-            "groups: got 1 arrays, 2 groups, 1 page axes, allowed: as many .*",
-        ),
-        (
-            [jnp.arange(8)],
-            {"groups": [0], "num_pages": [4, 4]},
-            ArgumentError,
-            "num_pages: got 2 numbers, allowed for 1 groups: 1",
-        ),
-        (
-            [jnp.arange(8)],
-            {"groups": [0], "page_axis": [0, 0]},
-            ArgumentError,
-            "groups: got 1 arrays, 1 groups, 2 page axes, allowed: as many .*",
-        ),
+        (jnp.arange(8), {"memory": bytes(640)}, ArgumentError,
+         "memory: got 640 read-only bytes, allowed: at least 640 writable ones"),
+        (jnp.arange(8), {"memory": bytearray(639)}, ArgumentError,
+         "memory: got 639 writable bytes, allowed: at least 640 writable ones"),
+        ([jnp.arange(8)], {"groups": [0], "memory": bytearray(640)}, ArgumentTypeError,
+         "memory: got bytearray, allowed: a buffer for each of 1 groups"),
+        ([jnp.arange(8)], {"groups": [0, 1]}, ArgumentError,
+         "groups: got 1 arrays, 2 groups, 1 page axes, allowed: as many .*"),
+        ([jnp.arange(8)], {"groups": [0], "num_pages": [4, 4]}, ArgumentError,
+         "num_pages: got 2 numbers, allowed for 1 groups: 1"),
+        ([jnp.arange(8)], {"groups": [0], "page_axis": [0, 0]}, ArgumentError,
+         "groups: got 1 arrays, 1 groups, 2 page axes, allowed: as many .*"),
     ],
-)
+)  # fmt: skip
 def test_wrong_host_pages(arrays: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}$"):
         HostPages(arrays, **{"num_pages": 10, **options})

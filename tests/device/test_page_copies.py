@@ -192,24 +192,15 @@ def test_no_compilation_after_warmup_for_few(kind: type[CopiedPages], num_pages:
         (make_copies([(0, 1)]), PageIdError, r"copies\.src: got page 0, allowed: 1 to 7"),
         (make_copies([(1, 3), (2, 4), (5, 3)]), ArgumentError, r"copies\.dst: got page 3 twice, allowed: each page once"),
         (None, ArgumentTypeError, r"copies: got NoneType, allowed: PageCopies"),
-        (
-            Copies([1], np.array([2], np.int32), np.zeros(1, np.int32)),
-            ArgumentTypeError,
-            r"copies\.src: got list, allowed: an int32 array with one axis",
-        ),
-        (
-            Copies(np.array([1], np.int32), np.array([2]), np.zeros(1, np.int32)),
-            ArgumentTypeError,
-            r"copies\.dst: got int64 \(1,\), allowed: an int32 array with one axis",
-        ),
-        (
-            Copies(np.array([1], np.int32), np.array([2], np.int32), np.zeros(3, np.int32)),
-            ArgumentError,
-            r"copies: got 1 src, 1 dst, 3 group, allowed: arrays of equal length",
-        ),
+        (Copies([1], np.array([2], np.int32), np.zeros(1, np.int32)), ArgumentTypeError,
+         r"copies\.src: got list, allowed: an int32 array with one axis"),
+        (Copies(np.array([1], np.int32), np.array([2]), np.zeros(1, np.int32)), ArgumentTypeError,
+         r"copies\.dst: got int64 \(1,\), allowed: an int32 array with one axis"),
+        (Copies(np.array([1], np.int32), np.array([2], np.int32), np.zeros(3, np.int32)), ArgumentError,
+         r"copies: got 1 src, 1 dst, 3 group, allowed: arrays of equal length"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_wrong_copies(copies: Any, error: type[Exception], message: str) -> None:
     arrays = {"larger": jnp.arange(100), "smaller": jnp.arange(8)}
     with pytest.raises(error, match=f"^{message}$"):

@@ -60,10 +60,8 @@ class TestDocuments:
         ("text", "message"),
         [
             ('[{"input_length": 5},\n {"input_length": }]', ":2: not valid JSON: Expecting value: line 2 column 19"),
-            (
-                '[{"input_length": 5}\n {"input_length": 7}]',
-                ":1: not valid JSON: got '{\"input_length\": 7}]' behind an item, al",
-            ),
+            ('[{"input_length": 5}\n {"input_length": 7}]',
+             ":1: not valid JSON: got '{\"input_length\": 7}]' behind an item, al"),
             ('[{"input_length": 5},\n', ":1: not valid JSON: the array has no end"),
             ('[{"input_length": 5}', ":1: not valid JSON: got '' behind an item, allowed: a comma or ]"),
             ('{"input_length": 5,\n', ":1: not valid JSON: Expecting property name"),
@@ -72,20 +70,16 @@ class TestDocuments:
             ('[{"input_length": 5},\n\n[7]]', ":3: got a JSON list, allowed: an object"),
             ('[{"input_length": 5},\n\n{"input_length": 0}]', ":3: input_length"),
             ("[]", ":1: the trace is empty"),
-            (
-                '{"input_length": 5}\n{"input_length": 5, "input_length": 6}',
-                ":2: not valid JSON: an object has the name 'input_l",
-            ),
-            (
-                '[\n{"input_length": 5, "x": {"a": 1, "b": 1, "a": 1}}]',
-                ":2: not valid JSON: an object has the name 'a' more than o",
-            ),
+            ('{"input_length": 5}\n{"input_length": 5, "input_length": 6}',
+             ":2: not valid JSON: an object has the name 'input_l"),
+            ('[\n{"input_length": 5, "x": {"a": 1, "b": 1, "a": 1}}]',
+             ":2: not valid JSON: an object has the name 'a' more than o"),
             ('{"input_length": 5}\n{"input_length": 5,\n', ":2: not valid JSON: Expecting property name"),
             ("[7]", ":1: got a JSON int, allowed: an object"),
             ("", ":1: the trace is empty"),
             (" \n\n", ":1: the trace is empty"),
         ],
-    )
+    )  # fmt: skip
     def test_what_is_refused(self, text: str, message: str, tmp_path: Path) -> None:
         with pytest.raises(TraceError) as error:
             load(tmp_path, text)

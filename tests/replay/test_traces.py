@@ -296,20 +296,14 @@ class TestCsv:
             (AZURE + '"2023-11-16 18:17:05,1,10\n', ":4: not valid CSV"),
             (AZURE + "2023-11-16 18:17:00,1,10\n", ":4: timestamp 2023-11-16 18:17:00 is below 2023-11-16 18:17:04.0319600"),
             (AZURE + "5,1,10\n", ":4: timestamp 5 follows '2023-11-16 18:17:04.0319600': numbers and dates do not mix"),
-            (
-                VIDUR + "2023-11-16 18:17:05,1,10\n",
-                ":4: timestamp '2023-11-16 18:17:05' follows 2.5: numbers",
-            ),
-            (
-                "input_length,Input length\n600,601\n",
-                ":1: has 'input_length' and 'Input length': which of",
-            ),
+            (VIDUR + "2023-11-16 18:17:05,1,10\n", ":4: timestamp '2023-11-16 18:17:05' follows 2.5: numbers"),
+            ("input_length,Input length\n600,601\n", ":1: has 'input_length' and 'Input length': which of"),
             ("input_length,input_length\n600,601\n", ":1: has 'input_length' and 'input_length': which"),
             ('{"input_length": 600, "Input_Length": 601}\n', ":1: has 'input_length' and 'Input_Length': which of them is"),
             (AZURE.splitlines()[0], ":1: the trace is empty"),
             ("4808,10\n", ":1: a JSON object is expected"),
         ],
-    )
+    )  # fmt: skip
     def test_what_is_refused(self, text: str, message: str, tmp_path: Path) -> None:
         path = write(tmp_path, text, name="trace.csv")
         refuse(2, f"trace.csv{message}" if "expected" not in message else "trace.csv:1: not valid JSON", "plan", path)
