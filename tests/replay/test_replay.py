@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import command_line
 import numpy as np
@@ -305,11 +305,3 @@ def test_the_public_names_need_no_extra() -> None:
 def test_what_is_told_is_checked(told: Any) -> None:
     with pytest.raises(ArgumentError, match=r"told: got .*, allowed: nothing, ends, pauses"):
         Scheduler(make_manager(5), [], told=told)
-
-
-@pytest.mark.parametrize("ids", [3, "34", {3: 4}, [3, True], [3, None], [[3]], (2.0,)])
-def test_ids_of_a_record_are_checked(ids: Any) -> None:
-    for name in ("hash_ids", "output_hash_ids"):
-        with pytest.raises(ArgumentTypeError, match=f"^{name}: got .*, allowed: a list of integers or texts"):
-            TraceRecord(**{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": (1,), name: ids})
-    assert TraceRecord(0, 5, 5, cast(Any, [1, "a"])).hash_ids == (1, "a")

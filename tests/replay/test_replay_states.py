@@ -208,14 +208,6 @@ class TestBadInput:
         result = refuse(2, message, command, trace, *(tmp_path / option if option in configs else option for option in options))
         assert len(result.output.splitlines()) == (4 if "Usage: " in result.output else 1)
 
-    def test_more_than_there_is_memory_for(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pagepool.replay.shared.memory.count_available_bytes", lambda: 7_000_000)
-        monkeypatch.setattr("pagepool.replay.shared.memory.MIN_LEFT_BYTES", 0)  # which work of 0.1 s needs
-        options = ["plan", trace, "--checkpoint-interval", 256, "--num-pages", "600,100k", "--replays", 0]
-        assert invoke(*options).exit_code == 0
-        text = "out of memory: a simulation of 100,000 pages of 16 tokens would take 7.1 MiB"
-        refuse(1, text, *options, "--eviction", "adaptive")
-
     def test_a_pool_that_holds_no_request_with_its_states(self, trace: Path, config: Path) -> None:
         for name, sizes in (("plan", "5,6"), ("replay", "6")):
             refuse(1, "needs 7 pages, including the null page", name, trace, "--model-config", config, "--num-pages", sizes)

@@ -34,14 +34,6 @@ def count_shared(first: SimulatedRequest, second: SimulatedRequest) -> int:
 
 class TestAll:
     @all_workloads
-    def test_the_same_seed_gives_the_same_requests(self, name: str) -> None:
-        one, same, other = (generate_workload(name, 60, seed) for seed in (1, 1, 2))
-        assert describe(one) == describe(same) != describe(other)
-        for first, second in zip(one, same, strict=True):
-            np.testing.assert_array_equal(first.load_token_ids(), second.load_token_ids())
-        assert count_shared(one[0], other[0]) < 5
-
-    @all_workloads
     def test_tokens_are_created_later_and_dropped(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patched:
             for module in (arrivals, generator):

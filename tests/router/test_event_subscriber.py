@@ -451,43 +451,33 @@ def test_a_child_has_neither_index_nor_subscriber(index: PrefixIndex, subscriber
 
 def test_misuse(index: PrefixIndex, subscriber: EventSubscriber, worker: Worker) -> None:
     subscriber.connect(0, *worker.endpoints)
-    for arguments, error in (
-        (("a", "tcp://127.0.0.1:1"), ArgumentTypeError),
-        ((1 << 16, "tcp://127.0.0.1:1"), ArgumentError),
-        ((1, None), ArgumentTypeError),
-        ((1, "tcp://127.0.0.1:1", 5), ArgumentTypeError),
-        ((1, "tcp://127.0.0.1:1", "nonsense"), EndpointError),  # it is used only later, by the thread
-    ):
-        with pytest.raises(error):
-            subscriber.connect(*arguments)  # type: ignore[arg-type]
-    for keywords, error in (
-        ({"topic": None}, ArgumentTypeError),
-        ({"curve": 5}, ArgumentTypeError),
-        ({"curve": ("a", "b")}, ArgumentTypeError),
-        ({"curve": ("a", "b", "c")}, ArgumentError),
-    ):
-        with pytest.raises(error):
-            subscriber.connect(1, "tcp://127.0.0.1:1", **keywords)  # type: ignore[arg-type]
+    address = "tcp://127.0.0.1:1"
+    wrong: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
+        (ArgumentError, "worker: got 0", (0, *worker.endpoints), {}),
+        (ArgumentTypeError, "worker", ("a", address), {}),
+        (ArgumentError, "worker", (1 << 16, address), {}),
+        (ArgumentError, "worker", (-1, address), {}),
+        (ArgumentTypeError, "endpoint", (1, None), {}),
+        (EndpointError, "endpoint", (1, "nonsense"), {}),
+        (ArgumentTypeError, "replay_endpoint", (1, address, 5), {}),
+        (EndpointError, "endpoint", (1, address, "nonsense"), {}),  # it is used only later, by the thread
+        (ArgumentTypeError, "topic", (1, address), {"topic": None}),
+        *((ArgumentTypeError, "curve", (1, address), {"curve": curve}) for curve in (5, ("a", "b"))),
+        (ArgumentError, "curve", (1, address), {"curve": ("a", "b", "c")}),
+    ]
+    for port in ("99999999", "65536", "-5", "80x", ""):
+        none = f"tcp://127.0.0.1:{port}"
+        wrong.append((EndpointError, f"^endpoint: got '{none}': '{port}' is no port up to 65535, allowed: ", (1, none), {}))
+        wrong.append((EndpointError, f"^replay_endpoint: got '{none}': ", (1, address, none), {}))
+    for error, message, arguments, keywords in wrong:
+        with pytest.raises(error, match=message):
+            subscriber.connect(*arguments, **keywords)
     with pytest.raises(ArgumentTypeError):
         subscriber.disconnect("a")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentTypeError):
-        EventSubscriber(index, on_report=5)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="worker: got 0"):
-        subscriber.connect(0, *worker.endpoints)
-    with pytest.raises(EndpointError):
-        subscriber.connect(1, "nonsense")
-    for port in ("99999999", "65536", "-5", "80x", ""):
-        address = f"tcp://127.0.0.1:{port}"
-        with pytest.raises(EndpointError, match=f"^endpoint: got '{address}': '{port}' is no port up to 65535, allowed: "):
-            subscriber.connect(1, address)
-        with pytest.raises(EndpointError, match=f"^replay_endpoint: got '{address}': "):
-            subscriber.connect(1, "tcp://127.0.0.1:1", address)
-    with pytest.raises(ArgumentError):
-        subscriber.connect(-1, *worker.endpoints)
-    with pytest.raises(ArgumentTypeError):
-        EventSubscriber(None)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError):
-        EventSubscriber(index, replay_seconds=0)
+    make_any: Any = EventSubscriber
+    for options in ({"on_report": 5}, {"index": None}, {"replay_seconds": 0}):
+        with pytest.raises((ArgumentError, ArgumentTypeError), match=next(iter(options))):
+            make_any(**{"index": index} | options)
     subscriber.disconnect(5)
     subscriber.close()
     subscriber.close()

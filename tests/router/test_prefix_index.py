@@ -667,18 +667,13 @@ def test_arguments() -> None:
     assert index.find(np.array([1], np.uint8)).tolist() == [16]
     assert index.find([]).tolist() == [0]
     assert index.find([1], "DISK").tolist() == [0]
-    with pytest.raises(ArgumentTypeError):
-        index.find(5)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentTypeError):
-        index.find(np.zeros(3))  # type: ignore[arg-type]
-    with pytest.raises(ArgumentTypeError):
-        index.find(["a"])  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError):
-        index.find([b"1"])
-    with pytest.raises(ArgumentTypeError):
-        index.find([1], 5)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError):
-        index.find([1], "\ud800")
+    wrong: list[tuple[type[Exception], tuple[Any, ...]]] = [
+        *((ArgumentTypeError, arguments) for arguments in ((5,), (np.zeros(3),), (["a"],), ([1], 5))),
+        *((ArgumentError, arguments) for arguments in (([b"1"],), ([1], "\ud800"))),
+    ]
+    for error, arguments in wrong:
+        with pytest.raises(error):
+            index.find(*arguments)
     with pytest.raises(ArgumentTypeError):
         index.apply(0, "text")  # type: ignore[arg-type]
     for worker in (-1, 1 << 16):

@@ -6,6 +6,7 @@ import hashlib
 import random
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,18 +66,17 @@ def test_any_contiguous_buffer_does() -> None:
 
 
 def test_other_arguments_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="buffer: got 63 bytes, allowed: at least 64"):
-        write_header(bytearray(63), "n", b"k", b"row")
-    with pytest.raises(ArgumentTypeError, match="buffer: got read-only memory"):
-        write_header(bytes(64), "n", b"k", b"row")
-    with pytest.raises(ArgumentTypeError, match="row: got str"):
-        write_header(bytearray(64), "n", b"k", "row")
-    with pytest.raises(ArgumentTypeError, match="key: got str"):
-        write_header(bytearray(64), "n", "k", b"row")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentTypeError, match="namespace: got bytes"):
-        write_header(bytearray(64), b"n", b"k", b"row")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"namespace: got '\\ud800', allowed: valid Unicode"):
-        write_header(bytearray(64), "\ud800", b"k", b"row")
+    wrong: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
+        (ArgumentError, "buffer: got 63 bytes, allowed: at least 64", (bytearray(63), "n", b"k", b"row")),
+        (ArgumentTypeError, "buffer: got read-only memory", (bytes(64), "n", b"k", b"row")),
+        (ArgumentTypeError, "row: got str", (bytearray(64), "n", b"k", "row")),
+        (ArgumentTypeError, "key: got str", (bytearray(64), "n", "k", b"row")),
+        (ArgumentTypeError, "namespace: got bytes", (bytearray(64), b"n", b"k", b"row")),
+        (ArgumentError, r"namespace: got '\\ud800', allowed: valid Unicode", (bytearray(64), "\ud800", b"k", b"row")),
+    ]
+    for error, message, arguments in wrong:
+        with pytest.raises(error, match=message):
+            write_header(*arguments)
     with pytest.raises(ArgumentTypeError, match="stored: got ndarray"):
         is_intact(np.zeros((8, 8))[:, :4], "n", b"k")
 
