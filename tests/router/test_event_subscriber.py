@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("msgspec")
 zmq = pytest.importorskip("zmq")
 
-import msgspec  # noqa: E402
 from lossy import wait_for  # noqa: E402
 from msgspec.msgpack import encode as encode_msgpack  # noqa: E402
 from settings import scale  # noqa: E402
@@ -220,10 +219,11 @@ def test_gaps_repetitions_garbage_and_replacements(index: PrefixIndex, subscribe
     assert subscriber.stats()[0].num_bad == 1
     worker.kept.clear()
     worker.keep(0, 20.0, stored(50))
+    num_asked = len(worker.asked)
     worker.publish(0)
     has(50)
     stats = subscriber.stats()[0]
-    assert (stats.is_complete, stats.num_restarts) == (True, 1)
+    assert (stats.is_complete, stats.num_restarts, len(worker.asked)) == (True, 1, num_asked)
     for number in range(1, 3):
         worker.keep(number, 20.0 + number, stored(50 + number))
         worker.publish(number)
@@ -483,70 +483,3 @@ def test_misuse(index: PrefixIndex, subscriber: EventSubscriber, worker: Worker)
     subscriber.close()
     with pytest.raises(ArgumentError, match="closed"):
         subscriber.stats()
-
-
-class SGLangEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
-    """SGLang's events and batches are arrays: ``sglang/srt/disaggregation/kv_events.py``."""
-
-
-class BlockStored(SGLangEvent):
-    """SGLang's."""
-
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None = None
-
-
-class BlockRemoved(SGLangEvent):
-    """SGLang's."""
-
-    block_hashes: list[int]
-    medium: str | None = None
-
-
-class AllBlocksCleared(SGLangEvent):
-    """SGLang's."""
-
-
-class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """SGLang's."""
-
-    ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
-    attn_dp_rank: int | None = None
-
-
-def test_sglangs_batches(index: PrefixIndex, subscriber: EventSubscriber, worker: Worker) -> None:
-    """By the definition of its format: a gap, a replay, a clear, a restart. Its hashes are signed."""
-
-    def keep(number: int, seconds: float, *events: Any) -> None:
-        worker.kept[number] = encode_msgpack(KVEventBatch(seconds, list(events), 0))
-
-    def finds(hashes: list[int], num_pages: int) -> None:
-        def check() -> bool:
-            worker.answer()
-            return index.find(hashes).tolist() == [16 * num_pages]
-
-        wait_for(check)
-
-    prompt = [-5, 7, -(1 << 63), 9]
-    keep(0, 1.0, BlockStored(prompt[:2], None, list(range(32)), 16, None, "GPU"))
-    subscriber.connect(0, *worker.endpoints)
-    finds(prompt, 2)
-    time.sleep(0.2)  # until the subscription has arrived
-    keep(1, 2.0, BlockStored(prompt[2:], 7, list(range(32)), 16, None))
-    keep(2, 3.0, BlockRemoved([9]))
-    worker.publish(2)  # 1 is lost on its way
-    finds(prompt, 3)
-    assert (worker.asked, subscriber.stats()[0].num_lost) == ([0, 0], 0)
-    keep(3, 4.0, AllBlocksCleared(), BlockStored(prompt[:1], None, list(range(16)), 16, None, "GPU"))
-    worker.publish(3)
-    finds(prompt, 1)
-    worker.kept.clear()
-    keep(0, 9.0, BlockStored(prompt, None, list(range(64)), 16, None, "GPU"))
-    worker.publish(0)
-    finds(prompt, 4)
-    assert (subscriber.stats()[0].num_restarts, subscriber.stats()[0].num_bad) == (1, 0)

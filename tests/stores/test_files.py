@@ -813,104 +813,6 @@ def collect(store: FileStore, answers: list[Done]) -> int:
     return len(answers)
 
 
-WRITER = """if True:
-    import hashlib, itertools, sys, time
-    from pagepool.stores import FileStore
-    folder, namespace, name = sys.argv[1:4]
-    store = FileStore(folder, namespace)
-    row = bytes(range(256)) * 400
-    batches, in_flight = itertools.count(), {}
-    while True:
-        while len(in_flight) < 4:
-            keys = [hashlib.sha256(f"{name} {next(batches)}".encode()).digest() for _ in range(8)]
-            rows = [memoryview(key + row) for key in keys]
-            in_flight[store.save(keys, rows)] = keys
-        for done in store.poll():
-            keys = in_flight.pop(done.job)
-            print(*(key.hex() for key, is_done in zip(keys, done.is_done) if is_done), flush=True)
-"""
-
-
-class TestProcesses:
-    def test_files_named_as_saved_survive_a_kill(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
-        saved: list[bytes] = []
-        for i in range(3):
-            command = [sys.executable, "-c", WRITER, str(tmp_path), NAMESPACE, str(i)]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-                for line in process.stdout or ():
-                    saved += [bytes.fromhex(key) for key in line.split() if line.endswith("\n")]
-                    if len(saved) >= (i + 1) * 60:
-                        break
-                process.send_signal(signal.SIGKILL)
-                output = process.stdout.read() if process.stdout else ""
-            saved += [bytes.fromhex(key) for line in output.splitlines(True) for key in line.split() if line.endswith("\n")]
-        row = bytes(range(256)) * 400
-        store = make_store()
-        done, rows = load(store, saved, [32 + len(row)] * len(saved))
-        assert done == Done(done.job, b"\1" * len(saved), None)
-        assert all(loaded == key + row for key, loaded in zip(saved, rows, strict=True))
-        left_over = [path for path in list_files(tmp_path) if path.name.startswith(".")]
-        whole = [path for path in list_files(tmp_path) if not path.name.startswith(".")]
-        assert all(path.stat().st_size == 32 + len(row) for path in whole)  # also those that were not named
-
-        store.close(drain_seconds=0)
-        folder = path_of(tmp_path, saved[0]).parent
-        old, young, foreign = (folder / name for name in (f".{'0' * 16}-1.tmp", f".{'0' * 16}-2.tmp", ".tmp"))
-        for path in (old, young, foreign):
-            path.write_text("left over")
-        for path in (*left_over, old, foreign):
-            os.utime(path, (time.time() - HOUR - 10,) * 2)
-        make_store()
-        wait_until(lambda: not old.exists() and not any(path.exists() for path in left_over))
-        assert young.exists()
-        assert foreign.exists()
-        assert all(path.exists() for path in whole)
-
-    def test_processes_share_a_folder_of_limited_size(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
-        """They load one another's files while these are removed: a miss is no error, and bytes are never wrong."""
-        max_bytes, size = 4_000_000, 20_000
-        code = f"""if True:
-            import hashlib, random, sys, time
-            from pagepool.stores import FileStore
-            seed = int(sys.argv[1])
-            rng, store = random.Random(seed), FileStore({str(tmp_path)!r}, {NAMESPACE!r}, max_bytes={max_bytes})
-            key_of = lambda number: hashlib.sha256(b"%d" % number).digest()
-            row_of = lambda key: (key * {size // 32 + 1})[:{size}]
-            def wait_for(job):
-                while True:
-                    for done in store.poll():
-                        assert done.job == job
-                        assert done.error is None, done.error
-                        return done.is_done
-                    time.sleep(0.0005)
-            num_saved = hits = 0
-            for _ in range(120):
-                keys = [key_of(rng.randrange(2000)) for _ in range(8)]
-                num_saved += sum(wait_for(store.save(keys, [memoryview(row_of(key)) for key in keys])))
-                keys = [key_of(rng.randrange(2000)) for _ in range(16)]
-                store.touch(keys[:2])
-                rows = [bytearray({size}) for _ in keys]
-                is_done = wait_for(store.load(keys, [memoryview(row) for row in rows]))
-                assert all(row == row_of(key) for row, key, is_one in zip(rows, keys, is_done) if is_one)
-                hits += sum(is_done)
-            print(num_saved, hits)
-            store.close(drain_seconds=10)
-        """
-        processes = [
-            subprocess.Popen([sys.executable, "-c", code, str(seed)], stdout=subprocess.PIPE, text=True) for seed in range(2)
-        ]
-        outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0, 0]
-        for output in outputs:
-            num_saved, hits = map(int, output.split())
-            assert num_saved > 200
-            assert hits > 20
-        assert count_bytes(tmp_path) <= 2 * (max_bytes + max_bytes // 8)  # each counts its own files at least
-        make_store(max_bytes=max_bytes)
-        wait_until(lambda: count_bytes(tmp_path) <= max_bytes)
-        assert not any(path.name.startswith(".") for path in list_files(tmp_path))
-
-
 class TestRoom:
     def test_files_unused_for_longest_are_removed(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
         keys = [bytes([i]) for i in range(100)]
@@ -1015,6 +917,22 @@ class TestRoom:
             save_one(limited, bytes([3, i]), bytes(1000))  # not done while the others' files are removed
         wait_until(lambda: count_bytes(tmp_path) <= 100_000)
         assert not path_of(tmp_path, b"\1").exists()
+
+    def test_a_file_that_vanishes_while_files_are_listed(
+        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another process removed it."""
+        save(make_store(), {bytes([i]): bytes(1000) for i in range(50)})
+
+        def scandir(path: str) -> Any:
+            listed = [*os.scandir(path)]
+            if path.endswith("05"):
+                Path(path, "05").unlink(missing_ok=True)
+            return contextlib.nullcontext(listed)
+
+        monkeypatch.setattr(files, "os", FaultyOs(scandir=scandir))
+        make_store(max_bytes=20_000)
+        wait_until(lambda: count_bytes(tmp_path) <= 20_000)
 
     def test_a_store_answers_while_files_are_listed(
         self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
