@@ -368,24 +368,6 @@ def test_a_heartbeat_is_a_batch_without_events() -> None:
         assert int.from_bytes(number, "big") in number_of(subscriber.replay(0))
 
 
-def test_the_end_of_a_burst_that_was_lost_is_asked_for() -> None:
-    """A router whose queue is full loses the last batches, and no batch follows."""
-    publisher = EventPublisher(None, LOOPBACK, LOOPBACK, hwm=5, heartbeat=SOON, buffer_steps=2 * NUM_LARGE)
-    with publisher, subscribed(publisher, hwm=1) as slow:
-        hashes = [i.to_bytes(8, "big") + bytes(100_000) for i in range(NUM_LARGE)]
-        for block_hash in hashes:
-            publisher.publish([BlockRemoved([block_hash], "GPU")])
-        wait_until(lambda: publisher._worker.next_sequence >= NUM_LARGE)
-        known: list[bytes] = []
-        last = None
-        while known[-1:] != hashes[-1:]:
-            sequence, batch = slow.receive()
-            missed = slow.replay(last + 1) if last is not None and sequence > last + 1 else [(sequence, batch)]
-            known += [event.block_hashes[0] for _, replayed in missed for event in replayed.events]
-            last = max(sequence, missed[-1][0])
-        assert known == hashes[hashes.index(known[0]) :]
-
-
 def test_heartbeats_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heartbeats push batches out of the history, so their intervals double; a batch with events resets the interval."""
     intervals: list[float] = []
