@@ -13,32 +13,6 @@ import numpy as np
 
 from pagepool.errors import MAX_SHOWN_BITS, ArgumentError, ArgumentTypeError, shown
 
-__all__ = [
-    "ATTRIBUTES",
-    "MAX_SIZE",
-    "as_list",
-    "has_status",
-    "id_of",
-    "read",
-    "read_count",
-    "refuse_incomplete",
-    "require_callable",
-    "require_choice",
-    "require_flag",
-    "require_group_ids",
-    "require_int",
-    "require_list",
-    "require_mapping",
-    "require_name",
-    "require_number",
-    "require_share",
-    "require_short",
-    "require_slice",
-    "require_text",
-    "require_token_counts",
-    "require_unmasked",
-]
-
 T = TypeVar("T")
 
 MAX_TOKEN_COUNTS = 4

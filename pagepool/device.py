@@ -11,8 +11,6 @@ from pagepool.errors import CompatError
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["LEAST_JAX", "WHY_LEAST_JAX", "call_with_payload", "get_shard_map", "import_jax"]
-
 LEAST_JAX = "0.6.0"
 """Oldest supported version of jax, as in pyproject.toml."""
 

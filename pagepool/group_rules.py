@@ -11,8 +11,6 @@ from pagepool.page_pool.pool import Configuration
 from pagepool.retention import Retention
 from pagepool.specs import CacheGroupSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
-__all__ = ["GroupRules", "find_interval", "find_slack_and_interval", "kind_of", "make_rules"]
-
 SLACK = 64  # default slack: a request can also resume this many tokens before a boundary
 CHECKPOINT_STEP = 64  # tokens: kernels of recurrent layers have states at its multiples
 INTERVAL_STEP = 2048

@@ -21,19 +21,6 @@ from pagepool.page_copies import find_bits
 if TYPE_CHECKING:
     import jax
 
-__all__ = [
-    "ALIGNMENT",
-    "Rows",
-    "Staging",
-    "alias_rows",
-    "align",
-    "as_bytes",
-    "describe_pages",
-    "make_memory",
-    "place_rows",
-    "touch",
-]
-
 ALIGNMENT = 64
 """Bytes: each dtype of a row, and memory for jax, begin at a multiple. On CPUs jax aliases such memory and copies any other."""
 
@@ -109,8 +96,11 @@ def touch(rows: Rows) -> None:
 class Use(Protocol):
     """What was done with memory."""
 
-    def is_ready(self) -> bool: ...
-    def wait(self) -> Exception | None: ...
+    def is_ready(self) -> bool:
+        """Whether the use has ended."""
+
+    def wait(self) -> Exception | None:
+        """Wait for the end of the use, and return its error."""
 
 
 class Staging:
@@ -146,6 +136,7 @@ def describe_pages(leaves: Iterable[jax.Array], page_axis: int, devices: Sequenc
 
 
 def describe_page(leaf: jax.Array, page_axis: int, devices: Sequence[jax.Device]) -> str:
+    """Describe a page of one array."""
     indices = leaf.sharding.devices_indices_map(leaf.shape)
     parts = []
     for device in devices:

@@ -13,8 +13,6 @@ from pagepool._core import GroupedRows, TableRows
 from pagepool.arguments import MAX_SIZE, as_list, require_int
 from pagepool.specs import cdiv
 
-__all__ = ["SEGMENT", "HostTable", "HostTables", "count_values", "get_max_num_segments", "get_payload_sizes"]
-
 SEGMENT = 64
 """Columns per segment, the unit of transfer."""
 

@@ -29,8 +29,6 @@ from pagepool.hashing import (
 )
 from pagepool.request import Request, TokenIds
 
-__all__ = ["HashAlgorithm", "PageHasher", "PageHashing", "make_page_hasher", "sha256_cbor", "sha256_page"]
-
 HashAlgorithm = str | HashFunction
 """``"siphash128"``, ``"sha256"``, ``"sha256_cbor"``, or a callable as for `pagepool.hash_page_tokens`."""
 

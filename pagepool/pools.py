@@ -13,8 +13,6 @@ from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import EvictionPolicy, require_eviction, require_pool
 from pagepool.specs import CacheGroupSpec
 
-__all__ = ["MIN_PAGES", "PoolSizes", "link_checkpoints", "make_pools", "read_host_sizes", "read_sizes", "require_states"]
-
 MAX_POOLS = 4
 MIN_PAGES = 2  # the null page and one more
 MAX_PAGES = 1 << 30

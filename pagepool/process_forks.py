@@ -9,8 +9,6 @@ from typing import Any
 
 from pagepool.errors import of_other_process
 
-__all__ = ["ProcessLock"]
-
 _process = object()
 
 

@@ -17,8 +17,6 @@ from pagepool.request import EngineRequestStatus, Request
 if TYPE_CHECKING:
     from pagepool.events import EventSource
 
-__all__ = ["RequestRegistry"]
-
 
 class RequestRegistry(KeyHolder, RequestMaps):
     """The requests of a manager, and what its running batches and the store behind its tier share with it.

@@ -5,8 +5,6 @@ from typing import Literal, TypeAlias
 
 from pagepool.arguments import MAX_SIZE, require_choice, require_int, require_share
 
-__all__ = ["Retention", "WindowRule"]
-
 WindowRule: TypeAlias = Literal["ends", "all"]
 
 

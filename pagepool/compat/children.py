@@ -4,8 +4,6 @@ from collections.abc import Callable
 from multiprocessing import spawn
 from typing import Any
 
-__all__ = ["call_in_children", "stop_calling_in_children"]
-
 _get_preparation_data = spawn.get_preparation_data
 _actions: list[Callable[[], None]] = []
 

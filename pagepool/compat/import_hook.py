@@ -6,8 +6,6 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["AfterImport", "AfterReload"]
-
 
 class AfterImport(MetaPathFinder):
     """Import hook that calls `action` each time the module `name` was imported, before the importer gets the module.

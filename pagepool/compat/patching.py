@@ -11,8 +11,6 @@ from typing import Any
 
 from pagepool.errors import CompatError
 
-__all__ = ["Unpatched", "check_unused", "find_objects", "installing", "modules_of", "signature_of", "swap"]
-
 
 def modules_of(package: str) -> list[ModuleType]:
     """Return the imported modules of a top-level package."""

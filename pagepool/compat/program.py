@@ -9,8 +9,6 @@ from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from types import ModuleType, TracebackType
 from typing import Any
 
-__all__ = ["in_a_line", "run_module", "run_path"]
-
 
 def in_a_line(error: Exception) -> str:
     """Return the type of an error and the first line of its message, for a program that ends with it.

@@ -4,8 +4,6 @@ import os
 
 from pagepool.errors import CompatError
 
-__all__ = ["OFF", "ON", "read_switch", "read_word"]
-
 ON = ("1", "true", "yes", "on")
 OFF = ("0", "false", "no", "off", "")
 """The values of a switch, in any case, with or without whitespace around them."""

@@ -11,8 +11,6 @@ from pagepool.doctor.environment import Problem
 from pagepool.doctor.self_test import run_self_test
 from pagepool.errors import count_of
 
-__all__ = ["diagnose", "main"]
-
 
 def diagnose(tries_all_engines: bool = False) -> dict[str, Any]:
     """Return the output of `pagepool doctor --json`. jax and engines are started in other processes; the packages of extras are

@@ -22,8 +22,6 @@ from pagepool.compat.switch import ON, read_switch
 from pagepool.device import LEAST_JAX, WHY_LEAST_JAX
 from pagepool.errors import CompatError
 
-__all__ = ["Problem", "inspect_core", "inspect_engines", "inspect_extras", "inspect_jax", "inspect_versions"]
-
 EXTRAS = ("jax", "torch", "events", "metrics", "replay", "plan", "store", "fleet")
 """Extras for users, without those for developers."""
 

@@ -14,8 +14,6 @@ from pagepool.request import EngineRequest
 from pagepool.running_batch import RunningBatch
 from pagepool.specs import CacheGroupSpec, FullAttentionSpec, SlidingWindowSpec
 
-__all__ = ["run_self_test"]
-
 PAGE_SIZE = 4
 NUM_PAGES = 80
 NUM_ROWS = 8

@@ -21,8 +21,6 @@ from collections.abc import Iterator, Sequence
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-__all__ = ["Guard", "Peer", "Peers"]
-
 logger = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES = 1 << 16  # limit of an unfinished message; in libzmq small frames take up to 32 times as much

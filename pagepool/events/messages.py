@@ -9,8 +9,6 @@ import numpy as np
 from pagepool.arguments import require_int, require_list
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "Event", "EventBatch", "Hash", "encode_batch", "require_seconds"]
-
 Hash = int | bytes
 
 

@@ -15,8 +15,6 @@ from pagepool.page_hashing import PageHasher
 from pagepool.process_forks import ProcessLock
 from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
-__all__ = ["Contexts", "EventSource"]
-
 GPU, CPU = "GPU", "CPU"  # the media: the pool, and the host tier
 NO_TOKENS = np.empty(0, np.int32)
 MASK = (1 << 64) - 1

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Embeddings", "has_unnamed_adapter", "has_unnamed_media", "may_have_contents", "read_embeddings"]
-
 EMBEDDINGS = (
     "prompt_embeds", "inputs_embeds", "input_embeds", "input_embeddings", "inputs_embeddings", "prompt_embeddings",
     "prompt_embedding", "input_embedding", "prompt_embedding_table", "embeds", "embeddings", "token_embeds", "soft_prompt",

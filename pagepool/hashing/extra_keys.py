@@ -12,17 +12,6 @@ from pagepool.arguments import MAX_SIZE, as_list, require_flag, require_int, req
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing.contents import has_unnamed_adapter, has_unnamed_media, may_have_contents, read_embeddings
 
-__all__ = [
-    "LORA",
-    "REQUEST_NAMES",
-    "ExtraKeyNames",
-    "ExtraKeys",
-    "RequestExtraKeys",
-    "VllmExtraKeys",
-    "encode_extra_keys",
-    "list_features",
-]
-
 ExtraKeys = tuple[tuple[Any, ...], ...]
 
 LORA = "lora"

@@ -9,8 +9,6 @@ import numpy.typing as npt
 from pagepool._core import CONSTANTS, PageStore, copy_records, find_policy_fault, follow
 from pagepool.errors import IntegrityError
 
-__all__ = ["Records", "check_store"]
-
 NOT_FREE, NO_GROUP, NOT_NEW, NOT_FIRST = CONSTANTS.NOT_FREE, CONSTANTS.NO_GROUP, CONSTANTS.NOT_NEW, CONSTANTS.NOT_FIRST
 TWIN, GROUP, MAX_GROUP = CONSTANTS.TWIN, ~CONSTANTS.FLAGS, CONSTANTS.MAX_GROUP
 BLANK, PART, NEVER, MAX_REF_CNT = CONSTANTS.BLANK, CONSTANTS.PART, CONSTANTS.NEVER, CONSTANTS.MAX_REF_CNT

@@ -12,8 +12,6 @@ from pagepool.arguments import require_int, require_list
 from pagepool.errors import ArgumentTypeError, shown
 from pagepool.hashing import PageHash, PageHashWithGroupId, checked_hash
 
-__all__ = ["FreeCachePageQueue", "Pages", "PrefixIndex", "find_page_id", "forget_names", "is_own_key"]
-
 
 class Pages(Sequence[CachePage]):
     """All pages of a pool by id. A page object is made on first access, and kept."""

@@ -26,8 +26,6 @@ from pagepool.page_pool.pages import FreeCachePageQueue, Pages, PrefixIndex, fin
 from pagepool.specs import find_shard, find_shard_bounds
 from pagepool.stats import PagePoolStats, PoolStats
 
-__all__ = ["EvictionPolicy", "PagePool", "PageProbe", "choose_pool"]
-
 logger = logging.getLogger(__package__)
 
 PageIdArray = npt.NDArray[np.int32]

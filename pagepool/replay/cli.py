@@ -4,8 +4,6 @@ import sys
 
 from pagepool._version import __version__
 
-__all__ = ["main"]
-
 NEEDED = ("click", "rich")
 
 

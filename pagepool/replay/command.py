@@ -10,8 +10,6 @@ from pagepool.replay.plans.command import plan
 from pagepool.replay.shared.options import Context
 from pagepool.replay.simulation.command import replay
 
-__all__ = ["pagepool"]
-
 
 class Group(click.Group):
     """A group with the help format of its commands."""

@@ -12,8 +12,6 @@ from pagepool.arguments import as_list, require_callable, require_int, require_n
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.router.index import PrefixIndex, require_worker
 
-__all__ = ["PrefixRouter", "Route"]
-
 MAX_CLOCK = 1 << 62  # more than clocks in nanoseconds show
 
 

@@ -19,8 +19,6 @@ from pagepool.hashing import ExtraKeyNames
 from pagepool.page_hashing import make_page_hasher
 from pagepool.request import LoraId, Salt
 
-__all__ = ["PrefixIndex", "require_worker"]
-
 NAMED_ALGORITHMS = ("siphash128", "sha256", "sha256_cbor")
 MAX_WORKERS = 1 << 16
 ARGUMENTS = ExtraKeyNames("salt", "adapter", "images")

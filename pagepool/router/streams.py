@@ -6,8 +6,6 @@ from pagepool._core import time_of_batch
 from pagepool.errors import EventBatchError
 from pagepool.router.index import PrefixIndex
 
-__all__ = ["StreamStats", "WorkerStream"]
-
 
 @dataclass
 class StreamStats:

@@ -2,8 +2,6 @@
 
 from pagepool.stats import CacheStats
 
-__all__ = ["Advisor"]
-
 LEAST_SHARE = 0.01  # of prompt tokens: below this the split is fine
 
 

@@ -36,8 +36,6 @@ from pagepool.stores.jobs import (
     split_key,
 )
 
-__all__ = ["FileStore"]
-
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 256
@@ -141,6 +139,7 @@ class Folders:
     """Folders whose names are on the disk, so that a power loss leaves them."""
 
     def __init__(self) -> None:
+        """Know no folder yet."""
         self._lock, self._synced = threading.Lock(), set[str]()
 
     def make(self, path: str) -> None:
@@ -235,6 +234,7 @@ class Room:
     """
 
     def __init__(self, folder: str, namespace: str, max_bytes: int | None) -> None:
+        """Begin without a limit if `max_bytes` is None."""
         self._folder, self._namespace, self._root = folder, namespace, os.path.join(folder, namespace)
         self._max_bytes, self._process_id = max_bytes, os.getpid()
         self._lock, self._is_stopped = threading.Lock(), False

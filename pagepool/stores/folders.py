@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from pagepool.stores.jobs import NAMESPACE, split_key
 
-__all__ = ["TEMPORARY", "StoredNamespace", "find_writer", "list_namespaces", "parse_name", "remove_namespace"]
-
 TEMPORARY = re.compile(r"\.[0-9a-f]{16}-\d+\.tmp", re.ASCII)
 """Temporary names. They begin with a dot, so they are no keys."""
 

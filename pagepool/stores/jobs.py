@@ -17,20 +17,6 @@ from pagepool.arguments import as_list, require_number
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.stores.protocol import Done
 
-__all__ = [
-    "NAMESPACE",
-    "DamagedObjectError",
-    "Finish",
-    "JobStore",
-    "Kind",
-    "Objects",
-    "refuse_size",
-    "require_drain_seconds",
-    "require_keys",
-    "require_namespace",
-    "split_key",
-]
-
 logger = logging.getLogger(__name__)
 
 MAX_KEY_BYTES = 64
@@ -76,6 +62,7 @@ class Job:
     __slots__ = ("error", "finish", "is_done", "keys", "kind", "next_index", "num_left", "number", "rows")
 
     def __init__(self, number: int, kind: Kind, keys: list[bytes], rows: list[memoryview], finish: Finish | None) -> None:
+        """Begin with no key done."""
         self.number, self.kind, self.keys, self.rows, self.finish = number, kind, keys, rows, finish
         self.is_done, self.error = bytearray(len(keys)), None
         self.next_index, self.num_left = 0, len(keys)
@@ -109,6 +96,7 @@ class JobThreads:
     """Threads that do jobs: look-ups before loads, loads before saves, each kind in the order of its start."""
 
     def __init__(self, name: str, objects: Objects, num_threads: int) -> None:
+        """Start the threads."""
         self._process_id = os.getpid()
         self._lock = threading.RLock()  # the garbage collector may call `stop` inside
         self._has_work, self._has_saved = threading.Condition(self._lock), threading.Condition(self._lock)

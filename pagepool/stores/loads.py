@@ -17,8 +17,6 @@ from pagepool.stores.pending import Buffers, Flags, Job, Jobs, Object
 from pagepool.stores.rates import WINDOW_SECONDS, AnswerRate, Rate
 from pagepool.stores.saves import Saves
 
-__all__ = ["Fetch", "Loads"]
-
 MAX_BYTES_PER_JOB = 8 << 20
 MAX_LOOKUPS = 1024
 """Look-ups that a store leaves unanswered before it gets no more."""

@@ -20,8 +20,6 @@ from pagepool.manager import CacheManager
 from pagepool.page_hashing import PageHasher
 from pagepool.specs import dtype_name
 
-__all__ = ["make_namespace", "warn_of_seed"]
-
 logger = logging.getLogger(__name__)
 
 VERSION = 2

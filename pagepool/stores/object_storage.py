@@ -27,8 +27,6 @@ from pagepool.stores.jobs import (
 if TYPE_CHECKING:
     import obstore.store
 
-__all__ = ["ObjectStore"]
-
 MAX_CONCURRENCY = 1024
 
 SECONDS_OF_BUCKET = 10.0

@@ -9,8 +9,6 @@ import numpy.typing as npt
 
 from pagepool._core import CacheGroups, PageStore
 
-__all__ = ["GroupIds", "Keys", "Pages", "Tier"]
-
 Keys = npt.NDArray[np.uint64]
 GroupIds = npt.NDArray[np.int32]
 

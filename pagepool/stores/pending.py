@@ -15,8 +15,6 @@ from pagepool.stores.jobs import Finish, JobStore
 from pagepool.stores.pages import Pages
 from pagepool.stores.protocol import Store
 
-__all__ = ["Buffers", "Flags", "Job", "Jobs", "Object"]
-
 logger = logging.getLogger(__name__)
 
 Object = npt.NDArray[np.uint8]

@@ -7,8 +7,6 @@ A store knows neither pages nor headers. It is not trusted either: whoever loads
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["Done", "Store"]
-
 
 class Done(NamedTuple):
     """An answered job."""

@@ -3,8 +3,6 @@
 from collections import deque
 from math import inf
 
-__all__ = ["WINDOW_SECONDS", "AnswerRate", "Rate"]
-
 WINDOW_SECONDS = 10.0
 
 

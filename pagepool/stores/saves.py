@@ -14,8 +14,6 @@ from pagepool.stores.frames import HEADER_BYTES, write_header
 from pagepool.stores.pages import Keys, Pages, Tier
 from pagepool.stores.pending import Buffers, Flags, Job, Jobs
 
-__all__ = ["Saves"]
-
 MAX_PAGES_PER_JOB = 64
 NUM_TAGS = 1 << 20
 """Pages remembered as stored. Of two with the same place the later one stays, so the other is saved twice."""

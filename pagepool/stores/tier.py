@@ -26,8 +26,6 @@ from pagepool.stores.pending import Jobs
 from pagepool.stores.protocol import Store
 from pagepool.stores.saves import Saves
 
-__all__ = ["HostRows", "StoreTier"]
-
 logger = logging.getLogger(__name__)
 
 Rows = npt.NDArray[np.uint8]

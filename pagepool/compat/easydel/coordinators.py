@@ -13,20 +13,6 @@ from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import choose_pool
 from pagepool.specs import CacheGroupSpec
 
-__all__ = [
-    "CacheCoordinator",
-    "CacheCoordinatorNoPrefixCache",
-    "ChunkedLocalAttentionManager",
-    "FullAttentionManager",
-    "HybridCacheCoordinator",
-    "MambaManager",
-    "SingleTypeCacheManager",
-    "SlidingWindowManager",
-    "UnitaryCacheCoordinator",
-    "get_kv_cache_coordinator",
-    "get_manager_for_kv_cache_spec",
-]
-
 
 class SingleTypeCacheManager:
     """One cache group: its spec, its index and the pool. The coordinator sets ``num_hashes_per_page``."""

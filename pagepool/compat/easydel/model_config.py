@@ -8,8 +8,6 @@ from pagepool.arguments import MAX_SIZE, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
-__all__ = ["create_kv_cache_specs_from_config"]
-
 
 class _LayerKey(NamedTuple):
     """Key of a group, shared by its layers."""

@@ -9,14 +9,6 @@ from pagepool.hashing import KeyHolder, PageHash
 from pagepool.request_registry import RequestRegistry
 from pagepool.specs import CacheGroupSpec, CacheSpec, cdiv, check_groups, pages_per_dp_shard, usable_pages_count
 
-__all__ = [
-    "CacheGroupsConfig",
-    "RequestPageHashes",
-    "RuntimePageBudgetEstimate",
-    "dp_shard_for_page_id",
-    "estimate_runtime_page_budget",
-]
-
 
 @dataclass(frozen=True)
 class CacheGroupsConfig:

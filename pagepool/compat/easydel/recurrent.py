@@ -14,8 +14,6 @@ from pagepool.compat.patching import signature_of
 from pagepool.compat.switch import ON, read_switch
 from pagepool.errors import CompatError, count_of
 
-__all__ = ["FROM_RUNNER", "RECURRENT_VARIABLE", "count_recurrent_layers", "guard", "is_guarded", "keeps_hits", "remove_guards"]
-
 logger = logging.getLogger(__name__)
 
 RECURRENT_VARIABLE = "PAGEPOOL_EASYDEL_RECURRENT_HITS"

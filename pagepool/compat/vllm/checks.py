@@ -11,8 +11,6 @@ from pagepool.compat.vllm.engine import BOUND, CHANGES, DIGESTS, INHERITED, PART
 from pagepool.compat.vllm.sources import digests_of
 from pagepool.errors import CompatError
 
-__all__ = ["find_obstacles", "function_of", "import_homes", "record", "version_of"]
-
 Homes = Mapping[str, ModuleType]
 Digests = dict[str, str]  # keys: ``module:name``
 

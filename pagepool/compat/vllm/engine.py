@@ -7,20 +7,6 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "BOUND",
-    "CHANGES",
-    "DIGESTS",
-    "HINTS",
-    "INHERITED",
-    "OURS",
-    "PARTS",
-    "REPLACEMENTS",
-    "VERSIONS",
-    "Part",
-    "Replacement",
-]
-
 VERSIONS = ("0.31.*", "0.32.*", "0.33.*")
 """Known versions of vLLM, each tested in its first release."""
 

@@ -7,8 +7,6 @@ from typing import Any
 from pagepool.compat.vllm.policy_queue import PolicyQueue
 from pagepool.errors import ArgumentTypeError, IntegrityError
 
-__all__ = ["check_manager"]
-
 
 def check_manager(manager: Any) -> None:
     """Check a ``BlockPool`` of vLLM, or all pools and requests of a ``KVCacheManager`` or ``Scheduler``.

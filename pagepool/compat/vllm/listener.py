@@ -11,8 +11,6 @@ from pagepool._core import siphash128
 from pagepool.compat.vllm.policy import MAX_NUM_SHARES, MAX_SHARES
 from pagepool.hints import Hints, read
 
-__all__ = ["MAX_NAMES", "Heard", "Listener", "get_listener", "set_listener"]
-
 logger = logging.getLogger("vllm.pagepool")
 
 MAX_NAMES = 64

@@ -3,8 +3,6 @@
 from pagepool.compat.switch import read_switch
 from pagepool.compat.vllm import KNOWN, STRICT, VARIABLE, install_if_asked, logger
 
-__all__ = ["activate"]
-
 
 def activate() -> None:
     """Install pagepool if `VARIABLE` asks for it. vLLM calls this once or more in each process.

@@ -7,27 +7,6 @@ from pagepool.compat.switch import OFF, read_word
 from pagepool.compat.vllm.engine import HINTS, PARTS, Part, Replacement
 from pagepool.errors import CompatError
 
-__all__ = [
-    "ADAPTIVE",
-    "ADAPTIVE_QUEUES",
-    "ALL",
-    "EVICTION_VARIABLE",
-    "HINTS_VARIABLE",
-    "LISTENING_QUEUES",
-    "MAX_NUM_SHARES",
-    "MAX_SHARES",
-    "PINS_VARIABLE",
-    "SESSIONS",
-    "SHARES_VARIABLE",
-    "choices_for",
-    "is_adaptive",
-    "read_hints",
-    "read_pins",
-    "read_shares",
-    "replacements",
-    "wanted_parts",
-]
-
 EVICTION_VARIABLE = "PAGEPOOL_VLLM_EVICTION"
 """Environment variable naming the policy."""
 

@@ -5,8 +5,6 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterator
 
-__all__ = ["definitions_in", "digests_of"]
-
 
 def definitions_in(source: str) -> Iterator[tuple[str, ast.AST]]:
     """Yield a module's functions and classes, and the methods of these as ``Class.method``. Overloads share a name."""

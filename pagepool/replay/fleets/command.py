@@ -41,8 +41,6 @@ from pagepool.replay.traces.reader import name_trace, source_name
 if TYPE_CHECKING:
     from pagepool.replay.fleets.fleet import FleetFigures
 
-__all__ = ["fleet"]
-
 ROUTERS = ("round-robin", "least-loaded", "prefix")
 
 

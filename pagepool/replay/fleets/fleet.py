@@ -16,8 +16,6 @@ from pagepool.replay.simulation.figures import Figures, find_hit_rate
 from pagepool.replay.traces.reader import make_requests
 from pagepool.replay.traces.records import TraceRecord
 
-__all__ = ["Fleet", "FleetFigures", "LocalReplicas", "RayReplicas", "Replicas", "run_fleet"]
-
 Arrivals = list[tuple[float, int]]
 CONNECT_SECONDS = 10.0
 MAX_PORT = 65535

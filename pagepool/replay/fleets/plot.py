@@ -11,8 +11,6 @@ from pagepool.replay.fleets.fleet import FleetFigures
 from pagepool.replay.fleets.report import HIT_RATE, describe_fleet, headline_fleet
 from pagepool.replay.shared.drawing import BLUE, GREEN, GREY, ORANGE, PAPER, format_count, save_figure, shorten_name
 
-__all__ = ["draw_fleet", "save_fleet_plot"]
-
 HATCHES = ("", "//", "..")
 LOOKS: tuple[dict[str, Any], ...] = (
     {"color": BLUE, "linestyle": "-", "marker": "o"},

@@ -16,8 +16,6 @@ from pagepool.replay.simulation.scheduler import Scheduler
 from pagepool.replay.traces.reader import make_requests
 from pagepool.replay.traces.records import TraceRecord
 
-__all__ = ["Replica", "ReplicaReport", "ReplicaSettings"]
-
 HASH_SEED = "fleet"  # router and engines must agree on page hashes
 
 

@@ -5,8 +5,6 @@ from collections.abc import Iterable
 from pagepool.replay.fleets.fleet import FleetFigures
 from pagepool.replay.shared.tables import print_columns
 
-__all__ = ["HIT_RATE", "describe_fleet", "headline_fleet", "print_fleet"]
-
 HIT_RATE = "hit rate: share of prompt tokens"
 
 

@@ -6,8 +6,6 @@ from typing import Any
 from pagepool.replay.traces.simulated_request import Int32Array
 from pagepool.router import PrefixIndex, PrefixRouter
 
-__all__ = ["ROUTERS", "CachedPrefixRouter", "LeastLoadedRouter", "RoundRobinRouter", "Router"]
-
 
 class Router(ABC):
     """Router: chooses a replica for each request, from its own assignments, finished requests and the replicas' events."""

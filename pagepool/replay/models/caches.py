@@ -11,8 +11,6 @@ from pagepool.replay.models.config import Config, find_dtype, is_set, read_int, 
 from pagepool.replay.models.layers import CHUNKED, COMPRESSED, SLIDING, list_attention_layers
 from pagepool.specs import CacheGroupSpec, cdiv, dtype_bits, num_bytes
 
-__all__ = ["FULL", "LayerKind", "Reach", "are_compressed", "list_attention"]
-
 SCALED = 128  # elements per 4-byte scale of an indexer key; compressed entries have 64 per 1-byte scale
 PACKED_BITS = 8
 ENTRY_PAGE, WINDOW_PAGE, STATE_PAGES = 256, 64, {4: 4, 128: 8}  # DeepSeek V4's pages, in tokens

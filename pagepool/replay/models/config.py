@@ -12,18 +12,6 @@ from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.replay.shared.objects import make_object
 
-__all__ = [
-    "BLOCK_FIELDS",
-    "MAX_LAYERS",
-    "Config",
-    "find_dtype",
-    "is_set",
-    "read_config",
-    "read_int",
-    "read_layer_list",
-    "read_layers",
-]
-
 MAX_LAYERS = 100_000
 MAX_NUMBER = 10**9
 

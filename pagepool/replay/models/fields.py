@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 from pagepool.errors import ArgumentError, shown
 from pagepool.replay.models.config import BLOCK_FIELDS, Config, is_set
 
-__all__ = ["REMEDY", "check_fields"]
-
 REMEDY = "pagepool plan takes the bytes by --bytes-per-token instead"
 
 

@@ -8,8 +8,6 @@ from pagepool.errors import ArgumentError, shown
 from pagepool.replay.models.config import MAX_LAYERS, Config, is_set, read_int, read_layer_list, read_layers
 from pagepool.replay.models.fields import REMEDY, check_fields
 
-__all__ = ["CHUNKED", "COMPRESSED", "SLIDING", "list_attention_layers", "list_state_layers", "list_types"]
-
 Reader: TypeAlias = Callable[[Config], list[str] | None]
 
 SLIDING, CHUNKED = "sliding_attention", "chunked_attention"

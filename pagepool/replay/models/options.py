@@ -7,16 +7,6 @@ from pagepool.replay.models.pages import PAGE_SIZE, ModelPages, list_intervals, 
 from pagepool.replay.shared.options import Refusal, Size
 from pagepool.replay.shared.results import InputFile
 
-__all__ = [
-    "choose_interval",
-    "kv_dtype_option",
-    "load_model",
-    "model_config_option",
-    "model_page_size_option",
-    "require_interval",
-    "state_dtype_option",
-]
-
 DEFAULT_INTERVAL = 1024
 
 model_config_option = click.option(

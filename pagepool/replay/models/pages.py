@@ -29,8 +29,6 @@ from pagepool.specs import (
     cdiv,
 )
 
-__all__ = ["PAGE_SIZE", "ModelPages", "Windows", "list_intervals", "read_model"]
-
 PAGE_SIZE = 16  # tokens; larger if a state is larger
 INTERVALS = (256, 512, 1024, 2048, 4096)  # tokens
 STEP_TOKENS = 8192

@@ -18,8 +18,6 @@ from pagepool.replay.models.pages import PAGE_SIZE
 from pagepool.replay.models.states import count_state_bytes
 from pagepool.specs import CacheGroupSpec, FullAttentionSpec, MambaSpec
 
-__all__ = ["KV", "STATES", "ModelPools", "read_pools"]
-
 KV, STATES = "kv", "states"
 
 

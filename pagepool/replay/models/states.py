@@ -7,8 +7,6 @@ from pagepool.errors import ArgumentError
 from pagepool.replay.models.config import Config, find_dtype, read_int
 from pagepool.specs import cdiv, dtype_bits
 
-__all__ = ["count_state_bytes"]
-
 
 class State(NamedTuple):
     """Elements of the two parts in one layer, and the dtype of the recurrent part if it is not the model's."""

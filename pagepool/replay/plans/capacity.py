@@ -6,8 +6,6 @@ from typing import Any
 
 from pagepool.replay.models.pages import ModelPages
 
-__all__ = ["Capacity"]
-
 
 @dataclass(frozen=True, slots=True)
 class Capacity:

@@ -7,8 +7,6 @@ from pagepool.replay.plans.capacity import Capacity
 from pagepool.replay.shared.sizes import format_bytes
 from pagepool.replay.shared.tables import print_table, print_text
 
-__all__ = ["MEMORY_NOTE", "describe_capacity", "print_capacity"]
-
 MEMORY_NOTE = (
     "The memory is that of the cache alone: first subtract weights, activations and what the engine reserves from that of the "
     "device."

@@ -14,8 +14,6 @@ from pagepool.replay.plans.plan import CheckpointFigures
 from pagepool.replay.simulation.runs import make_manager
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 
-__all__ = ["CheckpointSimulator", "count_states"]
-
 
 def count_states(requests: Sequence[SimulatedRequest], interval: int) -> int:
     """Count the most states that requests hold or keep: each request's current state, and checkpoints at multiples of the

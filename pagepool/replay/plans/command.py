@@ -95,8 +95,6 @@ from pagepool.replay.traces.simulated_request import SimulatedRequest
 from pagepool.retention import WindowRule
 from pagepool.specs import cdiv
 
-__all__ = ["plan"]
-
 Run: TypeAlias = tuple[PoolFigures, str, HostMemory | None]  # a pool to simulate, its policy, its host tier
 
 NUM_REPLAYS = 4

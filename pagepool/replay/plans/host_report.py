@@ -4,8 +4,6 @@ from pagepool.replay.plans.plan import HostRun, Plan
 from pagepool.replay.plans.store_report import list_store_columns, list_store_notes
 from pagepool.replay.shared.sizes import format_bytes
 
-__all__ = ["describe_speed", "list_host_columns", "list_host_notes", "list_host_rates", "name_host"]
-
 HOST_NOTE = (
     "With host: hits of this pool with LRU and the host tier behind it, simulated with requests one after another. A page that "
     "is evicted is saved there, and loaded for a prompt that hits it; then it is in both. Other columns are of the pool alone."

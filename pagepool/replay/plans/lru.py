@@ -17,8 +17,6 @@ import numpy as np
 
 from pagepool.replay.plans.reuse import Int64Array, Reuse
 
-__all__ = ["LruCurve"]
-
 
 class SuffixSums:
     """A Fenwick tree: mutable numbers with their suffix sums, O(log n) each."""

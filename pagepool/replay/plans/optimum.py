@@ -19,8 +19,6 @@ import heapq
 
 from pagepool.replay.plans.reuse import Reuse
 
-__all__ = ["BestCurve"]
-
 
 class BestCurve:
     """Optimal hits by pool size."""

@@ -15,20 +15,6 @@ from pagepool.replay.simulation.figures import Figures, HostFigures, find_hit_ra
 from pagepool.replay.simulation.host import HostMemory
 from pagepool.replay.traces.records import TraceRecord
 
-__all__ = [
-    "POLICY_NAMES",
-    "CheckpointFigures",
-    "HostRun",
-    "HostSpeed",
-    "Knee",
-    "Plan",
-    "PlannedStore",
-    "Planner",
-    "PolicyFigures",
-    "PoolFigures",
-    "WindowFigures",
-]
-
 POLICY_NAMES = {"lru": "LRU", "adaptive": "adaptive"}
 Key = TypeVar("Key")
 Run = TypeVar("Run")

@@ -27,8 +27,6 @@ from pagepool.replay.shared.drawing import (
     shorten_name,
 )
 
-__all__ = ["draw_plan", "save_plot"]
-
 WIDTH, PAGE_WIDTH = 6.4, 4.7  # inches; narrow enough for phones
 POLICY_STYLES: dict[str, dict[str, Any]] = {
     "lru": {"color": BLUE, "marker": "o"},

@@ -31,8 +31,6 @@ from pagepool.replay.simulation.host import HostMemory
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 from pagepool.retention import Retention, WindowRule
 
-__all__ = ["PolicySimulator"]
-
 Progress = Callable[[int], object]
 
 

@@ -30,19 +30,6 @@ from pagepool.replay.plans.window_report import (
 from pagepool.replay.shared.sizes import format_bytes
 from pagepool.replay.shared.tables import print_table, print_text
 
-__all__ = [
-    "HIT_RATE",
-    "describe",
-    "describe_picture",
-    "headline",
-    "list_columns",
-    "list_knee_columns",
-    "list_notes",
-    "list_policy_columns",
-    "print_plan",
-    "summarize",
-]
-
 LRU_NOTE = (
     "LRU: hits of this pool, which evicts the least recently used page, if requests run one after another in the order of the "
     "trace (stack distances: Mattson and others, 1970)."

@@ -10,8 +10,6 @@ import numpy.typing as npt
 from pagepool.replay.traces.records import TraceRecord
 from pagepool.specs import cdiv
 
-__all__ = ["Int64Array", "Reuse", "find_reuse"]
-
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 

@@ -25,18 +25,6 @@ from pagepool.replay.shared.sizes import Sizes, format_bytes
 from pagepool.replay.traces.options import load_trace
 from pagepool.replay.traces.reader import source_name
 
-__all__ = [
-    "APART",
-    "SEPARATE",
-    "SHARED",
-    "Split",
-    "arrays_option",
-    "choose_split",
-    "mean_tokens_option",
-    "run_split",
-    "state_share_option",
-]
-
 SEPARATE, SHARED, APART = "separate", "shared", "apart"
 
 arrays_option = click.option(

@@ -11,8 +11,6 @@ from pagepool.replay.plans.splits import SplitFigures, SplitPlan, list_around
 from pagepool.replay.shared.sizes import format_bytes
 from pagepool.replay.shared.tables import print_table, print_text
 
-__all__ = ["describe_split", "list_split_columns", "print_split"]
-
 NOTE = (
     "Hit rate: the share of all prompt tokens of the trace that need not be computed, if requests run one after another in two "
     "pools with LRU. Lost for states: prompt tokens that would have hit, had no checkpoint been evicted; lost for kv: had no "

@@ -24,8 +24,6 @@ from pagepool.replay.traces.simulated_request import SimulatedRequest
 from pagepool.request import RequestTraits
 from pagepool.running_batch import RunningBatch
 
-__all__ = ["NUM_SEARCH_RUNS", "SplitFigures", "SplitPlan", "SplitSimulator", "find_split", "list_around"]
-
 NUM_SEARCH_RUNS = 6
 MOST_SHARE = 0.9
 SPREAD = (-0.1, -0.05, 0.0, 0.05, 0.1)

@@ -3,15 +3,6 @@
 from pagepool.errors import count_of
 from pagepool.replay.plans.plan import POLICY_NAMES, CheckpointFigures, Plan
 
-__all__ = [
-    "describe_states",
-    "list_checkpoint_columns",
-    "list_interval_columns",
-    "list_state_notes",
-    "name_runs",
-    "state_headline",
-]
-
 CHECKPOINT_NOTE = (
     "Every N: hits of this pool with LRU, unless a policy is named, if states are kept where requests resume and every N "
     "tokens of a prompt, simulated with requests one after another."

@@ -3,8 +3,6 @@
 from pagepool.replay.plans.plan import HostRun, Plan
 from pagepool.replay.shared.sizes import format_bytes
 
-__all__ = ["describe_rates", "describe_store", "list_store_columns", "list_store_notes"]
-
 STORE_NOTE = (
     "Tokens more with store: at most the hits of an LRU pool with the pages of pool, tier and store, less those of pool and "
     "tier. A page that is in several of them takes room in each, so a store adds less."

@@ -22,8 +22,6 @@ from pagepool.replay.plans.report import (
 from pagepool.replay.plans.state_report import list_interval_columns
 from pagepool.replay.shared.drawing import COLORS
 
-__all__ = ["make_page"]
-
 PAGE = Template("""\
 <!DOCTYPE html>
 <html lang="en">

@@ -3,8 +3,6 @@
 from pagepool.errors import count_of
 from pagepool.replay.plans.plan import POLICY_NAMES, Plan, PoolFigures
 
-__all__ = ["describe_window_hits", "list_window_columns", "list_window_notes", "name_window_runs", "window_headline"]
-
 ENDS_NOTE = (
     "LRU: hits of this pool with all groups of the model, simulated with requests one after another. Of windows and "
     'chunks only pages stay cached with which a request can resume (windows="ends" of Retention).'

@@ -10,19 +10,6 @@ from typing import Any, BinaryIO
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-__all__ = [
-    "BLUE",
-    "COLORS",
-    "GREEN",
-    "GREY",
-    "ORANGE",
-    "PAPER",
-    "PURPLE",
-    "format_count",
-    "save_figure",
-    "shorten_name",
-]
-
 # Okabe and Ito's palette for colour-blind readers, darker where its contrast is low; lines differ in style and markers as
 # well, for print in black.
 COLORS = {

@@ -12,19 +12,6 @@ import click
 
 from pagepool.replay.shared.sizes import format_bytes
 
-__all__ = [
-    "POLICY_BYTES",
-    "count_available_bytes",
-    "count_digest_bytes",
-    "count_event_pool_bytes",
-    "count_pool_bytes",
-    "count_request_bytes",
-    "count_tier_bytes",
-    "explain",
-    "require_memory",
-    "require_memory_left",
-]
-
 PAGE_BYTES = 64  # bytes of a cached page
 POLICY_BYTES = {"lru": 0, "adaptive": 10}  # bytes of an eviction policy per page, including its memory of evicted pages
 TIER_BYTES = 13  # bytes of a tier per page of the pool

@@ -4,8 +4,6 @@ from typing import Any
 
 from pagepool.errors import shown
 
-__all__ = ["make_object"]
-
 
 def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of these names and values, for `object_pairs_hook` of `json`, which alone would keep the last of two

@@ -12,25 +12,6 @@ from pagepool.replay.shared.memory import POLICY_BYTES, explain
 from pagepool.replay.shared.results import OutputFile, require_files_apart
 from pagepool.replay.shared.sizes import COUNT_UNITS, Sizes, parse_number
 
-__all__ = [
-    "ADAPTIVE",
-    "EVICTION",
-    "EVICTION_POLICIES",
-    "LRU",
-    "SECONDS",
-    "Command",
-    "Context",
-    "Refusal",
-    "Size",
-    "eviction_option",
-    "json_option",
-    "max_batched_tokens_option",
-    "max_num_seqs_option",
-    "page_size_option",
-    "plot_option",
-    "require_plots",
-]
-
 UNITS = "Numbers may have a unit: 10k, 1.5M, 2G; bytes kB, MB, GB, TB or KiB, MiB, GiB, TiB."
 MAX_SECONDS = 10**9  # thirty years; keeps the simulated clock far from the largest float
 RESERVED_BYTES = 4 << 20  # address space reserved for reporting exhausted memory

@@ -14,8 +14,6 @@ from rich.text import Text
 from pagepool.errors import count_of
 from pagepool.replay.shared.memory import require_memory_left
 
-__all__ = ["Progress"]
-
 BAR_SECONDS = 0.1
 LINE_SECONDS = 10.0
 MIN_WIDTH = 72  # terminal columns for the full display

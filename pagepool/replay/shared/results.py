@@ -13,8 +13,6 @@ import click
 
 from pagepool.replay.shared.output import open_output
 
-__all__ = ["InputFile", "OutputFile", "open_result", "printing", "require_files_apart", "to_json"]
-
 STDIN, STDOUT = 0, 1
 
 

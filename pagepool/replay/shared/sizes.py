@@ -7,8 +7,6 @@ from fractions import Fraction
 
 from pagepool.errors import ArgumentError
 
-__all__ = ["BYTE_UNITS", "COUNT_UNITS", "Sizes", "format_bytes", "parse_number"]
-
 COUNT_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 DECIMAL_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 BYTE_UNITS = DECIMAL_UNITS | {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

@@ -4,8 +4,6 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-__all__ = ["print_columns", "print_table", "print_text"]
-
 MAX_WIDTH = 10_000
 
 

@@ -15,8 +15,6 @@ from pagepool.request import EngineRequestStatus, RequestTraits
 from pagepool.running_batch import RunningBatch
 from pagepool.specs import MambaSpec
 
-__all__ = ["HASH_SEED", "Allocator", "BatchAllocator", "ManagerAllocator"]
-
 HASH_SEED = "replay"  # adaptive eviction samples by hash: with a random seed its figures would differ between runs
 
 Params = ParamSpec("Params")

@@ -66,8 +66,6 @@ from pagepool.replay.traces.reader import Trace, source_name
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 from pagepool.retention import WindowRule
 
-__all__ = ["replay"]
-
 DEFAULT_NUM_REQUESTS = 2000
 MAX_SKIPPED_SHOWN = 10
 PATHS = ("manager", "batched")

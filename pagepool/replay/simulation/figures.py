@@ -3,8 +3,6 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Figures", "HostFigures", "find_hit_rate"]
-
 
 def find_hit_rate(hit_tokens: int, prompt_tokens: int, skipped_prompt_tokens: int = 0) -> float:
     """Return the share of prompt tokens that need not be computed; 0 without prompts. `replay` and `fleet` report the share of

@@ -5,8 +5,6 @@ from typing import Literal, NamedTuple, TypeAlias
 from pagepool.errors import count_of
 from pagepool.manager import HostTier
 
-__all__ = ["HostMemory", "Policy"]
-
 Policy: TypeAlias = Literal["write_back", "write_through"]
 
 

@@ -5,8 +5,6 @@ import click
 from pagepool.replay.shared.options import Size
 from pagepool.replay.simulation.host import HostMemory, Policy
 
-__all__ = ["choose_host", "host_min_uses_option", "host_pages_option", "host_policy_option"]
-
 MAX_USES = 255
 
 host_pages_option = click.option(

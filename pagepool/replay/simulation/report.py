@@ -6,9 +6,6 @@ from pagepool.replay.shared.sizes import format_bytes
 from pagepool.replay.shared.tables import print_columns, print_text
 from pagepool.replay.simulation.figures import Figures, HostFigures
 
-__all__ = ["print_report"]
-
-
 HIT_RATE = "  hit rate"
 COPIES = "states copied"
 TIME_NOTE = "Time in the allocator: calls into pagepool, hashing included. Wall time adds the simulated scheduler, in Python."

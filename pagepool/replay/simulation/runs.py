@@ -25,17 +25,6 @@ from pagepool.replay.simulation.sessions import Told
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 from pagepool.retention import Retention, WindowRule
 
-__all__ = [
-    "count_bytes",
-    "describe_pool",
-    "make_manager",
-    "make_manager_of_pools",
-    "make_scheduler",
-    "making_pool",
-    "require_one_that_fits",
-    "run",
-]
-
 
 def describe_pool(num_pages: int, model: ModelPages, eviction: str = "lru", host: HostMemory | None = None) -> str:
     """Describe the size of a pool, its eviction policy unless it is LRU, and the host memory behind it.

@@ -26,8 +26,6 @@ from pagepool.replay.simulation.sessions import SessionReports, Told
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest
 from pagepool.request import EngineRequestStatus
 
-__all__ = ["Scheduler"]
-
 
 class Scheduler:
     """Simulated scheduler: runs requests through a manager.

@@ -7,8 +7,6 @@ from pagepool.errors import ArgumentError, shown
 from pagepool.manager import CacheManager
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 
-__all__ = ["TOLD", "SessionReports", "Told"]
-
 Told: TypeAlias = Literal["nothing", "ends", "pauses"]
 """Contents of the reports: nothing, the ends of sessions, or also the exact pause before each next request."""
 

@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest
 
-__all__ = ["MAX_LENGTH", "Arrival", "Part", "Popularity", "Source", "blend", "in_order", "make_request", "random_tokens"]
-
 MAX_LENGTH = 2000  # tokens of a message, an answer or a document
 STREAMS = 2  # keeps tokens apart from those of `generator.py`, whose seeds have 0 or 1 there
 

@@ -17,8 +17,6 @@ from pagepool.errors import ArgumentError, shown
 from pagepool.replay.traces.fields import Fields, checked_milliseconds, use_usual_names
 from pagepool.specs import cdiv
 
-__all__ = ["list_requests"]
-
 SECOND = 1000  # ms
 SCOPES = ("local", "global")
 MARKS = frozenset({"id", "session_id", "agent_id", "models", "block_size"})

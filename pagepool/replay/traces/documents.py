@@ -9,8 +9,6 @@ from typing import Any, BinaryIO, NoReturn
 from pagepool.errors import ArgumentError
 from pagepool.replay.shared.objects import make_object
 
-__all__ = ["Lines", "read_json", "read_values"]
-
 MAX_LINE_BYTES = 1 << 26  # three million hash ids; without a limit a file without newlines would be read into memory at once
 MAX_DOCUMENT_BYTES = 1 << 28
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"

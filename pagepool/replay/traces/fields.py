@@ -20,18 +20,6 @@ from pagepool.replay.traces.lengths import (
     read_lengths,
 )
 
-__all__ = [
-    "Fields",
-    "LineReader",
-    "as_milliseconds",
-    "checked_milliseconds",
-    "find_reader",
-    "read_object",
-    "read_session",
-    "require_object",
-    "use_usual_names",
-]
-
 Fields: TypeAlias = dict[str, Any]
 LineReader: TypeAlias = Callable[[bytes], Fields]
 

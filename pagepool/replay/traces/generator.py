@@ -16,8 +16,6 @@ from pagepool.replay.traces.arrivals import MAX_LENGTH, make_request, random_tok
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest
 from pagepool.replay.traces.workloads import KINDS
 
-__all__ = ["WORKLOADS", "generate_chats", "generate_workload"]
-
 WORKLOADS = ("chats", *KINDS)
 SYSTEM_PROMPT_LENGTHS = (1800, 700, 1200, 300, 90)  # tokens; the first ones are the most popular
 MEAN_TURNS = 4

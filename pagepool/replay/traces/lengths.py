@@ -11,18 +11,6 @@ from typing import Any, NamedTuple
 
 from pagepool.errors import ArgumentError, shown
 
-__all__ = [
-    "INPUT_NAMES",
-    "LENGTH_NAMES",
-    "TEXTS",
-    "UNCLEAR",
-    "WRAPPERS",
-    "has_cached_count",
-    "plain_name",
-    "read_length",
-    "read_lengths",
-]
-
 SEPARATORS = re.compile(r"[\W_]+")
 MAX_DEPTH = 5
 

@@ -15,18 +15,6 @@ from pagepool.replay.traces.reader import TIME_UNITS, Trace, load_records, make_
 from pagepool.replay.traces.records import BLOCK_SIZE
 from pagepool.replay.traces.simulated_request import SimulatedRequest
 
-__all__ = [
-    "TRACE",
-    "block_size_option",
-    "limit_option",
-    "load_trace",
-    "report_notes",
-    "require_times",
-    "seed_option",
-    "time_unit_option",
-    "workload_option",
-]
-
 TRACE = InputFile(allow_dash=True)
 
 block_size_option = click.option(

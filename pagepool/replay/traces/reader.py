@@ -53,18 +53,6 @@ from pagepool.replay.traces.simulated_request import Int32Array, SimulatedReques
 from pagepool.replay.traces.turns import ANSWERS_APART, Turns
 from pagepool.specs import cdiv
 
-__all__ = [
-    "TIME_UNITS",
-    "Trace",
-    "TraceError",
-    "load_records",
-    "make_requests",
-    "name_trace",
-    "parse_record",
-    "read_trace",
-    "source_name",
-]
-
 MAX_TOKEN_IDS = 2**31  # token ids are int32, and each block has its own
 TURN_BLOCK_SIZE = 16  # tokens of an id of a conversation without ids
 TIME_UNITS = {"ms": 1, "s": 1000}  # ms

@@ -20,8 +20,6 @@ from pagepool.replay.shared.output import open_output
 from pagepool.request import Request
 from pagepool.specs import cdiv
 
-__all__ = ["Recorder"]
-
 ID_BITS = 63  # fits an int64; with a billion blocks 5 % of recordings have a collision
 
 

@@ -8,8 +8,6 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.replay.traces.fields import checked_milliseconds
 from pagepool.replay.traces.simulated_request import count_slots
 
-__all__ = ["BLOCK_SIZE", "TraceRecord"]
-
 BLOCK_SIZE = 512
 MAX_LENGTH = 2**31 - 1  # tokens
 

@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from pagepool.request import EngineRequestStatus
 
-__all__ = ["Int32Array", "SimulatedRequest", "Turn", "count_slots"]
-
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 
 

@@ -9,8 +9,6 @@ from pagepool.replay.traces.fields import Fields
 from pagepool.replay.traces.records import TraceRecord
 from pagepool.specs import cdiv
 
-__all__ = ["ANSWERS_APART", "Turns"]
-
 ANSWERS_APART, ANSWERS_WITHIN = "deltas_without_responses", "deltas_with_responses"
 MAX_LENGTH = 1 << 24
 """The most tokens of a conversation whose blocks are given ids."""
