@@ -31,6 +31,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, Pa
 from pagepool.host_rows import Rows, Staging, alias_rows, align, as_bytes, describe_pages, make_memory, place_rows, touch
 from pagepool.page_copies import (
     Axes,
+    Columns,
     cast_bits,
     check_arrays,
     check_different,
@@ -66,17 +67,6 @@ MEMORY_KINDS = ("pinned_host", "unpinned_host")
 
 Int32Array = npt.NDArray[np.int32]
 Arrays = TypeVar("Arrays")
-
-
-class Columns(Protocol):
-    """The attributes of `pagepool.PageCopies` read by `HostPages.run`: int32 arrays of ids and groups."""
-
-    @property
-    def src(self) -> Int32Array: ...
-    @property
-    def dst(self) -> Int32Array: ...
-    @property
-    def group(self) -> Int32Array: ...
 
 
 class LoadsAndSaves(Protocol):

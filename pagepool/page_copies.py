@@ -27,8 +27,8 @@ Int32Array = npt.NDArray[np.int32]
 Arrays = TypeVar("Arrays")
 
 
-class Copies(Protocol):
-    """The attributes of `pagepool.PageCopies` read by `copy_pages`: int32 arrays of equal length. They are not changed."""
+class Columns(Protocol):
+    """The attributes of `pagepool.PageCopies` read on the device: int32 arrays of equal length. They are not changed."""
 
     @property
     def src(self) -> Int32Array: ...
@@ -38,7 +38,7 @@ class Copies(Protocol):
     def group(self) -> Int32Array: ...
 
 
-def copy_pages(arrays: Arrays, copies: Copies, *, group: int | Sequence[int] | None = None, page_axis: int = 0) -> Arrays:
+def copy_pages(arrays: Arrays, copies: Columns, *, group: int | Sequence[int] | None = None, page_axis: int = 0) -> Arrays:
     """Copy page ``src[i]`` to page ``dst[i]`` in each array, for all `i`. All sources are read before any page is written.
 
     `copies` are those of `take_moves`, or any object with the arrays `src`, `dst` and `group`. `arrays` is any pytree of
