@@ -26,7 +26,7 @@ FULL_UPLOAD_SHARE = 16
 class HostTable(TableRows):
     """The page ids of each row on the host: the base of `pagepool.PageTable` and `pagepool.torch.PageTable`."""
 
-    _batch: ref[Any] | None = None  # the batch that fills the rows
+    batch: ref[Any] | None = None  # the batch that fills the rows
 
     def __repr__(self) -> str:
         """Return the size and use of the table."""

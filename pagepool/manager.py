@@ -136,7 +136,7 @@ class HostTier:
         self.min_uses = require_int("min_uses", min_uses, 1, 255)
         self._bound: tuple[PageTier, PageStore] | None = None
 
-    def _bind(self, store: PageStore) -> None:
+    def bind(self, store: PageStore) -> None:
         """Put the tier behind the pools of a store. Raise ArgumentError if the tier has pools, if the store has a tier, and for
         sizes of other pools.
         """
@@ -324,7 +324,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             configuration = hasher.describe() | rules.configuration
             configuration |= {f"kv_cache_groups[{i}].pool": sizes.names[number] for i, number in of_group}
             for pool in self.pools.values():
-                pool._bind(configuration)
+                pool.bind(configuration)
             if self._store.eviction == "adaptive":
                 link_checkpoints(self._store, kv_cache_groups, sizes.pool_of_group)
             if rules.checkpoint_interval is not None:
@@ -338,7 +338,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         self._caches_computed = caches == "computed" and self.enable_caching
         super().__init__(self.registry, self.max_model_len, self._on_too_large, self._caches_computed)
         if host_tier is not None:
-            host_tier._bind(self._store)
+            host_tier.bind(self._store)
         self.host_tier = host_tier
         self._storage: Storage | None = None
         self._advisor = Advisor(self.stats(), self._store.counters["num_queried_tokens"])
@@ -492,7 +492,7 @@ class CacheManager(KeyHolder, SlotAllocator):
     def reset_prefix_cache(self) -> bool:
         """Drop all prefix entries, for example after loading weights. Return False, without a change, while a page is held."""
         with self.registry.lock:
-            return self._page_pool._reset_prefix_cache()
+            return self._page_pool.reset()
 
     # Moves, checkpoints and forks.
 
@@ -1007,7 +1007,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             host_tier=None if self.host_tier is None else self.host_tier.stats(),
             expectations=ExpectationCounts.of(*store.expectations),
             pools={
-                name: replace(pool._count(), num_pages_by_tenant=counts)
+                name: replace(pool.count(), num_pages_by_tenant=counts)
                 for (name, pool), counts in zip(self.pools.items(), charged, strict=True)
             },
             host_pools={} if self.host_tier is None else self.host_tier._count_pools(),

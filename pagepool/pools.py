@@ -54,7 +54,7 @@ def read_sizes(
     if len(num_pages) > MAX_POOLS:
         raise ArgumentError(f"num_pages: got {len(num_pages)} pools, allowed: {MAX_POOLS}")
     of_attention = {name for name, group in zip(names, groups, strict=True) if not _has_state(group)}
-    order = [*page_pool._list_sizes(), *num_pages] if isinstance(page_pool, PagePool) else [*num_pages]
+    order = [*page_pool.list_sizes(), *num_pages] if isinstance(page_pool, PagePool) else [*num_pages]
     ordered = sorted(num_pages, key=lambda name: (name not in of_attention, order.index(name)))
     sizes = tuple(require_int(f"num_pages[{name!r}]", num_pages[name], MIN_PAGES, MAX_PAGES) for name in ordered)
     return PoolSizes(tuple(ordered), sizes, [ordered.index(name) for name in names])
@@ -88,7 +88,7 @@ def make_pools(
     if page_pool is not None:
         require_pool(page_pool)
         require_eviction(page_pool, eviction)
-        found, allowed = page_pool._list_sizes(), dict(zip(sizes.names, sizes.sizes, strict=True))
+        found, allowed = page_pool.list_sizes(), dict(zip(sizes.names, sizes.sizes, strict=True))
         if [*found.items()] != [*allowed.items()] or page_pool.enable_caching != enable_caching:
             got = f"{found}, caching {page_pool.enable_caching}"
             raise ArgumentError(f"page_pool: got pools {got}, allowed: {allowed}, caching {enable_caching}")

@@ -166,7 +166,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
 
     def forget_evicted_names(self) -> None:
         """Drop the names of evicted pages. Amortised O(1)."""
-        self.page_pool._forget_evicted_names()
+        self.page_pool.forget_evicted_names()
 
     @contextmanager
     def naming(self, held: RequestPages | None, hashes: RequestHashes | None, start: int, num_tokens: int) -> Iterator[int]:

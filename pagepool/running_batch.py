@@ -141,7 +141,7 @@ class RunningBatch(RunningRows):
         self._manager = manager
         registry.plan_ahead(max_steps_ahead)
         self._hasher = hasher
-        self._tables = tables
+        self.group_tables, self.group_specs = tables, [group.kv_cache_spec for group in manager.kv_cache_groups]
         self._registry = registry
         self._data_parallel_size = size or None
         self._hash_page_size = hash_page_size
@@ -442,7 +442,7 @@ def _tables_of(page_table: HostTable | HostTables, manager: CacheManager) -> tup
 
 def _require_unbound(tables: tuple[HostTable, ...]) -> None:
     """Raise ArgumentError unless nobody fills the tables, and their rows are empty."""
-    if any(table._batch is not None and table._batch() is not None for table in tables):
+    if any(table.batch is not None and table.batch() is not None for table in tables):
         raise ArgumentError("page_table: got one that another batch fills, allowed: one of its own, or of a batch that is gone")
     filled = [row for table in tables for row in table.num_pages_per_row.nonzero()[0][:1].tolist()]
     if filled:
@@ -454,4 +454,4 @@ def _bind(tables: tuple[HostTable, ...], batch: "RunningBatch") -> None:
     with BINDING:
         _require_unbound(tables)
         for table in tables:
-            table._batch = ref(batch)
+            table.batch = ref(batch)

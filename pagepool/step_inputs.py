@@ -255,8 +255,7 @@ Shapes = dict[str, dict[int, Shape]]
 def _groups_of(source: RunningBatch | HostTables) -> tuple[Sequence[Any], list[bool]]:
     """Return the table of each group, and whether the group is a state."""
     if isinstance(source, RunningBatch):
-        groups = source._manager.kv_cache_groups
-        return source._tables, [isinstance(group.kv_cache_spec, MambaSpec) for group in groups]
+        return source.group_tables, [isinstance(spec, MambaSpec) for spec in source.group_specs]
     return source.page_tables, [False for _ in source.page_tables]
 
 

@@ -55,8 +55,10 @@ SECTIONS = (
 """All public names, in the order of the site's page."""
 
 INTERNAL = {
-    "PageTable": "copy_aligned count_dirty_segments cpu_version distrust find_unsent",
-    "PagePool": "of_bank store",
+    "HostTier": "bind",
+    "PageTable": "batch copy_aligned count_dirty_segments cpu_version distrust find_unsent",
+    "PagePool": "bind count forget_evicted_names list_sizes of_bank reset store",
+    "RunningBatch": "group_specs group_tables",
     "FreeCachePageQueue": "of_store",
     "TimeHistogram": "of",
 }

@@ -93,7 +93,7 @@ class PagePool:
         pool._start(store, configuration, bank)
         return pool
 
-    def _list_sizes(self) -> dict[str, int]:
+    def list_sizes(self) -> dict[str, int]:
         """Return the names of all pools of the store, with their numbers of pages, null pages included."""
         return {name: self.store.count_pages(bank) + 1 for bank, name in enumerate(self.store.bank_names)}
 
@@ -137,11 +137,11 @@ class PagePool:
         """Return the size and use of the pool."""
         return (
             f"PagePool(num_pages={self.num_pages}, num_free_pages={self.get_num_free_pages()}, "
-            f"num_cached_pages={self._count().num_cached_pages}, enable_caching={self.enable_caching}, "
+            f"num_cached_pages={self.count().num_cached_pages}, enable_caching={self.enable_caching}, "
             f"eviction={self.eviction!r})"
         )
 
-    def _bind(self, configuration: Configuration) -> None:
+    def bind(self, configuration: Configuration) -> None:
         """Bind cached pages to the configuration of a manager, until no page is cached. Raise ArgumentError, naming the first
         difference, if they are bound to another one. O(configuration).
         """
@@ -332,9 +332,9 @@ class PagePool:
         ids = PageIds.joined((PageIds([0] * num_parents), ids))
         self.store.enter_pages(ids, chain, num_parents, group_id, first_place=first_place)
         page_hashes.extend(missing)
-        self._forget_evicted_names()
+        self.forget_evicted_names()
 
-    def _forget_evicted_names(self) -> None:
+    def forget_evicted_names(self) -> None:
         """Drop the names of evicted pages once there are more names than the pool can need. Amortised O(1)."""
         if len(self.store.names) > 2 * EntryJournal(self.store).max_num_kept_keys + 1024:
             forget_names(self.store)
@@ -371,9 +371,9 @@ class PagePool:
         a change, while a page is held. O(num_pages).
         """
         self.store.require_one_bank("reset_prefix_cache of one pool, where CacheManager has one of all")
-        return self._reset_prefix_cache()
+        return self.reset()
 
-    def _reset_prefix_cache(self) -> bool:
+    def reset(self) -> bool:
         """Do `reset_prefix_cache`, in all pools of the store."""
         num_held_pages = self.store.drop_all()
         if num_held_pages:
@@ -407,7 +407,7 @@ class PagePool:
         self.store.require_one_bank("stats of one pool, where CacheManager.stats has them by pool")
         return PagePoolStats(**self.store.counters)
 
-    def _count(self) -> PoolStats:
+    def count(self) -> PoolStats:
         """Return the state of the pool, and its counters where the store has several."""
         num_pages, num_free, num_leased = self.num_pages - 1, self.get_num_free_pages(), count_leased(self.store)[self._bank]
         num_cached, num_allocated, num_evicted, num_lost, num_refusals, num_passed = count_entries(self.store, self._bank)
@@ -458,8 +458,8 @@ def choose_pool(
     if page_pool is None:
         return PagePool(num_pages, enable_caching, eviction="lru" if eviction is None else eviction)
     require_pool(page_pool)
-    if len(page_pool._list_sizes()) > 1:
-        raise ArgumentError(f"page_pool: got pools {page_pool._list_sizes()}, allowed: one pool of {shown(num_pages)} pages")
+    if len(page_pool.list_sizes()) > 1:
+        raise ArgumentError(f"page_pool: got pools {page_pool.list_sizes()}, allowed: one pool of {shown(num_pages)} pages")
     require_eviction(page_pool, eviction)
     if (page_pool.num_pages, page_pool.enable_caching) != (num_pages, enable_caching):
         got = f"{page_pool.num_pages} pages, caching {page_pool.enable_caching}"

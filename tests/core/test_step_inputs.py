@@ -52,7 +52,7 @@ class Checked:
     def __init__(self, batch: RunningBatch, specs: list[Any], rng: Random) -> None:
         self.batch, self.rng = batch, rng
         self.page_sizes = [None if isinstance(spec, MambaSpec) else spec.page_size for spec in specs]
-        self.widths = [table.max_num_pages_per_req for table in batch._tables]
+        self.widths = [table.max_num_pages_per_req for table in batch.group_tables]
         has_state = None in self.page_sizes
         self.fields = [name for name in INPUT_FIELDS if has_state or name != "state_pages"]
         rng.shuffle(self.fields)

@@ -141,7 +141,7 @@ def free_ids_of_twin(manager: OracleManager) -> list[list[int]]:
 
 def pools_of(pools: Mapping[str, PagePool]) -> dict[str, tuple[int, ...]]:
     """Return the same of the package's pools, as `CacheManager.stats` does."""
-    return {name: figures_of(pool._count()) for name, pool in pools.items()}
+    return {name: figures_of(pool.count()) for name, pool in pools.items()}
 
 
 def figures_of(stats: PoolStats) -> tuple[int, ...]:

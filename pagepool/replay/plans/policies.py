@@ -80,7 +80,7 @@ class PolicySimulator:
         only. Errors as in `PagePool` and `HostTier`.
         """
         pool, tier = PagePool(num_pages, True), host.make_tier()
-        tier._bind(pool.store)
+        tier.bind(pool.store)
         hit_tokens = self._run_all(Steps(pool), "all", on_request)
         stats = tier.stats()
         loaded_tokens = stats.num_loaded_pages * self._model.page_size
