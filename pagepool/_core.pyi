@@ -644,8 +644,8 @@ class PageTier:
     """A tier of `num_pages` pages, including a null page, behind `store`. It evicts by LRU. The tier has the banks of the
     store: `num_pages` is the size of the first, `further_banks` has those of the others, without null pages.
 
-    Pages evicted from the store are saved, if they were used `min_uses` times. If the tier `writes_through`, such pages are
-    saved as soon as they are computed, and not again at eviction. O(num_pages of both) to make.
+    Pages evicted from the store are saved. If the tier `writes_through`, pages are saved as soon as they are computed, and not
+    again at eviction. O(num_pages of both) to make.
     """
 
     def __new__(
@@ -653,7 +653,6 @@ class PageTier:
         store: PageStore,
         num_pages: int,
         writes_through: bool = False,
-        min_uses: int = 1,
         further_banks: Sequence[int] = (),
     ) -> Self: ...
     def counters(self, store: PageStore) -> dict[str, int]:
@@ -724,10 +723,9 @@ def take_moves(store: PageStore, maps: RequestMaps | None = None) -> Moves:
 def list_in_flight(store: PageStore) -> list[Moves]:
     """Return the `Moves` with loads and saves in flight, in the order they were taken. O(loads and saves x lists)."""
 
-def link_storage(store: PageStore, writes_through: bool = False, min_uses: int = 1) -> None:
-    """Put storage behind the tier of a store. A page that the tier evicts is due there if it was used `min_uses` times, where
-    reaching the tier is the first use. If the storage `writes_through`, pages are also due as they reach the tier.
-    ArgumentError if there is storage already. O(pages of the tier).
+def link_storage(store: PageStore, writes_through: bool = False) -> None:
+    """Put storage behind the tier of a store. A page that the tier evicts is due there. If the storage `writes_through`, pages
+    are also due as they reach the tier. ArgumentError if there is storage already. O(pages of the tier).
     """
 
 def unlink_storage(store: PageStore) -> None:

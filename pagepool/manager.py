@@ -116,15 +116,13 @@ class HostTier:
         num_pages: int | Mapping[str, int],
         *,
         policy: Literal["write_back", "write_through"] = "write_back",
-        min_uses: int = 1,
     ) -> None:
         """`num_pages` includes a null page. Behind several pools it is a mapping with a size for each pool's name: pages of a
         pool are saved in its part of the tier, in which ids count from 0.
 
         ``"write_back"`` saves a page when it is evicted from the pool, ``"write_through"`` in the step after the one that
         computed it, if the tier has at least twice as many pages as each pool: a smaller tier would evict the page before the
-        pool does, so it writes back instead, with a warning. Both save a page only after `min_uses` uses, 1 to 255: its
-        computation and each hit. The tier evicts by LRU. Raise ArgumentError for other values.
+        pool does, so it writes back instead, with a warning. The tier evicts by LRU. Raise ArgumentError for other values.
         """
         require_choice("policy", policy, "write_back", "write_through")
         self.num_pages = (
@@ -133,7 +131,6 @@ class HostTier:
             else require_int("num_pages", num_pages, MIN_PAGES, MAX_SIZE)
         )
         self.policy = policy
-        self.min_uses = require_int("min_uses", min_uses, 1, 255)
         self._bound: tuple[PageTier, PageStore] | None = None
 
     def bind(self, store: PageStore) -> None:
@@ -146,7 +143,7 @@ class HostTier:
         nums = [(usable_pages_count(size), store.count_pages(bank)) for bank, size in enumerate(sizes)]
         small = [bank for bank, (num_pages, num_device_pages) in enumerate(nums) if num_pages < 2 * num_device_pages]
         writes_through = self.policy == "write_through" and not small
-        tier = PageTier(store, first, writes_through, self.min_uses, [size - 1 for size in further])
+        tier = PageTier(store, first, writes_through, [size - 1 for size in further])
         add_tier(store, tier)
         if self.policy == "write_through" and small:
             num_pages, num_device_pages = nums[small[0]]
@@ -625,17 +622,17 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     # The host tier.
 
-    def attach_storage(self, storage: Storage, *, writes_through: bool = False, min_uses: int = 1) -> None:
+    def attach_storage(self, storage: Storage, *, writes_through: bool = False) -> None:
         """Put a storage behind the host tier, as `pagepool.stores.StoreTier` does with itself: `take_moves` polls it, and
         `stats` reads its counters.
 
-        The pages that the tier evicts become due for it, if they were used at least `min_uses` times there; with
-        `writes_through` pages become due as they reach the tier. Raise ArgumentError without a host tier, and if there is a
-        storage already; ArgumentTypeError for other types. O(pages of the tier).
+        The pages that the tier evicts become due for it; with `writes_through` pages become due as they reach the tier. Raise
+        ArgumentError without a host tier, and if there is a storage already; ArgumentTypeError for other types. O(pages of the
+        tier).
         """
         if not isinstance(storage, Storage):
             raise ArgumentTypeError(f"storage: got {type(storage).__name__}, allowed: an object with poll and stats")
-        link_storage(self._store, require_flag("writes_through", writes_through), require_int("min_uses", min_uses, 1))
+        link_storage(self._store, require_flag("writes_through", writes_through))
         self._storage = storage
 
     def detach_storage(self) -> None:

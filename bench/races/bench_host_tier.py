@@ -2,8 +2,7 @@
 
 Pages of 16 tokens, one full-attention group. In use, each prompt takes its transfers, and they complete before the next one. A
 pool that evicts saves each page that it evicts; a prompt that hits the tier loads all of its pages but the last, and evicts as
-many. "unused" is a tier to which nothing is ever saved, since no page is used often enough. Contenders are compared by the
-number of their pages, since pools with a tier take others.
+many. Contenders are compared by the number of their pages, since pools with a tier take others.
 """
 
 from __future__ import annotations
@@ -35,12 +34,8 @@ NUM_PROMPTS_IN_TURN = 8
 class Tiered(ArrayRival):
     """Pagepool with a host tier of twice the pool's size."""
 
-    def __init__(self, name: str, **options: Any) -> None:
-        super().__init__(name, pagepool, pagepool, pagepool)
-        self.options = options
-
     def make_manager(self, num_pages: int, max_model_len: int = 1 << 20) -> Any:
-        tier = pagepool.HostTier(2 * num_pages, **self.options)
+        tier = pagepool.HostTier(2 * num_pages)
         return pagepool.CacheManager(num_pages, [make_group(pagepool)], max_model_len, host_tier=tier)
 
 
@@ -59,8 +54,7 @@ def make_engines(num_pages: int) -> dict[str, Batched]:
     """Make new engines by the name of their column."""
     return {
         "no tier": Batched(num_pages, 1),
-        "unused": Batched(num_pages, 1, Tiered("unused", min_uses=255)),
-        "tier": TieredBatch(num_pages, 1, Tiered("tier")),
+        "tier": TieredBatch(num_pages, 1, Tiered("tier", pagepool, pagepool, pagepool)),
     }
 
 
@@ -85,8 +79,7 @@ def test_hit(race: Race) -> None:
     tiered = RepeatedPrompt(engines["tier"], False)
     for _ in range(2 * NUM_PROMPTS_IN_TURN):
         run_untimed(tiered)
-    others = {name: cached_prompt(engines[name], False) for name in ("no tier", "unused")}
-    contenders = {name: Counted(prompt) for name, prompt in {**others, "tier": tiered}.items()}
+    contenders = {"no tier": Counted(cached_prompt(engines["no tier"], False)), "tier": Counted(tiered)}
     race(contenders, Work("prompt that hits", "page", PAGES_PER_PROMPT, NUM_TURNS, suite=TIER))
     stats = engines["tier"].manager.stats().host_tier
     assert stats.num_loaded_pages >= PAGES_PER_PROMPT * NUM_TURNS // 2

@@ -86,14 +86,12 @@ class StoreTier:
         namespace: str,
         *,
         write: Literal["evicted", "through"] = "evicted",
-        min_uses: int = 1,
         deadline_ms: float = 20.0,
         max_queued_bytes: int = 256 << 20,
     ) -> None:
-        """`namespace` is the result of `make_namespace`. With ``"evicted"`` a page is saved if it was used `min_uses` times in
-        the tier, where its coming counts as one. `deadline_ms` is explained in `is_ready`. `max_queued_bytes` of pages are
-        saved at a time, and as many loaded, in memory that is reserved for each size of row. That for saves is allocated now,
-        up to a quarter of the tier's, the rest when it is used. A page that finds no room is not saved.
+        """`namespace` is the result of `make_namespace`. `deadline_ms` is explained in `is_ready`. `max_queued_bytes` of pages
+        are saved at a time, and as many loaded, in memory that is reserved for each size of row. That for saves is allocated
+        now, up to a quarter of the tier's, the rest when it is used. A page that finds no room is not saved.
 
         Raise ArgumentError for a manager without a host tier, or with a store, for rows that do not fit the tier, and for other
         values; ArgumentTypeError for other types; ImportError without the extra ``pagepool[store]``.
@@ -117,7 +115,7 @@ class StoreTier:
         self._is_open, self._is_stale = True, False
         self._lock = threading.RLock()
         warn_of_seed(manager)
-        manager.attach_storage(self, writes_through=write == "through", min_uses=min_uses)
+        manager.attach_storage(self, writes_through=write == "through")
 
     def fetch(self, request: Request) -> None:
         """Start to look up the pages of a request that was queued. Call `is_ready` when it is its turn, or `forget` if it ends

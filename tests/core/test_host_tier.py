@@ -25,7 +25,7 @@ FIRST, OTHER = list(range(100, 121)), list(range(200, 264))
 
 def make_tiered(*specs: Any, num_pages: int = 8, num_host_pages: int = 20, **options: Any) -> CacheManager:
     """Make a manager with a tier, by default of attention alone in a pool of 7 pages."""
-    tier = HostTier(num_host_pages, **{name: options.pop(name) for name in ("policy", "min_uses") if name in options})
+    tier = HostTier(num_host_pages, **{name: options.pop(name) for name in ("policy",) if name in options})
     return make_manager(*specs or (FULL,), num_pages=num_pages, host_tier=tier, **options)
 
 

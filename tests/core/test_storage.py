@@ -190,8 +190,6 @@ def test_misuse() -> None:
     for call in (link_storage, unlink_storage, take_unstored):
         with pytest.raises(ArgumentError, match=r"^store: got one without a host tier"):
             call(bare._store)
-    with pytest.raises(ArgumentError, match="min_uses"):
-        link_storage(store, False, 256)
     link_storage(store)
     with pytest.raises(ArgumentError, match="has storage behind it"):
         link_storage(store)

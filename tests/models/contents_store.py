@@ -71,7 +71,6 @@ class StoreBooks:
             arrays,
             "contents",
             write=rng.choice(("evicted", "through")),
-            min_uses=rng.choice((1, 1, 2)),
             deadline_ms=rng.choice((0, 5, 50)),
             max_queued_bytes=rng.choice((1 << 20, 2000)),
         )

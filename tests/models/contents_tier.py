@@ -30,9 +30,9 @@ def draw_tier(rng: Random, num_pages: NumPages) -> HostTier:
     policy = rng.choice(("write_back", "write_through"))
     if isinstance(num_pages, Mapping):
         sizes = {name: rng.choice((3, size, 4 * size)) for name, size in reversed(num_pages.items())}
-        return HostTier(sizes, policy=policy, min_uses=rng.choice((1, 1, 2)))
+        return HostTier(sizes, policy=policy)
     size = rng.choice((3, num_pages, 4 * num_pages))
-    return HostTier(size, policy=policy, min_uses=rng.choice((1, 1, 2)))
+    return HostTier(size, policy=policy)
 
 
 class Move(NamedTuple):
@@ -208,7 +208,7 @@ class TierBooks:
             self.wanted |= {content for page_id, content in self.ready.items() if page_id in index.entries}
             self.saved |= {*self.ready}
         num_refused = self.tier.stats().num_refused_pages
-        if self.tier.min_uses == 1 and num_refused == self.num_refused:
+        if num_refused == self.num_refused:
             saved = {content for one in self.in_flight for content in one.contents}
             require(self.wanted <= {*contents, *kept, *saved}, "not saved", self.wanted)
         loaded = [self.due_loads[load.page] for load in loads]

@@ -248,7 +248,6 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "interval": constant(0, 0, 0, 4),
     "lease_pages.page_ids": one_of(held_or_hit_ids, ids),
     "find_prefix.ids load_prefix.ids": constant((0, None), (0, None), (3, 9)),
-    "min_uses": constant(1, 1, 2),
     "num_tier_pages": constant(4, 12),
     "tier": live(_core.PageTier),
     "end_external.num_tokens commit_external.num_tokens num_valid_tokens ref_cnt": constant(0, 1, 2),

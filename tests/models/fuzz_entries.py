@@ -30,7 +30,7 @@ CONSTRUCTORS = {
     "PageSessions": "store",
     "HashChain": "page_size key_bytes flag algorithm",
     "PageStore": "num_pages flag eviction",
-    "PageTier": "store num_tier_pages flag min_uses",
+    "PageTier": "store num_tier_pages flag",
     "EntryJournal": "store",
     "QueryCounter": "store flag",
     "PrefixTable": "page_size",

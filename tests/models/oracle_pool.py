@@ -232,8 +232,6 @@ class OraclePool:
                 self.policy.note_hit(page, is_free)
             if is_use:
                 self.expected.end(page, is_used=True)
-            if self.tier is not None:
-                self.tier.uses[page] += 1
             self.ref_counts[page] += 1
 
     def free_pages(self, pages: Sequence[int], is_counted: bool = True, terms: Sequence[int] = ()) -> None:

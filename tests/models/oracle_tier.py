@@ -64,7 +64,6 @@ class OracleTier:
         device_pools: Pools,
         pools: Pools,
         writes_through: bool = False,
-        min_uses: int = 1,
     ) -> None:
         self.device = device
         self.device_pools = device_pools
@@ -72,11 +71,9 @@ class OracleTier:
         self.pool = OraclePool(pools.num_records, True, None, pools.ranges)
         self.pool.has_blank_first = device.has_blank_first
         self.writes_through = writes_through
-        self.min_uses = min_uses
         self.transfers: list[Transfer] = []
         self.last_number = 0
         self.loading: dict[int, int] = {}  # the list by which a page of the device, or what it was copied from, is loaded
-        self.uses: Counter[int] = Counter()  # of each cached page of the device
         self.fresh: dict[int, None] = {}  # pages that were cached since moves were taken
         self.computed: list[int] = []  # fresh ones of the time before, which are to be saved
         self.saved: set[int] = set()  # cached pages that a tier that writes through need not save when they are evicted
@@ -98,7 +95,6 @@ class OracleTier:
 
     def note_cached(self, page: int) -> None:
         """A page of the device got an entry. If it is loaded it need not be saved."""
-        self.uses[page] = 1
         self.saved.discard(page)
         if page in self.loading and self.writes_through:
             self.saved.add(page)
@@ -125,8 +121,6 @@ class OracleTier:
             self.pool.touch([[tier_page]])
             self.pool.free_pages([tier_page])
             return True
-        if self.uses[page] < self.min_uses:
-            return False
         pages = self.pools.range_of(entry[1])
         if not self.pool.free_in(pages):
             self.counts["refused"] += 1

@@ -111,8 +111,8 @@ def make_managers(
     if features.tier:
         rng = Random(f"{setting.name} {seed}")
         tier_sizes = draw_tier_sizes(rng, num_pages)
-        tier_policy, min_uses = rng.choice(("write_back", "write_through")), rng.choice((1, 1, 1, 1, 1, 1, 1, 2, 3))
-        options["host_tier"] = pagepool.HostTier(tier_sizes, policy=tier_policy, min_uses=min_uses)
+        tier_policy = rng.choice(("write_back", "write_through"))
+        options["host_tier"] = pagepool.HostTier(tier_sizes, policy=tier_policy)
     groups, policy = setting.cache_groups(pagepool), make_policy(eviction, setting.pools(num_pages).ranges[0].stop)
     common = {"caches": caches}
     oracle = setting.manager(OracleManager, groups, num_pages, share, policy=policy, **common)
@@ -125,7 +125,7 @@ def make_managers(
         tier_pools = setting.pools(tier_sizes)
         ranges = zip(tier_pools.ranges, oracle.pools.ranges, strict=True)
         writes_through = tier_policy == "write_through" and all(len(pages) >= 2 * len(device) for pages, device in ranges)
-        OracleTier(oracle.page_pool, oracle.pools, tier_pools, writes_through, min_uses)
+        OracleTier(oracle.page_pool, oracle.pools, tier_pools, writes_through)
     return oracle, manager
 
 

@@ -175,17 +175,6 @@ def test_a_page_is_saved_once() -> None:
     assert host.stored.stats().num_saved_pages == 16
 
 
-def test_pages_used_too_seldom_are_not_saved() -> None:
-    host = Host(make_store(), num_pages=6, num_host_pages=12, min_uses=2)
-    for seed in range(1, 6):
-        host.run(tokens(seed))
-    assert host.stored.stats().num_saved_pages == 0
-    host = Host(make_store(), num_pages=6, num_host_pages=16, min_uses=2)
-    for seed in (1, 2, 1, 3, 4, 5, 6):
-        host.run(tokens(seed))
-    assert host.stored.stats().num_saved_pages == 4
-
-
 def test_pages_beyond_the_queue_are_dropped() -> None:
     host = Host(make_store(delay=0), write="through", max_queued_bytes=3 * (64 + ROW_BYTES))
     host.store.poll = list
@@ -926,7 +915,6 @@ ROWS = [np.zeros((40, ROW_BYTES), dtype=np.uint8)]
         (0, make_store(), ROWS, {"namespace": "\udc80"}, ArgumentError, r"^namespace: got '\\udc80', allowed: valid Unicode"),
         (0, make_store(), ROWS, {"namespace": b"n"}, ArgumentTypeError, "^namespace: got bytes, allowed: a string"),
         (0, make_store(), ROWS, {"write": "back"}, ArgumentError, "^write: got 'back'"),
-        (0, make_store(), ROWS, {"min_uses": 0}, ArgumentError, "^min_uses: got 0, allowed: at least 1"),
         (0, make_store(), ROWS, {"deadline_ms": -1}, ArgumentError, "^deadline_ms"),
         (0, make_store(), ROWS, {"deadline_ms": float("nan")}, ArgumentError, "^deadline_ms"),
         (0, make_store(), ROWS, {"max_queued_bytes": -1}, ArgumentError, "^max_queued_bytes"),

@@ -469,10 +469,8 @@ cdef inline void _hit_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, bin
 
 
 cdef inline void _on_hit(Pool *pool, int32_t page_id) noexcept nogil:
-    """Add a hit's reference to a page outside the queue. The tier and the residency count the hit."""
+    """Add a hit's reference to a page outside the queue. The residency counts the hit."""
     share(pool, page_id)
-    if rare(pool.tier != NULL) and pool.tier.uses != NULL:
-        pool.tier.uses[page_id] += pool.tier.uses[page_id] < pool.tier.min_uses
     if rare(not page_id & pool.sample_mask):
         record_use(pool.residency, page_id)
 

@@ -130,8 +130,6 @@ cdef struct Tier:
     int64_t oldest_load       # first list with unfinished loads; INT64_MAX: none
     int64_t *loading          # [num_pages] list that loads a page of the pool; 0 for most
     int64_t last_forked       # last list that was loading a page when a fork copied it
-    uint8_t *uses             # [num_pages] uses of a cached page, up to `min_uses`; NULL: one use is enough
-    uint8_t min_uses          # uses from which a page is worth saving
     uint32_t *fresh_numbers   # [num_pages] number of each cached page; NULL: the tier does not write through
     uint32_t num_cached       # pages ever cached; wraps around
     FreshPage *fresh          # [num_fresh] pages to be saved, and room for `fresh_capacity`

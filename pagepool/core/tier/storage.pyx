@@ -3,7 +3,7 @@
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
-from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t, uint64_t
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint64_t
 from libc.string cimport memcmp, memmove
 
 from pagepool.core.holding cimport StoredKey
@@ -36,56 +36,44 @@ cdef void queue_unstored(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef void store_evicted(Pool *pool, int32_t page_id) noexcept nogil:
-    """Queue a page that the tier evicts, unless another of its pages has the content, or it was used too seldom."""
-    assert pool.pages[page_id].group != NO_GROUP and pool.tier.uses != NULL
-    if not pool.pages[page_id].group & TWIN and pool.tier.uses[page_id] >= pool.tier.min_uses:
+    """Queue a page that the tier evicts, unless another of its pages has the content."""
+    assert pool.pages[page_id].group != NO_GROUP
+    if not pool.pages[page_id].group & TWIN:
         queue_unstored(pool, page_id)
 
 
 cdef void store_cached(Pool *pool, int32_t page_id) noexcept nogil:
     """Queue a page that reached the tier."""
-    count_cached(pool, page_id)
+    note_arrival(pool, page_id)
     queue_unstored(pool, page_id)
 
 
-cdef void count_cached(Pool *pool, int32_t page_id) noexcept nogil:
-    """Count the first use of a page that reached the tier, and note the step."""
+cdef void note_arrival(Pool *pool, int32_t page_id) noexcept nogil:
+    """Note the step in which a page reached the tier."""
     assert 0 < page_id < pool.num_pages and pool.tier.num_steps >= 0
-    pool.tier.uses[page_id] = 1
     pool.tier.arrivals[page_id] = pool.tier.num_steps
 
 
-def link_storage(PageStore store not None, bint writes_through=False, min_uses=1) -> None:
-    """Put storage behind the tier of a store. A page that the tier evicts is due there if it was used `min_uses` times, where
-    reaching the tier is the first use. If the storage `writes_through`, pages are also due as they reach the tier.
-    ArgumentError if there is storage already. O(pages of the tier).
+def link_storage(PageStore store not None, bint writes_through=False) -> None:
+    """Put storage behind the tier of a store. A page that the tier evicts is due there. If the storage `writes_through`, pages
+    are also due as they reach the tier. ArgumentError if there is storage already. O(pages of the tier).
     """
     cdef PageTier tier = tier_of(store)
     cdef Tier *storage = &tier.storage
     cdef Pool *pool = &tier.pages.pool
-    cdef uint8_t checked_uses = <uint8_t>size_of(min_uses, "min_uses", 1, MAX_USES)
-    cdef uint8_t *uses = <uint8_t *>calloc(pool.num_pages, 1)
     cdef int64_t *arrivals = <int64_t *>calloc(pool.num_pages, sizeof(int64_t))
     cdef bint is_new = False
-    cdef int32_t page_id
-    if uses == NULL or arrivals == NULL:
-        free(uses)
-        free(arrivals)
+    if arrivals == NULL:
         raise MemoryError("the storage behind a tier")
     with store.own_lock()[0]:
         is_new = pool.tier == NULL
         assert storage.num == storage.num_due == 0 or not is_new
         if is_new:
-            for page_id in range(1, pool.num_pages):
-                uses[page_id] = pool.pages[page_id].group != NO_GROUP
-            uses, storage.uses = storage.uses, uses
             arrivals, storage.arrivals = storage.arrivals, arrivals
             storage.num_clears = storage.num_steps = 0
-            storage.min_uses = checked_uses
             storage.save_evicted = store_evicted
-            storage.record_cached = store_cached if writes_through else count_cached
+            storage.record_cached = store_cached if writes_through else note_arrival
             pool.tier = storage
-    free(uses)
     free(arrivals)
     if not is_new:
         raise ArgumentError("host_tier: got one that has storage behind it, allowed: one without")

@@ -16,10 +16,6 @@ from pagepool.core.tier.transfers cimport *
 from pagepool.core.values cimport HashChain, PageIds, as_list, size_of
 
 
-cdef enum:
-    MAX_USES = 255
-
-
 @cython.final
 cdef class PageTier:
     cdef PageStore pages

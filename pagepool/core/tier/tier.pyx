@@ -22,17 +22,13 @@ from pagepool.core.values cimport new_ids, require_instance
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 cdef bint save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
-    """Queue the save of a page, unless the tier has it. Return whether the tier has it or gets it: False if it was used too
-    seldom, or the tier is full.
-    """
+    """Queue the save of a page, unless the tier has it. Return whether the tier has it or gets it: False if it is full."""
     cdef Tier *tier = pool.tier
     cdef int32_t tier_id = find(tier.pool, key, group)
     if tier_id != NULL_PAGE:
         keep_longer(tier, tier_id)
         return True
     assert 0 < page_id < pool.num_pages and group >= 0
-    if tier.uses != NULL and tier.uses[page_id] < tier.min_uses:
-        return False
     if count_free_in(tier.pool, queue_of(pool, page_id)) == 0 or not reserve_transfers(tier, 1):
         tier.counters.num_refused_pages += 1
         return False
@@ -41,13 +37,10 @@ cdef bint save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noex
 
 
 cdef void keep_longer(Tier *tier, int32_t tier_id) noexcept nogil:
-    """Let a page of the tier be evicted as if it was just used. For storage behind the tier that is no use."""
-    cdef uint8_t uses = tier.pool.tier.uses[tier_id] if tier.pool.tier != NULL else 0
+    """Let a page of the tier be evicted as if it was just used."""
     assert tier.pool.pages[tier_id].group != NO_GROUP
     hit(tier.pool, &tier_id, 1, NO_SESSION)
     give_back(tier.pool, tier_id)
-    if tier.pool.tier != NULL:
-        tier.pool.tier.uses[tier_id] = uses
 
 
 cdef void save_evicted(Pool *pool, int32_t page_id) noexcept nogil:
@@ -76,13 +69,11 @@ cdef void drop_stale(Tier *tier) noexcept nogil:
 
 
 cdef void record_cached(Pool *pool, int32_t page_id) noexcept nogil:
-    """Record that a page was cached. Count its uses, and save it once a step has computed it, if the tier writes through. If
-    memory is short, it is saved at its eviction instead.
+    """Record that a page was cached, and save it once a step has computed it, if the tier writes through. If memory is short,
+    it is saved at its eviction instead.
     """
     cdef Tier *tier = pool.tier
     assert pool.pages[page_id].group != NO_GROUP
-    if tier.uses != NULL:
-        tier.uses[page_id] = 1
     if tier.fresh_numbers == NULL:
         return
     if tier.loading[page_id]:
@@ -105,17 +96,14 @@ cdef class PageTier:
     """A tier of `num_pages` pages, including a null page, behind `store`. It evicts by LRU. The tier has the banks of the
     store: `num_pages` is the size of the first, `further_banks` has those of the others, without null pages.
 
-    Pages evicted from the store are saved, if they were used `min_uses` times. If the tier `writes_through`, such pages are
-    saved as soon as they are computed, and not again at eviction. O(num_pages of both) to make.
+    Pages evicted from the store are saved. If the tier `writes_through`, pages are saved as soon as they are computed, and not
+    again at eviction. O(num_pages of both) to make.
     """
 
-    def __cinit__(
-        self, PageStore store not None, num_pages, bint writes_through=False, min_uses=1, further_banks=()
-    ):
+    def __cinit__(self, PageStore store not None, num_pages, bint writes_through=False, further_banks=()):
         cdef Tier *tier = &self.tier
         cdef Py_ssize_t n = store.pool.num_pages
         cdef list sizes = as_list(further_banks, "further_banks")
-        cdef bint has_all
         if not store.enable_caching:
             raise ArgumentError("host_tier: got one, allowed without prefix caching: None")
         self.num_device_pages = store.pool.num_pages
@@ -126,24 +114,19 @@ cdef class PageTier:
             self.pages.put_blank_first()
         if store.pool.uppers != NULL:
             self.pages.keep_whole_digests()
-        tier.min_uses = <uint8_t>size_of(min_uses, "min_uses", 1, MAX_USES)
         tier.oldest_load = INT64_MAX
         tier.pool, tier.save_evicted, tier.record_cached = &self.pages.pool, save_evicted, record_cached
         tier.loading = <int64_t *>calloc(n, sizeof(int64_t))
-        tier.uses = <uint8_t *>calloc(n, 1) if tier.min_uses > 1 else NULL
         tier.fresh_numbers = <uint32_t *>calloc(n, sizeof(uint32_t)) if writes_through else NULL
-        has_all = tier.loading != NULL and (tier.uses != NULL) == (tier.min_uses > 1)
-        if not has_all or (tier.fresh_numbers != NULL) != writes_through:
+        if tier.loading == NULL or (tier.fresh_numbers != NULL) != writes_through:
             raise MemoryError("the tier of a pool")
 
     def __dealloc__(self):
         free(self.tier.items)
         free(self.tier.loading)
-        free(self.tier.uses)
         free(self.tier.fresh_numbers)
         free(self.tier.fresh)
         free(self.storage.items)
-        free(self.storage.uses)
         free(self.storage.arrivals)
 
     def __reduce__(self):
