@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_UNREAD_BYTES = 1 << 16  # limit of an unfinished message; in libzmq small frames take up to 32 times as much
 NUM_FRAME_BYTES = 64  # largest overhead of a frame on the wire
 NUM_SUBSCRIPTION_BYTES = 64  # overhead of each topic
+MAX_SUBSCRIPTION_BYTES = 8192  # limit of the topics of a subscriber
 MAX_SUBSCRIPTIONS_READ = 256  # limit of one call
 MILLISECONDS_BETWEEN_LOOKS = 50
 SHARE_OF_DESCRIPTORS = 8  # an endpoint may use 1/8 of the process's descriptors
@@ -68,18 +69,17 @@ class Peer:
 class Peers:
     """The connections of one socket, by their descriptors."""
 
-    def __init__(self, watched: "zmq.Socket[bytes]", endpoint: str, is_connecting: bool) -> None:
-        """Watch a socket first, then let it listen or connect, so that no connection is missed."""
+    def __init__(self, watched: "zmq.Socket[bytes]", endpoint: str) -> None:
+        """Watch a socket first, then let it listen, so that no connection is missed."""
         self.watched = watched
         self.by_descriptor: dict[int, Peer] = {}
         self.listening = -1  # listening descriptor, until the socket is closed
         self._is_open = True
-        self._is_connecting = is_connecting
-        begun = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
+        begun = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED
         self.monitor = watched.get_monitor_socket(begun | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
-        watched.connect(endpoint) if is_connecting else watched.bind(endpoint)
+        watched.bind(endpoint)
         self.endpoint = watched.getsockopt_string(zmq.LAST_ENDPOINT)
-        if not is_connecting and not self.endpoint.startswith("inproc:"):  # inproc has no connections
+        if not self.endpoint.startswith("inproc:"):  # inproc has no connections
             self.listening = recv_monitor_message(self.monitor, zmq.DONTWAIT)["value"]
 
     def set_open(self, is_open: bool) -> bool:
@@ -108,7 +108,7 @@ class Peers:
         """Whether a descriptor is one of the connections or their listener, by its address."""
         try:
             with _borrowed(descriptor) as connection:
-                address = connection.getpeername() if self._is_connecting else connection.getsockname()
+                address = connection.getsockname()
         except (OSError, ValueError):
             return False
         if isinstance(address, tuple):
@@ -131,9 +131,9 @@ class Guard:
         self._warn_at = -math.inf
         self.thread = threading.Thread(target=self._run, name="pagepool-connections", daemon=True)
 
-    def watch(self, watched: "zmq.Socket[bytes]", endpoint: str, is_connecting: bool) -> Peers:
-        """Let a socket listen at an address or connect to it, and return its connections."""
-        self._all_peers.append(Peers(watched, endpoint, is_connecting))
+    def watch(self, watched: "zmq.Socket[bytes]", endpoint: str) -> Peers:
+        """Let a socket listen at an address, and return its connections."""
+        self._all_peers.append(Peers(watched, endpoint))
         return self._all_peers[-1]
 
     def stop(self) -> None:
@@ -167,7 +167,7 @@ class Guard:
             finally:
                 os.dup2(self._nothing.fileno(), spare, inheritable=False)
 
-    def read_subscriptions(self, peers: Peers, max_bytes: int) -> None:
+    def read_subscriptions(self, peers: Peers) -> None:
         """Read the messages of subscribers to an XPUB socket, in its thread, and close subscribers with too many topics."""
         with contextlib.suppress(zmq.Again):
             for _ in range(MAX_SUBSCRIPTIONS_READ):
@@ -176,7 +176,7 @@ class Guard:
                 if not peer.is_refused:
                     peer.note_read([frame])
                     peer.note_subscription(frame.bytes)
-                    if peer.num_topic_bytes > max_bytes:
+                    if peer.num_topic_bytes > MAX_SUBSCRIPTION_BYTES:
                         self.close(peers, descriptor)
 
     # Methods that run in the thread.

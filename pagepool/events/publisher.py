@@ -29,7 +29,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from pagepool.arguments import as_list, require_flag, require_int
+from pagepool.arguments import as_list, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, shown
 from pagepool.events.connections import Guard, Peers
 from pagepool.events.messages import AllBlocksCleared, Event, EventBatch, encode_batch, require_seconds
@@ -53,6 +53,7 @@ PATIENCE = 10.0  # seconds; a router that does not read its replay for this time
 SECONDS_UNREAD = 30.0  # a subscriber that reads nothing for this time is disconnected
 SHARE_OF_SERVICE = 0.1  # share of the thread's time for requests of routers
 MIN_REST = 0.002  # seconds between two parts of replays
+INTERVAL = 0.05  # seconds between two looks for the manager's events
 MAX_WAIT = 3600.0  # seconds
 MAX_SILENCE = 60.0  # seconds between two heartbeats
 SECONDS_TO_CLOSE = 1.0
@@ -84,16 +85,13 @@ class Worker:
     source: EventSource | None
     endpoint: object
     replay_endpoint: object
-    is_connecting: bool
     curve: Curve | None
     topic: bytes
-    interval: float
     buffer_steps: int
     hwm: int
     data_parallel_rank: int
     heartbeat: float
     max_connections: int
-    max_subscription_bytes: int
 
     def __post_init__(self) -> None:
         """Open the sockets and start the thread, or do neither. Raise EndpointError for an unusable address."""
@@ -139,7 +137,7 @@ class Worker:
         publishing.sndhwm, publishing.rcvhwm = self.hwm, SUBSCRIPTIONS_HWM
         publishing.setsockopt(zmq.XPUB_VERBOSER, 1)
         publishing.setsockopt(zmq.TCP_MAXRT, int(1000 * SECONDS_UNREAD))
-        self.published = self._attach(publishing, "endpoint", self.endpoint, curve, self.is_connecting)
+        self.published = self._attach(publishing, "endpoint", self.endpoint, curve)
         if self.replay_endpoint is not None:
             replaying = self._context.socket(zmq.ROUTER)
             replaying.sndhwm, replaying.rcvhwm = REPLAY_HWM, MAX_REQUESTS_READ
@@ -151,10 +149,8 @@ class Worker:
         self._waking.connect("inproc://wake")
         self.guard.thread.start()
 
-    def _attach(
-        self, socket: "zmq.Socket[bytes]", name: str, endpoint: object, curve: Curve | None, is_connecting: bool = False
-    ) -> Peers:
-        """Listen at an address or connect to it, and return the connections."""
+    def _attach(self, socket: "zmq.Socket[bytes]", name: str, endpoint: object, curve: Curve | None) -> Peers:
+        """Listen at an address, and return the connections."""
         if not isinstance(endpoint, str):
             raise ArgumentTypeError(f"{name}: got {type(endpoint).__name__}, allowed: a string such as {DEFAULT_ENDPOINT!r}")
         for option, value in SOCKET_OPTIONS.items():
@@ -168,7 +164,7 @@ class Worker:
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # if the authenticator is missing, refuse all connections
         require_ports(name, endpoint)
         try:
-            return self.guard.watch(socket, endpoint, is_connecting)
+            return self.guard.watch(socket, endpoint)
         except (zmq.ZMQError, UnicodeError) as error:
             is_in_use = isinstance(error, zmq.ZMQError) and error.errno == zmq.EADDRINUSE
             got = f"{endpoint!r}: {'the port is in use' if is_in_use else error}"
@@ -254,7 +250,7 @@ class Worker:
     def _publish_all(self) -> None:
         """Publish the manager's events and those passed to `publish`."""
         if self.source is not None and (time.monotonic() >= self._take_at or self._is_closing):
-            self._take_at = time.monotonic() + self.interval
+            self._take_at = time.monotonic() + INTERVAL
             if events := self.source.take():
                 self._publish(*self.encode(events))
         while not self.queue.empty():
@@ -275,7 +271,7 @@ class Worker:
         if is_start:
             self._start = batch
         self.published.watched.send_multipart([self.topic, batch[0].to_bytes(8, "big"), payload])
-        self.guard.read_subscriptions(self.published, self.max_subscription_bytes)  # each send lets libzmq accept some
+        self.guard.read_subscriptions(self.published)  # each send lets libzmq accept some
         self._silence = self.heartbeat
         self._beat_at = time.monotonic() + self._silence
 
@@ -284,7 +280,7 @@ class Worker:
         start = time.monotonic()
         if start < self._serve_at or not (self._is_asked or self.replays):
             return
-        self.guard.read_subscriptions(self.published, self.max_subscription_bytes)
+        self.guard.read_subscriptions(self.published)
         if self.replayed is not None:
             self._accept(self.replayed)
             self._replay_some()
@@ -397,14 +393,14 @@ class HasEvents(Protocol):
 class EventPublisher(contextlib.AbstractContextManager["EventPublisher"]):
     """Publisher of a manager's events, and of events passed to `publish`, in its own thread.
 
-    The thread takes the manager's events every `interval` seconds and at `flush`; nothing else may take them. A slow router
+    The thread takes the manager's events every 50 milliseconds and at `flush`; nothing else may take them. A slow router
     misses batches beyond `hwm` and requests them at `replay_endpoint`. The last `buffer_steps` batches are kept; a router that
     asks for an older one gets a snapshot of the cache. The first batch is a snapshot too. After `heartbeat` seconds without a
     batch, and then at doubling intervals up to a minute, the thread sends a batch without events: its number shows the gap to a
     router that missed the last batches, and other routers ignore it.
 
     Routers cannot exhaust memory or descriptors. An endpoint has at most `max_connections`, and at most an eighth of the
-    process's descriptors. The topics of a subscriber take at most `max_subscription_bytes`, each its length plus 64 bytes. A
+    process's descriptors. The topics of a subscriber take at most 8 KiB, each its length plus 64 bytes. A
     connection beyond these limits is closed. So is one that takes 5 seconds for its handshake, leaves messages unread for 30
     seconds (replays for 10), requests more than 4 replays at once, or sends 64 KiB without ending a message. Routers reconnect
     by themselves. They need ZMTP 3 (libzmq 4.0 or later).
@@ -424,20 +420,17 @@ class EventPublisher(contextlib.AbstractContextManager["EventPublisher"]):
         replay_endpoint: str | None = None,
         *,
         topic: str = "",
-        interval: float = 0.05,
         buffer_steps: int = 1000,
         hwm: int = 1000,
         data_parallel_rank: int = 0,
         heartbeat: float | None = 1.0,
         max_connections: int = 32,
-        max_subscription_bytes: int = 8192,
-        is_connecting: bool = False,
         curve_secretkey: str | bytes | None = None,
         curve_client_keys: Iterable[str | bytes] | None = None,
     ) -> None:
         """Start the thread. Without a `manager` only events passed to `publish` are sent.
 
-        `endpoint` is the address to listen at or, if `is_connecting`, the address of a router; port ``*`` is any free port.
+        `endpoint` is the address to listen at; port ``*`` is any free port.
         Routers may subscribe to a `topic`. With `heartbeat` None there is no heartbeat. The attributes ``endpoint`` and
         ``replay_endpoint`` are the addresses with their ports. Raise EndpointError, an OSError, if an address is malformed or
         its port taken; ArgumentError for values out of range, a secret key without client keys or the reverse, invalid keys,
@@ -455,16 +448,13 @@ class EventPublisher(contextlib.AbstractContextManager["EventPublisher"]):
             source,
             endpoint,
             replay_endpoint,
-            require_flag("is_connecting", is_connecting),
             _as_curve(curve_secretkey, curve_client_keys),
             topic.encode("utf-8", "backslashreplace"),
-            _as_seconds("interval", interval),
             require_int("buffer_steps", buffer_steps, 1, MAX_INT32),
             require_int("hwm", hwm, 1, MAX_INT32),
             require_int("data_parallel_rank", data_parallel_rank, 0, MAX_INT32),
             math.inf if heartbeat is None else _as_seconds("heartbeat", heartbeat),
             require_int("max_connections", max_connections, 1, MAX_INT32),
-            require_int("max_subscription_bytes", max_subscription_bytes, 1, MAX_INT32),
         )
         self.endpoint = self._worker.published.endpoint
         self.replay_endpoint = self._worker.replayed and self._worker.replayed.endpoint

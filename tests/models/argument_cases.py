@@ -760,9 +760,9 @@ replay.Scheduler(use.manager, [], batched=<True|flag typed>)
 replay.TraceRecord(timestamp=<0|float>, input_length=<1>, output_length=<1>, block_size=<4>, hash_ids=(1,))
 """
 EVENT_CALLS = """
-publish(use, buffer_steps=<9>, hwm=<9>, data_parallel_rank=<0>, interval=<1.0|float typed>,
+publish(use, buffer_steps=<9>, hwm=<9>, data_parallel_rank=<0>,
     heartbeat=<1.0|float None typed>, topic=<""|str typed>)
-publish(use, manager=<None|None>, is_connecting=<False|flag typed>)
+publish(use, manager=<None|None>)
 CacheManager(16, GROUPS, 64).enable_events(hashes_as_bytes=<False|flag typed>)
 publish(use, endpoint=<"inproc://argument-edges"|by_value>)
 publish(use, replay_endpoint=<None|None>, curve_secretkey=<None|None>, curve_client_keys=<None|None>)

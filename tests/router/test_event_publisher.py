@@ -42,7 +42,6 @@ from subscribers import (
     cached,
     number_of,
     publish_some,
-    set_keys,
     subscribed,
     wait_until,
     work,
@@ -60,9 +59,10 @@ def manager() -> pagepool.CacheManager:
 
 
 @pytest.fixture
-def publisher(manager: pagepool.CacheManager) -> Iterator[EventPublisher]:
+def publisher(manager: pagepool.CacheManager, monkeypatch: pytest.MonkeyPatch) -> Iterator[EventPublisher]:
     """A publisher that takes events only at a flush."""
-    options = {"interval": HOUR, "heartbeat": None, "buffer_steps": 8, "data_parallel_rank": 3}
+    monkeypatch.setattr("pagepool.events.publisher.INTERVAL", HOUR)
+    options = {"heartbeat": None, "buffer_steps": 8, "data_parallel_rank": 3}
     with EventPublisher(manager, LOOPBACK, LOOPBACK, **options) as publisher:
         yield publisher
 
@@ -299,20 +299,6 @@ def test_keys_as_text_on_a_socket_file(manager: pagepool.CacheManager, tmp_path:
         assert not stranger.live.poll(200)
 
 
-@pytest.mark.parametrize("keys", [ALLOWED, *STRANGERS.values()], ids=["with keys", *STRANGERS])
-def test_a_router_that_listens_needs_a_key_too(keys: Keys | None) -> None:
-    with zmq.Context() as context, context.socket(zmq.SUB) as live:
-        set_keys(live, keys)
-        port = live.bind_to_random_port("tcp://127.0.0.1")
-        live.subscribe("")
-        with EventPublisher(None, f"tcp://127.0.0.1:{port}", is_connecting=True, **CURVE) as publisher:
-            for _ in range(4000 if keys == ALLOWED else 40):
-                publisher.publish([])
-                if live.poll(5):
-                    break
-            assert bool(live.poll(0)) is (keys == ALLOWED)
-
-
 def test_no_router_is_admitted_once_the_authenticator_is_gone() -> None:
     with EventPublisher(None, LOOPBACK, LOOPBACK, **CURVE) as publisher:
         publisher._worker.authenticator.stop()
@@ -512,15 +498,13 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"manager": 3}, ArgumentTypeError, "manager: got int, allowed: CacheManager or None"),
     ({"endpoint": 3}, ArgumentTypeError, "endpoint: got int, allowed: a string such as"),
     ({"replay_endpoint": 3}, ArgumentTypeError, "replay_endpoint: got int, allowed: a string such as"),
-    ({"interval": True}, ArgumentTypeError, "interval: got bool, allowed: a number of seconds"),
-    ({"interval": float("inf")}, ArgumentError, "interval: got inf, allowed: more than 0 seconds"),
-    ({"interval": 0}, ArgumentError, "interval: got 0, allowed: more than 0 seconds"),
-    ({"interval": float("nan")}, ArgumentError, "interval: got nan, allowed: more than 0 seconds"),
+    ({"heartbeat": True}, ArgumentTypeError, "heartbeat: got bool, allowed: a number of seconds"),
+    ({"heartbeat": float("inf")}, ArgumentError, "heartbeat: got inf, allowed: more than 0 seconds"),
+    ({"heartbeat": float("nan")}, ArgumentError, "heartbeat: got nan, allowed: more than 0 seconds"),
     ({"buffer_steps": 0}, ArgumentError, "buffer_steps: got 0, allowed: 1 to 2147483647"),
     ({"hwm": 0}, ArgumentError, "hwm: got 0, allowed: 1 to 2147483647"),
     ({"heartbeat": 0}, ArgumentError, "heartbeat: got 0, allowed: more than 0 seconds"),
     ({"max_connections": 0}, ArgumentError, "max_connections: got 0, allowed: 1 to 2147483647"),
-    ({"max_subscription_bytes": 0}, ArgumentError, "max_subscription_bytes: got 0, allowed: 1 to 2147483647"),
     ({"data_parallel_rank": -1}, ArgumentError, "data_parallel_rank: got -1, allowed: 0 to 2147483647"),
 ]
 

@@ -64,7 +64,7 @@ def subscriber(index: PrefixIndex) -> Iterator[EventSubscriber]:
 def test_the_index_follows_workers_that_come_late_and_are_replaced(index: PrefixIndex, subscriber: EventSubscriber) -> None:
     rng = Random(1)
     managers = [make_manager() for _ in range(3)]
-    publishers = [EventPublisher(manager, ANY_PORT, ANY_PORT, interval=0.01) for manager in managers]
+    publishers = [EventPublisher(manager, ANY_PORT, ANY_PORT) for manager in managers]
     try:
         for i, publisher in enumerate(publishers[:2]):
             subscriber.connect(i, publisher.endpoint, publisher.replay_endpoint)
@@ -83,7 +83,7 @@ def test_the_index_follows_workers_that_come_late_and_are_replaced(index: Prefix
         endpoints = publishers[1].endpoint, publishers[1].replay_endpoint
         publishers[1].close()
         managers[1] = make_manager()
-        publishers[1] = EventPublisher(managers[1], *endpoints, interval=0.01, heartbeat=0.05)
+        publishers[1] = EventPublisher(managers[1], *endpoints, heartbeat=0.05)
         run(managers[1], "new", rng)
         publishers[1].flush()
         wait_for(lambda: knows(index, 1, managers[1]))
