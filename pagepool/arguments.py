@@ -113,7 +113,6 @@ def require_number(name: str, value: Any, minimum: float = 0.0, maximum: float =
 
 
 def _require_real(name: str, value: object, allowed: str) -> None:
-    """Raise ArgumentTypeError unless `value` is a number other than a bool."""
     if isinstance(value, bool | np.timedelta64) or not isinstance(value, Real):  # a time is an int for NumPy
         raise ArgumentTypeError(f"{name}: got {shown(value)}, allowed: {allowed}")
 

@@ -277,7 +277,6 @@ class HostPages:
             raise IntegrityError("HostPages: got a call in a forked process, allowed: calls in the process that made it")
 
     def _split(self, arrays: Any) -> list[list[Any]]:
-        """Return the checked arrays of each group."""
         leaves, tree = import_jax().tree_util.tree_flatten(arrays)
         if tree != self._tree:
             raise ArgumentError(f"arrays: got the pytree {tree}, allowed: as at first, {self._tree}")
@@ -506,13 +505,11 @@ class GroupPages:
         return copies
 
     def _load_in_place(self, leaves: list[Any], pairs: Int32Array) -> Copy:
-        """Load pages that the program reads in their rows."""
         copy = self._load(leaves, partial(list, self.aliases), pad(pairs, NOWHERE), True)
         self.readers = [*(reader for reader in self.readers if not reader.is_ready()), copy]  # saves keep the list
         return copy
 
     def _load_staged(self, leaves: list[Any], pairs: Int32Array, num_threads: int) -> Copy:
-        """Load pages through other memory."""
         memory = self.staging.take()
         stage = partial(self._stage, pairs[0], memory, num_threads)
         copy = self._load(leaves, stage, pad(np.stack([self.origins[pairs[0]], pairs[1]]), NOWHERE))

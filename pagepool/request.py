@@ -204,7 +204,6 @@ class RequestTraits:
 
 
 def _list_token_ids(name: str, token_ids: Iterable[int]) -> list[int]:
-    """Return the token ids as a new list."""
     if isinstance(token_ids, np.ndarray) and token_ids.ndim != 1:
         raise ArgumentTypeError(f"{name}: got an array of {token_ids.ndim} dimensions, allowed: 1")
     if type(token_ids) is list:

@@ -417,14 +417,12 @@ class _ReadFeatures(NamedTuple):
 
 
 def _checked(traits: RequestTraits) -> RequestTraits:
-    """Return the traits of a request. Raise ArgumentTypeError for anything else."""
     if not isinstance(traits, RequestTraits):
         raise ArgumentTypeError(f"traits: got {type(traits).__name__}, allowed: RequestTraits, or None")
     return traits
 
 
 def _tables_of(page_table: HostTable | HostTables, manager: CacheManager) -> tuple[HostTable, ...]:
-    """Return the tables, one for each group."""
     page_sizes = [group.kv_cache_spec.page_size for group in manager.kv_cache_groups]
     if isinstance(page_table, HostTables):
         if page_table.page_sizes != page_sizes:

@@ -341,7 +341,6 @@ def _make_arrays(
 
 
 def _part_of(whole: Array, start: int, shape: Shape) -> Array:
-    """Return a view of values of an array, with a shape."""
     return whole[start : start + int(np.prod(shape))].reshape(shape)
 
 

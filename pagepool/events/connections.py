@@ -182,7 +182,6 @@ class Guard:
     # Methods that run in the thread.
 
     def _run(self) -> None:
-        """Run until the last monitor has stopped."""
         poller = zmq.Poller()
         followed = {peers.monitor: peers for peers in self._all_peers}
         look_at = -math.inf

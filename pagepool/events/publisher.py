@@ -248,7 +248,6 @@ class Worker:
                 self._take_at = min(self._take_at, now if self.source else math.inf)
 
     def _publish_all(self) -> None:
-        """Publish the manager's events and those passed to `publish`."""
         if self.source is not None and (time.monotonic() >= self._take_at or self._is_closing):
             self._take_at = time.monotonic() + INTERVAL
             if events := self.source.take():

@@ -191,7 +191,6 @@ class EventSource:
         return [digests[i : i + size] for i in range(0, len(digests), size)]
 
     def _hash_of(self, digest: int) -> Hash:
-        """Return the hash of a parent, as events have it."""
         return digest.to_bytes(self._num_digest_bytes, "big") if self.hashes_as_bytes else digest & MASK
 
 

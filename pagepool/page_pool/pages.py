@@ -42,7 +42,6 @@ class Pages(Sequence[CachePage]):
         return self._page(index if index >= 0 else index + len(self))
 
     def _page(self, page_id: int) -> CachePage:
-        """Return the page with an id of 0 or more. Raise PageIdError outside the pool."""
         return self._store.page(self._store.records_in_bank([page_id], self._bank)[0] if self._is_one_of_several else page_id)
 
 

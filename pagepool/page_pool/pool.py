@@ -430,7 +430,6 @@ class PagePool:
 
 
 def _check_span(num_cached_pages: int, num_full_pages: int, page_size: int) -> Span:
-    """Return the numbers as ints."""
     return (
         require_int("num_cached_pages", num_cached_pages, 0),
         require_int("num_full_pages", num_full_pages, 0),
@@ -439,7 +438,6 @@ def _check_span(num_cached_pages: int, num_full_pages: int, page_size: int) -> S
 
 
 def _require_ids(page_ids: AnyPageIds | PageIds) -> AnyPageIds | PageIds:
-    """Return the ids. Raise ArgumentTypeError for None."""
     if page_ids is None:
         raise ArgumentTypeError("page_ids: got None, allowed: a list or an array")
     return page_ids

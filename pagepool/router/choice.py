@@ -168,5 +168,4 @@ class PrefixRouter:
 
 
 def _list_workers(name: str, workers: Iterable[int]) -> list[int]:
-    """Return the numbers of workers, in the order given."""
     return [require_int(name, worker) for worker in as_list(name, workers, "ints", is_ordered=False)]

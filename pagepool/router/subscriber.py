@@ -358,5 +358,4 @@ def read_some(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
 
 
 def _closed() -> ArgumentError:
-    """Return the error for a call of a closed subscriber."""
     return ArgumentError("subscriber: got one that is closed, allowed: an open one")

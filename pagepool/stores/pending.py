@@ -106,7 +106,6 @@ class Jobs:
         self._call(self._store.close, drain_seconds=drain_seconds)
 
     def _give_up(self, last_start: float) -> None:
-        """End the jobs started until a time as failed."""
         while self._pending:
             number, job = next(iter(self._pending.items()))
             if job.started_at > last_start:

@@ -126,7 +126,6 @@ class Saves:
         self.heed_wrong(names)
 
     def _drop(self, name: bytes) -> None:
-        """Forget a page that waits for its save."""
         waiting = self._waiting.pop(name, None)
         if waiting is not None:
             self._buffers.give_back([self._buffers.arrays[waiting.size][waiting.place]], [waiting.place])
@@ -161,7 +160,6 @@ class Saves:
         self._save(due.pages.choose(~must_wait), size, [taken[i] for i in np.flatnonzero(~must_wait).tolist()])
 
     def _start_waiting(self, is_end: bool) -> None:
-        """Start the saves that need not wait any more."""
         ready = [
             name
             for name, waiting in self._waiting.items()
@@ -174,7 +172,6 @@ class Saves:
             self._save(pages, size, [waiting.place for waiting in each])
 
     def _save(self, pages: Pages, size: int, places: Sequence[int]) -> None:
-        """Start to save objects, which have all but their headers."""
         objects = self._buffers.arrays[size]
         for start in range(0, len(places), MAX_PAGES_PER_JOB):
             own = places[start : start + MAX_PAGES_PER_JOB]

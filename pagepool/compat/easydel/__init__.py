@@ -469,7 +469,6 @@ def _check_signatures(classes: Mapping[str, type]) -> None:
 
 
 def _signatures_of(cls: type) -> dict[str, str]:
-    """Return the public methods of a class by name, as in `SIGNATURES`."""
     operators = ("__init__", "__add__", "__getitem__")
     return {
         name: signature_of(member)

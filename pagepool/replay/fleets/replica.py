@@ -105,7 +105,6 @@ class Replica:
         return self._now if has_requests else math.inf
 
     def _receive(self) -> None:
-        """Queue the requests that have arrived."""
         while self._arrivals and self._arrivals[0][0] <= self._now:
             seconds, i = self._arrivals.popleft()
             self._arrival_seconds[self._requests[i].request_id] = seconds

@@ -92,7 +92,6 @@ def _may_be_latent(config: Config) -> bool:
 
 
 def _read_mask(config: Config, name: str) -> SimpleNamespace:
-    """Return the mask of a layer of this type."""
     if name == SLIDING:
         return SimpleNamespace(mask_type="SLIDING", size=read_int(config, "sliding_window"), chunks=None)
     if name == CHUNKED:

@@ -81,14 +81,12 @@ def _read_bamba(config: Config) -> State:
 
 
 def _count_inner(config: Config) -> int:
-    """Return the inner width of a Mamba layer."""
     if config.get("mamba_d_ssm") is not None:
         return read_int(config, "mamba_d_ssm")
     return read_int(config, "mamba_expand") * read_int(config, "hidden_size")
 
 
 def _read_zamba(config: Config) -> State:
-    """Read Mamba-2 of Zamba2."""
     num_heads = read_int(config, "n_mamba_heads")
     sizes = read_int(config, "mamba_ngroups"), read_int(config, "mamba_d_state"), _read_past(config, "mamba_d_conv")
     return _make_mamba2(num_heads, _count_inner(config) // num_heads, *sizes)
@@ -102,7 +100,6 @@ def _read_nemotron(config: Config) -> State:
 
 
 def _read_jamba(config: Config) -> State:
-    """Read Mamba of Jamba."""
     width = _count_inner(config)
     return State(width * _read_past(config, "mamba_d_conv"), width * read_int(config, "mamba_d_state"))
 

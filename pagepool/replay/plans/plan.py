@@ -320,7 +320,6 @@ class Plan:
 
 
 def _group_runs(runs: Iterable[tuple[Key, int, Run]]) -> dict[Key, dict[int, Run]]:
-    """Return runs by key and pool size."""
     groups: dict[Key, dict[int, Run]] = {}
     for key, num_pages, run in runs:
         groups.setdefault(key, {})[num_pages] = run

@@ -119,7 +119,6 @@ def _draw_checkpoints(axes: Axes, plan: Plan) -> None:
 
 
 def _draw_windows(axes: Axes, plan: Plan) -> None:
-    """Draw a line for each policy and rule, and the bound."""
     if plan.model.num_attention_groups:
         sizes, bound = [pool.num_pages for pool in plan.pools], [pool.best_hit_rate for pool in plan.pools]
         axes.plot(sizes, bound, color=ORANGE, linestyle="--", marker="s", markersize=4, label="bound")

@@ -107,7 +107,6 @@ class PolicySimulator:
     def _run(
         self, held: RequestPages, hits: Iterable[PageIds], chain: HashChain, lengths: Iterable[int], steps: "Steps"
     ) -> None:
-        """Run a request from its hits to its end."""
         num_computed_tokens = 0
         for num_tokens in lengths:
             steps.begin()

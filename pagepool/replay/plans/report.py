@@ -141,7 +141,6 @@ def _list_policies(plan: Plan) -> list[str]:
 
 
 def _describe_policies(plan: Plan) -> list[str]:
-    """Describe for each policy the gain or loss of a change from LRU."""
     sentences = []
     for eviction, by_size in plan.runs_by_policy.items():
         sentence = f"{POLICY_NAMES[eviction]} {_describe_runs(plan, [*by_size.values()])}"

@@ -45,7 +45,6 @@ def _describe_page(plan: Plan) -> str:
 
 
 def _describe_arrays(plan: Plan) -> list[str]:
-    """Describe what the bytes of a page mean."""
     num_groups = plan.model.num_groups
     if plan.page_bytes is None or num_groups == 1:
         return []

@@ -40,7 +40,6 @@ def list_requests(fields: Fields, number: int) -> list[Fields]:
 
 
 def _read_objects(fields: Fields, name: str) -> Iterator[tuple[int, Fields]]:
-    """Yield the objects of a list, counted from 1."""
     for place, item in enumerate(fields[name], start=1):
         if not isinstance(item, dict):
             raise ArgumentError(f"{name}: item {place} is {shown(item)}, allowed: an object")

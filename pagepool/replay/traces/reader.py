@@ -324,7 +324,6 @@ def _open_file(path: str) -> AbstractContextManager[BinaryIO]:
 
 
 def _read_fields(lines: Lines) -> Iterator[Fields]:
-    """Yield the fields of each request of a file."""
     first = next(lines, None)
     if first is None:
         return

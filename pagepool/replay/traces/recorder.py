@@ -145,7 +145,6 @@ class Recorder:
         return int((time.monotonic() - self._start_time) * 1000)
 
     def _describe_session(self, request: Request, now: int) -> dict[str, str | int]:
-        """Return the fields of a request's session; no fields without one."""
         session_id = require_name("session_id", getattr(request, "session_id", None))
         if session_id is None:
             return {}
