@@ -1,4 +1,4 @@
-"""Types of the compiled core. Its docstrings say what each call does and costs."""
+"""Types of the compiled core, and docstrings of what is public."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
@@ -19,65 +19,33 @@ class _BuildFlags(TypedDict):
     free_threaded: bool
     compiler: str
 
-def build_flags() -> _BuildFlags:
-    """Return how the core was built: `debug` (asserts and bounds checks), `guards` (the checks of the hot loops), `sanitizer`
-    ("address" with undefined behaviour, "thread", or ""), `traced` (line counts for coverage), `free_threaded` (for a Python
-    without the GIL), and `compiler`.
-    """
-
-def siphash128(key: bytes, data: bytes) -> bytes:
-    """Return the 128-bit SipHash-2-4 of `data` under the 16-byte `key`: 16 bytes. O(len(data)).
-
-    >>> siphash128(bytes(range(16)), b"").hex()
-    'a3817f04ba25a8e66df67214c7550293'
-    """
+def build_flags() -> _BuildFlags: ...
+def siphash128(key: bytes, data: bytes) -> bytes: ...
 
 class PageIds:
-    """An immutable run of int32 page ids in native memory, used by the manager instead of page objects.
-
-    It copies a list, a tuple, another iterable of ints, an array of ints, or another PageIds. ``len()`` is the number of ids;
-    `to_list` and `to_array` copy them out. Always: the first `num` of `capacity` ids are valid, and borrowed ids do not grow.
-    """
-
     def __new__(cls, values: Iterable[int] | npt.NDArray[Any] | PageIds | None = None) -> Self: ...
     def __len__(self) -> int: ...
     def __getitem__(self, i: int, /) -> int: ...
     def __contains__(self, value: object, /) -> bool: ...
     @staticmethod
-    def joined(groups: Iterable[PageIds]) -> PageIds:
-        """Return the ids of several PageIds, one after another."""
+    def joined(groups: Iterable[PageIds]) -> PageIds: ...
     @staticmethod
-    def of_slice(items: list[int], start: int, stop: int) -> PageIds:
-        """Return the token ids ``items[start:stop]``, fewer if the list ends sooner."""
-    def to_list(self) -> list[int]:
-        """Return the ids as a new list."""
-    def to_array(self) -> npt.NDArray[np.int32]:
-        """Return the ids as a new int32 array."""
+    def of_slice(items: list[int], start: int, stop: int) -> PageIds: ...
+    def to_list(self) -> list[int]: ...
+    def to_array(self) -> npt.NDArray[np.int32]: ...
 
-def lists_of(groups: tuple[PageIds, ...]) -> tuple[list[int], ...]:
-    """Return the ids of each PageIds as a list. One group, as in most models, costs no loop."""
+def lists_of(groups: tuple[PageIds, ...]) -> tuple[list[int], ...]: ...
 
 _Ids = PageIds | Sequence[int] | npt.NDArray[np.integer[Any]]
 
 _Keys = tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]
 _Entries = tuple[npt.NDArray[np.uint64], list[tuple[int, int, int, int, int, int]], npt.NDArray[np.int32]]
 
-def are_plain_token_ids(items: list[Any]) -> bool:
-    """Return whether all items are plain ints from 0 to the largest int64; False for other kinds of ints. O(n)."""
-
-def require_token_ids(token_ids: _Ids, first: int = 0) -> None:
-    """Raise ArgumentError for a negative token id, naming its index; the first id is at `first`. O(n)."""
+def are_plain_token_ids(items: list[Any]) -> bool: ...
+def require_token_ids(token_ids: _Ids, first: int = 0) -> None: ...
 
 @final
 class PageRules:
-    """The rules by which a request needs pages in one cache group.
-
-    `page_size` tokens share a page; None is a state, one page for any number of tokens. With a `window` a token attends to that
-    many tokens, including itself; with a `chunk` to those of its chunk. Pages that no later token attends to are skipped. Hits
-    have a multiple of `hit_tokens` tokens, or with 0 any number: see `is_needed_by_hits`. A state is kept at multiples of
-    `interval` tokens; 0: never.
-    """
-
     def __new__(
         cls, page_size: int | None, window: int = 0, chunk: int = 0, hit_tokens: int = 0, interval: int = 0
     ) -> Self: ...
@@ -86,16 +54,6 @@ _Groups = Iterable[tuple[PageRules, int | None, int]]
 
 @final
 class CacheGroups:
-    """The cache groups of a model.
-
-    `groups` are ``(PageRules, id, hashes of a page)``, with the id in the prefix index, or None where pages are not cached.
-    `banks` are the banks of their pages; None: the first one for all.
-    With `use_eagle` the last page of each hit is dropped, because the drafter needs its hidden states. `boundaries` are numbers
-    of tokens, ``(multiple, slack, interval)``: pages of windows and chunks stay cached only if a request that resumes at a
-    boundary needs them, see `Boundaries`; None: all stay, and no states are kept. States of a group with an id are kept at
-    boundaries. The hash of a page covers a `lookahead` of tokens behind it.
-    """
-
     def __new__(
         cls,
         groups: _Groups,
@@ -112,91 +70,45 @@ class CacheGroups:
         num_lookahead_tokens: int = 0,
         max_num_tokens: int | None = None,
         bank: int | None = None,
-    ) -> int:
-        """Return the most pages of a bank (None: of all) that a request of `num_tokens` tokens holds at once, in steps of up to
-        `max_num_new_tokens`, each with slots for `num_lookahead_tokens` more, at most for `max_num_tokens` (None: no limit).
-
-        Exact, unless page sizes and chunks have no common multiple below a million tokens: then up to three pages more for each
-        group. O(groups), with different page sizes or chunks O(groups x pages in that multiple).
-        """
+    ) -> int: ...
 
 @final
 class HashChain:
-    """The digests of a request's full pages, each made from the one before: SipHash-2-4-128 under a secret key, or SHA-256.
-
-    `page_size` is in tokens. `algorithm` is ``"siphash128"``, with a `key` of 16 bytes, or ``"sha256"`` or ``"sha256_cbor"``,
-    whose `key` of 32 bytes is the parent of first pages. A digest also covers the `lookahead` tokens behind its page. With
-    `keep_token_ids` the tokens stay beside the digests. 16 bytes a page, 32 with SHA-256.
-    """
-
     page_size: Final[int]
     def __new__(
         cls, page_size: int, key: bytes, keep_token_ids: bool = False, algorithm: str = "siphash128", lookahead: int = 0
     ) -> Self: ...
-    def __len__(self) -> int:
-        """Return the number of hashed pages."""
-    def __getitem__(self, i: int, /) -> int:
-        """Return the digest of page `i` as an int of 128 bits, or 256 with SHA-256."""
-    def extend(self, tokens: Sequence[int] | npt.NDArray[Any] | PageIds, extra_keys: bytes = b"") -> None:
-        """Hash the next pages, a list or an int array with the token ids of whole pages and of the lookahead of the last one.
-        The first of these pages also depends on `extra_keys`, unless they are empty. O(tokens).
-        """
-    def append_key(self, key: int, tokens: _Ids = ()) -> None:
-        """Append a page by a key made elsewhere, 128 bits, or 256 with SHA-256. `tokens` are none, or all of the page and of
-        its lookahead, and may be kept.
-        """
-    def page_token_ids(self, i: int) -> tuple[int, ...]:
-        """Return the tokens of page `i`; an empty tuple if they are not kept."""
+    def __len__(self) -> int: ...
+    def __getitem__(self, i: int, /) -> int: ...
+    def extend(self, tokens: Sequence[int] | npt.NDArray[Any] | PageIds, extra_keys: bytes = b"") -> None: ...
+    def append_key(self, key: int, tokens: _Ids = ()) -> None: ...
+    def page_token_ids(self, i: int) -> tuple[int, ...]: ...
 
 COUNTERS: Final[tuple[str, ...]]
 
 class PageRecords:
-    """The records of pages, and their free queue: those of a pool (`PageStore`) or of pages without one (`LoosePages`)."""
-
     @property
     def num_pages(self) -> int: ...
     @property
     def num_free_pages(self) -> int: ...
-    def ref_counts(self, bank: int = 0) -> npt.NDArray[np.int32]:
-        """Return the ref counts of the null page and all pages of a bank, an int32 array. O(pages of the bank)."""
-    def set_ref_count(self, page_id: int, ref_cnt: int) -> None:
-        """Overwrite a ref count, except the null page's. `check` and the next `take` report a free page with references."""
-    def is_free(self, page_id: int) -> bool:
-        """Whether the page is in the free queue."""
-    def free_ids(self, bank: int = 0) -> PageIds:
-        """Return the free queue of a bank, front first; with a policy, part by part. O(pages of the bank)."""
-    def neighbours(self, page_id: int) -> tuple[CachePage | None, CachePage | None]:
-        """Return the pages before and after a page in the free queue; None at the ends and outside the queue."""
-    def pop(self, n: int) -> PageIds:
-        """Take the first `n` pages out of the queue without changes to ref counts and prefix entries."""
-    def remove_page(self, page: CachePage) -> None:
-        """Take a page out of the queue, wherever it stands. PageIdError for a page of another pool. O(1)."""
-    def append(self, page_ids: _Ids) -> None:
-        """Append pages to the queue in order. PageIdError for pages that are in it, or held."""
-    def page(self, page_id: int) -> CachePage:
-        """Return the view of a page. It is made once."""
-    def pages(self, ids: PageIds) -> list[CachePage]:
-        """Return the views of pages."""
-    def ids_of_pages(self, pages: Iterable[CachePage]) -> PageIds:
-        """Return the ids of views; PageIdError for a page of another pool."""
+    def ref_counts(self, bank: int = 0) -> npt.NDArray[np.int32]: ...
+    def set_ref_count(self, page_id: int, ref_cnt: int) -> None: ...
+    def is_free(self, page_id: int) -> bool: ...
+    def free_ids(self, bank: int = 0) -> PageIds: ...
+    def neighbours(self, page_id: int) -> tuple[CachePage | None, CachePage | None]: ...
+    def pop(self, n: int) -> PageIds: ...
+    def remove_page(self, page: CachePage) -> None: ...
+    def append(self, page_ids: _Ids) -> None: ...
+    def page(self, page_id: int) -> CachePage: ...
+    def pages(self, ids: PageIds) -> list[CachePage]: ...
+    def ids_of_pages(self, pages: Iterable[CachePage]) -> PageIds: ...
 
 class LoosePages(PageRecords):
-    """The pages of a `FreeCachePageQueue` without a pool, or a single one. They have no entries, and their number grows."""
-
-    def adopt(self, page: CachePage) -> None:
-        """Move the record of a page without a pool into this store: `page` becomes its view. Amortised O(1)."""
+    def adopt(self, page: CachePage) -> None: ...
 
 class PageStore(PageRecords):
-    """The records of one pool, its free queue and its prefix index. Users call `pagepool.PagePool`.
-
-    Methods take and return page ids. Making a store is O(num_pages). Memory for each page: 32 bytes of record, and with caching
-    8 of twin links and 16 to 32 of index slots; 24 more after the first data-parallel hint (8 without caching); 6 more after
-    the first expectation, or once shares are set; 16 more for digests of 32 bytes, 48 with events.
-    """
-
     @property
-    def has_tier(self) -> bool:
-        """Whether there is a host tier behind the pool."""
+    def has_tier(self) -> bool: ...
     enable_caching: Final[bool]
     eviction: Final[str]
     bank_names: Final[tuple[str, ...]]
@@ -210,129 +122,57 @@ class PageStore(PageRecords):
         bank_names: Sequence[str] = ("kv",),
     ) -> Self: ...
     @property
-    def num_keys(self) -> int:
-        """Count the distinct (hash, group) pairs in the prefix index."""
+    def num_keys(self) -> int: ...
     @property
-    def num_cached_pages(self) -> int:
-        """Count the pages with a prefix entry."""
+    def num_cached_pages(self) -> int: ...
     @property
-    def num_sessions(self) -> int:
-        """Count the sessions that have pages, rows or requests."""
+    def num_sessions(self) -> int: ...
     @property
-    def expectations(self) -> tuple[list[int], dict[str, int]]:
-        """Return the numbers of free pages by term, from no term to `NEVER`, and the `Outcomes` by name."""
-    def set_time(self, seconds: float) -> None:
-        """Stop the clock of expectations and leases at a time, for tests and replays. ArgumentError for a time before the last
-        one, after the first expectation.
-        """
+    def expectations(self) -> tuple[list[int], dict[str, int]]: ...
+    def set_time(self, seconds: float) -> None: ...
     @property
-    def num_kept_token_ids(self) -> int:
-        """Return how many tokens are kept for a page at most; 0 means none."""
+    def num_kept_token_ids(self) -> int: ...
     @property
-    def counters(self) -> dict[str, int]:
-        """Return the `Counters` by name."""
-    def bounds_of(self, bank: int) -> tuple[int, int]:
-        """Return the first page of a bank and the one behind its last, which is None in a store of one bank, for look-ups."""
-    def count_pages(self, bank: int) -> int:
-        """Count the pages of a bank without the null page."""
-    def count_free(self, bank: int) -> int:
-        """Count the free pages of a bank."""
-    def ids_in_banks(self, page_ids: PageIds) -> PageIds:
-        """Return the ids of pages in their banks. O(n) with several banks, else O(1)."""
-    def lists_in_banks(self, groups: tuple[PageIds, ...]) -> tuple[list[int], ...]:
-        """Return the ids of pages in their banks, a list for each group."""
-    def records_in_bank(self, page_ids: _Ids, bank: int) -> PageIds:
-        """Return the pages with these ids in a bank. PageIdError for an id outside the bank. O(n) with several banks."""
-    def require_even(self, data_parallel_size: int | None) -> None:
-        """Raise ArgumentError for less than one shard, and in a store of several banks unless the number divides all sizes."""
-    def require_one_bank(self, what: str) -> None:
-        """Raise ArgumentError in a store of several banks, which `what` does not support."""
-    def name_banks(self, names: Sequence[str]) -> None:
-        """Name the pools of the store in errors and refusals."""
-    def take(self, n: int, shard: int | None = None, num_shards: int = 0, bank: int = 0) -> PageIds:
-        """Take `n` pages from the front of a bank's queue, or of a shard. They get ref count 1 and lose their prefix entries.
-        O(n).
-        """
-    def put_blank_first(self) -> None:
-        """Hand out pages without an entry first from now on, as with a policy. O(num_pages)."""
-    def prefer_held(self) -> None:
-        """Let look-ups find a held page from now on, if any page with the content is held. O(num_pages), once."""
-    def set_shards(self, num_shards: int) -> None:
-        """Divide the pool into `num_shards` equal ranges of ids, each with a free queue and its first pages of equal content.
-        O(num_pages + pages of equal content x shards) when the number changes.
-        """
-    def give_back(self, page_ids: _Ids, tail_first: bool = False) -> None:
-        """Take a reference from each page; pages without any go to the back of the queue in order. Null pages are ignored."""
-    def touch(self, page_ids: _Ids) -> None:
-        """Add a reference to each page; free pages leave the queue. Null pages are ignored. O(n)."""
-    def find(self, key: int, group: int, start: int = 0, stop: int | None = None) -> int | None:
-        """Return the page cached first under an int key and a group, among ids in ``[start, stop)``, or None. A key has 128
-        bits; in a store that keeps whole digests it is one of these, or its lower half.
-        """
-    def find_pages(self, key: int, groups: Sequence[int], start: int = 0, stop: int | None = None) -> list[CachePage] | None:
-        """Return the views of the pages found under a key in each group; None if a group has none."""
-    def twins(self, page_id: int) -> PageIds:
-        """Return the pages with the content of a cached page, in the order they were cached, starting with this page."""
-    def enter(self, page_id: int, key: int, group: int) -> None:
-        """Cache a page under a key and a group. PageHashError if it is cached already."""
-    def drop(self, page_ids: _Ids) -> int:
-        """Drop the prefix entries of pages, which stay where they are. Return how many had one."""
-    def drop_all(self) -> int:
-        """Drop every prefix entry, in the tier too, unless pages are held. Return how many are. O(num_pages)."""
-    def key_of(self, page_id: int) -> tuple[int, int] | None:
-        """Return ``(int key, group)`` of a cached page, or None. The key is the whole digest in a store that keeps these."""
-    def page_hash_of(self, page_id: int) -> PageHashWithGroupId | None:
-        """Return the PageHashWithGroupId of a cached page, or None."""
-    def keep_whole_digests(self) -> None:
-        """Keep the upper halves of digests of 32 bytes beside the keys, of pages cached from now on. No effect if they are kept
-        already.
-        """
+    def counters(self) -> dict[str, int]: ...
+    def bounds_of(self, bank: int) -> tuple[int, int]: ...
+    def count_pages(self, bank: int) -> int: ...
+    def count_free(self, bank: int) -> int: ...
+    def ids_in_banks(self, page_ids: PageIds) -> PageIds: ...
+    def lists_in_banks(self, groups: tuple[PageIds, ...]) -> tuple[list[int], ...]: ...
+    def records_in_bank(self, page_ids: _Ids, bank: int) -> PageIds: ...
+    def require_even(self, data_parallel_size: int | None) -> None: ...
+    def require_one_bank(self, what: str) -> None: ...
+    def name_banks(self, names: Sequence[str]) -> None: ...
+    def take(self, n: int, shard: int | None = None, num_shards: int = 0, bank: int = 0) -> PageIds: ...
+    def put_blank_first(self) -> None: ...
+    def prefer_held(self) -> None: ...
+    def set_shards(self, num_shards: int) -> None: ...
+    def give_back(self, page_ids: _Ids, tail_first: bool = False) -> None: ...
+    def touch(self, page_ids: _Ids) -> None: ...
+    def find(self, key: int, group: int, start: int = 0, stop: int | None = None) -> int | None: ...
+    def find_pages(
+        self, key: int, groups: Sequence[int], start: int = 0, stop: int | None = None
+    ) -> list[CachePage] | None: ...
+    def twins(self, page_id: int) -> PageIds: ...
+    def enter(self, page_id: int, key: int, group: int) -> None: ...
+    def drop(self, page_ids: _Ids) -> int: ...
+    def drop_all(self) -> int: ...
+    def key_of(self, page_id: int) -> tuple[int, int] | None: ...
+    def page_hash_of(self, page_id: int) -> PageHashWithGroupId | None: ...
+    def keep_whole_digests(self) -> None: ...
     def enter_pages(
         self, ids: PageIds, chain: HashChain, start: int, group: int, context: int = 0, first_place: int = 0
-    ) -> None:
-        """Cache ``ids[start:]`` under their digests in the chain, all or nothing. Null pages are ignored.
+    ) -> None: ...
+    def cache_hash(self, page_id: int, page_hash: PageHashWithGroupId) -> None: ...
 
-        `context` is one of `EntryJournal.add_context`; `first_place` is the place of ``ids[0]`` in its request. PageHashError
-        if a page is cached already. O(pages).
-        """
-    def cache_hash(self, page_id: int, page_hash: PageHashWithGroupId) -> None:
-        """Cache a page under a PageHashWithGroupId. PageHashError if it is cached already."""
-
-def keep_token_ids(store: PageStore, width: int) -> None:
-    """Keep up to `width` tokens of each page cached from now on, at 4 bytes a token. Tokens kept so far stay; a width that
-    is not greater changes nothing.
-    """
-
-def remember_evicted(store: PageStore, bank: int) -> None:
-    """Remember the keys of pages evicted from a bank from now on, of the last ones twice as many as it has pages. So
-    look-ups count the hits lost with these pages. 16 bytes a page. O(pages of the bank), once.
-    """
-
-def search_all_lost(store: PageStore) -> None:
-    """Let each look-up search for checkpoints behind its hits, so that the hits lost for want of pages are exact."""
-
-def drop_dependents(store: PageStore, group: int, state_groups: Iterable[int]) -> None:
-    """Uncache the free checkpoints of these groups of states, if there is a policy, as the page with the keys and values of
-    `group` before them is evicted.
-    """
-
-def list_residency(store: PageStore) -> tuple[tuple[list[int], int], ...]:
-    """Return lifetimes, idle times before eviction and gaps between uses of sampled pages: for each, counts of times below
-    1 ms, 2, 4, ..., 2**22 ms, and longer, and the sum in ns. O(1).
-    """
-
-def estimate_hits(store: PageStore) -> tuple[int, int] | None:
-    """Return how many pages were hit since the store was made, and the adaptive policy's estimate for LRU; None for other
-    policies.
-    """
-
-def count_leased(store: PageStore) -> list[int]:
-    """Count the pages of leases with an end, once for each lease, by bank."""
-
-def count_entries(store: PageStore, bank: int) -> tuple[int, int, int, int, int, int]:
-    """Count the cached pages of a bank, and what `PoolStats` has of it: the pages that were ever handed out and evicted
-    there, tokens of lost hits, refusals, and checkpoints that found no page.
-    """
+def keep_token_ids(store: PageStore, width: int) -> None: ...
+def remember_evicted(store: PageStore, bank: int) -> None: ...
+def search_all_lost(store: PageStore) -> None: ...
+def drop_dependents(store: PageStore, group: int, state_groups: Iterable[int]) -> None: ...
+def list_residency(store: PageStore) -> tuple[tuple[list[int], int], ...]: ...
+def estimate_hits(store: PageStore) -> tuple[int, int] | None: ...
+def count_leased(store: PageStore) -> list[int]: ...
+def count_entries(store: PageStore, bank: int) -> tuple[int, int, int, int, int, int]: ...
 
 _Range = tuple[int, int | None]
 _Hits = tuple[PageIds, ...]
@@ -344,12 +184,7 @@ def find_prefix(
     num_tokens: int,
     ids: _Range = (0, None),
     reaches_tier: bool = False,
-) -> tuple[_Hits, int]:
-    """Return the longest cached prefix of a request with `num_tokens` tokens: its page ids for each group, with the null page
-    where the group's attention does not reach, and its length in tokens. One token is left to compute. Only `ids` of the pool
-    hit, ``(first, end)``; an end of None stands for the pool's. If it `reaches_tier`, pages of the tier hit, too, as null
-    pages. Changes nothing. O(pages x groups).
-    """
+) -> tuple[_Hits, int]: ...
 
 class CachePages:
     """Pages for each cache group: the hits of a look-up, or the new pages of an allocation.
@@ -378,15 +213,6 @@ class CachePages:
 
 @final
 class RequestHashes:
-    """The digests of a request's full pages, computed on demand.
-
-    ``chain`` has the keys of the prefix index. ``page_hashes`` has the hashes that users see, where they differ from the keys.
-    ``query`` is the look-up that counts once the request is admitted: its tokens; the tokens that hit; whether the request
-    returns after a preemption, which ``is_counted`` implies; and the tokens that all groups of full attention hit, or 0 if no
-    group hits fewer. ``refusal`` is the last refusal. ``is_short`` says that too few pages were free to load a prefix of the
-    host tier. The hashes ``are_unsure`` after a refused call, and once the request was freed: tokens without slots may change.
-    """
-
     request: Final[Any]
     chain: Final[HashChain]
     page_hashes: Final[list[Any]]
@@ -397,36 +223,20 @@ class RequestHashes:
     are_unsure: bool
     refusal: RefusedRequest | None
     def __new__(cls, request: Any, chain: HashChain, extra_keys: Any = None) -> Self: ...
-    def cut(self, num_pages: int) -> None:
-        """Forget the hashes from page `num_pages` on, and the refusal that rests on them. Earlier hashes are sure."""
+    def cut(self, num_pages: int) -> None: ...
 
 class RequestMaps:
-    """The requests of a manager by id: the pages they hold, and the hashes of their tokens. ``lock`` guards both. Admissions
-    are counted in ``query_counters``: the first counts requests that were not preempted, the second others.
-    """
-
     held: Final[dict[str, RequestPages]]
     hashes: Final[dict[str, RequestHashes]]
     store: Final[PageStore]
     query_counters: Final[tuple[QueryCounter, QueryCounter]]
-    def __init__(self, store: PageStore, trusts_requests: bool = False) -> None:
-        """Start without requests, whose pages are those of `store`. With `trusts_requests` those of one id share pages."""
+    def __init__(self, store: PageStore, trusts_requests: bool = False) -> None: ...
     @property
-    def lock(self) -> Any:
-        """The lock. IntegrityError in another process than that of the manager."""
-    def find_held(self, request: Request) -> RequestPages | None:
-        """Return the pages that a request holds, or None. ArgumentError for another request with the id of one that holds
-        pages, unless requests of one id share them.
-        """
-
-    def refuse_nested(self, request_id: str) -> None:
-        """Raise the error for a request whose attributes allocate, fork or free pages under its id while a call reads them."""
+    def lock(self) -> Any: ...
+    def find_held(self, request: Request) -> RequestPages | None: ...
+    def refuse_nested(self, request_id: str) -> None: ...
 
 class SlotAllocator:
-    """The native half of `CacheManager`. It calls nothing of the façade's half: a `RequestRegistry` hashes tokens that are not
-    in a list, with extra keys, or by a callable, and names their pages.
-    """
-
     _no_ids: Final[tuple[PageIds, ...]]
     def __init__(
         self,
@@ -496,34 +306,19 @@ class SlotAllocator:
 
 @final
 class RequestPages:
-    """The pages of `store` that a request of at most `max_num_tokens` tokens, `owner`, holds in each cache group.
-
-    ``len()`` counts their places, including those of skipped pages. Each call is atomic.
-    """
-
     session_id: str | None
     owner: Final[Any]
     num_cached_tokens: Final[int]
     def __new__(cls, store: PageStore, groups: CacheGroups, max_num_tokens: int, owner: object = None) -> Self: ...
     def __len__(self) -> int: ...
     @property
-    def num_room_tokens(self) -> int:
-        """Tokens that have a slot in every group, at most those of the model."""
+    def num_room_tokens(self) -> int: ...
     @property
-    def num_full_tokens(self) -> int:
-        """Tokens that fill the next page to be cached, or after which a step writes the next checkpoint."""
-    def count_entered_hashes(self, num_computed_tokens: int) -> int:
-        """Count the leading hashes whose pages need no prefix entry any more, in any group. Pages behind the computed tokens
-        are cached again, if they lost theirs.
-        """
-    def begin(self, num_tokens: int, junction: int) -> None:
-        """Fix the boundaries of a request of `num_tokens` tokens, as at admission: see `ResumePlaces`."""
-    def find_last_write(self, num_tokens: int) -> int:
-        """Return the number of tokens of the last state that steps wrote among the first `num_tokens` tokens and that is not
-        cached yet; 0: there is none. O(writes).
-        """
-    def get_page_ids(self) -> tuple[PageIds, ...]:
-        """Return the ids of each group's pages, with the null page for skipped ones. O(pages)."""
+    def num_full_tokens(self) -> int: ...
+    def count_entered_hashes(self, num_computed_tokens: int) -> int: ...
+    def begin(self, num_tokens: int, junction: int) -> None: ...
+    def find_last_write(self, num_tokens: int) -> int: ...
+    def get_page_ids(self) -> tuple[PageIds, ...]: ...
     def allocate(
         self,
         num_tokens: int,
@@ -531,34 +326,11 @@ class RequestPages:
         hits: Iterable[PageIds] = (),
         chain: HashChain | None = None,
         num_tokens_to_cache: int = 0,
-    ) -> tuple[PageIds, ...] | None:
-        """Give `num_tokens` tokens slots in one transaction. Return the new pages of each group; None if the pool has too few
-        free pages. The steps: give back the pages that no token from `num_computed_tokens` on attends to (they stay given back
-        even after None); make `hits`, found under `chain`, the first pages; take the missing pages; keep the states that are
-        due after `num_computed_tokens` tokens; cache the pages that `num_tokens_to_cache` tokens fill.
-
-        Errors, where nothing has changed: PageHashError for a hit whose content is another one by now, and for a page that was
-        cached under another hash; ArgumentError for hits of a request that holds pages; MovesDueError while moves
-        of its pages are due; DoubleFreeError if another caller gave back a page that is due. O(pages).
-        """
-    def enter(self, chain: HashChain, num_tokens: int, num_computed_tokens: int, context: int = 0) -> None:
-        """Cache the pages that `num_tokens` tokens fill; those with tokens from `num_computed_tokens` on once more if they lost
-        their entry. PageHashError, and nothing changed, if a page was cached under another hash. O(pages due).
-        """
-    def fork(self, target: RequestPages, num_computed_tokens: int, session: int = 0, lookahead: int = 0) -> bool:
-        """Let `target`, which holds nothing, continue from the computed tokens of the request. Full pages are shared, others
-        copied; in a pool of shards the copies come from the shard of the first page. A full page is copied too unless the
-        `lookahead` tokens behind it are computed. `session` is a number of `PageSessions.hold`, or 0 for the request's own
-        session. False, and nothing changed, if too few pages are free. PageIdError for a page that cannot be shared. O(pages).
-        """
-    def end_external(self, chain: HashChain | None, num_tokens: int, is_failed: bool, context: int = 0) -> None:
-        """Cache the pages that `num_tokens` tokens fill, after an engine has filled some of them from elsewhere. Give back
-        the pages that no later token attends to. After a failure also give back the pages behind the tokens, the last first.
-
-        PageHashError, and nothing changed, if a page was cached under another hash. O(pages given back and cached).
-        """
-    def require_moves_taken(self, may_be_read: bool = False) -> None:
-        """Raise MovesDueError while moves of the pages are due. Copies from the pages do not count if they `may_be_read`."""
+    ) -> tuple[PageIds, ...] | None: ...
+    def enter(self, chain: HashChain, num_tokens: int, num_computed_tokens: int, context: int = 0) -> None: ...
+    def fork(self, target: RequestPages, num_computed_tokens: int, session: int = 0, lookahead: int = 0) -> bool: ...
+    def end_external(self, chain: HashChain | None, num_tokens: int, is_failed: bool, context: int = 0) -> None: ...
+    def require_moves_taken(self, may_be_read: bool = False) -> None: ...
     def give_back(
         self,
         num_computed_tokens: int | None = None,
@@ -567,19 +339,8 @@ class RequestPages:
         context: int = 0,
         term: int = 0,
         num_tokens_to_cache: int = 0,
-    ) -> None:
-        """Give back all pages, group by group, the last page first. Pages without other holders get `term`, a term of
-        `term_of`, unless it is 0. O(pages).
-
-        First the pages that `num_tokens_to_cache` tokens fill are cached, unless one was cached under another hash. States
-        that steps wrote among the first `num_last_tokens` tokens become checkpoints. Pages with tokens from
-        `num_computed_tokens` on were not computed, and lose the entries that they got under `chain`, except hits.
-        DoubleFreeError, and nothing changed, if another caller gave one of the pages back.
-        """
-    def count_shared(self, group: int, num_holders: int) -> int:
-        """Count the leading pages of a group with at least `num_holders` references, not counting those of leases, copies and
-        loads. 0 without caching, and for groups other than full attention. O(pages of the answer).
-        """
+    ) -> None: ...
+    def count_shared(self, group: int, num_holders: int) -> int: ...
 
 @final
 class Lease:
@@ -612,42 +373,19 @@ class Lease:
 
 @final
 class PageSessions:
-    """The numbers of the sessions of a pool, by id and tenant. Callers serialise their calls."""
-
     def __new__(cls, store: PageStore) -> Self: ...
-    def hold(self, session_id: str | None, tenant: str | None = None) -> int:
-        """Return the number of a session for a tenant, valid until `release`; 0 without both, or without caching. Amortised
-        O(1); the first call is O(num_pages).
-        """
-    def release(self, number: int) -> None:
-        """Release a number of `hold`. It is reused once no page, row or request has it."""
-    def expect(self, session_id: str, seconds: float | None) -> int:
-        """Expect the pages of a session back in some seconds (None: unknown), the last page first. Infinity means never, and
-        ends the session's claim on them. Return how many pages. O(pages).
-        """
-    def set_shares(self, shares: Mapping[str, float]) -> None:
-        """Set the shares of tenants in each bank, by name; other tenants share the rest. O(num_pages + sessions)."""
-    def count_charged(self, bank: int) -> dict[str, int]:
-        """Count the pages of a bank charged to each tenant with a share. O(tenants)."""
+    def hold(self, session_id: str | None, tenant: str | None = None) -> int: ...
+    def release(self, number: int) -> None: ...
+    def expect(self, session_id: str, seconds: float | None) -> int: ...
+    def set_shares(self, shares: Mapping[str, float]) -> None: ...
+    def count_charged(self, bank: int) -> dict[str, int]: ...
 
-def lease_pages(store: PageStore, page_ids: _Ids, bank: int = 0) -> Lease:
-    """Lease held pages of a bank, or free cached ones: see `PagePool.lease`. O(pages); the first call O(num_pages)."""
-
-def list_leases(store: PageStore) -> list[Lease]:
-    """Return the held leases of a pool, the oldest first, and forget those that have ended. O(leases)."""
-
-def term_of(seconds: float | None) -> int:
-    """Return the term of pages that are wanted in `seconds`: infinity means never, None gives 0."""
+def lease_pages(store: PageStore, page_ids: _Ids, bank: int = 0) -> Lease: ...
+def list_leases(store: PageStore) -> list[Lease]: ...
+def term_of(seconds: float | None) -> int: ...
 
 @final
 class PageTier:
-    """A tier of `num_pages` pages, including a null page, behind `store`. It evicts by LRU. The tier has the banks of the
-    store: `num_pages` is the size of the first, `further_banks` has those of the others, without null pages.
-
-    Pages evicted from the store are saved. If the tier `writes_through`, pages are saved as soon as they are computed, and not
-    again at eviction. O(num_pages of both) to make.
-    """
-
     def __new__(
         cls,
         store: PageStore,
@@ -655,15 +393,10 @@ class PageTier:
         writes_through: bool = False,
         further_banks: Sequence[int] = (),
     ) -> Self: ...
-    def counters(self, store: PageStore) -> dict[str, int]:
-        """Return the `TierCounters` by name, the numbers of free and cached pages and of those in flight, and evicted pages."""
-    def count_banks(self, store: PageStore) -> list[tuple[int, ...]]:
-        """Return, for each bank, the numbers of its pages without the null page, of free and cached ones, and of the pages that
-        were ever handed out and evicted.
-        """
+    def counters(self, store: PageStore) -> dict[str, int]: ...
+    def count_banks(self, store: PageStore) -> list[tuple[int, ...]]: ...
 
-def add_tier(store: PageStore, tier: PageTier) -> None:
-    """Put a new tier behind its store, which takes ownership and must have none yet."""
+def add_tier(store: PageStore, tier: PageTier) -> None: ...
 
 @final
 class PageCopies:
@@ -715,50 +448,17 @@ class Moves:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __len__(self) -> int: ...
 
-def take_moves(store: PageStore, maps: RequestMaps | None = None) -> Moves:
-    """Hand the due copies, loads and saves over to the caller, who makes them, with the states that steps of the requests of a
-    manager write. O(moves); nothing is allocated without any.
-    """
-
-def list_in_flight(store: PageStore) -> list[Moves]:
-    """Return the `Moves` with loads and saves in flight, in the order they were taken. O(loads and saves x lists)."""
-
-def link_storage(store: PageStore, writes_through: bool = False) -> None:
-    """Put storage behind the tier of a store. A page that the tier evicts is due there. If the storage `writes_through`, pages
-    are also due as they reach the tier. ArgumentError if there is storage already. O(pages of the tier).
-    """
-
-def unlink_storage(store: PageStore) -> None:
-    """Take the storage away; nothing is due there any more. O(1)."""
-
+def take_moves(store: PageStore, maps: RequestMaps | None = None) -> Moves: ...
+def list_in_flight(store: PageStore) -> list[Moves]: ...
+def link_storage(store: PageStore, writes_through: bool = False) -> None: ...
+def unlink_storage(store: PageStore) -> None: ...
 def take_unstored(
     store: PageStore, num_steps: int = 0
-) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int64], int, int]:
-    """Return the pages of the tier that are due for storage, in order: an array ``[n, 2]`` of their keys, lower half first,
-    their groups, their ids in the tier, and an array of the steps in which they are settled. Contents stay until the transfers
-    due before are done. Page 0 stands for a key whose content was found to be wrong. The last two are the number of the present
-    step, and how often everything was dropped since the storage was linked.
-
-    A step begins with each call of `take_moves`, except those for forks and refused calls. A page is settled `num_steps` steps
-    after it reached the tier: until then its own step may turn out to have failed. Unsettled pages that are still in the tier
-    are not due yet. O(pages).
-    """
-
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int64], int, int]: ...
 def begin_fills(
     store: PageStore, groups: CacheGroups, keys: npt.NDArray[np.uint64], group_ids: _Ids, chain: HashChain | None = None
-) -> tuple[int, npt.NDArray[np.int32]]:
-    """Take a free page of the tier for each key that neither pool nor tier has, while the bank of its group has free pages.
-    Return the number of this list, or 0 if nothing was taken, and the pages, with page 0 where none was taken. They are held
-    until `end_fills`. Pages evicted for them are due for storage: copy those before anything is written. Nothing is taken if
-    everything was dropped since the storage was linked. `chain` has the whole digests of the keys, for events: None if they are
-    the keys. O(keys + pages + transfers in flight).
-    """
-
-def end_fills(store: PageStore, number: int, failed: Sequence[int] = ()) -> None:
-    """End a list of `begin_fills`: its pages can hit now, except those at the indices `failed` of the pages that were taken.
-    ArgumentError for an unknown number or index. O(transfers in flight).
-    """
-
+) -> tuple[int, npt.NDArray[np.int32]]: ...
+def end_fills(store: PageStore, number: int, failed: Sequence[int] = ()) -> None: ...
 def list_absent(
     store: PageStore,
     groups: CacheGroups,
@@ -766,13 +466,7 @@ def list_absent(
     num_tokens: int,
     keys: npt.NDArray[np.uint64] | None = None,
     group_ids: _Ids = (),
-) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32], int, int]:
-    """Return the pages of a request of `num_tokens` tokens missing in both pool and tier: an array ``[n, 2]`` of keys, lower
-    half first, and their groups. With the `keys` of pages in storage, ascending by the lower half, return only those needed by
-    the longest hit with them; its other pages in the tier count as just used, so that they are still there when these come. The
-    third and fourth are the tokens of the hit without and with these keys, one token being left to compute.
-    O(pages x groups x log keys).
-    """
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32], int, int]: ...
 
 @final
 class FailedLoads:
@@ -790,14 +484,8 @@ class FailedLoads:
 
 def end_transfers(
     store: PageStore, number: int, failed_saves: Sequence[int] = (), failed_loads: Sequence[int] = ()
-) -> FailedLoads:
-    """End the loads and saves taken under a number. Failed ones are named by their indices among the saves or loads.
-    O(transfers in flight + num_pages).
-    """
-
-def rewind_request(held: RequestPages | None, failed: FailedLoads) -> int | None:
-    """Return a request to tokens that do not depend on failed loads. See `CacheManager.find_wrong_token`."""
-
+) -> FailedLoads: ...
+def rewind_request(held: RequestPages | None, failed: FailedLoads) -> int | None: ...
 def load_prefix(
     store: PageStore,
     groups: CacheGroups,
@@ -807,154 +495,61 @@ def load_prefix(
     context: int = 0,
     num_reserved: int = 0,
     session: int = 0,
-) -> tuple[_Hits, int, bool, int, tuple[int, int, int] | None]:
-    """Find a prefix as `find_prefix` does, and queue loads of its pages that only the tier has. Return ids, number of tokens,
-    whether the pool was too full for the loads, the number of junction tokens, and the `LostHits`, None in a pool of
-    one bank.
-
-    Each load takes a page among `ids`, those of a shard, and caches it with a `context` of `EntryJournal.add_context` and a
-    `session` of `PageSessions.hold`; the load holds it until it ends. If fewer pages are free than the loads need, in a bank,
-    beside `num_reserved` of the first, nothing changes, and the prefix is that of the pool. Junction tokens are hit by all
-    groups of full attention where others hit fewer; else 0. O(pages x groups).
-    """
-
+) -> tuple[_Hits, int, bool, int, tuple[int, int, int] | None]: ...
 def check_holders(
     store: PageStore, requests: Iterable[RequestPages], rows: RunningRows | None = None, groups: CacheGroups | None = None
-) -> None:
-    """Raise IntegrityError unless each page has at least as many references as `requests`, `RequestPages` of the store, and
-    `rows` hold, and one for each lease; and unless rows and tables agree. With `groups`, or those of the rows, also unless each
-    cached page, in the tier too, is in the bank of its group. O(num_pages + pages held + table).
-    """
+) -> None: ...
 
 CONSTANTS: Final[SimpleNamespace]
 
-def copy_records(store: PageStore, names: str | None = None, of_tier: bool = False) -> dict[str, Any]:
-    """Copy the records of a pool, or of the tier behind it, by name: its numbers, and the arrays with these `names`, divided by
-    blanks (None: all). Other arrays are empty. O(num_pages).
-    """
-
-def locate_numbers(holder: RequestPages | RunningRows | TableRows) -> dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]]:
-    """Return the address, shape and type of numbers by name: of a request's or the first row's pages in the first group, of the
-    records of rows, or of the dirty flags of a table's rows. They move when a list of pages grows.
-    """
-
-def locate_records(store: PageStore, of_tier: bool = False) -> dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]]:
-    """Return the address, shape and type of each array and number of a pool, or of the tier behind it, by name. An array moves
-    when it grows.
-    """
-
-def find_policy_fault(store: PageStore, of_tier: bool = False) -> str | None:
-    """Describe the first fault in the marks, ghost and counts of the eviction policy of a pool, or of the tier behind it; None
-    if there is none. O(num_pages).
-    """
-
-def follow(prev_ids: _Ids, next_ids: _Ids, first_ids: _Ids) -> tuple[PageIds, bool]:
-    """List the ids of rings, each from its first on. Return them and True, or False at the first link that does not lead back,
-    with the ids before it.
-    """
+def copy_records(store: PageStore, names: str | None = None, of_tier: bool = False) -> dict[str, Any]: ...
+def locate_numbers(holder: RequestPages | RunningRows | TableRows) -> dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]]: ...
+def locate_records(store: PageStore, of_tier: bool = False) -> dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]]: ...
+def find_policy_fault(store: PageStore, of_tier: bool = False) -> str | None: ...
+def follow(prev_ids: _Ids, next_ids: _Ids, first_ids: _Ids) -> tuple[PageIds, bool]: ...
 
 @final
 class TokenSpan:
-    """Tokens ``[start, stop)`` of a request or an admitted row, given by `of_request` or `of_row`; a `stop` of None is the end
-    of its tokens. `lease` and `expect` apply to the cached pages that lie wholly within the span: the pages that the request or
-    row holds, and others with the same content where it holds none.
-    """
-
     start: Final[int]
     stop: Final[int]
     def __new__(cls, start: int = 0, stop: int | None = None) -> Self: ...
     def of_request(
         self, store: PageStore, groups: CacheGroups, chain: HashChain, num_tokens: int, held: RequestPages | None = None
-    ) -> TokenSpan:
-        """Return the span for a request of `num_tokens` tokens, hashed by `chain`, which holds the pages `held`, or none."""
-    def of_row(self, rows: RunningRows, row: int) -> TokenSpan:
-        """Return the span for a row."""
-    def expect(self, seconds: float | None) -> int:
-        """Set the time, `seconds` from now, at which the cached pages are expected back (None: unknown), the last page first.
-        Return the number of pages. O(pages); the first call O(num_pages).
-        """
-    def lease(self, max_num_leased: _Ids, seconds: float) -> Lease:
-        """Lease the cached pages for `seconds`. LeaseBudgetError, and nothing changed, if leases with an end would have more
-        pages of a bank than `max_num_leased` lists for it; ArgumentError if the span ends behind the known tokens, if a page of
-        it is no longer cached, or a page that requests need to resume at its end, and for a span without pages. O(pages).
-        """
+    ) -> TokenSpan: ...
+    def of_row(self, rows: RunningRows, row: int) -> TokenSpan: ...
+    def expect(self, seconds: float | None) -> int: ...
+    def lease(self, max_num_leased: _Ids, seconds: float) -> Lease: ...
 
 class EntryJournal:
-    """Changes in the prefix index of a store, and of the tier behind it, for events. The lock of the store guards both."""
-
     def __new__(cls, store: PageStore) -> Self: ...
-    def start(self) -> None:
-        """Record from now on which keys come and go, and the places of cached pages in their requests. 56 bytes a page, of the
-        tier too. Touch this memory and that of kept tokens now, so that the first prompts do not wait for page faults.
-
-        ArgumentError if there is a journal already, or if pages are held or cached, because their origin is unknown.
-        """
-    def add_context(self) -> int:
-        """Return a new context: a small int for the extra keys and the session of a request; 0 means neither. It is kept while
-        cached pages or rows have it, or callers hold it. This caller holds it.
-        """
-    def hold_context(self, context: int) -> None:
-        """Hold a context once more."""
-    def release_context(self, context: int) -> None:
-        """Release a context once. ArgumentError if it is not held."""
-    def kept_contexts(self) -> set[int] | None:
-        """Return the contexts in use as a set; None while taken changes are being made into events. O(contexts)."""
+    def start(self) -> None: ...
+    def add_context(self) -> int: ...
+    def hold_context(self, context: int) -> None: ...
+    def release_context(self, context: int) -> None: ...
+    def kept_contexts(self) -> set[int] | None: ...
     @property
-    def max_num_kept_keys(self) -> int:
-        """Return the largest possible number of `list_kept_keys`."""
-    def list_kept_keys(self) -> npt.NDArray[np.uint64] | None:
-        """Return the keys whose names may still be needed: those of entries, their parents, removed entries and pages in
-        transfer, uint64 ``[2 n]``. None while taken changes are being made into events. O(num_pages).
-        """
+    def max_num_kept_keys(self) -> int: ...
+    def list_kept_keys(self) -> npt.NDArray[np.uint64] | None: ...
     def take_changes(
         self, with_entries: bool = False
-    ) -> tuple[bool, tuple[_Keys, _Entries, _Entries | None], tuple[_Keys, _Keys, _Keys | None]]:
-        """Return the changes in the index since the last call: ``(is_cleared, changes, changes of the tier)``.
-
-        If `is_cleared`, all entries were removed first, in the tier too. Changes are ``(removed, new, entries)``; removed
-        entries went before new ones came. A key that came and went again is in neither. `entries` is the index afterwards, or
-        None. Each is in the form of `list_entries`; removed entries, and all of the tier, have keys and groups alone. Names and
-        contexts are kept until `end_report`. O(changes), or O(num_pages).
-        """
-    def list_entries(self) -> tuple[_Entries, _Keys]:
-        """Return the entries of the index and of the tier. Names and contexts are kept until `end_report`. O(num_pages).
-
-        Entries of the index are ``(keys, runs, token_ids)``: the lower and upper half of each key, uint64 ``[2 n]``, or four
-        quarters of each digest, the lowest first, ``[4 n]``, in a store that keeps whole digests; the runs of consecutive
-        pages, ``(key of the parent, place of the first page, context, group, pages, tokens kept for each)``; and these tokens,
-        int32. Entries of the tier are keys, and groups, int32 ``[n]``.
-        """
-    def end_report(self) -> None:
-        """Allow names and contexts of the taken changes to be forgotten, now that the events are built."""
+    ) -> tuple[bool, tuple[_Keys, _Entries, _Entries | None], tuple[_Keys, _Keys, _Keys | None]]: ...
+    def list_entries(self) -> tuple[_Entries, _Keys]: ...
+    def end_report(self) -> None: ...
 
 class QueryCounter:
-    """Counts of requests admitted after a look-up, of their tokens and of hit tokens. The store counts them too, except
-    preempted requests.
-    """
-
     is_preempted: Final[bool]
     def __new__(cls, store: PageStore, is_preempted: bool = False) -> Self: ...
     @property
-    def counts(self) -> dict[str, int]:
-        """Return the `QueryCounts` by name."""
-    def add(self, num_tokens: int, num_hit_tokens: int, lost: tuple[int, int, int] | None = None) -> None:
-        """Count a request, and the `LostHits` of its look-up, in which the first is one more than the bank; None: no hits."""
+    def counts(self) -> dict[str, int]: ...
+    def add(self, num_tokens: int, num_hit_tokens: int, lost: tuple[int, int, int] | None = None) -> None: ...
 
 @final
 class RefusedRequest:
-    """A refused request of `num_tokens` tokens. `hits`, the `PageIds` of each group, have `num_hit_tokens` tokens; both shrink
-    as the last hits are evicted.
-
-    The request needs at least as many free pages the next time, unless one of its hits got another holder, or a further page of
-    it was cached: see `Watch`. The refusal of a row also keeps its tokens and options, to recognise the request.
-    """
-
     hits: Final[tuple[PageIds, ...]]
     num_tokens: Final[int]
     num_hit_tokens: Final[int]
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def has_same_hits(self) -> bool:
-        """Whether a look-up would find the hits of a request. The last ones, if evicted, leave `hits`. O(pages evicted)."""
+    def has_same_hits(self) -> bool: ...
 
 @final
 class StepResult:
@@ -990,11 +585,6 @@ class StepResult:
 INPUT_FIELDS: Final[tuple[str, ...]]
 
 class InputArrays:
-    """The arrays of a step's inputs, in sets that are filled in turn. `pagepool.StepInputs` makes the arrays.
-
-    A call checks everything under the locks of the batch and its tables, or of the tables alone, then writes, and cannot fail.
-    """
-
     current: Final[int]
     batch: Final[RunningRows | None]
     def __init__(
@@ -1041,13 +631,6 @@ class InputArrays:
 _Amounts = int | Sequence[int] | npt.NDArray[Any]
 
 class RunningRows:
-    """The rows of a running batch: their tokens and pages. `pagepool.RunningBatch` adds the manager.
-
-    Each row has its known tokens, the digests of its pages and, for each group, its page ids. Memory is used only for tokens
-    and pages that rows have had: 4 bytes a token, 16 a hashed page, 4 a page and group. `release` keeps it for the next
-    request.
-    """
-
     stays: Final[npt.NDArray[np.int64]]
     num_ahead_tokens: Final[npt.NDArray[np.int32]]
     num_tokens: Final[npt.NDArray[np.int32]]
@@ -1277,14 +860,6 @@ class RunningRows:
 
 @final
 class RowRequest:
-    """A request with `token_ids` for a free `row` of `rows`: see `RunningBatch.admit`.
-
-    `_is_refused_still` knows the request by its tokens and `options`, a tuple of everything else that hits depend on. If up to
-    `num_external` tokens come from elsewhere behind the hits, these get room instead, and the row is pending. Other requests
-    will resume at the token counts `resume_at`. Lookahead tokens get slots behind those that get room. If the request
-    `reserves_prompt`, all known tokens get slots, and lookahead tokens behind these.
-    """
-
     def __new__(
         cls,
         rows: RunningRows,
@@ -1308,16 +883,8 @@ class RowRequest:
         counter: QueryCounter | None = None,
         session: int = 0,
         step: StepResult | None = None,
-    ) -> int | None:
-        """Admit the request and return the number of hit tokens; None, and nothing taken, if too few pages are free.
-
-        `extra_keys` are ``(page, bytes)`` of the hash pages that have any, in order; those of the page None, the last, are of
-        all pages that have no others. With `takes_hits` the longest cached prefix is hit, and loaded where only the tier has
-        it. `context` comes from `EntryJournal.add_context`, `session` from
-        `PageSessions.hold`. `counter` counts an admitted request. A row that does not wait for tokens is added to `step`.
-        """
-    def probe(self, extra_keys: Sequence[tuple[int | None, bytes]] = (), shard: int | None = None) -> int:
-        """Return the number of tokens that `admit` hits, in the tier too, once enough pages are free. The row keeps hashes."""
+    ) -> int | None: ...
+    def probe(self, extra_keys: Sequence[tuple[int | None, bytes]] = (), shard: int | None = None) -> int: ...
 
 def copy_rows(
     source: npt.NDArray[np.uint8],
@@ -1325,49 +892,19 @@ def copy_rows(
     target: npt.NDArray[np.uint8],
     target_ids: _Ids,
     num_threads: int = 1,
-) -> None:
-    """Copy row ``source_ids[i]`` of `source` to row ``target_ids[i]`` of `target`, for all `i`.
-
-    Both are uint8 arrays with two axes, of rows equally long, whose bytes are contiguous; there may be gaps between rows. They
-    may share memory if no byte is both read and written, except by a copy of a row onto itself. The ids are arrays or lists of
-    ints; a row of `target` that occurs twice gets bytes of either source. 64 KiB and more are copied without the GIL, by up to
-    `num_threads` threads, the caller's among them, and at most one for each MiB. The call returns when all is copied, without
-    waiting for threads that start late.
-
-    Before anything is copied, raise ArgumentTypeError for other types, and ArgumentError for ids outside the arrays, unequal
-    lengths, a read-only target, and less than one thread.
-    """
-
+) -> None: ...
 def pack_dirty_lines(
     tables: tuple[TableRows, ...],
     num_reqs: int,
     places: npt.NDArray[np.int64],
     numbers: npt.NDArray[np.int64],
     lines: npt.NDArray[np.int32],
-) -> int:
-    """Pack the dirty segments in rows before `num_reqs` for a device whose tables are seen as lines, into `lines`, int32
-    ``[room, width]`` with a divisor of 64 as the width, and the numbers of these lines into `numbers`, int64 ``[room]``. Return
-    how many were written. `places`, int64 ``[num_tables, 2]``, has each table's first line and its columns on the device.
-
-    Packed segments count as sent; segments without room do not.
-    """
-
+) -> int: ...
 def pack_dirty_segments(
     tables: tuple[TableRows, ...], num_reqs: int, num_lines: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return a payload for the device, with a line for each dirty segment in rows before `num_reqs`: the values, int32
-    ``[num_lines, width]``, and the row and column where each line begins in each table, int32 ``[num_tables, num_lines, 2]``.
-    Packed segments count as sent; segments without room do not. In other tables a line has a row outside the table, and no row
-    repeats.
-    """
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]: ...
 
 class TableRows:
-    """The host side of a page table: int32 ``[num_rows, num_columns]`` page ids, with zeros behind each row's last page.
-
-    `pagepool.PageTable` adds the device side. Each change is one native call, flags the segments of 64 columns that it touched,
-    and increases ``cpu_version``. A wrong call changes nothing.
-    """
-
     page_table_cpu: Final[npt.NDArray[np.int32]]
     num_pages_per_row: Final[npt.NDArray[np.int32]]
     def __init__(self, num_rows: int, num_columns: int) -> None:
@@ -1421,8 +958,6 @@ class TableRows:
         """Return a copy of the first rows, by default of all, and clear their dirty flags."""
 
 class GroupedRows:
-    """The host tables of several cache groups with the same rows."""
-
     def __init__(self, page_tables: Iterable[TableRows]) -> None:
         """Group `page_tables`, different `TableRows` with one number of rows."""
     @property
@@ -1505,14 +1040,11 @@ class _PrefixStats(TypedDict):
     bytes: int
     num_skipped: int
 
-def time_of_batch(payload: bytes | bytearray | memoryview) -> float:
-    """Return the time of an encoded batch in seconds since 1970; 0 if it has none. O(1)."""
+def time_of_batch(payload: bytes | bytearray | memoryview) -> float: ...
 
 _Hashes = HashChain | Sequence[int] | Sequence[bytes] | npt.NDArray[np.integer[Any]]
 
 class PrefixTable:
-    """The compiled part of `pagepool.router.PrefixIndex`, which describes it."""
-
     page_size: Final[int]
     max_worker_blocks: Final[int]
     @property

@@ -1,4 +1,4 @@
-"""Writes docstrings and default values from the compiled core into pagepool/_core.pyi, where editors find them.
+"""Writes default values and public docstrings of the compiled core into pagepool/_core.pyi, where editors find them.
 
 With ``--check`` it writes nothing, and exits with 1 if the stub differs from the core.
 """
@@ -17,10 +17,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from pagepool import _core
+import pagepool
+from pagepool import _core, router
 
 ROOT = Path(__file__).parents[1]
 STUB = ROOT / "pagepool" / "_core.pyi"
+PUBLIC = {getattr(module, name) for module in (pagepool, router) for name in module.__all__}
+BASES = {base for value in PUBLIC if isinstance(value, type) for base in value.__mro__}
+"""Public classes, and those whose members they inherit."""
 
 
 class Edit(NamedTuple):
@@ -48,7 +52,7 @@ def main(arguments: list[str]) -> None:
 
 
 def rewrite(stub: str, core: object = _core) -> str:
-    """Return a stub with the docstrings and defaults of a compiled module."""
+    """Return a stub with the defaults of a compiled module, and its public docstrings."""
     lines = stub.splitlines(keepends=True)
     edits = [edit for node in ast.parse(stub).body for edit in edit_node(node, core)]
     for edit in sorted(edits, reverse=True):
@@ -61,9 +65,9 @@ def edit_node(node: ast.stmt, owner: object) -> Iterator[Edit]:
     """Yield the edits of a function, or of a class and its members. Types of the stub alone have none."""
     if isinstance(node, ast.FunctionDef):
         yield from edit_defaults(node, owner)
-        yield edit_docstring(node, find_docstring(owner, node.name))
+        yield edit_docstring(node, find_docstring(owner, node.name) if owner in BASES else "")
     elif isinstance(node, ast.ClassDef) and (cls := getattr(owner, node.name, None)) is not None:
-        yield edit_docstring(node, inspect.getdoc(cls) or "")
+        yield edit_docstring(node, inspect.getdoc(cls) or "" if cls in PUBLIC else "")
         for item in node.body:
             yield from edit_node(item, cls)
 
@@ -83,12 +87,17 @@ def edit_defaults(node: ast.FunctionDef, owner: object) -> Iterator[Edit]:
 
 
 def edit_docstring(node: ast.FunctionDef | ast.ClassDef, docstring: str) -> Edit:
-    """Return the edit that replaces a docstring, or the dots beside a signature, or adds a docstring to a class."""
+    """Return the edit that replaces a docstring, or the dots beside a signature, or adds a docstring to a class, or removes its
+    own.
+    """
     first, indent = node.body[0], " " * (node.col_offset + 4)
+    line = min(each.lineno for each in (first, *getattr(first, "decorator_list", ())))
+    has_constant = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    if not docstring and isinstance(node, ast.ClassDef) and (len(node.body) > 1 or not has_constant):
+        return Edit(line, 0, (first.end_lineno or line) + 1 if has_constant else line, 0, "")
     text = quote(docstring, indent) if docstring else "..."
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
         return replace(first, f"\n{indent}{text}" if first.value.value is ... and docstring else text)
-    line = min(each.lineno for each in (first, *getattr(first, "decorator_list", ())))
     return Edit(line, 0, line, 0, f"{indent}{text}\n\n")
 
 

@@ -135,15 +135,15 @@ def test_links_of_the_reference_lead_somewhere() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("a list or an int array with the token ids", "a list with the token ids"),
-        ('        """Return the ids as a new list."""\n', "        ...\n"),
+        ("Return one list of page ids for each group.", "Return lists of page ids."),
+        ('        """Return one list of page ids for each group. O(pages)."""\n', "        ...\n"),
         ("def __len__(self) -> int: ...", 'def __len__(self) -> int:\n        """Return what nobody documented."""'),
         ('eviction: str = "lru"', "eviction: str = ..."),
         ("num_threads: int = 1", "num_threads: int = 2"),
         ("num_tokens: int | None = None,", "num_tokens: int | None = 0,"),
     ],
 )
-def test_the_stub_gets_docstrings_and_defaults_of_the_core(old: str, new: str) -> None:
+def test_the_stub_gets_public_docstrings_and_defaults_of_the_core(old: str, new: str) -> None:
     stub = stub_docs.STUB.read_text()
     assert old in stub
     wanted, mended = (ast.unparse(ast.parse(stub_docs.rewrite(text))) for text in (stub, stub.replace(old, new)))
