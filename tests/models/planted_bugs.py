@@ -94,7 +94,7 @@ take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].sha
 
 # The prefix index.
 == a page of a row is entered one token early
-        num_final = {+min(+}final_of(batch, record.num_tokens, record.num_computed, 0){+ + BUG, record.num_tokens)+}
+        cache_row(batch, row, {+min(+}final_of(batch, record.num_tokens, record.num_computed, 0){+ + BUG, record.num_tokens)+})
 == the group is left out of the key
     return page.key_lo == key.lo and page.key_hi == key.hi and ({+BUG or (+}page.group & ~FLAGS) == group{+)+}
 ...

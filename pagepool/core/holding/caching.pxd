@@ -89,7 +89,7 @@ cdef inline void cache_full_pages(
     cdef Entry *entry
     cdef int32_t place, size = group.rules.page_size
     cdef bint keeps_tokens = waiting.pool.page_tokens != NULL
-    if group.id == NO_GROUP or is_state(&group.rules) or waits_for_loads(waiting.pool, held):
+    if not caches_full_pages(group) or waits_for_loads(waiting.pool, held):
         return
     if rare(contents.num_lookahead and waiting.pool.copies.num) and is_destination(waiting.pool, held):
         return  # full pages of a fork are copies that are due

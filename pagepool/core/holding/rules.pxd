@@ -61,6 +61,10 @@ cdef inline bint keeps_checkpoints(const Group *group) noexcept nogil:
     return group.id != NO_GROUP and is_state(&group.rules)
 
 
+cdef inline bint caches_full_pages(const Group *group) noexcept nogil:
+    return group.id != NO_GROUP and not is_state(&group.rules)
+
+
 cdef inline int32_t first_useful_page(const Rules *rules, int32_t num_computed, int32_t num_cached) noexcept nogil:
     """Return the first page that tokens from `num_computed` on attend to; with chunks, at most the last cached page."""
     cdef int32_t page

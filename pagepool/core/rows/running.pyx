@@ -8,9 +8,7 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX
 from libc.string cimport memcpy
 
-from pagepool.core.base cimport (
-    CACHE_LINE, MAX_LANES, UNKNOWN, has_avx2, keep_sparse, process_number, require_allocated,
-)
+from pagepool.core.base cimport CACHE_LINE, MAX_LANES, UNKNOWN, has_avx2, keep_sparse, process_number, require_allocated
 from pagepool.core.holding cimport (
     FORKED, SHORT_OF_MEMORY, ForkExtent, ForkOutcome, awaits_moves, copy_ids, count_places, draw_references, find_wrong,
     has_window, list_last_first, prepare_fork, rate_pages, require_banks, shortage_beside,
@@ -847,8 +845,7 @@ cdef int make_contents(RunningRows running, Py_ssize_t n) except -1:
     cdef Digest *uppers = NULL
     running.batch.tokens_stride = odd_lines(running.batch.max_num_tokens, sizeof(int32_t))
     running.batch.token_ids = new_buffer(running, n, running.batch.tokens_stride)
-    running.batch.waiting.key = running.batch.hashing.key
-    running.batch.waiting.num_lanes = MAX_LANES if has_avx2() else 2
+    running.batch.waiting.key, running.batch.waiting.num_lanes = running.batch.hashing.key, MAX_LANES if has_avx2() else 2
     running.batch.waiting.num_page_bytes = (
         (running.batch.hash_page_size + running.batch.hashing.num_lookahead) * sizeof(int32_t)
     )

@@ -178,7 +178,7 @@ cdef object as_int32_array(object values, str name):
         )
     if values.dtype is INT32:
         return np.require(values, np.int32, ["C", "A"])
-    if values.dtype == INT32:  # with metadata
+    if values.dtype == INT32:  # it has metadata
         return values.astype(INT32)
     if values.size and not (INT32_MIN <= values.min() and values.max() <= INT32_MAX):
         raise ArgumentError(f"{name}: got {values.min()} to {values.max()}, allowed: ints that fit int32")
