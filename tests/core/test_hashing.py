@@ -221,6 +221,7 @@ def test_a_page_is_hashed_once():
     manager.get_computed_pages(request)
     assert len(contents) == 5
 
+
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16])
 def test_pages_hashed_side_by_side_have_the_hashes_of_pages_hashed_alone(page_size: int, lookahead: int) -> None:

@@ -182,9 +182,7 @@ BAD_OPTIONS: dict[str, list[tuple[list[str], str]]] = {
         (["--num-pages", "600", "--host-pages", "2G"], "no pool of 600 pages of 16 tokens, 2,000,000,000 host pages: "),
         (["--host-pages", "1k", "--no-caching"], "--host-pages and --no-caching exclude each other"),
         (["--host-policy", "write_back"], "--host-policy needs --host-pages"),
-        (["--host-min-uses", "2"], "--host-min-uses needs --host-pages"),
         (["--host-pages", "1k", "--host-policy", "none"], "'none' is not one of 'write_back', 'write_through'"),
-        (["--host-pages", "1k", "--host-min-uses", "256"], "256 is not in the range 1<=x<=255"),
     ],
 }
 

@@ -131,7 +131,6 @@ def make_request(name: str, num_tokens: int) -> Any:
         (["--limit", "5"], "--limit has no meaning with --mean-tokens"),
         (["--block-size", "5"], "--block-size has no meaning with --mean-tokens"),
         (["--host-policy", "write_back"], "--host-policy has no meaning with --mean-tokens"),
-        (["--host-min-uses", "1"], "--host-min-uses has no meaning with --mean-tokens"),
         (["--seed", "0"], "--seed has no meaning with --mean-tokens"),
         (["--max-num-seqs", "256"], "--max-num-seqs has no meaning with --mean-tokens unless"),
         (["--memory", "1GiB"], "--memory needs --bytes-per-token or --model-config"),

@@ -245,15 +245,11 @@ class TestPlan:
         assert sizes_of(400, None, 10**9) == []
 
     @pytest.mark.parametrize(
-        ("host", "num_pages", "policy", "min_uses"),
-        [
-            (["900"], 900, "write_back", 1),
-            (["2k", "--host-policy", "write_through"], 2000, "write_through", 1),
-            (["1k", "--host-min-uses", 2], 1000, "write_back", 2),
-        ],
+        ("host", "num_pages", "policy"),
+        [(["900"], 900, "write_back"), (["2k", "--host-policy", "write_through"], 2000, "write_through")],
     )
     def test_figures_with_a_tier_are_those_of_a_replay(
-        self, host: list[object], num_pages: int, policy: str, min_uses: int, trace: Path
+        self, host: list[object], num_pages: int, policy: str, trace: Path
     ) -> None:
         """Also in a pool that skips a request."""
         write_trace(trace, [*make_loop(), TraceRecord(999, 2000, 4, (7, 8, 9, 10))])
@@ -263,7 +259,7 @@ class TestPlan:
             replayed = figures_of("replay", trace, "--num-pages", pool["num_pages"], "--max-num-seqs", 1, *options)
             found = {"hit_tokens": replayed["hit_tokens"], "hit_rate": replayed["trace_hit_rate"]}
             assert pool["host"].items() >= (found | replayed["host"]).items()
-        assert planned["host"] == {"num_pages": num_pages, "policy": policy, "min_uses": min_uses}
+        assert planned["host"] == {"num_pages": num_pages, "policy": policy}
         assert planned["speed"] is None
 
     def test_speeds(self, trace: Path, config: Path) -> None:

@@ -68,7 +68,6 @@ from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.host import HostMemory, Policy
 from pagepool.replay.simulation.host_options import (
     choose_host,
-    host_min_uses_option,
     host_pages_option,
     host_policy_option,
 )
@@ -431,7 +430,6 @@ def run_capacity(plan: Capacity, sizes: Sizes | None, asked: Asked, json_path: s
 )
 @host_pages_option
 @host_policy_option
-@host_min_uses_option
 @click.option(
     "--host-bandwidth",
     type=Size("bytes", BYTE_UNITS),
@@ -474,7 +472,6 @@ def plan(
     eviction: str | None,
     host_pages: int | None,
     host_policy: Policy | None,
-    host_min_uses: int | None,
     host_bandwidth: int | None,
     store_pages: int | None,
     store_bandwidth: int | None,
@@ -535,7 +532,6 @@ def plan(
         "--eviction": eviction,
         "--host-pages": host_pages,
         "--host-policy": host_policy,
-        "--host-min-uses": host_min_uses,
         "--host-bandwidth": host_bandwidth,
         "--store-pages": store_pages,
         "--store-bandwidth": store_bandwidth,
@@ -576,7 +572,7 @@ def plan(
         return
     chosen_intervals = find_intervals(model, intervals)
     asked = find_sizes(num_pages, memory, model.page_bytes)
-    host = choose_host(host_pages, host_policy, host_min_uses)
+    host = choose_host(host_pages, host_policy)
     option = "--host-pages" if host else "--store-bandwidth"
     if (host or store_bandwidth is not None) and (model.num_state_groups or model.windows):
         what = "states" if model.num_state_groups else "windows"

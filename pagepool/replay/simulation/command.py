@@ -35,7 +35,6 @@ from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.host import Policy
 from pagepool.replay.simulation.host_options import (
     choose_host,
-    host_min_uses_option,
     host_pages_option,
     host_policy_option,
 )
@@ -226,7 +225,6 @@ def require_equal(figures: dict[str, Figures]) -> None:
 @seed_option
 @host_pages_option
 @host_policy_option
-@host_min_uses_option
 @json_option
 def replay(
     trace: str | None,
@@ -252,7 +250,6 @@ def replay(
     seed: int,
     host_pages: int | None,
     host_policy: Policy | None,
-    host_min_uses: int | None,
     json_path: str | None,
 ) -> None:
     """Replay TRACE, or synthetic requests, through the allocator under a simulated scheduler.
@@ -319,7 +316,7 @@ def replay(
         compare_windows=bool(model.windows) and not no_caching,
     )
     interval = choose_interval(model, interval)
-    host = choose_host(host_pages, host_policy, host_min_uses)
+    host = choose_host(host_pages, host_policy)
     if host is not None and no_caching:
         raise click.UsageError("--host-pages and --no-caching exclude each other")
     if compare_sessions and no_caching:

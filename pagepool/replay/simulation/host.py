@@ -13,17 +13,15 @@ class HostMemory(NamedTuple):
 
     num_pages: int
     policy: Policy = "write_back"
-    min_uses: int = 1
 
     def __str__(self) -> str:
         """Describe the tier in words.
 
-        >>> str(HostMemory(2000)), str(HostMemory(50, "write_through", 2))
-        ('2,000 host pages', '50 host pages (write_through, 2 uses)')
+        >>> str(HostMemory(2000)), str(HostMemory(50, "write_through"))
+        ('2,000 host pages', '50 host pages (write_through)')
         """
-        settings = [self.policy] * (self.policy != "write_back") + [count_of(self.min_uses, "use")] * (self.min_uses > 1)
-        return count_of(self.num_pages, "host page") + (f" ({', '.join(settings)})" if settings else "")
+        return count_of(self.num_pages, "host page") + ("" if self.policy == "write_back" else f" ({self.policy})")
 
     def make_tier(self) -> HostTier:
         """Make an empty tier. Raise ArgumentError for an impossible size."""
-        return HostTier(self.num_pages, policy=self.policy, min_uses=self.min_uses)
+        return HostTier(self.num_pages, policy=self.policy)

@@ -5,8 +5,6 @@ import click
 from pagepool.replay.shared.options import Size
 from pagepool.replay.simulation.host import HostMemory, Policy
 
-MAX_USES = 255
-
 host_pages_option = click.option(
     "--host-pages",
     type=Size("pages", minimum=2),
@@ -20,20 +18,12 @@ host_policy_option = click.option(
     help="write_back saves pages in the tier when they are evicted from the pool, write_through once they are computed.",
     show_default="write_back",
 )
-host_min_uses_option = click.option(
-    "--host-min-uses",
-    type=click.IntRange(1, MAX_USES),
-    metavar="USES",
-    help=f"Save only pages that were used this many times, 1 to {MAX_USES}; computing a page is its first use.",
-    show_default="1",
-)
 
 
-def choose_host(num_pages: int | None, policy: Policy | None, min_uses: int | None) -> HostMemory | None:
+def choose_host(num_pages: int | None, policy: Policy | None) -> HostMemory | None:
     """Return the requested host memory, if any."""
     if num_pages is not None:
-        return HostMemory(num_pages, policy or "write_back", min_uses or 1)
-    for option, value in (("--host-policy", policy), ("--host-min-uses", min_uses)):
-        if value is not None:
-            raise click.UsageError(f"{option} needs --host-pages")
+        return HostMemory(num_pages, policy or "write_back")
+    if policy is not None:
+        raise click.UsageError("--host-policy needs --host-pages")
     return None
