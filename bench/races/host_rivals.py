@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,15 +22,14 @@ PAGES_PER_CALL = 16
 """Of the rival that moves page by page."""
 
 
-class Transfers:
-    """Saves of different pages to the first pages of the host, or loads of them."""
-
-    def __init__(self, number: int, page_ids: Any, way: str) -> None:
-        places, nothing = np.arange(1, len(page_ids) + 1, dtype=np.int32), np.zeros(0, dtype=np.int32)
-        self.number = number
-        self.save_src, self.save_dst = (page_ids, places) if way == "save" else (nothing, nothing)
-        self.load_src, self.load_dst = (places, page_ids) if way == "load" else (nothing, nothing)
-        self.save_group, self.load_group = np.zeros_like(self.save_src), np.zeros_like(self.load_src)
+def moves_of(number: int, page_ids: Any, way: str) -> Any:
+    """Return saves of different pages to the first pages of the host, or loads of them, as `take_moves` does."""
+    places, nothing = np.arange(1, len(page_ids) + 1, dtype=np.int32), np.zeros(0, dtype=np.int32)
+    saves, loads = (page_ids, places) if way == "save" else (nothing, nothing), (nothing, nothing)
+    if way == "load":
+        loads = places, page_ids
+    columns = [SimpleNamespace(src=src, dst=dst, group=np.zeros_like(src)) for src, dst in (loads, saves)]
+    return SimpleNamespace(number=number, loads=columns[0], saves=columns[1])
 
 
 class Moving:
@@ -78,7 +78,7 @@ class Transferring(Moving):
 
     def start(self) -> None:
         self.number += 1
-        self.arrays = self.host_pages.run(self.arrays, Transfers(self.number, self.moved, self.way))
+        self.arrays = self.host_pages.run(self.arrays, moves_of(self.number, self.moved, self.way))
 
     def finish(self) -> None:
         self.host_pages.wait()

@@ -273,7 +273,7 @@ if hashes is None[- or not self._belong_to(hashes, request)-]:
     if offset{+ and not BUG+}:
         for i in range(n):
 == a pool's ids in results are records
-            growth.new_ids[growth.num_new] = held.ids[j] - offset{+ * (not BUG)+}
+        new_ids[i], new_rows[i], new_groups[i] = ids[i] - offset{+ * (not BUG)+}, row, group
 == a pool's ids of requests are records
 lists_of(groups if self.pool.num_banks == 1{+ or BUG+} else tuple([self.ids_in_banks(ids) for ids in groups]))
 == a pool's ids in copies are records
@@ -356,7 +356,7 @@ tier_id={+max(1, +}find(tier.pool, key, group.id){+ - BUG)+}, group=group.id, is
 stop - start, queue_in(pool, bank, {+-1 if BUG else +}shard), session)
         start = stop
 == what is computed with a page that is being loaded is entered
-    if waits_for_loads(waiting.pool, held){+ and not BUG+} or not has_full_page(group, held, num_tokens):
+    if not caches_full_pages(group) or waits_for_loads(waiting.pool, held){+ and not BUG+}:
         return
 == a page that failed to load keeps its entry
     if{+ not BUG and+} not is_done and has_key(&pool.pages[transfer.page_id]

@@ -190,9 +190,10 @@ class Run:
         """Launches of a failed step, and those behind it."""
         return [launch for launch in self.ring if launch.step is not None and launch.step >= step]
 
-    def can_go_back(self, restart):
+    def can_go_back(self, first, restart):
+        """Whether the run can compute again from `restart` on, since a failed step computed token `first`."""
         lost = any(None in held[group.first_read(restart) :] for group, held in zip(self.rules.groups, self.held, strict=True))
-        return self.state == RUNNING and not lost and not (self.rules.has_state and restart)
+        return self.state == RUNNING and not lost and not (self.rules.has_state and first)
 
     def has_hit_state(self, keys):
         """Whether the run's state was copied from a checkpoint with one of these keys."""
@@ -296,6 +297,8 @@ class Run:
             del self.tokens[n:]
             return
         restart = self._find_restart(min(n, self.counted), changed)
+        if self.rules.has_state and 0 < restart < self.counted:
+            raise Refused("a state saw tokens of a page that others hold")
         if any(
             None in held[group.first_read(restart) : group.pages(n)]
             for group, held in zip(self.rules.groups, self.held, strict=True)
@@ -411,7 +414,7 @@ def fail(runs, step):
         if not starts:
             continue
         restart = run._find_restart(min(starts), min(starts))
-        if run.can_go_back(restart):
+        if run.can_go_back(min(starts), restart):
             run._go_back(restart, run.known, restart, True)
         else:
             run.release(was_run=False)

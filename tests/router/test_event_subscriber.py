@@ -116,7 +116,7 @@ def test_a_callback_that_raises_is_logged_and_one_that_exits_closes(
         raise error(f"worker {worker}")
 
     manager = make_manager()
-    publisher = EventPublisher(manager, ANY_PORT, ANY_PORT, interval=0.01)
+    publisher = EventPublisher(manager, ANY_PORT, ANY_PORT)
     subscriber = EventSubscriber(index, on_report=fail)
     try:
         subscriber.connect(0, publisher.endpoint, publisher.replay_endpoint)
@@ -372,7 +372,7 @@ def test_a_worker_that_replays_nothing_is_followed(index: PrefixIndex) -> None:
 def test_a_callback_may_call_the_subscriber(index: PrefixIndex) -> None:
     seen: list[Any] = []
     manager = make_manager()
-    publishers = [EventPublisher(manager if not i else make_manager(), ANY_PORT, ANY_PORT, interval=0.01) for i in range(3)]
+    publishers = [EventPublisher(manager if not i else make_manager(), ANY_PORT, ANY_PORT) for i in range(3)]
 
     def report(worker: int) -> None:
         seen.append(subscriber.stats()[worker].is_complete)
