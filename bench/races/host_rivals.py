@@ -25,11 +25,11 @@ PAGES_PER_CALL = 16
 def moves_of(number: int, page_ids: Any, way: str) -> Any:
     """Return saves of different pages to the first pages of the host, or loads of them, as `take_moves` does."""
     places, nothing = np.arange(1, len(page_ids) + 1, dtype=np.int32), np.zeros(0, dtype=np.int32)
-    saves, loads = (page_ids, places) if way == "save" else (nothing, nothing), (nothing, nothing)
-    if way == "load":
-        loads = places, page_ids
-    columns = [SimpleNamespace(src=src, dst=dst, group=np.zeros_like(src)) for src, dst in (loads, saves)]
-    return SimpleNamespace(number=number, loads=columns[0], saves=columns[1])
+    src, dst = (page_ids, places) if way == "save" else (places, page_ids)
+    moved = SimpleNamespace(src=src, dst=dst, group=np.zeros_like(src))
+    unmoved = SimpleNamespace(src=nothing, dst=nothing, group=nothing)
+    saves, loads = (moved, unmoved) if way == "save" else (unmoved, moved)
+    return SimpleNamespace(number=number, saves=saves, loads=loads)
 
 
 class Moving:

@@ -11,7 +11,7 @@ from pagepool.core.values.arguments cimport *
 import numpy as np
 
 from pagepool.arguments import require_unmasked
-from pagepool.errors import ArgumentError
+from pagepool.errors import ArgumentError, ArgumentTypeError
 
 cdef object ndarray = np.ndarray
 
@@ -170,8 +170,8 @@ cdef PageIds as_page_ids(object values, str name="page_ids"):
         return ids
     if not is_array:
         require_unmasked(name, values)
-    if not borrow(ids, values):
-        borrow(ids, as_int32_array(values, name))
+    if not borrow(ids, values) and not borrow(ids, as_int32_array(values, name)):
+        raise ArgumentTypeError(f"{name}: got an array whose buffer cannot be read, allowed: one of int32")
     return ids
 
 
