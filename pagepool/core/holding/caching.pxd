@@ -43,13 +43,14 @@ cdef struct Waiting:
 
 
 cdef inline void hash_waiting(Waiting *waiting) noexcept nogil:
-    """Hash the waiting pages, several at once. Lanes that are left over hash the last page again."""
+    """Hash the waiting pages, several at once, the last one or two in a pair. Lanes without a page hash the last one again."""
     cdef const uint8_t *tokens[MAX_LANES]
     cdef Digest[MAX_LANES] parents
     cdef Digest[MAX_LANES] digests
     cdef PageToHash *page
-    cdef Py_ssize_t lane, i = 0, num_lanes = waiting.num_lanes
+    cdef Py_ssize_t lane, num_lanes, i = 0
     while i < waiting.num_to_hash:
+        num_lanes = waiting.num_lanes if waiting.num_to_hash - i > 2 else 2
         assert num_lanes == 2 or num_lanes == MAX_LANES
         for lane in range(num_lanes):
             page = &waiting.to_hash[min(i + lane, waiting.num_to_hash - 1)]
