@@ -231,6 +231,21 @@ class TestFile:
         assert b"trace" not in path.read_bytes()
         assert len(json.loads(gzip.decompress(path.read_bytes()))["hash_ids"]) == 2
 
+    def test_a_running_request_that_cannot_be_read_costs_no_other(self, tmp_path: Path) -> None:
+        """The file is closed, with what has ended and with the running requests before it."""
+        path = tmp_path / "trace.jsonl"
+        recorder = Recorder(make_manager(10, page_size=4), path)
+        requests = [EngineRequest(name, [1, 2, 3, 4]) for name in "abcd"]
+        for request in requests:
+            recorder.start(request)
+        requests[1].all_token_ids = [{}] * 4  # type: ignore[list-item]
+        recorder.finish(requests[3])
+        with pytest.raises(ArgumentTypeError, match="request 'b': all_token_ids: token_ids: got dict"):
+            recorder.close()
+        assert [*tmp_path.iterdir()] == [path]
+        assert len(lines_of(path)) == 2
+        recorder.close()
+
     def test_a_process_that_is_killed_leaves_nothing_at_the_path(self, tmp_path: Path) -> None:
         code = f"""
 import os, signal

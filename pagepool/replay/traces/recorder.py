@@ -124,13 +124,18 @@ class Recorder:
         self._write_lines()
 
     def close(self) -> None:
-        """Write running requests as they are, and move the file to its path. Idempotent."""
+        """Write running requests as they are, and move the file to its path. Idempotent. Raise the errors of `finish` for a
+        running request whose tokens cannot be read: the file then lacks it and the running requests that started after it.
+        """
         if not self._is_open:
             return
-        for entry in self._running.values():
-            entry.line = self._make_line(entry, cast(Request, entry.request))
-        self._write_lines()
-        self._close()
+        try:
+            for entry in self._running.values():
+                entry.line = self._make_line(entry, cast(Request, entry.request))
+        finally:
+            self._entries = deque(entry for entry in self._entries if entry.line is not None)
+            self._write_lines()
+            self._close()
 
     def __enter__(self) -> Self:
         """Return the recorder."""
