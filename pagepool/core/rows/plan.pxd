@@ -202,12 +202,15 @@ cdef inline Py_ssize_t _tell_plain(Batch *batch, const Growth *growth, Py_ssize_
     for i in range(start, n):
         record = &records[rows[i]]
         before = record.num_planned
-        if record.told_step != told_before or before + 1 >= record.next_plan:
+        if exceptional(record.told_step != told_before) or exceptional(before + 1 >= record.next_plan):
             return i
         assert record.state == RUNNING and record.num_computed == record.num_tokens == before < batch.max_num_tokens
+        assert record.num_resolved == before - 1
         token_ids[rows[i] * stride + before] = new_ids[i]
-        record.num_tokens = record.num_computed = record.num_planned = before + 1
-        record.num_resolved = before
+        record.num_tokens += 1  # neighbours that all grow by one: a single vector addition
+        record.num_computed += 1
+        record.num_planned += 1
+        record.num_resolved += 1
         record.told_step = told_step
     return n
 
@@ -229,14 +232,15 @@ cdef inline void untell_rows(Batch *batch, Growth *growth, Py_ssize_t start) noe
 
 cdef inline Py_ssize_t _check_steps(Batch *batch, Growth *growth, Py_ssize_t n) noexcept nogil:
     """Check that each copied row can get a token; return the number of rows before the first wrong one."""
-    cdef Py_ssize_t i
+    cdef Py_ssize_t i = 0
     if GUARDS and signs_of(growth.token_ids, n) < 0:
         return 0
     growth.told_before = _find_told_step(batch, growth, n)
-    i = _tell_plain(batch, growth, 0, n)
-    while i < n and _check_due_step(batch, growth, i):
-        i = _tell_plain(batch, growth, i + 1, n)
-    return i
+    while True:
+        i = _tell_plain(batch, growth, i, n)
+        if i == n or not _check_due_step(batch, growth, i):
+            return i
+        i += 1
 
 
 cdef inline bint _check_plan(Batch *batch, Growth *growth, Py_ssize_t i) noexcept nogil:

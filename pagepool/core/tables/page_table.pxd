@@ -30,13 +30,14 @@ cdef struct Table:
 
 cdef inline void set_dirty(Table *table, Py_ssize_t row, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
     """Set the dirty flags of columns ``[start, stop)`` of a row."""
-    cdef Py_ssize_t first = start // SEGMENT, last = (stop - 1) // SEGMENT
-    assert 0 <= row < table.num_rows and 0 <= start <= stop <= table.num_columns and last < table.num_segments
+    cdef uint8_t *flags = table.is_dirty + row * table.num_segments
+    cdef size_t first = <size_t>start // SEGMENT, last = <size_t>(stop - 1) // SEGMENT
+    assert 0 <= row < table.num_rows and 0 <= start <= stop <= table.num_columns
     if start < stop:
-        table.is_dirty[row * table.num_segments + first] = 1
+        assert last < <size_t>table.num_segments
+        flags[first] = table.is_row_dirty[row] = 1
         if last > first:
-            memset(table.is_dirty + row * table.num_segments + first + 1, 1, last - first)
-        table.is_row_dirty[row] = 1
+            memset(flags + first + 1, 1, last - first)
         table.extent[row] = max(table.extent[row], <int32_t>stop)
 
 
