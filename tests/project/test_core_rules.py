@@ -46,8 +46,6 @@ holding/request_pages.pyx fork 5
 holding/request_pages.pyx give_back 5
 holding/slots.pyx allocate_slots 6
 holding/writes.pxd write_checkpoint 5
-pool/arrays.pxd free_arrays 8
-pool/pool.pxd _on_cache 5
 rows/batch.pxd empty_row 6
 rows/forks.pxd fork_row 6
 rows/row_request.pyx admit 5

@@ -107,23 +107,33 @@ cdef inline bint divide(Pool *pool, bint by_terms, bint by_tenants) noexcept nog
     return True
 
 
+cdef inline void _free_entries(Pool *pool) noexcept nogil:
+    """Free the prefix index, with the tokens and origins of cached pages."""
+    raw_free(pool.slots)
+    raw_free(pool.twins)
+    raw_free(pool.page_tokens)
+    raw_free(pool.uppers)
+    raw_free(pool.journal.notes)
+    raw_free(pool.journal.contexts)
+
+
+cdef inline void _free_owners(Pool *pool) noexcept nogil:
+    """Free the arrays of leases, sessions and terms."""
+    raw_free(pool.leases.counts)
+    raw_free(pool.sessions.links)
+    raw_free(pool.sessions.items)
+    raw_free(pool.expected.stamps)
+
+
 cdef inline void free_arrays(Pool *pool) noexcept nogil:
     """Free all arrays but the records of pages."""
     cdef Py_ssize_t bank
     for bank in range(MAX_BANKS):
         raw_free(pool.banks[bank].ghost.memory)
     free_policy(pool.policy)
-    raw_free(pool.slots)
-    raw_free(pool.twins)
+    _free_entries(pool)
+    _free_owners(pool)
     raw_free(pool.shard_links)
-    raw_free(pool.page_tokens)
-    raw_free(pool.uppers)
-    raw_free(pool.journal.notes)
-    raw_free(pool.journal.contexts)
     raw_free(pool.residency)
-    raw_free(pool.leases.counts)
-    raw_free(pool.sessions.links)
-    raw_free(pool.sessions.items)
-    raw_free(pool.expected.stamps)
     raw_free(pool.dependents.state_groups)
     raw_free(pool.copies.items)

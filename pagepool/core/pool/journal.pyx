@@ -61,6 +61,10 @@ cdef void copy_key(Digest key, Digest upper, int32_t group, Copied *copies) noex
     put_key(key, upper, copies)
 
 
+cdef void copy_key_of(const Pool *pool, int32_t page_id, Copied *copies) noexcept nogil:
+    copy_key(digest_of(&pool.pages[page_id]), upper_of(pool, page_id), pool.pages[page_id].group, copies)
+
+
 cdef void copy_page(const Pool *pool, int32_t page_id, Copied *copies) noexcept nogil:
     """Append a cached page to the last run, or begin a new one. There must be room."""
     cdef const int32_t *kept = pool.page_tokens + page_id * pool.tokens_width
@@ -87,7 +91,7 @@ cdef void copy_entry(const Pool *pool, int32_t page_id, Copied *copies) noexcept
     if copies.runs != NULL:
         copy_page(pool, page_id, copies)
     else:
-        copy_key(digest_of(&pool.pages[page_id]), upper_of(pool, page_id), pool.pages[page_id].group, copies)
+        copy_key_of(pool, page_id, copies)
 
 
 cdef void copy_new(const Pool *pool, Copied *copies) noexcept nogil:
@@ -140,7 +144,7 @@ cdef void copy_all_keys(Pool *pool, Copied *copies) noexcept nogil:
     cdef int32_t page_id
     for page_id in range(1, pool.num_pages):
         if is_first(pool, page_id):
-            copy_key(digest_of(&pool.pages[page_id]), upper_of(pool, page_id), pool.pages[page_id].group, copies)
+            copy_key_of(pool, page_id, copies)
 
 
 cdef void copy_kept_keys(Pool *pool, Copied *copies) noexcept nogil:

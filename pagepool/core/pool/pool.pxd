@@ -280,7 +280,7 @@ cdef inline Py_ssize_t give_back_all(
         at = find_unheld(pool, ids, 0, n)
         if at >= 0:
             return at
-    if rare(pool.num_parts > NEW + 1):  # with a policy, or terms
+    if rare(pool.num_parts > NEW + 1):
         at = _give_back_to_parts(pool, ids, n, tail_first, terms)
     else:
         at = _give_back_each(pool, ids, n, tail_first)
@@ -514,10 +514,6 @@ cdef inline void _on_cache(
     Pool *pool, int32_t page_id, const Entry *entry, Ranking *ranking, const int32_t *ids, int32_t place
 ) noexcept nogil:
     """Tell the features of the pool that a page was just cached."""
-    if pool.uppers != NULL:
-        pool.uppers[page_id] = entry.upper[0] if entry.upper != NULL else Digest(lo=0, hi=0)
-        if is_journaled(pool):
-            uppers_of_parents(pool)[page_id] = entry.parent_upper[0] if entry.parent_upper != NULL else Digest(lo=0, hi=0)
     if pool.num_banks > 1:
         pool.banks[bank_of(pool, page_id)].num_entries += 1
     if pool.tier != NULL:
@@ -526,10 +522,21 @@ cdef inline void _on_cache(
         _make_new(pool, page_id)
     if ranking != NULL and is_served(pool, page_id):
         rank(pool, ranking, ids, place, entry.key[0], entry.group)
+    _keep_origin(pool, page_id, entry)
+
+
+cdef inline Digest _digest_or_none(const Digest *digest) noexcept nogil:
+    return digest[0] if digest != NULL else Digest(lo=0, hi=0)
+
+
+cdef inline void _keep_origin(Pool *pool, int32_t page_id, const Entry *entry) noexcept nogil:
+    """Keep what the pool is to know of a page just cached: its whole digest, its parent, its tokens and its session."""
+    if pool.uppers != NULL:
+        pool.uppers[page_id] = _digest_or_none(entry.upper)
     if is_journaled(pool):
-        record_entry(pool, page_id, Origin(
-            parent=entry.parent[0] if entry.parent != NULL else Digest(lo=0, hi=0), place=entry.place, context=entry.context,
-        ))
+        if pool.uppers != NULL:
+            uppers_of_parents(pool)[page_id] = _digest_or_none(entry.parent_upper)
+        record_entry(pool, page_id, Origin(parent=_digest_or_none(entry.parent), place=entry.place, context=entry.context))
     if pool.page_tokens != NULL:
         _keep_tokens(pool, page_id, entry.token_ids, entry.num_tokens)
     join_session(&pool.sessions, page_id, entry.session)

@@ -343,5 +343,4 @@ cdef void use_present(Pool *pool, const Query *query, Py_ssize_t num_hashes) noe
             tier_id = find(pool.tier.pool, key, group.id)
             assert tier_id == NULL_PAGE or tier_id < pool.tier.pool.num_pages
             if tier_id != NULL_PAGE and find(pool, key, group.id) == NULL_PAGE:
-                hit(pool.tier.pool, &tier_id, 1, NO_SESSION)
-                give_back(pool.tier.pool, tier_id)
+                keep_longer(pool.tier, tier_id)
