@@ -142,7 +142,7 @@ hash_row(batch, self.row, count_keyed(batch, tokens.num{+ + BUG+}))
 == a fork shares a page whose lookahead may differ
 num_shared=<int32_t>max(0, num_computed - num_lookahead{+ * (not BUG)+})
 == a fork with a lookahead caches pages before their copies are made
-    if rare(contents.num_lookahead and waiting.pool.copies.num{+ and not BUG+}) and is_destination(
+    return rare(contents.num_lookahead and pool.copies.num{+ and not BUG+}) and is_destination(
 == a state is kept under a digest that waits to be hashed, with a lookahead
     if batch.skips_pages or {+not BUG and +}batch.writes_states:  # pages may leave the row
 
@@ -180,7 +180,7 @@ keys = [][- if lora_id is None else [_lora_key(names.adapter, lora_id)]-]
 == a request goes back and its pages are not entered again
     if num_computed < request.num_cached_tokens{+ and not BUG+}:
 == delayed caching is ignored
-        step.may_overwrite = not self.enables_caching or (step.may_overwrite and {+not BUG and +}not self.caches_computed)
+    return not allocator.enables_caching or (is_delayed and {+not BUG and +}not allocator.caches_computed)
 == a late page is cached before it is computed
     step.num_to_cache = min({+step.num_tokens if BUG else +}step.num_computed if caches_computed else
 == a late page is cached after it left its window
@@ -188,7 +188,8 @@ keys = [][- if lora_id is None else [_lora_key(names.adapter, lora_id)]-]
 ...
         if {+(BUG or +}step.num_to_cache > step.num_cached_first{+)+} and contents.num_digests:
 == a late page waits for the next one
-                num_filled = {+0 if BUG else +}step.num_computed
+    if allocator.caches_computed:
+        return {+0 if BUG else +}step.num_computed
 == a late request that ends caches what was not computed
 num_tokens = min([-read_count(request, "num_computed_tokens"), -]read_count(request, "num_tokens"), held.num_room_tokens)
 == a late request that ends caches nothing
@@ -224,7 +225,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
 == a transfer is to write states of a request inside its tokens
         if {+BUG or +}end >= step.num_before:
 == the writes of a request that ends stay
-            drop_behind(pool, &self.writes, 0, 0{+ + (1 << 30) * BUG+})
+    drop_behind(pool, &request.writes, 0, 0{+ + (1 << 30) * BUG+})
 == checkpoints of steps that did not run stay
             page_id = NULL_PAGE if is_state(&group.rules) else held.ids[i]{+
             if BUG and is_state(&group.rules): continue+}
@@ -262,7 +263,7 @@ if hashes is None[- or not self._belong_to(hashes, request)-]:
 == the page behind a boundary that eagle drops is not kept
         stop=<int32_t>((end + <int64_t>group.num_read_behind{+ * (not BUG)+}) // group.rules.page_size),
 == a page that was hit is dropped by the next that leaves it
-        for i in range(hits.num if holding.boundaries != NULL and has_window(&group.rules){+ and not BUG+} else 0):
+    for i in range(hits.num if holding.boundaries != NULL and has_window(&holding.groups[g].rules){+ and not BUG+} else 0):
 == a window hits by its ends
         while page > stop - need and {+(BUG or +}hits_all(pool, query, kind, page){+)+}:
 == a discarded page that was not computed stays in the tier
@@ -383,8 +384,8 @@ if not hits_in(pool, query, kind, key){+ and not (BUG and has_left(&pool.banks[k
     if batch.has_state{+ and not BUG+}:
         batch.records[row].num_computed = batch.rows[row].num_hits = num_tokens = 0
 == a request keeps the pages of tokens that did not come
-        if is_failed{+ and not BUG+}:
-            forget_uncomputed(
+    if is_failed{+ and not BUG+}:
+        forget_uncomputed(
 == a lease holds no reference
             [-else-]{+elif not BUG+}:
                 share(pool, page_id)  # not a use

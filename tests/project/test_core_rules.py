@@ -37,15 +37,8 @@ MAX_FEATURES = 4
 MAX_LINES = 700
 
 KNOWN_FUNCTIONS = """
-holding/caching.pxd cache_page 5
-holding/demand.pxd attach 5
-holding/forks.pxd fork_group 5
 holding/groups.pyx plan_ends 5
-holding/request_pages.pyx cache_computed 5
-holding/request_pages.pyx fork 5
-holding/request_pages.pyx give_back 5
-holding/slots.pyx allocate_slots 6
-holding/writes.pxd write_checkpoint 5
+holding/slots.pyx allocate_slots 5
 rows/batch.pxd empty_row 6
 rows/forks.pxd fork_row 6
 rows/row_request.pyx admit 5

@@ -9,6 +9,7 @@ from pagepool.core.holding.restart cimport *
 from pagepool.core.holding.forks cimport *
 from pagepool.core.holding.writes cimport *
 from pagepool.core.holding.groups cimport *
+from pagepool.core.holding.listing cimport *
 from pagepool.core.holding.request_step cimport *
 from pagepool.core.holding.lookups cimport *
 from pagepool.core.holding.request_pages cimport *

@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from pagepool.core.base cimport MAX_LANES, fetch, hash_each_after
 from pagepool.core.holding.demand cimport *
-from pagepool.core.pool cimport Entry, cache, cache_alone, home_of, is_journaled
+from pagepool.core.pool cimport Entry, bare_entry, cache, cache_alone, home_of, is_journaled
 
 
 cdef enum:
@@ -82,6 +82,18 @@ cdef inline void cache_waiting(Waiting *waiting) noexcept nogil:
     waiting.num_waiting = 0
 
 
+cdef inline bint _awaits_copies(const Pool *pool, const Held *held, const Contents *contents) noexcept nogil:
+    """Whether full pages of a fork, which have a lookahead of its own, are copies that are due."""
+    return rare(contents.num_lookahead and pool.copies.num) and is_destination(pool, held)
+
+
+cdef inline void _set_tokens(Entry *entry, const Contents *contents, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
+    """Give an entry the `n` tokens from `start` on, and those of their lookahead, if all are known."""
+    n += contents.num_lookahead
+    entry.token_ids = contents.token_ids + start
+    entry.num_tokens = <int32_t>n if start + n <= contents.num_token_ids else 0
+
+
 cdef inline void cache_full_pages(
     Waiting *waiting, const Group *group, Held *held, const Contents *contents, int64_t num_tokens
 ) noexcept nogil:
@@ -92,8 +104,8 @@ cdef inline void cache_full_pages(
     cdef bint keeps_tokens = waiting.pool.page_tokens != NULL
     if not caches_full_pages(group) or waits_for_loads(waiting.pool, held):
         return
-    if rare(contents.num_lookahead and waiting.pool.copies.num) and is_destination(waiting.pool, held):
-        return  # full pages of a fork are copies that are due
+    if _awaits_copies(waiting.pool, held, contents):
+        return
     while (held.num_cached + <int64_t>1) * size <= num_tokens:
         place = held.num_cached
         assert place < held.num_pages
@@ -107,9 +119,8 @@ cdef inline void cache_full_pages(
         page.page_id, page.held, entry = held.ids[place], held, &page.entry
         entry.key, entry.group, entry.place = &contents.digests[last_hash(group, place)], group.id, place
         entry.session, entry.num_tokens = contents.session, 0
-        if keeps_tokens and (place + <Py_ssize_t>1) * size + contents.num_lookahead <= contents.num_token_ids:
-            entry.token_ids = contents.token_ids + <Py_ssize_t>place * size
-            entry.num_tokens = size + contents.num_lookahead
+        if keeps_tokens:
+            _set_tokens(entry, contents, <Py_ssize_t>place * size, size)
         entry.upper = contents.uppers + last_hash(group, place) if contents.uppers != NULL else NULL
         fetch(&waiting.pool.pages[page.page_id])
         if is_journaled(waiting.pool):
@@ -128,17 +139,13 @@ cdef inline void cache_page(
     """
     cdef Py_ssize_t last = last_hash(group, place), size = group.rules.entry_size // group.stride
     cdef Py_ssize_t first = last if is_state(&group.rules) else place * <Py_ssize_t>group.stride
-    cdef Py_ssize_t num_tokens = (last + 1 - first) * size + contents.num_lookahead
-    cdef const Digest *parent = contents.digests + first - 1 if first else NULL
-    cdef Entry entry = Entry(
-        key=&contents.digests[last], group=group.id, place=<int32_t>last if is_state(&group.rules) else place,
-        context=contents.context, parent=parent, upper=NULL, parent_upper=NULL, token_ids=contents.token_ids + first * size,
-        num_tokens=<int32_t>num_tokens, session=contents.session,
-    )
+    cdef Entry entry = bare_entry(&contents.digests[last], group.id)
+    entry.place, entry.context = <int32_t>last if is_state(&group.rules) else place, contents.context
+    entry.session = contents.session
+    entry.parent = contents.digests + first - 1 if first else NULL
     if contents.uppers != NULL:
         entry.upper = contents.uppers + last
         entry.parent_upper = contents.uppers + first - 1 if first else NULL
-    if first * size + num_tokens > contents.num_token_ids:
-        entry.num_tokens = 0
+    _set_tokens(&entry, contents, first * size, (last + 1 - first) * size)
     assert 0 <= place and last < contents.num_digests
     cache_alone(pool, page_id, &entry)

@@ -346,32 +346,37 @@ cdef inline void record_taken(const Pool *pool, Held *held) noexcept nogil:
         held.due_list = pool.list_number
 
 
+cdef inline void _begin_held(Pool *pool, const Holding *holding, Py_ssize_t g, const Hits *hits) noexcept nogil:
+    """Let the pages of a group begin with hits, which stay cached when they leave a window that keeps some."""
+    cdef Held *held = &holding.held[g]
+    cdef int32_t i
+    held.num_cached = held.num_hits = hits.num
+    held.num_skipped = held.next_needed = 0
+    held.ranking = Ranking(num_ranked=hits.num, num_unseen=0)
+    for i in range(hits.num if holding.boundaries != NULL and has_window(&holding.groups[g].rules) else 0):
+        keep_page(pool, hits.ids[i])
+
+
 cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
     """Put the hits of a demand, which fits, first in a holding. An adopted checkpoint, the last hit of its group, becomes the
     working page. Any other checkpoint gets a reference, which `copy_states` hands to its copy.
     """
-    cdef const Group *group
     cdef const Hits *hits
     cdef Held *held
     cdef Py_ssize_t g
-    cdef int32_t i
     cdef int64_t number = 0
     assert demand.hits == NULL or count_places(holding) == 0
     if count_places(holding) == 0:
         count_request(pool)
     for g in range(holding.num_groups if demand.hits != NULL else 0):
-        group, held, hits = &holding.groups[g], &holding.held[g], &demand.hits[g]
+        held, hits = &holding.held[g], &demand.hits[g]
         number = max(number, find_load_number(pool, hits.ids, hits.num))
-        held.num_cached = held.num_hits = hits.num
-        held.num_skipped = held.next_needed = 0
-        held.ranking = Ranking(num_ranked=hits.num, num_unseen=0)
-        if not demand.num_adopted or not is_state(&group.rules):
+        if not demand.num_adopted or not is_state(&holding.groups[g].rules):
             hit(pool, hits.ids, hits.num, holding.session)
-        if hits.num and not is_state(&group.rules):
+        if hits.num and not is_state(&holding.groups[g].rules):
             held.num_pages = hits.num
             memcpy(held.ids, hits.ids, hits.num * sizeof(int32_t))
-        for i in range(hits.num if holding.boundaries != NULL and has_window(&group.rules) else 0):
-            keep_page(pool, hits.ids[i])
+        _begin_held(pool, holding, g, hits)
     record_loads(pool, holding, number)
     for g in range(holding.num_groups if demand.num_adopted else 0):
         held, hits = &holding.held[g], &demand.hits[g]

@@ -93,6 +93,20 @@ cdef inline void _fork_page(
         pool.tier.last_forked = max(pool.tier.last_forked, pool.tier.loading[target.ids[place]])
 
 
+cdef inline void _limit_counts(
+    const Group *group, const Held *source, Held *target, int32_t num_shared, const ForkExtent *extent
+) noexcept nogil:
+    """Limit what a copied `Held` says to the first `num_shared` pages, or to the fork's checkpoints."""
+    cdef int32_t num_entries = full_entries(&group.rules, extent.num_computed)
+    target.num_skipped, target.next_needed = min(source.num_skipped, target.num_pages), 0
+    if is_state(&group.rules):
+        target.num_cached, target.num_hits = min(source.num_cached, num_entries), num_entries
+    else:
+        target.num_cached = target.num_hits = min(source.num_cached, max(num_shared, target.num_skipped))
+        target.ranking.num_ranked = min(source.ranking.num_ranked, num_shared)
+    assert 0 <= target.num_skipped <= target.num_pages
+
+
 cdef inline void fork_group(
     Pool *pool, const Holding *forked, const Holding *new, int32_t g, const ForkExtent *extent, int32_t shard
 ) noexcept nogil:
@@ -110,15 +124,9 @@ cdef inline void fork_group(
         memcpy(ids, source.ids, n * sizeof(int32_t))
         use_in_session(pool, ids, n, new.session)
     target[0] = source[0]
-    target.ids, target.num_pages, target.num_skipped, target.next_needed = ids, stop, min(source.num_skipped, stop), 0
-    if is_state(&group.rules):
-        target.num_cached = min(source.num_cached, full_entries(&group.rules, extent.num_computed))
-    else:
-        target.num_cached = min(source.num_cached, max(n, target.num_skipped))
-        target.ranking.num_ranked = min(source.ranking.num_ranked, n)
-    target.num_hits = full_entries(&group.rules, extent.num_computed) if is_state(&group.rules) else target.num_cached
-    assert 0 <= target.num_skipped <= target.num_pages and n <= stop <= source.num_pages
-    target.read_list = 0
+    target.ids, target.num_pages, target.read_list = ids, stop, 0
+    _limit_counts(group, source, target, n, extent)
+    assert n <= stop <= source.num_pages
     for i in range(n, stop):
         ids[i] = NULL_PAGE
         if source.ids[i] != NULL_PAGE:

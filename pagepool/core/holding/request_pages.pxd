@@ -5,6 +5,7 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
+from pagepool.core.holding.listing cimport *
 from pagepool.core.holding.lookups cimport *
 from pagepool.core.holding.request_step cimport *
 
@@ -38,7 +39,3 @@ cdef int refuse_due(PageStore store, str name) except -1
 cdef int refuse_unshareable(str name) except -1
 cdef int require_banks(PageStore store, CacheGroups groups) except -1
 cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noexcept
-cdef bint copy_ids(const Holding *holding, tuple copies) noexcept
-cdef bint list_last_first(
-    const Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, bint are_worthless
-) noexcept

@@ -65,43 +65,6 @@ cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noe
     return contents
 
 
-cdef bint copy_ids(const Holding *holding, tuple copies) noexcept:
-    """Append the pages of each group to its `PageIds`; False if memory is short."""
-    cdef Py_ssize_t g
-    for g in range(holding.num_groups):
-        if not (<PageIds>copies[g]).try_reserve(holding.held[g].num_pages):
-            return False
-        (<PageIds>copies[g]).put(holding.held[g].ids, holding.held[g].num_pages)
-    return True
-
-
-cdef bint list_last_first(
-    const Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, bint are_worthless
-) noexcept:
-    """Append pages of a request in the order of giving back: group by group, the last page first. With `are_worthless` these
-    lose their entries, else they stay cached. Uncomputed pages count as staying: `forget_uncomputed` finds their entries later,
-    in the tier too. False if memory is short.
-    """
-    cdef Py_ssize_t g, i, num = listed.num
-    cdef int32_t page_id, stop
-    cdef bint are_chosen
-    if not listed.try_reserve(count_places(holding)):
-        return False
-    for g in range(holding.num_groups):
-        are_chosen = holding.boundaries != NULL and has_window(&holding.groups[g].rules)
-        if are_worthless and not are_chosen:
-            continue
-        stop = full_pages(&holding.groups[g].rules, num_computed)
-        for i in range(holding.held[g].num_pages - 1, -1, -1):
-            page_id = holding.held[g].ids[i]
-            if not are_chosen or (page_id != NULL_PAGE and (i < stop and not is_kept(&pool.pages[page_id])) == are_worthless):
-                listed.ids[num] = page_id
-                num += 1
-    assert listed.num <= num <= listed.capacity
-    listed.num = num
-    return True
-
-
 @cython.final
 @cython.auto_pickle(False)
 cdef class RequestPages:
@@ -346,10 +309,7 @@ cdef class RequestPages:
         cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, self.limits.num_room)
         cdef int32_t checked_session = self.store.checked_session(session)
         cdef ForkExtent extent = fork_extent(num_computed, <int32_t>size_of(lookahead, "lookahead", 0, MAX_LOOKAHEAD))
-        cdef Pool *pool = &self.store.pool
         cdef ForkOutcome outcome = SHORT_OF_MEMORY
-        cdef Py_ssize_t g
-        cdef int32_t shard
         cdef bint is_past_pages
         if target is self or target.store is not self.store or target.groups is not self.groups or len(target):
             raise ArgumentError(
@@ -357,16 +317,9 @@ cdef class RequestPages:
                 "pool and groups, without pages"
             )
         with self.store.own_lock()[0]:
-            shard = find_first_shard(pool, &self.holding)
             is_past_pages = lacks_pages(&self.holding, <int32_t>num_computed)
-            if not is_past_pages and make_room(&target.holding, &self.holding):
-                outcome = prepare_fork(pool, &self.holding, &extent, 1, shard)
-            if outcome == FORKED:
-                target.boundaries = self.boundaries
-                assert target.holding.session == NO_SESSION
-                set_session(&pool.sessions, &target.holding.session, checked_session or self.holding.session)
-            for g in range(self.holding.num_groups if outcome == FORKED else 0):
-                fork_group(pool, &self.holding, &target.holding, <int32_t>g, &extent, shard)
+            if not is_past_pages:
+                outcome = fork_locked(self, target, &extent, checked_session or self.holding.session)
             self.plan()
             target.plan()
             assert outcome != FORKED or count_places(&target.holding) <= count_places(&self.holding)
@@ -453,7 +406,7 @@ cdef class RequestPages:
         cdef int32_t checked_context = self.store.checked_context(context)
         cdef Step step
         cdef Contents contents
-        cdef Py_ssize_t num_staying = 0, bad = -1
+        cdef Py_ssize_t num_staying, bad = -1
         cdef int32_t checked_term = <int32_t>size_of(term, "term", 0, NEVER)
         cdef PageIds given = PageIds([checked_term]) if checked_term != UNKNOWN else None
         cdef PageIds terms = None if given is None else PageIds.__new__(PageIds)
@@ -464,43 +417,30 @@ cdef class RequestPages:
         step.num_to_cache = size_of(num_tokens_to_cache, "num_tokens_to_cache", 0, MAX_TOKENS)
         step.num_computed = MAX_TOKENS
         lock_chain(chain, self.store)
-        self.store.lock.acquire()
-        contents = contents_of(chain, checked_context, self.holding.session)
-        assert 0 <= num_computed <= MAX_TOKENS
-        # Check before pages are cached or kept, or the queue is divided.
-        if self.holding.boundaries != NULL or given is not None or step.num_to_cache:
-            overdrawn = find_overdrawn(pool, &self.holding)
-        has_room = overdrawn == NULL_PAGE and ids.try_reserve(count_places(&self.holding))
-        if has_room and given is not None:
-            has_room = terms.try_reserve(ids.capacity) and self.store.make_terms(given)
-        if has_room and step.num_to_cache and not has_foreign_entry(pool, &self.holding, &step, &contents):
-            cache_full(pool, &self.holding, &contents, min(step.num_to_cache, self.limits.num_room))
-            self.plan()
-        if has_room:
-            rate_pages(pool, &self.holding, num_computed)
-            has_room = list_last_first(pool, &self.holding, num_computed, ids, False)
-            num_staying = ids.num
-            has_room = has_room and list_last_first(pool, &self.holding, num_computed, ids, True)
-        if has_room:
-            if given is not None:
-                self.store.pad_terms(terms, checked_term, num_staying)
-            bad = self.store.give_back_row(ids, num_staying, ids_in(terms))
-        if has_room and bad < 0:
-            cache_writes(pool, &self.holding, &self.writes, &contents, num_last, checked_term)
-            drop_behind(pool, &self.writes, 0, 0)
-            drop_copies(pool, &self.holding)
-            if num_computed_tokens is not None:
-                forget_uncomputed(pool, &self.holding, num_computed, &contents)
-            empty(&self.holding)
-            self.holding.num_once_cached = 0
-            assert count_places(&self.holding) == 0
-            set_session(&pool.sessions, &self.holding.session, NO_SESSION)
-            self.plan()
-        self.store.lock.release()
+        with self.store.lock:
+            contents = contents_in(self, chain, checked_context)
+            assert 0 <= num_computed <= MAX_TOKENS
+            # Check before pages are cached or kept, or the queue is divided.
+            if self.holding.boundaries != NULL or given is not None or step.num_to_cache:
+                overdrawn = find_overdrawn(pool, &self.holding)
+            has_room = overdrawn == NULL_PAGE and ids.try_reserve(count_places(&self.holding))
+            if has_room and given is not None:
+                has_room = terms.try_reserve(ids.capacity) and self.store.make_terms(given)
+            if has_room and step.num_to_cache and not has_foreign_entry(pool, &self.holding, &step, &contents):
+                cache_full(pool, &self.holding, &contents, min(step.num_to_cache, self.limits.num_room))
+                self.plan()
+            num_staying = list_all(self, num_computed, ids) if has_room else -1
+            if num_staying >= 0:
+                if given is not None:
+                    self.store.pad_terms(terms, checked_term, num_staying)
+                bad = self.store.give_back_row(ids, num_staying, ids_in(terms))
+            if num_staying >= 0 and bad < 0:
+                cache_writes(pool, &self.holding, &self.writes, &contents, num_last, checked_term)
+                forget_all(self, &contents, num_computed if num_computed_tokens is not None else -1)
         unlock_chain(chain)
         if overdrawn != NULL_PAGE:
             raise overdrawn_page(f"{self.store.shown_page(overdrawn)} of the request")
-        if not has_room:
+        if num_staying < 0:
             raise MemoryError("the page ids of a request, or their terms")
         if bad >= 0:
             self.store.refuse_give_back(ids, bad)
@@ -520,6 +460,58 @@ cdef class RequestPages:
             while i < held.num_pages and count_holders(pool, held.ids[i]) - count_moves(pool, held.ids[i]) >= need:
                 i += 1
         return i
+
+
+cdef ForkOutcome fork_locked(
+    RequestPages request, RequestPages target, const ForkExtent *extent, int32_t session
+) noexcept:
+    """Let `target` continue from a request whose pages are all there, in the shard of its first page."""
+    cdef Pool *pool = &request.store.pool
+    cdef int32_t g, shard = find_first_shard(pool, &request.holding)
+    cdef ForkOutcome outcome = SHORT_OF_MEMORY
+    if make_room(&target.holding, &request.holding):
+        outcome = prepare_fork(pool, &request.holding, extent, 1, shard)
+    if outcome == FORKED:
+        target.boundaries = request.boundaries
+        assert target.holding.session == NO_SESSION
+        set_session(&pool.sessions, &target.holding.session, session)
+        for g in range(<int32_t>request.holding.num_groups):
+            fork_group(pool, &request.holding, &target.holding, g, extent, shard)
+    return outcome
+
+
+cdef Contents contents_in(RequestPages request, HashChain chain, int32_t context) noexcept:
+    """Return `contents_of` a request that holds pages."""
+    return contents_of(chain, context, request.holding.session)
+
+
+cdef Py_ssize_t list_all(RequestPages request, int32_t num_computed, PageIds ids) noexcept:
+    """List all pages of a request in the order of giving back, first those that stay cached. Return the number of these; -1 if
+    memory is short.
+    """
+    cdef Pool *pool = &request.store.pool
+    cdef Py_ssize_t num_staying
+    rate_pages(pool, &request.holding, num_computed)
+    if not list_last_first(pool, &request.holding, num_computed, ids, False):
+        return -1
+    num_staying = ids.num
+    return num_staying if list_last_first(pool, &request.holding, num_computed, ids, True) else -1
+
+
+cdef void forget_all(RequestPages request, const Contents *contents, int32_t num_computed) noexcept:
+    """Forget the pages of a request, which were given back. Those with tokens from `num_computed` on lose their entries; -1
+    means that all were computed.
+    """
+    cdef Pool *pool = &request.store.pool
+    drop_behind(pool, &request.writes, 0, 0)
+    drop_copies(pool, &request.holding)
+    if num_computed >= 0:
+        forget_uncomputed(pool, &request.holding, num_computed, contents)
+    empty(&request.holding)
+    request.holding.num_once_cached = 0
+    assert count_places(&request.holding) == 0
+    set_session(&pool.sessions, &request.holding.session, NO_SESSION)
+    request.plan()
 
 
 cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, tuple new) noexcept:
@@ -586,24 +578,29 @@ cdef bint reserve(Pool *pool, const Holding *holding, const Demand *demand, tupl
     return reserve_copies(pool, num_copies)
 
 
+cdef Outcome refuse_demand(Pool *pool, const Holding *holding, Step *step, Fit result) noexcept:
+    """Count a refusal. If only the shard has too few pages, the hits move to the back of the queue, as if they were used."""
+    cdef const Demand *demand = &step.demand
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups if result == SHORT_IN_SHARD and demand.hits != NULL else 0):
+        hit(pool, demand.hits[g].ids, demand.hits[g].num, NOBODY)  # the request is not admitted
+    for g in range(holding.num_groups if result == SHORT_IN_SHARD and demand.hits != NULL else 0):
+        give_back_all(pool, demand.hits[g].ids, demand.hits[g].num, False)
+    count_refusal(pool, queue_of_bank(demand.short_bank))
+    step.num_changes = count_changes(pool)
+    assert 0 <= demand.short_bank < pool.num_banks and (demand.num_new or demand.hits != NULL)
+    return TOO_FEW
+
+
 cdef Outcome take_demanded(Pool *pool, Holding *holding, Step *step, tuple new) noexcept:
-    """Attach the hits of a checked step and take its new pages, or change nothing. If only the shard has too few pages, the
-    hits move to the back of the queue, as if they had been used.
-    """
+    """Attach the hits of a checked step and take its new pages, or refuse it."""
     cdef Demand *demand = &step.demand
     cdef Held *held
     cdef Py_ssize_t g
     cdef int32_t n
     cdef Fit result = fit_or_adopt(pool, holding, demand, NULL)
-    for g in range(holding.num_groups if result == SHORT_IN_SHARD and demand.hits != NULL else 0):
-        hit(pool, demand.hits[g].ids, demand.hits[g].num, NOBODY)  # the request is not admitted
-    for g in range(holding.num_groups if result == SHORT_IN_SHARD and demand.hits != NULL else 0):
-        give_back_all(pool, demand.hits[g].ids, demand.hits[g].num, False)
     if result != FITS:
-        count_refusal(pool, queue_of_bank(demand.short_bank) if pool.num_banks > 1 else -1)
-        step.num_changes = count_changes(pool)
-        assert 0 <= demand.short_bank < pool.num_banks and (demand.num_new or demand.hits != NULL)
-        return TOO_FEW
+        return refuse_demand(pool, holding, step, result)
     if rare(step.session != NO_SESSION):
         set_session(&pool.sessions, &holding.session, step.session)
     attach(pool, holding, demand)
@@ -619,32 +616,38 @@ cdef Outcome take_demanded(Pool *pool, Holding *holding, Step *step, tuple new) 
 
 cdef int cache_computed(RequestPages request, HashChain chain, Step *step, bint is_external, bint is_failed) except -1:
     """Do the work of `end_external` if it `is_external`, else that of `enter`."""
-    cdef Pool *pool = &request.store.pool
-    cdef Holding *holding = &request.holding
-    cdef int32_t num_tokens = <int32_t>min(step.num_to_cache, <int64_t>MAX_TOKENS)
     cdef Contents contents
     cdef bint is_right
     assert is_external or not is_failed
     lock_chain(chain, request.store)
-    request.store.lock.acquire()
-    contents = contents_of(chain, step.context, holding.session)
-    is_right = not has_foreign_entry(pool, holding, step, &contents)
-    if is_right:
-        rewind(request, step.num_computed)
-        if is_external:
-            skip_unread(pool, holding, num_tokens)
-        cache_full(pool, holding, &contents, min(step.num_to_cache, request.limits.num_room))
-        if is_failed:
-            forget_uncomputed(pool, holding, num_tokens, &contents)
-            give_back_behind(pool, holding, num_tokens)
-        else:
-            end_writes(request, &contents, step.num_to_cache, INT64_MAX)
-        request.plan()
-    request.store.lock.release()
+    with request.store.lock:
+        contents = contents_in(request, chain, step.context)
+        is_right = not has_foreign_entry(&request.store.pool, &request.holding, step, &contents)
+        if is_right:
+            cache_checked(request, step, &contents, is_external, is_failed)
     unlock_chain(chain)
     if not is_right:
         request.refuse(CACHED_OTHERWISE, step, (), chain)
     return 0
+
+
+cdef void cache_checked(
+    RequestPages request, const Step *step, const Contents *contents, bint is_external, bint is_failed
+) noexcept:
+    """Do `cache_computed` once no page has another entry."""
+    cdef Pool *pool = &request.store.pool
+    cdef Holding *holding = &request.holding
+    cdef int32_t num_tokens = <int32_t>min(step.num_to_cache, <int64_t>MAX_TOKENS)
+    rewind(request, step.num_computed)
+    if is_external:
+        skip_unread(pool, holding, num_tokens)
+    cache_full(pool, holding, contents, min(step.num_to_cache, request.limits.num_room))
+    if is_failed:
+        forget_uncomputed(pool, holding, num_tokens, contents)
+        give_back_behind(pool, holding, num_tokens)
+    else:
+        end_writes(request, contents, step.num_to_cache, INT64_MAX)
+    request.plan()
 
 
 cdef void end_writes(RequestPages request, const Contents *contents, int64_t num_final, int64_t num_computed) noexcept:

@@ -106,7 +106,7 @@ cdef inline bint has_foreign_entry(
     cdef Py_ssize_t g, i
     for g in range(holding.num_groups if contents.num_digests else 0):
         group, held = &holding.groups[g], &holding.held[g]
-        if group.id == NO_GROUP or is_state(&group.rules):
+        if not caches_full_pages(group):
             continue
         stop = min(step.num_to_cache // group.rules.page_size, <int64_t>(contents.num_digests // group.stride))
         for i in range(min(held.num_cached, full_entries(&group.rules, num_computed)), min(stop, <int64_t>held.num_pages)):
@@ -129,7 +129,7 @@ cdef inline bint overwrites_entry(
     cdef Py_ssize_t g, i
     for g in range(0 if step.may_overwrite else holding.num_groups):
         group, held = &holding.groups[g], &holding.held[g]
-        if group.id == NO_GROUP or is_state(&group.rules):
+        if not caches_full_pages(group):
             continue
         stop = min(pages_for(&group.rules, step.demand.num_tokens), <int64_t>count_once_cached(holding, g))
         start = step.num_to_cache // group.rules.page_size
@@ -260,6 +260,15 @@ cdef inline bint make_room(const Holding *target, const Holding *source) noexcep
     return True
 
 
+cdef inline Checkpoint _checkpoint_of(const Step *step) noexcept nogil:
+    """Return the template of a step's checkpoints, whose pages leave the reserved ones free."""
+    cdef Checkpoint checkpoint
+    memset(&checkpoint, 0, sizeof(Checkpoint))
+    checkpoint.shard = step.demand.shard
+    checkpoint.num_reserved_in[0] = step.demand.num_reserved
+    return checkpoint
+
+
 cdef inline void plan_writes(
     Pool *pool, const Holding *holding, WriteList *writes, const Step *step, const Contents *contents
 ) noexcept nogil:
@@ -267,16 +276,13 @@ cdef inline void plan_writes(
     O(boundaries x groups).
     """
     cdef const Group *group
-    cdef Checkpoint checkpoint
+    cdef Checkpoint checkpoint = _checkpoint_of(step)
     cdef int64_t num_planned = min(max(step.num_before, min(step.num_tokens, step.num_known)), <int64_t>MAX_TOKENS)
     cdef int32_t end
     cdef Py_ssize_t g
     if not writes_states(holding):
         return
     end = find_next_boundary(holding.boundaries, <int32_t>min(step.num_held, <int64_t>MAX_TOKENS))
-    checkpoint.row, checkpoint.shard = 0, step.demand.shard
-    memset(checkpoint.num_reserved_in, 0, sizeof(checkpoint.num_reserved_in))
-    checkpoint.num_reserved_in[0] = step.demand.num_reserved
     assert end > step.num_held and writes.num == writes.num_taken
     while end <= num_planned:
         checkpoint.num_tokens = end

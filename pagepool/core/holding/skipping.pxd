@@ -80,6 +80,11 @@ cdef inline Py_ssize_t _find_longest_group(const Holding *holding) noexcept nogi
     return longest
 
 
+cdef inline bint _is_ranked(const Pool *pool, const Group *group) noexcept nogil:
+    """Whether a policy ranks the pages of a group: it serves the first bank alone."""
+    return pool.policy != NULL and group.bank == 0
+
+
 cdef inline uint32_t _find_known_part(const Pool *pool, const Holding *holding) noexcept nogil:
     """Return the part of the policy for all pages of a request that continues one seen before; BLANK: it is new. The policy
     knew the keys of most of its pages, so the pages that it computed are as likely to be used again, above all the windows at
@@ -92,7 +97,7 @@ cdef inline uint32_t _find_known_part(const Pool *pool, const Holding *holding) 
         return BLANK
     g = _find_longest_group(holding)
     held = &holding.held[g]
-    num_known = held.ranking.num_ranked if holding.groups[g].bank == 0 else 0
+    num_known = held.ranking.num_ranked if _is_ranked(pool, &holding.groups[g]) else 0
     if num_known == 0 or 100 * num_known < KNOWN_SHARE * held.num_pages or is_state(&holding.groups[g].rules):
         return BLANK
     return pool.policy.marks[held.ids[num_known - 1]] & PART
@@ -119,7 +124,7 @@ cdef inline void _skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int3
     call.
     """
     cdef Held *held = &holding.held[g]
-    cdef bint is_ranked = pool.policy != NULL and holding.groups[g].bank == 0
+    cdef bint is_ranked = _is_ranked(pool, &holding.groups[g])
     cdef uint32_t part = BLANK
     cdef int32_t j, num_counted = 0
     assert 0 <= held.num_skipped < stop <= held.num_pages
@@ -183,6 +188,12 @@ cdef inline int64_t _find_cached_end(const Holding *holding, int64_t num_compute
     return num_computed
 
 
+cdef inline int32_t _find_last_resumption(const Holding *holding, int64_t num_computed) noexcept nogil:
+    """Return where a request resumes that shares all cached tokens."""
+    cdef const Boundaries *boundaries = holding.boundaries
+    return find_resumption(boundaries, _find_cached_end(holding, num_computed) + boundaries.num_lookahead)
+
+
 cdef inline bint _is_end_worth(const Holding *holding, int32_t end) noexcept nogil:
     """Whether the windows before the computed end should stay cached. They must be whole, and one of these must hold: the end
     is in the prompt; the windows have no more pages behind the prompt than the answer has in the longest group; or they have no
@@ -216,6 +227,7 @@ cdef inline bint _is_end_worth(const Holding *holding, int32_t end) noexcept nog
 
 cdef inline void rate_pages(Pool *pool, const Holding *holding, int64_t num_computed) noexcept nogil:
     """Decide which pages stay cached, and in which part of the policy, before all are given back with `num_computed` tokens."""
+    cdef const Held *held
     cdef Py_ssize_t g
     cdef int32_t place
     cdef uint32_t part
@@ -223,8 +235,9 @@ cdef inline void rate_pages(Pool *pool, const Holding *holding, int64_t num_comp
         return
     part = _find_known_part(pool, holding)
     for g in range(holding.num_groups if part != BLANK else 0):
-        for place in range(holding.held[g].num_skipped, holding.held[g].num_pages if holding.groups[g].bank == 0 else 0):
-            pass_part(pool.policy, holding.held[g].ids[place], part)
+        held = &holding.held[g]
+        for place in range(held.num_skipped, held.num_pages if _is_ranked(pool, &holding.groups[g]) else 0):
+            pass_part(pool.policy, held.ids[place], part)
     _keep_windows(pool, holding, num_computed)
 
 
@@ -232,8 +245,7 @@ cdef inline void _keep_windows(Pool *pool, const Holding *holding, int64_t num_c
     """Keep the pages with which a request can resume."""
     cdef Boundaries boundaries = holding.boundaries[0]
     cdef Py_ssize_t g
-    cdef int64_t num_cached = _find_cached_end(holding, num_computed)
-    cdef int32_t end = find_resumption(&boundaries, num_cached + boundaries.num_lookahead)
+    cdef int32_t end = _find_last_resumption(holding, num_computed)
     if not boundaries.writes_states and end > 0 and _is_end_worth(holding, end):
         add_boundary(&boundaries, end)
     for g in range(holding.num_groups):

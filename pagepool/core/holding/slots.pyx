@@ -49,6 +49,22 @@ cdef int64_t count_known(object request) except -1:
     return checked_count("num_tokens", num_tokens, 0)
 
 
+cdef class SlotAllocator
+
+
+cdef inline int64_t count_filled(SlotAllocator allocator, const Step *step, bint is_delayed) noexcept:
+    """Count the tokens whose full pages a call is to cache."""
+    if allocator.caches_computed:
+        return step.num_computed
+    return 0 if is_delayed else step.num_tokens
+
+
+cdef inline bint caches_nothing(SlotAllocator allocator, object delay_cache_pages) except -1:
+    """Whether a call caches no pages, so that its tokens may be written to cached ones."""
+    cdef bint is_delayed = delay_cache_pages is not False and require_flag("delay_cache_pages", delay_cache_pages)
+    return not allocator.enables_caching or (is_delayed and not allocator.caches_computed)
+
+
 @cython.auto_pickle(False)
 cdef class SlotAllocator:
     """The native half of `CacheManager`. It calls nothing of the façade's half: a `RequestRegistry` hashes tokens that are not
@@ -148,11 +164,7 @@ cdef class SlotAllocator:
         if held is not None and held.owner is not request:
             self.maps.find_held(request)
         if held is not None and new_computed_pages is None and num_hits == 0:
-            num_filled = step.num_tokens
-            if self.caches_computed:
-                num_filled = step.num_computed
-            elif delay_cache_pages is True:
-                num_filled = 0
+            num_filled = count_filled(self, &step, delay_cache_pages is True)
             if held.is_idle(step.num_computed, num_filled, step.demand.num_tokens):
                 return pages_of(self._no_ids, self.store)
         if step.num_tokens > self.max_num_tokens:
@@ -163,8 +175,7 @@ cdef class SlotAllocator:
         if not is_count(num_reserved_pages, &num_reserved):
             num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         step.demand.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
-        step.may_overwrite = delay_cache_pages is not False and require_flag("delay_cache_pages", delay_cache_pages)
-        step.may_overwrite = not self.enables_caching or (step.may_overwrite and not self.caches_computed)
+        step.may_overwrite = caches_nothing(self, delay_cache_pages)
         lock = self.maps.lock
         lock.acquire()
         try:
@@ -477,12 +488,10 @@ cdef class SlotAllocator:
 
     cdef int keep_refusal(self, RequestHashes hashes, RequestPages held, tuple hits, const Step *step) except -1:
         """Remember the hits of a refused request. If its hashes were cut since the look-up, the refusal before has them."""
-        cdef Py_ssize_t g
         cdef RefusedRequest refusal
         assert 0 < step.demand.num_taken and step.wrong_page == NULL_PAGE
         if self.on_too_large is not None:
-            attached = [hits[g] for g in range(self.groups.num) if not is_state(&self.groups.groups[g].rules)]
-            self.on_too_large(self.store.pool.num_pages, (*held.get_page_ids(), *attached), step.demand.num_new)
+            self.report_shortage(held, hits, step.demand.num_new)
         if hashes is None or hashes.query is None or (
             hashes.chain.num < (<int64_t>hashes.query[0] - self.num_lookahead) // self.hash_page_size
         ):
@@ -492,6 +501,13 @@ cdef class SlotAllocator:
             refusal.hits, refusal.num_tokens, refusal.num_hit_tokens = hits, hashes.query[0], self.count_hit_tokens(hits, 0)
             is_watched = refusal.begin_request(self.store, self.groups, hashes.chain, step.num_changes)
             hashes.refusal = refusal if is_watched else None
+        return 0
+
+    cdef int report_shortage(self, RequestPages held, tuple hits, int64_t num_new) except -1:
+        """Tell `on_too_large` which pages a refused request would hold."""
+        cdef Py_ssize_t g
+        attached = [hits[g] for g in range(self.groups.num) if not is_state(&self.groups.groups[g].rules)]
+        self.on_too_large(self.store.pool.num_pages, (*held.get_page_ids(), *attached), num_new)
         return 0
 
 

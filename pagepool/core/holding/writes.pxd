@@ -97,32 +97,43 @@ cdef inline bint _has_pages_for(
     return find_held_free(pool, holding.num_groups) == NULL_PAGE and reserve_writes(writes, holding.num_groups)
 
 
+cdef inline bint _is_missing(const Pool *pool, const Group *group, const Checkpoint *checkpoint) noexcept nogil:
+    """Whether a group is to get a checkpoint that is not cached."""
+    return keeps_checkpoints(group) and (checkpoint.contents == NULL or not is_checkpoint_cached(
+        pool, group, checkpoint.contents, checkpoint.num_tokens, checkpoint.shard
+    ))
+
+
+cdef inline int32_t _take_for_state(
+    Pool *pool, const Holding *holding, Py_ssize_t g, const Checkpoint *checkpoint
+) noexcept nogil:
+    """Take a page for a group's checkpoint."""
+    cdef int32_t page_id
+    take(pool, &page_id, 1, queue_for(pool, &holding.groups[g], checkpoint.shard), holding.session)
+    assert pool.pages[page_id].group == NO_GROUP and pool.pages[page_id].ref_cnt == 1
+    record_taken(pool, &holding.held[g])
+    return page_id
+
+
 cdef inline Py_ssize_t write_checkpoint(
     Pool *pool, const Holding *holding, WriteList *writes, const Checkpoint *checkpoint
 ) noexcept nogil:
     """Take a page for each state that is not cached, and note its write. If too few pages are free, the checkpoint is left out.
     Return the number of writes. O(groups).
     """
-    cdef const Group *group
-    cdef int32_t page_id
     cdef Py_ssize_t g, num = 0
     cdef bint has_pages = _has_pages_for(pool, holding, writes, checkpoint)
     assert writes_states(holding) and checkpoint.num_tokens > 0
     for g in range(holding.num_groups):
-        group = &holding.groups[g]
-        if not keeps_checkpoints(group) or (checkpoint.contents != NULL and is_checkpoint_cached(
-            pool, group, checkpoint.contents, checkpoint.num_tokens, checkpoint.shard
-        )):
+        if not _is_missing(pool, &holding.groups[g], checkpoint):
             continue
         if not has_pages:
-            pool.banks[group.bank].num_passed_checkpoints += 1
+            pool.banks[holding.groups[g].bank].num_passed_checkpoints += 1
             continue
-        take(pool, &page_id, 1, queue_for(pool, group, checkpoint.shard), holding.session)
-        assert pool.pages[page_id].group == NO_GROUP and pool.pages[page_id].ref_cnt == 1
-        record_taken(pool, &holding.held[g])
-        note_write(
-            writes, StateWrite(row=checkpoint.row, group=<int32_t>g, page_id=page_id, num_tokens=checkpoint.num_tokens)
-        )
+        note_write(writes, StateWrite(
+            row=checkpoint.row, group=<int32_t>g, page_id=_take_for_state(pool, holding, g, checkpoint),
+            num_tokens=checkpoint.num_tokens,
+        ))
         num += 1
     return num
 
