@@ -218,6 +218,7 @@ HOT = {
         "core.router.prefixes",
         "core.holding.request_pages",
         "core.rows.inputs",
+        "core.rows.release",
         "core.rows.row_request",
         "core.rows.running",
         "core.holding.slots",

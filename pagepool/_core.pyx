@@ -27,11 +27,12 @@ from pagepool.core.holding.request_maps import RequestMaps
 from pagepool.core.holding.request_pages import RequestPages
 from pagepool.core.rows.inputs import INPUT_FIELDS, InputArrays
 from pagepool.core.rows.row_request import RowRequest
-from pagepool.core.rows.running import RunningRows, StepResult
+from pagepool.core.rows.running import RunningRows
 from pagepool.core.pool.layouts import CONSTANTS, copy_records, locate_records
 from pagepool.core.pool.faults import find_policy_fault, follow
 from pagepool.core.pool.sessions import PageSessions
 from pagepool.core.holding.slots import CachePages, SlotAllocator
+from pagepool.core.rows.step_result import StepResult
 from pagepool.core.rows.spans import Lease, TokenSpan, lease_pages, list_leases, term_of
 from pagepool.core.pool.store import PageStore
 from pagepool.core.pool.counts import COUNTERS, QueryCounter, count_entries, count_leased, estimate_hits, list_residency

@@ -44,14 +44,13 @@ rows/forks.pxd fork_row 6
 rows/row_request.pyx admit 5
 rows/row_request.pyx fill_row 8
 rows/row_request.pyx load_hits 5
-rows/running.pyx __init__ 6
+rows/row_store.pyx make_arrays 5
+rows/running.pyx __init__ 5
 rows/running.pyx _is_refused_still 5
-rows/running.pyx release_rows 5
 rows/states.pxd _write_checkpoint 5
 tier/tier.pyx load_prefix 5
 """
 KNOWN_FILES = """
-rows/running.pyx 1303
 """
 KNOWN_FLAGS = """
 Batch 8

@@ -12,8 +12,8 @@ from pagepool.core.pool cimport (
     id_in_bank, is_leased,
 )
 from pagepool.core.rows cimport (
-    OTHER_PAGES, PENDING, RUNNING, Batch, ExtraKey, RowRecord, RunningRows, StateWrite, WriteList, count_hashable, digests_of,
-    end_of, find_extra_key, held_by, holding_of, launch_of, plan_next, tokens_of,
+    OTHER_PAGES, PENDING, RUNNING, Batch, ExtraKey, RowRecord, RowStore, RunningRows, StateWrite, WriteList, count_hashable,
+    digests_of, end_of, find_extra_key, held_by, holding_of, launch_of, plan_next, tokens_of,
 )
 from pagepool.core.tables cimport Table
 from pagepool.core.values cimport as_list
@@ -31,17 +31,19 @@ def check_holders(PageStore store not None, requests, RunningRows rows=None, Cac
     cdef list checked = requests_of(store, requests)
     cdef int32_t[::1] counts = np.zeros(store.pool.num_pages, dtype=np.int32)
     cdef int32_t[::1] tier_counts = np.zeros(1 if store.pool.tier == NULL else store.pool.tier.pool.num_pages, dtype=np.int32)
+    cdef RowStore running
     cdef str flaw
     if rows is None:
         with store.own_lock()[0]:
             flaw = find_flaw(store, checked, None, groups, &counts[0], &tier_counts[0])
     else:
-        rows.check_made()
-        if rows.store is not store:
+        running = rows.rows
+        running.check_made()
+        if running.store is not store:
             raise ArgumentError("rows: got those of another pool, allowed: those of this pool")
-        rows.acquire_locks()
-        flaw = find_flaw(store, checked, rows, rows.groups, &counts[0], &tier_counts[0])
-        rows.release_locks()
+        running.acquire_locks()
+        flaw = find_flaw(store, checked, running, running.groups, &counts[0], &tier_counts[0])
+        running.release_locks()
     if flaw is not None:
         raise IntegrityError(flaw)
 
@@ -61,7 +63,7 @@ cdef list requests_of(PageStore store, object values):
 # calls the core.
 
 cdef str find_flaw(
-    PageStore store, list requests, RunningRows rows, CacheGroups groups, int32_t *counts, int32_t *tier_counts
+    PageStore store, list requests, RowStore rows, CacheGroups groups, int32_t *counts, int32_t *tier_counts
 ):
     """Describe a flaw of the requests, the rows, if any, or the tier. Rows are counted first, and compared last."""
     cdef str flaw = None
@@ -207,7 +209,7 @@ cdef str find_flaw_in_held(Pool *pool, const Holding *holding, Py_ssize_t g, Py_
     return None
 
 
-cdef str find_flaw_in_rows(RunningRows rows, int32_t *counts):
+cdef str find_flaw_in_rows(RowStore rows, int32_t *counts):
     cdef Holding *holding
     cdef Py_ssize_t row, g
     cdef str flaw
@@ -225,7 +227,7 @@ cdef str find_flaw_in_rows(RunningRows rows, int32_t *counts):
     return find_flaw_in_writes(rows, counts)
 
 
-cdef str find_flaw_in_writes(RunningRows rows, int32_t *counts):
+cdef str find_flaw_in_writes(RowStore rows, int32_t *counts):
     """Count the pages to which states are written, and describe a write of a free row, at another place than a checkpoint's, or
     to a page with another holder or an entry.
     """
@@ -250,7 +252,7 @@ cdef str find_flaw_in_writes(RunningRows rows, int32_t *counts):
     return None
 
 
-cdef str find_shared_open_page(RunningRows rows, int32_t *counts):
+cdef str find_shared_open_page(RowStore rows, int32_t *counts):
     """Describe a page to which a row writes, and which has another holder. Cached pages are not written to. `counts` includes
     copies and loads.
     """
@@ -269,7 +271,7 @@ cdef str find_shared_open_page(RunningRows rows, int32_t *counts):
     return None
 
 
-cdef str find_flaw_in_counts(RunningRows rows, Py_ssize_t row):
+cdef str find_flaw_in_counts(RowStore rows, Py_ssize_t row):
     cdef Batch *batch = &rows.batch
     cdef RowRecord *record = &batch.records[row]
     cdef int32_t planned, event = record.next_plan, final = record.next_settle
@@ -323,7 +325,7 @@ cdef str find_flaw_in_run(const Batch *batch, Py_ssize_t row):
     return None
 
 
-cdef bint has_right_digests(RunningRows rows, Py_ssize_t row) noexcept:
+cdef bint has_right_digests(RowStore rows, Py_ssize_t row) noexcept:
     """Whether the row's digests match its tokens and extra keys. O(tokens)."""
     cdef Batch *batch = &rows.batch
     cdef const ExtraKey *next_key = batch.rows[row].extra_keys
@@ -351,7 +353,7 @@ cdef bint has_right_digests(RunningRows rows, Py_ssize_t row) noexcept:
     return True
 
 
-cdef str find_flaw_in_table(RunningRows rows, Py_ssize_t row, Py_ssize_t g):
+cdef str find_flaw_in_table(RowStore rows, Py_ssize_t row, Py_ssize_t g):
     """Describe a row that lacks pages for its tokens, or that the table shows otherwise."""
     cdef Held *held = held_by(&rows.batch, row, g)
     cdef Table *table = rows.batch.tables[g]

@@ -3,7 +3,7 @@
 from libc.stdint cimport uintptr_t
 
 from pagepool.core.holding cimport Held, Holding, RequestPages
-from pagepool.core.rows cimport RowRecord, RunningRows
+from pagepool.core.rows cimport RowRecord, RowStore, RunningRows
 from pagepool.core.tables cimport TableRows
 
 import numpy as np
@@ -30,12 +30,12 @@ def locate_numbers(holder) -> dict:
     """Return the address, shape and type of numbers by name: of a request's or the first row's pages in the first group, of the
     records of rows, or of the dirty flags of a table's rows. They move when a list of pages grows.
     """
-    cdef RunningRows rows
+    cdef RowStore rows
     cdef TableRows table
     if isinstance(holder, RequestPages):
         return addresses_in(&(<RequestPages>holder).holding)
     if isinstance(holder, RunningRows):
-        rows = holder
+        rows = (<RunningRows>holder).rows
         rows.check_made()
         return dict(
             addresses_in(&rows.batch.rows[0].holding), stamp=(<uintptr_t>&rows.batch.stamp, (), np.dtype(np.uint32)),

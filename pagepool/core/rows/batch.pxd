@@ -379,6 +379,11 @@ cdef inline bint is_row(const Batch *batch, int32_t row) noexcept nogil:
     return 0 <= row < batch.num_rows and batch.records[row].is_admitted
 
 
+cdef inline bint has_due(const Batch *batch, int32_t row) noexcept nogil:
+    """Whether moves of a row at which a call stopped are due. Asked under the locks: another thread may take them soon."""
+    return is_row(batch, row) and has_row_due(batch, row)
+
+
 cdef inline bint stamp_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nogil:
     """Copy an admitted row of a call to index `i`; False if it is not admitted, or repeated."""
     if GUARDS and (not is_row(batch, row) or batch.stamps[row] == batch.stamp):

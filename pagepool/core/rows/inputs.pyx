@@ -9,7 +9,6 @@ from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.string cimport memset
 
-from pagepool.core.base cimport MAX_TOKENS
 from pagepool.core.rows.input_fields cimport *
 from pagepool.core.rows.running cimport *
 from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
@@ -99,6 +98,7 @@ cdef class InputArrays:
 
     cdef readonly Py_ssize_t current          # the set that was filled last
     cdef readonly RunningRows batch           # None: the tables belong to a manager's engine
+    cdef RowStore rows
     cdef tuple tables                         # a TableRows for each group
     cdef tuple lock_order                     # the tables in locking order
     cdef const int32_t[:, ::1] token_matrix
@@ -134,9 +134,9 @@ cdef class InputArrays:
         cdef list sizes, described = list(as_list(fields, "fields"))
         cdef PageIds checked_sizes
         if running is not None:
-            running.check_made()
-            by_group = running.tables
-            sizes = [running.groups.groups[g].rules.page_size for g in range(running.groups.num)]
+            running.rows.check_made()
+            by_group = running.rows.tables
+            sizes = [running.rows.groups.groups[g].rules.page_size for g in range(running.rows.groups.num)]
         else:
             by_group, sizes = checked_tables(tables), as_list(page_sizes, "page_sizes")
         checked_sizes = PageIds([size_of(size, "page_sizes", 1, MAX_TOKENS) for size in sizes])
@@ -168,14 +168,15 @@ cdef class InputArrays:
                 <int64_t>self.source.max_num_tokens, self.source.tables[g].num_columns * <int64_t>checked_sizes.ids[g]
             )
         if running is not None:
-            self.source.batch, self.source.token_ids = &running.batch, running.batch.token_ids
-            self.source.stride, self.source.max_num_tokens = running.batch.tokens_stride, running.batch.max_num_tokens
+            self.source.batch, self.source.token_ids = &running.rows.batch, running.rows.batch.token_ids
+            self.source.stride, self.source.max_num_tokens = running.rows.batch.tokens_stride, running.rows.batch.max_num_tokens
         elif token_ids is not None:
             self.token_matrix = token_ids
             self.source.stride = self.token_matrix.shape[1]
             self.source.max_num_tokens = <int32_t>min(<int64_t>self.source.max_num_tokens, <int64_t>self.source.stride)
             self.source.token_ids = &self.token_matrix[0, 0] if self.source.stride else NULL
-        self.batch, self.tables, self.lock_order = running, by_group, in_lock_order(by_group)
+        self.batch, self.rows = running, None if running is None else running.rows
+        self.tables, self.lock_order = by_group, in_lock_order(by_group)
         for i in range(len(described)):
             self.add_field(described[i])
 
@@ -236,10 +237,10 @@ cdef class InputArrays:
         if field.kind == DISTRIBUTION and not self.puts_single_first:
             raise ArgumentError("fields: got 'distribution', allowed with order='decodes' only")
         if field.kind == SOURCES:
-            if self.batch is None:
+            if self.rows is None:
                 raise ArgumentError("fields: got 'sources', allowed with a batch only")
-            with self.batch.own_lock()[0]:
-                has_room = reserve_fills(&self.batch.batch)
+            with self.rows.own_lock()[0]:
+                has_room = reserve_fills(&self.rows.batch)
             if not has_room:
                 raise MemoryError(name)
             self.has_sources = True
@@ -306,7 +307,7 @@ cdef class InputArrays:
         if step is not None:
             if rows is not None or starts is not None or stops is not None:
                 raise ArgumentError("rows, starts, stops: got both a step and these, allowed: one of them")
-            result = checked_step(self.batch, step, "step")
+            result = checked_step(self.rows, step, "step")
             n = count_rows(result)
         else:
             row_ids, first, last = as_page_ids(rows, "rows"), as_page_ids(starts, "starts"), as_page_ids(stops, "stops")
@@ -318,7 +319,7 @@ cdef class InputArrays:
         if draft_token_ids is not None:
             drafts = np.ascontiguousarray(require_matrix(draft_token_ids, np.int32, "draft_token_ids"))
             num_drafts = drafts.shape[1]
-            if self.batch is None or drafts.shape[0] != n:
+            if self.rows is None or drafts.shape[0] != n:
                 raise ArgumentError(f"draft_token_ids: got {drafts.shape[0]} rows, allowed: {n}, of a batch")
             draft_ids = &drafts[0, 0] if n and num_drafts else <const int32_t *>&num_drafts
         next_set = self.current + 1 if self.current + 1 < self.depth else 0
@@ -340,7 +341,7 @@ cdef class InputArrays:
             self.current = next_set
             write_fields(self.fields, self.num_fields, self.current, self.max_num_reqs, &self.source, filling)
             go_on(thread)
-            if self.batch is not None and self.batch.batch.fills.items != NULL:
+            if self.rows is not None and self.rows.batch.fills.items != NULL:
                 self.note_fill(result)
         self.unlock()
         if fault.kind != FAULTLESS:
@@ -408,7 +409,7 @@ cdef class InputArrays:
 
     cdef FaultKind find_sources(self, StepResult result, Py_ssize_t *at) noexcept:
         """Find the places of the rows among those of the step filled before, where it samples their first tokens."""
-        cdef const Batch *batch = &self.batch.batch
+        cdef const Batch *batch = &self.rows.batch
         cdef const Fill *fill = find_fill_before(&batch.fills, NAMED_ROWS if result is None else result.growth.step)
         cdef int32_t row, start
         cdef int64_t number
@@ -427,7 +428,7 @@ cdef class InputArrays:
 
     cdef void note_fill(self, StepResult result) noexcept:
         """Note the rows in batch order, and which tokens of theirs are sampled."""
-        cdef Batch *batch = &self.batch.batch
+        cdef Batch *batch = &self.rows.batch
         cdef Spans spans = self.step.spans
         cdef int64_t step = NAMED_ROWS
         cdef Fill *fill
@@ -443,8 +444,8 @@ cdef class InputArrays:
     cdef int lock(self) except -1:
         if self.numbers == NULL or self.lock_order is None:
             raise not_made("inputs")
-        if self.batch is not None:
-            self.batch.own_lock()[0].acquire()
+        if self.rows is not None:
+            self.rows.own_lock()[0].acquire()
         else:
             for table in self.lock_order:
                 (<TableRows>table).require_own()
@@ -455,8 +456,8 @@ cdef class InputArrays:
     cdef void unlock(self) noexcept:
         for table in self.lock_order:
             (<TableRows>table).lock.release()
-        if self.batch is not None:
-            self.batch.lock.release()
+        if self.rows is not None:
+            self.rows.lock.release()
 
     cdef int refuse(self, const Fault *fault, Py_ssize_t n, Py_ssize_t num_tokens, Py_ssize_t num_drafts) except -1:
         """Raise the error for a fault."""

@@ -3,10 +3,8 @@
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.holding cimport ForkOutcome
-from pagepool.core.pool cimport PageStore
 from pagepool.core.rows.release cimport *
-from pagepool.core.rows.settle cimport *
-from pagepool.core.values cimport PageIds
+from pagepool.core.rows.step_result cimport *
 
 
 cdef int check_lengths(PageIds tokens, PageIds rows) except -1

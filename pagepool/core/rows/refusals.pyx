@@ -6,8 +6,6 @@ from pagepool.core.holding cimport (
 )
 from pagepool.core.pool cimport NULL_PAGE, overdrawn_page
 from pagepool.core.rows.forks cimport *
-from pagepool.core.rows.release cimport *
-from pagepool.core.rows.settle cimport *
 from pagepool.core.values cimport changed_values
 
 from pagepool.errors import (

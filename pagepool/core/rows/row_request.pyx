@@ -9,11 +9,10 @@ from libc.string cimport memset
 from pagepool.core.base cimport copy_bytes
 from pagepool.core.holding cimport (
     FITS, Demand, Hits, Query, ResumePlaces, attach, begin_boundaries, copy_states, count_attached, count_external_tokens,
-    count_junction_tokens, count_state_hits, fetch_hits, find_any_excess, find_first_hit_page, fit_or_adopt, list_hits, price,
-    query_of, shortage_of,
+    count_junction_tokens, count_state_hits, count_step_slots, fetch_hits, find_any_excess, find_first_hit_page, fit_or_adopt, list_hits, price,
+    query_of, reserve_copies, shortage_of,
 )
-from pagepool.core.pool cimport MAX_BANKS, NO_BANK, LostHits, QueryCounter, count_changes, count_refusal, ids_in_shard
-from pagepool.core.rows.refusals cimport *
+from pagepool.core.pool cimport MAX_BANKS, NO_BANK, LostHits, QueryCounter, count_changes, ids_in_shard, set_session
 from pagepool.core.rows.running cimport *
 from pagepool.core.tier cimport find_and_load, find_reachable
 from pagepool.core.values cimport as_shard, ids_in
@@ -81,7 +80,7 @@ cdef class RowRequest:
     `reserves_prompt`, all known tokens get slots, and lookahead tokens behind these.
     """
 
-    cdef RunningRows rows
+    cdef RowStore rows
     cdef Py_ssize_t row
     cdef object source              # the caller's list, or `token_ids`
     cdef PageIds token_ids
@@ -105,15 +104,15 @@ cdef class RowRequest:
         options=None, num_external_tokens=0, resume_at=None, num_lookahead_tokens=0, bint reserves_prompt=False,
     ):
         cdef Py_ssize_t num_external = size_of(num_external_tokens, "num_external_tokens")
-        self.rows, self.row, self.options = rows, rows.checked_row(row), options
+        self.rows, self.row, self.options = rows.rows, rows.rows.checked_row(row), options
         self.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         self.resume_at = None if resume_at is None else as_page_ids(resume_at, "resume_at")
         self.token_ids = as_page_ids(token_ids, "token_ids")
         self.source = token_ids if type(token_ids) is list else self.token_ids
         if self.token_ids.num == 0:
             raise ArgumentError("token_ids: got none, allowed: at least 1")
-        if self.token_ids.num > rows.batch.max_num_tokens:
-            refuse_row_length(&rows.batch, self.row, self.token_ids.num)
+        if self.token_ids.num > self.rows.batch.max_num_tokens:
+            refuse_row_length(&self.rows.batch, self.row, self.token_ids.num)
         self.tokens = count_tokens(
             num_tokens, max_num_new_tokens, self.token_ids.num, num_external, num_lookahead_tokens, reserves_prompt
         )
@@ -128,7 +127,7 @@ cdef class RowRequest:
         it. `context` comes from `EntryJournal.add_context`, `session` from
         `PageSessions.hold`. `counter` counts an admitted request. A row that does not wait for tokens is added to `step`.
         """
-        cdef RunningRows rows = self.rows
+        cdef RowStore rows = self.rows
         cdef list keys = checked_extra_keys(extra_keys)
         cdef bint is_admitted = False
         cdef object result = None
@@ -163,7 +162,7 @@ cdef class RowRequest:
 
     def probe(self, extra_keys=(), shard=None) -> int:
         """Return the number of tokens that `admit` hits, in the tier too, once enough pages are free. The row keeps hashes."""
-        cdef RunningRows rows = self.rows
+        cdef RowStore rows = self.rows
         cdef list keys = checked_extra_keys(extra_keys)
         cdef Py_ssize_t num_hashes = 0
         cdef Query query
@@ -203,7 +202,7 @@ cdef class RowRequest:
 
     cdef int set_contents(self, list extra_keys) except -1:
         """Copy the tokens and hash their full pages. Leading pages that the row hashed for its last request are kept."""
-        cdef RunningRows rows = self.rows
+        cdef RowStore rows = self.rows
         cdef PageIds tokens = self.token_ids
         cdef Batch *batch = &rows.batch
         cdef const int32_t *copied = tokens_of(batch, self.row)
@@ -254,7 +253,7 @@ cdef class RowRequest:
         """Hit the request's prefix and take its pages. Return the number of hit tokens; a `RefusedRequest`, with nothing taken,
         if too few pages are free.
         """
-        cdef RunningRows rows = self.rows
+        cdef RowStore rows = self.rows
         cdef Batch *batch = &rows.batch
         cdef Holding *holding = holding_of(batch, self.row)
         cdef tuple hits = new_ids(batch.num_groups) if takes_hits else ()
@@ -325,7 +324,7 @@ cdef class RowRequest:
         """Find the hits and queue their loads from the tier; store them in the refusal. If a bank has too few free pages for
         the loads, set it and their number, and store null pages for them. False if memory is short. The locks are held.
         """
-        cdef RunningRows rows = self.rows
+        cdef RowStore rows = self.rows
         cdef Batch *batch = &rows.batch
         cdef Contents contents = Contents(
             digests=digests_of(batch, self.row), uppers=batch.rows[self.row].uppers,

@@ -4,12 +4,11 @@ cimport cython
 from libc.math cimport ceil, isfinite
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
-from pagepool.core.holding cimport RequestPages, find_resumption, first_hit_page, hits_leading_pages
+from pagepool.core.holding cimport RequestPages, find_resumption, first_hit_page, hits_leading_pages, last_hash
 from pagepool.core.pool cimport (
     NOBODY, SECOND, LeasedSpan, Leases, Page, bank_of, begin_lease, count_by_bank, end_lease, end_leases, expect_page,
-    find_untouchable, has_key, hit, id_in_bank, is_free, make_leases, now_of, set_end,
+    find, find_untouchable, has_key, hit, id_in_bank, is_free, make_leases, now_of, set_end, share,
 )
-from pagepool.core.rows.refusals cimport *
 from pagepool.core.rows.running cimport *
 from pagepool.core.values cimport HashChain, float_of
 
@@ -225,7 +224,7 @@ cdef class TokenSpan:
     cdef CacheGroups groups
     cdef HashChain chain            # the request's; None: the span is of a row
     cdef RequestPages held          # the request's
-    cdef RunningRows rows
+    cdef RowStore rows
     cdef Py_ssize_t row
     cdef int64_t num_tokens         # the request's or row's; set while locked, as the next three
     cdef const Digest *digests
@@ -260,8 +259,8 @@ cdef class TokenSpan:
     def of_row(self, RunningRows rows not None, row) -> TokenSpan:
         """Return the span for a row."""
         cdef TokenSpan span = self.unbound()
-        span.row = rows.checked_row(row)
-        span.rows, span.store, span.groups = rows, rows.store, rows.groups
+        span.row = rows.rows.checked_row(row)
+        span.rows, span.store, span.groups = rows.rows, rows.rows.store, rows.rows.groups
         return span
 
     cdef PageStore require_store(self):

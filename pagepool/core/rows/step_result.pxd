@@ -1,0 +1,35 @@
+# Steps in flight, as `RunningBatch` returns them.
+
+cimport cython
+
+from pagepool.core.rows.row_store cimport *
+
+
+@cython.final
+@cython.no_gc
+@cython.auto_pickle(False)
+cdef class StepResult:
+    cdef readonly Py_ssize_t num_grown
+    cdef readonly bint is_settled
+    cdef PageStore store
+    cdef RowStore batch
+    cdef list calls                 # StepResults of calls that added rows
+    cdef Stays stays                # those at the time of the call
+    cdef PageIds num_tokens         # a number for each row, or one for all
+    cdef PageIds num_drafts
+    cdef Growth growth              # `rows` and `token_ids` are invalid after the call; `step` is 0 before there are rows
+
+
+cdef StepResult new_result(RowStore rows)
+cdef list calls_of(StepResult step)
+cdef Py_ssize_t count_rows(StepResult step) noexcept
+cdef StepResult checked_step(RowStore rows, object step, str name)
+cdef object refusal_of(PageStore store, const Shortage *shortage)
+cdef int64_t number_of_step(const Batch *batch, StepResult step) noexcept
+cdef void end_call(Batch *batch, StepResult head, StepResult call) noexcept
+cdef StepResult add_call(StepResult step, StepResult call)
+cdef StepResult new_admission(RowStore rows, Py_ssize_t row)
+cdef void launch_admission(Batch *batch, Py_ssize_t row, StepResult step, StepResult call, Launch launch) noexcept
+cdef int reserve_rows_of(Growth *growth) except -1
+cdef bint reserve_new(Growth *growth) noexcept
+cdef int lock_for(RowStore rows, StepResult step, str name) except -1

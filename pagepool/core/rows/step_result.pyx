@@ -1,0 +1,215 @@
+"""Steps in flight, as `RunningBatch` returns them."""
+
+cimport cython
+from cpython.mem cimport PyMem_RawFree as free
+from cpython.mem cimport PyMem_RawMalloc as malloc
+
+from pagepool.core.base cimport process_number
+from pagepool.core.pool cimport bank_of_queue
+from pagepool.core.values cimport array_of, require_instance
+
+import numpy as np
+
+from pagepool.errors import ArgumentError
+from pagepool.refusal import Refusal
+
+
+@cython.final
+@cython.no_gc  # in no cycle: a batch has no reference to its results
+@cython.auto_pickle(False)
+cdef class StepResult:
+    """A step in flight: its rows, with their tokens and new pages.
+
+    `RunningBatch.plan` and `step` return one, and `new_step` an empty one. With ``step=`` these calls and `admit` add rows to a
+    step. The first `num_grown` rows of the last call have their room; the next row, if there is one, did not fit. `len` is the
+    number of rows of the step. `RunningBatch.settle` ends it.
+    """
+
+    def __init__(self):
+        raise TypeError("a StepResult is what RunningBatch returns")
+
+    def __dealloc__(self):
+        if self.batch is not None and self.growth.step and self.batch.batch.num_made and self.batch.process == process_number:
+            with self.batch.lock:
+                forget_made(&self.batch.batch, self.growth.step)
+        free(self.growth.new_ids)
+        free(self.growth.planned)
+
+    def __len__(self):
+        return count_rows(self)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The rows of the step, as they were numbered in the calls: int32 ``[len(step)]``, a copy in the order of the calls."""
+        return column_of(self, GROWN_ROWS)
+
+    @property
+    def new_page_ids(self) -> np.ndarray:
+        """Ids of the new pages: int32 ``[num_new_pages]``, a copy. Those of a row stand group by group. Pages of admitted rows
+        are not listed.
+        """
+        return column_of(self, NEW_IDS)
+
+    @property
+    def new_page_rows(self) -> np.ndarray:
+        """The row of each new page: int32 ``[num_new_pages]``, a copy. Rows stand in the order of the calls."""
+        return column_of(self, NEW_ROWS)
+
+    @property
+    def new_page_groups(self) -> np.ndarray:
+        """The cache group of each new page: int32 ``[num_new_pages]``, a copy."""
+        return column_of(self, NEW_GROUPS)
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """Why the row behind the first `num_grown` got no pages; None if all have their room. O(1)."""
+        cdef StepResult call = self if self.calls is None else self.calls[len(self.calls) - 1]
+        return refusal_of(self.store, &call.growth.shortage) if call.growth.num_grown < call.growth.num_rows else None
+
+    def __repr__(self):
+        return f"StepResult(num_grown={self.num_grown}, new_page_ids={self.new_page_ids.tolist()})"
+
+
+cdef enum Column:             # a vector of each call of a step
+    GROWN_ROWS
+    NEW_IDS
+    NEW_ROWS
+    NEW_GROUPS
+
+
+cdef StepResult new_result(RowStore rows):
+    """Return an empty step of a batch."""
+    cdef StepResult result = StepResult.__new__(StepResult)
+    result.store, result.batch, result.stays = rows.store, rows, rows.stays_now
+    return result
+
+
+cdef list calls_of(StepResult step):
+    """Return the results of the calls of a step, in order."""
+    return [step] if step.calls is None else [step, *step.calls]
+
+
+cdef Py_ssize_t count_rows(StepResult step) noexcept:
+    """Count the rows of a step."""
+    cdef StepResult call
+    cdef Py_ssize_t n = step.growth.num_grown
+    for item in step.calls or ():
+        call = item
+        n += call.growth.num_grown
+    return n
+
+
+cdef object column_of(StepResult step, Column column):
+    """Return a column of the calls of a step, one after another."""
+    cdef object first = part_of(&step.growth, column)
+    cdef StepResult call
+    if step.calls is None:
+        return first
+    return np.concatenate([first, *[part_of(&call.growth, column) for call in step.calls]])
+
+
+cdef object part_of(const Growth *growth, Column column):
+    """Return a column of a call."""
+    if column == GROWN_ROWS:
+        return array_of(growth.grown_rows, growth.num_grown)
+    if column == NEW_IDS:
+        return array_of(growth.new_ids, growth.num_new)
+    return array_of(growth.new_rows if column == NEW_ROWS else growth.new_groups, growth.num_new)
+
+
+cdef StepResult checked_step(RowStore rows, object step, str name):
+    """Return a step of the batch that was not settled."""
+    cdef StepResult checked = require_instance(step, StepResult, name)
+    if checked.batch is not rows:
+        raise ArgumentError(f"{name}: got one of another batch, allowed: a step of this batch")
+    if checked.is_settled:
+        raise ArgumentError(f"{name}: got one that was settled already, allowed: one that was not")
+    return checked
+
+
+cdef object refusal_of(PageStore store, const Shortage *shortage):
+    """Return a shortage as users see it."""
+    cdef int32_t num_shards = max(1, store.pool.num_shards)
+    shard = shortage.queue % num_shards if shortage.queue >= 0 else None
+    pool = store.bank_names[bank_of_queue(&store.pool, shortage.queue)]
+    return Refusal(
+        shortage.num_needed, shortage.num_free, shortage.num_reserved, shortage.num_hit_tokens, pool, shard,
+        shortage.can_wait,
+    )
+
+
+cdef int64_t number_of_step(const Batch *batch, StepResult step) noexcept:
+    """Return the number of a step, which is the next one if it has no rows, or is None. The locks are held."""
+    return step.growth.step if step is not None and step.growth.step else batch.num_steps + 1
+
+
+cdef void end_call(Batch *batch, StepResult head, StepResult call) noexcept:
+    """Note the step of a call that launched rows, and the batch's counts as it ends. The locks are held."""
+    cdef Growth *growth = &call.growth
+    call.num_grown = growth.num_grown
+    growth.num_stays = batch.num_stays
+    if growth.num_grown == 0:  # a result without rows is no step
+        growth.step = 0
+        return
+    batch.num_steps = max(batch.num_steps, growth.step)
+    if head is not None:
+        head.growth.step = growth.step
+
+
+cdef StepResult add_call(StepResult step, StepResult call):
+    """Add the result of a call to a step, and return the step."""
+    if step.calls is None:
+        step.calls = []
+    step.calls.append(call)
+    step.num_grown = call.num_grown
+    return step
+
+
+cdef StepResult new_admission(RowStore rows, Py_ssize_t row):
+    """Return the call that admits a row, before it is part of a step."""
+    cdef StepResult call = new_result(rows)
+    call.growth.num_rows = 1
+    reserve_rows_of(&call.growth)
+    call.growth.grown_rows[0] = <int32_t>row
+    return call
+
+
+cdef void launch_admission(Batch *batch, Py_ssize_t row, StepResult step, StepResult call, Launch launch) noexcept:
+    """Launch the first tokens of an admitted row, as part of a step by `call` or, without one, of the next step. The locks are
+    held.
+    """
+    launch.step = number_of_step(batch, step)
+    add_launch(batch, row, launch)
+    count_run_tokens(batch, row)
+    if step is not None:
+        call.growth.step, call.growth.num_grown = launch.step, 1
+        end_call(batch, step, call)
+
+
+cdef int reserve_rows_of(Growth *growth) except -1:
+    """Allocate the vectors of a call's rows."""
+    growth.planned = <Planned *>malloc(growth.num_rows * (sizeof(Planned) + sizeof(int32_t)))
+    if growth.planned == NULL:
+        raise MemoryError(f"{growth.num_rows} rows")
+    growth.grown_rows = <int32_t *>(growth.planned + growth.num_rows)
+    return 0
+
+
+cdef bint reserve_new(Growth *growth) noexcept:
+    """Allocate memory for the ids of new pages; False if memory is short."""
+    if growth.max_num_new:
+        growth.new_ids = <int32_t *>malloc(3 * growth.max_num_new * sizeof(int32_t))
+        growth.new_rows = growth.new_ids + growth.max_num_new
+        growth.new_groups = growth.new_rows + growth.max_num_new
+    return growth.new_ids != NULL or growth.max_num_new == 0
+
+
+cdef int lock_for(RowStore rows, StepResult step, str name) except -1:
+    """Take all locks for a call that changes a step, or for one without a step (None). Raise if another thread has settled the
+    step meanwhile.
+    """
+    rows.acquire_locks()
+    if step is not None and step.is_settled:
+        rows.release_locks()
+        checked_step(rows, step, name)
+    return 0
