@@ -39,15 +39,6 @@ MAX_LINES = 700
 KNOWN_FUNCTIONS = """
 holding/groups.pyx plan_ends 5
 holding/slots.pyx allocate_slots 5
-rows/batch.pxd empty_row 6
-rows/forks.pxd fork_row 6
-rows/row_request.pyx admit 5
-rows/row_request.pyx fill_row 8
-rows/row_request.pyx load_hits 5
-rows/row_store.pyx make_arrays 5
-rows/running.pyx __init__ 5
-rows/running.pyx _is_refused_still 5
-rows/states.pxd _write_checkpoint 5
 tier/tier.pyx load_prefix 5
 """
 KNOWN_FILES = """

@@ -24,12 +24,12 @@ from pagepool.core.holding cimport (
     NUM_WAITING, Checkpoint, Contents, Group, Held, Holding, Limits, PageToHash, Shortage, StateWrite, Waiting, WriteList,
     cache_full_pages, cache_waiting, cache_written, can_restart, count_new_in_banks, count_new_pages, drop_behind, empty,
     exchange_writes, find_any_excess, find_lost_page, find_next_boundary, find_restart, full_entries, full_pages,
-    give_back_written, has_copies, has_moves_due, hash_waiting, is_state, keeps_checkpoints, last_hash,
-    limits_of, remove_write, restart_from, shortage_in, skip_pages, take_missing, waits_for_loads, write_checkpoint,
+    give_back_written, has_copies, has_moves_due, hash_waiting, is_state, keeps_checkpoints, last_hash, limits_of, remove_write,
+    restart_from, shortage_in, skip_pages, take_missing, waits_for_loads, write_checkpoint,
 )
 from pagepool.core.pool cimport (
     FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, count_free_in, count_least_free, count_refusal, digest_of,
-    find_held_free, is_journaled, queue_in, take, uncache, uncache_everywhere, uncache_in_tier,
+    find_held_free, is_journaled, queue_in, set_session, uncache, uncache_everywhere, uncache_in_tier,
 )
 from pagepool.core.rows.fills cimport *
 from pagepool.core.rows.run cimport *
@@ -71,6 +71,10 @@ cdef struct Row:              # two cache lines; growth reads the first
     int32_t num_external      # tokens awaited from elsewhere; 0: the row is not pending
     int32_t num_ahead         # planned positions behind the known tokens
     int32_t[5] unused
+
+cdef struct Identity:         # whose request a row has
+    int32_t context           # what its pages are journaled with; 0: none
+    int32_t session
 
 cdef struct MadeEntry:        # the entry of a page without its holder, filled by a step in flight
     int64_t step
@@ -189,6 +193,15 @@ cdef inline Contents contents_of_row(const Batch *batch, Py_ssize_t row, Py_ssiz
         token_ids=tokens_of(batch, row), num_token_ids=num_tokens + batch.hashing.num_lookahead,
         num_lookahead=batch.hashing.num_lookahead, context=context, session=batch.rows[row].holding.session,
     )
+
+
+cdef inline Contents contents_for(
+    const Batch *batch, Py_ssize_t row, Py_ssize_t num_token_ids, Identity identity
+) noexcept nogil:
+    """Return the hashes of a claimed row and its first tokens, for entries of pages of a request."""
+    cdef Contents contents = contents_of_row(batch, row, 0)
+    contents.num_token_ids, contents.context, contents.session = num_token_ids, identity.context, identity.session
+    return contents
 
 
 cdef inline bint has_writes_due(const Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -333,6 +346,11 @@ cdef inline int32_t count_final(const Batch *batch, Py_ssize_t row) noexcept nog
     return final_of(batch, record.num_tokens, record.num_computed, record.num_resolved)
 
 
+cdef inline bint is_keyed(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Whether the lookahead of the row's first `num_tokens` tokens is known."""
+    return num_tokens <= count_keyed(batch, batch.records[row].num_tokens)
+
+
 cdef inline int32_t count_hashable(const Batch *batch, int64_t num_tokens) noexcept nogil:
     """Count the pages of `num_tokens` known tokens whose lookahead is known."""
     return count_keyed(batch, num_tokens) // batch.hash_page_size
@@ -342,6 +360,13 @@ cdef inline void cut_hashes(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Forget the digests of tokens that the row knows no more."""
     if batch.hash_page_size:
         batch.rows[row].num_hashed = min(batch.rows[row].num_hashed, count_hashable(batch, batch.records[row].num_tokens))
+
+
+cdef inline int64_t _next_caching(const Batch *batch, int64_t num_full) noexcept nogil:
+    """Return the planned count from which a plan caches the page that `num_full` tokens fill."""
+    if batch.writes_states or not batch.max_steps_ahead:
+        return num_full + (batch.caches_computed and not batch.writes_states)
+    return INT64_MAX
 
 
 cdef inline void plan_next(Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -354,8 +379,7 @@ cdef inline void plan_next(Batch *batch, Py_ssize_t row) noexcept nogil:
     cdef int64_t num_full = min(limits.num_full, <int64_t>INT32_MAX)
     assert record.state != FREE and 0 <= record.num_computed <= record.num_tokens <= batch.max_num_tokens
     assert batch.rows[row].num_hashed * <int64_t>batch.hash_page_size <= record.num_tokens
-    if batch.writes_states or not batch.max_steps_ahead:
-        event = min(event, num_full + (batch.caches_computed and not batch.writes_states))
+    event = min(event, _next_caching(batch, num_full))
     record.next_settle = <int32_t>num_full
     if rare(batch.writes_states and batch.rows[row].num_writes):
         event, record.next_settle = 1, 0
@@ -427,15 +451,13 @@ cdef inline void show_row(Batch *batch, Py_ssize_t row) noexcept nogil:
 
 cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Make a row free whose pages were given back."""
-    cdef Holding *holding = holding_of(batch, row)
-    assert batch.rows[row].context == 0 and holding.session == NO_SESSION and batch.rows[row].num_writes == 0
-    empty(holding)
+    assert not has_identity(batch, row)
+    empty(holding_of(batch, row))
     show_end(batch, row)
     batch.num_admitted -= batch.records[row].is_admitted
     assert batch.num_admitted >= 0
     memset(&batch.records[row], 0, sizeof(RowRecord))
-    batch.rows[row].shard = -1
-    batch.rows[row].write_list = batch.stays[row] = 0
+    batch.rows[row].shard, batch.stays[row] = -1, 0
     batch.rows[row].num_hits = batch.rows[row].num_external = batch.rows[row].num_ahead = 0
 
 
@@ -453,8 +475,22 @@ cdef inline void begin_stay(Batch *batch, Py_ssize_t row) noexcept nogil:
     batch.stays[row] = batch.num_stays
 
 
-cdef inline void set_context(Batch *batch, Py_ssize_t row, int32_t context) noexcept nogil:
-    """Give the row's next pages a context. Users of context 0, none, are not counted: a pool without a journal has no other."""
+cdef inline Identity identity_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    return Identity(context=batch.rows[row].context, session=batch.rows[row].holding.session)
+
+
+cdef inline bint has_identity(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    return batch.rows[row].context != 0 or batch.rows[row].holding.session != NO_SESSION
+
+
+cdef inline void set_identity(Batch *batch, Py_ssize_t row, Identity identity) noexcept nogil:
+    """Name whose pages the row's next ones are; all zeros: nobody's."""
+    _set_context(batch, row, identity.context)
+    set_session(&batch.pool.sessions, &batch.rows[row].holding.session, identity.session)
+
+
+cdef inline void _set_context(Batch *batch, Py_ssize_t row, int32_t context) noexcept nogil:
+    """Count a context's users. Those of context 0, none, are not counted: a pool without a journal has no other."""
     if batch.rows[row].context:
         assert batch.pool.journal.contexts[batch.rows[row].context].num_users > 0
         batch.pool.journal.contexts[batch.rows[row].context].num_users -= 1

@@ -3,9 +3,8 @@
 # Always, for each row of a checked `InputStep`: ``0 <= starts < stops``, and known tokens end at `known`, at most `stops`. Its
 # tokens begin at `begins`, so ``begins[num_rows] == num_tokens``; rows with one token may come first.
 
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
 
-from pagepool.core.base cimport copy_bytes
 from pagepool.core.rows.settle cimport *
 
 
@@ -26,6 +25,14 @@ cdef struct Spans:            # tokens ``[start, stop)`` of each row
     int32_t *stops
     int32_t *known            # where the row's known tokens end, at most `stop`
     int32_t *drafts           # where its drafts begin: behind the known tokens, or the one that a step in flight samples
+
+cdef struct Listed:           # rows and their tokens, as the caller listed them
+    const int32_t *rows
+    const int32_t *starts
+    const int32_t *stops
+    Py_ssize_t num_rows
+    int64_t call              # number of the call
+    int64_t *seen             # [num_rows of the source] the last call that listed each row
 
 cdef struct InputStep:        # a step's rows, in the order of its arrays
     Spans spans
@@ -108,16 +115,13 @@ cdef inline FaultKind find_empty_span(const Spans *spans, Py_ssize_t n, Py_ssize
     return FAULTLESS
 
 
-cdef inline FaultKind read_lists(
-    const Source *source, const int32_t *rows, const int32_t *starts, const int32_t *stops, Py_ssize_t n, Spans *spans,
-    int64_t *seen, int64_t call, Py_ssize_t *at,
-) noexcept nogil:
-    """Read rows and their tokens as the caller listed them. `seen` has the last call that named each row."""
+cdef inline FaultKind read_lists(const Source *source, const Listed *listed, Spans *spans, Py_ssize_t *at) noexcept nogil:
+    cdef int64_t *seen = listed.seen
     cdef int32_t num_known
     cdef Py_ssize_t i
-    for i in range(n):
+    for i in range(listed.num_rows):
         at[0] = i
-        read_span(spans, i, rows[i], starts[i], stops[i], stops[i])
+        read_span(spans, i, listed.rows[i], listed.starts[i], listed.stops[i], listed.stops[i])
         if not 0 <= spans.rows[i] < source.num_rows:
             return OUTSIDE_TABLE
         if source.batch != NULL:
@@ -125,9 +129,9 @@ cdef inline FaultKind read_lists(
                 return NOT_READY
             num_known = source.batch.records[spans.rows[i]].num_tokens
             spans.known[i] = spans.drafts[i] = min(spans.known[i], num_known)
-        if seen[spans.rows[i]] == call:
+        if seen[spans.rows[i]] == listed.call:
             return REPEATED
-        seen[spans.rows[i]] = call
+        seen[spans.rows[i]] = listed.call
         if not 0 <= spans.starts[i] < spans.stops[i] <= source.max_num_tokens:
             return WRONG_SPAN
     return FAULTLESS
@@ -157,15 +161,17 @@ cdef inline FaultKind count_tokens_of(InputStep *step, const Spans *spans, Py_ss
 
 
 cdef inline bint find_wrong_page(
-    const Table *table, int32_t page_size, int32_t shift, int64_t last_id, const Spans *spans, Py_ssize_t n,
-    bint is_single, Fault *fault,
+    const Source *source, Py_ssize_t group, bint is_wide, const InputStep *step, const Spans *spans, Fault *fault
 ) noexcept nogil:
-    """Whether a token has the null page, or one whose slots do not fit the array."""
+    """Whether a token has the null page, or one whose slots do not fit the array of a group."""
+    cdef const Table *table = source.tables[group]
     cdef const int32_t *ids
     cdef const int32_t *rows = spans.rows
     cdef const int32_t *starts = spans.starts
-    cdef Py_ssize_t i, page, stop_page
-    cdef bint is_any_wrong = not is_single
+    cdef int32_t page_size = source.page_sizes[group], shift = source.shifts[group]
+    cdef int64_t last_id = INT32_MAX if is_wide else (INT32_MAX - page_size + <int64_t>1) // page_size
+    cdef Py_ssize_t i, page, stop_page, n = step.num_rows
+    cdef bint is_single = step.num_single == n, is_any_wrong = not is_single
     for i in range(n if is_single else 0):  # no early exit, so that it is fast
         page = page_at(starts[i], page_size, shift)
         is_any_wrong |= <uint32_t>table.page_ids[rows[i] * table.num_columns + page] - <uint32_t>1 >= <uint32_t>last_id

@@ -353,14 +353,17 @@ cdef class InputArrays:
         """Read the rows of a step, and check them, their tokens and pages."""
         cdef Fault fault
         cdef const Field *field
-        cdef int64_t last_id
+        cdef Listed listed
         cdef Py_ssize_t i, n = self.step.num_rows, at = 0
         cdef FaultKind kind
         if result is not None:
             kind = self.read_calls(result, &at)
         else:
             self.num_calls += 1
-            kind = read_lists(&self.source, rows.ids, starts.ids, stops.ids, n, &self.read, self.seen, self.num_calls, &at)
+            listed = Listed(
+                rows=rows.ids, starts=starts.ids, stops=stops.ids, num_rows=n, call=self.num_calls, seen=self.seen
+            )
+            kind = read_lists(&self.source, &listed, &self.read, &at)
         if kind == FAULTLESS:
             kind = count_tokens_of(&self.step, &self.read, &at)
         if kind == FAULTLESS and self.has_sources:
@@ -372,13 +375,7 @@ cdef class InputArrays:
             field = &self.fields[i]
             if field.kind != SLOTS or fault.kind != FAULTLESS:
                 continue
-            last_id = INT32_MAX if field.is_wide else (INT32_MAX - self.source.page_sizes[field.group] + <int64_t>1)
-            if not field.is_wide:
-                last_id //= self.source.page_sizes[field.group]
-            if find_wrong_page(
-                self.source.tables[field.group], self.source.page_sizes[field.group], self.source.shifts[field.group], last_id,
-                &self.read, n, self.step.num_single == n, &fault,
-            ):
+            if find_wrong_page(&self.source, field.group, field.is_wide, &self.step, &self.read, &fault):
                 fault.kind, fault.group = WITHOUT_PAGE, field.group
         if fault.kind != FAULTLESS and n:
             fault.row, fault.stop = self.read.rows[fault.at], self.read.stops[fault.at]

@@ -1,10 +1,7 @@
 """Errors for rows of a batch. They are raised after unlocking, for what was found under the locks."""
 
-from pagepool.core.holding cimport (
-    SHORT_OF_PAGES, UNSHAREABLE, ForkExtent, Holding, Shortage, find_fork_shortage, find_lost_page, refuse_due,
-    refuse_unshareable,
-)
-from pagepool.core.pool cimport NULL_PAGE, overdrawn_page
+from pagepool.core.holding cimport SHORT_OF_PAGES, UNSHAREABLE, find_fork_shortage, refuse_due, refuse_unshareable
+from pagepool.core.pool cimport overdrawn_page
 from pagepool.core.rows.forks cimport *
 from pagepool.core.values cimport changed_values
 

@@ -1,8 +1,10 @@
 """Rows end: their last pages and states are cached, their pages are given back, and they are emptied."""
 
 from pagepool.core.holding cimport count_places, draw_references, drop_copies, list_last_first, rate_pages
-from pagepool.core.pool cimport set_session
 from pagepool.core.values cimport ids_in
+
+
+cdef Identity NOBODYS_ROW     # all zeros
 
 
 cdef Py_ssize_t copy_rows_to_release(Batch *batch, PageIds released) noexcept:
@@ -88,8 +90,8 @@ cdef void end_row(Batch *batch, Py_ssize_t row, int32_t term, bint has_failed) n
         if not has_failed:
             settle_writes(batch, row, count_final(batch, row), 0, term)
         drop_writes(batch, row, 0)
-    set_context(batch, row, 0)
-    set_session(&batch.pool.sessions, &batch.rows[row].holding.session, NO_SESSION)
+    assert batch.rows[row].num_writes == 0 and batch.rows[row].write_list == 0
+    set_identity(batch, row, NOBODYS_ROW)
     empty_row(batch, row)
 
 

@@ -6,13 +6,12 @@ from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.string cimport memset
 
-from pagepool.core.base cimport copy_bytes
 from pagepool.core.holding cimport (
     FITS, Demand, Hits, Query, ResumePlaces, attach, begin_boundaries, copy_states, count_attached, count_external_tokens,
-    count_junction_tokens, count_state_hits, count_step_slots, fetch_hits, find_any_excess, find_first_hit_page, fit_or_adopt, list_hits, price,
+    count_junction_tokens, count_state_hits, count_step_slots, fetch_hits, find_first_hit_page, fit_or_adopt, list_hits, price,
     query_of, reserve_copies, shortage_of,
 )
-from pagepool.core.pool cimport MAX_BANKS, NO_BANK, LostHits, QueryCounter, count_changes, ids_in_shard, set_session
+from pagepool.core.pool cimport NO_BANK, LostHits, QueryCounter, count_changes, ids_in_shard
 from pagepool.core.rows.running cimport *
 from pagepool.core.tier cimport find_and_load, find_reachable
 from pagepool.core.values cimport as_shard, ids_in
@@ -88,9 +87,8 @@ cdef class RowRequest:
     cdef object options
     cdef Py_ssize_t num_reserved
     cdef PageIds resume_at          # token counts; None: no further ones
-    cdef int32_t shard              # set while the row is claimed, as the next three
-    cdef int32_t context
-    cdef int32_t session
+    cdef int32_t shard              # set while the row is claimed, as the next two
+    cdef Identity identity
     cdef int64_t junction           # tokens: see `begin_boundaries`
     cdef int32_t num_room           # tokens that are counted, or come from elsewhere
     cdef int32_t num_step_slots     # see `count_step_slots`
@@ -131,23 +129,22 @@ cdef class RowRequest:
         cdef list keys = checked_extra_keys(extra_keys)
         cdef bint is_admitted = False
         cdef object result = None
-        cdef int32_t checked_context = rows.store.checked_context(context)
-        cdef int32_t checked_session = rows.store.checked_session(session)
+        cdef Identity checked_identity = Identity(
+            context=rows.store.checked_context(context), session=rows.store.checked_session(session)
+        )
         cdef int32_t checked_shard = as_shard(shard, rows.num_shards)
         if counter is not None and counter.store is not rows.store:
             raise ArgumentError("counter: got one of another pool, allowed: one of the batch's")
         if step is not None:
             self.step, self.call = checked_step(rows, step, "step"), new_admission(rows, self.row)
         self.claim_row()
-        self.shard, self.context, self.session = checked_shard, checked_context, checked_session
+        self.shard, self.identity = checked_shard, checked_identity
         try:
             self.set_contents(keys)
             result = self.try_start(takes_hits and rows.batch.hash_page_size)
             is_admitted = type(result) is not RefusedRequest
             if not is_admitted:
-                (<RefusedRequest>result).num_external = self.tokens.num_external
-                (<RefusedRequest>result).options = self.options if type(self.options) is tuple else None
-                (<RefusedRequest>result).source = self.source
+                self.name_refusal(result)
         finally:
             rows.refusals[self.row] = None if is_admitted else result
             if not is_admitted:
@@ -155,10 +152,22 @@ cdef class RowRequest:
         if is_admitted and self.step is not None and self.call.num_grown:
             add_call(self.step, self.call)
         if is_admitted and counter is not None:
-            counter.count(self.tokens.num_known, rows.batch.rows[self.row].num_hits)
-            if rows.batch.pool.num_banks > 1:
-                counter.count_lost(&self.lost)
+            self.count_in(counter)
         return result if is_admitted else None
+
+    cdef int name_refusal(self, RefusedRequest refusal) except -1:
+        """Note by what a refused request is known again."""
+        refusal.num_external = self.tokens.num_external
+        refusal.options = self.options if type(self.options) is tuple else None
+        refusal.source = self.source
+        return 0
+
+    cdef int count_in(self, QueryCounter counter) except -1:
+        """Count an admitted request, and with several pools the tokens that each of them lost."""
+        counter.count(self.tokens.num_known, self.rows.batch.rows[self.row].num_hits)
+        if self.rows.batch.pool.num_banks > 1:
+            counter.count_lost(&self.lost)
+        return 0
 
     def probe(self, extra_keys=(), shard=None) -> int:
         """Return the number of tokens that `admit` hits, in the tier too, once enough pages are free. The row keeps hashes."""
@@ -279,11 +288,7 @@ cdef class RowRequest:
             if takes_hits:
                 has_room = self.load_hits(refusal, &array, &loads)
             num_hit_tokens = refusal.num_hit_tokens  # a Python object, made before pages are taken
-            self.fix_boundaries(refusal.num_hit_tokens)
-            demand.hits, demand.num_reserved, demand.shard = array, self.num_reserved, self.shard
-            self.num_room = count_room_tokens(&self.tokens, refusal.num_hit_tokens)
-            demand.num_tokens = count_slots(&self.tokens, self.num_room, batch.max_num_tokens)
-            self.num_step_slots = count_step_slots(&self.tokens, self.num_room, batch.max_num_tokens)
+            self.begin_demand(&demand, array, refusal.num_hit_tokens)
             if has_room:
                 is_right = price(batch.pool, holding, &demand, NULL, batch.rows[self.row].num_hashed)
             if has_room and is_right:
@@ -326,12 +331,7 @@ cdef class RowRequest:
         """
         cdef RowStore rows = self.rows
         cdef Batch *batch = &rows.batch
-        cdef Contents contents = Contents(
-            digests=digests_of(batch, self.row), uppers=batch.rows[self.row].uppers,
-            num_digests=batch.rows[self.row].num_hashed, token_ids=tokens_of(batch, self.row),
-            num_token_ids=self.tokens.num_known, num_lookahead=batch.hashing.num_lookahead, context=self.context,
-            session=self.session,
-        )
+        cdef Contents contents = contents_for(batch, self.row, self.tokens.num_known, self.identity)
         cdef Query query = self.query()
         cdef Py_ssize_t num_hashes = find_and_load(
             batch.pool, &query, refusal.hits, &contents, self.shard, self.num_reserved
@@ -361,6 +361,15 @@ cdef class RowRequest:
         if self.rows.batch.has_boundaries:
             begin_boundaries(&self.rows.groups.boundaries, holding.boundaries, &places)
 
+    cdef void begin_demand(self, Demand *demand, Hits *hits, Py_ssize_t num_hits) noexcept:
+        """Set what the request asks for behind its hits. The locks are held."""
+        cdef int32_t max_num_tokens = self.rows.batch.max_num_tokens
+        self.fix_boundaries(num_hits)
+        self.num_room = count_room_tokens(&self.tokens, num_hits)
+        self.num_step_slots = count_step_slots(&self.tokens, self.num_room, max_num_tokens)
+        demand.num_tokens = count_slots(&self.tokens, self.num_room, max_num_tokens)
+        demand.hits, demand.num_reserved, demand.shard = hits, self.num_reserved, self.shard
+
     cdef void begin_refusal(self, RefusedRequest refusal, const Demand *demand, int64_t num_changes) noexcept:
         """Prepare a refusal that watches the hits, found after `num_changes` changes of the index. The locks are held."""
         cdef Batch *batch = &self.rows.batch
@@ -379,36 +388,52 @@ cdef class RowRequest:
         elsewhere.
         """
         cdef Batch *batch = &self.rows.batch
-        cdef Holding *holding = holding_of(batch, self.row)
-        cdef int32_t num_external = count_external_tokens(&self.tokens, num_hits)
-        cdef int32_t num_computed = num_hits if num_external else self.num_room
-        cdef Launch launch = Launch(before=num_hits, num_sampled=0, step=0)
+        cdef bint is_pending
         assert batch.records[self.row].state == CLAIMED and batch.records[self.row].num_tokens == 0
-        assert holding.held.num_pages == 0
-        set_context(batch, self.row, self.context)
-        set_session(&batch.pool.sessions, &holding.session, self.session)
-        attach(batch.pool, holding, demand)
-        show_row(batch, self.row)
-        take_pages(batch, self.row, <int32_t>demand.num_tokens, NULL)
-        copy_states(batch.pool, holding, demand)
-        batch.records[self.row].num_tokens = <int32_t>self.tokens.num_known
-        batch.records[self.row].num_computed = batch.records[self.row].num_planned = num_computed
-        batch.rows[self.row].num_hits, batch.rows[self.row].num_external = num_hits, num_external
+        set_identity(batch, self.row, self.identity)
+        self.take_demanded(demand)
+        is_pending = self.begin_counts(num_hits)
         if not batch.caches_computed:
             cache_row(batch, self.row, count_final(batch, self.row))
             cache_waiting(&batch.waiting)
         begin_stay(batch, self.row)
-        set_state(batch, self.row, PENDING if num_external else RUNNING)
+        set_state(batch, self.row, PENDING if is_pending else RUNNING)
         count_run_tokens(batch, self.row)
-        if not num_external:
-            if num_computed == self.tokens.num_known:  # drafts are part of the step behind all known tokens only
-                batch.records[self.row].num_planned = self.num_step_slots
-                if self.step is not None:  # else `append` or `step` tells the token
-                    launch.num_sampled = self.num_step_slots - num_computed + 1
-            launch_admission(batch, self.row, self.step, self.call, launch)
+        if not is_pending:
+            self.launch(num_hits)
         if rare(batch.writes_states):
             write_states(batch, self.row, num_hits, self.num_room)
         plan_next(batch, self.row)
-        if num_external:
+        if is_pending:
             batch.records[self.row].next_plan = 1
-        assert num_computed + num_external <= self.tokens.num_known
+
+    cdef void take_demanded(self, const Demand *demand) noexcept:
+        """Take the hits and pages of a demand, and show them in the tables."""
+        cdef Batch *batch = &self.rows.batch
+        cdef Holding *holding = holding_of(batch, self.row)
+        assert holding.held.num_pages == 0
+        attach(batch.pool, holding, demand)
+        show_row(batch, self.row)
+        take_pages(batch, self.row, <int32_t>demand.num_tokens, NULL)
+        copy_states(batch.pool, holding, demand)
+
+    cdef bint begin_counts(self, int32_t num_hits) noexcept:
+        """Set the row's counts of tokens; True if some of them come from elsewhere."""
+        cdef RowRecord *record = &self.rows.batch.records[self.row]
+        cdef Row *row = &self.rows.batch.rows[self.row]
+        cdef int32_t num_external = count_external_tokens(&self.tokens, num_hits)
+        record.num_tokens = <int32_t>self.tokens.num_known
+        record.num_computed = record.num_planned = num_hits if num_external else self.num_room
+        row.num_hits, row.num_external = num_hits, num_external
+        assert record.num_computed + num_external <= self.tokens.num_known
+        return num_external > 0
+
+    cdef void launch(self, int32_t num_hits) noexcept:
+        """Launch the tokens behind the hits. Drafts are part of the step behind all known tokens only."""
+        cdef RowRecord *record = &self.rows.batch.records[self.row]
+        cdef Launch launch = Launch(before=num_hits, num_sampled=0, step=0)
+        if record.num_computed == record.num_tokens:
+            record.num_planned = self.num_step_slots
+            if self.step is not None:  # else `append` or `step` tells the token
+                launch.num_sampled = self.num_step_slots - record.num_computed + 1
+        launch_admission(&self.rows.batch, self.row, self.step, self.call, launch)

@@ -220,6 +220,7 @@ cdef class RowStore:
             )
             batch.skips_pages |= has_window(&group.rules)
             batch.has_state |= is_state(&group.rules)
+        batch.has_final = batch.caches_late or batch.skips_pages or batch.writes_states
         return 0
 
     cdef int make_arrays(self) except -1:
@@ -228,7 +229,6 @@ cdef class RowStore:
         cdef Py_ssize_t n = (<TableRows>self.tables[0]).table.num_rows
         self.buffers, self.extra_key_bytes, self.refusals = (), [None] * n, [None] * n
         batch.ring_size, batch.writes.number = batch.max_steps_ahead + 1, 1
-        batch.has_final = batch.caches_late or batch.skips_pages or batch.writes_states
         make_records(self, n)
         make_contents(self, n)
         make_pages(self, n)

@@ -3,7 +3,6 @@
 cimport cython
 
 from pagepool.core.holding cimport RefusedRequest, Tokens, count_room_tokens, count_slots, count_tokens
-from pagepool.core.pool cimport find_held_free
 from pagepool.core.rows.refusals cimport *
 from pagepool.core.rows.step_result cimport *
 

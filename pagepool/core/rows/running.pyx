@@ -6,9 +6,8 @@ from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport INT64_MAX
 
 from pagepool.core.holding cimport (
-    FORKED, SHORT_OF_MEMORY, ForkExtent, ForkOutcome, awaits_moves, copy_ids, find_wrong, prepare_fork, require_banks, shortage_beside,
+    FORKED, SHORT_OF_MEMORY, awaits_moves, copy_ids, find_wrong, prepare_fork, require_banks, shortage_beside,
 )
-from pagepool.core.pool cimport count_refusal
 from pagepool.core.rows.external cimport *
 from pagepool.core.rows.forks cimport *
 from pagepool.core.tables cimport checked_tables, in_lock_order
@@ -64,9 +63,7 @@ cdef class RunningRows:
         rows.begin_caching(&hashing, <int32_t>num_hash_tokens, caches_computed)
         rows.begin_groups()
         rows.make_arrays()
-        self.num_tokens, self.num_computed_tokens = rows.records["num_tokens"], rows.records["num_computed"]
-        self.is_admitted, self.stays = rows.records["is_admitted"], rows.stays
-        self.num_cached_tokens, self.num_external_tokens, self.num_ahead_tokens = rows.counts
+        show_arrays(self)
 
     def __reduce__(self):
         raise ArgumentTypeError("a running batch cannot be pickled")
@@ -403,38 +400,13 @@ cdef class RunningRows:
         """
         cdef Py_ssize_t checked = self.rows.checked_row(row)
         cdef RefusedRequest refusal = self.rows.refusals[checked]
-        cdef Holding *holding
         cdef Tokens tokens
-        cdef Py_ssize_t num_reserved
-        cdef int32_t num_room, num_slots
-        cdef Shortage shortage
-        cdef bint is_refused
         if refusal is None or not refusal.is_of(token_ids, options, tokens_of(&self.rows.batch, checked)):
             return False
         tokens = count_tokens(
             num_tokens, max_num_new_tokens, refusal.num_tokens, refusal.num_external, num_lookahead_tokens, reserves_prompt
         )
-        num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
-        self.rows.acquire_locks()
-        is_refused = self.rows.refusals[checked] is refusal and self.rows.batch.records[checked].state == FREE
-        is_refused = is_refused and refusal.finds_hits(&self.rows.store.pool)
-        if is_refused:
-            holding = holding_of(&self.rows.batch, checked)
-            num_room = count_room_tokens(&tokens, refusal.num_hit_tokens)
-            num_slots = count_slots(&tokens, num_room, self.rows.batch.max_num_tokens)
-            is_refused = num_slots <= refusal.num_slots  # a larger request may be too large for the pool
-            is_refused = is_refused and refusal.is_short(
-                &self.rows.store.pool, count_new_pages(holding, num_slots), num_reserved
-            )
-        if is_refused:
-            shortage = shortage_beside(
-                &self.rows.store.pool, refusal.count_needed(&self.rows.store.pool, holding, num_slots), num_reserved,
-                refusal.num_hit_tokens, 0, refusal.shard,
-            )
-            self.rows.set_shortage(&shortage)
-            count_refusal(&self.rows.store.pool, shortage.queue)
-        self.rows.release_locks()
-        return is_refused
+        return refuse_again(self.rows, checked, refusal, &tokens, size_of(num_reserved_pages, "num_reserved_pages"))
 
     def take_moves(self) -> Moves:
         """Take the moves that are due, with the writes of the batch's states."""
@@ -453,6 +425,42 @@ cdef class RunningRows:
         if not has_room:
             raise MemoryError("the page ids of a row")
         return self.rows.store.lists_in_banks(ids)
+
+
+cdef bint refuse_again(
+    RowStore rows, Py_ssize_t row, RefusedRequest refusal, const Tokens *tokens, Py_ssize_t num_reserved
+) except -1:
+    """Refuse a request again if it certainly is; else return False."""
+    cdef Holding *holding
+    cdef int32_t num_slots
+    cdef Shortage shortage
+    cdef bint is_refused
+    rows.acquire_locks()
+    is_refused = rows.refusals[row] is refusal and rows.batch.records[row].state == FREE
+    is_refused = is_refused and refusal.finds_hits(&rows.store.pool)
+    if is_refused:
+        holding = holding_of(&rows.batch, row)
+        num_slots = count_slots(tokens, count_room_tokens(tokens, refusal.num_hit_tokens), rows.batch.max_num_tokens)
+        is_refused = num_slots <= refusal.num_slots  # a larger request may be too large for the pool
+        is_refused = is_refused and refusal.is_short(&rows.store.pool, count_new_pages(holding, num_slots), num_reserved)
+    if is_refused:
+        shortage = shortage_beside(
+            &rows.store.pool, refusal.count_needed(&rows.store.pool, holding, num_slots), num_reserved,
+            refusal.num_hit_tokens, 0, refusal.shard,
+        )
+        rows.set_shortage(&shortage)
+        count_refusal(&rows.store.pool, shortage.queue)
+    rows.release_locks()
+    return is_refused
+
+
+cdef int show_arrays(RunningRows running) except -1:
+    """Let Python read the counts of rows."""
+    cdef RowStore rows = running.rows
+    running.num_tokens, running.num_computed_tokens = rows.records["num_tokens"], rows.records["num_computed"]
+    running.is_admitted, running.stays = rows.records["is_admitted"], rows.stays
+    running.num_cached_tokens, running.num_external_tokens, running.num_ahead_tokens = rows.counts
+    return 0
 
 
 cdef StateWrites take_due_writes(RowStore rows):

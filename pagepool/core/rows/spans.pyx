@@ -4,10 +4,10 @@ cimport cython
 from libc.math cimport ceil, isfinite
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
-from pagepool.core.holding cimport RequestPages, find_resumption, first_hit_page, hits_leading_pages, last_hash
+from pagepool.core.holding cimport RequestPages, find_resumption, first_hit_page, hits_leading_pages
 from pagepool.core.pool cimport (
-    NOBODY, SECOND, LeasedSpan, Leases, Page, bank_of, begin_lease, count_by_bank, end_lease, end_leases, expect_page,
-    find, find_untouchable, has_key, hit, id_in_bank, is_free, make_leases, now_of, set_end, share,
+    NOBODY, SECOND, LeasedSpan, Leases, bank_of, begin_lease, count_by_bank, end_lease, end_leases, expect_page, find,
+    find_untouchable, has_key, hit, id_in_bank, is_free, make_leases, now_of, set_end, share,
 )
 from pagepool.core.rows.running cimport *
 from pagepool.core.values cimport HashChain, float_of

@@ -33,7 +33,7 @@ cdef inline void _write_checkpoint(Batch *batch, Py_ssize_t row, int32_t num_tok
     cdef Py_ssize_t num
     checkpoint.row, checkpoint.num_tokens, checkpoint.shard = <int32_t>row, num_tokens, batch.rows[row].shard
     checkpoint.contents = NULL
-    if num_tokens + batch.hashing.num_lookahead <= batch.records[row].num_tokens:
+    if is_keyed(batch, row, num_tokens):
         hash_row(batch, row, num_tokens)
         contents = contents_of_row(batch, row, num_tokens)
         checkpoint.contents = &contents

@@ -192,14 +192,19 @@ cdef inline Py_ssize_t pack_segments(
     return count
 
 
+cdef struct DeviceTable:      # where a table lies on a device, in lines
+    int64_t first             # number of its first line
+    Py_ssize_t num_columns    # values of a row
+    Py_ssize_t width          # values of a line
+
+
 cdef inline Py_ssize_t pack_lines(
-    Table *table, Py_ssize_t stop, int64_t first, Py_ssize_t num_columns, Py_ssize_t width, int64_t *numbers, int32_t *lines,
-    Py_ssize_t room,
+    Table *table, Py_ssize_t stop, const DeviceTable *device, int64_t *numbers, int32_t *lines, Py_ssize_t room
 ) noexcept nogil:
-    """Copy dirty segments of rows before `stop` into up to `room` lines of `width` values, with zeros behind the table's
-    columns, the numbers of these lines on the device into `numbers`, and clear their flags. Return the number of lines. A row
-    has `num_columns` values on the device, where the table begins at line `first`.
+    """Copy dirty segments of rows before `stop` into up to `room` lines, with zeros behind the table's columns, the numbers of
+    these lines on the device into `numbers`, and clear their flags. Return the number of lines.
     """
+    cdef Py_ssize_t num_columns = device.num_columns, width = device.width
     cdef Py_ssize_t i, start, num, num_ids, row = 0, segment = 0, count = 0
     assert room >= 0 and SEGMENT % width == 0 and num_columns % width == 0 and table.num_columns <= num_columns
     while find_dirty(table, stop, &row, &segment):
@@ -210,7 +215,7 @@ cdef inline Py_ssize_t pack_lines(
         memcpy(lines + count * width, table.page_ids + row * table.num_columns + start, num_ids * sizeof(int32_t))
         memset(lines + count * width + num_ids, 0, (num * width - num_ids) * sizeof(int32_t))
         for i in range(num):
-            numbers[count + i] = first + (row * num_columns + start) // width + i
+            numbers[count + i] = device.first + (row * num_columns + start) // width + i
         table.is_dirty[row * table.num_segments + segment] = 0
         count += num
     return count
@@ -637,6 +642,7 @@ def pack_dirty_lines(tuple tables not None, num_reqs, places, numbers, lines) ->
     Packed segments count as sent; segments without room do not.
     """
     cdef TableRows table
+    cdef DeviceTable device
     cdef const int64_t[:, ::1] place = np.ascontiguousarray(require_matrix(places, np.int64, "places"))
     cdef int64_t[::1] into = require_room(numbers, np.int64, 1, "numbers")
     cdef int32_t[:, ::1] values = require_room(lines, np.int32, 2, "lines")
@@ -659,8 +665,7 @@ def pack_dirty_lines(tuple tables not None, num_reqs, places, numbers, lines) ->
     for i, item in enumerate(tables):
         table = item
         if count < room:
+            device = DeviceTable(first=place[i, 0], num_columns=place[i, 1], width=width)
             with table.own_lock()[0]:
-                count += pack_lines(
-                    &table.table, stop, place[i, 0], place[i, 1], width, &into[count], &values[count, 0], room - count
-                )
+                count += pack_lines(&table.table, stop, &device, &into[count], &values[count, 0], room - count)
     return count
