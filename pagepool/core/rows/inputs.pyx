@@ -308,7 +308,7 @@ cdef class InputArrays:
             if rows is not None or starts is not None or stops is not None:
                 raise ArgumentError("rows, starts, stops: got both a step and these, allowed: one of them")
             result = checked_step(self.rows, step, "step")
-            n = count_rows(result)
+            n = result.num_rows
         else:
             row_ids, first, last = as_page_ids(rows, "rows"), as_page_ids(starts, "starts"), as_page_ids(stops, "stops")
             n = row_ids.num

@@ -178,7 +178,7 @@ cdef class RunningRows:
                 raise ArgumentError("token_ids, counts: got some of a failed step, allowed: None")
             return fail_step(self.rows, ended)
         tokens = PageIds.__new__(PageIds) if token_ids is None else as_page_ids(token_ids, "token_ids")
-        numbers = as_counts(counts, tokens, count_rows(ended))
+        numbers = as_counts(counts, tokens, ended.num_rows)
         refuse_negative(tokens.ids, tokens.num, 0)
         return settle_step(self.rows, ended, tokens, numbers)
 
@@ -576,7 +576,7 @@ cdef object settle_step(RowStore rows, StepResult ended, PageIds tokens, PageIds
     """Settle a step that ended well. See `RunningRows.settle`."""
     cdef StepResult call
     cdef list calls = calls_of(ended)
-    cdef Py_ssize_t n = count_rows(ended), at = 0, first = 0
+    cdef Py_ssize_t n = ended.num_rows, at = 0, first = 0
     cdef PageIds places = PageIds.__new__(PageIds)
     cdef const int32_t *token_ids_left = tokens.ids
     cdef Settlement settlement

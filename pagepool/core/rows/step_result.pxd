@@ -13,6 +13,7 @@ cdef class StepResult:
     cdef readonly bint is_settled
     cdef PageStore store
     cdef RowStore batch
+    cdef Py_ssize_t num_rows        # those of all calls
     cdef list calls                 # StepResults of calls that added rows
     cdef Stays stays                # those at the time of the call
     cdef PageIds num_tokens         # a number for each row, or one for all
@@ -22,7 +23,6 @@ cdef class StepResult:
 
 cdef StepResult new_result(RowStore rows)
 cdef list calls_of(StepResult step)
-cdef Py_ssize_t count_rows(StepResult step) noexcept
 cdef StepResult checked_step(RowStore rows, object step, str name)
 cdef object refusal_of(PageStore store, const Shortage *shortage)
 cdef int64_t number_of_step(const Batch *batch, StepResult step) noexcept

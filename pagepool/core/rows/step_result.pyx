@@ -36,7 +36,7 @@ cdef class StepResult:
         free(self.growth.planned)
 
     def __len__(self):
-        return count_rows(self)
+        return self.num_rows
 
     @property
     def rows(self) -> np.ndarray:
@@ -89,32 +89,16 @@ cdef list calls_of(StepResult step):
     return [step] if step.calls is None else [step, *step.calls]
 
 
-cdef Py_ssize_t count_rows(StepResult step) noexcept:
-    """Count the rows of a step."""
-    cdef StepResult call
-    cdef Py_ssize_t n = step.growth.num_grown
-    for item in step.calls or ():
-        call = item
-        n += call.growth.num_grown
-    return n
-
-
 cdef object column_of(StepResult step, Column column):
     """Return a column of the calls of a step, one after another."""
-    cdef object first = part_of(&step.growth, column)
     cdef StepResult call
-    if step.calls is None:
-        return first
-    return np.concatenate([first, *[part_of(&call.growth, column) for call in step.calls]])
-
-
-cdef object part_of(const Growth *growth, Column column):
-    """Return a column of a call."""
-    if column == GROWN_ROWS:
-        return array_of(growth.grown_rows, growth.num_grown)
-    if column == NEW_IDS:
-        return array_of(growth.new_ids, growth.num_new)
-    return array_of(growth.new_rows if column == NEW_ROWS else growth.new_groups, growth.num_new)
+    cdef list parts = []
+    for call in calls_of(step):
+        if column == GROWN_ROWS:
+            parts.append(array_of(call.growth.grown_rows, call.growth.num_grown))
+        else:  # one after another in memory
+            parts.append(array_of(call.growth.new_ids + (column - NEW_IDS) * call.growth.max_num_new, call.growth.num_new))
+    return parts[0] if step.calls is None else np.concatenate(parts)
 
 
 cdef StepResult checked_step(RowStore rows, object step, str name):
@@ -146,7 +130,7 @@ cdef int64_t number_of_step(const Batch *batch, StepResult step) noexcept:
 cdef void end_call(Batch *batch, StepResult head, StepResult call) noexcept:
     """Note the step of a call that launched rows, and the batch's counts as it ends. The locks are held."""
     cdef Growth *growth = &call.growth
-    call.num_grown = growth.num_grown
+    call.num_grown = call.num_rows = growth.num_grown
     growth.num_stays = batch.num_stays
     if growth.num_grown == 0:  # a result without rows is no step
         growth.step = 0
@@ -160,6 +144,7 @@ cdef StepResult add_call(StepResult step, StepResult call):
     """Add the result of a call to a step, and return the step."""
     if step.calls is None:
         step.calls = []
+    step.num_rows += call.num_rows  # before the call is seen
     step.calls.append(call)
     step.num_grown = call.num_grown
     return step
