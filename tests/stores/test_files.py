@@ -30,6 +30,7 @@ from pagepool.stores import Done, FileStore, files
 
 NAMESPACE = "model/v1"
 HOUR = 3600
+MakeStore = Callable[..., FileStore]
 
 
 class FaultyOs:
@@ -43,7 +44,7 @@ class FaultyOs:
 
 
 @pytest.fixture
-def make_store(tmp_path: Path) -> Iterator[Callable[..., FileStore]]:
+def make_store(tmp_path: Path) -> Iterator[MakeStore]:
     stores: list[FileStore] = []
 
     def make(folder: Path = tmp_path, **options: Any) -> FileStore:
@@ -78,7 +79,7 @@ def path_of(folder: Path, key: bytes) -> Path:
     return folder / NAMESPACE / key.hex()[:2] / key.hex()
 
 
-def test_a_file_has_the_documented_name_and_is_private(make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+def test_a_file_has_the_documented_name_and_is_private(make_store: MakeStore, tmp_path: Path) -> None:
     save(make_store(), {b"\xab\x05": b"1234", b"\xff" * 64: b"5"})
     assert list_files(tmp_path) == [tmp_path / NAMESPACE / "ab" / "ab05", tmp_path / NAMESPACE / "ff" / ("ff" * 64)]
     status = path_of(tmp_path, b"\xab\x05").stat()
@@ -88,7 +89,7 @@ def test_a_file_has_the_documented_name_and_is_private(make_store: Callable[...,
     assert {stat.S_IMODE(folder.stat().st_mode) for folder in folders} == {0o700}
 
 
-def test_rows_are_finished_in_the_threads_of_the_store(make_store: Callable[..., FileStore]) -> None:
+def test_rows_are_finished_in_the_threads_of_the_store(make_store: MakeStore) -> None:
     store, threads = make_store(), set()
 
     def finish(key: bytes, row: memoryview) -> None:
@@ -162,7 +163,7 @@ class Disk:
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs the paths of descriptors")
 class TestSync:
     def test_saved_files_outlive_a_power_loss(
-        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, make_store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """With their names, and those of all folders above them, also of folders that were there."""
         disk, folder = Disk(monkeypatch), tmp_path / "new" / "store"
@@ -181,9 +182,7 @@ class TestSync:
         save(other, {b"\0key": b"1"})
         assert disk.has(path_of(folder, b"\0key"))
 
-    def test_folders_are_synced_once(
-        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_folders_are_synced_once(self, make_store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store, disk = make_store(fsync=True), Disk(monkeypatch)
         save(store, {b"a": b"1"})
         num_synced = disk.num_synced
@@ -193,7 +192,7 @@ class TestSync:
         assert disk.num_synced == num_synced + 4 + 3
 
     def test_folders_that_were_removed_are_synced_again(
-        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, make_store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store, disk = make_store(tmp_path / "store", fsync=True), Disk(monkeypatch)
         save(store, {b"a": b"1", b"b": b"1"})
@@ -202,9 +201,7 @@ class TestSync:
         save(store, {b"b": b"1"})
         assert disk.has(path_of(tmp_path / "store", b"b"))
 
-    def test_without_fsync_nothing_is_synced(
-        self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_without_fsync_nothing_is_synced(self, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
         disk = Disk(monkeypatch)
         monkeypatch.setattr(disk, "synced_files", range(1 << 62))
         monkeypatch.setattr(files, "os", FaultyOs(fsync=disk.fsync))
@@ -214,7 +211,7 @@ class TestSync:
     @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EACCES])
     @pytest.mark.parametrize("name", ["6b", "v1", "model", "store", "file"])
     def test_a_name_that_may_be_lost_is_no_save(
-        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+        self, make_store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
     ) -> None:
         """Nor does it make a later one believe that it is on the disk."""
         disk, folder, is_faulty = Disk(monkeypatch), tmp_path / "store", True
@@ -237,7 +234,7 @@ class TestSync:
         assert disk.has(path_of(folder, b"k"))
 
     def test_folders_above_may_be_unreadable(
-        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, make_store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The process did not make them. Nor do all file systems sync folders."""
 
@@ -260,7 +257,7 @@ class TestFaults:
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EIO, errno.EDQUOT])
     def test_a_failed_save_is_an_answer_and_leaves_nothing(
         self,
-        make_store: Callable[..., FileStore],
+        make_store: MakeStore,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
         function: str,
@@ -286,7 +283,7 @@ class TestFaults:
         assert (done.is_done, rows[0]) == (b"\1\0", b"old")
         assert save_one(store, b"new", b"new bytes").is_done == b"\1"
 
-    def test_short_reads_and_writes_go_on(self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_short_reads_and_writes_go_on(self, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
         def write(descriptor: int, row: memoryview) -> int:
             return os.write(descriptor, row[:7])
 
@@ -303,7 +300,7 @@ class TestFaults:
 
     @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
     def test_failed_loads_and_lookups_are_answers(
-        self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch, number: int
+        self, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, number: int
     ) -> None:
         store = make_store()
         save(store, {b"key": b"1234"})
@@ -319,7 +316,7 @@ class TestFaults:
         assert done.is_done == b"\0"
         assert isinstance(done.error, OSError)
 
-    def test_errors_hold_no_rows(self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_errors_hold_no_rows(self, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
         """A log may keep an error, and the engine has to be able to release its memory."""
 
         def fail(*_: Any) -> Any:
@@ -336,9 +333,7 @@ class TestFaults:
         wait_until(lambda: is_alive() is None)
         assert [done.is_done for done in answers] == [b"\0", b"\0"]
 
-    def test_a_file_in_place_of_a_folder_is_an_error_of_each_job(
-        self, make_store: Callable[..., FileStore], tmp_path: Path
-    ) -> None:
+    def test_a_file_in_place_of_a_folder_is_an_error_of_each_job(self, make_store: MakeStore, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("not a folder")
         store = make_store(tmp_path / "file", max_bytes=1 << 20)
         assert isinstance(save_one(store, b"key", b"1").error, OSError)
@@ -346,9 +341,7 @@ class TestFaults:
         assert (done.is_done, type(done.error)) == (b"\0", NotADirectoryError)
         assert list_files(tmp_path) == [tmp_path / "file"]
 
-    def test_a_missing_folder_is_a_miss_and_is_made_by_a_save(
-        self, make_store: Callable[..., FileStore], tmp_path: Path
-    ) -> None:
+    def test_a_missing_folder_is_a_miss_and_is_made_by_a_save(self, make_store: MakeStore, tmp_path: Path) -> None:
         store = make_store(tmp_path / "missing" / "deep", max_bytes=1 << 20)
         done, _ = load(store, [b"key"], [1])
         assert done == Done(done.job, b"\0", None)
@@ -362,7 +355,7 @@ class TestFaults:
         assert (done.is_done, rows) == (b"\1", [b"2"])
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-    def test_a_read_only_folder_can_be_read(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+    def test_a_read_only_folder_can_be_read(self, make_store: MakeStore, tmp_path: Path) -> None:
         store = make_store()
         save(store, {b"key": b"1"})
         folder = path_of(tmp_path, b"key").parent
@@ -376,7 +369,7 @@ class TestFaults:
 
     @pytest.mark.parametrize("size", [0, 1, 3, 5, 1000])
     def test_a_file_of_another_length_is_not_done_until_it_is_saved_again(
-        self, make_store: Callable[..., FileStore], tmp_path: Path, size: int, caplog: pytest.LogCaptureFixture
+        self, make_store: MakeStore, tmp_path: Path, size: int, caplog: pytest.LogCaptureFixture
     ) -> None:
         """The store works, so that is no error of it."""
         store = make_store()
@@ -390,9 +383,7 @@ class TestFaults:
         assert (done.is_done, rows) == (b"\1", [b"1234"])
 
     @pytest.mark.parametrize("seed", range(3))
-    def test_random_faults(
-        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-    ) -> None:
+    def test_random_faults(self, make_store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         """Calls fail, are short, and files vanish. A done load brings the last saved bytes, and nothing is left over."""
         rng, lock, probability = random.Random(seed), threading.Lock(), 0.05
 
@@ -488,7 +479,7 @@ class TestOtherKinds:
             pytest.skip("only root makes devices")
         return path
 
-    def test_it_is_not_done(self, make_store: Callable[..., FileStore], other: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_it_is_not_done(self, make_store: MakeStore, other: Path, caplog: pytest.LogCaptureFixture) -> None:
         store = make_store(num_threads=1)
         save(store, {b"next": b"5678"})
         (done,) = wait_for(store, store.lookup([b"key", b"next"]))
@@ -497,7 +488,7 @@ class TestOtherKinds:
         assert (done, rows) == (Done(done.job, b"\0\1", None), [bytes(4), b"5678"])
         assert re.search(r"damaged objects, 1 by now: .*/6b6579: got mode [pslcdb]\S+, allowed: a file", caplog.text)
 
-    def test_a_save_takes_its_place(self, make_store: Callable[..., FileStore], tmp_path: Path, other: Path) -> None:
+    def test_a_save_takes_its_place(self, make_store: MakeStore, tmp_path: Path, other: Path) -> None:
         """Behind a link the other file stays."""
         store, is_folder = make_store(), other.is_dir() and not other.is_symlink()
         store.touch([b"key"])
@@ -509,7 +500,7 @@ class TestOtherKinds:
         target = tmp_path / "target"
         assert (target.read_bytes(), target.stat().st_mtime) == (b"1234", 5)
 
-    def test_it_is_neither_counted_nor_removed(self, make_store: Callable[..., FileStore], tmp_path: Path, other: Path) -> None:
+    def test_it_is_neither_counted_nor_removed(self, make_store: MakeStore, tmp_path: Path, other: Path) -> None:
         temporary = other.parent / f".{'0' * 16}-1.tmp"
         other.rename(temporary)
         other.symlink_to(tmp_path / "target")
@@ -523,7 +514,7 @@ class TestOtherKinds:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "device", "link to a device"])
-def test_no_folder_is_waited_for(make_store: Callable[..., FileStore], tmp_path: Path, kind: str) -> None:
+def test_no_folder_is_waited_for(make_store: MakeStore, tmp_path: Path, kind: str) -> None:
     """Something else has the name of a folder."""
     path = path_of(tmp_path, b"key").parent
     path.parent.mkdir(parents=True)
@@ -540,7 +531,7 @@ def test_no_folder_is_waited_for(make_store: Callable[..., FileStore], tmp_path:
 
 
 def test_many_damaged_objects_are_logged_seldom(
-    make_store: Callable[..., FileStore], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_store: MakeStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, keys = make_store(), [bytes([i]) for i in range(100)]
     save(store, dict.fromkeys(keys, b"1234"))
@@ -549,7 +540,7 @@ def test_many_damaged_objects_are_logged_seldom(
 
 
 class TestThreads:
-    def test_no_call_waits_for_a_file(self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_call_waits_for_a_file(self, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
         """All threads hang in the file system; calls return, and nothing is answered until it goes on."""
         may_go_on = threading.Event()
         store = make_store(num_threads=2)
@@ -568,9 +559,7 @@ class TestThreads:
         may_go_on.set()
         assert [set(done.is_done) for done in wait_for(store, *jobs)] == [{1}, {1}, {1}]
 
-    def test_lookups_come_first_and_saves_last(
-        self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_lookups_come_first_and_saves_last(self, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
         may_go_on, has_begun = threading.Event(), threading.Event()
         store = make_store(num_threads=1)
 
@@ -590,9 +579,7 @@ class TestThreads:
         wait_until(lambda: collect(store, answered) == 4)
         assert [jobs[done.job] for done in answered] == ["lookup", "load", "save", "save"]
 
-    def test_close_waits_for_a_load_that_is_under_way(
-        self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_close_waits_for_a_load_that_is_under_way(self, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
         may_go_on, has_begun = threading.Event(), threading.Event()
         store = make_store()
         save(store, {b"key": b"1234"})
@@ -617,7 +604,7 @@ class TestThreads:
 
     @pytest.mark.parametrize("name", ["finish", "touch", "remove"])
     def test_a_thread_of_the_store_may_close_it(
-        self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch, name: str
+        self, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, name: str
     ) -> None:
         """As the garbage collector does that deletes an engine there."""
         store, errors, is_closed = make_store(max_bytes=1 << 20), list[BaseException](), threading.Event()
@@ -670,7 +657,7 @@ class TestThreads:
         assert output.stdout == "end\n"
 
     @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, BaseException])
-    def test_no_error_ends_a_thread(self, make_store: Callable[..., FileStore], error: type[BaseException]) -> None:
+    def test_no_error_ends_a_thread(self, make_store: MakeStore, error: type[BaseException]) -> None:
         """A library in Rust panics with an error that is no `Exception`."""
 
         def finish(key: bytes, row: memoryview) -> None:
@@ -681,9 +668,7 @@ class TestThreads:
         (done,) = wait_for(store, store.save([b"bad", b"good"], [row, row], finish=finish))
         assert (done.is_done, str(done.error)) == (b"\0\1", f"{error.__name__}: panic")
 
-    def test_close_cancels_loads_that_have_not_begun(
-        self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_close_cancels_loads_that_have_not_begun(self, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
         may_go_on, has_begun = threading.Event(), threading.Event()
         store = make_store(num_threads=1)
         save(store, {b"key": b"1234"})
@@ -708,7 +693,7 @@ class TestThreads:
         assert done.is_done == b"\1\1"
 
     def test_close_cancels_saves_that_are_late(
-        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, make_store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def write(descriptor: int, row: memoryview) -> int:
             time.sleep(0.02)
@@ -814,7 +799,7 @@ def collect(store: FileStore, answers: list[Done]) -> int:
 
 
 class TestRoom:
-    def test_files_unused_for_longest_are_removed(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+    def test_files_unused_for_longest_are_removed(self, make_store: MakeStore, tmp_path: Path) -> None:
         keys = [bytes([i]) for i in range(100)]
         store = make_store()
         save(store, {key: bytes(1000) for key in keys})
@@ -833,7 +818,7 @@ class TestRoom:
         assert {"f0", "f1", keys[0].hex(), keys[7].hex()} <= names
         assert keys[-47].hex() not in names
 
-    def test_a_file_used_after_the_listing_stays(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+    def test_a_file_used_after_the_listing_stays(self, make_store: MakeStore, tmp_path: Path) -> None:
         """Another process may use it, too: its time is read again before it is removed."""
         keys = [bytes([i]) for i in range(40)]
         save(make_store(), {key: bytes(1000) for key in keys})
@@ -847,7 +832,7 @@ class TestRoom:
         wait_until(lambda: not path_of(tmp_path, keys[2]).exists())
         assert path_of(tmp_path, keys[0]).exists()
 
-    def test_a_time_beyond_now_is_the_oldest(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+    def test_a_time_beyond_now_is_the_oldest(self, make_store: MakeStore, tmp_path: Path) -> None:
         """A clock was ahead, and was put back: the files of then are removed before others, in their order."""
         keys = [bytes([i]) for i in range(100)]
         save(make_store(), {key: bytes(1000) for key in keys})
@@ -867,7 +852,7 @@ class TestRoom:
         assert not names & {key.hex() for key in keys[-20:]}
 
     def test_times_are_those_of_the_file_system(
-        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, make_store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A server's clock is ahead of this machine's."""
         monkeypatch.setattr(files, "time", FaultyTime(time.monotonic, behind=10 * HOUR))
@@ -884,7 +869,7 @@ class TestRoom:
 
     @pytest.mark.parametrize("nanoseconds", [-(1 << 62), 1 << 62, 1 << 63, 10**24])
     def test_any_time_is_ordered(
-        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nanoseconds: int
+        self, make_store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nanoseconds: int
     ) -> None:
         """Also where a file system has times of more than 64 bits."""
         keys = [bytes([i]) for i in range(20)]
@@ -896,7 +881,7 @@ class TestRoom:
         wait_until(lambda: count_bytes(tmp_path) <= 19_500)
         assert not path_of(tmp_path, keys[7]).exists()
 
-    def test_temporary_files_of_another_time_are_removed(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+    def test_temporary_files_of_another_time_are_removed(self, make_store: MakeStore, tmp_path: Path) -> None:
         folder = path_of(tmp_path, b"key").parent
         folder.mkdir(parents=True)
         ages = {-1000 * HOUR: False, -2 * HOUR: False, -HOUR // 2: True, 0: True, HOUR // 2: True, 2 * HOUR: False}
@@ -909,7 +894,7 @@ class TestRoom:
         time.sleep(0.02)
         assert all(paths[age].exists() for age, is_kept in ages.items() if is_kept)
 
-    def test_files_of_other_processes_are_found(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+    def test_files_of_other_processes_are_found(self, make_store: MakeStore, tmp_path: Path) -> None:
         limited, other = make_store(max_bytes=100_000), make_store()
         save(limited, {b"\1": bytes(1000)})
         save(other, {bytes([2, i]): bytes(1000) for i in range(150)})
@@ -919,7 +904,7 @@ class TestRoom:
         assert not path_of(tmp_path, b"\1").exists()
 
     def test_a_file_that_vanishes_while_files_are_listed(
-        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, make_store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Another process removed it."""
         save(make_store(), {bytes([i]): bytes(1000) for i in range(50)})
@@ -935,7 +920,7 @@ class TestRoom:
         wait_until(lambda: count_bytes(tmp_path) <= 20_000)
 
     def test_a_store_answers_while_files_are_listed(
-        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, make_store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         save(make_store(), {bytes([i]): bytes(1000) for i in range(50)})
         may_go_on = threading.Event()
@@ -954,7 +939,7 @@ class TestRoom:
         wait_until(lambda: count_bytes(tmp_path) <= 20_000)
 
     def test_files_that_cannot_be_removed_are_not_listed_for_every_save(
-        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, make_store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         save(make_store(), {bytes([i]): bytes(1000) for i in range(100)})
         num_listed = 0
@@ -982,7 +967,7 @@ class TestRoom:
         wait_until(lambda: count_bytes(tmp_path) <= 64_000)
 
     def test_saves_are_not_done_while_files_are_removed_too_slowly(
-        self, make_store: Callable[..., FileStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, make_store: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         may_go_on = threading.Event()
 
@@ -1003,9 +988,7 @@ class TestRoom:
         assert done.is_done == b"\0"
         assert str(done.error).endswith("got 80001 bytes to save, allowed: 80000, which is max_bytes")
 
-    def test_a_file_that_was_not_written_does_not_count(
-        self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_file_that_was_not_written_does_not_count(self, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*_: Any) -> Any:
             raise OSError(errno.EIO, "failed")
 
@@ -1016,9 +999,7 @@ class TestRoom:
         assert save_one(store, b"other", bytes(1000)).is_done == b"\0"
         assert store._room._num_bytes == 1000
 
-    def test_a_key_is_touched_once_a_minute(
-        self, make_store: Callable[..., FileStore], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_key_is_touched_once_a_minute(self, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
         touched: list[str] = []
         now = 1000.0
         monkeypatch.setattr(files, "os", FaultyOs(utime=lambda path, **_: touched.append(path[-2:])))
@@ -1035,7 +1016,7 @@ class TestRoom:
         assert touched == ["01", "02", "03", "04", "01", "03"]
         assert len(store._touched) == 3
 
-    def test_foreign_files_are_left_alone(self, make_store: Callable[..., FileStore], tmp_path: Path) -> None:
+    def test_foreign_files_are_left_alone(self, make_store: MakeStore, tmp_path: Path) -> None:
         folder = path_of(tmp_path, b"\1").parent
         folder.mkdir(parents=True)
         (folder / "README").write_bytes(bytes(1000))
