@@ -843,17 +843,6 @@ def test_a_queue_is_allocated_at_the_start_as_far_as_the_tier_is_large() -> None
     assert share_memory(tier, 0) == {1064: 0, 3064: 0}
 
 
-def test_a_damaged_object_is_a_miss_and_is_replaced() -> None:
-    objects = fill_store()
-    objects |= {key: value[:70] + bytes([value[70] ^ 1]) + value[71:] for key, value in objects.items()}
-    host = Host(make_store(objects), num_pages=65, num_host_pages=200, write="through")
-    assert host.run(tokens(1, 8)) == 0
-    assert host.stored.stats().num_damaged_pages == 8
-    host.stored.close()
-    host = Host(make_store(objects), num_pages=65, num_host_pages=200)
-    assert host.run(tokens(1, 8)) == 32
-
-
 def test_another_namespace_shares_nothing() -> None:
     host = Host(make_store(fill_store()), num_pages=65, num_host_pages=200)
     host.stored.close()
