@@ -25,13 +25,6 @@ def describe(requests: list[SimulatedRequest]) -> list[tuple[str, int, int]]:
     return [(r.request_id, r.num_prompt_tokens, r.num_output_tokens) for r in requests]
 
 
-def count_shared(first: SimulatedRequest, second: SimulatedRequest) -> int:
-    """Return the length of the prefix that the tokens of both have in common."""
-    length = min(first.num_final_tokens, second.num_final_tokens)
-    differs = first.load_token_ids()[:length] != second.load_token_ids()[:length]
-    return int(differs.argmax()) if differs.any() else length
-
-
 class TestAll:
     @all_workloads
     def test_tokens_are_created_later_and_dropped(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
