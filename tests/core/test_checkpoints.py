@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 from hybrids import (
     FULL,
     PROMPT,
-    STATE,
     WINDOW,
     batch_state,
     fill,
@@ -26,7 +24,6 @@ from hybrids import (
     take,
 )
 from refusing import refused
-from settings import NUM_OPERATIONS
 
 from pagepool import EngineRequest, PageHash, PageHashWithGroupId, RequestTraits
 from pagepool.errors import ArgumentError, IntegrityError, MovesDueError
@@ -64,21 +61,6 @@ def test_a_row_adopts_in_a_full_shard() -> None:
     assert batch.admit(1, PROMPT[:12], traits=RequestTraits(dp_shard=0)) == 8
     assert (batch.get_page_ids(1), take(batch)) == (([1, 2, 3], [4]), [])
     batch.check()
-
-
-@pytest.mark.parametrize("num_pages", range(4, 14))
-def test_what_fits_an_empty_pool_is_admitted_when_all_others_are_gone(num_pages: int) -> None:
-    """Whatever is cached. Otherwise a request that hits would wait for itself."""
-    manager = make_manager(FULL, STATE, keep_every(4), num_pages=num_pages)
-    random = Random(num_pages)
-    longest = 4 * (num_pages - 3)
-    for i in range(max(NUM_OPERATIONS // 3_000, 10)):
-        request = make_request(f"{i}", random.randint(1, longest))
-        while request.num_computed_tokens < request.num_tokens:
-            assert run(manager, request, random.choice([1, 4, 8, 12])) is not None
-        manager.free(request)
-        manager.check()
-        assert manager.page_pool.get_num_free_pages() == num_pages - 1
 
 
 # --- beside checkpoints -----------------------------------------------------------------------------------------

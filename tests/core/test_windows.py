@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -18,7 +17,6 @@ from pagepool import CacheManager, RunningBatch
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 MAX_LEN, CHUNK = 400, 32
-NEW = 1 << 20  # a token that no prompt has
 FULL_AND_WINDOW = (FULL_4, WINDOW_9)
 LAYOUTS = [
     FULL_AND_WINDOW,
@@ -95,46 +93,6 @@ def test_a_request_resumes_at_a_boundary(groups: tuple[Group, ...], place: str, 
         assert rows.run((prompt + answer)[:num_shared] + draw(rng, 30)) == num_hits
 
 
-def list_hits(groups: Sequence[Group], num_prompt: int, num_answer: int = 0, **options: Any) -> list[int]:
-    """Run one prompt and its answer; return where requests hit that share any number of tokens with it."""
-    rows, token_ids = Rows(tuple(groups), **options), list(range(num_prompt + num_answer))
-    rows.run(token_ids[:num_prompt], token_ids[num_prompt:])
-    requests = [pagepool.EngineRequest("probe", [*token_ids[:num], *[NEW] * 70]) for num in range(0, len(token_ids) + 1, 4)]
-    return sorted({rows.manager.probe(request).num_hit_tokens for request in requests} - {0})
-
-
-@pytest.mark.parametrize(
-    ("interval", "hits"),
-    [
-        (48, [48, 96, 144, 192, 200]),
-        (50, [48, 100, 148, 200]),
-        (51, [48, 100, 152, 200]),
-        (6, [num // 4 * 4 for num in range(6, 202, 6)] + [200]),
-        (1, list(range(4, 201, 4))),
-        (202, [200]),
-        (0, [200]),
-    ],
-)
-def test_an_interval_is_one_of_the_prompt(interval: int, hits: list[int]) -> None:
-    """Each multiple is rounded down to whole pages; behind the prompt there is none, but the end of the answer."""
-    options = {"retention": retain(window_slack=0, window_interval=interval)}
-    assert list_hits([FULL_4, WINDOW_5], 201, **options) == sorted(set(hits))
-    assert list_hits([FULL_4, WINDOW_5], 201, 122, **options) == sorted({*hits, 320})
-
-
-def test_chats_in_turn_hit() -> None:
-    """Six chats, whose ends fit into a pool that all their windows do not."""
-    rng = Random(7)
-    chats = [draw(rng, 150) for _ in range(6)]
-    shares = {}
-    for windows in ("all", "ends"):
-        rows = Rows((FULL_4, *[WINDOW_9] * 5), windows, num_pages=480)
-        hits = [rows.run(chat[: 150 - 10 * (turn < 1)]) for turn in range(4) for chat in chats]
-        shares[windows] = sum(hits[6:]) / sum(150 for _ in hits[6:])
-    assert shares["all"] < 0.2
-    assert shares["ends"] > 0.9
-
-
 @pytest.mark.parametrize(
     ("groups", "interval"),
     [
@@ -188,19 +146,6 @@ def test_an_event_tells_of_each_entry_that_is_dropped() -> None:
 
 
 # --- requests -----------------------------------------------------------------------------------------------------
-
-
-def compute(manager: CacheManager, request: pagepool.EngineRequest, num_tokens: int | None = None) -> int:
-    """Compute the tokens of a request in chunks; return what it hit."""
-    hits, num_hits = manager.get_computed_pages(request)
-    num_tokens = request.num_tokens if num_tokens is None else num_tokens
-    num_new_hits = num_hits
-    while request.num_computed_tokens + num_new_hits < num_tokens:
-        num_new = min(CHUNK, num_tokens - request.num_computed_tokens - num_new_hits)
-        assert manager.allocate_slots(request, num_new, num_new_hits, hits) is not None
-        request.num_computed_tokens += num_new + num_new_hits
-        hits, num_new_hits = None, 0
-    return num_hits
 
 
 @pytest.mark.parametrize("resume_at", [[1, 2, 3, 4, 5], [-1], ["1"], 3, None], ids=str)
