@@ -1,4 +1,4 @@
-"""A host tier behind a pool: what is saved and loaded, what hits, and what fails."""
+"""A host tier behind a pool: moves of several batches, wrong calls, interrupts, threads. The random tests have the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from interrupts import call_in_thread, interrupted_everywhere
 from settings import NUM_OPERATIONS
 from threads import run_threads
 
-from pagepool import CacheManager, EngineRequest, FailedLoads, HostTier, HostTierStats, Moves, PageCopies
+from pagepool import CacheManager, EngineRequest, FailedLoads, HostTier, Moves, PageCopies
 from pagepool._core import PageTier, add_tier
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, PageHashError
 
@@ -62,29 +62,6 @@ def evict_all(manager: CacheManager) -> None:
 # Saves and loads.
 
 
-@pytest.mark.parts_at_a_page
-def test_evicted_pages_are_saved_and_hit() -> None:
-    manager = make_tiered()
-    pass_through(manager, FIRST)  # pages 1 to 6, of which 5 are full
-    assert len(manager.take_moves()) == 0
-    pass_through(manager, OTHER[:28])  # 7 pages: all of the pool
-    transfers = manager.take_moves()
-    assert transfers.saves.src.tolist() == [5, 4, 3, 2, 1]
-    assert transfers.saves.dst.tolist() == [1, 2, 3, 4, 5]
-    assert (transfers.saves.group.tolist(), transfers.loads.src.tolist(), transfers.number) == ([0] * 5, [], 1)
-    assert count_hits(manager, FIRST) == 0  # in flight
-    assert manager.stats().host_tier == HostTierStats(19, 14, num_in_flight=5)
-    manager.complete(1)
-    start(manager, "a", FIRST)
-    loads = manager.take_moves()
-    assert loads.loads.src.tolist() == [5, 4, 3, 2, 1]
-    assert list(loads.loads.dst) == manager.get_page_ids("a")[0][:5]
-    assert loads.saves.src.size == 6, "pages of the other prompt"
-    manager.check()
-    manager.complete(loads.number)
-    assert manager.stats().host_tier == HostTierStats(19, 19, num_cached_pages=11, num_saved_pages=11, num_loaded_pages=5)
-
-
 def compute(manager: CacheManager, token_ids: list[int]) -> Moves:
     """Compute a request, and end it. Return the moves of the next step; these and those of its own end at once."""
     pass_through(manager, token_ids)
@@ -121,29 +98,6 @@ def test_a_small_tier_writes_back_and_says_so(caplog: pytest.LogCaptureFixture) 
     assert len(compute(small, FIRST)) == 0
 
 
-def test_failed_loads_rewind_rows_and_requests() -> None:
-    manager = make_tiered(num_pages=14)
-    fill_tier(manager)
-    pass_through(manager, OTHER[30:64])
-    complete(manager)
-    batch = make_batch(manager)
-    assert batch.admit(0, FIRST) == 20
-    request = start(manager, "a", FIRST)
-    transfers = manager.take_moves()
-    failed = manager.fail(transfers.number, loads=[2])
-    assert (len(failed), failed.page_ids) == (1, [int(transfers.loads.dst[2])])
-    assert manager.find_wrong_token(request, failed) == 8
-    assert batch.rewind(failed) == ([0], [])
-    assert batch.num_computed_tokens[0] == 8
-    assert count_hits(manager, FIRST) == 8, "what failed to load hits no more"
-    batch.plan([0], 13)
-    batch.take_moves()
-    request.num_computed_tokens = 8
-    assert manager.allocate_slots(request, 13) is not None
-    manager.check()
-    batch.check()
-
-
 def test_a_page_that_fails_to_load_hits_no_more_though_an_equal_one_was_dropped_meanwhile() -> None:
     manager = make_tiered(num_pages=16)
     pass_through(manager, FIRST)
@@ -159,25 +113,6 @@ def test_a_page_that_fails_to_load_hits_no_more_though_an_equal_one_was_dropped_
     assert count_hits(manager, FIRST) == 0
     manager.free(loaded, num_computed_tokens=0)
     manager.check()
-
-
-def test_a_fork_of_a_page_that_fails_to_load_goes_back_too() -> None:
-    """With a lookahead the last full page is copied, since other tokens may follow. A cut behind it gives it back."""
-    manager = make_tiered(num_pages=14, use_eagle=True, lookahead=1)
-    batch = make_batch(manager)
-    pass_through(manager, FIRST)
-    evict_all(manager)
-    assert batch.admit(0, FIRST) == 20
-    transfers = batch.take_moves()
-    assert transfers.loads.dst.size == 5
-    batch.trim([0], 20)
-    assert batch.num_computed_tokens[0] == 16
-    batch.fork(0, [1])
-    assert len(batch.take_moves().copies) == 1
-    failed = manager.fail(transfers.number, loads=[3])  # the page that was copied
-    assert batch.rewind(failed) == ([0, 1], [])
-    assert batch.num_computed_tokens[:2].tolist() == [12, 12]
-    batch.check()
 
 
 # Wrong input.
