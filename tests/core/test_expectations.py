@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import hybrids
-import numpy as np
 import pytest
 from clocked import PAGE_SIZE, Clocked
 from hybrids import FULL, manager_state
@@ -67,23 +66,6 @@ def pages(request: pytest.FixtureRequest) -> Iterator[Pages]:
     pages.manager.check()
 
 
-def test_what_is_wanted_last_goes_first(pages: Pages) -> None:
-    for name, seconds in zip("abcde", (3, math.inf, 100, 3, 20), strict=True):
-        pages.leave(name, seconds=seconds)
-    assert pages.list_evicted("abcde") == "bcead"
-
-
-def test_a_page_of_which_nothing_is_known_is_wanted_in_twice_its_idle_time() -> None:
-    for idle, order in ((7, "ba"), (16, "ab"), (60, "ab"), (5, "ba")):
-        pages = Pages()
-        pages.leave("c", seconds=1)  # idle times count from the first expectation on
-        pages.hold("c")
-        pages.leave("a")
-        pages.wait(idle)
-        pages.leave("b", seconds=30)
-        assert pages.list_evicted("ab") == order, idle
-
-
 @pytest.mark.parametrize(("seconds", "order"), [(3, "ab"), (10, "ba")])
 def test_what_is_late_counts_as_wanted_in_twice_its_idle_time(seconds: float, order: str, pages: Pages) -> None:
     pages.leave("a", seconds=1)
@@ -112,18 +94,6 @@ def test_blank_pages_go_first(seconds: float) -> None:
     assert pages.manager.page_pool.free_page_ids_in_order()[-1] != page_id
     assert page_id in pages.manager.page_pool.get_new_page_ids(5)
     assert pages.manager.probe(pages.request("a")).num_hit_tokens
-
-
-def test_rows_have_a_time_each() -> None:
-    pages = Pages(12)
-    batch = RunningBatch(pages.manager, PageTable(4, 16, 64))
-    for row, name in enumerate("abc"):
-        batch.admit(row, pages.request(name).all_token_ids)
-    batch.release([0, 1, 2], seconds=[5, None, math.inf])
-    for row, name in enumerate("de"):
-        batch.admit(row, pages.request(name).all_token_ids)
-    batch.release([0, 1], seconds=np.float64(60))
-    assert pages.list_evicted("abcde") == "cdeab"
 
 
 # Sessions.

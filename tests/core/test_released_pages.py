@@ -4,67 +4,21 @@ they were given back; for other models those that were released first. `test_dif
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hybrids import FULL, PROMPT, STATE, WINDOW, keep_every, make_batch, make_manager, make_request, manager_state, run, start
+from hybrids import FULL, PROMPT, STATE, keep_every, make_batch, make_manager, make_request, manager_state, run, start
 from refusing import refused
 from replays import SHARED_TRACE
 from test_host_tier import complete, make_tiered
 
-from pagepool import CacheManager, EngineRequest, PageHash, PageHashWithGroupId, PagePool, RequestTraits
+from pagepool import PageHash, PageHashWithGroupId, PagePool, RequestTraits
 from pagepool.errors import ArgumentError
 from pagepool.replay import make_requests, read_trace
 from pagepool.replay.models.pages import ModelPages
 from pagepool.replay.plans.checkpoints import CheckpointSimulator
 
 NUM_SHORT = 60
-
-
-def run_requests(manager: CacheManager, data_parallel_size: int | None = None) -> None:
-    """Run short requests, which fill no page, one after another."""
-    for i in range(NUM_SHORT):
-        request = EngineRequest(f"short {i}", [i] * 3)
-        hint = None if data_parallel_size is None else i % data_parallel_size
-        assert run(manager, request, 3, dp_shard_hint=hint, data_parallel_size=data_parallel_size) is not None
-        manager.free(request)
-
-
-def run_rows(manager: CacheManager, data_parallel_size: int | None = None) -> None:
-    """Run them as rows; every second one is forked, and one in three ends after a failed step."""
-    batch = make_batch(manager, data_parallel_size=data_parallel_size)
-    for i in range(NUM_SHORT):
-        shard = None if data_parallel_size is None else i % data_parallel_size
-        step = batch.new_step()
-        assert batch.admit(0, [i] * 2, step=step, traits=RequestTraits(dp_shard=shard)) == 0
-        if i % 2:
-            batch.fork(0, [1])
-            batch.take_moves()
-            batch.release([1])
-        batch.step([0], [i + 1])
-        batch.settle(step, failed=i % 3 == 0)
-        if batch.is_admitted[0]:
-            batch.release([0])
-
-
-@pytest.mark.parametrize("run_short", [run_requests, run_rows])
-@pytest.mark.parametrize("data_parallel_size", [None, 2])
-@pytest.mark.parametrize("specs", [(FULL, STATE), (STATE,), (FULL, WINDOW, STATE), (keep_every(8), FULL, keep_every(4))])
-def test_what_nobody_can_hit_evicts_nothing(
-    specs: tuple[Any, ...], data_parallel_size: int | None, run_short: Callable[..., None]
-) -> None:
-    manager = make_manager(*specs)
-    hints = {} if data_parallel_size is None else {"dp_shard_hint": 1, "data_parallel_size": 2}
-    request = make_request("kept", 17)
-    for num_tokens in (8, 8, 1):
-        run(manager, request, num_tokens, **hints)
-    manager.free(request)
-    num_cached = manager.stats().num_cached_pages
-    run_short(manager, data_parallel_size)
-    assert (manager.stats().num_cached_pages, manager.stats().num_evicted_pages) == (num_cached, 0)
-    assert manager.probe(EngineRequest("again", [*PROMPT[:16], 1, 2])).num_hit_tokens == 16
-    manager.check()
 
 
 def test_a_tier_is_as_its_pool() -> None:
