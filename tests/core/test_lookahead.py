@@ -73,19 +73,6 @@ def test_prompts_share_pages_whose_lookahead_they_share(
     assert num_hits == max(0, num_shared - lookahead) // size * size
 
 
-@pytest.mark.parametrize("find_hits", FINDERS.values(), ids=FINDERS)
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
-def test_prompts_that_differ_behind_a_page(find_hits: Callable[..., int], lookahead: int) -> None:
-    """Those that differ in token 17 never share page 0 of 16 tokens, and those that are equal share all but their end."""
-    prompt = PROMPT[:40]
-    for num in range(16, 20):
-        other = [*prompt[:num], NEW, *prompt[num + 1 :]]
-        expected = 16 if num >= 16 + lookahead else 0
-        assert find_hits(prompt, other, 16, **looks(lookahead)) == expected
-    for num in range(16, 40):
-        assert find_hits(prompt, prompt[:num], 16, **looks(lookahead)) == (num - max(1, lookahead)) // 16 * 16
-
-
 @pytest.mark.parametrize("hashing", [name for name in HASHING if name != "weak"])
 def test_managers_with_other_lookaheads_share_nothing(hashing: str) -> None:
     """Not through a pool that both use, and their keys differ where the pages are the same."""
