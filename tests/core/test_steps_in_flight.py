@@ -263,34 +263,6 @@ def test_a_set_whose_step_is_in_flight_is_not_written_again() -> None:
     assert (inputs.token_ids[:5].tolist(), inputs.sources.tolist()[:1]) == (PROMPT[20:25], [-1])
 
 
-def test_sources_are_places_of_steps_that_did_not_fail() -> None:
-    batch = make_batch(max_steps_ahead=3)
-    inputs = StepInputs(batch, num_tokens=64, num_reqs=4, fields=["sources"], depth=6)
-
-    def fill(step: Any) -> list[int]:
-        batch.inputs(step, out=inputs)
-        return inputs.sources[: len(step)].tolist()
-
-    first = batch.new_step()
-    for row in range(3):
-        batch.admit(row, PROMPT[10 * row : 10 * row + 5], step=first)
-    assert fill(first) == [-1, -1, -1]
-    second = batch.plan([2, 0, 1])
-    for _ in range(2):  # it is filled again
-        assert fill(second) == [2, 0, 1]
-    third = batch.plan([0, 2])
-    assert fill(third) == [1, 0]
-    batch.settle(third, failed=True)
-    batch.settle(second, failed=True)
-    second = batch.plan([1, 0])
-    assert fill(second) == [1, 0]
-    third = batch.plan([2])
-    with refused(
-        lambda: flight_state(batch), ArgumentError, r"row 2 \(at 0\): got a first token that is sampled by another step"
-    ):
-        fill(third)
-
-
 class Filling:
     """A batch with inputs of several sizes, of which only some list sources."""
 
@@ -368,15 +340,6 @@ def test_a_step_whose_inputs_were_not_filled_samples_for_no_source() -> None:
     assert it.fill(it.big, it.batch.plan([0])) == [0]
 
 
-def test_steps_filled_in_another_order_than_planned_are_no_sources() -> None:
-    it = Filling()
-    first, second = it.start(3), it.batch.new_step()
-    it.batch.admit(1, PROMPT[10:12], step=second)
-    it.fill(it.small, second)
-    it.fill(it.big, first)
-    assert it.refuses(it.small, it.batch.plan([0, 1]))
-
-
 def test_inputs_without_sources_and_inputs_that_are_gone_count_too() -> None:
     it = Filling()
     plain = it.make_inputs(64, ["token_ids"])
@@ -392,15 +355,6 @@ def test_inputs_without_sources_and_inputs_that_are_gone_count_too() -> None:
     it.fill(it.big, it.start(3, 1))
     it.batch.inputs(it.batch.plan([1]), out=it.make_inputs(64, ["token_ids"]))
     assert it.refuses(it.small, it.batch.plan([0, 1]))
-
-
-def test_inputs_filled_before_any_had_sources_are_not_known() -> None:
-    batch = make_batch()
-    batch.inputs(start(batch), out=StepInputs(batch, num_tokens=64, num_reqs=4, fields=["token_ids"]))
-    inputs = StepInputs(batch, num_tokens=64, num_reqs=4, fields=["sources"])
-    second = batch.plan([0])
-    with refused(lambda: flight_state(batch), ArgumentError, "got a first token that is sampled by another step"):
-        batch.inputs(second, out=inputs)
 
 
 def test_sources_in_inputs_of_named_rows() -> None:

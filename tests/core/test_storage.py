@@ -52,20 +52,6 @@ def count_hits(manager: CacheManager, token_ids: list[int]) -> int:
     return manager.probe(EngineRequest("probe", token_ids)).num_hit_tokens
 
 
-def test_pages_evicted_from_the_tier_are_due() -> None:
-    manager = make_manager()
-    link_storage(manager._store)
-    save_all(manager, TOKENS)
-    assert len(take_unstored(manager._store)[0]) == 0
-    save_all(manager, list(range(200, 217)))
-    keys, groups, page_ids, _, _, num_clears = take_unstored(manager._store)
-    assert (keys.shape, groups.tolist(), num_clears) == ((1, 2), [0], 0)
-    assert page_ids.tolist() == [4]  # the last page of the prompt first
-    assert len(take_unstored(manager._store)[0]) == 0
-    expected = list_keys(manager, TOKENS)
-    assert expected[0].tolist() == keys.tolist()
-
-
 def test_pages_that_are_there_are_not_filled() -> None:
     manager = make_manager()
     request = EngineRequest("request", TOKENS)
@@ -99,18 +85,6 @@ def test_a_reset_voids_fills() -> None:
     assert take_unstored(manager._store)[5] == 0
 
 
-def test_wrong_contents_are_reported() -> None:
-    manager = make_manager()
-    link_storage(manager._store, True)
-    save_all(manager, TOKENS)
-    pages, _ = manager.get_computed_pages(EngineRequest("request", TOKENS))
-    assert manager.page_pool.evict_pages(pages.get_page_ids()[0][:1]) == 1
-    keys, _, page_ids, *_ = take_unstored(manager._store)
-    assert page_ids.tolist()[-1] == 0
-    assert page_ids.tolist().count(0) == 2  # the page that was due, and the word that the store's is wrong
-    assert keys[page_ids == 0].tolist() == [keys[-1].tolist()] * 2
-
-
 def test_pages_are_due_once_they_are_settled() -> None:
     """Two steps after they reached the tier, or when they are evicted from it, to be held back by the caller."""
     manager = make_manager()
@@ -133,18 +107,6 @@ def test_pages_are_due_once_they_are_settled() -> None:
     keys, _, _, steps, step, _ = take_unstored(manager._store, 2)
     assert len({*map(tuple, keys[steps == step + 2].tolist())}) == 1  # one of the second prompt's, listed twice
     assert len(take_unstored(manager._store, 2)[0]) == 0
-
-
-def test_a_page_that_is_dropped_before_it_is_settled_is_not_due() -> None:
-    manager = make_manager()
-    link_storage(manager._store, True)
-    save_all(manager, TOKENS)
-    assert len(take_unstored(manager._store, 1)[0]) == 0
-    pages, _ = manager.get_computed_pages(EngineRequest("request", TOKENS))
-    manager.page_pool.evict_pages(pages.get_page_ids()[0][:1])
-    manager.take_moves()
-    page_ids = take_unstored(manager._store, 1)[2]
-    assert sorted(page_ids.tolist()) == [0, 0, 1, 2, 3]
 
 
 def test_a_reset_keeps_the_word_about_wrong_contents() -> None:
