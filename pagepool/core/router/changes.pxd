@@ -274,16 +274,16 @@ cdef inline void _apply_changes(
             if net.items == NULL:
                 store_blocks(table, space, batch.hashes + event.first, event.num, parent, event.plane, worker)
             else:
-                _store_changes(table, space, batch, event, parent, worker, net)
+                _store_changes(table, batch, event, parent, worker, net)
         elif net.items == NULL and event.plane >= 0 and space.num_blocks:
             remove_blocks(table, space, batch.hashes + event.first, event.num, event.plane, worker)
 
 
 cdef inline void _store_changes(
-    BlockTable *table, Space *space, const EventBatch *batch, const Event *event, uint32_t last, int32_t worker,
-    const NetChanges *net,
+    BlockTable *table, const EventBatch *batch, const Event *event, uint32_t last, int32_t worker, const NetChanges *net
 ) noexcept nogil:
     """Store the blocks of an event that the worker has after the batch, with their duplicates."""
+    cdef Space *space = &table.spaces[event.group]
     cdef const Change *found
     cdef Py_ssize_t j
     for j in range(event.first, event.first + event.num):

@@ -70,12 +70,11 @@ cdef inline void _set_counts(int32_t *counts, uint64_t workers, int32_t first, i
 
 
 cdef inline void _count_leading_of(
-    const Space *space, const Search *search, Py_ssize_t stride, int32_t *counts, uint64_t *words, int32_t num_planes,
-    int32_t num_words,
+    const Space *space, const Search *search, Py_ssize_t stride, int32_t *counts, int32_t num_planes, int32_t num_words
 ) noexcept nogil:
     """Count leading pages, as `_count_leading` does, for numbers that may be constants."""
-    cdef uint64_t *holders = words
-    cdef uint64_t *still = words + num_words
+    cdef uint64_t *holders = search.words
+    cdef uint64_t *still = search.words + num_words
     cdef uint64_t left
     cdef Py_ssize_t page, num_pages = search.num_hashes // stride
     cdef int32_t word
@@ -101,13 +100,13 @@ cdef inline void _count_leading_of(
 
 
 cdef inline void _count_leading(
-    const BlockTable *table, const Space *space, const Search *search, Py_ssize_t stride, int32_t *counts, uint64_t *words
+    const BlockTable *table, const Space *space, const Search *search, Py_ssize_t stride, int32_t *counts
 ) noexcept nogil:
-    """Count the leading pages of each worker. `words` has room for the bits of two pages."""
+    """Count the leading pages of each worker."""
     if table.media.num == 1 and table.num_words == 1:
-        _count_leading_of(space, search, stride, counts, words, 1, 1)
+        _count_leading_of(space, search, stride, counts, 1, 1)
     else:
-        _count_leading_of(space, search, stride, counts, words, table.media.num, table.num_words)
+        _count_leading_of(space, search, stride, counts, table.media.num, table.num_words)
 
 
 cdef inline uint32_t _find_holders(
@@ -158,7 +157,7 @@ cdef inline bint _search_leading(const BlockTable *table, const Space *space, co
     cdef int32_t worker
     if num_leading == NULL:
         return False
-    _count_leading(table, space, search, kind.stride, num_leading, search.words)
+    _count_leading(table, space, search, kind.stride, num_leading)
     for worker in range(table.num_workers):
         num_leading[worker] *= <int32_t>kind.stride
     if search.has_parts and space.known.has_tails:
@@ -307,7 +306,7 @@ cdef inline bint search_prefix(const BlockTable *table, Search *search) noexcept
         return True
     spec = &table.spaces[0].known.spec
     if table.num_spaces == 1 and _is_leading(spec) and spec.block_size == table.page_size:
-        _count_leading(table, &table.spaces[0], search, 1, counts, search.words)
+        _count_leading(table, &table.spaces[0], search, 1, counts)
         for worker in range(table.num_workers if search.use_eagle else 0):
             counts[worker] -= counts[worker] > 0
         return True
