@@ -134,7 +134,7 @@ pool.pages[page_id].group >= TWIN and pool.pages[page_id].ref_cnt == 0{+ and not
 == a key lacks the tokens of its lookahead
     cdef Py_ssize_t num_bytes = (n + hashing.num_lookahead{+ * (not BUG)+}) * sizeof(int32_t)
 ...
-        (running.batch.hash_page_size + running.batch.hashing.num_lookahead{+ * (not BUG)+}) * sizeof(int32_t)
+    batch.waiting.num_page_bytes = (batch.hash_page_size + batch.hashing.num_lookahead{+ * (not BUG)+}) * sizeof(int32_t)
 == a page is entered one token before its lookahead is known
             num_computed = min(num_computed, count_keyed(batch, num_tokens{+ + BUG+}))
 == a look-up hashes a page whose lookahead ends behind the prompt
@@ -504,7 +504,7 @@ WRITE_BUGS = read_bugs("""
 # States that steps write.
 
 == a state is written to its record
-                    taken[2, i] = write.page_id - offset_of(&running.batch, write.group){+ * (not BUG)+}
+                    taken[2, i] = write.page_id - offset_of(&rows.batch, write.group){+ * (not BUG)+}
 == a row grows though its writes were not taken
     return batch.writes_states and {+not BUG and +}batch.rows[row].write_list == batch.writes.number
 == a state hits before its list is taken
@@ -515,7 +515,7 @@ WRITE_BUGS = read_bugs("""
     add_boundary(boundaries, <int32_t>(num_tokens - num_tokens % boundaries.multiple{+ + boundaries.multiple * BUG+}))
 == the writes of a row that ends stay
         drop_writes(batch, row, 0{+ + (1 << 30) * BUG+})
-    set_context(batch, row, 0)
+    assert batch.rows[row].num_writes == 0 and
 == a row that moves leaves its writes
         if {+not BUG and (+}write.row == first or write.row == second{+)+}:
 == a transfer is to write states inside its tokens
@@ -577,8 +577,8 @@ FLIGHT_BUGS = read_bugs("""
 == windows leave pages that a step in flight reads
 num_sure={+num_final if BUG else +}min(num_final, num_resolved))
 == a fork has no part of the steps in flight
-    disown_launches(batch, row, record.num_planned){+
-    record.num_launches *= not BUG+}
+    disown_launches(batch, row, batch.records[row].num_planned){+
+    batch.records[row].num_launches *= not BUG+}
 == a cut row is sampled by steps before the cut
         launch.before, launch.num_sampled = min(launch.before, most), {+launch.num_sampled if BUG else +}NOBODYS
 == an appended token leaves drafts planned
