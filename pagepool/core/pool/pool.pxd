@@ -280,7 +280,7 @@ cdef inline Py_ssize_t give_back_all(
         at = find_unheld(pool, ids, 0, n)
         if at >= 0:
             return at
-    if rare(pool.num_parts > NEW + 1):
+    if rare(pool.num_parts > NEW + 1):  # with a policy, or terms
         at = _give_back_to_parts(pool, ids, n, tail_first, terms)
     else:
         at = _give_back_each(pool, ids, n, tail_first)
