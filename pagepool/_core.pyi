@@ -60,7 +60,7 @@ class CacheGroups:
         use_eagle: bool = False,
         boundaries: tuple[int, int, int] | None = None,
         banks: Sequence[int] | None = None,
-        lookahead: int = 0,
+        hash_lookahead: int = 0,
     ) -> Self: ...
     def __len__(self) -> int: ...
     def count_peak_pages(
@@ -76,7 +76,7 @@ class CacheGroups:
 class HashChain:
     page_size: Final[int]
     def __new__(
-        cls, page_size: int, key: bytes, keep_token_ids: bool = False, algorithm: str = "siphash128", lookahead: int = 0
+        cls, page_size: int, key: bytes, keep_token_ids: bool = False, algorithm: str = "siphash128", hash_lookahead: int = 0
     ) -> Self: ...
     def __len__(self) -> int: ...
     def __getitem__(self, i: int, /) -> int: ...
@@ -328,7 +328,7 @@ class RequestPages:
         num_tokens_to_cache: int = 0,
     ) -> tuple[PageIds, ...] | None: ...
     def enter(self, chain: HashChain, num_tokens: int, num_computed_tokens: int, context: int = 0) -> None: ...
-    def fork(self, target: RequestPages, num_computed_tokens: int, session: int = 0, lookahead: int = 0) -> bool: ...
+    def fork(self, target: RequestPages, num_computed_tokens: int, session: int = 0, hash_lookahead: int = 0) -> bool: ...
     def end_external(self, chain: HashChain | None, num_tokens: int, is_failed: bool, context: int = 0) -> None: ...
     def require_moves_taken(self, may_be_read: bool = False) -> None: ...
     def give_back(
@@ -653,11 +653,11 @@ class RunningRows:
         max_steps_ahead: int = 0,
         caches_computed: bool = False,
         algorithm: str = "siphash128",
-        lookahead: int = 0,
+        hash_lookahead: int = 0,
     ) -> None:
         """`tables` are `TableRows`, one for each of the `groups`; these are `CacheGroups`, or an argument for them. With
-        `caches_computed` pages are cached once the steps that computed them are settled. `key`, `algorithm` and `lookahead` are
-        those of a `HashChain`.
+        `caches_computed` pages are cached once the steps that computed them are settled. `key`, `algorithm` and
+        `hash_lookahead` are those of a `HashChain`.
         """
     def _forget_refusal(self) -> None:
         """Let `refusal` be None, after an error."""
@@ -1063,7 +1063,7 @@ class PrefixTable:
         max_worker_blocks: int = 1 << 24,
         num_groups: int | None = None,
         use_eagle: bool = False,
-        lookahead: int = 0,
+        hash_lookahead: int = 0,
         **_: Any,
     ) -> Self: ...
     def count_skipped(self, worker: int) -> int:

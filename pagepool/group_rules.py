@@ -56,7 +56,7 @@ def make_rules(
     enable_caching: bool,
     retention: Retention = ALL_STAY,
     banks: Sequence[int] | None = None,
-    lookahead: int = 0,
+    hash_lookahead: int = 0,
 ) -> GroupRules:
     """Return the rules of groups, whose pages come from `banks` of a store: see `CacheManager` for the other arguments. Raise
     ArgumentError for values out of range, and for eagle with chunked local attention, which cannot drop a page across chunks.
@@ -85,7 +85,7 @@ def make_rules(
             use_eagle,
             boundaries,
             banks,
-            lookahead,
+            hash_lookahead,
         ),
         hash_page_size,
         max_cached_page_size=max(page_sizes, default=hash_page_size),

@@ -298,11 +298,11 @@ class CacheManager(KeyHolder, SlotAllocator):
         hashing, retention = hashing or PageHashing(), retention or Retention()
         self._rules = rules = make_rules(
             kv_cache_groups,
-            hashing.use_eagle and not hashing.lookahead,
+            hashing.use_eagle and not hashing.hash_lookahead,
             self.enable_caching,
             retention,
             sizes.pool_of_group,
-            hashing.lookahead,
+            hashing.hash_lookahead,
         )
         self._store = self._page_pool.store
         self._store.name_banks(sizes.names)
@@ -312,7 +312,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         hasher = hashing.make_hasher(rules.hash_page_size)
         configuration: Configuration = {}
         if self.enable_caching:
-            num_kept, num_needed = self._store.num_kept_token_ids, rules.max_cached_page_size + hasher.lookahead
+            num_kept, num_needed = self._store.num_kept_token_ids, rules.max_cached_page_size + hasher.hash_lookahead
             if 0 < num_kept < num_needed:
                 allowed = f"none, or at least {num_needed}"
                 got = f"one that keeps {num_kept} token ids of a page"
@@ -426,7 +426,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         num_queried = query[0]
         chain = self.registry.hash_apart(request, num_queried)
         _, num_tokens = find_prefix(self._store, self._rules.groups, chain, num_queried, reaches_tier=True)
-        is_all = num_queried - num_tokens < self._rules.hash_page_size + max(1, self.registry.hasher.lookahead)
+        is_all = num_queried - num_tokens < self._rules.hash_page_size + max(1, self.registry.hasher.hash_lookahead)
         reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
         return PrefixProbe(num_tokens, num_queried, reason)
 
@@ -610,7 +610,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 target.session_id = held.session_id if session_id is None else session_id
                 session = 0 if session_id is None else self.registry.hold_session_of(new_request)
                 try:
-                    is_forked = held.fork(target, num_tokens, session, self.registry.hasher.lookahead)
+                    is_forked = held.fork(target, num_tokens, session, self.registry.hasher.hash_lookahead)
                 finally:
                     self.registry.release_session(session)
             finally:
@@ -862,7 +862,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         registry = self.registry
         with registry.lock:
             if registry.event_source is None:
-                keep_token_ids(self._store, self._rules.max_cached_page_size + registry.hasher.lookahead)
+                keep_token_ids(self._store, self._rules.max_cached_page_size + registry.hasher.hash_lookahead)
                 registry.event_source = EventSource(
                     self._store, self.kv_cache_groups, self._rules.hit_tokens, registry.hasher, hashes_as_bytes
                 )
@@ -906,8 +906,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         preempted: the number of its computed tokens, including hits. Pages cached for it with later tokens lose their entries,
         even if others hold them. Free requests that have hit those pages as well.
 
-        With ``caches="computed"``, or a `lookahead`, the pages that the request's own ``num_computed_tokens`` fill are cached
-        first, at most `num_computed_tokens`: set them back only after this call.
+        With ``caches="computed"``, or a `hash_lookahead`, the pages that the request's own ``num_computed_tokens`` fill are
+        cached first, at most `num_computed_tokens`: set them back only after this call.
         """
         if num_computed_tokens is not None:
             num_computed_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
@@ -918,7 +918,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             hashes = registry.hashes.get(request.request_id)
             num_to_cache, num_named_tokens = 0, num_last_tokens
             start = 0  # checkpoints and their parents get names
-            if (self._caches_computed or (self.enable_caching and registry.hasher.lookahead)) and held is not None:
+            if (self._caches_computed or (self.enable_caching and registry.hasher.hash_lookahead)) and held is not None:
                 num_to_cache = self._count_due_tokens(request, num_computed_tokens, held)
                 num_named_tokens = max(num_last_tokens, num_to_cache)
                 start = held.count_entered_hashes(num_named_tokens) if num_to_cache else start
@@ -943,7 +943,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Return the computed tokens of a request up to the last state that becomes a checkpoint as it ends; 0 without any."""
         if not self._rules.writes_states or not held:
             return 0
-        num_known = read_count(request, "num_tokens") - self.registry.hasher.lookahead
+        num_known = read_count(request, "num_tokens") - self.registry.hasher.hash_lookahead
         num_tokens = min(read_count(request, "num_computed_tokens"), num_known)
         if num_computed_tokens is not None:
             num_tokens = min(num_tokens, num_computed_tokens)

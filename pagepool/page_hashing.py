@@ -45,8 +45,8 @@ class PageHashing:
 
     Raise ArgumentError for values out of range, ArgumentTypeError for other types.
 
-    >>> PageHashing(use_eagle=True, lookahead=1)
-    PageHashing(hash_algo='siphash128', use_eagle=True, lookahead=1)
+    >>> PageHashing(use_eagle=True, hash_lookahead=1)
+    PageHashing(hash_algo='siphash128', use_eagle=True, hash_lookahead=1)
     """
 
     hash_algo: HashAlgorithm = "siphash128"
@@ -60,7 +60,7 @@ class PageHashing:
     """For models with a drafter (EAGLE, MTP), whose keys at the end of a page depend on tokens behind it. Alone, it drops the
     last page of each hit, or the last interval of a state.
     """
-    lookahead: int = 0
+    hash_lookahead: int = 0
     """With `use_eagle` the number of these tokens, 1 for EAGLE, or as many as MTP has layers, at most 64. Then nothing is
     dropped: the hash of a page covers the tokens, so a page is cached once they are known, and prompts share a page if they
     share them too. Managers with different lookaheads share no pages.
@@ -71,19 +71,19 @@ class PageHashing:
         _find_hasher(self.hash_algo)
         get_hash_seed(self.hash_seed)
         object.__setattr__(self, "use_eagle", require_flag("use_eagle", self.use_eagle))
-        object.__setattr__(self, "lookahead", require_int("lookahead", self.lookahead, 0, MAX_LOOKAHEAD))
-        if self.lookahead and not self.use_eagle:
-            raise ArgumentError(f"lookahead: got {self.lookahead}, allowed without use_eagle: 0")
+        object.__setattr__(self, "hash_lookahead", require_int("hash_lookahead", self.hash_lookahead, 0, MAX_LOOKAHEAD))
+        if self.hash_lookahead and not self.use_eagle:
+            raise ArgumentError(f"hash_lookahead: got {self.hash_lookahead}, allowed without use_eagle: 0")
 
     def make_hasher(self, page_size: int) -> "PageHasher":
         """Return the hasher of pages of `page_size` tokens."""
-        return make_page_hasher(self.hash_algo, page_size, self.hash_seed, self.lookahead)
+        return make_page_hasher(self.hash_algo, page_size, self.hash_seed, self.hash_lookahead)
 
 
 class PageHasher(KeyHolder):
     """SipHash-2-4-128; also the base class of the other algorithms. Each manager has one.
 
-    It hashes pages of `page_size` tokens, each with the `lookahead` tokens behind it. If it ``is_native``, the core makes
+    It hashes pages of `page_size` tokens, each with the `hash_lookahead` tokens behind it. If it ``is_native``, the core makes
     hashes by itself, with ``chain_algorithm`` and ``chain_key``. A digest has ``num_digest_bytes``; the key of the index is its
     lower half, or all of it. Hashes depend on the content and on ``chain_key``, which may be secret.
     """
@@ -95,9 +95,9 @@ class PageHasher(KeyHolder):
     algorithm = chain_algorithm = "siphash128"
     extra_keys: type[RequestExtraKeys] = RequestExtraKeys
 
-    def __init__(self, page_size: int, hash_seed: int | str | bytes | None, lookahead: int = 0) -> None:
+    def __init__(self, page_size: int, hash_seed: int | str | bytes | None, hash_lookahead: int = 0) -> None:
         """See `PageHashing` for the seed. A later change of ``keep_token_ids`` affects only requests started after it."""
-        self.page_size, self.lookahead = page_size, lookahead
+        self.page_size, self.hash_lookahead = page_size, hash_lookahead
         self.keep_token_ids = False
         is_keyed = self.chain_algorithm == "siphash128"
         self.is_shared = not is_keyed or get_hash_seed(hash_seed) is not None  # others with the seed make the same keys
@@ -108,19 +108,19 @@ class PageHasher(KeyHolder):
     def _make_root(self, hash_seed: int | str | bytes | None) -> bytes:
         """Return what the first digests depend on, beside the content."""
         key = get_siphash_key(hash_seed)
-        return siphash128(key, f"lookahead {self.lookahead}".encode()) if self.lookahead else key
+        return siphash128(key, f"lookahead {self.hash_lookahead}".encode()) if self.hash_lookahead else key
 
     def describe(self) -> dict[str, int | str | None]:
         """Return the name of the algorithm, the lookahead if there is any, and a keyed digest of the seed: it identifies the
         seed without revealing it.
         """
         digest = hmac.digest(self.chain_key, b"pagepool configuration", "sha256")
-        described = {"lookahead": self.lookahead} if self.lookahead else {}
+        described = {"hash_lookahead": self.hash_lookahead} if self.hash_lookahead else {}
         return {"hash_algo": self.algorithm, **described, "hash_seed": f"digest {digest[:16].hex()}"}
 
     def count_pages(self, num_tokens: int) -> int:
         """Return the number of full pages of `num_tokens` known tokens whose lookahead is known."""
-        return max(0, num_tokens - self.lookahead) // self.page_size
+        return max(0, num_tokens - self.hash_lookahead) // self.page_size
 
     def start(
         self, request: Request, known: RequestHashes | None = None, names: ExtraKeyNames = REQUEST_NAMES
@@ -130,7 +130,7 @@ class PageHasher(KeyHolder):
         """
         is_known = known is not None and known.request is request
         extra_keys = known.extra_keys if known is not None and is_known else self.extra_keys.of(request, names)
-        chain = HashChain(self.page_size, self.chain_key, self.keep_token_ids, self.chain_algorithm, self.lookahead)
+        chain = HashChain(self.page_size, self.chain_key, self.keep_token_ids, self.chain_algorithm, self.hash_lookahead)
         return RequestHashes(request, chain, extra_keys)
 
     def extend(self, hashes: RequestHashes, request: Request, num_pages: int) -> None:
@@ -139,7 +139,7 @@ class PageHasher(KeyHolder):
         while num_hashed < num_pages:
             keyed_page, keys = None, None
             if hashes.extra_keys is not None:
-                keyed_page, keys = hashes.extra_keys.find_keyed_page(num_hashed, self.page_size, self.lookahead)
+                keyed_page, keys = hashes.extra_keys.find_keyed_page(num_hashed, self.page_size, self.hash_lookahead)
             if keyed_page == num_hashed:
                 stop = num_hashed + 1
             else:
@@ -157,7 +157,7 @@ class PageHasher(KeyHolder):
         return encode_extra_keys(extra_keys)
 
     def _read_tokens(self, request: Request, start_page: int, stop_page: int) -> TokenIds | PageIds:
-        start, stop = start_page * self.page_size, stop_page * self.page_size + self.lookahead
+        start, stop = start_page * self.page_size, stop_page * self.page_size + self.hash_lookahead
         all_ids = read(request, "all_token_ids")
         try:
             token_ids = PageIds.of_slice(all_ids, start, stop) if type(all_ids) is list else all_ids[start:stop]
@@ -192,7 +192,7 @@ class Sha256Hasher(PageHasher):
     def _make_root(self, hash_seed: int | str | bytes | None) -> bytes:
         """Return the parent of first pages: zeros, the same in every process, unless a seed or a lookahead is given."""
         keys: ExtraKeys = () if hash_seed is None else (("seed", get_hash_seed(hash_seed)),)
-        keys += (("lookahead", self.lookahead),) if self.lookahead else ()
+        keys += (("lookahead", self.hash_lookahead),) if self.hash_lookahead else ()
         return sha256_page(b"root", (), keys) if keys else bytes(32)
 
 
@@ -228,12 +228,12 @@ class CallableHasher(PageHasher):
     is_native = False
 
     def __init__(
-        self, page_size: int, hash_seed: int | str | bytes | None, lookahead: int, hash_function: HashFunction
+        self, page_size: int, hash_seed: int | str | bytes | None, hash_lookahead: int, hash_function: HashFunction
     ) -> None:
         """Hash with `hash_function`, called with ``(parent hash, token ids, extra keys)``. The token ids are those of a page
         and its lookahead.
         """
-        super().__init__(page_size, hash_seed, lookahead)
+        super().__init__(page_size, hash_seed, hash_lookahead)
         self._hash_function = hash_function
         name = getattr(hash_function, "__qualname__", type(hash_function).__qualname__)
         self.algorithm = f"callable {getattr(hash_function, '__module__', None)}.{name}"
@@ -241,8 +241,8 @@ class CallableHasher(PageHasher):
     def _hash_pages(self, hashes: RequestHashes, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None) -> None:
         """Call the callable, and append one native digest, for each page."""
         tokens = token_ids.to_list() if isinstance(token_ids, PageIds) else [int(token_id) for token_id in token_ids]
-        for start in range(0, len(tokens) - self.lookahead, self.page_size):
-            page_tokens = tokens[start : start + self.page_size + self.lookahead]
+        for start in range(0, len(tokens) - self.hash_lookahead, self.page_size):
+            page_tokens = tokens[start : start + self.page_size + self.hash_lookahead]
             parent = hashes.page_hashes[-1].hash_value if hashes.page_hashes else None
             page_hash = hash_page_tokens(self._hash_function, parent, page_tokens, extra_keys)
             hashes.chain.extend(page_tokens, self.encode(extra_keys))
@@ -279,16 +279,16 @@ def _encode_cbor(content: Any) -> bytes:
 
 
 def make_page_hasher(
-    hash_algo: HashAlgorithm, page_size: int, hash_seed: int | str | bytes | None, lookahead: int = 0
+    hash_algo: HashAlgorithm, page_size: int, hash_seed: int | str | bytes | None, hash_lookahead: int = 0
 ) -> PageHasher:
-    """Return the hasher for an algorithm's name or a callable. Raise ArgumentError for an unknown name, and for a `lookahead`
-    out of range.
+    """Return the hasher for an algorithm's name or a callable. Raise ArgumentError for an unknown name, and for a
+    `hash_lookahead` out of range.
     """
-    lookahead = require_int("lookahead", lookahead, 0, MAX_LOOKAHEAD)
+    hash_lookahead = require_int("hash_lookahead", hash_lookahead, 0, MAX_LOOKAHEAD)
     hasher = _find_hasher(hash_algo)
     if hasher is None:
-        return CallableHasher(page_size, hash_seed, lookahead, hash_algo)  # type: ignore[arg-type]  # it is callable
-    return hasher(page_size, hash_seed, lookahead)
+        return CallableHasher(page_size, hash_seed, hash_lookahead, hash_algo)  # type: ignore[arg-type]  # it is callable
+    return hasher(page_size, hash_seed, hash_lookahead)
 
 
 def _find_hasher(hash_algo: HashAlgorithm) -> type[PageHasher] | None:

@@ -123,9 +123,9 @@ class RequestRegistry(KeyHolder, RequestMaps):
 
     def _count_pages(self, request: Request, num_tokens: int) -> int:
         """Count the full pages of a request up to `num_tokens` whose lookahead is known."""
-        lookahead = self.hasher.lookahead
-        if lookahead:
-            num_tokens = max(0, min(num_tokens, read_count(request, "num_tokens") - lookahead))
+        hash_lookahead = self.hasher.hash_lookahead
+        if hash_lookahead:
+            num_tokens = max(0, min(num_tokens, read_count(request, "num_tokens") - hash_lookahead))
         return num_tokens // self.rules.hash_page_size
 
     def count_sure_hashes(self, request: Request) -> int:

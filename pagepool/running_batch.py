@@ -135,7 +135,7 @@ class RunningBatch(RunningRows):
             max_steps_ahead,
             manager.caches == "computed",
             hasher.chain_algorithm,
-            hasher.lookahead,
+            hasher.hash_lookahead,
         )
         _bind(tables, self)
         self._manager = manager
@@ -313,7 +313,7 @@ class RunningBatch(RunningRows):
         if keys is None or not self._hash_page_size:
             return []
         num_pages = -(-self.max_num_tokens // self._hash_page_size)
-        keyed = keys.list_keyed_pages(self._hash_page_size, num_pages, self._hasher.lookahead)
+        keyed = keys.list_keyed_pages(self._hash_page_size, num_pages, self._hasher.hash_lookahead)
         return [(page, self._hasher.encode(own)) for page, own in keyed]
 
     def inputs(

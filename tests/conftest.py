@@ -33,7 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def drafter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `hybrids.make_manager` make managers without a drafter, and in another run of the test for one with a lookahead."""
-    monkeypatch.setattr(hybrids, "DRAFTER", {"use_eagle": True, "lookahead": 1} if request.param else {})
+    monkeypatch.setattr(hybrids, "DRAFTER", {"use_eagle": True, "hash_lookahead": 1} if request.param else {})
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ class Hashing(Rival):
 
 DRAFTERS = {
     "last page dropped": Hashing(DIGESTS.ours, use_eagle=True),
-    LOOKAHEAD.ours: Hashing(DIGESTS.ours, use_eagle=True, lookahead=1),
+    LOOKAHEAD.ours: Hashing(DIGESTS.ours, use_eagle=True, hash_lookahead=1),
 }
 
 

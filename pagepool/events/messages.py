@@ -37,7 +37,8 @@ class BlockStored(Event):
     ``kv_cache_spec_sliding_window`` (tokens): its kind of attention. ``session_id``: the session of the request or row that
     cached the pages, None in the host tier; other sessions may hit them too. ``num_groups``: the manager's number of cache
     groups; None for one. ``lookahead_token_ids``: for each page the tokens behind it that its hash covers; None without a
-    `lookahead`, and where ``token_ids`` is empty. ``hit_tokens``: hits are multiples of this many tokens; None for one group.
+    `hash_lookahead`, and where ``token_ids`` is empty. ``hit_tokens``: hits are multiples of this many tokens; None for one
+    group.
     """
 
     block_hashes: Any

@@ -92,7 +92,7 @@ class EventSource:
         self._journal = EntryJournal(store)
         self.contexts = Contexts(self._journal)
         self._store = store
-        self._num_digest_bytes, self._lookahead = hasher.num_digest_bytes, hasher.lookahead
+        self._num_digest_bytes, self._lookahead = hasher.num_digest_bytes, hasher.hash_lookahead
         self._num_words = hasher.num_digest_bytes // 8
         no_session, no_lookahead, has_groups = None, None, len(groups) > 1
         of_all = no_session, len(groups) if has_groups else None, no_lookahead, hit_tokens if has_groups else None
@@ -209,14 +209,14 @@ def _describe(spec: CacheSpec, group: int, hash_page_size: int, medium: str) -> 
     return page_size, None, medium, None, None, group, kind, window
 
 
-def _divide_tokens(event: BlockStored, num_pages: int, lookahead: int) -> None:
+def _divide_tokens(event: BlockStored, num_pages: int, hash_lookahead: int) -> None:
     """Part the tokens of each page from the lookahead that is kept behind them."""
     tokens = event.token_ids.reshape(num_pages, -1)
-    event.token_ids = tokens[:, :-lookahead].reshape(-1)
-    event.lookahead_token_ids = tokens[:, -lookahead:].tolist()
+    event.token_ids = tokens[:, :-hash_lookahead].reshape(-1)
+    event.lookahead_token_ids = tokens[:, -hash_lookahead:].tolist()
 
 
-def _add_extra_keys(event: BlockStored, value: RequestExtraKeys, start_page: int, num_pages: int, lookahead: int) -> None:
+def _add_extra_keys(event: BlockStored, value: RequestExtraKeys, start_page: int, num_pages: int, hash_lookahead: int) -> None:
     """Add the keys hashed with the tokens of the pages."""
     for lora_id in [key[1] for key in value.request_keys if key[0] == LORA]:
         if isinstance(_portable(lora_id), int):
@@ -224,10 +224,10 @@ def _add_extra_keys(event: BlockStored, value: RequestExtraKeys, start_page: int
         else:
             event.lora_name = lora_id.hex() if isinstance(lora_id, bytes) else str(_portable(lora_id))
     extra_keys: list[tuple[Any, ...] | None] = [None] * num_pages
-    page, keys = value.find_keyed_page(start_page, event.block_size, lookahead)
+    page, keys = value.find_keyed_page(start_page, event.block_size, hash_lookahead)
     while page is not None and page < start_page + num_pages:
         extra_keys[page - start_page] = keys and _portable(tuple(value.without_tags(keys)))
-        page, keys = value.find_keyed_page(page + 1, event.block_size, lookahead)
+        page, keys = value.find_keyed_page(page + 1, event.block_size, hash_lookahead)
     event.extra_keys = extra_keys if any(extra_keys) else None
 
 

@@ -185,9 +185,9 @@ class RequestExtraKeys:
             for feature_start, feature_end, modality, content_hash in self.features.find_overlapping(start, end)
         )
 
-    def find_keyed_page(self, start_page: int, page_size: int, lookahead: int = 0) -> tuple[int | None, ExtraKeys | None]:
+    def find_keyed_page(self, start_page: int, page_size: int, hash_lookahead: int = 0) -> tuple[int | None, ExtraKeys | None]:
         """Return the next page from `start_page` on that may have keys, and its keys; None if there is none. Features among the
-        `lookahead` tokens behind a page count as its own.
+        `hash_lookahead` tokens behind a page count as its own.
 
         O(log features), and O(log features) for each feature of the page.
         """
@@ -197,21 +197,21 @@ class RequestExtraKeys:
         token = start if is_keyed else self._find_part(start)
         if token is None:
             return None, None
-        page = max(start_page, (token - lookahead) // page_size)
-        return page, self.of_page(page * page_size, (page + 1) * page_size + lookahead)
+        page = max(start_page, (token - hash_lookahead) // page_size)
+        return page, self.of_page(page * page_size, (page + 1) * page_size + hash_lookahead)
 
-    def list_keyed_pages(self, page_size: int, num_pages: int, lookahead: int = 0) -> list[tuple[int | None, ExtraKeys]]:
+    def list_keyed_pages(self, page_size: int, num_pages: int, hash_lookahead: int = 0) -> list[tuple[int | None, ExtraKeys]]:
         """Return the pages below `num_pages` with keys that others do not have, and their keys; at the end None and the keys of
-        all other pages, if these have any. `lookahead` is as in `find_keyed_page`. O(features x log features).
+        all other pages, if these have any. `hash_lookahead` is as in `find_keyed_page`. O(features x log features).
         """
         keyed: list[tuple[int | None, ExtraKeys]] = []
         page = 0
         token = 0 if self.request_keys else self._find_part(0)
         while token is not None:
-            page = max(page, (token - lookahead) // page_size)
+            page = max(page, (token - hash_lookahead) // page_size)
             if page >= num_pages:
                 break
-            keys = self.of_page(page * page_size, (page + 1) * page_size + lookahead)
+            keys = self.of_page(page * page_size, (page + 1) * page_size + hash_lookahead)
             if keys:  # a feature without tokens has no keys
                 keyed.append((page, keys))
             page += 1

@@ -43,9 +43,9 @@ class PrefixIndex(PrefixTable):
     apply each batch once, in order, as `EventSubscriber` does; after a loss call `note_loss`.
 
     `page_size` is the number of tokens per hash; it divides the block sizes of all groups. `hash_algo`, `hash_seed`,
-    `use_eagle` and `lookahead` (vLLM's ``num_hash_lookahead_tokens``) are those of the workers' managers: with `use_eagle` and
-    no `lookahead` the last page of a hit is dropped, as there. `find` needs only these two, and of them only whether they drop
-    a page. After a batch a worker has at most `max_worker_blocks` blocks, not counting copies.
+    `use_eagle` and `hash_lookahead` (vLLM's ``num_hash_lookahead_tokens``) are those of the workers' managers: with `use_eagle`
+    and no `hash_lookahead` the last page of a hit is dropped, as there. `find` needs only these two, and of them only whether
+    they drop a page. After a batch a worker has at most `max_worker_blocks` blocks, not counting copies.
 
     All methods are safe to call from any thread. Up to eight look-ups run in parallel; those of 2,048 pages or more release the
     GIL. A block takes at most 40 bytes for the first 64 workers and one medium; each further 64 workers and each further medium
@@ -67,12 +67,12 @@ class PrefixIndex(PrefixTable):
         max_worker_blocks: int = 1 << 24,
         num_groups: int | None = None,
         use_eagle: bool = False,
-        lookahead: int = 0,
+        hash_lookahead: int = 0,
     ) -> None:
         """See the class for the parameters."""
         if not isinstance(hash_algo, str) or hash_algo not in NAMED_ALGORITHMS:
             raise ArgumentError(f"hash_algo: got {shown(hash_algo)}, allowed: {', '.join(map(repr, NAMED_ALGORITHMS))}")
-        self._hasher = make_page_hasher(hash_algo, page_size, hash_seed, lookahead)
+        self._hasher = make_page_hasher(hash_algo, page_size, hash_seed, hash_lookahead)
 
     def hash_tokens(
         self,
@@ -93,7 +93,7 @@ class PrefixIndex(PrefixTable):
             token_ids = as_list("token_ids", token_ids, "a list or an array of ints")
         request: Any = _Prompt(token_ids, salt, adapter, images)
         hashes = self._hasher.start(request, names=ARGUMENTS)
-        num_pages = max(0, len(token_ids) - max(1, self._hasher.lookahead)) // self.page_size
+        num_pages = max(0, len(token_ids) - max(1, self._hasher.hash_lookahead)) // self.page_size
         try:
             self._hasher.extend(hashes, request, num_pages)
             require_token_ids(token_ids[num_pages * self.page_size :], num_pages * self.page_size)

@@ -85,7 +85,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
         hash_seed: int | str | None = None,
         num_groups: int | None = None,
         use_eagle: bool = False,
-        lookahead: int = 0,
+        hash_lookahead: int = 0,
         max_imbalance: float | None = None,
         max_age: float | None = None,
     ) -> None:
@@ -106,7 +106,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
             hash_seed=hash_seed,
             num_groups=num_groups,
             use_eagle=use_eagle,
-            lookahead=lookahead,
+            hash_lookahead=hash_lookahead,
         )
         self._choice = PrefixRouter(
             self._index,

@@ -215,17 +215,17 @@ def test_contents_and_other_keys_are_kept_apart(manager: CacheManager) -> None:
 
 
 @pytest.mark.parametrize("kind", [RequestExtraKeys, VllmExtraKeys])
-@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("hash_lookahead", [0, 1])
 @pytest.mark.parametrize("num_rows", [1, PAGE_SIZE, PAGE_SIZE + 1, NUM_TOKENS])
-def test_pages_with_rows_have_keys(kind: type[RequestExtraKeys], lookahead: int, num_rows: int) -> None:
+def test_pages_with_rows_have_keys(kind: type[RequestExtraKeys], hash_lookahead: int, num_rows: int) -> None:
     """A page's key covers the rows of its tokens, and of the lookahead behind them."""
 
     def keys_of(values: Any) -> Iterator[Any]:
         keys = kind.of(Own(prompt_embeds=values))
         assert keys is not None
-        listed = dict(keys.list_keyed_pages(PAGE_SIZE, 3, lookahead))
+        listed = dict(keys.list_keyed_pages(PAGE_SIZE, 3, hash_lookahead))
         for page in range(3):
-            found, own = keys.find_keyed_page(page, PAGE_SIZE, lookahead)
+            found, own = keys.find_keyed_page(page, PAGE_SIZE, hash_lookahead)
             assert (own if found == page else None) == listed.get(page)
             yield listed.get(page)
 
@@ -234,7 +234,7 @@ def test_pages_with_rows_have_keys(kind: type[RequestExtraKeys], lookahead: int,
         other = rows(num_rows)
         other[row] += 1
         changed = [page for page, (a, b) in enumerate(zip(plain, keys_of(other), strict=True)) if a != b]
-        assert changed == [page for page in range(3) if page * PAGE_SIZE <= row < (page + 1) * PAGE_SIZE + lookahead]
+        assert changed == [page for page in range(3) if page * PAGE_SIZE <= row < (page + 1) * PAGE_SIZE + hash_lookahead]
 
 
 def test_events_have_the_digests() -> None:

@@ -222,17 +222,17 @@ def test_a_page_is_hashed_once():
     assert len(contents) == 5
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize("hash_lookahead", [0, 1, 2])
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16])
-def test_pages_hashed_side_by_side_have_the_hashes_of_pages_hashed_alone(page_size: int, lookahead: int) -> None:
+def test_pages_hashed_side_by_side_have_the_hashes_of_pages_hashed_alone(page_size: int, hash_lookahead: int) -> None:
     spec = pagepool.FullAttentionSpec(page_size, 1, 8, "float16", use_mla=False)
     rng = np.random.default_rng(page_size)
     for num_rows in range(1, 10):
-        hashing = pagepool.PageHashing(hash_seed=7, use_eagle=lookahead > 0, lookahead=lookahead)
+        hashing = pagepool.PageHashing(hash_seed=7, use_eagle=hash_lookahead > 0, hash_lookahead=hash_lookahead)
         manager = pagepool.CacheManager(100, [pagepool.CacheGroupSpec(spec)], 64, hashing=hashing)
         table = pagepool.PageTable(num_rows + 1, 64, 64)
         batch = pagepool.RunningBatch(manager, table)
-        length = 2 * page_size + lookahead
+        length = 2 * page_size + hash_lookahead
         prompts = rng.integers(0, 1 << 30, (num_rows, length + 1), dtype=np.int32)
         for row in range(num_rows):
             assert batch.admit(row, prompts[row, : length - 1]) == 0

@@ -19,9 +19,9 @@ NEW = 999  # a token of no prompt
 LOOKAHEADS = [0, 1, 2, 3]
 
 
-def looks(lookahead: int) -> dict[str, Any]:
+def looks(hash_lookahead: int) -> dict[str, Any]:
     """Return the options of a manager."""
-    return {"use_eagle": lookahead > 0, "lookahead": lookahead}
+    return {"use_eagle": hash_lookahead > 0, "hash_lookahead": hash_lookahead}
 
 
 def hits_of_request(first: list[int], second: list[int], size: int, **options: Any) -> int:
@@ -54,7 +54,7 @@ FINDERS: dict[str, Callable[..., int]] = {"a request": hits_of_request, "a row":
     num_shared=st.integers(0, 40),
     rest=st.lists(st.integers(0, 2), min_size=0, max_size=8),
     size=st.integers(1, 16),
-    lookahead=st.sampled_from(LOOKAHEADS),
+    hash_lookahead=st.sampled_from(LOOKAHEADS),
     hash_algo=st.sampled_from(["siphash128", "sha256"]),
 )
 def test_prompts_share_pages_whose_lookahead_they_share(
@@ -63,29 +63,29 @@ def test_prompts_share_pages_whose_lookahead_they_share(
     num_shared: int,
     rest: list[int],
     size: int,
-    lookahead: int,
+    hash_lookahead: int,
     hash_algo: str,
 ) -> None:
     """Of two prompts that part after n tokens, floor((n - L) / P) pages, without the token that a request must compute."""
     num_shared = min(num_shared, len(prompt))
     second = [*prompt[:num_shared], NEW, *rest]
-    num_hits = find_hits(prompt, second, size, hash_algo=hash_algo, **looks(lookahead))
-    assert num_hits == max(0, num_shared - lookahead) // size * size
+    num_hits = find_hits(prompt, second, size, hash_algo=hash_algo, **looks(hash_lookahead))
+    assert num_hits == max(0, num_shared - hash_lookahead) // size * size
 
 
 @pytest.mark.parametrize("hashing", [name for name in HASHING if name != "weak"])
 def test_managers_with_other_lookaheads_share_nothing(hashing: str) -> None:
     """Not through a pool that both use, and their keys differ where the pages are the same."""
     keys: list[set[Any]] = []
-    for lookahead in LOOKAHEADS:
-        manager = make_manager(FULL, **looks(lookahead), **HASHING[hashing])
+    for hash_lookahead in LOOKAHEADS:
+        manager = make_manager(FULL, **looks(hash_lookahead), **HASHING[hashing])
         fill(manager, 20)
         for other in LOOKAHEADS:
             pool = manager.page_pool
-            if other == lookahead:
+            if other == hash_lookahead:
                 assert count_hits(make_manager(FULL, page_pool=pool, **looks(other), **HASHING[hashing])) == 20
             else:
-                with pytest.raises(ArgumentError, match=r"page_pool: ((lookahead|hash_seed): got|got one that keeps)"):
+                with pytest.raises(ArgumentError, match=r"page_pool: ((hash_lookahead|hash_seed): got|got one that keeps)"):
                     make_manager(FULL, page_pool=pool, **looks(other), **HASHING[hashing])
         keys.append({key.page_hash.hash_value for key in manager.page_pool.cached_page_hash_to_page})
     assert len(set.union(*keys)) == sum(map(len, keys))
@@ -95,9 +95,9 @@ def test_managers_with_other_lookaheads_share_nothing(hashing: str) -> None:
 def test_the_number_of_tokens_is_part_of_the_key(hash_algo: str) -> None:
     """Where as many tokens are hashed, of pages of other sizes."""
     keys = set()
-    for lookahead in LOOKAHEADS:
+    for hash_lookahead in LOOKAHEADS:
         manager = make_manager(
-            FullAttentionSpec(8 - lookahead, 1, 8, "float16", False), hash_algo=hash_algo, **looks(lookahead)
+            FullAttentionSpec(8 - hash_lookahead, 1, 8, "float16", False), hash_algo=hash_algo, **looks(hash_lookahead)
         )
         run(manager, EngineRequest("a", PROMPT[:8]), 8)
         [key] = manager.page_pool.cached_page_hash_to_page
@@ -107,8 +107,8 @@ def test_the_number_of_tokens_is_part_of_the_key(hash_algo: str) -> None:
 
 def test_a_lookahead_is_for_drafters() -> None:
     with pytest.raises(ArgumentError, match="lookahead: got 1, allowed without use_eagle: 0"):
-        make_manager(FULL, lookahead=1)
-    assert make_manager(CHUNK, use_eagle=True, lookahead=64).enable_caching  # of chunks eagle alone cannot cache any
+        make_manager(FULL, hash_lookahead=1)
+    assert make_manager(CHUNK, use_eagle=True, hash_lookahead=64).enable_caching  # of chunks eagle alone cannot cache any
 
 
 # What is not known yet.
@@ -138,19 +138,19 @@ def decode_request(manager: CacheManager, start: int, stop: int) -> list[int]:
 
 @pytest.mark.parametrize("specs", [(FULL,), (NARROW,), (FULL, CHUNK)], ids=["full", "window", "chunk"])
 @pytest.mark.parametrize("decode", [decode_row, decode_request])
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@pytest.mark.parametrize("hash_lookahead", LOOKAHEADS)
 def test_a_page_is_cached_by_the_step_that_knows_its_lookahead(
-    specs: tuple[Any, ...], decode: Callable[..., list[int]], lookahead: int
+    specs: tuple[Any, ...], decode: Callable[..., list[int]], hash_lookahead: int
 ) -> None:
     """Also where a window leaves it in the same step."""
-    manager = make_manager(*specs, **looks(lookahead))
-    assert decode(manager, 2, 22) == [max(0, num - lookahead) // PAGE_SIZE * PAGE_SIZE for num in range(3, 23)]
+    manager = make_manager(*specs, **looks(hash_lookahead))
+    assert decode(manager, 2, 22) == [max(0, num - hash_lookahead) // PAGE_SIZE * PAGE_SIZE for num in range(3, 23)]
 
 
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
-def test_a_row_that_ends_caches_what_its_last_tokens_allow(lookahead: int) -> None:
-    batch = make_batch(make_manager(FULL, **looks(lookahead)))
+@pytest.mark.parametrize("hash_lookahead", LOOKAHEADS)
+def test_a_row_that_ends_caches_what_its_last_tokens_allow(hash_lookahead: int) -> None:
+    batch = make_batch(make_manager(FULL, **looks(hash_lookahead)))
     batch.admit(0, PROMPT[:8])
     batch.append([0] * 2, PROMPT[8:10])
     batch.release([0])
-    assert batch.probe(0, PROMPT) == (8 if lookahead <= 2 else 4)
+    assert batch.probe(0, PROMPT) == (8 if hash_lookahead <= 2 else 4)

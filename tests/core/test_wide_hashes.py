@@ -52,23 +52,23 @@ HASHES: dict[str, tuple[Callable[[bytes, list[int], Any, list[int]], bytes], typ
 }
 
 
-def root_of(hash_algo: str, lookahead: int) -> bytes:
+def root_of(hash_algo: str, hash_lookahead: int) -> bytes:
     """Return the parent of first pages without a seed."""
     if hash_algo == "sha256":
-        key = encode_extra_keys((("lookahead", lookahead),))
-        return hashlib.sha256(b"root" + key).digest() if lookahead else bytes(32)
+        key = encode_extra_keys((("lookahead", hash_lookahead),))
+        return hashlib.sha256(b"root" + key).digest() if hash_lookahead else bytes(32)
     cbor2 = pytest.importorskip("cbor2", reason="sha256_cbor is an extra: cbor2 is not installed")
     return hashlib.sha256(cbor2.dumps("vllm-none-hash", canonical=True)).digest()
 
 
-def digests_of(hash_algo: str, token_ids: list[int], keys: dict[str, Any], lookahead: int) -> list[bytes]:
+def digests_of(hash_algo: str, token_ids: list[int], keys: dict[str, Any], hash_lookahead: int) -> list[bytes]:
     """Return the digests of all full pages of a request whose lookahead is known."""
     hash_page, kind, _ = HASHES[hash_algo]
     request = type("Request", (), {"cache_salt": None, "lora_id": None, "mm_features": ()} | keys)()
-    extra_keys, parent, digests = kind.of(request), root_of(hash_algo, lookahead), []
-    for stop in range(SIZE, len(token_ids) - lookahead + 1, SIZE):
-        page_keys = extra_keys.of_page(stop - SIZE, stop + lookahead) if extra_keys else None
-        parent = hash_page(parent, token_ids[stop - SIZE : stop], page_keys, token_ids[stop : stop + lookahead])
+    extra_keys, parent, digests = kind.of(request), root_of(hash_algo, hash_lookahead), []
+    for stop in range(SIZE, len(token_ids) - hash_lookahead + 1, SIZE):
+        page_keys = extra_keys.of_page(stop - SIZE, stop + hash_lookahead) if extra_keys else None
+        parent = hash_page(parent, token_ids[stop - SIZE : stop], page_keys, token_ids[stop : stop + hash_lookahead])
         digests.append(parent)
     return digests
 
@@ -89,14 +89,14 @@ def draw_keys(rng: Random) -> dict[str, Any]:
     return keys
 
 
-@pytest.mark.parametrize("lookahead", range(4))
+@pytest.mark.parametrize("hash_lookahead", range(4))
 @pytest.mark.parametrize("hash_algo", HASHES)
-def test_rows_have_the_digests_of_hashlib(hash_algo: str, lookahead: int) -> None:
+def test_rows_have_the_digests_of_hashlib(hash_algo: str, hash_lookahead: int) -> None:
     """Cached pages of prompts and answers. `check` compares rows with the manager's hashes, whatever becomes of them."""
-    root_of(hash_algo, lookahead)
+    root_of(hash_algo, hash_lookahead)
     for seed in range(8):
         rng = Random(f"{hash_algo} {seed}")  # the same prompts with each lookahead
-        options = {"hash_algo": hash_algo, "use_eagle": lookahead > 0, "lookahead": lookahead}
+        options = {"hash_algo": hash_algo, "use_eagle": hash_lookahead > 0, "hash_lookahead": hash_lookahead}
         manager = make_manager(SPEC, num_pages=400, max_model_len=MAX_LEN, hash_seed=None, **options)
         batch = RunningBatch(manager, PageTable(NUM_ROWS, MAX_LEN // SIZE, 1024))
         requests = [(draw_tokens(rng, rng.randrange(1, 100)), draw_keys(rng)) for _ in range(NUM_ROWS)]
@@ -109,6 +109,6 @@ def test_rows_have_the_digests_of_hashlib(hash_algo: str, lookahead: int) -> Non
                 token_ids.append(token)
         batch.check()
         for row, (token_ids, keys) in enumerate(requests):
-            digests = digests_of(hash_algo, token_ids, keys, lookahead)
+            digests = digests_of(hash_algo, token_ids, keys, hash_lookahead)
             found = [manager._store.page_hash_of(page_id) for page_id in batch.get_page_ids(row)[0][: len(digests)]]
             assert [page.page_hash.hash_value for page in found] == [int.from_bytes(each, "big") for each in digests]

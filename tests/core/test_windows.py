@@ -75,15 +75,15 @@ def both(groups: tuple[Group, ...], **options: Any) -> tuple[Rows, Rows]:
 
 @pytest.mark.parametrize("groups", LAYOUTS, ids=str)
 @pytest.mark.parametrize("place", ["end of the prompt", "slack", "interval", "named", "junction", "end of the answer"])
-@pytest.mark.parametrize("lookahead", [0, 1, 3])
-def test_a_request_resumes_at_a_boundary(groups: tuple[Group, ...], place: str, lookahead: int) -> None:
+@pytest.mark.parametrize("hash_lookahead", [0, 1, 3])
+def test_a_request_resumes_at_a_boundary(groups: tuple[Group, ...], place: str, hash_lookahead: int) -> None:
     """As far as if all pages had stayed."""
     rng = Random(place)
     prompt, answer = draw(rng, 200), draw(rng, 120)
     num_shared = {"end of the prompt": 200, "slack": 192, "interval": 64, "named": 104, "junction": 88}.get(place, 320)
-    num_hits = num_shared - lookahead - (num_shared - lookahead) % max(group.page_size for group in groups)
+    num_hits = num_shared - hash_lookahead - (num_shared - hash_lookahead) % max(group.page_size for group in groups)
     retention = retain(window_interval=64 if place == "interval" else 0)
-    for rows in both(groups, retention=retention, use_eagle=lookahead > 0, lookahead=lookahead):
+    for rows in both(groups, retention=retention, use_eagle=hash_lookahead > 0, hash_lookahead=hash_lookahead):
         rows.run(prompt, answer, resume_at=[106] if place == "named" else ())
         if place == "junction":
             hit = rows.run(prompt[:num_shared] + draw(rng, 30))

@@ -249,7 +249,7 @@ class OracleRows(Rows):
         self.caches_computed = caches == "computed"
         manager.page_pool.prefers_held |= self.caches_computed
         has_windows = any(group.span for group in setting.groups)
-        is_late = self.caches_computed or (manager.keys.lookahead > 0 and manager.enable_caching)
+        is_late = self.caches_computed or (manager.keys.hash_lookahead > 0 and manager.enable_caching)
         self.settles_before = is_late or has_windows or manager.writes_states  # before the next step is planned
         self.enters_before = self.settles_before and (has_windows or manager.writes_states)
 
@@ -805,7 +805,7 @@ class OracleRows(Rows):
 
     def release(self, rows: list[int], seconds: Any = None) -> None:
         terms = list(map(term_of_seconds, seconds)) if isinstance(seconds, list) else [term_of_seconds(seconds)] * len(rows)
-        for row in rows if self.manager.keys.lookahead else ():
+        for row in rows if self.manager.keys.hash_lookahead else ():
             with self._noting_filled(row):
                 self.manager._enter_full_pages(self.requests[row], self.count_final(row))
         self._end_rows(rows, terms)

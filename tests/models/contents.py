@@ -106,7 +106,7 @@ class Simulation:
         may_be_late = self.fronts_classes == (ManagerFront,) or not looks_ahead
         self.options["caches"] = CACHES[seed // len(EVICTION) % len(CACHES)] if may_be_late else "scheduled"
         self.setting = setting = setting.with_lookahead(self.rng.randint(1, 3) if looks_ahead else 0)
-        self.device = Device(setting.pools(self.sizes), setting.groups, self.histories, setting.lookahead)
+        self.device = Device(setting.pools(self.sizes), setting.groups, self.histories, setting.hash_lookahead)
         self.waiting: list[Job] = []
         self.refusals: Counter[Job] = Counter()
         self.plan: list[Entry] = []
@@ -502,12 +502,12 @@ class Simulation:
         num_drafted = min(stop, job.num_drafted_tokens)
         is_state = self.setting.groups[group_id].kind == "mamba"
         if (
-            self.setting.lookahead
+            self.setting.hash_lookahead
             and first < num_drafted
             and not self._is_doubtful(job)
             and not (is_state and num_drafted < stop)
         ):
-            drafts = self.books.list_known(job, num_drafted)[first + self.setting.lookahead :]
+            drafts = self.books.list_known(job, num_drafted)[first + self.setting.hash_lookahead :]
             self.device.compare_drafts(group_id, slots[: len(drafts)], drafts, f"read of {job}")
 
     def _compare(self, work: Work, group_id: int, slots: Any, tokens: slice) -> bool:

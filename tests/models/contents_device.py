@@ -73,13 +73,15 @@ class Device:
     are in further cells of each page: at each slot, the history of the last token behind its own on which they depend.
     """
 
-    def __init__(self, pools: Pools, groups: Sequence[Group], histories: Histories | None = None, lookahead: int = 0) -> None:
+    def __init__(
+        self, pools: Pools, groups: Sequence[Group], histories: Histories | None = None, hash_lookahead: int = 0
+    ) -> None:
         self.pools = pools
         self.groups = groups
         self.histories = histories or Histories()
-        self.lookahead = lookahead
+        self.hash_lookahead = hash_lookahead
         self.width = max([1, *(group.page_size for group in groups if group.kind != "mamba")])
-        num_cells = self.width * (2 if lookahead else 1)
+        num_cells = self.width * (2 if hash_lookahead else 1)
         self.arrays: list[Cells] = [np.zeros((len(pages) + 1, num_cells), dtype=np.int64) for pages in pools.ranges]
         self.num_written = 0
         self.num_compared = 0
@@ -90,7 +92,7 @@ class Device:
         if not (pages > 0).all():
             raise ContentsError(f"a write into the null page: {slots.tolist()}")
         self._cells_of(group_id)[pages, offsets] = self._values(group_id, histories)
-        if self.lookahead:
+        if self.hash_lookahead:
             self._cells_of(group_id)[pages, offsets + self.width] = NOTHING
         self.num_written += len(histories)
 
@@ -128,15 +130,15 @@ class Device:
         histories, drafts = self.list_slots(content)
         slots = np.arange(len(histories), dtype=np.int32) + page_id * len(histories)
         self.compare(group_id, slots, histories, f"cached page {page_id}")
-        if self.lookahead:
+        if self.hash_lookahead:
             self.compare_drafts(group_id, slots, drafts, f"cached page {page_id}")
 
     def list_slots(self, content: Content) -> tuple[list[int], list[int]]:
         """Return the histories that a page with a content holds, and the drafter's values."""
         group_id, history = content
         page_size = 1 if self.groups[group_id].kind == "mamba" else self.groups[group_id].page_size
-        histories = self.histories.list_last(history, page_size + self.lookahead)
-        return histories[:page_size], histories[self.lookahead :]
+        histories = self.histories.list_last(history, page_size + self.hash_lookahead)
+        return histories[:page_size], histories[self.hash_lookahead :]
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy pages: source, destination and group of each. All are read before any is written."""

@@ -139,20 +139,20 @@ class World:
         """Let the drafter of a job `write` its values for tokens whose lookahead is known by now. Once steps have run, pages of
         states that were cached may be those of others.
         """
-        job, lookahead, write = work.job, self.setting.lookahead, write or self.device.draft
-        start, stop = job.num_drafted_tokens, min(work.stop, job.num_tokens - lookahead)
-        if not lookahead or start >= stop:
+        job, hash_lookahead, write = work.job, self.setting.hash_lookahead, write or self.device.draft
+        start, stop = job.num_drafted_tokens, min(work.stop, job.num_tokens - hash_lookahead)
+        if not hash_lookahead or start >= stop:
             return
         histories = self.books.list_known(job, stop)
         for group_id, group in enumerate(self.setting.groups):
             if group.kind != "mamba":
                 slots = work.find_slots(group_id, start, stop)
-                write(group_id, slots, histories[start + lookahead :])
+                write(group_id, slots, histories[start + hash_lookahead :])
             elif stop == work.stop:
                 write(group_id, work.slots[group_id], histories[-1:])
         for each in dict.fromkeys([*job.writes, *work.writes]):
             if start < each.num_tokens <= stop and (not has_run or self.books.holds(work, each)):
-                at = each.num_tokens + lookahead
+                at = each.num_tokens + hash_lookahead
                 write(each.group, self.slot_of(each), histories[at - 1 : at])
         job.num_drafted_tokens = stop
 
@@ -385,7 +385,7 @@ class Front(ABC):
     def find_slots(self, work: Work) -> None:
         """Record the slots of the tokens of a step, of those to which these attend, and of those that drafters may lack."""
         for group_id, group in enumerate(self.setting.groups):
-            first = min(find_first_read(group, work.start), max(0, work.start - self.setting.lookahead))
+            first = min(find_first_read(group, work.start), max(0, work.start - self.setting.hash_lookahead))
             first = first if group.kind != "mamba" else -1
             work.slots.append(self.map_slots(work.job, group_id, range(max(0, first), work.num_room_tokens)))
             work.first_tokens.append(first)
@@ -468,7 +468,7 @@ class ManagerFront(Front):
 
     def enter_computed(self, job: Job, num_tokens: int) -> None:
         """Record that a job cached what was computed of its first tokens, and compare that with the device."""
-        if not self.caches_computed and not self.books.lookahead:
+        if not self.caches_computed and not self.books.hash_lookahead:
             return
         entered = self.books.enter_first(job, job.list_histories(num_tokens), self.find_key)
         for page_id in set(entered) - self.world.copied:
@@ -661,7 +661,7 @@ class ManagerFront(Front):
         job.num_computed_tokens = num_computed_tokens
 
     def settle_writes(self, job: Job, num_final_tokens: int) -> None:
-        num_final = min(num_final_tokens, job.num_tokens - self.books.lookahead)
+        num_final = min(num_final_tokens, job.num_tokens - self.books.hash_lookahead)
         self.books.settle_writes(job, num_final, self.find_key, None, is_row=False)
 
     def end(self, job: Job, num_computed_tokens: int | None = None) -> Job:
@@ -697,7 +697,9 @@ class BatchFront(Front):
         self.batch = pagepool.RunningBatch(world.manager, tables, **options)
         self.steps: list[Any] = []  # those being scheduled, or in flight
         has_windows = any(group.span for group in self.setting.groups)  # a row is settled before it takes pages
-        self.is_settled_first = has_windows or self.caches_computed or self.setting.lookahead > 0 or bool(self.books.state_ids)
+        self.is_settled_first = (
+            has_windows or self.caches_computed or self.setting.hash_lookahead > 0 or bool(self.books.state_ids)
+        )
 
     def begin_step(self) -> None:
         """Begin a step: the next calls add to it."""
@@ -797,7 +799,7 @@ class BatchFront(Front):
             if left <= 0:
                 continue
             num_new = self.draw_count(left)
-            may_draft = may_draft and not self.setting.lookahead
+            may_draft = may_draft and not self.setting.hash_lookahead
             drafts = self.draw_drafts(job) if num_new == left and may_draft else []
             amounts[job] = num_new, drafts, self.rng.choice((0, 0, 0, 1, 5)) * may_draft
             told = job.all_token_ids[job.num_known_tokens :]
@@ -864,7 +866,7 @@ class BatchFront(Front):
 
     def settle_writes(self, job: Job, num_final_tokens: int, num_known_tokens: int | None = None) -> None:
         num_known = job.num_known_tokens if num_known_tokens is None else num_known_tokens
-        num_final = min(num_final_tokens, num_known - self.books.lookahead)
+        num_final = min(num_final_tokens, num_known - self.books.hash_lookahead)
         self.books.settle_writes(job, num_final, self.find_key, self.books.find_shard(job.dp_shard), is_row=True)
 
     # Steps that end, or fail.
@@ -975,7 +977,7 @@ class BatchFront(Front):
     def cut(self, job: Job, num_tokens: int) -> None:
         """Let a row forget tokens; some earlier tokens may need recomputation."""
         self._call("trim", [job.row], num_tokens)
-        changed = max(0, num_tokens - self.books.lookahead) if num_tokens < job.num_known_tokens else num_tokens
+        changed = max(0, num_tokens - self.books.hash_lookahead) if num_tokens < job.num_known_tokens else num_tokens
         if changed < job.num_computed_tokens:
             require(not self._sets_back_state(job, num_tokens, changed), "a state went back", job, num_tokens)
             job.num_computed_tokens = self.books.cut(job, num_tokens, min(job.num_computed_tokens, num_tokens), changed)
@@ -990,7 +992,7 @@ class BatchFront(Front):
         num_last_tokens = int(self.batch.num_computed_tokens[job.row])
         num_final = min(num_last_tokens, job.num_settled_tokens) if self.caches_computed else num_last_tokens
         self.call("release", self.batch, [job.row], self.draw_seconds())
-        if self.books.lookahead:
+        if self.books.hash_lookahead:
             self.books.enter_first(job, job.list_histories(num_final), self.find_key, job.num_known_tokens)
         return self.leave(job, None, num_final)
 
@@ -1000,11 +1002,11 @@ class BatchFront(Front):
         try:
             self.cut(job, num_computed_tokens)
         except ArgumentError:
-            restart = self.books.find_restart(job, num_computed_tokens, max(0, num_computed_tokens - self.books.lookahead))
+            restart = self.books.find_restart(job, num_computed_tokens, max(0, num_computed_tokens - self.books.hash_lookahead))
             groups = zip(self.setting.groups, job.pages, strict=True)
             is_lost = not all(self.has_pages(group, pages, restart) for group, pages in groups)
-            is_back = num_computed_tokens - self.books.lookahead < int(self.batch.num_computed_tokens[job.row])
-            changed = max(0, num_computed_tokens - self.books.lookahead)
+            is_back = num_computed_tokens - self.books.hash_lookahead < int(self.batch.num_computed_tokens[job.row])
+            changed = max(0, num_computed_tokens - self.books.hash_lookahead)
             is_right = is_back and (is_lost or self._sets_back_state(job, num_computed_tokens, changed))
             require(is_right, "a row may be cut and is not", job, num_computed_tokens)
             return False

@@ -96,7 +96,7 @@ class Books:
         self.reached: Collection[Content] = ()  # contents of the tier, while these hit too
         cached = [group for group in self.groups if group.kind != "mamba"]
         self.has_state = len(cached) < len(self.groups)
-        self.lookahead = setting.lookahead
+        self.hash_lookahead = setting.hash_lookahead
         self.may_hit = setting.enable_caching and (setting.writes_states or not self.has_state)
         intervals = [group.interval for group in self.groups if group.interval and setting.writes_states]
         self.hit_step = math.lcm(*(group.page_size for group in cached), *(math.gcd(STATE_STEP, each) for each in intervals))
@@ -137,11 +137,11 @@ class Books:
         """Return the content of a page, or state, that ends after so many tokens; one that is nowhere, if the lookahead is not
         among the histories.
         """
-        return group_id, (*histories[num_tokens + self.lookahead - 1 : num_tokens + self.lookahead], NOTHING)[0]
+        return group_id, (*histories[num_tokens + self.hash_lookahead - 1 : num_tokens + self.hash_lookahead], NOTHING)[0]
 
     def list_known(self, job: Job, num_tokens: int) -> list[int]:
         """Return the histories of the first tokens of a job, and of their lookahead, as far as it is known."""
-        return job.list_histories(min(num_tokens + self.lookahead, job.num_tokens) if self.lookahead else num_tokens)
+        return job.list_histories(min(num_tokens + self.hash_lookahead, job.num_tokens) if self.hash_lookahead else num_tokens)
 
     def find_hit_length(self, job: Job, shard: range | Shard | None, reached: Collection[Content] = ()) -> int:
         """Return the longest prefix, in tokens, from which a request can go on, one token being left to compute: all that
@@ -150,7 +150,7 @@ class Books:
         if not self.may_hit:
             return 0
         self.reached = reached
-        length = max(0, self._floor(job.num_tokens - max(1, self.lookahead)))
+        length = max(0, self._floor(job.num_tokens - max(1, self.hash_lookahead)))
         histories = self.list_known(job, length)
         if self.setting.drops_pages:
             for kind in self._list_attention():
@@ -206,7 +206,7 @@ class Books:
         """Return where a request resumes that has so many first tokens of another, all of whose pages are cached."""
         for kind in self._list_attention() if self.setting.drops_pages else ():
             num_tokens = self._floor(max(0, num_tokens // kind.page_size - 1) * kind.page_size)
-        return self._floor(max(0, num_tokens - self.lookahead))
+        return self._floor(max(0, num_tokens - self.hash_lookahead))
 
     def list_hits(self, job: Job, length: int) -> list[Content]:
         """Return the contents of all pages of a hit."""
@@ -286,7 +286,7 @@ class Books:
 
     def _find_boundary(self, num_tokens: int) -> int:
         """Return where a request resumes that shares so many tokens. The lookahead of a state comes with it."""
-        return self._find_resumption(num_tokens + self.lookahead * bool(self.state_ids))
+        return self._find_resumption(num_tokens + self.hash_lookahead * bool(self.state_ids))
 
     def take(self, job: Job, new_ids: Sequence[Sequence[int]], shard: range | Shard | None) -> None:
         """Give a request new pages, which must be free."""
@@ -461,13 +461,13 @@ class Books:
         cached.
         """
         entered: list[int] = []
-        if self.lookahead:
+        if self.hash_lookahead:
             histories = self.list_known(job, len(histories))[:num_known_tokens]
-        num_tokens = len(histories) - self.lookahead
+        num_tokens = len(histories) - self.hash_lookahead
         if not self.setting.enable_caching or self.waits(job):
             return entered
         for group_id, (group, pages) in enumerate(zip(self.groups, job.pages, strict=True)):
-            is_copied = self.lookahead and job.forked_lists.get(group_id) == self.num_taken
+            is_copied = self.hash_lookahead and job.forked_lists.get(group_id) == self.num_taken
             if group.kind == "mamba" or is_copied:
                 continue
             for page in range(job.num_cached_pages[group_id], min(num_tokens // group.page_size, len(pages))):
@@ -528,7 +528,7 @@ class Books:
                 entry = self.index.entries.get(page_id)
                 if entry is not None and ((page in own and entry.stay == job.stay) or not self.is_cached(page_id)):
                     self.drop_everywhere(page_id)
-                elif page_id == NULL_PAGE and (end := (page + 1) * size) + self.lookahead <= job.num_tokens:
+                elif page_id == NULL_PAGE and (end := (page + 1) * size) + self.hash_lookahead <= job.num_tokens:
                     content = self.name(group_id, self.list_known(job, end), end)
                     self._forget_equal(content, page in own and group.kind != "mamba")
                     if self.tier is not None and group.kind == "mamba":  # whether it was hashed, the tier tells

@@ -119,7 +119,7 @@ class StateBooks(Books):
         behind them.
         """
         num_tokens, new_ids = job.num_computed_tokens, []
-        num_shared = max(0, num_tokens - self.lookahead)
+        num_shared = max(0, num_tokens - self.hash_lookahead)
         target.num_drafted_tokens = min(job.num_drafted_tokens, num_shared)
         target.stay, target.num_hit_tokens, target.pages, target.num_cached_pages = next(STAYS), num_tokens, [], []
         target.boundaries, target.ends, target.writes = job.boundaries, job.ends, []
@@ -161,7 +161,7 @@ class StateBooks(Books):
 
     def is_loading(self, job: Job) -> bool:
         """Whether a full page of a request that a fork copies, since its lookahead is not computed, is being loaded."""
-        num_shared, copied = max(0, job.num_computed_tokens - self.lookahead), []
+        num_shared, copied = max(0, job.num_computed_tokens - self.hash_lookahead), []
         for group, pages in zip(self.groups, job.pages, strict=True):
             if group.kind != "mamba":
                 copied += pages[num_shared // group.page_size : -(-job.num_computed_tokens // group.page_size)]

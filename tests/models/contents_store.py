@@ -44,7 +44,7 @@ class CheckingStore(LyingStore):
 
     def check(self, content: Content, row: memoryview, group: int) -> None:
         cells = np.frombuffer(row[HEADER_BYTES:], dtype=np.int64)
-        for i, slots in enumerate(self.books.host.list_slots(content)[: 1 + bool(self.books.host.lookahead)]):
+        for i, slots in enumerate(self.books.host.list_slots(content)[: 1 + bool(self.books.host.hash_lookahead)]):
             start = i * self.books.host.width
             are_same = cells[start : start + len(slots)] == np.array(slots) * MAX_GROUPS + group
             require(are_same.all(), "a page that is saved", cells, slots)

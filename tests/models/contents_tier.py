@@ -70,7 +70,7 @@ class TierBooks:
         ranges = zip(self.pools.ranges, device.pools.ranges, strict=True)
         self.writes_through = tier.policy == "write_through" and all(len(own) >= 2 * len(pages) for own, pages in ranges)
         self.histories = device.histories
-        self.host = Device(self.pools, device.groups, device.histories, device.lookahead)
+        self.host = Device(self.pools, device.groups, device.histories, device.hash_lookahead)
         self.entries: dict[int, Content] = {}
         self.keys: dict[Any, Content] = {}  # contents, by the keys under which pages of the device were cached
         self.in_flight: list[InFlight] = []

@@ -324,6 +324,8 @@ def run_workload(
     rng = Random(seed)
     num_pages = rng.choice(setting.num_pages)
     workload = workload_class(setting, make_twins(setting, num_pages), num_pages, rng, features)
-    where = f"{workload_class.__name__} with {features}, setting {setting.name!r}, lookahead {setting.lookahead}, seed {seed}"
+    where = (
+        f"{workload_class.__name__} with {features}, setting {setting.name!r}, lookahead {setting.hash_lookahead}, seed {seed}"
+    )
     where += f", {num_pages} pages"
     return workload.run(num_calls, where)

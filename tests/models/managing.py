@@ -24,5 +24,5 @@ def keep_token_ids(manager: CacheManager) -> CacheManager:
     """Let a new manager keep the tokens of cached pages, as it does with events."""
     registry = manager.registry
     registry.hasher.keep_token_ids = True
-    _core.keep_token_ids(registry.store, registry.rules.max_cached_page_size + registry.hasher.lookahead)
+    _core.keep_token_ids(registry.store, registry.rules.max_cached_page_size + registry.hasher.hash_lookahead)
     return manager

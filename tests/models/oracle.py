@@ -46,14 +46,14 @@ PagesByGroup = tuple[PageIds, ...]
 class ContentKeys:
     """Numbers the contents of pages: one number for each (content of the parent page, tokens, tokens behind, extra keys).
 
-    The tokens behind a page are its `lookahead`; before they are known it has no content. With `ignores_lengths`, as vLLM does,
-    features are the same that have the same content and offset. With `hash_page`, which hashes a page of a request, `digests`
-    has the hash of each content.
+    The tokens behind a page are its `hash_lookahead`; before they are known it has no content. With `ignores_lengths`, as vLLM
+    does, features are the same that have the same content and offset. With `hash_page`, which hashes a page of a request,
+    `digests` has the hash of each content.
     """
 
-    def __init__(self, page_size: int, lookahead: int) -> None:
+    def __init__(self, page_size: int, hash_lookahead: int) -> None:
         self.page_size = page_size
-        self.lookahead = lookahead
+        self.hash_lookahead = hash_lookahead
         self.ignores_lengths = False
         self.hash_page: Callable[[Any, int], int] | None = None
         self.digests: dict[int, int] = {}
@@ -64,7 +64,7 @@ class ContentKeys:
 
     def count_known(self, num_known_tokens: int) -> int:
         """Return how many of the known tokens can be in pages with a content: behind these the lookahead is known."""
-        return max(0, num_known_tokens - self.lookahead)
+        return max(0, num_known_tokens - self.hash_lookahead)
 
     def chain(self, request: Any) -> list[int]:
         """Return the contents of all full pages of the request, including newly full ones."""
@@ -92,12 +92,12 @@ class ContentKeys:
 
     def _number(self, parent: int | None, request: Any, page: int) -> int:
         start, stop = page * self.page_size, (page + 1) * self.page_size
-        keys = extra_keys(request, start, stop + self.lookahead)
+        keys = extra_keys(request, start, stop + self.hash_lookahead)
         if start == 0 and has_unnamed_images(request):
             keys += (("private", self._nonce(request.request_id)),)
         if self.ignores_lengths:
             keys = tuple((None, *key[1:3], None) if len(key) == 4 else key for key in keys)
-        behind = request.all_token_ids[stop : stop + self.lookahead]
+        behind = request.all_token_ids[stop : stop + self.hash_lookahead]
         content = (parent, tuple(request.all_token_ids[start:stop]), tuple(behind), keys)
         number = self._numbers.setdefault(content, len(self._numbers))
         if self.hash_page is not None and number not in self.digests:
@@ -182,13 +182,13 @@ class OracleManager:
         windows: str = "all",
         retention: Retention | None = None,
         caches: str = "scheduled",
-        lookahead: int = 0,
+        hash_lookahead: int = 0,
     ) -> None:
         self.caches_computed = caches == "computed"
         self.kinds = [kind_of(group.kv_cache_spec) for group in kv_cache_groups]
         self.enable_caching = enable_caching and bool(self.kinds)
         self.max_model_len = max_model_len
-        self.use_eagle = use_eagle and not lookahead
+        self.use_eagle = use_eagle and not hash_lookahead
         pool_names = [getattr(group, "pool", "kv") for group in kv_cache_groups]
         self.pools = Pools.of(
             num_pages, [(name, isinstance(kind, Mamba)) for name, kind in zip(pool_names, self.kinds, strict=True)]
@@ -203,7 +203,7 @@ class OracleManager:
         self.kinds = [kind if keeps_states or not is_kept(kind) else replace(kind, interval=None) for kind in self.kinds]
         intervals = [kind.interval for kind in self.kinds if isinstance(kind, Mamba) and kind.interval]
         self.hit_step = math.lcm(*page_sizes, *intervals)
-        self.keys = ContentKeys(math.gcd(*page_sizes) or math.gcd(*intervals) or 1, lookahead)
+        self.keys = ContentKeys(math.gcd(*page_sizes) or math.gcd(*intervals) or 1, hash_lookahead)
         self.kinds = [replace(kind, interval=self.hit_step) if is_kept(kind) else kind for kind in self.kinds]
         self.classes = group_ids_by_kind(self.kinds)
         self.states = OracleStates(self)
@@ -410,7 +410,7 @@ class OracleManager:
             num_final = 0 if is_delayed else min(request.num_computed_tokens, self.keys.count_known(request.num_tokens))
             self.writes.settle_request(request, num_final)
             self.writes.drop(request, request.num_computed_tokens)
-        if is_late or (self.keys.lookahead and not is_row and not delay_cache_pages):
+        if is_late or (self.keys.hash_lookahead and not is_row and not delay_cache_pages):
             self._enter_full_pages(request, min(request.num_computed_tokens, request.num_tokens))
         if num_new_tokens + num_external_computed_tokens:
             self._skip_pages(request, request.num_computed_tokens if delay_cache_pages and not is_late else None)
@@ -725,7 +725,7 @@ class OracleManager:
             num_full_pages = min(self.count_keyed(request, num_computed_tokens) // kind.page_size, len(held.pages))
             if isinstance(kind, Mamba) or num_full_pages <= held.num_cached_pages or waits_for_loads(self.page_pool, held):
                 continue
-            if self.keys.lookahead and self.states.copies.are_due([held], into_only=True):
+            if self.keys.hash_lookahead and self.states.copies.are_due([held], into_only=True):
                 continue  # full pages of a fork are copied
             keys = self.keys_of(request, kind)
             for page in range(held.num_cached_pages, num_full_pages):
@@ -893,7 +893,7 @@ class OracleManager:
         """Free all pages of the request, last one first. Uncomputed pages lose their entries."""
         terms = [term_of_seconds(seconds)]
         if request.request_id in self.held:
-            if self.caches_computed or self.keys.lookahead:
+            if self.caches_computed or self.keys.hash_lookahead:
                 nums = request.num_computed_tokens, request.num_tokens, num_computed_tokens
                 self._enter_full_pages(request, min(num for num in nums if num is not None))
             self._give_back_all([request], [num_computed_tokens], terms)

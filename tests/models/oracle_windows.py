@@ -56,7 +56,7 @@ class OracleWindows:
     @property
     def num_behind(self) -> int:
         """Tokens behind a page without which it does not hit; those of states are within the slack."""
-        return 0 if self.manager.writes_states else self.manager.keys.lookahead
+        return 0 if self.manager.writes_states else self.manager.keys.hash_lookahead
 
     def find_resumption(self, num_tokens: int) -> int:
         """Return at how many tokens a request resumes that shares `num_tokens` with another, if all pages are cached."""

@@ -132,17 +132,17 @@ pool.pages[page_id].group >= TWIN and pool.pages[page_id].ref_cnt == 0{+ and not
 
 # Lookahead keys.
 == a key lacks the tokens of its lookahead
-    cdef Py_ssize_t num_bytes = (n + hashing.num_lookahead{+ * (not BUG)+}) * sizeof(int32_t)
+    cdef Py_ssize_t num_bytes = (n + hashing.hash_lookahead{+ * (not BUG)+}) * sizeof(int32_t)
 ...
-    batch.waiting.num_page_bytes = (batch.hash_page_size + batch.hashing.num_lookahead{+ * (not BUG)+}) * sizeof(int32_t)
+    batch.waiting.num_page_bytes = (batch.hash_page_size + batch.hashing.hash_lookahead{+ * (not BUG)+}) * sizeof(int32_t)
 == a page is entered one token before its lookahead is known
             num_computed = min(num_computed, count_keyed(batch, num_tokens{+ + BUG+}))
 == a look-up hashes a page whose lookahead ends behind the prompt
 hash_row(batch, self.row, count_keyed(batch, tokens.num{+ + BUG+}))
 == a fork shares a page whose lookahead may differ
-num_shared=<int32_t>max(0, num_computed - num_lookahead{+ * (not BUG)+})
+num_shared=<int32_t>max(0, num_computed - hash_lookahead{+ * (not BUG)+})
 == a fork with a lookahead caches pages before their copies are made
-    return rare(contents.num_lookahead and pool.copies.num{+ and not BUG+}) and is_destination(
+    return rare(contents.hash_lookahead and pool.copies.num{+ and not BUG+}) and is_destination(
 == a state is kept under a digest that waits to be hashed, with a lookahead
     if batch.skips_pages or {+not BUG and +}batch.writes_states:  # pages may leave the row
 
@@ -629,11 +629,12 @@ LOOKAHEAD_BUGS = read_bugs("""
 # What lookahead keys lose, or would share, without a wrong hit of one manager.
 
 == a window leaves a page of a request whose lookahead is not known
-    if num_lookahead{+ and not BUG+}:
+    if hash_lookahead{+ and not BUG+}:
+        step.num_final
 == windows do not stay before ends whose lookahead is not shared
-    boundaries.num_dropped = <int32_t>num_dropped + boundaries.num_lookahead{+ * (not BUG)+}
+    boundaries.num_dropped = <int32_t>num_dropped + boundaries.hash_lookahead{+ * (not BUG)+}
 == the number of a lookahead's tokens is left out of the secret
-        return [-siphash128(key, f"lookahead {self.lookahead}".encode()) if self.lookahead else key-]{+key+}
+        return [-siphash128(key, f"lookahead {self.hash_lookahead}".encode()) if self.hash_lookahead else key-]{+key+}
 """)
 LOOKAHEAD_TESTS = ["test_lookahead.py", "test_windows.py"]
 RARE_BUGS = read_bugs("""

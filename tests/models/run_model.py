@@ -66,7 +66,7 @@ class Run:
 
     @property
     def final(self):  # what may be settled now
-        n = min(self.counted, self.known - self.rules.lookahead)
+        n = min(self.counted, self.known - self.rules.hash_lookahead)
         return max(0, n if self.rules.caches == "scheduled" else min(n, self.resolved))
 
     def filled_by(self, end):  # the step in flight that computes token `end - 1`
@@ -90,10 +90,12 @@ class Run:
         for g, group in enumerate(self.rules.groups):
             for i in range(self.cached[g], group.full(self.settled)):
                 page, end = self.held[g][i], (i + 1) * group.page_size
-                if end + self.rules.lookahead > self.known:  # `settled` may be behind the keys' tokens after a cut
+                if end + self.rules.hash_lookahead > self.known:  # `settled` may be behind the keys' tokens after a cut
                     break
                 if page is not None and page.key is None:
-                    self.index.enter(page, g, tuple(self.tokens[: end + self.rules.lookahead]), self.filled_by(end), self.stay)
+                    self.index.enter(
+                        page, g, tuple(self.tokens[: end + self.rules.hash_lookahead]), self.filled_by(end), self.stay
+                    )
                 self.cached[g] = i + 1
         if is_new_step:
             for g, group in enumerate(self.rules.groups):
@@ -105,7 +107,7 @@ class Run:
         for write in [w for w in self.writes if w.taken and w.end <= min(self.settled, self.final)]:
             self.writes.remove(write)
             if self.index.find(write.group, self.tokens, write.end) is None:
-                key = tuple(self.tokens[: write.end + self.rules.lookahead])
+                key = tuple(self.tokens[: write.end + self.rules.hash_lookahead])
                 self.index.enter(write.page, write.group, key, self.filled_by(write.end), self.stay)
             self.index.give_back(write.page)
 
@@ -197,7 +199,7 @@ class Run:
 
     def has_hit_state(self, keys):
         """Whether the run's state was copied from a checkpoint with one of these keys."""
-        key = tuple(self.tokens[: self.hits + self.rules.lookahead])
+        key = tuple(self.tokens[: self.hits + self.rules.hash_lookahead])
         return self.hits > 0 and any((g, key) in keys for g, group in enumerate(self.rules.groups) if group.kind == "state")
 
     def _end_launch(self):
@@ -228,7 +230,7 @@ class Run:
         if self.rules.has_state and not is_last:
             return
         end = self.planned if is_last else launch.before
-        self.settled = max(self.settled, min(end, self.known - self.rules.lookahead)) if end else 0
+        self.settled = max(self.settled, min(end, self.known - self.rules.hash_lookahead)) if end else 0
         for g, group in enumerate(self.rules.groups):
             for i in range(min(group.first_read(end), len(self.held[g]))):
                 self.index.give_back(self.held[g][i])
@@ -292,7 +294,7 @@ class Run:
             raise Refused("tokens ahead")
         if self.rules.has_state and 0 < n < min(self.known, self.planned):
             raise Refused("a state saw them")
-        changed = max(0, n - self.rules.lookahead) if n < self.known else n  # drafters write these slots again
+        changed = max(0, n - self.rules.hash_lookahead) if n < self.known else n  # drafters write these slots again
         if changed >= self.counted:
             del self.tokens[n:]
             return
@@ -369,7 +371,7 @@ class Run:
         child.state, child.hits, child.boundaries = RUNNING, self.hits, list(self.boundaries)
         child.ring = self.foreign(self.counted)
         for g, group in enumerate(self.rules.groups):
-            shared = group.full(max(0, self.counted - self.rules.lookahead))
+            shared = group.full(max(0, self.counted - self.rules.hash_lookahead))
             for i, page in enumerate(self.held[g][: group.pages(self.counted)]):
                 if page is not None and i < shared and group.kind != "state":
                     page.refs += 1

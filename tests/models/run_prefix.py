@@ -34,7 +34,7 @@ class Group:
 @dataclass(frozen=True)
 class Rules:
     groups: tuple = (Group(),)
-    lookahead: int = 0  # L: tokens behind a page in its key
+    hash_lookahead: int = 0  # L: tokens behind a page in its key
     caches: str = "scheduled"
     max_steps_ahead: int = 0
     interval: int = 8  # of checkpoints; hits of states end at multiples of `multiple`
@@ -91,9 +91,9 @@ class Index:
 
     def find(self, g, tokens, end):
         """The page of group g that ends at token `end`, or the state there, if its lookahead is known."""
-        if end + self.rules.lookahead > len(tokens):
+        if end + self.rules.hash_lookahead > len(tokens):
             return None
-        found = self.pages.get((g, tuple(tokens[: end + self.rules.lookahead])))
+        found = self.pages.get((g, tuple(tokens[: end + self.rules.hash_lookahead])))
         held = [page for page in found or () if page.refs and self.rules.caches == "computed"]  # a held page first
         return (held or found)[0] if found else None
 

@@ -37,7 +37,7 @@ class Setting(NamedTuple):
     """What a batch is made for."""
 
     layout: str  # "full", "window" or "state"
-    lookahead: int
+    hash_lookahead: int
     caches: str
     max_steps_ahead: int
 
@@ -68,7 +68,7 @@ def make_both(setting: Setting) -> tuple[CacheManager, RunningBatch, Rules]:
         spec, rule = others[setting.layout]
         groups.append(CacheGroupSpec(spec, pool="states") if setting.layout == "state" else CacheGroupSpec(spec))
         rules.append(rule)
-    hashing = PageHashing(hash_seed="run", use_eagle=setting.lookahead > 0, lookahead=setting.lookahead)
+    hashing = PageHashing(hash_seed="run", use_eagle=setting.hash_lookahead > 0, hash_lookahead=setting.hash_lookahead)
     num_pages = {"kv": 4000, "states": 2000} if setting.layout == "state" else 4000
     manager = CacheManager(
         num_pages,

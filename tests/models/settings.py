@@ -75,20 +75,20 @@ class Setting:
     num_pages: tuple[NumPages, ...] = (8, 13, 24, 64)  # by pool where there are several
     enable_caching: bool = True
     use_eagle: bool = False
-    lookahead: int = 0  # tokens behind a page that its key covers, with eagle
+    hash_lookahead: int = 0  # tokens behind a page that its key covers, with eagle
     data_parallel_size: int | None = None
     windows: tuple[int, int] | None = None  # slack and interval in tokens; None: all pages of windows stay cached
     max_steps_ahead: int = 0
     habits: Habits = field(default_factory=Habits)
 
-    def with_lookahead(self, lookahead: int) -> Setting:
+    def with_lookahead(self, hash_lookahead: int) -> Setting:
         """Return the setting with eagle whose keys look so many tokens ahead; 0: as it is."""
-        return replace(self, use_eagle=True, lookahead=lookahead) if lookahead else self
+        return replace(self, use_eagle=True, hash_lookahead=hash_lookahead) if hash_lookahead else self
 
     @property
     def drops_pages(self) -> bool:
         """Whether eagle drops the last page of a hit."""
-        return self.use_eagle and not self.lookahead
+        return self.use_eagle and not self.hash_lookahead
 
     @property
     def page_size(self) -> int:
@@ -137,7 +137,7 @@ class Setting:
         retention = Retention(window_slack=slack, window_interval=interval, max_leased_share=max_leased_share)
         keeps_all = self.windows is None and not self.writes_states
         options |= {"windows": "all" if keeps_all else "ends", "retention": retention}
-        options |= {"lookahead": self.lookahead} if self.lookahead else {}
+        options |= {"hash_lookahead": self.hash_lookahead} if self.hash_lookahead else {}
         if not issubclass(manager_class, pagepool.CacheManager):
             return manager_class(num_pages, groups, self.max_model_len, self.enable_caching, self.use_eagle, **options)
         keeps = options.pop("keep_token_ids", False)

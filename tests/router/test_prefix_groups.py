@@ -34,19 +34,19 @@ WINDOWS = {"a window": [40], "a window of a page": [16], "two windows": [100, 20
 
 @pytest.mark.parametrize("kept", ["ends", "all"])
 @pytest.mark.parametrize("name", WINDOWS)
-@pytest.mark.parametrize("lookahead", [0, 2])
-def test_found_is_what_the_manager_hits(name: str, kept: str, lookahead: int) -> None:
+@pytest.mark.parametrize("hash_lookahead", [0, 2])
+def test_found_is_what_the_manager_hits(name: str, kept: str, hash_lookahead: int) -> None:
     """In a pool so small that it evicts, with prompts that begin alike and end where others resume."""
     rng = Random(f"{name} {kept}")
-    options: Any = {"use_eagle": lookahead > 0, "lookahead": lookahead, "windows": kept, "hash_seed": "s"}
+    options: Any = {"use_eagle": hash_lookahead > 0, "hash_lookahead": hash_lookahead, "windows": kept, "hash_seed": "s"}
     shape = {"num_kv_heads": 1, "head_size": 8, "dtype": "bfloat16", "use_mla": False}
     specs = [FullAttentionSpec(16, **shape), *(SlidingWindowSpec(16, **shape, sliding_window=n) for n in WINDOWS[name])]
     manager = CacheManager(90 * len(specs), [CacheGroupSpec(spec) for spec in specs], 2048, **grouped(**options))
     manager.enable_events()
-    index = PrefixIndex(16, hash_seed="s", lookahead=lookahead)
+    index = PrefixIndex(16, hash_seed="s", hash_lookahead=hash_lookahead)
     prompts = [[0]]
     num_hits = 0
-    for step in range(scale(2000) // (1 + (lookahead > 0))):
+    for step in range(scale(2000) // (1 + (hash_lookahead > 0))):
         known = rng.choice(prompts)
         prompt = known[: rng.choice((len(known), rng.randint(1, len(known))))] + [rng.randrange(9)] * rng.randint(1, 150)
         prompts = [*prompts[-40:], prompt[:800]]
@@ -62,7 +62,7 @@ def test_found_is_what_the_manager_hits(name: str, kept: str, lookahead: int) ->
             request.num_computed_tokens += num_new
         manager.free(request)
         index.apply(0, encode_batch(EventBatch(1.0, manager.take_events())))
-    assert num_hits > scale(2000) // (8 if lookahead else 4)
+    assert num_hits > scale(2000) // (8 if hash_lookahead else 4)
     index.check()
 
 
@@ -77,17 +77,17 @@ HYBRIDS: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_group_that_told_nothing_yet_hits_nothing(name: str, lookahead: int) -> None:
+@pytest.mark.parametrize("hash_lookahead", [0, 1])
+def test_a_group_that_told_nothing_yet_hits_nothing(name: str, hash_lookahead: int) -> None:
     """From the first prompt on, which is too short to be cached in all groups."""
     specs = HYBRIDS[name]
     for seed in range(scale(40)):
         rng = Random(f"{name} {seed}")
-        options: Any = {"use_eagle": lookahead > 0, "lookahead": lookahead, "hash_seed": "s"}
+        options: Any = {"use_eagle": hash_lookahead > 0, "hash_lookahead": hash_lookahead, "hash_seed": "s"}
         manager = CacheManager(200, [CacheGroupSpec(spec) for spec in specs], 512, **grouped(**options))
         manager.enable_events()
         batch = RunningBatch(manager, MultiGroupPageTable(2, 512, 512, [spec.page_size for spec in specs]))
-        index = PrefixIndex(4, hash_seed="s", lookahead=lookahead)
+        index = PrefixIndex(4, hash_seed="s", hash_lookahead=hash_lookahead)
         for _ in range(8):
             prompt = [rng.randrange(2)] + [1] * rng.choice((10, 30, 50, 100, 200))
             if batch.admit(0, prompt) is None:
@@ -154,15 +154,15 @@ def test_a_drafter_drops_the_same_pages(name: str) -> None:
     for seed in range(scale(24)):
         rng = Random(f"{name} {seed}")
         windows = rng.choice(("all", "ends")) if name != "a window and a state" else "ends"
-        lookahead = rng.choice((0, 0, 0, 1))
-        options: Any = {"use_eagle": True, "lookahead": lookahead, "windows": windows, "hash_seed": "s"}
+        hash_lookahead = rng.choice((0, 0, 0, 1))
+        options: Any = {"use_eagle": True, "hash_lookahead": hash_lookahead, "windows": windows, "hash_seed": "s"}
         manager = CacheManager(
             rng.choice((130, 200)) * len(specs), [CacheGroupSpec(spec) for spec in specs], 512, **grouped(**options)
         )
         manager.enable_events()
         batch = RunningBatch(manager, MultiGroupPageTable(2, 512, 512, [spec.page_size for spec in specs]))
-        index = PrefixIndex(4, use_eagle=True, lookahead=lookahead, hash_seed="s")
-        plain = PrefixIndex(4, lookahead=lookahead, hash_seed="s")
+        index = PrefixIndex(4, use_eagle=True, hash_lookahead=hash_lookahead, hash_seed="s")
+        plain = PrefixIndex(4, hash_lookahead=hash_lookahead, hash_seed="s")
         for _ in range(10):
             prompt = [rng.randrange(2)] + [1] * rng.choice((10, 31, 32, 63, 64, 100, 200))
             prompt = prompt[: len(prompt) // rng.choice((1, 2))] + [5] * rng.choice((0, 16, 50))

@@ -50,16 +50,16 @@ cdef inline WideDigest hash_wide(
     if is_cbor:
         _add_tokens(&sha, tokens, n)
         room = sha_room(&sha)
-        if hashing.num_lookahead:
-            room = write_head(room, CBOR_ARRAY, 1 + <uint32_t>hashing.num_lookahead)
+        if hashing.hash_lookahead:
+            room = write_head(room, CBOR_ARRAY, 1 + <uint32_t>hashing.hash_lookahead)
         if size == 0:
             room[0] = CBOR_NULL
             room += 1
         sha.num_waiting = room - sha.waiting
         sha_add(&sha, extra, size)
-        _add_tokens(&sha, tokens + n, hashing.num_lookahead)
+        _add_tokens(&sha, tokens + n, hashing.hash_lookahead)
     else:
-        sha_add(&sha, <const uint8_t *>tokens, (n + hashing.num_lookahead) * sizeof(int32_t))
+        sha_add(&sha, <const uint8_t *>tokens, (n + hashing.hash_lookahead) * sizeof(int32_t))
         sha_add(&sha, extra, size)
     sha_finish(&sha)
     return _digest_in(sha.state)
@@ -74,7 +74,7 @@ cdef void hash_pages(
     """
     cdef WideDigest parent = digest_at(digests, uppers, start - 1) if start else hashing.root
     cdef Digest secret = hashing.key
-    cdef Py_ssize_t num_bytes = (n + hashing.num_lookahead) * sizeof(int32_t)
+    cdef Py_ssize_t num_bytes = (n + hashing.hash_lookahead) * sizeof(int32_t)
     cdef Py_ssize_t i
     assert 0 <= start <= stop and n > 0 and (uppers != NULL) == (hashing.kind != SIPHASH)
     if hashing.kind != SIPHASH:

@@ -17,7 +17,7 @@ cdef struct Contents:         # hashes and tokens of a request or row, for the e
     Py_ssize_t num_digests
     const int32_t *token_ids
     Py_ssize_t num_token_ids
-    int32_t num_lookahead     # tokens behind a page that its digest covers
+    int32_t hash_lookahead     # tokens behind a page that its digest covers
     int32_t context           # see `Origin`
     int32_t session
 
@@ -84,12 +84,12 @@ cdef inline void cache_waiting(Waiting *waiting) noexcept nogil:
 
 cdef inline bint _awaits_copies(const Pool *pool, const Held *held, const Contents *contents) noexcept nogil:
     """Whether full pages of a fork, which have a lookahead of its own, are copies that are due."""
-    return rare(contents.num_lookahead and pool.copies.num) and is_destination(pool, held)
+    return rare(contents.hash_lookahead and pool.copies.num) and is_destination(pool, held)
 
 
 cdef inline void _set_tokens(Entry *entry, const Contents *contents, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
     """Give an entry the `n` tokens from `start` on, and those of their lookahead, if all are known."""
-    n += contents.num_lookahead
+    n += contents.hash_lookahead
     entry.token_ids = contents.token_ids + start
     entry.num_tokens = <int32_t>n if start + n <= contents.num_token_ids else 0
 

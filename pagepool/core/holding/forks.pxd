@@ -19,8 +19,8 @@ cdef enum ForkOutcome:
     SHORT_OF_MEMORY
 
 
-cdef inline ForkExtent fork_extent(int64_t num_computed, int32_t num_lookahead) noexcept nogil:
-    return ForkExtent(num_computed=<int32_t>num_computed, num_shared=<int32_t>max(0, num_computed - num_lookahead))
+cdef inline ForkExtent fork_extent(int64_t num_computed, int32_t hash_lookahead) noexcept nogil:
+    return ForkExtent(num_computed=<int32_t>num_computed, num_shared=<int32_t>max(0, num_computed - hash_lookahead))
 
 
 cdef inline int32_t _fork_end(const Group *group, const Held *held, const ForkExtent *extent) noexcept nogil:

@@ -57,10 +57,10 @@ cdef class CacheGroups:
     With `use_eagle` the last page of each hit is dropped, because the drafter needs its hidden states. `boundaries` are numbers
     of tokens, ``(multiple, slack, interval)``: pages of windows and chunks stay cached only if a request that resumes at a
     boundary needs them, see `Boundaries`; None: all stay, and no states are kept. States of a group with an id are kept at
-    boundaries. The hash of a page covers a `lookahead` of tokens behind it.
+    boundaries. The hash of a page covers a `hash_lookahead` of tokens behind it.
     """
 
-    def __cinit__(self, groups, bint use_eagle=False, tuple boundaries=None, banks=None, lookahead=0):
+    def __cinit__(self, groups, bint use_eagle=False, tuple boundaries=None, banks=None, hash_lookahead=0):
         cdef tuple items = tuple(as_list(groups, "groups"))
         cdef list numbers = [0] * len(items) if banks is None else as_list(banks, "banks")
         cdef PageRules rules
@@ -90,7 +90,7 @@ cdef class CacheGroups:
         read_boundaries(self, boundaries)
         list_kinds(self, True)
         list_kinds(self, False)
-        self.boundaries.num_lookahead = <int32_t>size_of(lookahead, "lookahead", 0, MAX_LOOKAHEAD)
+        self.boundaries.hash_lookahead = <int32_t>size_of(hash_lookahead, "hash_lookahead", 0, MAX_LOOKAHEAD)
         plan_ends(self, min(lcm(*[self.groups[g].rules.page_size % MAX_TOKENS or 1 for g in range(self.num)]), MAX_TOKENS))
 
     def __dealloc__(self):
@@ -232,7 +232,7 @@ cdef void plan_ends(CacheGroups groups, int32_t end_step) noexcept:
     cdef Py_ssize_t g, kind
     cdef int64_t num_behind = 0, num_dropped = 0, multiple = boundaries.multiple or kinds.num_hit_tokens
     if boundaries.writes_states:  # their slack is larger
-        boundaries.num_lookahead = 0
+        boundaries.hash_lookahead = 0
     for kind in range(kinds.num - 1, -1, -1):
         item = kinds.items[kind]
         if is_state(&item.rules) or not kinds.use_eagle:
@@ -244,7 +244,7 @@ cdef void plan_ends(CacheGroups groups, int32_t end_step) noexcept:
             item = item.next_alike
         num_behind = min(num_behind + multiple, <int64_t>MAX_TOKENS)
     assert 0 <= num_dropped <= MAX_TOKENS
-    boundaries.num_dropped = <int32_t>num_dropped + boundaries.num_lookahead
+    boundaries.num_dropped = <int32_t>num_dropped + boundaries.hash_lookahead
     if not boundaries.multiple:
         return
     boundaries.num_uncertain = boundaries.multiple if num_dropped < num_behind else 0

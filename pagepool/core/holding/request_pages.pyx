@@ -54,12 +54,12 @@ cdef int require_banks(PageStore store, CacheGroups groups) except -1:
 cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noexcept:
     """Return the hashes and tokens of a request's locked chain, or none without one, with its context and session."""
     cdef Contents contents = Contents(
-        digests=NULL, uppers=NULL, num_digests=0, token_ids=NULL, num_token_ids=0, num_lookahead=0, context=context,
+        digests=NULL, uppers=NULL, num_digests=0, token_ids=NULL, num_token_ids=0, hash_lookahead=0, context=context,
         session=session,
     )
     if chain is not None:
         contents.digests, contents.uppers, contents.num_digests = chain.digests, chain.uppers, chain.num
-        contents.num_lookahead = chain.hashing.num_lookahead
+        contents.hash_lookahead = chain.hashing.hash_lookahead
     if chain is not None and chain.token_ids is not None:
         contents.token_ids, contents.num_token_ids = chain.token_ids.ids, chain.token_ids.num
     return contents
@@ -271,7 +271,7 @@ cdef class RequestPages:
         step.may_be_too_large, step.may_overwrite = True, step.num_to_cache == 0
         if chain is None and checked:
             chain = HashChain.__new__(HashChain, 1, bytes(16))
-        if chain is not None and chain.hashing.num_lookahead:
+        if chain is not None and chain.hashing.hash_lookahead:
             step.num_cached_first = min(step.num_to_cache, step.num_computed)
         outcome = self.allocate_checked(&step, checked, chain, None, new)
         if outcome != DONE and outcome != TOO_FEW:
@@ -300,15 +300,15 @@ cdef class RequestPages:
             free(array)
         return outcome
 
-    def fork(self, RequestPages target not None, num_computed_tokens, session=0, lookahead=0) -> bool:
+    def fork(self, RequestPages target not None, num_computed_tokens, session=0, hash_lookahead=0) -> bool:
         """Let `target`, which holds nothing, continue from the computed tokens of the request. Full pages are shared, others
         copied; in a pool of shards the copies come from the shard of the first page. A full page is copied too unless the
-        `lookahead` tokens behind it are computed. `session` is a number of `PageSessions.hold`, or 0 for the request's own
+        `hash_lookahead` tokens behind it are computed. `session` is a number of `PageSessions.hold`, or 0 for the request's own
         session. False, and nothing changed, if too few pages are free. PageIdError for a page that cannot be shared. O(pages).
         """
         cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, self.limits.num_room)
         cdef int32_t checked_session = self.store.checked_session(session)
-        cdef ForkExtent extent = fork_extent(num_computed, <int32_t>size_of(lookahead, "lookahead", 0, MAX_LOOKAHEAD))
+        cdef ForkExtent extent = fork_extent(num_computed, <int32_t>size_of(hash_lookahead, "hash_lookahead", 0, MAX_LOOKAHEAD))
         cdef ForkOutcome outcome = SHORT_OF_MEMORY
         cdef bint is_past_pages
         if target is self or target.store is not self.store or target.groups is not self.groups or len(target):

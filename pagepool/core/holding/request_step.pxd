@@ -45,19 +45,19 @@ cdef struct Step:             # the next tokens of a request, counted from its f
     int32_t wrong_shard       # shard that is too small; -1: the pool is
 
 
-cdef inline void begin_step(Step *step, int64_t num_lookahead, bint caches_computed) noexcept nogil:
+cdef inline void begin_step(Step *step, int64_t hash_lookahead, bint caches_computed) noexcept nogil:
     """Derive which tokens of a counted step are cached, and up to which ones windows leave pages. With `caches_computed` tokens
     are cached once they are computed, not when they get slots.
     """
     assert 0 <= step.num_computed <= step.num_held <= step.num_before <= step.num_tokens and step.num_known >= 0
-    step.num_keyed = max(<int64_t>0, step.num_known - num_lookahead)
+    step.num_keyed = max(<int64_t>0, step.num_known - hash_lookahead)
     step.num_to_cache, step.num_cached_first, step.num_final = 0, 0, step.num_computed
     if step.may_overwrite:
         return
     step.num_to_cache = min(step.num_computed if caches_computed else step.num_tokens, step.num_known)
-    if num_lookahead:
+    if hash_lookahead:
         step.num_final = min(step.num_final, step.num_keyed)
-    if num_lookahead or caches_computed:
+    if hash_lookahead or caches_computed:
         step.num_cached_first = min(step.num_computed, step.num_to_cache)
     assert step.num_cached_first <= step.num_to_cache and step.num_final <= step.num_computed
 
@@ -133,7 +133,7 @@ cdef inline bint overwrites_entry(
             continue
         stop = min(pages_for(&group.rules, step.demand.num_tokens), <int64_t>count_once_cached(holding, g))
         start = step.num_to_cache // group.rules.page_size
-        if contents.num_lookahead:
+        if contents.hash_lookahead:
             start = min(start, <int64_t>(contents.num_digests // group.stride))
         for i in range(start, stop):
             assert 0 <= i < held.num_pages

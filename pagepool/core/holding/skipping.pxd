@@ -191,7 +191,7 @@ cdef inline int64_t _find_cached_end(const Holding *holding, int64_t num_compute
 cdef inline int32_t _find_last_resumption(const Holding *holding, int64_t num_computed) noexcept nogil:
     """Return where a request resumes that shares all cached tokens."""
     cdef const Boundaries *boundaries = holding.boundaries
-    return find_resumption(boundaries, _find_cached_end(holding, num_computed) + boundaries.num_lookahead)
+    return find_resumption(boundaries, _find_cached_end(holding, num_computed) + boundaries.hash_lookahead)
 
 
 cdef inline bint _is_end_worth(const Holding *holding, int32_t end) noexcept nogil:

@@ -85,7 +85,7 @@ cdef class SlotAllocator:
     cdef bint has_state             # some group is a state, kept or not
     cdef object on_too_large        # called for each refused request, in place of RequestTooLargeError; None: raise that
     cdef bint hashes_natively
-    cdef int64_t num_lookahead      # tokens behind a page that its hash covers
+    cdef int64_t hash_lookahead      # tokens behind a page that its hash covers
 
     def __init__(self, RequestMaps registry not None, max_num_tokens, on_too_large=None, bint caches_computed=False):
         """Allocate to the requests of a `RequestRegistry`, each of at most `max_num_tokens` tokens."""
@@ -98,7 +98,7 @@ cdef class SlotAllocator:
         self.on_too_large = on_too_large
         if caches_computed:
             self.store.prefer_held()
-        self.hashes_natively, self.num_lookahead = self.registry.hasher.is_native, self.registry.hasher.lookahead
+        self.hashes_natively, self.hash_lookahead = self.registry.hasher.is_native, self.registry.hasher.hash_lookahead
 
     def allocate_slots(
         self, request, num_new_tokens, num_new_computed_tokens=0, new_computed_pages=None, num_lookahead_tokens=0,
@@ -277,7 +277,7 @@ cdef class SlotAllocator:
         step.num_known = 0
         if not step.may_overwrite or self.has_state:
             step.num_known = count_known(request)
-        begin_step(step, self.num_lookahead, self.caches_computed)
+        begin_step(step, self.hash_lookahead, self.caches_computed)
         assert step.may_overwrite or self.enables_caching
         return 0
 
@@ -302,7 +302,7 @@ cdef class SlotAllocator:
 
     cdef int cut_replaced(self, RequestHashes hashes, RequestPages held, int64_t num_computed) except -1:
         """Forget the hashes of tokens that may have been replaced: the request was set back, before tokens of its look-up."""
-        cdef int64_t num_sure = max(<int64_t>0, num_computed - self.num_lookahead) // self.hash_page_size
+        cdef int64_t num_sure = max(<int64_t>0, num_computed - self.hash_lookahead) // self.hash_page_size
         assert 0 <= num_sure and num_computed < held.num_looked_up
         if hashes is not None and hashes.chain.num > num_sure:
             hashes.cut(num_sure)
@@ -493,7 +493,7 @@ cdef class SlotAllocator:
         if self.on_too_large is not None:
             self.report_shortage(held, hits, step.demand.num_new)
         if hashes is None or hashes.query is None or (
-            hashes.chain.num < (<int64_t>hashes.query[0] - self.num_lookahead) // self.hash_page_size
+            hashes.chain.num < (<int64_t>hashes.query[0] - self.hash_lookahead) // self.hash_page_size
         ):
             return 0
         if step.demand.shard < 0 and self.groups.num == 1:

@@ -81,7 +81,7 @@ cdef class PrefixTable:
     cdef tuple locks
     cdef int process          # number of the process that made it
 
-    def __cinit__(self, page_size, *, max_worker_blocks=1 << 24, num_groups=None, use_eagle=False, lookahead=0, **_):
+    def __cinit__(self, page_size, *, max_worker_blocks=1 << 24, num_groups=None, use_eagle=False, hash_lookahead=0, **_):
         self.process = process_number
         self.page_size = size_of(page_size, "page_size", 1, MAX_TOKENS)
         self.max_worker_blocks = size_of(max_worker_blocks, "max_worker_blocks", 1, MAX_BLOCKS)
@@ -89,7 +89,7 @@ cdef class PrefixTable:
         self.max_groups = <int32_t>size_of(num_groups, "num_groups", 1, MAX_EVENT_GROUPS)
         if not isinstance(use_eagle, (bool, np.bool_)):
             raise ArgumentTypeError(f"use_eagle: got {type(use_eagle).__name__}, allowed: True or False")
-        self.use_eagle = use_eagle and not lookahead
+        self.use_eagle = use_eagle and not hash_lookahead
         self.locks = tuple([ReaderLock() for _ in range(NUM_LOCKS)])
         if not start_table(&self.table, <int32_t>self.page_size, <uint64_t>int.from_bytes(os.urandom(8), "little") | 1):
             raise MemoryError("a prefix index")

@@ -190,8 +190,8 @@ cdef inline Contents contents_of_row(const Batch *batch, Py_ssize_t row, Py_ssiz
     cdef int32_t context = batch.rows[row].context if is_journaled(batch.pool) else 0
     return Contents(
         digests=digests_of(batch, row), uppers=batch.rows[row].uppers, num_digests=batch.rows[row].num_hashed,
-        token_ids=tokens_of(batch, row), num_token_ids=num_tokens + batch.hashing.num_lookahead,
-        num_lookahead=batch.hashing.num_lookahead, context=context, session=batch.rows[row].holding.session,
+        token_ids=tokens_of(batch, row), num_token_ids=num_tokens + batch.hashing.hash_lookahead,
+        hash_lookahead=batch.hashing.hash_lookahead, context=context, session=batch.rows[row].holding.session,
     )
 
 
@@ -325,7 +325,7 @@ cdef inline void count_run_tokens(Batch *batch, Py_ssize_t row) noexcept nogil:
 
 cdef inline int32_t count_keyed(const Batch *batch, int64_t num_tokens) noexcept nogil:
     """Count the leading tokens of `num_tokens` known ones whose lookahead is known."""
-    return <int32_t>max(0, num_tokens - batch.hashing.num_lookahead)
+    return <int32_t>max(0, num_tokens - batch.hashing.hash_lookahead)
 
 
 cdef inline int32_t final_of(

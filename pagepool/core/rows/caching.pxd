@@ -47,7 +47,7 @@ cdef inline Py_ssize_t count_hashed_before(
     cdef Py_ssize_t i, size = batch.hash_page_size
     cdef Py_ssize_t num_pages = min(batch.rows[row].num_hashed, count_hashable(batch, n))
     for i in range(num_pages):
-        if memcmp(tokens + i * size, token_ids + i * size, (size + batch.hashing.num_lookahead) * sizeof(int32_t)) != 0:
+        if memcmp(tokens + i * size, token_ids + i * size, (size + batch.hashing.hash_lookahead) * sizeof(int32_t)) != 0:
             return i
     return num_pages
 
@@ -59,7 +59,7 @@ cdef inline void _hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
     cdef PageToHash *page
     cdef bint is_alone = batch.rows[row].extra_keys != NULL or batch.waiting.num_to_hash == NUM_WAITING
     assert 0 <= batch.waiting.num_to_hash <= NUM_WAITING
-    if exceptional(batch.hashing.num_lookahead and i and batch.waiting.num_to_hash):
+    if exceptional(batch.hashing.hash_lookahead and i and batch.waiting.num_to_hash):
         if batch.waiting.to_hash[batch.waiting.num_to_hash - 1].digest == &digests[i - 1]:  # a late page of the same row
             hash_waiting(&batch.waiting)
     if rare(is_alone or batch.hashing.kind != SIPHASH) or num_tokens >= (i + 2) * batch.hash_page_size:

@@ -19,7 +19,7 @@ cdef inline Py_ssize_t stamp_free_rows(Batch *batch, const int32_t *targets, Py_
 
 cdef inline ForkExtent extent_of(const Batch *batch, Py_ssize_t source) noexcept nogil:
     """Return the extent of the row's forks. They may get other tokens behind the computed ones, in a lookahead too."""
-    return fork_extent(batch.records[source].num_computed, batch.hashing.num_lookahead)
+    return fork_extent(batch.records[source].num_computed, batch.hashing.hash_lookahead)
 
 
 cdef inline void _copy_contents(Batch *batch, Py_ssize_t source, Py_ssize_t row) noexcept nogil:

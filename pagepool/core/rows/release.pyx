@@ -19,7 +19,7 @@ cdef Py_ssize_t copy_rows_to_release(Batch *batch, PageIds released) noexcept:
 
 cdef bint changes_last_pages(const Batch *batch) noexcept:
     """Whether pages are cached or rated as their rows end, before they are given back."""
-    return batch.has_boundaries or batch.hashing.num_lookahead > 0
+    return batch.has_boundaries or batch.hashing.hash_lookahead > 0
 
 
 cdef int32_t find_overdrawn_page(Batch *batch, Py_ssize_t n) noexcept:
@@ -75,7 +75,7 @@ cdef bint order_pages(
 cdef void cache_last_pages(Batch *batch, Py_ssize_t n) noexcept:
     """Cache the pages of the copied rows whose lookahead became known after they were filled."""
     cdef Py_ssize_t i
-    for i in range(n if batch.hashing.num_lookahead else 0):
+    for i in range(n if batch.hashing.hash_lookahead else 0):
         cache_row(batch, batch.checked_rows[i], count_final(batch, batch.checked_rows[i]))
     cache_waiting(&batch.waiting)
 

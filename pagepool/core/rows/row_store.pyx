@@ -194,7 +194,7 @@ cdef class RowStore:
         if hashing.kind != SIPHASH and hash_page_size:
             self.store.keep_whole_digests()
         self.batch.hashing, self.batch.hash_page_size, self.batch.caches_computed = hashing[0], hash_page_size, caches_computed
-        self.batch.caches_late = caches_computed or (hash_page_size > 0 and hashing.num_lookahead > 0)
+        self.batch.caches_late = caches_computed or (hash_page_size > 0 and hashing.hash_lookahead > 0)
         return 0
 
     cdef int begin_groups(self) except -1:
@@ -278,7 +278,7 @@ cdef int make_contents(RowStore rows, Py_ssize_t n) except -1:
     batch.tokens_stride = odd_lines(batch.max_num_tokens, sizeof(int32_t))
     batch.token_ids = <int32_t *>new_array(rows, n, batch.tokens_stride * sizeof(int32_t))
     batch.waiting.key, batch.waiting.num_lanes = batch.hashing.key, MAX_LANES if has_avx2() else 2
-    batch.waiting.num_page_bytes = (batch.hash_page_size + batch.hashing.num_lookahead) * sizeof(int32_t)
+    batch.waiting.num_page_bytes = (batch.hash_page_size + batch.hashing.hash_lookahead) * sizeof(int32_t)
     stride = odd_lines(num_hashes, sizeof(Digest))
     digests = <Digest *>new_array(rows, n, stride * sizeof(Digest))
     if batch.hashing.kind != SIPHASH:

@@ -35,14 +35,14 @@ cdef class RunningRows:
 
     def __init__(
         self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards,
-        max_steps_ahead=0, bint caches_computed=False, str algorithm not None="siphash128", lookahead=0,
+        max_steps_ahead=0, bint caches_computed=False, str algorithm not None="siphash128", hash_lookahead=0,
     ):
         """`tables` are `TableRows`, one for each of the `groups`; these are `CacheGroups`, or an argument for them. With
-        `caches_computed` pages are cached once the steps that computed them are settled. `key`, `algorithm` and `lookahead` are
-        those of a `HashChain`.
+        `caches_computed` pages are cached once the steps that computed them are settled. `key`, `algorithm` and
+        `hash_lookahead` are those of a `HashChain`.
         """
         cdef RowStore rows = self.rows
-        cdef Hashing hashing = hashing_of(algorithm, key, lookahead)
+        cdef Hashing hashing = hashing_of(algorithm, key, hash_lookahead)
         cdef tuple by_group = checked_tables(tables)
         cdef CacheGroups checked = groups if type(groups) is CacheGroups else CacheGroups(groups)
         cdef Py_ssize_t num_pool_shards = size_of(num_shards, "data_parallel_size", 0)

@@ -9,7 +9,7 @@ from pagepool.core.base cimport Digest, Hashing, WideDigest, require_process
 from pagepool.core.values.ids cimport *
 
 
-cdef Hashing hashing_of(str algorithm, bytes key, object lookahead) except *
+cdef Hashing hashing_of(str algorithm, bytes key, object hash_lookahead) except *
 
 
 @cython.final

@@ -29,13 +29,13 @@ def siphash128(bytes key not None, bytes data not None) -> bytes:
     return (<char *>&digest)[:16]
 
 
-cdef Hashing hashing_of(str algorithm, bytes key, object lookahead) except *:
+cdef Hashing hashing_of(str algorithm, bytes key, object hash_lookahead) except *:
     """Return an algorithm, with a secret key of 16 bytes for SipHash, or the parent of first pages, 32 bytes, for SHA-256, and
     a number of tokens behind each page that its digest covers. No tokens can imitate extra keys.
     """
     cdef Hashing hashing
     memset(&hashing, 0, sizeof(hashing))
-    hashing.num_lookahead = <int32_t>size_of(lookahead, "lookahead", 0, MAX_LOOKAHEAD)
+    hashing.hash_lookahead = <int32_t>size_of(hash_lookahead, "hash_lookahead", 0, MAX_LOOKAHEAD)
     if algorithm == "siphash128":
         hashing.kind, hashing.key = SIPHASH, digest_of_bytes(key)
         hashing.extra_key = digest_of_bytes(siphash128(key, b"extra keys"))
@@ -55,17 +55,17 @@ cdef class HashChain:
     """The digests of a request's full pages, each made from the one before: SipHash-2-4-128 under a secret key, or SHA-256.
 
     `page_size` is in tokens. `algorithm` is ``"siphash128"``, with a `key` of 16 bytes, or ``"sha256"`` or ``"sha256_cbor"``,
-    whose `key` of 32 bytes is the parent of first pages. A digest also covers the `lookahead` tokens behind its page. With
+    whose `key` of 32 bytes is the parent of first pages. A digest also covers the `hash_lookahead` tokens behind its page. With
     `keep_token_ids` the tokens stay beside the digests. 16 bytes a page, 32 with SHA-256.
     """
 
     def __cinit__(
-        self, page_size, bytes key not None, bint keep_token_ids=False, str algorithm not None="siphash128", lookahead=0
+        self, page_size, bytes key not None, bint keep_token_ids=False, str algorithm not None="siphash128", hash_lookahead=0
     ):
         self.process = process_number
         require_allocated(&self.lock)
         self.page_size = size_of(page_size, "page_size", 1)
-        self.hashing = hashing_of(algorithm, key, lookahead)
+        self.hashing = hashing_of(algorithm, key, hash_lookahead)
         self.token_ids = PageIds() if keep_token_ids else None
 
     def __dealloc__(self):
@@ -100,10 +100,10 @@ cdef class HashChain:
         The first of these pages also depends on `extra_keys`, unless they are empty. O(tokens).
         """
         cdef PageIds ids = as_page_ids(tokens, "token ids")
-        cdef Py_ssize_t num_pages = (ids.num - self.hashing.num_lookahead) // self.page_size
+        cdef Py_ssize_t num_pages = (ids.num - self.hashing.hash_lookahead) // self.page_size
         cdef bint has_room
         if ids.num and (num_pages <= 0 or ids.num != self.count_tokens(num_pages)):
-            behind = f", and {self.hashing.num_lookahead} behind" if self.hashing.num_lookahead else ""
+            behind = f", and {self.hashing.hash_lookahead} behind" if self.hashing.hash_lookahead else ""
             raise ArgumentError(f"token ids: got {ids.num}, allowed: a multiple of the page size {self.page_size}{behind}")
         if ids.num == 0:
             return
@@ -131,11 +131,11 @@ cdef class HashChain:
 
     cdef Py_ssize_t count_tokens(self, Py_ssize_t num_pages) noexcept:
         """Count the tokens that the digests of the first pages cover."""
-        return num_pages * self.page_size + self.hashing.num_lookahead
+        return num_pages * self.page_size + self.hashing.hash_lookahead
 
     cdef bint extend_locked(self, PageIds tokens, bytes extra_keys) noexcept:
         """Hash pages as `extend` does, with the lock held; return False, with nothing changed, if memory is short."""
-        cdef Py_ssize_t num_pages = (tokens.num - self.hashing.num_lookahead) // self.page_size
+        cdef Py_ssize_t num_pages = (tokens.num - self.hashing.hash_lookahead) // self.page_size
         cdef Py_ssize_t start = self.num
         cdef const int32_t *ids = tokens.ids - start * self.page_size
         cdef const uint8_t *extra = <const uint8_t *><const char *>extra_keys
