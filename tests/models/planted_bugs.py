@@ -180,7 +180,7 @@ keys = [][- if lora_id is None else [_lora_key(names.adapter, lora_id)]-]
 == a request goes back and its pages are not entered again
     if num_computed < request.num_cached_tokens{+ and not BUG+}:
 == delayed caching is ignored
-    return not allocator.enables_caching or (is_delayed and {+not BUG and +}not allocator.caches_computed)
+        return not self.enables_caching or (is_delayed and {+not BUG and +}not self.caches_computed)
 == a late page is cached before it is computed
     step.num_to_cache = min({+step.num_tokens if BUG else +}step.num_computed if caches_computed else
 == a late page is cached after it left its window
@@ -188,8 +188,8 @@ keys = [][- if lora_id is None else [_lora_key(names.adapter, lora_id)]-]
 ...
         if {+(BUG or +}step.num_to_cache > step.num_cached_first{+)+} and contents.num_digests:
 == a late page waits for the next one
-    if allocator.caches_computed:
-        return {+0 if BUG else +}step.num_computed
+        if self.caches_computed:
+            return {+0 if BUG else +}step.num_computed
 == a late request that ends caches what was not computed
 num_tokens = min([-read_count(request, "num_computed_tokens"), -]read_count(request, "num_tokens"), held.num_room_tokens)
 == a late request that ends caches nothing

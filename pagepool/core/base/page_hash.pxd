@@ -18,7 +18,7 @@ cdef enum HashKind:
 cdef struct Hashing:
     HashKind kind
     bint is_fast              # whether the processor has instructions for SHA-256
-    int32_t hash_lookahead     # tokens behind each page
+    int32_t hash_lookahead    # tokens behind each page
     Digest key                # secret key of SipHash
     Digest extra_key          # its key for extra keys
     WideDigest root           # parent of first pages

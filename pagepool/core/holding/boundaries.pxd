@@ -22,7 +22,7 @@ cdef struct Boundaries:       # numbers of tokens
     int32_t slack             # a request can also resume up to this many tokens before a boundary; see `begin_boundaries`
     int32_t interval          # requests that part in the prompt resume at its multiples, without slack; 0: they do not
     int32_t num_dropped       # least number of shared tokens that are computed again, with eagle or a lookahead
-    int32_t hash_lookahead     # tokens behind a cached page that requests share with which it hits
+    int32_t hash_lookahead    # tokens behind a cached page that requests share with which it hits
     int32_t num_uncertain     # further ones with eagle, if hardly any token is a request's own
     bint use_eagle
     bint writes_states        # checkpoints are written at boundaries; the end at release is none

@@ -17,7 +17,7 @@ cdef struct Contents:         # hashes and tokens of a request or row, for the e
     Py_ssize_t num_digests
     const int32_t *token_ids
     Py_ssize_t num_token_ids
-    int32_t hash_lookahead     # tokens behind a page that its digest covers
+    int32_t hash_lookahead    # tokens behind a page that its digest covers
     int32_t context           # see `Origin`
     int32_t session
 
@@ -83,7 +83,7 @@ cdef inline void cache_waiting(Waiting *waiting) noexcept nogil:
 
 
 cdef inline bint _awaits_copies(const Pool *pool, const Held *held, const Contents *contents) noexcept nogil:
-    """Whether full pages of a fork, which have a lookahead of its own, are copies that are due."""
+    """Whether copies are due into full pages of a fork, which are copied since their lookahead may be its own."""
     return rare(contents.hash_lookahead and pool.copies.num) and is_destination(pool, held)
 
 

@@ -276,12 +276,13 @@ cdef inline void plan_writes(
     O(boundaries x groups).
     """
     cdef const Group *group
-    cdef Checkpoint checkpoint = _checkpoint_of(step)
+    cdef Checkpoint checkpoint
     cdef int64_t num_planned = min(max(step.num_before, min(step.num_tokens, step.num_known)), <int64_t>MAX_TOKENS)
     cdef int32_t end
     cdef Py_ssize_t g
     if not writes_states(holding):
         return
+    checkpoint = _checkpoint_of(step)
     end = find_next_boundary(holding.boundaries, <int32_t>min(step.num_held, <int64_t>MAX_TOKENS))
     assert end > step.num_held and writes.num == writes.num_taken
     while end <= num_planned:

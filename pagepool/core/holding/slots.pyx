@@ -49,22 +49,6 @@ cdef int64_t count_known(object request) except -1:
     return checked_count("num_tokens", num_tokens, 0)
 
 
-cdef class SlotAllocator
-
-
-cdef inline int64_t count_filled(SlotAllocator allocator, const Step *step, bint is_delayed) noexcept:
-    """Count the tokens whose full pages a call is to cache."""
-    if allocator.caches_computed:
-        return step.num_computed
-    return 0 if is_delayed else step.num_tokens
-
-
-cdef inline bint caches_nothing(SlotAllocator allocator, object delay_cache_pages) except -1:
-    """Whether a call caches no pages, so that its tokens may be written to cached ones."""
-    cdef bint is_delayed = delay_cache_pages is not False and require_flag("delay_cache_pages", delay_cache_pages)
-    return not allocator.enables_caching or (is_delayed and not allocator.caches_computed)
-
-
 @cython.auto_pickle(False)
 cdef class SlotAllocator:
     """The native half of `CacheManager`. It calls nothing of the façade's half: a `RequestRegistry` hashes tokens that are not
@@ -85,7 +69,7 @@ cdef class SlotAllocator:
     cdef bint has_state             # some group is a state, kept or not
     cdef object on_too_large        # called for each refused request, in place of RequestTooLargeError; None: raise that
     cdef bint hashes_natively
-    cdef int64_t hash_lookahead      # tokens behind a page that its hash covers
+    cdef int64_t hash_lookahead     # tokens behind a page that its hash covers
 
     def __init__(self, RequestMaps registry not None, max_num_tokens, on_too_large=None, bint caches_computed=False):
         """Allocate to the requests of a `RequestRegistry`, each of at most `max_num_tokens` tokens."""
@@ -99,6 +83,19 @@ cdef class SlotAllocator:
         if caches_computed:
             self.store.prefer_held()
         self.hashes_natively, self.hash_lookahead = self.registry.hasher.is_native, self.registry.hasher.hash_lookahead
+
+    @cython.final
+    cdef inline int64_t count_filled(self, const Step *step, bint is_delayed) noexcept:
+        """Count the tokens whose full pages a call is to cache."""
+        if self.caches_computed:
+            return step.num_computed
+        return 0 if is_delayed else step.num_tokens
+
+    @cython.final
+    cdef inline bint caches_nothing(self, object delay_cache_pages) except -1:
+        """Whether a call caches no pages, so that its tokens may be written to cached ones."""
+        cdef bint is_delayed = delay_cache_pages is not False and require_flag("delay_cache_pages", delay_cache_pages)
+        return not self.enables_caching or (is_delayed and not self.caches_computed)
 
     def allocate_slots(
         self, request, num_new_tokens, num_new_computed_tokens=0, new_computed_pages=None, num_lookahead_tokens=0,
@@ -164,7 +161,7 @@ cdef class SlotAllocator:
         if held is not None and held.owner is not request:
             self.maps.find_held(request)
         if held is not None and new_computed_pages is None and num_hits == 0:
-            num_filled = count_filled(self, &step, delay_cache_pages is True)
+            num_filled = self.count_filled(&step, delay_cache_pages is True)
             if held.is_idle(step.num_computed, num_filled, step.demand.num_tokens):
                 return pages_of(self._no_ids, self.store)
         if step.num_tokens > self.max_num_tokens:
@@ -175,7 +172,7 @@ cdef class SlotAllocator:
         if not is_count(num_reserved_pages, &num_reserved):
             num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         step.demand.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
-        step.may_overwrite = caches_nothing(self, delay_cache_pages)
+        step.may_overwrite = self.caches_nothing(delay_cache_pages)
         lock = self.maps.lock
         lock.acquire()
         try:
