@@ -86,6 +86,21 @@ def test_batches_that_take_moves_in_turn_run_in_one_step() -> None:
     manager.check()
 
 
+def test_a_page_is_saved_though_look_ups_prefer_a_held_twin_by_then() -> None:
+    manager = make_tiered(num_pages=12, num_host_pages=30, policy="write_through", caches="computed")
+    first, second = start(manager, "first", FIRST[:9]), start(manager, "second", FIRST[:9])
+    first.num_computed_tokens = second.num_computed_tokens = 9
+    manager.free(first)
+    assert not complete(manager)
+    manager.cache_pages(second, 9)
+    assert len(complete(manager).saves) == 2
+    manager.free(second)
+    assert not complete(manager)
+    evict_all(manager)
+    assert manager.stats().host_tier.num_saved_pages == 2
+    manager.check()
+
+
 def test_a_small_tier_writes_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "pagepool"):
         large = make_tiered(num_pages=8, num_host_pages=15, policy="write_through")

@@ -33,6 +33,24 @@ def test_a_refused_request_looks_again_once_the_holder_of_its_hits_is_gone() -> 
     manager.check()
 
 
+def test_a_refused_request_hits_a_held_page_that_is_cached_later() -> None:
+    """It fits then, since the free page that it hit before may be taken."""
+    manager = make_manager(FULL, num_pages=9, caches="computed")
+    first, second = EngineRequest("first", PROMPT[:5]), EngineRequest("second", PROMPT[:5])
+    for request in (first, second):
+        manager.allocate_slots(request, 5)
+        request.num_computed_tokens = 5
+    manager.free(first)
+    new = EngineRequest("new", [*PROMPT[:4], *range(50, 74)])
+    hits, num_hit_tokens = manager.get_computed_pages(new)
+    assert manager.allocate_slots(new, 24, num_hit_tokens, hits) is None
+    manager.cache_pages(second, 5)
+    hits, num_hit_tokens = manager.get_computed_pages(new)
+    assert hits.get_page_ids()[0] == manager.get_page_ids("second")[0][:1]
+    assert manager.allocate_slots(new, 24, num_hit_tokens, hits) is not None
+    manager.check()
+
+
 def make_pool(num_pages: int, options: dict[str, Any]) -> tuple[CacheManager, PagePool]:
     manager = make_manager(FULL, num_pages=num_pages, **options)
     return manager, manager.page_pool

@@ -103,8 +103,7 @@ class Simulation:
         chosen = [feature for feature in FEATURES if self.rng.random() < share]
         self.features = chosen if features is None else list(features)
         looks_ahead = "lookahead" in self.features and setting.enable_caching
-        may_be_late = self.fronts_classes == (ManagerFront,) or not looks_ahead
-        self.options["caches"] = CACHES[seed // len(EVICTION) % len(CACHES)] if may_be_late else "scheduled"
+        self.options["caches"] = CACHES[seed // len(EVICTION) % len(CACHES)]
         self.setting = setting = setting.with_lookahead(self.rng.randint(1, 3) if looks_ahead else 0)
         self.device = Device(setting.pools(self.sizes), setting.groups, self.histories, setting.hash_lookahead)
         self.waiting: list[Job] = []

@@ -898,6 +898,8 @@ class BatchFront(Front):
                 require(all(is_right), "places", places, expected)
             for work, tokens in told.items():
                 self._end_work(work, tokens, step.is_settled)
+            for job in [work.job for work in works if work.job in cuts and work.job.front is self and step.is_settled]:
+                self._enter_settled(job)
         self.steps.clear()
         return ended
 
@@ -924,9 +926,13 @@ class BatchFront(Front):
         job.num_computed_tokens = work.stop - len(work.drafts) + max(0, len(told) - 1)
         job.num_known_tokens += len(told)
         if is_settled:
-            job.num_settled_tokens = job.num_computed_tokens
-            self.books.enter_first(job, job.list_histories(job.num_computed_tokens), self.find_key, job.num_known_tokens)
-            self.settle_writes(job, job.num_computed_tokens)
+            self._enter_settled(job)
+
+    def _enter_settled(self, job: Job) -> None:
+        """Cache what a job has computed, once the steps that did are settled."""
+        job.num_settled_tokens = job.num_computed_tokens
+        self.books.enter_first(job, job.list_histories(job.num_computed_tokens), self.find_key, job.num_known_tokens)
+        self.settle_writes(job, job.num_computed_tokens)
 
     def fail_steps(self) -> list[Job]:
         """Let the steps of the schedule fail; return the jobs whose rows cannot go back."""

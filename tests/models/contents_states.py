@@ -37,8 +37,11 @@ class StateBooks(Books):
         states = [(i, new_ids[i][0]) for i in self.state_ids if num_hit_tokens]
         histories = self.list_known(job, num_hit_tokens)
         contents = [self.name(group_id, histories, num_hit_tokens) for group_id, _ in states]
-        found = [self._list_hit(content, shard) for content in contents]
-        found = [next((page_id for page_id in pages if self.holders[page_id]), pages[0]) for pages in found]
+        ref_counts, found = self._count_references(), []
+        for (_, page_id), content in zip(states, contents, strict=True):
+            pages = self._list_hit(content, shard)
+            held = [hit_id for hit_id in pages if hit_id != page_id and ref_counts[hit_id]]  # by a copy, at least
+            found.append([*held, page_id if page_id in pages else pages[0]][0])
         are_adopted = [page_id == hit_id for (_, page_id), hit_id in zip(states, found, strict=True)]
         require(all(are_adopted) or not any(are_adopted), "some checkpoints are copied, some not", job, states)
         if states and not all(are_adopted):
@@ -58,15 +61,18 @@ class StateBooks(Books):
         """
         if not self.state_ids:
             return
-        banks = range(len(self.pools.ranges))
-        ref_counts = [0, *(count for bank in banks for count in self.store.ref_counts(bank).tolist()[1:])]
-        others = [page_id for page_id, count in enumerate(ref_counts) if count and not self.holders[page_id]]
+        others = [page_id for page_id, count in enumerate(self._count_references()) if count and not self.holders[page_id]]
         read = self.copies.values()
         for page_id in [page_id for page_id in others if page_id not in read and not self.is_cached(page_id)]:
             self._claim(page_id, None, job)
             self.due_writes.append(Write(page_id, job))
         if job is not None and num_planned is not None:
             self.pass_over(job, num_planned)
+
+    def _count_references(self) -> list[int]:
+        """Return the number of references of each page."""
+        banks = range(len(self.pools.ranges))
+        return [0, *(count for bank in banks for count in self.store.ref_counts(bank).tolist()[1:])]
 
     def pass_over(self, job: Job, num_planned: int) -> None:
         for group_id in self.state_ids:

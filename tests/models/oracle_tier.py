@@ -195,17 +195,17 @@ class OracleTier:
     def is_any_due(self) -> bool:
         return any(transfer.number == 0 for transfer in self.transfers)
 
-    def _is_first(self, page: int) -> bool:
-        """Whether no other page of the device got the same entry before."""
-        return self.device.first_entered(*self.device.entry_of_page[page], None) == page
-
     def begin_step(self) -> None:
         """Begin the step whose moves are taken. Pages that were cached before the moves of the last step were taken are saved,
-        if the tier writes through.
+        if the tier writes through. One with an older twin is left to that one, and a held twin that came before it is saved
+        with it.
         """
         for page in self.computed if self.writes_through else ():
-            if page in self.device.entry_of_page and self._is_first(page) and self._save(page):
-                self.saved.add(page)
+            entry = self.device.entry_of_page.get(page)
+            first = None if entry is None else self.device.first_entered(*entry, None)
+            may_save = first == page or (first is not None and self.device.prefers_held)
+            if may_save and first not in self.saved and self._save(page):
+                self.saved |= {page, first}
         self.computed, self.fresh = [*self.fresh], {}
 
     def take(self, has_copies: bool) -> tuple[int, list[Move], list[Move]]:

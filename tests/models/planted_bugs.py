@@ -112,7 +112,7 @@ take_missing(batch.pool, &batch.groups[g], held, num_tokens, batch.rows[row].sha
         _leave_twins(pool, page_id, slot)
 == a page that is given back stays before held ones with its content
 pool.pages[page_id].group >= TWIN and pool.pages[page_id].ref_cnt == 0{+ and not BUG+}:
-            _unwatch(pool, page_id)
+            unwatch(pool, page_id)
 == a cut page keeps its entry
                 {+if not BUG: +}uncache(pool, page_id)
         give_back_from(

@@ -108,6 +108,12 @@ cdef inline void _join_twins(Pool *pool, Slot *slot, int32_t page_id) noexcept n
         _join_shard_twins(pool, first, page_id)
 
 
+cdef inline void unwatch(Pool *pool, int32_t page_id) noexcept nogil:
+    """Clear the WATCHED flag of a cached page that refused requests would not hit any more, or at another price."""
+    pool.num_unwatched += (pool.pages[page_id].group & WATCHED) != 0
+    pool.pages[page_id].group &= ~WATCHED
+
+
 cdef inline void link_before_free(Pool *pool, Slot *slot, int32_t page_id) noexcept nogil:
     """Put a held page into the ring of the page that a slot names, behind that one, or before it if it is free."""
     cdef int32_t first = slot.page_id
@@ -116,6 +122,7 @@ cdef inline void link_before_free(Pool *pool, Slot *slot, int32_t page_id) noexc
     if pool.num_shards:
         _link_before_free_in_shard(pool, first, page_id, becomes_first)
     if becomes_first:
+        unwatch(pool, first)
         _let_lead(pool, slot, page_id)
 
 
@@ -136,6 +143,7 @@ cdef inline void _link_before_free_in_shard(Pool *pool, int32_t first, int32_t p
         pool.shard_firsts[page_id] = Links(prev=NOT_FIRST, next=NOT_FIRST)
         link_after(pool.shard_twins, first, page_id)
     else:
+        unwatch(pool, shard_first)
         link_after(pool.shard_twins, pool.shard_twins[shard_first].prev, page_id)
         _begin_shard_at(pool, shard_first, page_id)
 

@@ -195,16 +195,10 @@ cdef inline Py_ssize_t find_unheld(const Pool *pool, const int32_t *ids, Py_ssiz
     return -1
 
 
-cdef inline void _unwatch(Pool *pool, int32_t page_id) noexcept nogil:
-    """Clear the WATCHED flag of a cached page."""
-    pool.num_unwatched += (pool.pages[page_id].group & WATCHED) != 0
-    pool.pages[page_id].group &= ~WATCHED
-
-
 cdef inline void share(Pool *pool, int32_t page_id) noexcept nogil:
     """Add a reference to a page outside the queue, without a hit."""
     if pool.pages[page_id].group >= WATCHED:
-        _unwatch(pool, page_id)
+        unwatch(pool, page_id)
         if exceptional(pool.claim_twin != NULL):
             pool.claim_twin(pool, page_id)
     pool.pages[page_id].ref_cnt += 1
@@ -223,7 +217,7 @@ cdef inline void release_twins(Pool *pool, const int32_t *ids, Py_ssize_t n, bin
     for i in range(n):
         page_id = ids[n - 1 - i if tail_first else i]
         if page_id != NULL_PAGE and pool.pages[page_id].group >= TWIN and pool.pages[page_id].ref_cnt == 0:
-            _unwatch(pool, page_id)
+            unwatch(pool, page_id)
             go_back(pool, page_id)
 
 
@@ -585,7 +579,7 @@ cdef inline void uncache(Pool *pool, int32_t page_id) noexcept nogil:
     """Take the entry of a cached page. If the page is free, it moves to the blank part of the queue."""
     if is_journaled(pool):
         record_drop(pool, page_id)
-    pool.num_unwatched += (pool.pages[page_id].group & WATCHED) != 0
+    unwatch(pool, page_id)
     remove_entry(pool, page_id)
     pool.num_dropped += 1
     if rare(pool.num_banks > 1):

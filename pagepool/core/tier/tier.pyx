@@ -15,7 +15,7 @@ from pagepool.core.holding cimport (
 )
 from pagepool.core.pool cimport (
     MAX_BANKS, NO_BANK, SAVED, UNSAVED, Bank, Entry, FreshPage, Range, bank_of, bare_entry, cache_alone, count_free,
-    count_pages_in, counted_bank, enqueue, is_first, is_free, pull_unused, term_of, uncache, uncache_in_tier,
+    count_pages_in, counted_bank, enqueue, is_free, pull_unused, term_of, uncache, uncache_in_tier,
 )
 from pagepool.core.values cimport new_ids, require_instance
 
@@ -209,18 +209,23 @@ cdef void begin_step(Pool *pool, int64_t *last_step) noexcept nogil:
 
 
 cdef void save_fresh(Pool *pool) noexcept nogil:
-    """Queue saves of the ready pages that are still cached."""
+    """Queue saves of the ready pages that are still cached. One with an older twin is left to that one."""
     cdef Tier *tier = pool.tier
     cdef FreshPage fresh
     cdef const Page *page
+    cdef int32_t first
     cdef Py_ssize_t i
     assert tier.num_ready <= tier.num_fresh
     for i in range(tier.num_ready):
         fresh = tier.fresh[i]
         page = &pool.pages[fresh.page_id]
-        if tier.fresh_numbers[fresh.page_id] == fresh.number and is_first(pool, fresh.page_id):
-            if save_page(pool, fresh.page_id, digest_of(page), page.group & ~FLAGS):
-                tier.fresh_numbers[fresh.page_id] = SAVED
+        if tier.fresh_numbers[fresh.page_id] != fresh.number or page.group == NO_GROUP:
+            continue
+        first = find(pool, digest_of(page), page.group & ~FLAGS) if page.group & TWIN else fresh.page_id
+        if tier.fresh_numbers[first] == SAVED or (first != fresh.page_id and pool.release_twins == NULL):
+            continue
+        if save_page(pool, fresh.page_id, digest_of(page), page.group & ~FLAGS):
+            tier.fresh_numbers[fresh.page_id] = tier.fresh_numbers[first] = SAVED  # `first`: a held twin that came before it
     tier.num_fresh -= tier.num_ready
     for i in range(tier.num_fresh if tier.num_ready else 0):
         tier.fresh[i] = tier.fresh[tier.num_ready + i]
