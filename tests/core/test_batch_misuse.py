@@ -320,3 +320,22 @@ def test_limits_of_the_core_are_not_limits_of_the_model() -> None:
     with pytest.raises(pagepool.errors.RequestTooLargeError):
         manager.require_capacity(10**11)
     assert RunningBatch(manager, PageTable(2, 8, 64)).max_num_tokens == 32
+
+
+def test_rows_that_are_added_while_a_step_is_settled_are_refused() -> None:
+    """Here by a count that runs Python code. The call has counted the rows before."""
+    batch = RunningBatch(make_manager(FULL, num_pages=60), PageTable(40, 8, 64))
+    step = batch.new_step()
+    batch.admit(0, [1, 2, 3], step=step)
+
+    class Adding:
+        def __index__(self) -> int:
+            for row in range(1, 40):
+                batch.admit(row, [4, 5, row], step=step)
+            return 1
+
+    with pytest.raises(ArgumentError, match="got one to which rows are added meanwhile, allowed: the 1 rows of the call"):
+        batch.settle(step, [9], [Adding()])  # type: ignore[list-item]
+    assert batch.num_tokens.tolist() == [3] * 40
+    assert batch.settle(step, range(40)).tolist() == [*range(40)]
+    batch._manager.check()

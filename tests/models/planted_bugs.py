@@ -554,7 +554,7 @@ INPUT_BUGS = read_bugs("""
 == a token without a page has a slot
             if not {+(BUG or +}0 < ids[page] <= last_id{+)+}:
 == all sets of the ring are one
-        next_set = self.current + 1 if self.current + 1 < self.depth {+and not BUG +}else 0
+cdef Py_ssize_t next_set = self.current + 1 if self.current + 1 < self.depth {+and not BUG +}else 0
 == a step ahead has the tokens of the step in flight
     read_span(spans, at, row, launch.before{+ - BUG * (launch.before > 0)+}, end_of(
 """)

@@ -30,8 +30,8 @@ cdef struct Query:
     int32_t short_bank        # result of `find_and_load`: bank that has too few free pages for the loads, or NO_BANK
 
 # A `Watch` has the grounds of a refusal, and the pool's counters at that time. Hits are `WATCHED` page by page if they are the
-# leading pages of the only group, and the page behind them misses. They stay while no page loses the flag by an eviction, a
-# hit, or a held page that look-ups prefer to it; where the last ones were evicted, the hits get shorter. Other hits stay while no
+# leading pages of the only group, and the page behind them misses. They stay while no page loses the flag by an eviction, by a
+# hit, or to a held page that look-ups prefer; where the last ones were evicted, the hits get shorter. Other hits stay while no
 # page is cached or uncached.
 cdef struct Watch:
     int64_t num_changes       # entries and drops of the index

@@ -140,8 +140,7 @@ cdef class SlotAllocator:
         """
         cdef Step step
         cdef RequestPages held = None
-        cdef RequestHashes hashes
-        cdef object request_id, pages = None
+        cdef object request_id
         cdef int64_t num_filled, num_reserved, num_hits = checked_count("num_new_computed_tokens", num_new_computed_tokens, 0)
         cdef int64_t num_lookahead = checked_count("num_lookahead_tokens", num_lookahead_tokens, 0)
         cdef int64_t num_external = checked_count("num_external_computed_tokens", num_external_computed_tokens, 0)
@@ -173,19 +172,7 @@ cdef class SlotAllocator:
             num_reserved_pages = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         step.demand.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         step.may_overwrite = self.caches_nothing(delay_cache_pages)
-        lock = self.maps.lock
-        lock.acquire()
-        try:
-            try:
-                pages = self.allocate_due(request, request_id, &step, new_computed_pages, dp_shard_hint, data_parallel_size)
-            finally:
-                if pages is None:  # the request's tokens may change
-                    hashes = self.hashes.get(request_id)
-                    if hashes is not None:
-                        hashes.are_unsure = True
-        finally:
-            lock.release()
-        return pages
+        return self.allocate_locked(request, request_id, &step, new_computed_pages, dp_shard_hint, data_parallel_size)
 
     def cache_pages(self, request, num_computed_tokens) -> None:
         """Cache the pages filled by the first `num_computed_tokens` tokens, after a delayed allocation.
@@ -206,6 +193,26 @@ cdef class SlotAllocator:
             self.maps.find_held(request)
         if self.enables_caching and (not is_plain or held is None or not held.is_idle(num_before, num_tokens, num_tokens)):
             self.registry.cache_due(request, num_computed_tokens)
+
+    cdef object allocate_locked(
+        self, object request, object request_id, Step *step, object new_computed_pages, object hint, object data_parallel_size
+    ):
+        """Call `allocate_due` under the manager's lock. After a refusal or an error the request's tokens may change."""
+        cdef RequestHashes hashes
+        cdef object pages = None
+        lock = self.maps.lock
+        lock.acquire()
+        try:
+            try:
+                pages = self.allocate_due(request, request_id, step, new_computed_pages, hint, data_parallel_size)
+            finally:
+                if pages is None:
+                    hashes = self.hashes.get(request_id)
+                    if hashes is not None:
+                        hashes.are_unsure = True
+        finally:
+            lock.release()
+        return pages
 
     cdef object allocate_due(
         self, object request, object request_id, Step *step, object new_computed_pages, object hint, object data_parallel_size

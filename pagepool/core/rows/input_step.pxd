@@ -57,6 +57,7 @@ cdef enum FaultKind:
     NOT_READY                 # not admitted, or pending
     REPEATED
     STALE                     # changed since the call whose result was given
+    ROWS_ADDED_SINCE          # the step has other rows than the call counted
     WRONG_SPAN
     FEW_DRAFTS
     WITHOUT_SOURCE            # its first token is sampled by another step than the one filled before

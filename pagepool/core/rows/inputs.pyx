@@ -46,6 +46,14 @@ cdef FaultKind read_call(const Source *source, StepResult call, Spans *spans, Py
     return find_empty_span(spans, growth.num_grown, at)
 
 
+cdef tuple checked_lists(object rows, object starts, object stops):
+    """Return three lists as `PageIds` of one length."""
+    cdef PageIds row_ids = as_page_ids(rows, "rows"), first = as_page_ids(starts, "starts"), last = as_page_ids(stops, "stops")
+    if first.num != row_ids.num or last.num != row_ids.num:
+        raise ArgumentError(f"starts, stops: got {first.num} and {last.num}, allowed: as many as rows, {row_ids.num}")
+    return row_ids, first, last
+
+
 cdef bint reserve_fills(Batch *batch) noexcept:
     """Make room for the fills of all steps that may be in flight, and for the one before; False if memory is short."""
     cdef Py_ssize_t i, capacity = min(batch.max_steps_ahead, MAX_DEPTH) + 2
@@ -292,65 +300,69 @@ cdef class InputArrays:
         O(tokens + rows), and with ``page_ids`` O(pages), native; nothing is allocated.
         """
         cdef InputStep *filling = &self.step
-        cdef StepResult result = None, reader = None
-        cdef PageIds row_ids = None, first = None, last = None
-        cdef const int32_t[:, ::1] drafts
-        cdef const int32_t *draft_ids = NULL
-        cdef Py_ssize_t num_drafts = 0, n, next_set, num_kept = 0
+        cdef StepResult result = None if step is None else checked_step(self.rows, step, "step")
+        cdef tuple listed = None
+        cdef const int32_t[:, ::1] drafts = None
+        cdef Py_ssize_t n, next_set, num_drafts = 0, num_kept = 0
         cdef Py_ssize_t num_padded_tokens = self.max_num_tokens, num_padded_rows = self.max_num_reqs
         cdef Fault fault
-        cdef void *thread
         if num_tokens is not None:
             num_padded_tokens = size_of(num_tokens, "num_tokens", 0, self.max_num_tokens)
         if num_reqs is not None:
             num_padded_rows = size_of(num_reqs, "num_reqs", 0, self.max_num_reqs)
-        if step is not None:
-            if rows is not None or starts is not None or stops is not None:
-                raise ArgumentError("rows, starts, stops: got both a step and these, allowed: one of them")
-            result = checked_step(self.rows, step, "step")
-            n = result.num_rows
-        else:
-            row_ids, first, last = as_page_ids(rows, "rows"), as_page_ids(starts, "starts"), as_page_ids(stops, "stops")
-            n = row_ids.num
-            if first.num != n or last.num != n:
-                raise ArgumentError(f"starts, stops: got {first.num} and {last.num}, allowed: as many as rows, {n}")
-        if n > num_padded_rows:
-            raise ArgumentError(f"rows: got {n}, allowed: {num_padded_rows}, which is num_reqs")
         if draft_token_ids is not None:
             drafts = np.ascontiguousarray(require_matrix(draft_token_ids, np.int32, "draft_token_ids"))
             num_drafts = drafts.shape[1]
-            if self.rows is None or drafts.shape[0] != n:
-                raise ArgumentError(f"draft_token_ids: got {drafts.shape[0]} rows, allowed: {n}, of a batch")
-            draft_ids = &drafts[0, 0] if n and num_drafts else <const int32_t *>&num_drafts
-        next_set = self.current + 1 if self.current + 1 < self.depth else 0
-        reader = self.steps[next_set] if self.steps is not None else None
-        if reader is not None and reader is not result and is_read(reader):
-            raise ArgumentError(
-                f"out: got {self.depth} sets, which steps that are not settled read, allowed: more sets than steps in flight"
-            )
+        if result is None:
+            listed = checked_lists(rows, starts, stops)
+        elif rows is not None or starts is not None or stops is not None:
+            raise ArgumentError("rows, starts, stops: got both a step and these, allowed: one of them")
+        n = len(listed[0]) if result is None else result.num_rows
+        if n > num_padded_rows:
+            raise ArgumentError(f"rows: got {n}, allowed: {num_padded_rows}, which is num_reqs")
+        if drafts is not None and (self.rows is None or drafts.shape[0] != n):
+            raise ArgumentError(f"draft_token_ids: got {drafts.shape[0]} rows, allowed: {n}, of a batch")
+        next_set = self.find_free_set(result)
         self.lock()
         filling.num_rows, filling.num_padded_tokens, filling.num_padded_rows = n, num_padded_tokens, num_padded_rows
-        filling.drafts, filling.num_drafts = draft_ids, num_drafts
-        fault = self.read_step(result, row_ids, first, last)
+        filling.drafts, filling.num_drafts = NULL, num_drafts
+        if drafts is not None:  # the pointer says so, also where it leads to none
+            filling.drafts = &drafts[0, 0] if n and num_drafts else <const int32_t *>&filling.num_drafts
+        fault = self.read_step(result, listed)
         if fault.kind == FAULTLESS:
             num_kept = filling.num_tokens
-            thread = let_others_run(num_kept)
-            if self.puts_single_first:
-                arrange(filling, &self.read)
-            begin_rows(filling)
-            self.current = next_set
-            write_fields(self.fields, self.num_fields, self.current, self.max_num_reqs, &self.source, filling)
-            go_on(thread)
-            if self.rows is not None and self.rows.batch.fills.items != NULL:
-                self.note_fill(result)
+            self.write_set(result, next_set)
         self.unlock()
         if fault.kind != FAULTLESS:
             self.refuse(&fault, n, num_padded_tokens, num_drafts)
         self.steps[next_set] = result
         return num_kept
 
-    cdef Fault read_step(self, StepResult result, PageIds rows, PageIds starts, PageIds stops) noexcept:
-        """Read the rows of a step, and check them, their tokens and pages."""
+    cdef Py_ssize_t find_free_set(self, StepResult result) except -1:
+        """Return the next set. ArgumentError if a step that is not settled reads it."""
+        cdef Py_ssize_t next_set = self.current + 1 if self.current + 1 < self.depth else 0
+        cdef StepResult reader = self.steps[next_set] if self.steps is not None else None
+        if reader is not None and reader is not result and is_read(reader):
+            raise ArgumentError(
+                f"out: got {self.depth} sets, which steps that are not settled read, allowed: more sets than steps in flight"
+            )
+        return next_set
+
+    cdef void write_set(self, StepResult result, Py_ssize_t next_set) noexcept:
+        """Write the rows that were read to the arrays of a set, and note the step."""
+        cdef InputStep *filling = &self.step
+        cdef void *thread = let_others_run(filling.num_tokens)
+        if self.puts_single_first:
+            arrange(filling, &self.read)
+        begin_rows(filling)
+        self.current = next_set
+        write_fields(self.fields, self.num_fields, self.current, self.max_num_reqs, &self.source, filling)
+        go_on(thread)
+        if self.rows is not None and self.rows.batch.fills.items != NULL:
+            self.note_fill(result)
+
+    cdef Fault read_step(self, StepResult result, tuple lists) noexcept:
+        """Read the rows of a step, or of lists, and check them, their tokens and pages."""
         cdef Fault fault
         cdef const Field *field
         cdef Listed listed
@@ -361,7 +373,8 @@ cdef class InputArrays:
         else:
             self.num_calls += 1
             listed = Listed(
-                rows=rows.ids, starts=starts.ids, stops=stops.ids, num_rows=n, call=self.num_calls, seen=self.seen
+                rows=(<PageIds>lists[0]).ids, starts=(<PageIds>lists[1]).ids, stops=(<PageIds>lists[2]).ids, num_rows=n,
+                call=self.num_calls, seen=self.seen,
             )
             kind = read_lists(&self.source, &listed, &self.read, &at)
         if kind == FAULTLESS:
@@ -393,7 +406,7 @@ cdef class InputArrays:
         cdef Py_ssize_t first = result.growth.num_grown
         for item in result.calls or ():
             call = item
-            if kind != FAULTLESS:
+            if kind != FAULTLESS or first + call.growth.num_grown > self.step.num_rows:
                 break
             spans = Spans(
                 rows=self.read.rows + first, starts=self.read.starts + first, stops=self.read.stops + first,
@@ -402,7 +415,7 @@ cdef class InputArrays:
             kind = read_call(&self.source, call, &spans, at)
             at[0] += first
             first += call.growth.num_grown
-        return kind
+        return ROWS_ADDED_SINCE if kind == FAULTLESS and first != self.step.num_rows else kind
 
     cdef FaultKind find_sources(self, StepResult result, Py_ssize_t *at) noexcept:
         """Find the places of the rows among those of the step filled before, where it samples their first tokens."""
@@ -481,6 +494,8 @@ cdef class InputArrays:
                 f"{name}: got a first token that is sampled by another step than the one whose inputs were filled before, in "
                 "any StepInputs of the batch, allowed: with `sources`, rows of that step"
             )
+        if fault.kind == ROWS_ADDED_SINCE:
+            raise ArgumentError(f"step: got one to which rows are added meanwhile, allowed: the {n} rows of the call")
         if fault.kind == FEW_DRAFTS:
             raise ArgumentError(f"draft_token_ids: got {num_drafts} a row, allowed: at least the unknown tokens of {name}")
         if fault.kind == MANY_TOKENS:

@@ -314,16 +314,21 @@ cdef class RowRequest:
         finally:
             rows.release_locks()
             free(array)
+        self.check_start(is_right, held_free, has_room)
+        if num_excess:
+            rows.store.refuse_size(f"row {self.row}", num_excess, queue)
+        return num_hit_tokens if has_pages else refusal
+
+    cdef int check_start(self, bint is_right, int32_t held_free, bint has_room) except -1:
+        """Raise the error for a wrong hit, for a free page that a caller gave a reference, and for missing memory."""
         if not is_right:
             raise PageHashError(
                 f"row {self.row}: got a hit on a page that cannot be held, allowed: pages that take a further reference"
             )
-        rows.store.check_untaken(held_free)
+        self.rows.store.check_untaken(held_free)
         if not has_room:
             raise MemoryError("the pages that were hit")
-        if num_excess:
-            rows.store.refuse_size(f"row {self.row}", num_excess, queue)
-        return num_hit_tokens if has_pages else refusal
+        return 0
 
     cdef bint load_hits(self, RefusedRequest refusal, Hits **array, Loads *loads) noexcept:
         """Find the hits and queue their loads from the tier; store them in the refusal. If a bank has too few free pages for

@@ -172,15 +172,14 @@ cdef class RunningRows:
         `failed` O(pages of all rows).
         """
         cdef StepResult ended = checked_step(self.rows, step, "step")
-        cdef PageIds tokens, numbers
+        cdef PageIds tokens
         if require_flag("failed", failed):
             if token_ids is not None or counts is not None:
                 raise ArgumentError("token_ids, counts: got some of a failed step, allowed: None")
             return fail_step(self.rows, ended)
         tokens = PageIds.__new__(PageIds) if token_ids is None else as_page_ids(token_ids, "token_ids")
-        numbers = as_counts(counts, tokens, ended.num_rows)
         refuse_negative(tokens.ids, tokens.num, 0)
-        return settle_step(self.rows, ended, tokens, numbers)
+        return settle_step(self.rows, ended, tokens, counts)
 
     # Known tokens.
 
@@ -572,18 +571,20 @@ cdef Settlement settlement_of(StepResult call, PageIds counts, int32_t *places, 
     return Settlement(growth=&call.growth, stays=call.stays.by_row, counts=each, places=places)
 
 
-cdef object settle_step(RowStore rows, StepResult ended, PageIds tokens, PageIds numbers):
+cdef object settle_step(RowStore rows, StepResult ended, PageIds tokens, object counts):
     """Settle a step that ended well. See `RunningRows.settle`."""
     cdef StepResult call
-    cdef list calls = calls_of(ended)
     cdef Py_ssize_t n = ended.num_rows, at = 0, first = 0
-    cdef PageIds places = PageIds.__new__(PageIds)
+    cdef PageIds places = PageIds.__new__(PageIds), numbers = as_counts(counts, tokens, n)
+    cdef list calls = calls_of(ended)
     cdef const int32_t *token_ids_left = tokens.ids
     cdef Settlement settlement
     cdef SettleFault fault = SETTLES
     places.reserve(n)
     lock_for(rows, ended, "step")
-    for call in calls:
+    if count_grown(calls) != n:  # another thread has added rows, or Python code of `counts`
+        fault = ROWS_ADDED
+    for call in calls if fault == SETTLES else ():
         settlement = settlement_of(call, numbers, places.ids + first, first)
         fault = check_settlement(&rows.batch, &settlement, &at)
         if fault != SETTLES:
@@ -598,6 +599,8 @@ cdef object settle_step(RowStore rows, StepResult ended, PageIds tokens, PageIds
         forget_made(&rows.batch, ended.growth.step)
         ended.is_settled = rows.batch.settles = True
     rows.release_locks()
+    if fault == ROWS_ADDED:
+        raise ArgumentError(f"step: got one to which rows are added meanwhile, allowed: the {n} rows of the call")
     if fault != SETTLES:
         refuse_settlement(&rows.batch, &settlement, fault, at)
     return array_of(places.ids, n)

@@ -18,6 +18,7 @@ cdef enum SettleFault:
     TOO_EARLY                 # an earlier step of the row is not settled
     NONE_TOLD                 # no token for a row with a later step in flight
     FULL_ROW
+    ROWS_ADDED                # the step has other rows than the call counted
 
 cdef struct Settlement:
     const Growth *growth

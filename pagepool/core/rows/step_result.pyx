@@ -89,6 +89,15 @@ cdef list calls_of(StepResult step):
     return [step] if step.calls is None else [step, *step.calls]
 
 
+cdef Py_ssize_t count_grown(list calls) noexcept:
+    """Count the rows of the calls of a step."""
+    cdef StepResult call
+    cdef Py_ssize_t num = 0
+    for call in calls:
+        num += call.growth.num_grown
+    return num
+
+
 cdef object column_of(StepResult step, Column column):
     """Return a column of the calls of a step, one after another."""
     cdef StepResult call
