@@ -10,14 +10,13 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memcpy
 
-from pagepool.compat.vllm.blocks cimport Block, FreeQueue, as_block, check_unheld
+from pagepool.compat.vllm.blocks cimport as_block, check_unheld
 from pagepool.core.base cimport MAX_GROUP, Digest
 from pagepool.core.pool cimport (
-    FLAGS, NO_GROUP, NO_SESSION, NOBODY, NULL_PAGE, Entry, PageStore, Pool, Ranking, bare_entry, cache, count_demand,
-    count_release, count_request, digest_of, find, has_key, hit, is_free, now_of, page_behind, push, push_at, push_first,
-    record_hit, take, uncache, use_in_session, use_term,
+    FLAGS, NO_GROUP, NO_SESSION, NOBODY, NULL_PAGE, Entry, Pool, bare_entry, cache, count_demand, count_release, count_request,
+    digest_of, find, has_key, hit, is_free, now_of, page_behind, push, push_at, push_first, record_hit, take, uncache,
+    use_in_session, use_term,
 )
-from pagepool.core.values cimport PageIds
 
 from pagepool.compat.patching import Unpatched
 from pagepool.compat.vllm.blocks import Queue

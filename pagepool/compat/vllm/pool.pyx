@@ -8,7 +8,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from libc.string cimport memcpy
 
 from pagepool.compat.vllm.blocks cimport (
-    NO_TOKENS, Block, BlockMap, FreeQueue, add_block, as_block, find_first_block, has_block, remove_block,
+    NO_TOKENS, Block, BlockMap, add_block, as_block, find_first_block, has_block, remove_block,
 )
 
 from vllm.v1.core.block_pool import BlockPool

@@ -6,7 +6,6 @@ What requests say is read by `pagepool.hints`, and bounded and counted by a `Lis
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.compat.vllm.blocks cimport Block, as_block
-from pagepool.compat.vllm.policy_queue cimport PolicyQueue
 from pagepool.core.base cimport UNKNOWN
 from pagepool.core.pool cimport NO_SESSION, NOBODY, NULL_PAGE, SECOND, Pool, expect_page, now_of
 from pagepool.core.values cimport PageIds, term_of_seconds

@@ -3,7 +3,7 @@
 
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t
 
-from pagepool.core.base cimport rare, reserve_items
+from pagepool.core.base cimport reserve_items
 from pagepool.core.holding.holding cimport *
 from pagepool.core.pool cimport Copies, PageCopy, give_back
 

@@ -7,7 +7,6 @@
 
 from libc.stdint cimport int32_t, uint64_t
 
-from pagepool.core.base cimport raw_calloc
 from pagepool.core.router.block_table cimport *
 
 cdef enum:
