@@ -266,8 +266,7 @@ class Books:
             job.pages.append(list(page_ids))
             job.num_cached_pages.append(num_pages)
         if self.tier is not None:
-            states = [content for content in self.list_hits(job, num_hit_tokens) if self.groups[content[0]].kind == "mamba"]
-            job.load_number = self.tier.find_load_number(chain(*hits, (self.index.find(state, shard) for state in states)))
+            job.load_number = self.tier.find_load_number(chain(*hits))  # with states see `note_state_hits`
 
     def list_boundaries(self, job: Job) -> list[range]:
         """Return where others may resume a request that is admitted, at least; with states they do so at checkpoints."""

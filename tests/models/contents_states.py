@@ -42,6 +42,8 @@ class StateBooks(Books):
             pages = self._list_hit(content, shard)
             held = [hit_id for hit_id in pages if hit_id != page_id and ref_counts[hit_id]]  # by a copy, at least
             found.append([*held, page_id if page_id in pages else pages[0]][0])
+        if self.tier is not None:
+            job.load_number = max(job.load_number, self.tier.find_load_number(found))
         are_adopted = [page_id == hit_id for (_, page_id), hit_id in zip(states, found, strict=True)]
         require(all(are_adopted) or not any(are_adopted), "some checkpoints are copied, some not", job, states)
         if states and not all(are_adopted):
