@@ -212,14 +212,24 @@ class CachePages:
         """Whether both have the same pages in the same order."""
 
 @final
+@final
+class FoundPrefix:
+    hits: Final[tuple[PageIds, ...]]
+    num_queried_tokens: Final[int]
+    num_hit_tokens: Final[int]
+    num_full_tokens: Final[int]
+    is_short: Final[bool]
+    is_preempted: bool
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+@final
 class RequestHashes:
     request: Final[Any]
     chain: Final[HashChain]
     page_hashes: Final[list[Any]]
     extra_keys: Any
-    query: tuple[int, int, bool, int, tuple[int, int, int] | None] | None
+    query: FoundPrefix | None
     is_counted: bool
-    is_short: bool
     are_unsure: bool
     refusal: RefusedRequest | None
     def __new__(cls, request: Any, chain: HashChain, extra_keys: Any = None) -> Self: ...
@@ -495,7 +505,7 @@ def load_prefix(
     context: int = 0,
     num_reserved: int = 0,
     session: int = 0,
-) -> tuple[_Hits, int, bool, int, tuple[int, int, int] | None]: ...
+) -> FoundPrefix: ...
 def check_holders(
     store: PageStore, requests: Iterable[RequestPages], rows: RunningRows | None = None, groups: CacheGroups | None = None
 ) -> None: ...
@@ -541,7 +551,6 @@ class QueryCounter:
     def __new__(cls, store: PageStore, is_preempted: bool = False) -> Self: ...
     @property
     def counts(self) -> dict[str, int]: ...
-    def add(self, num_tokens: int, num_hit_tokens: int, lost: tuple[int, int, int] | None = None) -> None: ...
 
 @final
 class RefusedRequest:
@@ -549,7 +558,7 @@ class RefusedRequest:
     num_tokens: Final[int]
     num_hit_tokens: Final[int]
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def has_same_hits(self) -> bool: ...
+    def find_again(self) -> FoundPrefix | None: ...
 
 @final
 class StepResult:

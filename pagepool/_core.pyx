@@ -21,7 +21,7 @@ from pagepool.core.checks.holders import check_holders
 from pagepool.core.checks.layouts import locate_numbers
 from pagepool.core.values.ids import PageIds, are_plain_token_ids, lists_of, require_token_ids
 from pagepool.core.pool.journal import EntryJournal
-from pagepool.core.holding.lookups import RefusedRequest, RequestHashes, find_prefix
+from pagepool.core.holding.lookups import FoundPrefix, RefusedRequest, RequestHashes, find_prefix
 from pagepool.core.router.prefixes import PrefixTable, time_of_batch
 from pagepool.core.holding.request_maps import RequestMaps
 from pagepool.core.holding.request_pages import RequestPages

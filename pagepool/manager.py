@@ -394,10 +394,10 @@ class CacheManager(KeyHolder, SlotAllocator):
         registry = self.registry
         with registry.lock:
             hashes = registry.extend_hashes(request, num_queried_tokens)
-            refusal, num_full_tokens, lost = hashes.refusal, 0, None  # a refusal leaves unsure hashes as they are
-            if refusal and bounds[1] is None and refusal.num_tokens == num_queried_tokens and refusal.has_same_hits():
-                pages, num_tokens = refusal.hits, refusal.num_hit_tokens
-            else:
+            refusal, found = hashes.refusal, None  # a refusal leaves unsure hashes as they are
+            if refusal and bounds[1] is None and refusal.num_tokens == num_queried_tokens:
+                found = refusal.find_again()
+            if found is None:
                 hashes.refusal, context, session = None, 0, 0
                 if hashes.are_unsure or len(hashes.chain) > registry.hasher.count_pages(num_queried_tokens):
                     hashes.cut(registry.count_sure_hashes(request))
@@ -407,14 +407,15 @@ class CacheManager(KeyHolder, SlotAllocator):
                         registry.name_pages(hashes, 0, num_queried_tokens)
                         context = registry.hold_context(hashes.extra_keys, getattr(request, "session_id", None))
                         session = registry.hold_session_of(request)
-                    pages, num_tokens, hashes.is_short, num_full_tokens, lost = load_prefix(
+                    found = load_prefix(
                         store, self._rules.groups, hashes.chain, num_queried_tokens, bounds, context, num_reserved, session
                     )
                 finally:
                     registry.release_context(context)
                     registry.release_session(session)
-            hashes.query = num_queried_tokens, num_tokens, is_preempted or hashes.is_counted, num_full_tokens, lost
-        return CachePages(pages, store), num_tokens
+            found.is_preempted = is_preempted or hashes.is_counted
+            hashes.query = found
+        return CachePages(found.hits, store), found.num_hit_tokens
 
     def probe(self, request: Request) -> PrefixProbe:
         """Report the hits that `get_computed_pages` would find if all loads had room, and why the hit ends. Nothing changes."""

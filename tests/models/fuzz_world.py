@@ -33,7 +33,7 @@ BUILTIN_ERRORS: dict[type[Exception], tuple[str, ...]] = {
         r"no default __reduce__",
         r"as a data type",  # an array whose own `dtype` is wrong
         r"what (RunningBatch|(RunningBatch\.)?take_moves|CacheManager\.(fail|lease)) returns",
-        r"what a refused request leaves",
+        r"what a refused request leaves|what a look-up finds",
     ),
     AttributeError: (
         r"not writable|cannot delete",  # of a read-only attribute

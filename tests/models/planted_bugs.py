@@ -150,7 +150,7 @@ num_shared=<int32_t>max(0, num_computed - hash_lookahead{+ * (not BUG)+})
 == the last token hits too
                         store, self._rules.groups, hashes.chain, num_queried_tokens{+ + 1+}, bounds, context, num_reserved
 == a hit is one page too long
-        return CachePages(pages, store), num_tokens{+ + (self._rules.hash_page_size if num_tokens else 0)+}
+        return CachePages(found.hits, store), found.num_hit_tokens{+ + (found.num_hit_tokens and self._rules.hash_page_size)+}
 
     def probe
 == a hit in any shard will do
@@ -372,7 +372,7 @@ stop - start, queue_in(pool, bank, {+-1 if BUG else +}shard), session)
 
 # Tokens from elsewhere, and leases.
 == a row that waits enters pages that have not come
-            cache_row(batch, self.row, {+num_hits + num_external if BUG else +}count_final(batch, self.row))
+cache_row(batch, self.row, {+num_hits + batch.rows[self.row].num_external if BUG else +}count_final(batch, self.row))
 == tokens that did not come count as computed
         commit_row(batch, checked, {+num_external if BUG else +}num)
 == pages that need not come are entered

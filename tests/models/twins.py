@@ -367,7 +367,7 @@ class PackageTwin(Twin):
         probe = None if options.get("dp_shard_hint") is not None else self.manager.probe(request)
         pages, num_tokens = super().look_up(request, **options)
         hashes = self.manager.registry.hashes.get(request.request_id)
-        if probe is not None and probe.num_hit_tokens != num_tokens and not (hashes and hashes.is_short):
+        if probe is not None and probe.num_hit_tokens != num_tokens and not (hashes and hashes.query and hashes.query.is_short):
             raise Mismatch(f"{probe} before a look-up that hit {num_tokens} tokens")
         return pages, num_tokens
 

@@ -38,7 +38,6 @@ MAX_LINES = 700
 
 KNOWN_FUNCTIONS = """
 holding/groups.pyx plan_ends 5
-holding/slots.pyx allocate_slots 5
 tier/tier.pyx load_prefix 5
 """
 KNOWN_FILES = """

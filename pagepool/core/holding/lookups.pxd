@@ -58,6 +58,17 @@ cdef struct Tokens:           # token counts of a request for a row
 
 
 @cython.final
+cdef class FoundPrefix:
+    cdef readonly tuple hits
+    cdef readonly int64_t num_queried_tokens
+    cdef readonly int64_t num_hit_tokens
+    cdef readonly int64_t num_full_tokens
+    cdef readonly bint is_short
+    cdef public bint is_preempted
+    cdef LostHits lost
+
+
+@cython.final
 cdef class RefusedRequest:
     cdef readonly tuple hits
     cdef readonly Py_ssize_t num_tokens
@@ -89,13 +100,13 @@ cdef class RequestHashes:
     cdef readonly HashChain chain
     cdef readonly list page_hashes
     cdef public object extra_keys
-    cdef public object query
+    cdef public FoundPrefix query
     cdef public bint is_counted
-    cdef public bint is_short
     cdef public bint are_unsure
     cdef public RefusedRequest refusal
 
 
+cdef FoundPrefix prefix_of(tuple hits, int64_t num_queried_tokens, int64_t num_hit_tokens)
 cdef Query query_of(
     CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Py_ssize_t hash_size, Py_ssize_t num_tokens, Ranges ids
 ) noexcept

@@ -523,12 +523,14 @@ cdef class RefusedRequest:
             is_short = is_short and self.is_short(&self.store.pool, num_pages, num_reserved)
         return is_short
 
-    def has_same_hits(self) -> bool:
-        """Whether a look-up would find the hits of a request. The last ones, if evicted, leave `hits`. O(pages evicted)."""
+    def find_again(self) -> FoundPrefix | None:
+        """Return what a look-up of the request would find, without the last hits if they were evicted; None if it may find
+        others. O(pages evicted).
+        """
         cdef bint is_same
         cdef PageIds ids
         if self.store is None:
-            return False
+            return None
         self.store.require_own()
         with self.chain.own_lock()[0], self.store.lock:
             is_same = self.finds_hits(&self.store.pool)
@@ -536,7 +538,7 @@ cdef class RefusedRequest:
             ids = PageIds.__new__(PageIds)
             ids.add((<PageIds>self.hits[0]).ids, self.watch.num_pages)
             self.hits = (ids,)
-        return is_same
+        return prefix_of(self.hits, self.num_tokens, self.num_hit_tokens) if is_same else None
 
     @cython.critical_section  # for `source`, which it replaces
     cdef bint is_of(self, object token_ids, object options, const int32_t *tokens) except -1:
@@ -560,15 +562,41 @@ cdef class RefusedRequest:
 
 
 @cython.final
+@cython.freelist(64)
+@cython.no_gc
+@cython.auto_pickle(False)
+cdef class FoundPrefix:
+    """The longest cached prefix of a request with `num_queried_tokens` tokens: the `PageIds` of each group, and its length.
+
+    All groups of full attention hit `num_full_tokens` tokens; 0 if no group hits fewer. The prefix ``is_short`` if too few
+    pages were free for the loads of a longer one from the host tier. ``is_preempted`` says that the request returns after a
+    preemption.
+    """
+
+    def __init__(self):
+        raise TypeError("a FoundPrefix is what a look-up finds")
+
+    def __reduce__(self):
+        raise ArgumentTypeError("a found prefix cannot be pickled")
+
+
+cdef FoundPrefix prefix_of(tuple hits, int64_t num_queried_tokens, int64_t num_hit_tokens):
+    """Return a prefix that hits alike in all groups."""
+    cdef FoundPrefix found = FoundPrefix.__new__(FoundPrefix)
+    found.hits, found.num_queried_tokens, found.num_hit_tokens = hits, num_queried_tokens, num_hit_tokens
+    found.lost.states_bank = NO_BANK
+    return found
+
+
+@cython.final
 @cython.auto_pickle(False)
 cdef class RequestHashes:
     """The digests of a request's full pages, computed on demand.
 
     ``chain`` has the keys of the prefix index. ``page_hashes`` has the hashes that users see, where they differ from the keys.
-    ``query`` is the look-up that counts once the request is admitted: its tokens; the tokens that hit; whether the request
-    returns after a preemption, which ``is_counted`` implies; and the tokens that all groups of full attention hit, or 0 if no
-    group hits fewer. ``refusal`` is the last refusal. ``is_short`` says that too few pages were free to load a prefix of the
-    host tier. The hashes ``are_unsure`` after a refused call, and once the request was freed: tokens without slots may change.
+    ``query`` is the prefix that the last look-up found, which counts once the request is admitted; ``is_counted`` then says
+    that the next one is of a preempted request. ``refusal`` is the last refusal. The hashes ``are_unsure`` after a refused
+    call, and once the request was freed: tokens without slots may change.
     """
 
     def __cinit__(self, request, HashChain chain not None, extra_keys=None):

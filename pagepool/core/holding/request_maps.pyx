@@ -62,6 +62,8 @@ cdef class RequestMaps:
         waiting request with the same id.
         """
         cdef RequestHashes hashes = self.hashes.get(request_id)
+        cdef QueryCounter counter
+        cdef FoundPrefix found
         if hashes is None:
             return 0
         if hashes.request is not request:
@@ -69,7 +71,9 @@ cdef class RequestMaps:
             return 0
         if hashes.query is None:
             return 0
-        num_queried_tokens, num_hit_tokens, is_preempted, _, lost = hashes.query
+        found, counter = hashes.query, self.query_counters[hashes.query.is_preempted]
         hashes.query, hashes.refusal, hashes.is_counted = None, None, True
-        self.query_counters[1 if is_preempted else 0].add(num_queried_tokens, min(num_hit_tokens, num_taken_tokens), lost)
+        counter.count(found.num_queried_tokens, min(found.num_hit_tokens, num_taken_tokens))
+        if self.store.pool.num_banks > 1:
+            counter.count_lost(&found.lost)
         return 0

@@ -249,7 +249,7 @@ cdef class SlotAllocator:
         if needs_hashes:
             hashes = self.cut_unsure(request, hashes, held, step)
             tokens = self.read_tokens(request, hashes, step.num_hashed // self.hash_page_size)
-        if step.is_new and hashes is not None and hashes.is_short:
+        if step.is_new and hashes is not None and hashes.query is not None and hashes.query.is_short:
             return None
         known = hashes if step.is_new or (needs_hashes and writes_states(&held.holding)) else None
         pages = self.allocate_hashed(request_id, held, hits, hashes if needs_hashes else None, tokens, step)
@@ -268,7 +268,7 @@ cdef class SlotAllocator:
                 getattr(request, "resume_at", ()), min(self.max_num_tokens, <int64_t>MAX_TOKENS)
             )
             if hashes is not None and hashes.request is request and hashes.query is not None:
-                junction = hashes.query[3]
+                junction = hashes.query.num_full_tokens
             assert 0 <= junction and step.num_held <= step.num_before
             held.fix_boundaries(
                 count_known(request), junction, step.num_before if step.num_before > step.num_held else 0,
@@ -497,12 +497,13 @@ cdef class SlotAllocator:
         if self.on_too_large is not None:
             self.report_shortage(held, hits, step.demand.num_new)
         if hashes is None or hashes.query is None or (
-            hashes.chain.num < (<int64_t>hashes.query[0] - self.hash_lookahead) // self.hash_page_size
+            hashes.chain.num < (hashes.query.num_queried_tokens - self.hash_lookahead) // self.hash_page_size
         ):
             return 0
         if step.demand.shard < 0 and self.groups.num == 1:
             refusal = RefusedRequest.__new__(RefusedRequest)
-            refusal.hits, refusal.num_tokens, refusal.num_hit_tokens = hits, hashes.query[0], self.count_hit_tokens(hits, 0)
+            refusal.hits, refusal.num_tokens = hits, hashes.query.num_queried_tokens
+            refusal.num_hit_tokens = self.count_hit_tokens(hits, 0)
             is_watched = refusal.begin_request(self.store, self.groups, hashes.chain, step.num_changes)
             hashes.refusal = refusal if is_watched else None
         return 0

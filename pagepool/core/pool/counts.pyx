@@ -1,6 +1,6 @@
 """Counts of a pool, for statistics."""
 
-from libc.stdint cimport INT64_MAX, int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.pool.store cimport *
 
@@ -82,21 +82,6 @@ cdef class QueryCounter:
         with self.store.own_lock()[0]:
             counts = self.counted
         return counts
-
-    def add(self, num_tokens, num_hit_tokens, tuple lost=None) -> None:
-        """Count a request, and the `LostHits` of its look-up, in which the first is one more than the bank; None: no hits."""
-        cdef Py_ssize_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX >> 20)
-        cdef Py_ssize_t num_hits = size_of(num_hit_tokens, "num_hit_tokens", 0, num)
-        cdef LostHits checked
-        self.count(num, num_hits)
-        if lost is not None:
-            number, num_for_states, num_for_pages = lost
-            checked = LostHits(
-                states_bank=<int32_t>size_of(number, "lost", 0, self.store.pool.num_banks) - 1,
-                num_for_states=size_of(num_for_states, "lost", 0, num),
-                num_for_pages=size_of(num_for_pages, "lost", 0, LOST_INTERVAL * num),
-            )
-            self.count_lost(&checked)
 
     cdef void count_lost(self, const LostHits *lost) noexcept:
         cdef Bank *banks = self.store.pool.banks

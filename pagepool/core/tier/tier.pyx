@@ -10,8 +10,8 @@ from libc.string cimport memset
 
 from pagepool.core.base cimport MAX_TOKENS, NEVER
 from pagepool.core.holding cimport (
-    cache_page, can_restart, contents_of, count_junction_tokens, fetch_hits, find_lost, find_restart, find_short_bank,
-    find_wrong, has_copies, restart_from,
+    FoundPrefix, cache_page, can_restart, contents_of, count_junction_tokens, fetch_hits, find_lost, find_restart,
+    find_short_bank, find_wrong, has_copies, prefix_of, restart_from,
 )
 from pagepool.core.pool cimport (
     MAX_BANKS, NO_BANK, SAVED, UNSAVED, Bank, Entry, FreshPage, Range, bank_of, bare_entry, cache_alone, count_free,
@@ -436,15 +436,12 @@ cdef int32_t count_shards(PageStore store, Range ids) except -1:
 def load_prefix(
     PageStore store not None, CacheGroups groups not None, HashChain chain not None, num_tokens,
     tuple ids not None=(0, None), context=0, num_reserved=0, session=0,
-) -> tuple:
-    """Find a prefix as `find_prefix` does, and queue loads of its pages that only the tier has. Return ids, number of tokens,
-    whether the pool was too full for the loads, the number of junction tokens, and the `LostHits`, None in a pool of
-    one bank.
+) -> FoundPrefix:
+    """Find a prefix as `find_prefix` does, and queue loads of its pages that only the tier has.
 
     Each load takes a page among `ids`, those of a shard, and caches it with a `context` of `EntryJournal.add_context` and a
     `session` of `PageSessions.hold`; the load holds it until it ends. If fewer pages are free than the loads need, in a bank,
-    beside `num_reserved` of the first, nothing changes, and the prefix is that of the pool. Junction tokens are hit by all
-    groups of full attention where others hit fewer; else 0. O(pages x groups).
+    beside `num_reserved` of the first, nothing changes, and the prefix is that of the pool. O(pages x groups).
     """
     cdef Py_ssize_t num_hashes, num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
     cdef Py_ssize_t num_kept_free = size_of(num_reserved, "num_reserved_pages")
@@ -453,7 +450,8 @@ def load_prefix(
     cdef int32_t shard = inside.of_banks[0].stop // (store.pool.banks[0].stop // num_shards) - 1 if num_shards else -1
     cdef int32_t checked_context = store.checked_context(context), checked_session = store.checked_session(session)
     cdef Contents contents
-    cdef tuple hits = new_ids(groups.num), lost = None
+    cdef tuple hits = new_ids(groups.num)
+    cdef FoundPrefix found
     cdef Query query
     store.require_own()
     with chain.own_lock()[0]:
@@ -464,9 +462,11 @@ def load_prefix(
         store.lock.release()
     if num_hashes < 0:
         raise MemoryError("the pages of a prefix")
+    found = prefix_of(hits, num, num_hashes * chain.page_size)
+    found.num_full_tokens, found.is_short = count_junction_tokens(&query, num_hashes), query.short_bank != NO_BANK
     if store.pool.num_banks > 1:
-        lost = 1 + query.lost.states_bank, query.lost.num_for_states, query.lost.num_for_pages
-    return hits, num_hashes * chain.page_size, query.short_bank != NO_BANK, count_junction_tokens(&query, num_hashes), lost
+        found.lost = query.lost
+    return found
 
 
 cdef Py_ssize_t find_and_load(

@@ -95,10 +95,10 @@ class PolicySimulator:
                 held = RequestPages(steps.store, groups, request.num_slots)
                 steps.begin()
                 found = load_prefix(steps.store, groups, chain, request.num_prompt_tokens)
-                hits, num_hit_tokens, _, num_full_tokens, _ = found
-                held.begin(request.num_prompt_tokens, num_full_tokens)
-                self._run(held, hits, chain, self._list_lengths(request, num_hit_tokens, steps.store.has_tier), steps)
-                hit_tokens += num_hit_tokens
+                held.begin(request.num_prompt_tokens, found.num_full_tokens)
+                lengths = self._list_lengths(request, found.num_hit_tokens, steps.store.has_tier)
+                self._run(held, found.hits, chain, lengths, steps)
+                hit_tokens += found.num_hit_tokens
             if on_request is not None:
                 on_request(num_done)
         steps.begin()
