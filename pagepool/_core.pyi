@@ -212,7 +212,6 @@ class CachePages:
         """Whether both have the same pages in the same order."""
 
 @final
-@final
 class FoundPrefix:
     hits: Final[tuple[PageIds, ...]]
     num_queried_tokens: Final[int]

@@ -199,13 +199,15 @@ cdef inline void stay_in_shard(const Pool *pool, const Holding *holding, Step *s
         step.demand.shard = shard
 
 
-cdef inline bint are_hashed(const Holding *holding, const Contents *contents, int32_t num_tokens) noexcept nogil:
-    """Whether the digests of a checkpoint after some tokens are known."""
+cdef inline int64_t count_hashed(const Holding *holding, const Contents *contents) noexcept nogil:
+    """Count the tokens whose checkpoints have known digests; 0 if no states are kept."""
+    cdef const Group *group
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
-        if keeps_checkpoints(&holding.groups[g]):
-            return last_hash(&holding.groups[g], full_entries(&holding.groups[g].rules, num_tokens) - 1) < contents.num_digests
-    return False
+        group = &holding.groups[g]
+        if keeps_checkpoints(group):
+            return <int64_t>(contents.num_digests // group.stride) * group.rules.entry_size
+    return 0
 
 
 cdef inline void cache_full(Pool *pool, const Holding *holding, const Contents *contents, int64_t num_tokens) noexcept nogil:
@@ -287,7 +289,7 @@ cdef inline void plan_writes(
     assert end > step.num_held and writes.num == writes.num_taken
     while end <= num_planned:
         checkpoint.num_tokens = end
-        checkpoint.contents = contents if are_hashed(holding, contents, end) else NULL
+        checkpoint.contents = contents if end <= count_hashed(holding, contents) else NULL
         assert end % holding.boundaries.multiple == 0
         if end >= step.num_before:
             write_checkpoint(pool, holding, writes, &checkpoint)
@@ -305,18 +307,11 @@ cdef inline void cache_writes(
     O(writes).
     """
     cdef StateWrite write
-    cdef int32_t shard
     cdef Py_ssize_t i = 0
+    cdef int32_t shard
     assert 0 <= writes.num_taken <= writes.num <= writes.capacity
-    while i < writes.num_taken:
-        write = writes.items[i]
-        if write.num_tokens > num_final or not are_hashed(holding, contents, write.num_tokens) or waits_for_loads(
-            pool, &holding.held[write.group]
-        ):
-            i += 1
-            continue
-        assert write.row == 0 and write.num_tokens > 0
-        remove_write(writes, i)
+    num_final = min(num_final, count_hashed(holding, contents))
+    while pop_final(pool, holding, writes, &i, 0, num_final, &write):
         shard = shard_of(pool, write.page_id) if pool.num_shards else -1
         cache_written(pool, &holding.groups[write.group], &write, contents, shard)
         give_back_written(pool, write.page_id, term)

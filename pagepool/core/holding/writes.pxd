@@ -58,6 +58,22 @@ cdef inline void remove_write(WriteList *writes, Py_ssize_t i) noexcept nogil:
     writes.num_taken -= i < writes.num_taken
 
 
+cdef inline bint pop_final(
+    const Pool *pool, const Holding *holding, WriteList *writes, Py_ssize_t *at, int32_t row, int64_t num_final,
+    StateWrite *write
+) noexcept nogil:
+    """Remove the next write, from index `at` on, that was taken and whose tokens are final: of a row, or of a request, whose
+    row is 0. False if there is none. O(writes).
+    """
+    while at[0] < writes.num_taken:
+        write[0] = writes.items[at[0]]
+        if write.row == row and write.num_tokens <= num_final and not waits_for_loads(pool, &holding.held[write.group]):
+            remove_write(writes, at[0])
+            return True
+        at[0] += 1
+    return False
+
+
 cdef inline void exchange_writes(WriteList *writes, Py_ssize_t first, Py_ssize_t second) noexcept nogil:
     """Give the writes of two rows to each other."""
     cdef StateWrite *write

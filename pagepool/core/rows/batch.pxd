@@ -24,8 +24,8 @@ from pagepool.core.holding cimport (
     NUM_WAITING, Checkpoint, Contents, Group, Held, Holding, Limits, PageToHash, Shortage, StateWrite, Waiting, WriteList,
     cache_full_pages, cache_waiting, cache_written, can_restart, count_new_in_banks, count_new_pages, drop_behind, empty,
     exchange_writes, find_any_excess, find_lost_page, find_next_boundary, find_restart, full_entries, full_pages,
-    give_back_written, has_copies, has_moves_due, hash_waiting, is_state, keeps_checkpoints, last_hash, limits_of, remove_write,
-    restart_from, shortage_in, skip_pages, take_missing, waits_for_loads, write_checkpoint,
+    give_back_written, has_copies, has_moves_due, hash_waiting, is_state, keeps_checkpoints, last_hash, limits_of, pop_final,
+    restart_from, shortage_in, skip_pages, take_missing, write_checkpoint,
 )
 from pagepool.core.pool cimport (
     FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, count_free_in, count_least_free, count_refusal, digest_of,

@@ -111,15 +111,12 @@ cdef inline void settle_writes(
     `num_run` oldest launches have run. Called as a later step of the row is planned, as one is settled, and as the row ends.
     O(writes).
     """
-    cdef WriteList *writes = &batch.writes
+    cdef const Holding *holding = holding_of(batch, row)
     cdef StateWrite write
     cdef Py_ssize_t i = 0
-    while i < writes.num_taken and batch.rows[row].num_writes:
-        write = writes.items[i]
-        if write.row != row or write.num_tokens > num_final or waits_for_loads(batch.pool, held_by(batch, row, write.group)):
-            i += 1
-            continue
-        remove_write(writes, i)
+    while batch.rows[row].num_writes and pop_final(
+        batch.pool, holding, &batch.writes, &i, <int32_t>row, num_final, &write
+    ):
         batch.rows[row].num_writes -= 1
         _cache_written(batch, &write, num_run)
         give_back_written(batch.pool, write.page_id, term)
