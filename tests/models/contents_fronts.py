@@ -799,7 +799,6 @@ class BatchFront(Front):
             if left <= 0:
                 continue
             num_new = self.draw_count(left)
-            may_draft = may_draft and not self.setting.hash_lookahead
             drafts = self.draw_drafts(job) if num_new == left and may_draft else []
             amounts[job] = num_new, drafts, self.rng.choice((0, 0, 0, 1, 5)) * may_draft
             told = job.all_token_ids[job.num_known_tokens :]
