@@ -94,7 +94,7 @@ def touch(rows: Rows) -> None:
 
 
 class Use(Protocol):
-    """What was done with memory."""
+    """A use of memory by jax that may still run."""
 
     def is_ready(self) -> bool:
         """Whether the use has ended."""

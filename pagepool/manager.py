@@ -816,12 +816,12 @@ class CacheManager(KeyHolder, SlotAllocator):
     def set_shares(self, shares: Mapping[str, float]) -> None:
         """Set the tenants' shares of each pool. All other requests share the rest, also those of tenants no longer named.
 
-        Each held or cached page is charged to the `tenant` of the request or row that took it, if that had a share then. Once
-        another tenant has used the page, it is charged to the rest, until it loses its prefix entry. Pages without an entry are
-        evicted first. Then each tenant above its share offers its next page in the order of `expect`, and a page never expected
-        back goes first, otherwise the one released earliest. A tenant within its share loses a page only if nobody else has
-        free ones. Unused room of a tenant serves all, and no request is refused for a share. With several pools a tenant has
-        its share of each: pages that it takes in one do not count in another.
+        Each held or cached page is charged to the `tenant` of the request or row that took it, if that tenant had a share then.
+        Once another tenant uses the page, it is charged to the rest until it loses its prefix entry. Pages without an entry are
+        evicted first. Then each tenant above its share offers the page that comes first in the order of `expect`. Of the
+        offered pages, one never expected back is evicted first, otherwise the one released earliest. A tenant within its share
+        loses a page only if nobody else has free ones. Unused room of a tenant serves all, and no request is refused for a
+        share. With several pools a tenant has its share of each: pages that it takes in one do not count in another.
 
         Raise ArgumentTypeError unless the tenants are strings and the shares numbers; ArgumentError unless there are at most
         63, each above 0, and at most 0.95 in all. From the first call on this takes 6 bytes per page. O(num_pages + sessions).

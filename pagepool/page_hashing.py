@@ -100,9 +100,9 @@ class PageHasher(KeyHolder):
         self.page_size, self.hash_lookahead = page_size, hash_lookahead
         self.keep_token_ids = False
         is_keyed = self.chain_algorithm == "siphash128"
-        self.is_shared = not is_keyed or get_hash_seed(hash_seed) is not None  # others with the seed make the same keys
+        self.is_shared = not is_keyed or get_hash_seed(hash_seed) is not None  # equal keys elsewhere need the same seed
         follows = self.reads_environment and hash_seed is None and "PYTHONHASHSEED" in os.environ
-        self.follows_environment = follows and self.is_shared  # others make the same keys only with the same environment
+        self.follows_environment = follows and self.is_shared  # equal keys elsewhere need the same PYTHONHASHSEED
         self.chain_key = self._make_root(hash_seed)
 
     def _make_root(self, hash_seed: int | str | bytes | None) -> bytes:

@@ -82,8 +82,8 @@ def _has_state(group: CacheGroupSpec) -> bool:
 def make_pools(
     sizes: PoolSizes, enable_caching: bool, page_pool: PagePool | None, eviction: EvictionPolicy | None
 ) -> dict[str, PagePool]:
-    """Return several pools over one store, by name: those of the store of `page_pool`, or new ones. Raise ArgumentError for
-    pools of other names or sizes, or with another policy.
+    """Return several pools over one store, by name: the pools of the store of `page_pool`, or new ones. Raise ArgumentError if
+    pools that exist differ in names, sizes, caching or policy.
     """
     if page_pool is not None:
         require_pool(page_pool)

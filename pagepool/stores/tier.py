@@ -44,7 +44,7 @@ class HostRows(Protocol):
 
     @property
     def rows(self) -> Sequence[Rows]:
-        """For each of its groups an array of uint8, ``[num_host_pages, row_bytes]``."""
+        """One array of uint8 for each item of `groups`, or one for all groups: ``[num_host_pages, row_bytes]``."""
 
     @property
     def groups(self) -> Sequence[int] | None:

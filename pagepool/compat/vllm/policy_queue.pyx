@@ -30,7 +30,7 @@ cdef enum:
 
 
 cdef Digest digest_of_key(bytes key) noexcept:
-    """Return the first 128 bits of a block's hash. The policy takes blocks with equal digests for the same content."""
+    """Return the first 128 bits of a block's hash. The policy treats blocks with equal digests as the same content."""
     cdef Digest digest = Digest(lo=0, hi=0)
     cdef Py_ssize_t size = PyBytes_GET_SIZE(key) - GROUP_BYTES
     memcpy(&digest, PyBytes_AS_STRING(key), max(<Py_ssize_t>0, min(size, <Py_ssize_t>sizeof(Digest))))

@@ -32,7 +32,7 @@ cdef struct ResumePlaces:     # numbers of tokens where requests will resume tha
     int64_t num_tokens        # tokens that it knows
     int64_t junction          # up to which its groups of full attention hit, but not its windows or states; 0: these hit as far
     int64_t external_end      # end of the tokens awaited from elsewhere; 0: there are none
-    const int32_t *named      # [num_named] those that the engine names
+    const int32_t *named      # [num_named] places from the engine's `resume_at`
     Py_ssize_t num_named
 
 

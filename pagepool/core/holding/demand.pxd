@@ -347,7 +347,7 @@ cdef inline void record_taken(const Pool *pool, Held *held) noexcept nogil:
 
 
 cdef inline void _begin_held(Pool *pool, const Holding *holding, Py_ssize_t g, const Hits *hits) noexcept nogil:
-    """Let the pages of a group begin with hits, which stay cached when they leave a window that keeps some."""
+    """Make hits the first pages of a group. If its windows keep pages at boundaries alone, flag the hits as kept."""
     cdef Held *held = &holding.held[g]
     cdef int32_t i
     held.num_cached = held.num_hits = hits.num

@@ -56,7 +56,7 @@ cdef str describe_mark(const Pool *pool, Py_ssize_t page_id):
 
 
 cdef Py_ssize_t find_wrong_mark(const Pool *pool) noexcept nogil:
-    """Find the first page whose mark of the blank part has a stamp, or -1."""
+    """Return the first page that is marked blank, but has a stamp; -1: none."""
     cdef Py_ssize_t i
     for i in range(pool.policy.num_pages):
         if pool.policy.marks[i] & PART == BLANK and pool.policy.marks[i] != BLANK:

@@ -73,7 +73,7 @@ cdef inline void hold_session(Sessions *sessions, int32_t number, int32_t change
 
 
 cdef inline void set_session(Sessions *sessions, int32_t *session, int32_t number) noexcept nogil:
-    """Move a row or request, whose session is `session`, to another one."""
+    """Move a row or request from the session in `session` to session `number`."""
     if rare(session[0] != number):
         hold_session(sessions, number, 1)
         hold_session(sessions, session[0], -1)

@@ -37,8 +37,8 @@ cdef enum:
     HALF_LIFE_REQUESTS = 512  # requests that must come meanwhile, too
     REQUESTS_A_WEIGHT = 4     # a prior weighs as much as the pages of this many requests
     REGRET_A_POOL = 12        # LRU takes over for a while once it would have had num_pages / 12 more hits
-    MAX_PAUSE = 64            # LRU decides at most while 64 times as many pages are released as the pool has
-    KNOWN_SHARE = 75          # a request goes on with one that was seen if this percentage of its pages is known
+    MAX_PAUSE = 64            # longest pause: LRU decides until 64 times the pool's pages are released
+    KNOWN_SHARE = 75          # a request continues an earlier one if the policy knows this percentage of its pages
     MAX_VALUE = 2             # value of a page that is surely used again within an epoch
     STAMP_SHIFT = 2           # a mark is part, call and epoch, from the lowest bits up
     EPOCH_SHIFT = 18

@@ -3,8 +3,8 @@
 #
 # Always:
 #
-# * Each link leads back: the record behind a page has it before itself.
-# * `num_free` counts the pages of all rings of banks, `shard_num_free` those of each shard's.
+# * Links agree: the `prev` of a record's `next` is that record.
+# * `num_free` counts the pages in the rings of all banks, `shard_num_free` the pages in each shard's ring.
 # * A shard's ring has the shard's pages in the order of the bank's ring, and as many dividers.
 
 from libc.stdint cimport int32_t

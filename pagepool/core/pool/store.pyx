@@ -469,8 +469,8 @@ cdef class PageStore(PageRecords):
             self.refuse_give_back(ids, bad)
 
     cdef Py_ssize_t give_back_row(self, PageIds ids, Py_ssize_t num_staying, const int32_t *terms=NULL) noexcept:
-        """Give back ids within the pool. Pages from `num_staying` on lose their entry with their last reference; others get the
-        terms at the same indices.
+        """Give back pages of the pool. Those from index `num_staying` on lose their entry with their last reference; the others
+        get the terms at their indices.
         """
         cdef void *thread = let_others_run(ids.num)
         cdef Py_ssize_t bad = give_back_and_uncache(&self.pool, ids.ids, num_staying, ids.num, terms)

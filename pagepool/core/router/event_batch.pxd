@@ -48,7 +48,7 @@ cdef struct Text:             # some bytes of a payload; NULL: None
     const uint8_t *at
     Py_ssize_t size
 
-cdef struct Spec:             # properties of a cache group, from a stored event
+cdef struct Spec:             # properties of a cache group, from a BlockStored event
     int32_t block_size        # tokens; 0: unknown
     int32_t window            # tokens; 0: none
     bint is_state

@@ -298,7 +298,7 @@ cdef class PrefixTable:
         return {"blocks": num_blocks, "held": held, "bytes": num_bytes, "num_skipped": self.num_skipped}
 
     cdef int64_t num_held(self, int32_t worker) except -1:
-        """Count the blocks of a worker below `num_workers`."""
+        """Return the number of blocks of a worker, whose index is below `num_workers`."""
         cdef int64_t num
         self.begin_write()
         num = self.table.workers[worker].num_bits

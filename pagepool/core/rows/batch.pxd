@@ -72,8 +72,8 @@ cdef struct Row:              # two cache lines; growth reads the first
     int32_t num_ahead         # planned positions behind the known tokens
     int32_t[5] unused
 
-cdef struct Identity:         # whose request a row has
-    int32_t context           # what its pages are journaled with; 0: none
+cdef struct Identity:         # context and session of a row's request
+    int32_t context           # journal context of its pages; 0: none
     int32_t session
 
 cdef struct MadeEntry:        # the entry of a page without its holder, filled by a step in flight

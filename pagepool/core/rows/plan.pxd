@@ -1,6 +1,6 @@
 # Rows are planned: each gets slots for the tokens of its next step, and a launch, up to the first row that does not fit. A
-# call first checks all rows, and lists those that need more than counting. A call that tells tokens tells the others theirs at
-# once, and takes these back if a row is wrong. Then it does the work of the listed rows, in order.
+# call first checks all rows, and lists those that need work besides counting. If it passes tokens, the unlisted rows append
+# theirs at once, and lose them again if a row is wrong. Then it does the work of the listed rows, in order.
 
 from pagepool.core.rows.states cimport *
 

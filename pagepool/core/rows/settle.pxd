@@ -14,7 +14,7 @@ cdef enum:
 cdef enum SettleFault:
     SETTLES
     NOT_SAMPLED               # a token for a row inside its prompt, or one that has got its token
-    TOO_MANY                  # more tokens than drafts and one
+    TOO_MANY                  # more tokens than its drafts plus one
     TOO_EARLY                 # an earlier step of the row is not settled
     NONE_TOLD                 # no token for a row with a later step in flight
     FULL_ROW

@@ -439,9 +439,9 @@ def load_prefix(
 ) -> FoundPrefix:
     """Find a prefix as `find_prefix` does, and queue loads of its pages that only the tier has.
 
-    Each load takes a page among `ids`, those of a shard, and caches it with a `context` of `EntryJournal.add_context` and a
-    `session` of `PageSessions.hold`; the load holds it until it ends. If fewer pages are free than the loads need, in a bank,
-    beside `num_reserved` of the first, nothing changes, and the prefix is that of the pool. O(pages x groups).
+    Each load takes a page in `ids`, the pages of a shard, caches it, and holds it until it ends. `context` comes from
+    `EntryJournal.add_context`, `session` from `PageSessions.hold`. If a bank has too few free pages, where `num_reserved` of
+    the first bank stay free, nothing changes, and the result is the prefix that the pool has. O(pages x groups).
     """
     cdef Py_ssize_t num_hashes, num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
     cdef Py_ssize_t num_kept_free = size_of(num_reserved, "num_reserved_pages")

@@ -173,7 +173,7 @@ def _read_model(config: Config) -> list[str] | None:
 
 
 def _read_chunks(config: Config) -> list[str] | None:
-    """Read Llama 4: layers with a rotary embedding, 1 in `no_rope_layers`, have chunks."""
+    """Return the layer types of Llama 4: layers with rotary embedding, whose value in `no_rope_layers` is 1, have chunks."""
     if config.get("attention_chunk_size") is None:
         return None
     if config.get("no_rope_layers"):

@@ -128,10 +128,10 @@ class PolicySimulator:
 
 
 class Steps:
-    """The steps on a pool. Transfers of its tier at the end of a step complete when the next step begins."""
+    """Simulated steps on a pool. Transfers of its tier at the end of a step complete when the next step begins."""
 
     def __init__(self, pool: PagePool) -> None:
-        """Stand before the first step."""
+        """Begin with no step in progress."""
         self.pool, self.store = pool, pool.store
         self._number = 0
 

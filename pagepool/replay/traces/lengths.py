@@ -104,8 +104,8 @@ class Count(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """The fields with tokens of a line, the cached tokens in the details of a length, which are part of the length, and those
-    in unknown places.
+    """The token counts of a line. The cached tokens in `details` are part of a length; those in `unknown` are in fields that
+    no format names.
     """
 
     by_name: dict[str, Count]
