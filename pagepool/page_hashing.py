@@ -145,12 +145,14 @@ class PageHasher(KeyHolder):
             else:
                 stop, keys = min(num_pages, keyed_page or num_pages), None
             token_ids = self._read_tokens(request, num_hashed, stop)
-            self._hash_pages(hashes, token_ids, keys)
+            self._hash_pages(hashes, num_hashed, token_ids, keys)
             num_hashed = stop
 
-    def _hash_pages(self, hashes: RequestHashes, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None) -> None:
-        """Append the digests of pages; the extra keys are those of the first one."""
-        hashes.chain.extend(token_ids, self.encode(extra_keys))
+    def _hash_pages(
+        self, hashes: RequestHashes, first_page: int, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None
+    ) -> None:
+        """Append the digests of the next pages, unless other calls have appended some; the extra keys belong to the first."""
+        hashes.chain.extend(token_ids, self.encode(extra_keys), first_page)
 
     def encode(self, extra_keys: ExtraKeys | None) -> bytes:
         """Return extra keys as the bytes that are hashed; none for None."""
@@ -238,14 +240,17 @@ class CallableHasher(PageHasher):
         name = getattr(hash_function, "__qualname__", type(hash_function).__qualname__)
         self.algorithm = f"callable {getattr(hash_function, '__module__', None)}.{name}"
 
-    def _hash_pages(self, hashes: RequestHashes, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None) -> None:
+    def _hash_pages(
+        self, hashes: RequestHashes, first_page: int, token_ids: TokenIds | PageIds, extra_keys: ExtraKeys | None
+    ) -> None:
         """Call the callable, and append one native digest, for each page."""
         tokens = token_ids.to_list() if isinstance(token_ids, PageIds) else [int(token_id) for token_id in token_ids]
-        for start in range(0, len(tokens) - self.hash_lookahead, self.page_size):
+        starts = range(0, len(tokens) - self.hash_lookahead, self.page_size)
+        for page, start in enumerate(starts, start=first_page):
             page_tokens = tokens[start : start + self.page_size + self.hash_lookahead]
             parent = hashes.page_hashes[-1].hash_value if hashes.page_hashes else None
             page_hash = hash_page_tokens(self._hash_function, parent, page_tokens, extra_keys)
-            hashes.chain.extend(page_tokens, self.encode(extra_keys))
+            hashes.chain.extend(page_tokens, self.encode(extra_keys), page)
             hashes.page_hashes.append(page_hash)
             extra_keys = None
 

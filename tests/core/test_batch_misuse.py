@@ -339,3 +339,17 @@ def test_rows_that_are_added_while_a_step_is_settled_are_refused() -> None:
     assert batch.num_tokens.tolist() == [3] * 40
     assert batch.settle(step, range(40)).tolist() == [*range(40)]
     batch._manager.check()
+
+
+def test_tokens_that_change_while_counts_are_read_are_checked_as_they_are_used() -> None:
+    batch = InUse().batch
+    step, tokens = batch.plan([2], 3), np.array([5], np.int32)
+
+    class Spoiling:
+        def __index__(self) -> int:
+            tokens[0] = -5
+            return 1
+
+    with pytest.raises(ArgumentError, match="token_ids: got -5"):
+        batch.settle(step, tokens, [Spoiling()])  # type: ignore[list-item]
+    assert batch.settle(step, [5]).tolist() == [2]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from admissions import admission
+from cpu_time import median_seconds
 from hybrids import FULL, batch_state, count_hits
 from hybrids import PROMPT as LONG_PROMPT
 from hybrids import make_batch as make_rows
@@ -145,3 +146,44 @@ def test_free_of_nothing(enable_caching: bool) -> None:
     assert len(manager.get_page_ids("a")[0]) == 5
     manager.free(request, num_computed_tokens=99)
     assert manager.stats().num_held_pages == 0
+
+
+# --- entries of rows that are gone ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keeps_result", [False, True])
+def test_a_later_step_fails_with_an_earlier_one_though_its_result_is_gone(keeps_result: bool) -> None:
+    batch = make_batch(max_steps_ahead=1)
+    first = admit(batch, 0, [1, 2, 3, 4, 5])
+    results = [admit(batch, 1, PROMPT)]
+    batch.release([1])
+    results = results[:keeps_result]
+    fail(batch, first)
+    assert batch.probe(1, [*PROMPT, 7]) == 0
+
+
+def test_entries_of_steps_that_cannot_fail_any_more_are_forgotten() -> None:
+    """Else each release of a row that has just filled a page would make later calls slower."""
+    batch = make_batch()
+
+    def run(number: int) -> None:
+        batch.admit(0, [number % 60, number % 61, number % 59])
+        batch.step([0], [5])  # its result is dropped, and fills the page
+        batch.release([0])
+
+    run(0)
+    before = median_seconds(partial(run, 1), 201)
+    for number in range(12_000):
+        run(number)
+    assert median_seconds(partial(run, 1), 201) < 2 * before
+
+
+def test_a_result_that_is_kept_longer_than_others_forgets_all() -> None:
+    """Steps end in any order: what none of them can take back stays cached."""
+    batch = make_batch()
+    kept = [admit(batch, 0, [*range(9)]), admit(batch, 1, PROMPT)]
+    batch.release([0, 1])
+    del kept[0]
+    fail(batch, kept[0])
+    assert batch.probe(1, [*range(9), 7]) == 8
+    assert batch.probe(1, [*PROMPT, 7]) == 0

@@ -352,3 +352,44 @@ def test_unknown_algorithms_and_seeds_are_refused():
     with pytest.raises(ArgumentTypeError):
         make_manager(hash_seed=1.5)
     assert get_siphash_key(b"x") == get_siphash_key("x")
+
+
+@pytest.mark.parametrize("hash_algo", ["siphash128", "sha256", hash])
+@pytest.mark.parametrize("kind", ["a token", "a sequence"])
+def test_pages_that_are_hashed_while_their_tokens_are_read_are_hashed_once(kind, hash_algo):
+    """The call that was reading is refused, and the next one goes on."""
+    manager = make_manager(hash_algo=hash_algo)
+    tokens = list(range(13))
+    request = EngineRequest("a", list(tokens))
+    hooks = []
+
+    class Token:
+        def __index__(self):
+            while hooks:
+                hooks.pop()()
+            return tokens[3]
+
+    class Sequence:
+        def __len__(self):
+            return len(tokens)
+
+        def __getitem__(self, index):
+            while hooks:
+                hooks.pop()()
+            return np.array(tokens[index], np.int32)
+
+    if kind == "a token":
+        request.all_token_ids[3] = Token()
+    else:
+        request.all_token_ids = Sequence()
+    manager.allocate_slots(request, 4, delay_cache_pages=True)
+    request.num_computed_tokens = 4
+    hooks.append(lambda: manager.cache_pages(request, 4))
+    with pytest.raises(ArgumentError, match="another call hashed"):
+        manager.allocate_slots(request, 4)
+    for num_new in (4, 5):
+        manager.allocate_slots(request, num_new)
+        request.num_computed_tokens += num_new
+    hits = [manager.probe(EngineRequest("b", [*ids, 99])).num_hit_tokens for ids in (tokens, tokens[:4] * 2)]
+    assert hits == [12, 4]
+    manager.check()

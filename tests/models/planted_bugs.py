@@ -511,7 +511,7 @@ WRITE_BUGS = read_bugs("""
     while at[0] < {+(writes.num if BUG else +}writes.num_taken{+)+}:
         write[0] = writes.items[at[0]]
 == a state hits before its tokens are computed
-        batch.pool, holding, &batch.writes, &i, <int32_t>row, {+MAX_TOKENS if BUG else +}num_final, &write
+        batch.pool, holding, &batch.writes, &i, <int32_t>row, {+INT32_MAX if BUG else +}num_final, &write
 == a junction is rounded up
     add_boundary(boundaries, <int32_t>(num_tokens - num_tokens % boundaries.multiple{+ + boundaries.multiple * BUG+}))
 == the writes of a row that ends stay

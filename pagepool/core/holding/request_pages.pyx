@@ -288,7 +288,7 @@ cdef class RequestPages:
             return NO_MEMORY
         lock_chain(chain, self.store)
         try:
-            if tokens is not None and not chain.extend_locked(tokens, b""):
+            if tokens is not None and not chain.extend_to(tokens, step.num_hashed // chain.page_size):
                 return NO_MEMORY
             self.store.lock_divided(step.num_shards)
             assert step.num_shards == 0 or self.store.pool.num_shards == step.num_shards

@@ -82,6 +82,11 @@ cdef struct MadeEntry:        # the entry of a page without its holder, filled b
     int32_t page_id
     int32_t group             # id of the group
 
+cdef struct OpenStep:         # a step that may fail, in a list of all
+    int64_t step              # its number; 0: it is not open
+    OpenStep *prev
+    OpenStep *next
+
 cdef struct Batch:            # rows that run together
     Pool *pool
     Group *groups
@@ -115,6 +120,7 @@ cdef struct Batch:            # rows that run together
     MadeEntry *made           # [num_made], and room for `made_capacity`
     Py_ssize_t num_made
     Py_ssize_t made_capacity
+    OpenStep *open_steps      # NULL: none
     int64_t *stays            # [num_rows] numbers of the requests' stays, which move with the rows; 0: free
     int64_t num_stays         # stays of all rows: each admission and fork begins one
     int64_t num_cuts          # cuts of computed tokens of all rows

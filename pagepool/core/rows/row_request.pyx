@@ -140,6 +140,8 @@ cdef class RowRequest:
         self.claim_row()
         self.shard, self.identity = checked_shard, checked_identity
         try:
+            if self.step is not None:
+                add_call(self.step, self.call)
             self.set_contents(keys)
             result = self.try_start(takes_hits and rows.batch.hash_page_size)
             is_admitted = type(result) is not RefusedRequest
@@ -149,8 +151,8 @@ cdef class RowRequest:
             rows.refusals[self.row] = None if is_admitted else result
             if not is_admitted:
                 rows.batch.records[self.row].state = FREE
-        if is_admitted and self.step is not None and self.call.num_grown:
-            add_call(self.step, self.call)
+            if self.step is not None and self.call.num_grown == 0:
+                remove_call(self.step, self.call)
         if is_admitted and counter is not None:
             self.count_in(counter)
         return result if is_admitted else None

@@ -178,7 +178,6 @@ cdef class RunningRows:
                 raise ArgumentError("token_ids, counts: got some of a failed step, allowed: None")
             return fail_step(self.rows, ended)
         tokens = PageIds.__new__(PageIds) if token_ids is None else as_page_ids(token_ids, "token_ids")
-        refuse_negative(tokens.ids, tokens.num, 0)
         return settle_step(self.rows, ended, tokens, counts)
 
     # Known tokens.
@@ -495,22 +494,34 @@ cdef StateWrites take_due_writes(RowStore rows):
 cdef StepResult run_growth(
     RowStore rows, PageIds planned, PageIds num_tokens, PageIds num_drafts, PageIds tokens, object step
 ):
-    """Check all rows and reserve memory for the result; then plan the rows, which cannot fail."""
+    """Plan rows, as a part of `step` or, for None, as a step of their own. Return the step."""
     cdef StepResult head = None if step is None else checked_step(rows, step, "step")
     cdef StepResult result = new_result(rows)
     cdef Growth *growth = &result.growth
-    cdef Py_ssize_t num_right, at_joined
-    cdef int64_t num_steps
-    cdef bint is_due, has_room = True
-    cdef int32_t held_free = NULL_PAGE
-    cdef void *thread
     result.num_tokens, result.num_drafts = num_tokens, num_drafts
     growth.rows, growth.num_rows = planned.ids, planned.num
     growth.num_tokens, growth.num_drafts = amounts_in(num_tokens), amounts_in(num_drafts)
     growth.token_ids = NULL if tokens is None else tokens.ids
-    if growth.num_rows == 0:
-        return result if head is None else add_call(head, result)
-    reserve_rows_of(growth)
+    if growth.num_rows:
+        reserve_rows_of(growth)
+    if head is None:
+        grow(rows, None, result, tokens)
+        return result
+    add_call(head, result)
+    try:
+        grow(rows, head, result, tokens)
+    except BaseException:
+        remove_call(head, result)
+        raise
+    return head
+
+
+cdef int grow(RowStore rows, StepResult head, StepResult result, PageIds tokens) except -1:
+    """Check all rows of a call and reserve memory for its result; then plan the rows, which cannot fail."""
+    cdef Growth *growth = &result.growth
+    cdef Py_ssize_t num_right, at_joined
+    cdef bint is_due, has_room = True
+    cdef int32_t held_free = NULL_PAGE
     lock_for(rows, head, "step")
     assert rows.batch.waiting.num_to_hash == 0
     growth.step = number_of_step(&rows.batch, head)
@@ -525,13 +536,7 @@ cdef StepResult run_growth(
         has_room = reserve_new(growth)
         held_free = find_held_free(&rows.store.pool, growth.max_num_new)
     if num_right == growth.num_rows and has_room and held_free == NULL_PAGE:
-        thread = let_others_run(growth.num_rows + growth.max_num_new)
-        num_steps, rows.batch.num_steps = rows.batch.num_steps, max(rows.batch.num_steps, growth.step)
-        grow_rows(&rows.batch, growth)
-        go_on(thread)
-        if growth.num_grown == 0:
-            rows.batch.num_steps = num_steps
-        end_call(&rows.batch, head, result)
+        grow_checked(&rows.batch, head, result)
     else:
         untell_rows(&rows.batch, growth, 0)
         growth.step = 0  # the step does not end with the result of a refused call
@@ -548,8 +553,25 @@ cdef StepResult run_growth(
         refuse_growth(rows.store, &rows.batch, growth, num_right, is_due)
     if not has_room:
         raise MemoryError(f"{growth.max_num_new} new pages")
-    rows.store.check_untaken(held_free)
-    return result if head is None else add_call(head, result)
+    return rows.store.check_untaken(held_free)
+
+
+cdef void grow_checked(Batch *batch, StepResult head, StepResult result) noexcept:
+    """Plan checked rows within their step, which is open meanwhile: it may fail what it fills."""
+    cdef Growth *growth = &result.growth
+    cdef OpenStep *node = &result.node if head is None else &head.node
+    cdef bint was_open = node.step > 0
+    cdef int64_t num_steps = batch.num_steps
+    cdef void *thread = let_others_run(growth.num_rows + growth.max_num_new)
+    open_step(batch, node, growth.step)
+    batch.num_steps = max(num_steps, growth.step)
+    grow_rows(batch, growth)
+    go_on(thread)
+    if growth.num_grown == 0:
+        batch.num_steps = num_steps
+    end_call(batch, head, result)
+    if growth.num_grown == 0 and not was_open:
+        close_step(batch, node, False)
 
 
 cdef Py_ssize_t find_joined(const Batch *batch, const Growth *growth) noexcept:
@@ -575,14 +597,15 @@ cdef object settle_step(RowStore rows, StepResult ended, PageIds tokens, object 
     """Settle a step that ended well. See `RunningRows.settle`."""
     cdef StepResult call
     cdef Py_ssize_t n = ended.num_rows, at = 0, first = 0
-    cdef PageIds places = PageIds.__new__(PageIds), numbers = as_counts(counts, tokens, n)
+    cdef PageIds numbers = as_counts(counts, tokens, n), places = PageIds.__new__(PageIds)
     cdef list calls = calls_of(ended)
     cdef const int32_t *token_ids_left = tokens.ids
     cdef Settlement settlement
     cdef SettleFault fault = SETTLES
+    refuse_negative(tokens.ids, tokens.num, 0)  # `counts` may have run Python code
     places.reserve(n)
     lock_for(rows, ended, "step")
-    if count_grown(calls) != n:  # another thread has added rows, or Python code of `counts`
+    if ended.num_rows != n or count_grown(calls) != n:  # another thread has added rows, or Python code of `counts`
         fault = ROWS_ADDED
     for call in calls if fault == SETTLES else ():
         settlement = settlement_of(call, numbers, places.ids + first, first)
@@ -596,7 +619,7 @@ cdef object settle_step(RowStore rows, StepResult ended, PageIds tokens, object 
         token_ids_left = settle_rows(&rows.batch, &settlement, token_ids_left)
         first += call.growth.num_grown
     if fault == SETTLES:
-        forget_made(&rows.batch, ended.growth.step)
+        close_step(&rows.batch, &ended.node, True)
         ended.is_settled = rows.batch.settles = True
     rows.release_locks()
     if fault == ROWS_ADDED:
@@ -628,6 +651,7 @@ cdef object fail_step(RowStore rows, StepResult ended):
             release = release_lost(rows, one, row, ids)
             lost.put(&row, 1)
     if has_room:
+        close_step(batch, &ended.node, False)
         ended.is_settled = batch.settles = True
     rows.release_locks()
     free(failure.is_lost)

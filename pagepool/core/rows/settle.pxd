@@ -167,16 +167,6 @@ cdef inline const int32_t *settle_rows(
     return token_ids
 
 
-cdef inline void forget_made(Batch *batch, int64_t step) noexcept nogil:
-    """Forget the entries made by a step that ended well. O(entries)."""
-    cdef Py_ssize_t i, num_kept = 0
-    for i in range(batch.num_made):
-        if batch.made[i].step != step:
-            batch.made[num_kept] = batch.made[i]
-            num_kept += 1
-    batch.num_made = num_kept
-
-
 # Tokens that the host chose.
 
 cdef inline bint _can_append(const Batch *batch, int32_t row) noexcept nogil:
@@ -287,8 +277,8 @@ cdef inline void note_row_entries(Batch *batch, Py_ssize_t row) noexcept nogil:
     cdef Py_ssize_t g, i
     cdef int32_t start, size
     cdef int64_t step
-    cdef bint is_in_step = batch.records[row].num_launches and launch_of(batch, row, 0).step <= batch.num_steps
-    for g in range(batch.num_groups if is_in_step else 0):  # an admission without a step cannot fail on its own
+    cdef bint may_fail = batch.records[row].num_launches and batch.open_steps != NULL
+    for g in range(batch.num_groups if may_fail else 0):
         held, size = held_by(batch, row, g), batch.groups[g].rules.page_size
         start = max(held.num_hits, full_pages(&batch.groups[g].rules, batch.records[row].num_resolved))
         for i in range(start, held.num_pages if not is_state(&batch.groups[g].rules) else 0):

@@ -1,6 +1,6 @@
 # States of rows are kept as checkpoints.
 
-from pagepool.core.rows.caching cimport *
+from pagepool.core.rows.made cimport *
 
 
 cdef inline Py_ssize_t _count_rows_without(const Batch *batch, Py_ssize_t g) noexcept nogil:
@@ -67,19 +67,6 @@ cdef inline void write_states(Batch *batch, Py_ssize_t row, int32_t before, int3
                     _write_checkpoint(batch, row, num_tokens)
                 num_tokens = find_next_boundary(holding.boundaries, num_tokens)
         held.num_cached = max(held.num_cached, full_entries(&batch.groups[g].rules, num_planned))
-
-
-cdef inline bint note_made(Batch *batch, int64_t step, int32_t page_id) noexcept nogil:
-    """Note the entry of a page that its holder gives back, so that it goes if the step fails; False if memory is short."""
-    cdef const Page *page = &batch.pool.pages[page_id]
-    if step > batch.num_steps:  # an admission without a step cannot fail on its own
-        return True
-    assert page.group != NO_GROUP
-    if not reserve_items(<void **>&batch.made, &batch.made_capacity, batch.num_made + 1, sizeof(MadeEntry)):
-        return False
-    batch.made[batch.num_made] = MadeEntry(step=step, key=digest_of(page), page_id=page_id, group=page.group & ~FLAGS)
-    batch.num_made += 1
-    return True
 
 
 cdef inline int64_t step_that_fills(const Batch *batch, Py_ssize_t row, int32_t end, Py_ssize_t num_run) noexcept nogil:

@@ -29,9 +29,9 @@ cdef class StepResult:
         raise TypeError("a StepResult is what RunningBatch returns")
 
     def __dealloc__(self):
-        if self.batch is not None and self.growth.step and self.batch.batch.num_made and self.batch.process == process_number:
+        if self.batch is not None and self.node.step and self.batch.process == process_number:
             with self.batch.lock:
-                forget_made(&self.batch.batch, self.growth.step)
+                close_step(&self.batch.batch, &self.node, False)
         free(self.growth.new_ids)
         free(self.growth.planned)
 
@@ -63,8 +63,7 @@ cdef class StepResult:
     @property
     def refusal(self) -> Refusal | None:
         """Why the row behind the first `num_grown` got no pages; None if all have their room. O(1)."""
-        cdef StepResult call = self if self.calls is None else self.calls[len(self.calls) - 1]
-        return refusal_of(self.store, &call.growth.shortage) if call.growth.num_grown < call.growth.num_rows else None
+        return refusal_of(self.store, &self.shortage) if self.is_short else None
 
     def __repr__(self):
         return f"StepResult(num_grown={self.num_grown}, new_page_ids={self.new_page_ids.tolist()})"
@@ -137,26 +136,34 @@ cdef int64_t number_of_step(const Batch *batch, StepResult step) noexcept:
 
 
 cdef void end_call(Batch *batch, StepResult head, StepResult call) noexcept:
-    """Note the step of a call that launched rows, and the batch's counts as it ends. The locks are held."""
+    """Add the rows that a call launched to its step, and note the batch's counts. The locks are held."""
     cdef Growth *growth = &call.growth
-    call.num_grown = call.num_rows = growth.num_grown
+    cdef StepResult step = call if head is None else head
+    step.num_grown = call.num_grown = growth.num_grown
+    step.num_rows += growth.num_grown
+    step.is_short, step.shortage = growth.num_grown < growth.num_rows, growth.shortage
     growth.num_stays = batch.num_stays
     if growth.num_grown == 0:  # a result without rows is no step
         growth.step = 0
         return
     batch.num_steps = max(batch.num_steps, growth.step)
-    if head is not None:
-        head.growth.step = growth.step
+    step.growth.step = growth.step
+    open_step(batch, &step.node, growth.step)
 
 
-cdef StepResult add_call(StepResult step, StepResult call):
-    """Add the result of a call to a step, and return the step."""
+cdef int add_call(StepResult step, StepResult call) except -1:
+    """Add a call to a step, before it launches rows. `end_call` counts these."""
     if step.calls is None:
         step.calls = []
-    step.num_rows += call.num_rows  # before the call is seen
     step.calls.append(call)
-    step.num_grown = call.num_grown
-    return step
+    return 0
+
+
+cdef int remove_call(StepResult step, StepResult call) except -1:
+    """Remove a call that launched no rows from a step."""
+    assert call.growth.num_grown == 0
+    step.calls.remove(call)
+    return 0
 
 
 cdef StepResult new_admission(RowStore rows, Py_ssize_t row):

@@ -95,20 +95,24 @@ cdef class HashChain:
             raise IndexError(f"page: got {i}, allowed: 0 to {num - 1}")
         return int_of_wide(digest)
 
-    def extend(self, object tokens, bytes extra_keys=b"") -> None:
+    def extend(self, object tokens, bytes extra_keys=b"", Py_ssize_t start=-1) -> None:
         """Hash the next pages, a list or an int array with the token ids of whole pages and of the lookahead of the last one.
-        The first of these pages also depends on `extra_keys`, unless they are empty. O(tokens).
+        The first of these pages also depends on `extra_keys`, unless they are empty. It is page `start` of the chain, or else
+        ArgumentError is raised; -1: any. O(tokens).
         """
         cdef PageIds ids = as_page_ids(tokens, "token ids")
         cdef Py_ssize_t num_pages = (ids.num - self.hashing.hash_lookahead) // self.page_size
-        cdef bint has_room
+        cdef bint has_room, is_next
         if ids.num and (num_pages <= 0 or ids.num != self.count_tokens(num_pages)):
             behind = f", and {self.hashing.hash_lookahead} behind" if self.hashing.hash_lookahead else ""
             raise ArgumentError(f"token ids: got {ids.num}, allowed: a multiple of the page size {self.page_size}{behind}")
         if ids.num == 0:
             return
         with self.own_lock()[0]:
-            has_room = self.extend_locked(ids, extra_keys or b"")
+            is_next = start == self.num or start == -1
+            has_room = is_next and self.extend_locked(ids, extra_keys or b"")
+        if not is_next:
+            refuse_hashed()
         if not has_room:
             raise MemoryError(f"{num_pages} digests more")
 
@@ -132,6 +136,14 @@ cdef class HashChain:
     cdef Py_ssize_t count_tokens(self, Py_ssize_t num_pages) noexcept:
         """Count the tokens that the digests of the first pages cover."""
         return num_pages * self.page_size + self.hashing.hash_lookahead
+
+    cdef bint extend_to(self, PageIds tokens, Py_ssize_t num_pages) except -1:
+        """Hash the tokens that were missing for `num_pages` pages, with the lock held; return False, with nothing changed, if
+        memory is short. ArgumentError if other pages are missing by now.
+        """
+        if tokens.num != self.count_tokens(num_pages - self.num):
+            refuse_hashed()
+        return self.extend_locked(tokens, b"")
 
     cdef bint extend_locked(self, PageIds tokens, bytes extra_keys) noexcept:
         """Hash pages as `extend` does, with the lock held; return False, with nothing changed, if memory is short."""
@@ -185,6 +197,14 @@ cdef class HashChain:
             if 0 <= i < min(self.num, self.token_ids.num // self.page_size):
                 tokens.put(self.token_ids.ids + i * self.page_size, self.page_size)
         return tuple(tokens.to_list())
+
+
+cdef int refuse_hashed() except -1:
+    """Raise the error for tokens whose pages another call hashed while they were read."""
+    raise ArgumentError(
+        "token ids: got tokens of pages that another call hashed while they were read, allowed: tokens whose attributes and "
+        "items leave the request alone"
+    )
 
 
 cdef bint reserve_digests(HashChain chain, Py_ssize_t num_pages, Py_ssize_t num_tokens) noexcept:
