@@ -5,7 +5,7 @@ the invariants between fields; `PagePool.check` checks them.
 
 A call checks everything first, then commits and cannot fail; an error found half-way through a list is rolled back exactly.
 Each chain, store, table and batch has a lock, taken in the order batch, chain, store, tables. Calls from several threads are
-serialised, and long ones let other threads run. In a forked process, calls of objects that the parent made raise.
+serialised, and long ones let other threads run. In a forked process, calls on objects that the parent made raise.
 
 This module re-exports the names of `pagepool.core` for Python, and reports how it was built. Headers (``.pxd``) contain code
 that runs without Python; modules (``.pyx``) contain the classes. `core/README.md` has a map of them.

@@ -1,1 +1,1 @@
-"""What every room stands on: the platform, locks, arrays and limits."""
+"""The base of every room: the platform, memory, locks, digests and limits."""

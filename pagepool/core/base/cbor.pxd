@@ -1,4 +1,4 @@
-# Ints and heads of items in CBOR: RFC 8949, 3.
+# Ints and item heads in CBOR: RFC 8949, section 3.
 
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 
@@ -12,8 +12,8 @@ cdef enum:
 
 
 cdef inline uint8_t *write_head(uint8_t *out, uint8_t major, uint32_t number) noexcept nogil:
-    """Write the head of an item, its type and a number, and return its end. There are no branches, so bytes past the end may be
-    written.
+    """Write an item's head, a major type and a number, and return its end. It has no branches, so up to 4 bytes past the end
+    may be written.
     """
     cdef bint is_one = number > 23, is_two = number > 0xff, is_four = number > 0xffff
     cdef int num_bytes = is_one + is_two + 2 * is_four

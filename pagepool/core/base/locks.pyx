@@ -1,4 +1,4 @@
-"""The number of this process among its forks, and errors for objects of another process."""
+"""The number of this process, which counts forks, and errors for objects that another process made."""
 
 from pagepool.core.base.platform cimport *
 
@@ -9,7 +9,7 @@ cdef extern from *:
     #include <pthread.h>
     static int *pagepool_process_number;
     static void pagepool_count_fork(void) { ++*pagepool_process_number; }
-    /* Count each fork in the child, before `fork` returns there. Not 0 if memory is short. */
+    /* Count each fork in the child, before `fork` returns there. Return non-zero if memory is short. */
     static int pagepool_count_forks_in(int *number) {
         pagepool_process_number = number;
         return pthread_atfork(NULL, NULL, pagepool_count_fork);

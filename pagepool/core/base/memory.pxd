@@ -6,7 +6,7 @@ from pagepool.core.base.platform cimport *
 
 
 cdef inline void copy_bytes(void *target, const void *source, size_t size) noexcept nogil:
-    """Copy bytes. An array without items may be NULL, which memcpy must not get, so nothing is copied from or to it."""
+    """Copy bytes. An empty array may be NULL, which memcpy must not get, so a size of 0 copies nothing."""
     if size:
         memcpy(target, source, size)
 
@@ -20,7 +20,7 @@ cdef inline bint resize(void **memory, size_t size) noexcept nogil:
 
 
 cdef inline bint reserve_items(void **items, Py_ssize_t *capacity, Py_ssize_t num, size_t size) noexcept nogil:
-    """Make room for `num` items in an array that doubles; return False, with nothing changed, if memory is short."""
+    """Make room for `num` items in an array whose capacity doubles; return False, with nothing changed, if memory is short."""
     cdef Py_ssize_t increased = max(num, 2 * capacity[0], 4)
     assert num >= 0 and capacity[0] >= 0 and (items[0] != NULL or capacity[0] == 0)
     if num <= capacity[0]:

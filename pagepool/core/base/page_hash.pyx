@@ -69,8 +69,8 @@ cdef void hash_pages(
     const Hashing *hashing, const int32_t *tokens, Py_ssize_t n, Digest *digests, Digest *uppers, Py_ssize_t start,
     Py_ssize_t stop, const uint8_t *extra, Py_ssize_t size,
 ) noexcept nogil:
-    """Hash pages `start` to `stop` of a request, each behind the one before. `tokens` are those of all its pages, `n` each, and
-    the lookahead of the last one. The first of the hashed pages has `size` bytes of extra keys.
+    """Hash pages ``[start, stop)`` of a request, each with the digest of the page before. `tokens` begin at page 0, have `n`
+    for each page, and end with the lookahead of the last one. Page `start` has `size` bytes of extra keys.
     """
     cdef WideDigest parent = digest_at(digests, uppers, start - 1) if start else hashing.root
     cdef Digest secret = hashing.key

@@ -101,7 +101,7 @@ cdef extern from *:
     """
     /* A rare condition: the compiler moves the branch out of the hot cache lines. */
     #define pagepool_rare(condition) __builtin_expect(!!(condition), 0)
-    /* A condition that only some pools ever meet: the compiler does not inline what the branch calls either. */
+    /* A condition that few pools ever meet: the compiler does not inline the calls in the branch either. */
     #if defined(__GNUC__) && __GNUC__ >= 9
     #define pagepool_exceptional(condition) __builtin_expect_with_probability(!!(condition), 0, 0.999)
     #else

@@ -1,5 +1,5 @@
-# SHA-256: NIST, FIPS 180-4, "Secure Hash Standard", 2015. With the SHA instructions of x86 and ARMv8 where the processor
-# has them.
+# SHA-256: NIST, FIPS 180-4, "Secure Hash Standard", 2015. It uses the SHA instructions of x86 and ARMv8 where the
+# processor has them.
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
@@ -20,14 +20,14 @@ cdef extern from *:
     #if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))
     #include <cpuid.h>
     #include <immintrin.h>
-    /* Whether the processor has what `pagepool_sha256_compress` is compiled for: CPUID, leaves 1 and 7. */
+    /* Whether the processor has the instructions in `pagepool_sha256_compress`: CPUID, leaves 1 and 7. */
     static inline int pagepool_has_sha_instructions(void) {
         unsigned int a, b, c, d;
         if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_SSSE3) || !(c & bit_SSE4_1)) return 0;
         return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & (1u << 29)) != 0;
     }
-    /* The instructions hold the eight words as (a, b, e, f) and (c, d, g, h), the first of each in the highest lane. One does
-       two rounds. The message schedule is four vectors of four words, each renewed every sixteen rounds. */
+    /* The instructions hold the eight words as (a, b, e, f) and (c, d, g, h), the first of each in the highest lane. One
+       instruction does two rounds. The message schedule is four vectors of four words, each renewed every sixteen rounds. */
     __attribute__((target("sha,sse4.1,ssse3")))
     static inline void pagepool_sha256_compress(uint32_t *state, const uint8_t *data, Py_ssize_t num_blocks) {
         const __m128i big_endian = _mm_set_epi8(12, 13, 14, 15, 8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3);
@@ -129,7 +129,7 @@ cdef inline void store_word(uint8_t *out, uint32_t word) noexcept nogil:
 
 
 cdef inline void _extend(uint32_t *words) noexcept nogil:
-    """Return the word of the message schedule 16 words after the first one."""
+    """Write `words[16]`, the next word of the message schedule, from the 16 words before it."""
     cdef uint32_t early = words[1], late = words[14]
     words[16] = words[0] + words[9]
     words[16] += _rotr(early, 7) ^ _rotr(early, 18) ^ early >> 3
@@ -137,8 +137,8 @@ cdef inline void _extend(uint32_t *words) noexcept nogil:
 
 
 cdef inline void _do_rounds(uint32_t *state, uint32_t *words) noexcept nogil:
-    """Compress a block: FIPS 180-4, 6.2.2. The schedule is computed along the way, since GCC vectorises a loop of its own
-    badly.
+    """Compress a block: FIPS 180-4, 6.2.2. The schedule is computed along the way, since GCC would vectorise a separate
+    loop badly.
     """
     cdef uint32_t a = state[0], b = state[1], c = state[2], d = state[3]
     cdef uint32_t e = state[4], f = state[5], g = state[6], h = state[7]
@@ -183,7 +183,7 @@ cdef enum:
 cdef struct Sha256:           # a message that is hashed part by part
     uint32_t[8] state
     Py_ssize_t size           # bytes in whole blocks that were compressed
-    Py_ssize_t num_waiting    # bytes that were not
+    Py_ssize_t num_waiting    # bytes in `waiting`, not compressed yet
     bint is_fast              # use SHA instructions, which the processor must have
     uint8_t[_ROOM + 128] waiting  # the last bytes, and room for the padding
 
@@ -197,7 +197,7 @@ cdef inline void sha_start(Sha256 *sha, bint is_fast) noexcept nogil:
 
 
 cdef inline uint8_t *sha_room(Sha256 *sha) noexcept nogil:
-    """Return where the next 64 bytes of the message may be written; add their number to `num_waiting`."""
+    """Return room for up to 64 bytes of the message. The caller adds the number of bytes written to `num_waiting`."""
     cdef Py_ssize_t num_bytes = sha.num_waiting // 64 * 64
     if sha.num_waiting >= _ROOM:
         _compress(sha.state, sha.waiting, num_bytes // 64, sha.is_fast)

@@ -20,7 +20,7 @@ cdef extern from *:
         for (; n > 0; n--) {
             PAGEPOOL_ADD(v[0], v[1]); v[1] = PAGEPOOL_ROTATE(v[1], 13); PAGEPOOL_XOR(v[1], v[0]);
             PAGEPOOL_ADD(v[2], v[3]); v[3] = PAGEPOOL_ROTATE(v[3], 16); PAGEPOOL_XOR(v[3], v[2]);
-            v[0] = _mm256_shuffle_epi32(v[0], 0xb1);  /* by 32 bits */
+            v[0] = _mm256_shuffle_epi32(v[0], 0xb1);  /* rotate by 32 bits */
             PAGEPOOL_ADD(v[0], v[3]); v[3] = PAGEPOOL_ROTATE(v[3], 21); PAGEPOOL_XOR(v[3], v[0]);
             PAGEPOOL_ADD(v[2], v[1]); v[1] = PAGEPOOL_ROTATE(v[1], 17); PAGEPOOL_XOR(v[1], v[2]);
             v[2] = _mm256_shuffle_epi32(v[2], 0xb1);
@@ -180,7 +180,7 @@ cdef inline void sip_bytes(SipState *s, const uint8_t **data, Py_ssize_t size, u
 cdef inline void _hash_lanes(
     Digest key, const Digest *parents, const uint8_t **data, Py_ssize_t size, Digest *digests, int lanes
 ) noexcept nogil:
-    """Hash messages: the 16 bytes of a parent and `size` bytes of data each."""
+    """Hash messages, each the 16 bytes of a parent and `size` bytes of data."""
     cdef SipState[2] s
     cdef uint64_t[2] words
     cdef int lane
@@ -205,7 +205,7 @@ cdef inline Digest hash_after(Digest key, Digest parent, const uint8_t *data, Py
 cdef inline void hash_each_after(
     Digest key, const Digest *parents, const uint8_t **data, Py_ssize_t size, Digest *digests, int lanes
 ) noexcept nogil:
-    """Hash a link of each of several chains at once: of `MAX_LANES` with AVX2, otherwise of two."""
+    """Hash the next links of several chains side by side: `MAX_LANES` chains with AVX2, otherwise two."""
     if lanes == MAX_LANES:
         _hash_four(<const uint64_t *>&key, <const uint64_t *>parents, data, size, <uint64_t *>digests)
     else:

@@ -1,1 +1,1 @@
-"""What a caller may give: arguments, ids, hash chains."""
+"""Values from callers: arguments, ids, hash chains."""

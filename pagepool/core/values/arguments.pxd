@@ -62,7 +62,7 @@ cdef inline object int_of_wide(WideDigest digest):
 
 
 cdef inline int32_t int32_of(object value) except? -1:
-    """Return `value` as int32, or raise errors for `explained`. A plain int, the only kind on hot paths, is read first."""
+    """Return `value` as int32, or raise an error for `explained`. A plain int, the only kind on hot paths, is read first."""
     cdef long long number
     if PyLong_CheckExact(value):
         number = value

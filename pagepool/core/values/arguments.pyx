@@ -108,7 +108,7 @@ cdef Py_ssize_t size_of(object value, str name, Py_ssize_t lowest=0, Py_ssize_t 
 
 
 cdef int32_t int32_of_index(object value) except? -1:
-    """Convert any other int: the rare part of `int32_of`, apart so that the rest is inlined."""
+    """Convert a value that is no plain int32: the rare part of `int32_of`, kept apart so that the rest is inlined."""
     cdef long long number
     try:
         if isinstance(value, bool):
@@ -123,9 +123,9 @@ cdef int32_t int32_of_index(object value) except? -1:
 
 
 cdef object explained(str name, object error):
-    """Return the typed error for an error of `int32_of`."""
+    """Return the typed error for an error that `int32_of` raised."""
     cls, got = ArgumentTypeError if isinstance(error, TypeError) else ArgumentError, str(error)
-    if not got.startswith("got"):  # C's own words
+    if not got.startswith("got"):  # the message of Python's C conversion
         got = "got an int beyond 64 bits"
     return cls(f"{name}: {got}, allowed: ints that fit int32")
 
@@ -147,7 +147,7 @@ cdef enum:
 
 
 cdef int require_array_layout() except -1:
-    """Raise ImportError for a NumPy whose arrays have another head."""
+    """Raise ImportError if NumPy's arrays have another head than `ArrayHead`."""
     array = np.arange(3, dtype=np.int32)[1:]
     cdef const ArrayHead *head = <ArrayHead *><void *>array
     known = head.num_dims, <size_t>head.data, head.flags, <object>head.dtype
@@ -160,7 +160,7 @@ require_array_layout()
 
 
 cdef const ArrayHead *int32_vector_in(object array) noexcept:
-    """Return the head of a NumPy array that is a contiguous int32 vector; NULL for others. The buffer protocol costs more."""
+    """Return the head of a NumPy array that is a contiguous int32 vector, else NULL. The buffer protocol would cost more."""
     cdef const ArrayHead *head = <ArrayHead *><void *>array
     cdef int wanted = IS_CONTIGUOUS | IS_ALIGNED
     if head.num_dims != 1 or head.dtype != <PyObject *>INT32 or head.flags & wanted != wanted:
@@ -178,7 +178,7 @@ cdef object as_int32_array(object values, str name):
         )
     if values.dtype is INT32:
         return np.require(values, np.int32, ["C", "A"])
-    if values.dtype == INT32:  # it has metadata
+    if values.dtype == INT32:  # a dtype with metadata
         return values.astype(INT32)
     if values.size and not (INT32_MIN <= values.min() and values.max() <= INT32_MAX):
         raise ArgumentError(f"{name}: got {values.min()} to {values.max()}, allowed: ints that fit int32")

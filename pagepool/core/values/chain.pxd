@@ -1,7 +1,7 @@
 # Hash chains of requests: the digests of a request's full pages, and the tokens of these pages if they are kept.
 #
-# Always: at most `capacity` digests, and kept tokens for at most `num` pages. Each call appends whole pages. Of digests of 32
-# bytes, `digests` has the lower halves and `uppers` the others. Behind the last page's tokens those of its lookahead are kept.
+# Always: there are at most `capacity` digests, and kept tokens for at most `num` pages, then for the last one's lookahead. Each
+# call appends whole pages. With digests of 32 bytes, `digests` has the lower halves and `uppers` the upper ones.
 
 cimport cython
 
@@ -27,7 +27,7 @@ cdef class HashChain:
 
     @cython.final
     cdef inline cython.pymutex *own_lock(self) except NULL:
-        """Return the lock. IntegrityError in another process than that of the chain."""
+        """Return the lock; raise IntegrityError in a process that did not make the chain."""
         require_process(self.process, "HashChain")
         return &self.lock
 

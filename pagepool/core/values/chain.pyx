@@ -30,8 +30,8 @@ def siphash128(bytes key not None, bytes data not None) -> bytes:
 
 
 cdef Hashing hashing_of(str algorithm, bytes key, object hash_lookahead) except *:
-    """Return an algorithm, with a secret key of 16 bytes for SipHash, or the parent of first pages, 32 bytes, for SHA-256, and
-    a number of tokens behind each page that its digest covers. No tokens can imitate extra keys.
+    """Return how an algorithm hashes. `key` is the secret key of SipHash, 16 bytes, or with SHA-256 the parent of first pages,
+    32 bytes. A digest also covers `hash_lookahead` tokens behind its page. No tokens can imitate extra keys.
     """
     cdef Hashing hashing
     memset(&hashing, 0, sizeof(hashing))
@@ -56,7 +56,7 @@ cdef class HashChain:
 
     `page_size` is in tokens. `algorithm` is ``"siphash128"``, with a `key` of 16 bytes, or ``"sha256"`` or ``"sha256_cbor"``,
     whose `key` of 32 bytes is the parent of first pages. A digest also covers the `hash_lookahead` tokens behind its page. With
-    `keep_token_ids` the tokens stay beside the digests. 16 bytes a page, 32 with SHA-256.
+    `keep_token_ids` the chain keeps the tokens, too. A digest takes 16 bytes, 32 with SHA-256.
     """
 
     def __cinit__(
@@ -69,7 +69,7 @@ cdef class HashChain:
         self.token_ids = PageIds() if keep_token_ids else None
 
     def __dealloc__(self):
-        if self.process == process_number:  # else another thread may have been changing it
+        if self.process == process_number:  # else a thread of the parent may have been changing it
             free(self.digests)
             free(self.uppers)
 
@@ -96,9 +96,9 @@ cdef class HashChain:
         return int_of_wide(digest)
 
     def extend(self, object tokens, bytes extra_keys=b"", Py_ssize_t start=-1) -> None:
-        """Hash the next pages, a list or an int array with the token ids of whole pages and of the lookahead of the last one.
-        The first of these pages also depends on `extra_keys`, unless they are empty. It is page `start` of the chain, or else
-        ArgumentError is raised; -1: any. O(tokens).
+        """Hash the next pages. `tokens`, a list or an int array, has the token ids of whole pages and of the last one's
+        lookahead. The digest of the first of these pages also covers `extra_keys`, unless they are empty. ArgumentError unless
+        that is page `start` of the chain; -1: any. O(tokens).
         """
         cdef PageIds ids = as_page_ids(tokens, "token ids")
         cdef Py_ssize_t num_pages = (ids.num - self.hashing.hash_lookahead) // self.page_size
@@ -134,7 +134,7 @@ cdef class HashChain:
         return 0
 
     cdef Py_ssize_t count_tokens(self, Py_ssize_t num_pages) noexcept:
-        """Count the tokens that the digests of the first pages cover."""
+        """Return the number of tokens that the digests of the first `num_pages` pages cover."""
         return num_pages * self.page_size + self.hashing.hash_lookahead
 
     cdef bint extend_to(self, PageIds tokens, Py_ssize_t num_pages) except -1:
@@ -168,8 +168,8 @@ cdef class HashChain:
         return True
 
     def append_key(self, object key, tokens=()) -> None:
-        """Append a page by a key made elsewhere, 128 bits, or 256 with SHA-256. `tokens` are none, or all of the page and of
-        its lookahead, and may be kept.
+        """Append a page whose key was made elsewhere: 128 bits, or 256 with SHA-256. `tokens` are empty, or all tokens of the
+        page and its lookahead; they are kept if the chain keeps tokens.
         """
         cdef WideDigest digest = wide_of_int(key, self.hashing.kind != SIPHASH)
         cdef PageIds copied = as_own_ids(tokens, "token ids")

@@ -28,7 +28,7 @@ cdef class PageIds:
     cdef int32_t *ids
     cdef Py_ssize_t num
     cdef Py_ssize_t capacity
-    cdef object array               # whose ids are borrowed; None: the object owns them
+    cdef object array               # NumPy array whose ids are borrowed; None: the object owns its ids
 
     cdef int reserve(self, Py_ssize_t num_more) except -1
     cdef bint try_reserve(self, Py_ssize_t num_more) noexcept

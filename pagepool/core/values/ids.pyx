@@ -66,7 +66,7 @@ cdef class PageIds:
         return reserve_items(<void **>&self.ids, &self.capacity, self.num + num_more, sizeof(int32_t))
 
     cdef void put(self, const int32_t *ids, Py_ssize_t n) noexcept:
-        """Append ids. There is room."""
+        """Append ids. There must be room."""
         assert n >= 0 and self.num + n <= self.capacity
         copy_bytes(self.ids + self.num, ids, n * sizeof(int32_t))
         self.num += n
@@ -140,8 +140,8 @@ cdef object changed_values(str name):
 
 
 cdef bint borrow(PageIds ids, object array) noexcept:
-    """Borrow the ids of a NumPy array for a new object, without a copy. They change with the array, and none may be added.
-    Return False for an array of another type or layout.
+    """Let `ids`, a new object, borrow the values of a NumPy array without a copy: they change with the array, and none may be
+    added. Return False for an array that is no contiguous int32 vector.
     """
     cdef const ArrayHead *head = int32_vector_in(array)
     assert ids.ids == NULL and ids.num == 0 and ids.capacity == 0
@@ -152,7 +152,7 @@ cdef bint borrow(PageIds ids, object array) noexcept:
 
 
 cdef tuple new_ids(Py_ssize_t num_groups):
-    """Return empty `PageIds` for each group."""
+    """Return an empty `PageIds` for each group."""
     if num_groups == 1:
         return (PageIds.__new__(PageIds),)
     return tuple([PageIds.__new__(PageIds) for _ in range(num_groups)])
@@ -176,7 +176,7 @@ cdef PageIds as_page_ids(object values, str name="page_ids"):
 
 
 cdef PageIds as_own_ids(object values, str name):
-    """Return a copy, so that the caller cannot change the ids during the call; otherwise as `as_page_ids`."""
+    """Return ids as `as_page_ids` does, but copy arrays, so that the caller cannot change the ids during the call."""
     cdef PageIds ids = as_page_ids(values, name)
     return PageIds(ids) if ids.array is not None else ids
 
