@@ -927,7 +927,7 @@ class TableRows:
     def cpu_version(self) -> int:
         """A number that grows with each change of the host table."""
     def append_row(self, page_ids: _Ids, row_idx: int) -> None:
-        """Append page ids (a list, or an int32 array; one for each table of a group) to a row. Does nothing without ids.
+        """Append page ids to a row: a list or an int32 array, or one for each table of a group. Without ids, do nothing.
 
         RowIndexError, RowOverflowError, and PageIdError for a negative id. O(ids).
         """
@@ -936,11 +936,11 @@ class TableRows:
     def clear_row(self, row_idx: int) -> None:
         """Empty a row. O(pages that it had)."""
     def move_row(self, src: int, tgt: int) -> None:
-        """Copy a row over another one, and fill that with zeros behind; the source stays. O(pages of both)."""
+        """Copy row `src` over row `tgt`, with zeros behind the copied pages; `src` stays. O(pages of both)."""
     def swap_row(self, src: int, tgt: int) -> None:
         """Exchange two rows. O(pages of both)."""
     def append_rows_batch(self, page_ids_per_req: Iterable[_Ids], req_indices: Iterable[int]) -> None:
-        """`append_row` for each request's ids and row, in order; rows may repeat. All or nothing. O(ids)."""
+        """Append each request's ids to its row as `append_row` does, in order; rows may repeat. All or nothing. O(ids)."""
     def clear_rows(self) -> None:
         """Empty all rows and clear their dirty flags, before the device copy is made anew. O(pages in the table)."""
     def mark_dirty(self, rows: Iterable[int] | None = None) -> None:
@@ -949,16 +949,16 @@ class TableRows:
         """Return the slots of tokens, ``table[row, position // page_size] * page_size + position % page_size``, as int32
         ``[num_tokens]``.
 
-        `rows` and `positions` are int arrays or lists of one length. RowIndexError outside the table, ArgumentError for a slot
-        that does not fit int32. O(tokens), native.
+        `rows` and `positions` are int arrays or lists of one length. RowIndexError for a token outside the table, ArgumentError
+        for a slot that does not fit int32. O(tokens), native.
         """
     def check(self) -> None:
         """Raise IntegrityError for the first wrong row: its count exceeds the table or its extent, a page id is negative, an id
         behind its extent is not zero, or it has dirty segments and is not dirty itself. O(table).
         """
     def find_unsent(self, device_table: npt.NDArray[np.int32]) -> tuple[int, int] | None:
-        """Return the row and column of the first id that differs from `device_table`, int32 of the table's shape, in a segment
-        that counts as sent; None if there is none. O(table).
+        """Return the row and column of the first id that differs from `device_table`, an int32 array of the table's shape,
+        though its segment counts as sent; None if there is none. O(table).
         """
     def count_dirty_segments(self, start: int, stop: int) -> int:
         """Count the segments in rows ``[start, stop)`` that were not sent yet."""
@@ -967,24 +967,24 @@ class TableRows:
 
 class GroupedRows:
     def __init__(self, page_tables: Iterable[TableRows]) -> None:
-        """Group `page_tables`, different `TableRows` with one number of rows."""
+        """Group `page_tables`, distinct `TableRows` with the same number of rows."""
     @property
     def page_tables(self) -> tuple[Any, ...]: ...  # any kind of TableRows
     def __len__(self) -> int: ...
     def __getitem__(self, i: int, /) -> Any: ...
     def append_row(self, page_ids: Sequence[_Ids], row_idx: int) -> None:
-        """Append page ids (a list, or an int32 array; one for each table of a group) to a row. Does nothing without ids.
+        """Append page ids to a row: a list or an int32 array, or one for each table of a group. Without ids, do nothing.
 
         RowIndexError, RowOverflowError, and PageIdError for a negative id. O(ids).
         """
     def append_rows_batch(self, page_ids_per_req: Iterable[Sequence[_Ids]], req_indices: Iterable[int]) -> None:
-        """`append_row` for each request's ids and row, in order; rows may repeat. All or nothing. O(ids)."""
+        """Append each request's ids to its row as `append_row` does, in order; rows may repeat. All or nothing. O(ids)."""
     def add_row(self, page_ids: Sequence[_Ids], row_idx: int) -> None:
         """Replace a row's pages by page ids. O(ids + pages that the row had)."""
     def clear_row(self, row_idx: int) -> None:
         """Empty a row. O(pages that it had)."""
     def move_row(self, src: int, tgt: int) -> None:
-        """Copy a row over another one, and fill that with zeros behind; the source stays. O(pages of both)."""
+        """Copy row `src` over row `tgt`, with zeros behind the copied pages; `src` stays. O(pages of both)."""
     def swap_row(self, src: int, tgt: int) -> None:
         """Exchange two rows. O(pages of both)."""
     def mark_dirty(self, rows: Iterable[int] | None = None) -> None:

@@ -24,9 +24,9 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
 
 
 def check_holders(PageStore store not None, requests, RunningRows rows=None, CacheGroups groups=None) -> None:
-    """Raise IntegrityError unless each page has at least as many references as `requests`, `RequestPages` of the store, and
-    `rows` hold, and one for each lease; and unless rows and tables agree. With `groups`, or those of the rows, also unless each
-    cached page, in the tier too, is in the bank of its group. O(num_pages + pages held + table).
+    """Raise IntegrityError unless each page has a reference for each lease, and for each place where `requests`, `RequestPages`
+    of the store, or `rows` hold it, and rows and tables agree. With `rows` or `groups`, each cached page, in the tier too, must
+    also be in the bank of its group. O(num_pages + pages held + table).
     """
     cdef list checked = requests_of(store, requests)
     cdef int32_t[::1] counts = np.zeros(store.pool.num_pages, dtype=np.int32)
@@ -65,7 +65,7 @@ cdef list requests_of(PageStore store, object values):
 cdef str find_flaw(
     PageStore store, list requests, RowStore rows, CacheGroups groups, int32_t *counts, int32_t *tier_counts
 ):
-    """Describe a flaw of the requests, the rows, if any, or the tier. Rows are counted first, and compared last."""
+    """Describe a flaw in the rows, if any, the requests or the tier. Shared pages of rows are found once all are counted."""
     cdef str flaw = None
     if rows is not None:
         flaw = find_flaw_in_rows(rows, counts)
@@ -82,8 +82,8 @@ cdef str find_flaw(
 
 
 cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
-    """Describe a page that stands in more places, with those in `counts`, than it has references besides leases. A due copy has
-    a reference to its source, an unfinished load one to its page.
+    """Count the pages of requests, the sources of due copies and the pages of unfinished loads; each count needs a reference.
+    Describe a page that has fewer references, besides those of leases, or a flaw in requests or leases.
     """
     cdef RequestPages request
     cdef Py_ssize_t g, i
@@ -112,7 +112,7 @@ cdef str find_flaw_in_requests(PageStore store, int32_t *counts, list requests):
 
 
 cdef str find_flaw_in_leases(PageStore store):
-    """Describe a bank in which leases with an end have other pages than it counts, or a page that counts fewer leases."""
+    """Describe a bank whose count of pages in leases with an end is wrong, or a page of such a lease that counts no lease."""
     cdef int64_t[MAX_BANKS] found
     cdef const Pool *pool = &store.pool
     cdef const LeasedSpan *lease = pool.leases.first
@@ -143,8 +143,8 @@ cdef void add_transferred(const Pool *pool, int32_t *counts, int32_t amount) noe
 
 
 cdef str find_flaw_in_tier(PageStore store, int32_t *counts):
-    """Describe a page of the tier that stands in more transfers than it has references, or in the transfer of another bank's
-    page. `counts` has a 0 for each page of the tier.
+    """Describe a page of the tier that stands in more transfers than it has references, or in a transfer with a page of
+    another bank. `counts` has a 0 for each page of the tier.
     """
     cdef Pool *pool = store.pool.tier.pool
     cdef const Transfer *transfer
@@ -168,7 +168,7 @@ cdef str shown_tier_page(PageStore store, Py_ssize_t page_id):
 
 
 cdef str find_foreign_entry(PageStore store, CacheGroups groups, Pool *pool, str where):
-    """Describe a cached page of the store's pool, or of the tier's, in another bank than that of its group."""
+    """Describe a cached page of `pool`, the store's or the tier's, that is outside the bank of its group."""
     cdef int32_t page_id, group, bank
     for page_id in range(1, pool.num_pages):
         group, bank = pool.pages[page_id].group, bank_of(pool, page_id)
@@ -184,8 +184,8 @@ cdef str find_foreign_entry(PageStore store, CacheGroups groups, Pool *pool, str
 
 
 cdef str find_flaw_in_held(Pool *pool, const Holding *holding, Py_ssize_t g, Py_ssize_t capacity, int32_t *counts):
-    """Count a holder's pages of a group, and describe a flaw: an id outside the pool, a null page behind others, a working page
-    of a state with an entry or another holder, or a page of a boundary that counts as worthless.
+    """Count a holder's pages of a group, and describe a flaw: wrong counts, an id outside the bank, a null page behind another
+    page, a page with an entry or another holder to which a state is written, or a boundary's page that counts as worthless.
     """
     cdef Group *group = <Group *>&holding.groups[g]  # not const: const fields would be formatted as Python ints
     cdef Held *held = &holding.held[g]
@@ -228,8 +228,8 @@ cdef str find_flaw_in_rows(RowStore rows, int32_t *counts):
 
 
 cdef str find_flaw_in_writes(RowStore rows, int32_t *counts):
-    """Count the pages to which states are written, and describe a write of a free row, at another place than a checkpoint's, or
-    to a page with another holder or an entry.
+    """Count the pages to which states are written, and describe a write by a free row, at a token count where no checkpoint can
+    be, or to a page with another holder or an entry.
     """
     cdef WriteList *writes = &rows.batch.writes
     cdef StateWrite *write
@@ -253,8 +253,8 @@ cdef str find_flaw_in_writes(RowStore rows, int32_t *counts):
 
 
 cdef str find_shared_open_page(RowStore rows, int32_t *counts):
-    """Describe a page to which a row writes, and which has another holder. Cached pages are not written to. `counts` includes
-    copies and loads.
+    """Describe a page that a row writes to, though it has another holder. Cached pages are not written to. `counts` includes
+    copies and loads, which are subtracted first.
     """
     cdef Held *held
     cdef Py_ssize_t row, g, i
@@ -293,13 +293,13 @@ cdef str find_flaw_in_counts(RowStore rows, Py_ssize_t row):
     if record.is_admitted:
         plan_next(batch, row)
     planned, record.next_plan, record.next_settle = record.next_plan, event, final
-    if not record.is_admitted <= event <= planned:  # cut tokens, and a row without room, leave an early one
+    if not record.is_admitted <= event <= planned:  # it is early after tokens are cut, or a row gets no room
         return f"row {row}: the next event is at {event} tokens, allowed: {int(record.is_admitted)} to {planned}"
     return None
 
 
 cdef str find_flaw_in_run(const Batch *batch, Py_ssize_t row):
-    """Describe a wrong state, wrong counts or launches of a row."""
+    """Describe a wrong state of a row, wrong counts or wrong launches."""
     cdef const RowRecord *record = &batch.records[row]
     cdef Py_ssize_t i, n = record.num_launches
     cdef int32_t resolved = launch_of(batch, row, 0).before if n else record.num_planned
@@ -354,7 +354,7 @@ cdef bint has_right_digests(RowStore rows, Py_ssize_t row) noexcept:
 
 
 cdef str find_flaw_in_table(RowStore rows, Py_ssize_t row, Py_ssize_t g):
-    """Describe a row that lacks pages for its tokens, or that the table shows otherwise."""
+    """Describe a row with too few pages for its tokens, or with other pages than in the table."""
     cdef Held *held = held_by(&rows.batch, row, g)
     cdef Table *table = rows.batch.tables[g]
     cdef int32_t *ids = table.page_ids + row * table.num_columns

@@ -1,4 +1,4 @@
-"""Places of the numbers of requests, rows and page tables, for tests that overwrite them."""
+"""Addresses of numbers in requests, rows and page tables, for tests that overwrite them."""
 
 from libc.stdint cimport uintptr_t
 
@@ -16,7 +16,7 @@ cdef object INT32 = np.dtype(np.int32)
 
 
 cdef dict addresses_in(const Holding *holding):
-    """Return the addresses of what is held in the first group."""
+    """Locate the page ids and counts of the first group of a holding."""
     cdef const Held *held = holding.held
     if holding.num_groups == 0:
         return {}
@@ -27,8 +27,8 @@ cdef dict addresses_in(const Holding *holding):
 
 
 def locate_numbers(holder) -> dict:
-    """Return the address, shape and type of numbers by name: of a request's or the first row's pages in the first group, of the
-    records of rows, or of the dirty flags of a table's rows. They move when a list of pages grows.
+    """Return the address, shape and type of numbers by name: the pages of a request, or of the first row, in the first group,
+    the stamp and the records of rows, or the dirty flags of a table's rows. Addresses change when a list of pages grows.
     """
     cdef RowStore rows
     cdef TableRows table

@@ -30,11 +30,11 @@ cdef extern from *:
 cdef enum:
     MAX_THREADS = 64
     PIECES_OF_A_THREAD = 4
-    BYTES_OF_A_THREAD = 1 << 20   # a thread takes some 50 us to start, a MiB as long to copy
-    BYTES_OF_A_PAGE = 1 << 6      # of a page in `let_others_run`: the GIL is released for 64 KiB
+    BYTES_OF_A_THREAD = 1 << 20   # a thread starts in some 50 us, as long as copying a MiB takes
+    BYTES_OF_A_PAGE = 1 << 6      # bytes a page in calls of `let_others_run`: the GIL is released from 64 KiB on
 
 
-cdef struct Copying:          # rows in turn, whose bytes are copied in pieces by the threads that come first
+cdef struct Copying:          # rows, their bytes divided into pieces; each thread copies the next piece, until none is left
     const uint8_t *source
     uint8_t *target
     Py_ssize_t source_stride  # bytes from one row to the next
@@ -44,13 +44,13 @@ cdef struct Copying:          # rows in turn, whose bytes are copied in pieces b
     Py_ssize_t num_rows
     Py_ssize_t width          # bytes of a row
     Py_ssize_t num_pieces
-    Py_ssize_t num_begun      # pieces; more than there are once all are taken
+    Py_ssize_t num_begun      # pieces; exceeds `num_pieces` once all have begun
     Py_ssize_t num_copied     # pieces
-    Py_ssize_t num_threads    # that may still look at this; the last one frees it
+    Py_ssize_t num_threads    # threads that may still read this; the last one frees it
 
 
 cdef inline Py_ssize_t start_of(const Copying *copying, Py_ssize_t piece) noexcept nogil:
-    """Return the first byte of a piece, counted over all rows."""
+    """Return the offset of the first byte of a piece, counted over all rows."""
     cdef Py_ssize_t num_bytes = copying.num_rows * copying.width
     if piece == copying.num_pieces:
         return num_bytes
@@ -58,7 +58,7 @@ cdef inline Py_ssize_t start_of(const Copying *copying, Py_ssize_t piece) noexce
 
 
 cdef void copy_piece(const Copying *copying, Py_ssize_t piece) noexcept nogil:
-    """Copy some rows, the first and the last in part. A row may be copied onto itself."""
+    """Copy a piece, which may begin and end inside rows. A row may be copied onto itself."""
     cdef Py_ssize_t start = start_of(copying, piece), left = start_of(copying, piece + 1) - start, size
     cdef Py_ssize_t i = start // copying.width, column = start % copying.width
     assert 0 <= piece < copying.num_pieces and left > 0
@@ -73,7 +73,7 @@ cdef void copy_piece(const Copying *copying, Py_ssize_t piece) noexcept nogil:
 
 
 cdef void copy_pieces(Copying *copying) noexcept nogil:
-    """Copy pieces that no other thread has begun. The rows are not touched where all are begun: the call may have returned."""
+    """Copy pieces that no thread has begun. Once all have begun, do not touch the rows: `copy_rows` may have returned."""
     cdef Py_ssize_t piece = add(&copying.num_begun, 1) - 1
     while piece < copying.num_pieces:
         copy_piece(copying, piece)
@@ -93,7 +93,7 @@ cdef void *help_copying(void *argument) noexcept nogil:
 
 
 cdef bint copy_by_threads(const Copying *rows, Py_ssize_t num_threads) noexcept nogil:
-    """Copy by this thread and new ones, which need not start before all is copied; return False if memory is short."""
+    """Copy by this thread and new ones, without waiting for those that start late; return False if memory is short."""
     cdef Copying *copying = <Copying *>raw_calloc(1, sizeof(Copying))
     cdef pthread_t thread
     assert num_threads > 0 and rows.num_pieces > 0
@@ -124,7 +124,7 @@ cdef PageIds rows_of(object row_ids, Py_ssize_t num_rows, str name):
 
 
 cdef object require_rows(object rows, str name):
-    """Return a matrix of bytes whose rows are contiguous."""
+    """Return `rows`, which must be a matrix of bytes with contiguous rows."""
     rows = require_matrix(rows, np.uint8, name)
     if rows.shape[1] > 1 and rows.strides[1] != 1:
         raise ArgumentError(f"{name}: got rows with gaps, allowed: contiguous rows")
@@ -134,10 +134,10 @@ cdef object require_rows(object rows, str name):
 def copy_rows(source, source_ids, target, target_ids, num_threads=1) -> None:
     """Copy row ``source_ids[i]`` of `source` to row ``target_ids[i]`` of `target`, for all `i`.
 
-    Both are uint8 arrays with two axes, of rows equally long, whose bytes are contiguous; there may be gaps between rows. They
+    Both are uint8 matrices with rows of one length. The bytes of a row are contiguous; there may be gaps between rows. They
     may share memory if no byte is both read and written, except by a copy of a row onto itself. The ids are arrays or lists of
     ints; a row of `target` that occurs twice gets bytes of either source. 64 KiB and more are copied without the GIL, by up to
-    `num_threads` threads, the caller's among them, and at most one for each MiB. The call returns when all is copied, without
+    `num_threads` threads, including the caller's, and at most one for each MiB. The call returns when all is copied, without
     waiting for threads that start late.
 
     Before anything is copied, raise ArgumentTypeError for other types, and ArgumentError for ids outside the arrays, unequal

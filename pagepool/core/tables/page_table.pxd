@@ -1,7 +1,7 @@
 # Rows of a page table. The caller holds the table's lock, and checks row numbers.
 #
-# A `Table` is an int32 array of page ids, with a flag for each segment of 64 columns that changed since it was last sent to the
-# device.
+# A `Table` is an int32 array of page ids, with a flag for each segment of 64 columns: whether it changed since it was last
+# sent to the device.
 #
 # Always, unless the user wrote the arrays without `mark_dirty`:
 # - ``0 <= num_pages <= extent <= num_columns``, and a row holds zeros from `extent` on.
@@ -18,7 +18,7 @@ cdef enum:
 cdef struct Table:
     int32_t *page_ids         # [num_rows, num_columns] page ids
     int32_t *num_pages        # [num_rows]
-    int32_t *extent           # [num_rows] leading columns that may be other than 0, here or on the device
+    int32_t *extent           # [num_rows] leading columns that may be nonzero, here or on the device
     uint8_t *is_dirty         # [num_rows, num_segments] segments not sent yet
     uint8_t *is_row_dirty     # [num_rows] whether any segment of the row is dirty
     Py_ssize_t num_rows
@@ -44,7 +44,7 @@ cdef inline void set_dirty(Table *table, Py_ssize_t row, Py_ssize_t start, Py_ss
 cdef inline void write_ids(
     Table *table, Py_ssize_t row, Py_ssize_t start, const int32_t *ids, Py_ssize_t n, int32_t offset
 ) noexcept nogil:
-    """Write ids less an offset, null pages as they are, into a row from column `start` on, and let the row end behind them."""
+    """Write ids minus `offset`, but null pages as 0, to a row from column `start` on; the row ends behind the last one."""
     cdef Py_ssize_t i
     assert 0 <= row < table.num_rows and 0 <= start and 0 <= n <= table.num_columns - start
     if offset:

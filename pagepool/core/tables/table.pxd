@@ -33,12 +33,12 @@ cdef class TableRows(TableGroup):
 
     @cython.final
     cdef inline int require_own(self) except -1:
-        """Raise IntegrityError in another process than that of the table."""
+        """Raise IntegrityError in a process that did not make the table."""
         return require_process(self.process, "PageTable")
 
     @cython.final
     cdef inline cython.pymutex *own_lock(self) except NULL:
-        """Return the lock. IntegrityError in another process than that of the table."""
+        """Return the lock; raise IntegrityError in a process that did not make the table."""
         require_process(self.process, "PageTable")
         return &self.lock
 

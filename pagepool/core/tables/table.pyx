@@ -38,8 +38,8 @@ cdef inline bint fits(const Put *put) noexcept nogil:
 
 
 cdef inline Py_ssize_t put_all(Put *puts, Py_ssize_t num, bint replaces) noexcept nogil:
-    """Append to rows or replace them, in order, or none if one does not fit; return the number that fit. Counts rise during the
-    check, since rows may repeat.
+    """Append to rows or replace them, in order. If a put does not fit, change nothing. Return the number of puts before it, or
+    `num`. Counts rise during the check, since rows may repeat.
     """
     cdef Py_ssize_t i, num_fitting = 0
     cdef Put *put
@@ -107,7 +107,7 @@ cdef inline void set_rows_dirty(Table *table, const int32_t *row_ids, Py_ssize_t
 cdef inline Py_ssize_t map_slots(
     const Table *table, const int32_t *row_ids, const int32_t *positions, int32_t *slots, Py_ssize_t n, int64_t page_size
 ) noexcept nogil:
-    """Write the slots of `n` tokens. Return the index of the first token outside the table or slot beyond int32, or `n`."""
+    """Write the slots of tokens. Return the index of the first one outside the table, or with a slot beyond int32, or `n`."""
     cdef Py_ssize_t i
     cdef uint32_t page, size = <uint32_t>page_size
     cdef int64_t slot, stop = page_size * table.num_columns
@@ -157,8 +157,8 @@ cdef inline void clean(Table *table, Py_ssize_t stop) noexcept nogil:
 
 
 cdef inline bint find_dirty(Table *table, Py_ssize_t stop, Py_ssize_t *row, Py_ssize_t *segment) noexcept nogil:
-    """Move on to the next dirty segment in rows before `stop`, which may be the one given, and clear the flags of rows passed
-    by. Return whether there is one.
+    """Find the next dirty segment in rows before `stop`, from `row` and `segment` on, which are set to its place. Clear the
+    flags of rows passed by. Return whether there is one.
     """
     assert 0 <= row[0] and stop <= table.num_rows
     while row[0] < stop:
@@ -176,7 +176,7 @@ cdef inline bint find_dirty(Table *table, Py_ssize_t stop, Py_ssize_t *row, Py_s
 cdef inline Py_ssize_t pack_segments(
     Table *table, Py_ssize_t stop, int32_t *segments, Py_ssize_t stride, int32_t *starts, Py_ssize_t room
 ) noexcept nogil:
-    """Copy up to `room` dirty segments of rows before `stop` into lines of `stride` values, their rows and columns into
+    """Copy up to `room` dirty segments of rows before `stop` into lines of `stride` values, write their rows and columns to
     `starts`, and clear their flags. Return their number. The last segment of a row ends with the row, and may overlap the one
     before.
     """
@@ -192,17 +192,17 @@ cdef inline Py_ssize_t pack_segments(
     return count
 
 
-cdef struct DeviceTable:      # where a table lies on a device, in lines
+cdef struct DeviceTable:      # place of a table on a device that is divided into lines
     int64_t first             # number of its first line
-    Py_ssize_t num_columns    # values of a row
-    Py_ssize_t width          # values of a line
+    Py_ssize_t num_columns    # values in a row
+    Py_ssize_t width          # values in a line
 
 
 cdef inline Py_ssize_t pack_lines(
     Table *table, Py_ssize_t stop, const DeviceTable *device, int64_t *numbers, int32_t *lines, Py_ssize_t room
 ) noexcept nogil:
-    """Copy dirty segments of rows before `stop` into up to `room` lines, with zeros behind the table's columns, the numbers of
-    these lines on the device into `numbers`, and clear their flags. Return the number of lines.
+    """Copy dirty segments of rows before `stop` into up to `room` lines, with zeros behind the table's columns, write the
+    lines' numbers on the device to `numbers`, and clear the segments' flags. Return the number of lines.
     """
     cdef Py_ssize_t num_columns = device.num_columns, width = device.width
     cdef Py_ssize_t i, start, num, num_ids, row = 0, segment = 0, count = 0
@@ -237,7 +237,7 @@ cdef int require_made(const Table *table) except -1:
 
 
 cdef int check_count(const Table *table, Py_ssize_t row) except -1:
-    """Raise if the row's count leads outside the table: the user may have overwritten `num_pages_per_row`."""
+    """Raise IntegrityError if the row's count is outside the table: the user may have overwritten `num_pages_per_row`."""
     if not 0 <= table.num_pages[row] <= table.num_columns:
         raise IntegrityError(
             f"row {row} has {table.num_pages[row]} pages, allowed: 0 to {table.num_columns}; num_pages_per_row was overwritten"
@@ -285,7 +285,7 @@ cdef inline int change_tables(TableGroup group, RowChange change_row, Py_ssize_t
 
 
 cdef list flatten(list requests, Py_ssize_t num_tables):
-    """Return the ids for each table of each request."""
+    """Return one list of the ids for each table of each request."""
     cdef list flat = []
     for request in requests:
         groups = as_list(request, "page_ids")
@@ -346,14 +346,14 @@ cdef class TableGroup:
         return 0 if num_fitting == len(requests) else refuse_put(&puts[num_fitting])
 
     def append_row(self, page_ids, row_idx) -> None:
-        """Append page ids (a list, or an int32 array; one for each table of a group) to a row. Does nothing without ids.
+        """Append page ids to a row: a list or an int32 array, or one for each table of a group. Without ids, do nothing.
 
         RowIndexError, RowOverflowError, and PageIdError for a negative id. O(ids).
         """
         self.put_one(page_ids, row_idx, False)
 
     def append_rows_batch(self, page_ids_per_req, req_indices) -> None:
-        """`append_row` for each request's ids and row, in order; rows may repeat. All or nothing. O(ids)."""
+        """Append each request's ids to its row as `append_row` does, in order; rows may repeat. All or nothing. O(ids)."""
         self.put_several(page_ids_per_req, req_indices, False)
 
     def add_row(self, page_ids, row_idx) -> None:
@@ -366,7 +366,7 @@ cdef class TableGroup:
         change_tables(self, clear_row, row, row)
 
     def move_row(self, src, tgt) -> None:
-        """Copy a row over another one, and fill that with zeros behind; the source stays. O(pages of both)."""
+        """Copy row `src` over row `tgt`, with zeros behind the copied pages; `src` stays. O(pages of both)."""
         cdef Py_ssize_t i, source = self.checked_row(src), target = self.checked_row(tgt)
         for i in range(self.num_tables):
             check_count(table_at(self, i), source)
@@ -450,8 +450,8 @@ cdef class TableRows(TableGroup):
         """Return the slots of tokens, ``table[row, position // page_size] * page_size + position % page_size``, as int32
         ``[num_tokens]``.
 
-        `rows` and `positions` are int arrays or lists of one length. RowIndexError outside the table, ArgumentError for a slot
-        that does not fit int32. O(tokens), native.
+        `rows` and `positions` are int arrays or lists of one length. RowIndexError for a token outside the table, ArgumentError
+        for a slot that does not fit int32. O(tokens), native.
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows"), at = as_page_ids(positions, "positions")
         cdef int64_t size = size_of(page_size, "page_size", 1)
@@ -486,8 +486,8 @@ cdef class TableRows(TableGroup):
     # The device side calls these.
 
     def find_unsent(self, device_table) -> tuple | None:
-        """Return the row and column of the first id that differs from `device_table`, int32 of the table's shape, in a segment
-        that counts as sent; None if there is none. O(table).
+        """Return the row and column of the first id that differs from `device_table`, an int32 array of the table's shape,
+        though its segment counts as sent; None if there is none. O(table).
         """
         cdef const int32_t[:, ::1] view = np.ascontiguousarray(require_matrix(device_table, np.int32, "device_table"))
         cdef Py_ssize_t index, num_rows = self.table.num_rows, num_columns = self.table.num_columns
@@ -555,7 +555,7 @@ cdef tuple in_lock_order(tuple tables):
 
 
 cdef tuple checked_tables(object page_tables):
-    """Return `page_tables` as a tuple, or raise unless they are different tables with one number of rows."""
+    """Return `page_tables` as a tuple; raise unless they are distinct tables with the same number of rows."""
     cdef tuple tables = tuple(as_list(page_tables, "page_tables"))
     for table in tables:
         if not isinstance(table, TableRows) or not 0 < table.max_num_reqs == tables[0].max_num_reqs:
@@ -578,7 +578,7 @@ cdef class GroupedRows(TableGroup):
         self.page_tables = ()
 
     def __init__(self, page_tables):
-        """Group `page_tables`, different `TableRows` with one number of rows."""
+        """Group `page_tables`, distinct `TableRows` with the same number of rows."""
         cdef tuple tables = checked_tables(page_tables)
         if self.num_tables:
             raise made_twice("tables of groups")
@@ -596,8 +596,8 @@ cdef class GroupedRows(TableGroup):
 def pack_dirty_segments(tuple tables not None, num_reqs, num_lines) -> tuple:
     """Return a payload for the device, with a line for each dirty segment in rows before `num_reqs`: the values, int32
     ``[num_lines, width]``, and the row and column where each line begins in each table, int32 ``[num_tables, num_lines, 2]``.
-    Packed segments count as sent; segments without room do not. In other tables a line has a row outside the table, and no row
-    repeats.
+    Packed segments count as sent; segments without room do not. In the other tables a line begins in a row outside the table,
+    and no row repeats.
     """
     cdef TableRows table
     cdef Py_ssize_t n, lines = size_of(num_lines, "num_lines", 1), width = 0, count = 0
@@ -625,7 +625,7 @@ def pack_dirty_segments(tuple tables not None, num_reqs, num_lines) -> tuple:
 
 
 cdef object require_room(object values, object dtype, Py_ssize_t num_dimensions, str name):
-    """Return an array to write to, which must be a plain contiguous one of this type."""
+    """Return `values`, which must be a plain contiguous array of this type that can be written to."""
     if type(values) is not np.ndarray or values.dtype != dtype or values.ndim != num_dimensions:
         allowed = f"an array of {np.dtype(dtype)} with {num_dimensions} dimensions"
         raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: {allowed}")
@@ -635,9 +635,9 @@ cdef object require_room(object values, object dtype, Py_ssize_t num_dimensions,
 
 
 def pack_dirty_lines(tuple tables not None, num_reqs, places, numbers, lines) -> int:
-    """Pack the dirty segments in rows before `num_reqs` for a device whose tables are seen as lines, into `lines`, int32
-    ``[room, width]`` with a divisor of 64 as the width, and the numbers of these lines into `numbers`, int64 ``[room]``. Return
-    how many were written. `places`, int64 ``[num_tables, 2]``, has each table's first line and its columns on the device.
+    """Copy the dirty segments in rows before `num_reqs` into `lines`, int32 ``[room, width]``, for a device that divides its
+    tables into lines; the width divides 64. Write the numbers of these lines to `numbers`, int64 ``[room]``; return how many
+    there are. `places`, int64 ``[num_tables, 2]``, has each table's first line and its number of columns on the device.
 
     Packed segments count as sent; segments without room do not.
     """
