@@ -411,7 +411,7 @@ def add_tier(store: PageStore, tier: PageTier) -> None: ...
 class PageCopies:
     """Pages to copy, in order: page ``src[i]`` to page ``dst[i]``, in the arrays of cache group ``group[i]``.
 
-    The three are read-only int32 arrays of one length, which ``len()`` returns. With several pools all ids are those of the
+    The three are read-only int32 arrays of one length, which ``len()`` returns. With several pools, ids are relative to the
     group's pool. Destinations are distinct.
     """
 
@@ -423,11 +423,11 @@ class PageCopies:
 
 @final
 class StateWrites:
-    """States that the next step writes: that of row ``rows[i]`` behind its first ``num_tokens[i]`` tokens, to page
-    ``page_ids[i]`` in the arrays of cache group ``group[i]``. Where a manager's requests write, ``request_ids[i]`` names the
-    request, and ``rows`` is None; of a batch's, ``request_ids`` is None.
+    """States that the next step writes: the state of row ``rows[i]`` after its first ``num_tokens[i]`` tokens, to page
+    ``page_ids[i]`` in the arrays of cache group ``group[i]``. In writes of a batch, ``request_ids`` is None. In writes of a
+    manager's requests, ``request_ids[i]`` names the request, and ``rows`` is None.
 
-    The request ids are a tuple, the others read-only int32 arrays, all of one length, which ``len()`` returns.
+    The request ids are a tuple, the other fields read-only int32 arrays, all of one length, which ``len()`` returns.
     """
 
     rows: Final[npt.NDArray[np.int32] | None]
@@ -440,13 +440,13 @@ class StateWrites:
 
 @final
 class Moves:
-    """What to move before the next step, and by it. ``len()`` counts all moves.
+    """Moves to make before the next step, and states that it writes. ``len()`` counts all moves.
 
-    The device first reads the pages of all ``saves``, from pages of the device to pages of the tier; then it writes those of
-    all ``loads``, from the tier to the device; then it makes the ``copies`` within the device, reading all sources before it
-    writes any destination, so one gather and one scatter suffice. These are `PageCopies`. The step itself makes the ``writes``,
-    which are `StateWrites`. Answer ``number`` by `CacheManager.complete` or `fail` once the bytes of loads and saves have
-    arrived; 0: there are none, and nothing to answer.
+    The device first reads all pages of ``saves``, which go from the device to the tier; then it writes all pages of ``loads``,
+    which come from the tier; then it makes the ``copies`` within the device, reading all sources before it writes any
+    destination, so one gather and one scatter suffice. These are `PageCopies`. The step itself makes the ``writes``, which are
+    `StateWrites`. Answer ``number`` by `CacheManager.complete` or `fail` once the bytes of loads and saves have arrived; 0:
+    there are no loads or saves, and nothing to answer.
     """
 
     number: Final[int]
@@ -479,8 +479,8 @@ def list_absent(
 
 @final
 class FailedLoads:
-    """Pages with wrong contents after failed loads of list `number`. ``len()`` counts them. `groups` has the cache group of
-    each page, and ids are those of the group's pool.
+    """Pages with wrong contents, since loads of list `number` failed. ``len()`` counts them. `groups` has the cache group of
+    each page; ids are relative to the group's pool.
     """
 
     number: Final[int]

@@ -1,1 +1,1 @@
-"""Pages behind a pool, and copies between pages."""
+"""The tier behind a pool, and moves of pages."""

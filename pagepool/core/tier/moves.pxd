@@ -1,5 +1,5 @@
-# One list of moves: what an engine has to move before its next step, taken under one number. Copies, loads and saves are the
-# pool's; writes of states those of a batch, or of a manager's requests.
+# One list of moves: what an engine has to move before its next step, taken under one number. Copies, loads and saves belong to
+# the pool, writes of states to a batch or to a manager's requests.
 
 cimport cython
 

@@ -14,7 +14,7 @@ from pagepool.errors import ArgumentTypeError
 cdef class PageCopies:
     """Pages to copy, in order: page ``src[i]`` to page ``dst[i]``, in the arrays of cache group ``group[i]``.
 
-    The three are read-only int32 arrays of one length, which ``len()`` returns. With several pools all ids are those of the
+    The three are read-only int32 arrays of one length, which ``len()`` returns. With several pools, ids are relative to the
     group's pool. Destinations are distinct.
     """
 
@@ -34,11 +34,11 @@ cdef class PageCopies:
 @cython.final
 @cython.auto_pickle(False)
 cdef class StateWrites:
-    """States that the next step writes: that of row ``rows[i]`` behind its first ``num_tokens[i]`` tokens, to page
-    ``page_ids[i]`` in the arrays of cache group ``group[i]``. Where a manager's requests write, ``request_ids[i]`` names the
-    request, and ``rows`` is None; of a batch's, ``request_ids`` is None.
+    """States that the next step writes: the state of row ``rows[i]`` after its first ``num_tokens[i]`` tokens, to page
+    ``page_ids[i]`` in the arrays of cache group ``group[i]``. In writes of a batch, ``request_ids`` is None. In writes of a
+    manager's requests, ``request_ids[i]`` names the request, and ``rows`` is None.
 
-    The request ids are a tuple, the others read-only int32 arrays, all of one length, which ``len()`` returns.
+    The request ids are a tuple, the other fields read-only int32 arrays, all of one length, which ``len()`` returns.
     """
 
     def __init__(self):
@@ -61,13 +61,13 @@ cdef class StateWrites:
 @cython.final
 @cython.auto_pickle(False)
 cdef class Moves:
-    """What to move before the next step, and by it. ``len()`` counts all moves.
+    """Moves to make before the next step, and states that it writes. ``len()`` counts all moves.
 
-    The device first reads the pages of all ``saves``, from pages of the device to pages of the tier; then it writes those of
-    all ``loads``, from the tier to the device; then it makes the ``copies`` within the device, reading all sources before it
-    writes any destination, so one gather and one scatter suffice. These are `PageCopies`. The step itself makes the ``writes``,
-    which are `StateWrites`. Answer ``number`` by `CacheManager.complete` or `fail` once the bytes of loads and saves have
-    arrived; 0: there are none, and nothing to answer.
+    The device first reads all pages of ``saves``, which go from the device to the tier; then it writes all pages of ``loads``,
+    which come from the tier; then it makes the ``copies`` within the device, reading all sources before it writes any
+    destination, so one gather and one scatter suffice. These are `PageCopies`. The step itself makes the ``writes``, which are
+    `StateWrites`. Answer ``number`` by `CacheManager.complete` or `fail` once the bytes of loads and saves have arrived; 0:
+    there are no loads or saves, and nothing to answer.
     """
 
     def __init__(self):
@@ -126,8 +126,8 @@ cdef Py_ssize_t count_due(const Pool *pool) noexcept nogil:
 
 
 def take_moves(PageStore store not None, RequestMaps maps=None) -> Moves:
-    """Hand the due copies, loads and saves over to the caller, who makes them, with the states that steps of the requests of a
-    manager write. O(moves); nothing is allocated without any.
+    """Return the due copies, loads and saves, which the caller makes, and the states that steps of a manager's requests write.
+    O(moves); allocates nothing if none are due.
     """
     cdef StateWrites writes = NO_WRITES
     if maps is not None and maps.writing:
@@ -164,7 +164,7 @@ cdef StateWrites take_request_writes(PageStore store, RequestMaps maps):
 
 
 cdef Moves take_with(PageStore store, StateWrites writes, int64_t *last_step):
-    """Take the moves of a pool, with the writes of a batch. `last_step` is the last step with moves taken by the caller."""
+    """Take the moves of a pool, together with `writes`. `last_step` is the last step for which the caller took moves."""
     cdef Pool *pool = &store.pool
     cdef int32_t[:, ::1] taken
     cdef Py_ssize_t num_due, num_saves = 0, num_loads = 0, num = -1
@@ -200,7 +200,7 @@ cdef Py_ssize_t count_due_saves(const Tier *tier) noexcept nogil:
 
 
 cdef void copy_transfers(Pool *pool, int32_t *taken, Py_ssize_t stride, Py_ssize_t num_saves) noexcept nogil:
-    """Copy the columns of the loads and saves that are due, saves first. From now on they are in flight."""
+    """Write the columns of the due loads and saves to `taken`, saves first. From now on they are in flight."""
     cdef Tier *tier = pool.tier
     cdef Transfer *transfer
     cdef int32_t device_id, tier_id
@@ -222,7 +222,7 @@ cdef void copy_transfers(Pool *pool, int32_t *taken, Py_ssize_t stride, Py_ssize
 
 
 cdef void copy_copies(Pool *pool, int32_t *taken, Py_ssize_t stride) noexcept nogil:
-    """Copy the columns of the copies that are due, give back their sources, and empty the list."""
+    """Write the columns of the due copies to `taken`, give back their sources, and empty the list."""
     cdef Py_ssize_t i
     for i in range(pool.copies.num):
         taken[i] = id_in_bank(pool, pool.copies.items[i].src)

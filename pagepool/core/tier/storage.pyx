@@ -36,7 +36,7 @@ cdef void queue_unstored(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef void store_evicted(Pool *pool, int32_t page_id) noexcept nogil:
-    """Queue a page that the tier evicts, unless another of its pages has the content."""
+    """Queue a page that the tier evicts, unless another page of the tier has its content."""
     assert pool.pages[page_id].group != NO_GROUP
     if not pool.pages[page_id].group & TWIN:
         queue_unstored(pool, page_id)
@@ -89,11 +89,11 @@ def unlink_storage(PageStore store not None) -> None:
 
 def take_unstored(PageStore store not None, num_steps=0) -> tuple:
     """Return the pages of the tier that are due for storage, in order: an array ``[n, 2]`` of their keys, lower half first,
-    their groups, their ids in the tier, and an array of the steps in which they are settled. Contents stay until the transfers
-    due before are done. Page 0 stands for a key whose content was found to be wrong. The last two are the number of the present
-    step, and how often everything was dropped since the storage was linked.
+    their groups, their ids in the tier, and the steps in which they are settled; then the number of the present step, and how
+    often everything was dropped since the storage was linked. Contents stay until the transfers due before this call are
+    made. Page 0 stands for a key whose content was found to be wrong.
 
-    A step begins with each call of `take_moves`, except those for forks and refused calls. A page is settled `num_steps` steps
+    A step begins with each call of `take_moves`, except calls for forks and refused calls. A page is settled `num_steps` steps
     after it reached the tier: until then its own step may turn out to have failed. Unsettled pages that are still in the tier
     are not due yet. O(pages).
     """
@@ -130,7 +130,7 @@ def take_unstored(PageStore store not None, num_steps=0) -> tuple:
 
 
 cdef bint is_waiting(const Pool *pool, const Transfer *item, int64_t last_settled) noexcept nogil:
-    """Whether a page that is not settled yet is still in the tier."""
+    """Whether a page is not settled yet, and still in the tier."""
     assert not item.is_load and (item.is_void or 0 < item.page_id < pool.num_pages)
     return not item.is_void and item.number > last_settled and has_key(&pool.pages[item.page_id], item.key, item.group)
 
@@ -158,10 +158,10 @@ cdef StoredKey *read_keys(object keys, object group_ids, Py_ssize_t num_groups, 
     return copied
 
 
-# Fills: pages of the tier that get contents from storage. Their transfers have the negative of the list's number.
+# Fills: pages of the tier that get contents from storage. Their transfers have the negative of their list's number.
 
 cdef int find_uppers(HashChain chain, StoredKey *keys, Py_ssize_t num) except -1:
-    """Set the upper halves of keys that are in a chain of SHA-256. O(keys + pages) for keys in the order of the chain."""
+    """Set the upper halves of the keys that a chain of SHA-256 has. O(keys + pages) for keys in the order of the chain."""
     cdef Py_ssize_t i, _, at = 0
     with chain.own_lock()[0]:
         for i in range(num if chain.uppers != NULL else 0):
@@ -178,10 +178,10 @@ def begin_fills(
     PageStore store not None, CacheGroups groups not None, keys, group_ids, HashChain chain=None
 ) -> tuple:
     """Take a free page of the tier for each key that neither pool nor tier has, while the bank of its group has free pages.
-    Return the number of this list, or 0 if nothing was taken, and the pages, with page 0 where none was taken. They are held
-    until `end_fills`. Pages evicted for them are due for storage: copy those before anything is written. Nothing is taken if
-    everything was dropped since the storage was linked. `chain` has the whole digests of the keys, for events: None if they are
-    the keys. O(keys + pages + transfers in flight).
+    Return the number of this list, or 0 if no page was taken, and the page for each key, 0 where none was taken. The pages are
+    held until `end_fills`. Pages evicted for them are due for storage: copy these before anything is written. No page is taken
+    if everything was dropped since the storage was linked. `chain` has the whole digests of the keys, for events; None: the
+    keys are whole. O(keys + pages + transfers in flight).
     """
     cdef PageTier tier_pages = tier_of(store)
     cdef Tier *tier = &tier_pages.tier
@@ -212,7 +212,7 @@ def begin_fills(
 
 cdef int32_t begin_fill(Pool *pool, const StoredKey *wanted, const Group *groups, int64_t number) noexcept nogil:
     """Take a free page of the tier for a key, and put its transfer before those that are due. There must be room. Return the
-    null page if none is free, or the content is there.
+    null page if no page is free, or pool or tier has the content.
     """
     cdef Tier *tier = pool.tier
     cdef int32_t tier_id = NULL_PAGE, queue = queue_in(tier.pool, groups[wanted.group].bank, -1)
@@ -235,7 +235,7 @@ cdef int32_t begin_fill(Pool *pool, const StoredKey *wanted, const Group *groups
 
 
 def end_fills(PageStore store not None, number, failed=()) -> None:
-    """End a list of `begin_fills`: its pages can hit now, except those at the indices `failed` of the pages that were taken.
+    """End a list of `begin_fills`: its pages can hit now, except those whose indices in the taken pages are in `failed`.
     ArgumentError for an unknown number or index. O(transfers in flight).
     """
     cdef PageTier tier_pages = tier_of(store)
@@ -266,10 +266,10 @@ def end_fills(PageStore store not None, number, failed=()) -> None:
 def list_absent(
     PageStore store not None, CacheGroups groups not None, HashChain chain not None, num_tokens, keys=None, group_ids=()
 ) -> tuple:
-    """Return the pages of a request of `num_tokens` tokens missing in both pool and tier: an array ``[n, 2]`` of keys, lower
-    half first, and their groups. With the `keys` of pages in storage, ascending by the lower half, return only those needed by
-    the longest hit with them; its other pages in the tier count as just used, so that they are still there when these come. The
-    third and fourth are the tokens of the hit without and with these keys, one token being left to compute.
+    """Return the pages that a request of `num_tokens` tokens needs, and neither pool nor tier has: an array ``[n, 2]`` of keys,
+    lower half first, and their groups. With the `keys` of pages in storage, ascending by the lower half, return only the pages
+    that the longest hit with them needs; its pages that only the tier has count as just used, to stay until these arrive. The
+    third and fourth result are the tokens of the hit without and with these keys, one token being left to compute.
     O(pages x groups x log keys).
     """
     cdef Py_ssize_t num_stored = 0, num_listed = 0, num_now, num_then, size = chain.page_size
@@ -313,7 +313,7 @@ def list_absent(
 cdef Py_ssize_t copy_absent(
     Pool *pool, const Query *query, Py_ssize_t num_hashes, bint is_all, StoredKey *listed
 ) noexcept nogil:
-    """Copy the keys of the pages of `num_hashes` hashes missing in both pool and tier: all, or those needed by a hit. Return
+    """Copy the keys of the pages of `num_hashes` hashes that neither pool nor tier has: all, or those that a hit needs. Return
     their number.
     """
     cdef const Group *group
@@ -331,7 +331,7 @@ cdef Py_ssize_t copy_absent(
 
 
 cdef void use_present(Pool *pool, const Query *query, Py_ssize_t num_hashes) noexcept nogil:
-    """Count the pages of a hit that are in the tier alone as just used, the last one first."""
+    """Treat the pages of a hit that only the tier has as just used, the last page first."""
     cdef const Group *group
     cdef Py_ssize_t g, page
     cdef int32_t tier_id

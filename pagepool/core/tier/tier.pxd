@@ -1,6 +1,6 @@
 # The tier behind a pool, and failed loads.
 #
-# Transfers in flight have the number of their list; pages filled from storage have a negative one.
+# Transfers in flight have the number of their list; fills from storage have negative numbers, counted apart.
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t
@@ -19,10 +19,10 @@ from pagepool.core.values cimport HashChain, PageIds, as_list, size_of
 @cython.final
 cdef class PageTier:
     cdef PageStore pages
-    cdef int32_t num_device_pages   # pages of its pool
+    cdef int32_t num_device_pages   # pages of the pool in front of the tier
     cdef Tier tier
     cdef Tier storage               # behind the tier's pool, if it is linked
-    cdef bint is_used               # a pool has it
+    cdef bint is_used               # whether it is behind a pool
 
     cdef int check_behind(self, PageStore store) except -1
 

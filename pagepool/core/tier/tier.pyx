@@ -22,7 +22,7 @@ from pagepool.core.values cimport new_ids, require_instance
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 cdef bint save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
-    """Queue the save of a page, unless the tier has it. Return whether the tier has it or gets it: False if it is full."""
+    """Queue the save of a page, unless the tier has its content. Return False if the tier is full, or memory is short."""
     cdef Tier *tier = pool.tier
     cdef int32_t tier_id = find(tier.pool, key, group)
     if tier_id != NULL_PAGE:
@@ -37,7 +37,7 @@ cdef bint save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noex
 
 
 cdef void keep_longer(Tier *tier, int32_t tier_id) noexcept nogil:
-    """Let a page of the tier be evicted as if it was just used."""
+    """Let a page of the tier stay as long as if it was just used."""
     assert tier.pool.pages[tier_id].group != NO_GROUP
     hit(tier.pool, &tier_id, 1, NO_SESSION)
     give_back(tier.pool, tier_id)
@@ -57,7 +57,7 @@ cdef void save_evicted(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef void drop_stale(Tier *tier) noexcept nogil:
-    """Drop older entries of pages cached again since, so that each page is left once at most."""
+    """Drop entries in `fresh` for pages that were cached again since, so that each page has at most one."""
     cdef Py_ssize_t i, num_left = 0, num_ready = 0
     assert tier.num_ready <= tier.num_fresh
     for i in range(tier.num_fresh):
@@ -69,8 +69,8 @@ cdef void drop_stale(Tier *tier) noexcept nogil:
 
 
 cdef void record_cached(Pool *pool, int32_t page_id) noexcept nogil:
-    """Record that a page was cached, and save it once a step has computed it, if the tier writes through. If memory is short,
-    it is saved at its eviction instead.
+    """Record that a page was cached if the tier writes through, so that it is saved once a step has computed it. If memory is
+    short, it is saved at its eviction instead.
     """
     cdef Tier *tier = pool.tier
     assert pool.pages[page_id].group != NO_GROUP
@@ -94,10 +94,10 @@ cdef void record_cached(Pool *pool, int32_t page_id) noexcept nogil:
 @cython.auto_pickle(False)
 cdef class PageTier:
     """A tier of `num_pages` pages, including a null page, behind `store`. It evicts by LRU. The tier has the banks of the
-    store: `num_pages` is the size of the first, `further_banks` has those of the others, without null pages.
+    store: `num_pages` is the size of the first, `further_banks` has the sizes of the others, without null pages.
 
     Pages evicted from the store are saved. If the tier `writes_through`, pages are saved as soon as they are computed, and not
-    again at eviction. O(num_pages of both) to make.
+    again at eviction. Making a tier is O(num_pages of both).
     """
 
     def __cinit__(self, PageStore store not None, num_pages, bint writes_through=False, further_banks=()):
@@ -133,7 +133,7 @@ cdef class PageTier:
         raise ArgumentTypeError("a tier cannot be pickled")
 
     def counters(self, PageStore store not None) -> dict:
-        """Return the `TierCounters` by name, the numbers of free and cached pages and of those in flight, and evicted pages."""
+        """Return the `TierCounters` by name, and the numbers of free, cached and evicted pages and of unfinished transfers."""
         cdef Tier tier
         cdef Pool pool
         self.check_behind(store)
@@ -145,8 +145,8 @@ cdef class PageTier:
         )
 
     def count_banks(self, PageStore store not None) -> list:
-        """Return, for each bank, the numbers of its pages without the null page, of free and cached ones, and of the pages that
-        were ever handed out and evicted.
+        """Return for each bank the numbers of its pages without the null page, of free pages, of cached pages, of pages ever
+        handed out, and of pages ever evicted.
         """
         cdef list counts = []
         cdef Pool pool
@@ -170,7 +170,7 @@ cdef class PageTier:
 
 
 def add_tier(PageStore store not None, PageTier tier not None) -> None:
-    """Put a new tier behind its store, which takes ownership and must have none yet."""
+    """Put a new tier behind its store, which takes ownership of the tier, and must have none yet."""
     cdef bint is_new, is_fitting
     is_fitting = tier.num_device_pages == store.pool.num_pages and tier.pages.pool.num_banks == store.pool.num_banks
     if not store.enable_caching or not is_fitting:
@@ -189,9 +189,9 @@ def add_tier(PageStore store not None, PageTier tier not None) -> None:
 
 
 cdef void begin_step(Pool *pool, int64_t *last_step) noexcept nogil:
-    """Begin the step whose moves are taken, unless they are taken for forks, or for refused calls, or by a batch without moves
-    of the last step: it runs in that one, which becomes its `last_step`. A tier that writes through saves the pages cached
-    before the moves of the last step were taken, since that step has begun; storage counts the step.
+    """Begin the step whose moves are taken. No step begins for moves of forks or refused calls, or if the caller took no moves
+    of the last step: it joins that step, which becomes its `last_step`. A tier that writes through saves the pages cached
+    before the moves of the previous step were taken, since that step has begun; storage counts the new step.
     """
     cdef Tier *tier = pool.tier
     cdef bint is_next = last_step[0] == tier.num_steps
@@ -209,7 +209,7 @@ cdef void begin_step(Pool *pool, int64_t *last_step) noexcept nogil:
 
 
 cdef void save_fresh(Pool *pool) noexcept nogil:
-    """Queue saves of the ready pages that are still cached. One with an older twin is left to that one."""
+    """Queue saves of the ready pages that are still cached. Leave out a page whose older twin is saved instead."""
     cdef Tier *tier = pool.tier
     cdef FreshPage fresh
     cdef const Page *page
@@ -225,7 +225,7 @@ cdef void save_fresh(Pool *pool) noexcept nogil:
         if tier.fresh_numbers[first] == SAVED or (first != fresh.page_id and pool.release_twins == NULL):
             continue
         if save_page(pool, fresh.page_id, digest_of(page), page.group & ~FLAGS):
-            tier.fresh_numbers[fresh.page_id] = tier.fresh_numbers[first] = SAVED  # `first`: a held twin that came before it
+            tier.fresh_numbers[fresh.page_id] = tier.fresh_numbers[first] = SAVED  # `first` may be a held twin
     tier.num_fresh -= tier.num_ready
     for i in range(tier.num_fresh if tier.num_ready else 0):
         tier.fresh[i] = tier.fresh[tier.num_ready + i]
@@ -234,8 +234,8 @@ cdef void save_fresh(Pool *pool) noexcept nogil:
 @cython.final
 @cython.auto_pickle(False)
 cdef class FailedLoads:
-    """Pages with wrong contents after failed loads of list `number`. ``len()`` counts them. `groups` has the cache group of
-    each page, and ids are those of the group's pool.
+    """Pages with wrong contents, since loads of list `number` failed. ``len()`` counts them. `groups` has the cache group of
+    each page; ids are relative to the group's pool.
     """
 
     def __cinit__(self):
@@ -309,7 +309,7 @@ def end_transfers(PageStore store not None, number, failed_saves=(), failed_load
 
 
 def rewind_request(RequestPages held, failed) -> int | None:
-    """Return a request to tokens that do not depend on failed loads. See `CacheManager.find_wrong_token`."""
+    """Set a request back before failed loads; return its first wrong token, or None. See `CacheManager.find_wrong_token`."""
     cdef FailedLoads loads = require_instance(failed, FailedLoads, "failed")
     cdef Pool *pool
     cdef int32_t restart = -1
@@ -328,7 +328,7 @@ def rewind_request(RequestPages held, failed) -> int | None:
 
 
 cdef void end_forked(Pool *pool, FailedLoads failed) noexcept:
-    """End the loads of pages that forks copied meanwhile. If any load failed, the copies may be wrong."""
+    """End the loading of copies that forks made of pages being loaded. If any load failed, the copies may be wrong."""
     cdef int64_t *loading = pool.tier.loading
     cdef int32_t page_id
     for page_id in range(1, pool.num_pages if failed.number <= pool.tier.last_forked else 1):
@@ -347,8 +347,8 @@ cdef Py_ssize_t count_in_flight(const Tier *tier, int64_t number, bint is_load) 
 
 
 cdef void end_save(Pool *pool, const Transfer *transfer, bint is_done) noexcept nogil:
-    """Cache the filled page of the tier, unless its transfer is void or its content is in the tier. A page whose save failed
-    is saved at its eviction.
+    """Cache the filled page of the tier, unless the save failed or is void, or the tier has the content. A page whose save
+    failed is saved at its eviction.
     """
     cdef Entry entry
     cdef Tier *tier = pool.tier
@@ -366,7 +366,7 @@ cdef void end_save(Pool *pool, const Transfer *transfer, bint is_done) noexcept 
 
 
 cdef void end_load(Pool *pool, const Transfer *transfer, bint is_done) noexcept nogil:
-    """Give back both pages. They lose their entries if the load failed, and what storage has of the content is wrong too."""
+    """Give back both pages. If the load failed, they lose their entries, and the content in storage counts as wrong, too."""
     cdef Tier *tier = pool.tier
     assert pool.pages[transfer.page_id].ref_cnt > 0 and tier.pool.pages[transfer.tier_id].ref_cnt > 0
     assert transfer.is_load and tier.loading[transfer.page_id] == transfer.number
@@ -412,7 +412,7 @@ cdef void end_all(Pool *pool, const char *is_failed, Py_ssize_t num_saves, Faile
 
 
 cdef void forget_list(Tier *tier, int64_t number) noexcept nogil:
-    """Take the transfers of a list, which have ended, out of those in flight."""
+    """Remove the transfers of a list, which have ended."""
     cdef Py_ssize_t i, num_kept = 0
     for i in range(tier.num):
         if tier.items[i].number != number:
@@ -423,7 +423,7 @@ cdef void forget_list(Tier *tier, int64_t number) noexcept nogil:
 
 
 cdef int32_t count_shards(PageStore store, Range ids) except -1:
-    """Count the shards of the size of a range of the first bank; 0 for the whole pool."""
+    """Return the number of shards if `ids` is the part of one in the first bank, 0 if the whole pool; else raise."""
     cdef int32_t num_pages = store.pool.banks[0].stop
     cdef int32_t size = ids.stop - ids.start + (ids.start == 1)  # the range of the first shard lacks the null page
     if ids.stop - ids.start == store.pool.num_pages:
@@ -472,7 +472,7 @@ def load_prefix(
 cdef Py_ssize_t find_and_load(
     Pool *pool, Query *query, tuple hits, const Contents *contents, int32_t shard, Py_ssize_t num_reserved
 ) noexcept:
-    """Do `load_prefix` in a locked pool. Return the number of hashes of the prefix; -1, with nothing changed, if memory is
+    """Do `load_prefix` in a locked pool. Return the number of hashes in the prefix; -1, with nothing changed, if memory is
     short.
     """
     cdef Py_ssize_t num_all, num_hashes = find_longest(pool, query)
@@ -526,8 +526,8 @@ cdef bint has_pages_of_hit(const Pool *pool, const Query *query, Py_ssize_t num_
 cdef int32_t load_absent(
     Pool *pool, const Query *query, tuple hits, const Contents *contents, int32_t shard, Py_ssize_t num_reserved
 ) noexcept:
-    """Queue loads of the pages that `hits`, of `num_reachable` hashes, lack. Return NO_BANK or, with nothing changed, the first
-    bank with too few free pages; the first of all if memory is short.
+    """Queue loads of the pages missing in `hits`, those of `num_reachable` hashes. Return NO_BANK, or, with nothing changed,
+    the first bank with too few free pages, or bank 0 if memory is short.
     """
     cdef Tier *tier = pool.tier
     cdef Py_ssize_t i, first = tier.num
@@ -561,8 +561,8 @@ cdef int32_t load_absent(
 cdef int32_t find_bank_short_of_loads(
     const Pool *pool, const Query *query, tuple hits, Py_ssize_t first, int32_t shard, Py_ssize_t num_reserved
 ) noexcept:
-    """Return the first bank with too few free pages for the transfers from `first` on, which are loads, beside the free pages
-    among `hits`; NO_BANK: each has enough.
+    """Return the first bank with too few free pages for the loads from transfer `first` on and the free pages in `hits`
+    together; NO_BANK: each bank has enough.
     """
     cdef Py_ssize_t[MAX_BANKS] counts
     cdef const Tier *tier = pool.tier
@@ -580,8 +580,8 @@ cdef int32_t find_bank_short_of_loads(
 cdef void take_for_loads(
     Pool *pool, int32_t *taken, Py_ssize_t first, Py_ssize_t num_loads, int32_t shard, int32_t session
 ) noexcept:
-    """Take a page for each of the loads from transfer `first` on, in one go for those that follow one another in a bank. Saves
-    of evicted pages are queued behind the loads.
+    """Take a page for each load from transfer `first` on, in one call for consecutive loads in a bank. Saves of evicted pages
+    are queued behind the loads.
     """
     cdef Tier *tier = pool.tier
     cdef Py_ssize_t stop, start = 0
@@ -596,7 +596,7 @@ cdef void take_for_loads(
 
 
 cdef bint queue_absent(Pool *pool, const Query *query, tuple hits) noexcept:
-    """Queue a load of each page that `hits` lack, without a page of the pool yet. False if memory is short."""
+    """Queue a load of each page missing in `hits`; its page of the pool is taken later. False if memory is short."""
     cdef Tier *tier = pool.tier
     cdef const Group *group
     cdef Py_ssize_t g, place
@@ -618,7 +618,7 @@ cdef bint queue_absent(Pool *pool, const Query *query, tuple hits) noexcept:
 
 
 cdef void hold_hits(Pool *pool, tuple hits, bint is_held) noexcept:
-    """Take the free pages of a prefix out of the queue to protect them from eviction, or put them back to its end, the first
+    """Take the free pages of a prefix out of the queue to protect them from eviction, or put them back at its end, the first
     page last, so that it is evicted last.
     """
     cdef Py_ssize_t g, place

@@ -1,5 +1,5 @@
-# Transfers of pages between a pool and the tier behind it: queued here, done by the caller who takes them. The lock of the pool
-# guards both.
+# Transfers of pages between a pool and the tier behind it: queued here, made by the caller who takes them. The lock of the pool
+# guards pool and tier.
 
 from libc.stdint cimport INT64_MAX, int32_t
 
@@ -15,7 +15,7 @@ cdef inline bint reserve_transfers(Tier *tier, Py_ssize_t n) noexcept nogil:
 
 
 cdef inline void queue_transfer(Tier *tier, Transfer transfer) noexcept nogil:
-    """Queue a transfer. There must be room. It holds the page of the tier, and a load holds the page of the pool too."""
+    """Queue a transfer. There must be room. The transfer holds its page of the tier, a load its page of the pool, too."""
     assert tier.num_due <= tier.num < tier.capacity
     tier.items[tier.num] = transfer
     tier.num += 1
@@ -23,7 +23,7 @@ cdef inline void queue_transfer(Tier *tier, Transfer transfer) noexcept nogil:
 
 
 cdef inline void queue_save(Pool *pool, Digest key, int32_t group, int32_t page_id) noexcept nogil:
-    """Take a free page of the tier for a page, from the bank of the same number, and queue the transfer. There must be room."""
+    """Take a free page in the tier's bank of the same number as the page's, and queue the save. There must be room."""
     cdef Tier *tier = pool.tier
     cdef int32_t tier_id = NULL_PAGE, queue = queue_of(pool, page_id)
     take(tier.pool, &tier_id, 1, queue, NO_SESSION)
@@ -37,7 +37,7 @@ cdef inline void queue_save(Pool *pool, Digest key, int32_t group, int32_t page_
 
 
 cdef inline void find_oldest_load(Pool *pool) noexcept nogil:
-    """Find the first list with unfinished loads."""
+    """Set `oldest_load` to the first list with unfinished loads; INT64_MAX: there is none."""
     cdef Tier *tier = pool.tier
     cdef Py_ssize_t i
     tier.oldest_load = INT64_MAX
