@@ -1,8 +1,8 @@
-# Parts of the free queue, made while it is in use: by entries, then by terms, then by tenants.
+# Division of the free queue into parts while it is in use: by entries, then by terms, then by tenants.
 #
 # Always:
 #
-# * All banks have the same parts. They are never undone, and each step needs the one before it.
+# * All banks have the same parts. A division is never undone, and needs the division before it.
 # * A division keeps the order of the pages within each part.
 
 from libc.stdint cimport int32_t, uint32_t, uint8_t
@@ -11,7 +11,7 @@ from pagepool.core.pool.queue cimport *
 
 
 cdef inline void begin_plain_parts(Pool *pool) noexcept nogil:
-    """Divide the queue of each bank, which has no parts, into a blank part and one of cached pages. O(num_pages)."""
+    """Divide the queue of each bank, which has no parts, into a blank part and a part of cached pages. O(num_pages)."""
     cdef Page *pages = pool.pages
     cdef int32_t[MAX_BANKS] first
     cdef int32_t bank, page_id, following
@@ -34,8 +34,8 @@ cdef inline void begin_plain_parts(Pool *pool) noexcept nogil:
 
 
 cdef inline void _add_parts(Pool *pool, int32_t num_parts) noexcept nogil:
-    """Add empty parts, up to this number, at the back of the queue of each bank, which has parts. The records of the banks that
-    follow move up. O(parts).
+    """Add empty parts at the back of each bank's queue, which has parts, until there are `num_parts`. The dividers and ends of
+    later banks move up. O(parts).
     """
     cdef Page *pages = pool.pages
     cdef int32_t bank, part, record, target, num_before = pool.num_parts
@@ -56,8 +56,8 @@ cdef inline void _add_parts(Pool *pool, int32_t num_parts) noexcept nogil:
 
 
 cdef inline void begin_terms(Pool *pool, uint32_t *stamps) noexcept nogil:
-    """Divide the queue of each bank, which has parts, by terms. The memory of `stamps` also has room for terms and tenants, all
-    0. Free pages count as released now. O(num_pages).
+    """Divide the queue of each bank, which has parts, by terms. The memory at `stamps` is zeroed, and has room for terms and
+    tenants as well. Free pages count as released now. O(num_pages).
     """
     cdef int32_t page_id
     cdef uint32_t now = <uint32_t>now_of(&pool.expected)
@@ -70,7 +70,7 @@ cdef inline void begin_terms(Pool *pool, uint32_t *stamps) noexcept nogil:
 
 
 cdef inline void begin_tenants(Pool *pool) noexcept nogil:
-    """Divide the queue of each bank, which has terms, by tenants too. All pages become common. O(num_pages)."""
+    """Divide the queue of each bank, which has terms, by tenants too. Charge all but blank pages to COMMON. O(num_pages)."""
     cdef int32_t bank, page_id
     assert pool.expected.terms != NULL and pool.tenants.of_pages == NULL
     _add_parts(pool, MAX_TENANTS * pool.num_parts_each)
@@ -86,8 +86,8 @@ cdef inline void begin_tenants(Pool *pool) noexcept nogil:
 
 
 cdef inline void join_common(Pool *pool, uint8_t tenant) noexcept nogil:
-    """Charge the pages of a tenant to the common one, and merge its free pages in the order of their release. The caller links
-    the queues of shards anew. O(num_pages).
+    """Charge the pages of a tenant to the common tenant, and merge its free pages with the common ones in order of release. The
+    caller rebuilds the queues of shards. O(num_pages).
     """
     cdef int32_t bank, page_id
     for bank in range(pool.num_banks):
@@ -98,7 +98,7 @@ cdef inline void join_common(Pool *pool, uint8_t tenant) noexcept nogil:
 
 
 cdef inline void _merge_with_common(Pool *pool, uint8_t tenant, int32_t queue) noexcept nogil:
-    """Move a tenant's pages of a queue to the common parts, each before those that were released later."""
+    """Move a tenant's pages in a queue to the common parts, each before the pages that were released later."""
     cdef int32_t part, page_id, target, bank = bank_of_queue(pool, queue)
     assert tenant != COMMON and pool.tenants.of_pages != NULL
     for part in range(NEW, pool.num_parts_each):
@@ -116,7 +116,7 @@ cdef inline void _merge_with_common(Pool *pool, uint8_t tenant, int32_t queue) n
 
 
 cdef inline void link_shards(Pool *pool) noexcept nogil:
-    """Build the queue of each shard from that of its bank. O(free pages)."""
+    """Build the queue of each shard from the queue of its bank. O(free pages)."""
     cdef int32_t bank, page_id, shard, end, part
     for shard in range(pool.num_banks * pool.num_shards):
         pool.shard_num_free[shard] = 0

@@ -1,21 +1,21 @@
 # The records of a pool, and the links between them. The caller holds the store's lock and passes page ids within the pool.
 #
 # A pool of `num_pages` pages is one array of `Page` records, indexed by page id. A queue with parts has one more record before
-# each part; these follow the records of the pages. Always:
+# each part, a divider; dividers follow the records of the pages. Always:
 #
 # * Record 0 is the null page, which is never handed out. Its links close the free queue into a ring: `next_free` is the front,
 #   which without parts is evicted first, and `prev_free` the back.
 # * A page is in the free queue exactly when its ref count is 0; outside it both links are `NOT_FREE`. Only an engine that sets
-#   `CachePage.ref_cnt` or edits the queue itself can break this; `num_held_free` counts its references to free pages.
+#   `CachePage.ref_cnt` or edits the queue itself can break this; `num_held_free` counts the free pages that it gave references.
 # * A page has a prefix entry exactly when `group` is not `NO_GROUP`.
 # * A page with a term has a prefix entry.
 # * A leased page has a reference for each lease, and is outside the free queue.
 #
-# If kinds of groups have pools of their own, the pages are divided into banks, one behind another. Each bank has a free queue,
-# and a group takes pages of its bank alone. Ids of users count from 0 in each bank; the core uses places of records, and record
-# 0 is the null page of all banks. A number names a queue: `-1 - b` the queue of bank `b`, so -1 the queue of a pool with one
-# bank; `b * num_shards + s` the queue of shard `s` in bank `b`, so `s` in a pool with one bank. `num_free` of a
-# pool is the sum of `num_free` of its banks, where it has several; a single bank's is not kept.
+# If kinds of groups have pools of their own, the pages are divided into banks, one after another. Each bank has a free queue,
+# and a group takes pages only from its bank. Page ids that users see count from 0 in each bank; in the core they are indices of
+# records, and record 0 is the null page of all banks. Queues have numbers: `-1 - b` is the queue of bank `b`, so -1 is that of
+# a pool with one bank; `b * num_shards + s` is the queue of shard `s` in bank `b`, so `s` alone in a pool with one bank.
+# `Pool.num_free` is the sum of the `num_free` of its banks if it has several; a single bank's `num_free` is not kept.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
@@ -30,7 +30,7 @@ cdef enum:
     NO_GROUP = -1             # group of a page without a prefix entry
     TWIN = 1 << 30            # flag in Page.group: other pages have the same content
     WATCHED = 1 << 29         # flag in Page.group: a refused request hits the page
-    KEPT = 1 << 28            # flag in Page.group: it stays cached when it leaves a window
+    KEPT = 1 << 28            # flag in Page.group: the page stays cached when it leaves a window
     FLAGS = TWIN | WATCHED | KEPT
     LOST_INTERVAL = 16        # `lost_interval` of a new pool
 
@@ -46,18 +46,18 @@ cdef struct Slot:             # one slot of the prefix index
     uint32_t tag              # hash of key and group; its high bits are the home slot
     int32_t page_id           # page cached first under the key; NULL_PAGE: empty
 
-cdef struct Bank:             # records from `start` on, before `stop`; the rest is kept where a pool has several
+cdef struct Bank:             # records ``[start, stop)``; unless noted, later fields are kept only if a pool has several banks
     int32_t start
     int32_t stop
-    int32_t pages_per_shard   # ids in each shard, the null page of the first included; also in a single bank
+    int32_t pages_per_shard   # ids in each shard, including the null page in the first one; also kept in a single bank
     int32_t num_free
     int32_t num_entries
     int64_t num_allocated_pages
     int64_t num_evicted_pages
-    int64_t num_lost_hit_tokens  # see `LostHits`; also kept where a pool has one bank, as the next two
+    int64_t num_lost_hit_tokens  # see `LostHits`; this and the next two fields are also kept in a single bank
     int64_t num_refusals      # calls that got no pages because the bank had too few
     int64_t num_passed_checkpoints  # states that did not become checkpoints, because no page was left
-    Ghost ghost               # keys that were evicted last; no entries: not kept
+    Ghost ghost               # keys that were evicted last; `entries` NULL: not kept
 
 cdef struct PageCopy:
     int32_t src               # page ids
@@ -68,12 +68,12 @@ cdef struct Copies:           # copies due before the next step; each has a refe
     PageCopy *items           # [num], and room for `capacity`
     Py_ssize_t num
     Py_ssize_t capacity
-    bint is_between           # moves are taken next for a fork, or for a call that was refused, and begin no step
+    bint is_between           # the next list of moves is for a fork or a refused call, and begins no step
 
 cdef struct LeasedSpan:       # leased pages, given by page ids or as a span of tokens
     const int32_t *ids        # [num]
     Py_ssize_t num
-    int64_t end               # when a held lease of a span ends, on the clock of stamps; 0 for all others
+    int64_t end               # when a held lease of a span ends, on the clock of stamps; 0 for all other leases
     LeasedSpan *next          # the next held lease of a span
     uint8_t has_begun
     uint8_t is_held
@@ -81,18 +81,18 @@ cdef struct LeasedSpan:       # leased pages, given by page ids or as a span of 
 cdef struct Leases:
     int32_t *counts           # [num_pages] references of leases; NULL: no page was ever leased
     LeasedSpan *first         # list of the held leases of spans
-    int64_t[MAX_BANKS] num_pages_in  # pages of these spans, by bank; a page counts once for each lease
+    int64_t[MAX_BANKS] num_pages_in  # pages of the leases in this list, by bank; a page counts once for each lease
     int64_t next_end          # no lease ends before this time
     int32_t num_ended         # leases that ended by themselves since they were last listed
 
-cdef struct Dependents:       # checkpoints that lose their entries with the page of keys and values at their end
+cdef struct Dependents:       # checkpoints that are uncached when the page of keys and values at their end is evicted
     int32_t group             # full attention, with pages in the first bank
     int32_t num               # 0: none
     int32_t *state_groups     # [num]
 
 cdef struct Transfer:         # one page on its way between a pool and its tier
     Digest key                # digest of its content
-    int64_t number            # list of moves with which it was taken; 0: it is due
+    int64_t number            # number of the list of moves in which it was taken; 0: it is due
     int32_t page_id           # page of the pool; the null page if it comes from storage
     int32_t tier_id           # page of the tier
     int32_t group             # group of the entry
@@ -103,9 +103,9 @@ cdef struct FreshPage:        # a newly cached page of a tier that writes throug
     int32_t page_id
     uint32_t number           # value of `Tier.num_cached` when it was cached
 
-cdef enum:                    # values of `Tier.fresh_numbers` below all numbers of a `FreshPage`
+cdef enum:                    # values in `Tier.fresh_numbers` that are less than the `number` of any `FreshPage`
     UNSAVED = 0
-    SAVED = 1                 # saved or about to be; a tier that evicts it does not get it again
+    SAVED = 1                 # the page is saved or about to be; if the tier evicts it, it is not saved again
 
 cdef struct Pool
 
@@ -115,8 +115,8 @@ cdef struct TierCounters:     # see `Counters`
     int64_t num_failed_pages  # failed transfers
     int64_t num_refused_pages  # saves that found no room in the tier
 
-# A second pool behind a pool, with pages under the same keys, and banks of the same numbers. Behind that stands storage outside
-# the process, which has no pool: its `items` are pages of the tier to be stored, with the step of their arrival as `number`.
+# A second pool behind a pool, with pages under the same keys, and banks of the same numbers. Its own tier is storage outside
+# the process, which has no pool: `items` of storage are pages of the tier to be stored, with the step of arrival as `number`.
 cdef struct Tier:
     Pool *pool                # NULL: storage
     Transfer *items           # [num] transfers in flight, then those that are due; room for `capacity`
@@ -124,17 +124,17 @@ cdef struct Tier:
     Py_ssize_t capacity
     Py_ssize_t num_due
     int64_t num_fills         # lists that were filled from storage; they have negative numbers
-    int64_t num_clears        # how often everything was dropped
-    int64_t num_steps         # steps whose moves were taken; of storage, those since it was linked
+    int64_t num_clears        # how often all entries were dropped
+    int64_t num_steps         # steps whose moves were taken; in storage, since it was linked
     int64_t *arrivals         # storage: [pages of the tier] `num_steps` when each was cached
     int64_t oldest_load       # first list with unfinished loads; INT64_MAX: none
-    int64_t *loading          # [num_pages] list that loads a page of the pool; 0 for most
+    int64_t *loading          # [num_pages] number of the list that loads a page of the pool; 0 for most pages
     int64_t last_forked       # last list that was loading a page when a fork copied it
     uint32_t *fresh_numbers   # [num_pages] number of each cached page; NULL: the tier does not write through
     uint32_t num_cached       # pages ever cached; wraps around
     FreshPage *fresh          # [num_fresh] pages to be saved, and room for `fresh_capacity`
     Py_ssize_t num_fresh
-    Py_ssize_t num_ready      # leading entries that were cached before the last list was taken
+    Py_ssize_t num_ready      # leading items of `fresh`, which were cached before the last list was taken
     Py_ssize_t fresh_capacity
     TierCounters counters
     # Saves a page that is about to be evicted. Calls through these two pointers keep the code of the tier out of the loops that
@@ -158,13 +158,13 @@ cdef struct Pool:
     Links *shard_links        # free queue of each shard, see `end_of_queue`; NULL: there are no shards
     int32_t *shard_num_free   # [num_banks, num_shards] in the memory of `shard_links`
     Policy *policy            # NULL: pages are evicted in the order of their release, unless terms say otherwise
-    int32_t num_ranked        # a policy ranks the pages before this one: the first bank's; 0 without a policy
+    int32_t num_ranked        # a policy ranks the pages with ids below this: the first bank's; 0 without a policy
     int32_t num_parts         # parts of each queue; 0: blank pages do not go first, and there are no policy, terms or shares
     int32_t num_parts_each    # parts of each tenant; all parts if there are no shares
     bint is_divided           # there are several banks, shards or parts
-    int32_t *shard_newest     # [num_shards, NUM_PARTS] in the same memory: as `Policy.newest`, for each shard of the first bank
-    Links *shard_twins        # in the same memory: rings of the twins within each shard; NULL without shards or caching
-    Links *shard_firsts       # in the same memory: ring of each shard's first twins; NOT_FIRST for the others
+    int32_t *shard_newest     # [num_shards, NUM_PARTS] in the memory of `shard_links`: as `Policy.newest`, in the first bank
+    Links *shard_twins        # in the memory of `shard_links`: rings of the twins in each shard; NULL without shards or caching
+    Links *shard_firsts       # in the memory of `shard_links`: rings of the shards' first twins; NOT_FIRST for later twins
     int32_t *page_tokens      # [num_pages, tokens_width] number and ids of the tokens of cached pages; NULL: not kept
     Digest *uppers            # upper halves of digests; NULL: the keys are whole digests
     uint64_t multiplier       # odd and secret: nobody can choose keys that collide
@@ -174,9 +174,9 @@ cdef struct Pool:
     int32_t num_free
     int32_t num_banks
     Bank banks[MAX_BANKS]
-    uint32_t num_lookups      # in a pool of several banks; wraps around
+    uint32_t num_lookups      # counted in a pool of several banks; wraps around
     uint32_t lost_interval    # one look-up in this number searches for checkpoints behind its hits
-    int32_t num_shards        # 0: there are no shards; each bank is divided into as many
+    int32_t num_shards        # shards of each bank; 0: there are no shards
     int32_t num_keys          # distinct pairs of key and group in the index
     int32_t num_entries       # pages with an entry
     int32_t sample_mask       # a page whose id has none of these bits is sampled
@@ -186,7 +186,7 @@ cdef struct Pool:
     int64_t num_reused        # free pages that left the queue without eviction
     int64_t num_unwatched     # pages that lost their WATCHED flag
     Journal journal
-    Py_ssize_t tokens_width   # ids of a page in `page_tokens`, and their number
+    Py_ssize_t tokens_width   # values for each page in `page_tokens`: the number of ids, and room for the ids
     Residency *residency
     Expectations expected
     Leases leases
@@ -194,17 +194,17 @@ cdef struct Pool:
     Tenants tenants
     Dependents dependents
     Copies copies
-    int64_t list_number       # number of the list of moves that is due: copies, loads and saves. They are taken together
+    int64_t list_number       # number of the list of moves that is due: copies, loads and saves, which are taken together
     Tier *tier                # NULL: none
-    # Keep held pages before free ones with the same content; NULL: look-ups find the page cached first. Calls through these
+    # These keep held pages before free ones with the same content; NULL: look-ups find the page cached first. Calls through
     # pointers keep the code of rings out of the loops that cache, hit and give back pages.
     void (*join_held_twin)(Pool *pool, Slot *slot, int32_t page_id) noexcept nogil
     void (*claim_twin)(Pool *pool, int32_t page_id) noexcept nogil
     void (*release_twins)(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil
 
 
-# Digests of 32 bytes: their lower halves are the keys, and the pool keeps the upper halves beside them. `Pool.uppers` has three
-# arrays of `num_pages`: those of cached pages, of their parents, and of removed entries. Only a journal needs the last two.
+# Digests of 32 bytes: their lower halves are the keys, and the pool keeps the upper halves as well. `Pool.uppers` has three
+# arrays of `num_pages` halves: for cached pages, for their parents, and for removed entries. Only a journal needs the last two.
 
 
 cdef inline Digest *uppers_of_parents(const Pool *pool) noexcept nogil:
@@ -238,7 +238,7 @@ cdef inline bint is_kept(const Page *page) noexcept nogil:
 
 
 cdef inline int32_t count_plain_parts(const Pool *pool) noexcept nogil:
-    """Count the parts for pages without a term: those of the policy or, without one, a blank part and one of cached pages."""
+    """Count the parts for pages without a term: the policy's or, without a policy, a blank part and a part of cached pages."""
     return NUM_PARTS if pool.policy != NULL else NEW + 1
 
 
@@ -251,7 +251,7 @@ cdef inline Digest digest_of(const Page *page) noexcept nogil:
 
 
 cdef inline int64_t count_changes(const Pool *pool) noexcept nogil:
-    """Count the entries that ever came into or left the prefix index and that of the tier."""
+    """Count how often an entry came into, or left, the prefix index or the tier's index."""
     cdef int64_t count = pool.counters.num_cached_pages + pool.num_dropped
     if pool.tier != NULL:
         count += pool.tier.pool.counters.num_cached_pages + pool.tier.pool.num_dropped
@@ -259,5 +259,5 @@ cdef inline int64_t count_changes(const Pool *pool) noexcept nogil:
 
 
 cdef inline int64_t count_given_back(const Pool *pool) noexcept nogil:
-    """Count the pages that ever came back into the free queue, but for a constant."""
+    """Count how often a page ever entered the free queue, up to a constant."""
     return pool.num_free + pool.counters.num_allocated_pages + pool.num_reused

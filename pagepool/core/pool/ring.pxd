@@ -1,5 +1,5 @@
-# The rings of free pages: one for each bank, and one for each shard. The null page closes the first bank's ring; a record of
-# its own closes any other. With parts there is one more record before each part, its divider.
+# The rings of free pages: one for each bank, and one for each shard. The null page closes the first bank's ring; each other
+# ring has a record that closes it. With parts, one more record precedes each part: its divider.
 #
 # Always:
 #
@@ -30,7 +30,7 @@ cdef inline int32_t start_of_part(const Pool *pool, int32_t part, int32_t shard)
 
 
 cdef inline int32_t end_of_part(const Pool *pool, int32_t part, int32_t shard) noexcept nogil:
-    """Return the record behind the pages of a part; without parts the one that closes the queue."""
+    """Return the record after the pages of a part; without parts, the record that closes the queue."""
     if part + 1 < pool.num_parts:
         return start_of_part(pool, part + 1, shard)
     return end_of_queue(pool, shard)
@@ -62,7 +62,7 @@ cdef inline int32_t newest_in(const Pool *pool, int32_t part, int32_t shard) noe
 
 
 cdef inline int32_t oldest_in_parts(const Pool *pool, int32_t first, int32_t stop, int32_t shard) noexcept nogil:
-    """Return the oldest page of the first of the parts ``[first, stop)`` that has any, or NULL_PAGE. O(parts)."""
+    """Return the oldest page of the first part in ``[first, stop)`` that is not empty, or NULL_PAGE. O(parts)."""
     cdef int32_t part, page_id = NULL_PAGE
     for part in range(first, stop):
         page_id = oldest_in(pool, part, shard)
@@ -72,12 +72,12 @@ cdef inline int32_t oldest_in_parts(const Pool *pool, int32_t first, int32_t sto
 
 
 cdef inline int32_t front_of_blank(const Pool *pool, int32_t shard) noexcept nogil:
-    """Return the record before the pages without an entry; without parts the one before all pages."""
+    """Return the record before the blank part's pages; without parts, the record before all pages."""
     return start_of_part(pool, BLANK, shard) if pool.num_parts else end_of_queue(pool, shard)
 
 
 cdef inline int32_t page_behind(const Pool *pool, int32_t page_id, int32_t shard) noexcept nogil:
-    """Return the page behind `page_id` in a shard's queue, whatever its part. If there is none: NULL_PAGE, or the shard's end.
+    """Return the page after `page_id` in a bank's or shard's queue, whatever its part. If there is none: the end of the queue.
     """
     page_id = record_behind(pool, page_id, shard)
     while page_id >= pool.num_pages and page_id != end_of_queue(pool, shard):
@@ -134,7 +134,7 @@ cdef inline void push_to_shard(Pool *pool, int32_t page_id, int32_t shard, int32
 
 
 cdef inline void count_in_bank(Pool *pool, int32_t queue, int32_t change) noexcept nogil:
-    """Count pages that enter a bank's queue, or with a negative change leave it."""
+    """Count pages that enter a bank's queue or, with a negative change, leave it."""
     if pool.num_banks > 1:
         pool.banks[-1 - queue].num_free += change
         assert 0 <= pool.banks[-1 - queue].num_free <= count_pages_in(pool, queue)
