@@ -1,10 +1,9 @@
-# The arrays of a pool: allocated, and freed. Nothing changes where memory is short.
+# The arrays of a pool are allocated, divided and freed here. If memory is short, nothing changes.
 #
 # Always:
 #
-# * The records of pages come first, those of ends and dividers behind them.
-# * The links of shards, their counts, the newest pages that they know and their twins are in one allocation; so are stamps,
-#   terms and tenants.
+# * The records of pages come first, the records of ends and dividers after them.
+# * The links, counts, known newest pages and twins of shards are in one allocation; stamps, terms and tenants are in another.
 # * At most half of the index's slots are used.
 
 from libc.stdint cimport int32_t, uint32_t, uint8_t
@@ -15,7 +14,7 @@ from pagepool.core.pool.pool cimport *
 
 
 cdef inline bint add_records(Pool *pool, Py_ssize_t *capacity, Py_ssize_t num_pages) noexcept nogil:
-    """Add records up to `num_pages`, neither free nor cached; False if memory is short. Amortised O(1) a record."""
+    """Add records, neither free nor cached, until there are `num_pages`; False if memory is short. Amortised O(1) a record."""
     cdef Py_ssize_t i, increased = max(num_pages, 2 * capacity[0])
     assert 0 <= pool.num_pages <= num_pages and pool.num_banks > 0
     if num_pages > capacity[0]:
@@ -75,7 +74,7 @@ cdef inline void use_shard_links(Pool *pool, Links *links, int32_t num_shards) n
 
 cdef inline bint divide(Pool *pool, bint by_terms, bint by_tenants) noexcept nogil:
     """Divide the queues of a pool by entries, and optionally by terms and tenants; tenants need terms. Do nothing if they are
-    divided so already, or nothing is cached. False, with nothing changed, if memory is short.
+    divided so already, or caching is off. Return False, with nothing changed, if memory is short.
     """
     cdef Pool divided = pool[0]
     cdef Links *links = NULL
@@ -126,7 +125,7 @@ cdef inline void _free_owners(Pool *pool) noexcept nogil:
 
 
 cdef inline void free_arrays(Pool *pool) noexcept nogil:
-    """Free all arrays but the records of pages."""
+    """Free all arrays except the records of pages."""
     cdef Py_ssize_t bank
     for bank in range(MAX_BANKS):
         raw_free(pool.banks[bank].ghost.memory)

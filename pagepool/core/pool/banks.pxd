@@ -13,10 +13,10 @@ cdef struct Range:            # half-open range of page ids or places
     int32_t start
     int32_t stop
 
-cdef struct LostHits:         # tokens behind a hit that would have hit, too
+cdef struct LostHits:         # tokens after a hit that would have hit, too, had nothing been evicted
     int32_t states_bank       # bank of states that lacks a checkpoint; NO_BANK: none does
-    int64_t num_for_states    # up to the last checkpoint there that was evicted, within the hits of full attention
-    int64_t num_for_pages     # up to the last checkpoint behind those; for one look-up in `lost_interval`, times this
+    int64_t num_for_states    # tokens to the last checkpoint evicted from that bank, within the hits of full attention
+    int64_t num_for_pages     # to the last checkpoint after these hits, `lost_interval` times: 1 look-up in that many searches
 
 cdef struct Ranges:           # pages that may hit, in each bank
     Range[MAX_BANKS] of_banks
@@ -43,7 +43,7 @@ cdef inline int32_t shard_of(const Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline Bank counted_bank(const Pool *pool, int32_t bank) noexcept nogil:
-    """Return a bank with its counts, also where the pool has one alone."""
+    """Return a bank with its counts; a pool of one bank keeps some of them itself."""
     cdef Bank counted = pool.banks[bank]
     if pool.num_banks == 1:
         counted.num_free, counted.num_entries = pool.num_free, pool.num_entries
@@ -65,29 +65,29 @@ cdef inline int32_t bank_of_queue(const Pool *pool, int32_t queue) noexcept nogi
 
 
 cdef inline int32_t queue_in(const Pool *pool, int32_t bank, int32_t shard) noexcept nogil:
-    """Return the queue of a shard in a bank or, for -1, that of the bank."""
+    """Return the queue of a shard in a bank; for shard -1, the queue of the bank."""
     return bank * pool.num_shards + shard if shard >= 0 else queue_of_bank(bank)
 
 
 cdef inline void count_refusal(Pool *pool, int32_t queue) noexcept nogil:
-    """Count a call without pages for it, in the bank of the queue that has too few."""
+    """Count a refused call in the bank whose queue has too few pages for it."""
     pool.banks[bank_of_queue(pool, queue)].num_refusals += 1
 
 
 cdef inline int32_t id_in_bank(const Pool *pool, int32_t page_id) noexcept nogil:
-    """Return the id of a page that users see; 0 for the null page."""
+    """Return the page id that users see; 0 for the null page."""
     return page_id - pool.banks[bank_of(pool, page_id)].start + 1 if page_id != NULL_PAGE else <int32_t>NULL_PAGE
 
 
 cdef inline Range ids_in_queue(const Pool *pool, int32_t queue) noexcept nogil:
-    """Return the ids of a shard, given by its queue; those of the whole pool for the queue of a bank."""
+    """Return the ids of the shard with this queue; for the queue of a bank, the ids of the whole pool."""
     cdef int32_t bank, size, start
     if queue < 0:
         return Range(start=0, stop=pool.num_pages)
     bank = bank_of_queue(pool, queue)
     size = pool.banks[bank].pages_per_shard
     start = pool.banks[bank].start - 1 + (queue - bank * pool.num_shards) * size
-    if bank and start < pool.banks[bank].start:  # the record before a later bank is that of another page
+    if bank and start < pool.banks[bank].start:  # the record before a later bank is a page of another bank
         return Range(start=start + 1, stop=start + size)
     return Range(start=start, stop=start + size)
 

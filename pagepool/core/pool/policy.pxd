@@ -1,16 +1,16 @@
 # The adaptive policy. It learns at which age pages of each part are used again, and evicts the page that promises the fewest
-# hits a page and time. Its unit of time is the epoch: the time in which a sixteenth of the pool's pages enter the queue.
+# hits per unit of time. That unit is the epoch: the time in which a sixteenth of the pool's pages enter the queue.
 #
-# For each part and bucket of ages it counts the queued pages that are used again, and a sample of the evicted ones. The value
-# of an age is the highest rate of hits that keeping a page to any later age gives, an index like that of Gittins (Bandit
-# Processes and Dynamic Allocation Indices, 1979). Three parts follow the blank one: pages used once; pages used again that
-# least-recently-used (LRU) eviction would have kept; pages used again that it would have lost.
+# For each part and bucket of ages it counts the pages that are used again: all queued pages, and a sample of the evicted ones.
+# The value of an age is the highest rate of hits to be had by keeping a page until some later age, an index like that of
+# Gittins (Bandit Processes and Dynamic Allocation Indices, 1979). Three parts follow the blank one: pages used once; pages used
+# again that least-recently-used (LRU) eviction would have kept; pages used again that LRU would have lost.
 #
-# Each page has a mark. Its lowest 2 bits name the page's part; in a held page, the part that it will be put into. In a free
-# page the other bits are the stamp of the call that released it. The ghost remembers keys of evicted pages.
+# Each page has a mark. Its lowest 2 bits name the page's part or, for a held page, the part that it will be put into. For a
+# free page the other bits are the stamp of the call that released it. The ghost remembers keys of evicted pages.
 #
-# Always: pages without an entry are in the blank part, and marks of that part are `BLANK`. A key stands in the ghost once, in
-# the set that its tag leads to. `epoch` is `num_released // epoch_pages`. The counts and values pass `is_right`.
+# Always: pages without an entry are in the blank part, and marks of that part are `BLANK`. A key is in the ghost at most once,
+# in the set that its tag leads to. `epoch` is `num_released // epoch_pages`. The counts and values pass `is_right`.
 
 from libc.math cimport pow
 from libc.stdint cimport INT64_MAX, UINT32_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
@@ -25,7 +25,7 @@ cdef enum:
     LATE = 3                  # part of pages used again after LRU would have lost them
     PART = 3                  # mask of a mark's bits
     NUM_PARTS = 4
-    NUM_CLASSES = 3           # parts without the blank one
+    NUM_CLASSES = 3           # parts except the blank one
     NUM_AGES = 14             # buckets
     HORIZON = 128             # epochs; older pages are not counted
     NUM_EPOCHS = 256          # ring of counted epochs: a power of 2
@@ -34,7 +34,7 @@ cdef enum:
     FIRST_HAZARD = 6          # prior: percent of pages used again at the first age
     MARGIN = 70               # a page is evicted in place of LRU's choice if its value is below this percentage of the choice's
     HALF_LIFE = 64            # epochs in which counts lose half of their weight
-    HALF_LIFE_REQUESTS = 512  # requests that must come meanwhile, too
+    HALF_LIFE_REQUESTS = 512  # requests that must also have come before counts lose half of their weight
     REQUESTS_A_WEIGHT = 4     # a prior weighs as much as the pages of this many requests
     REGRET_A_POOL = 12        # LRU takes over for a while once it would have had num_pages / 12 more hits
     MAX_PAUSE = 64            # longest pause: LRU decides until 64 times the pool's pages are released
@@ -45,8 +45,8 @@ cdef enum:
     LAST_CALL = (1 << 16) - 1
     LAST_EPOCH = (1 << 14) - 1
     SAMPLE_INTERVAL = 8       # the ghost remembers one key in this many: a power of 2
-    GHOST_SIZE = 6            # pools of evicted pages that the ghost samples; with fewer it forgets keys too early
-    SET_SIZE = 8              # entries of a set
+    GHOST_SIZE = 6            # the ghost samples this many pool sizes of evicted pages; a smaller one forgets keys too early
+    SET_SIZE = 8              # entries in a set of the ghost
     NUM_POLICY_COUNTS = 8     # int64 counts from `Policy.num_in_part` on
     EVICTED = 0               # mark in a bank's ghost, of a page that was evicted
     DROPPED = 1               # mark in a bank's ghost, of a checkpoint whose keys and values were evicted
@@ -69,7 +69,7 @@ cdef struct Decision:         # the pages to evict until a page is hit, or a pag
 cdef struct Learned:
     int64_t num_released      # pages put into the queue
     int64_t epoch
-    int64_t call              # number within the epoch
+    int64_t call              # number of the call within the epoch
     int64_t num_requests_then  # `num_requests` when the epoch began
     int64_t alive[NUM_CLASSES][NUM_EPOCHS]  # pages released in an epoch and not used since
     double exposed[NUM_CLASSES][NUM_AGES]  # pages that reached an age
@@ -77,14 +77,14 @@ cdef struct Learned:
     double values[NUM_CLASSES][NUM_AGES]
     int64_t lru_age           # age in epochs at which LRU would have lost a page
     int64_t regret            # hits that LRU would have had, less the actual ones; at least 0
-    int64_t pause             # LRU decides while this many times num_pages pages are released
+    int64_t pause             # length of the last pause: LRU decided while this many times `num_pages` pages were released
     int64_t paused_until      # LRU decides while `num_released` is below this
     Decision decision
 
 cdef struct Policy:
     uint32_t *marks           # [num_pages]
     Ghost ghost
-    int64_t num_in_part[NUM_PARTS]  # free pages without a term; this and the next four are copied together
+    int64_t num_in_part[NUM_PARTS]  # free pages without a term, by part; this and the next four fields are copied together
     int64_t num_requests      # requests that took pages
     int64_t num_shared_hits   # hits on held pages
     int64_t num_free_hits
@@ -182,7 +182,7 @@ cdef inline int32_t _bucket_of(const Policy *policy, int64_t age) noexcept nogil
 
 
 cdef inline uint32_t age_of(const Policy *policy, uint32_t mark) noexcept nogil:
-    """Return the time since a page was released, as a number that only orders pages."""
+    """Return the time since a page was released, as a number fit only for comparisons."""
     return _stamp_of(policy) - (mark & ~<uint32_t>PART)
 
 
@@ -194,7 +194,7 @@ cdef inline double value_of(const Policy *policy, uint32_t mark) noexcept nogil:
 # Learning.
 
 cdef inline void _rate_ages(Policy *policy) noexcept nogil:
-    """Compute the value of each age from the counts. The prior is the mean of all parts, and the age before."""
+    """Compute the value of each age from counts. An age's prior is the rate of all parts, smoothed with the prior before it."""
     cdef double[NUM_AGES] prior
     cdef double num_reused, num_exposed, weight = 1
     cdef Py_ssize_t c, j
@@ -236,7 +236,7 @@ cdef inline void free_policy(Policy *policy) noexcept nogil:
 
 
 cdef inline Policy *make_policy(int32_t num_pages) noexcept nogil:
-    """Make the policy of a pool without pages in its queue; NULL if memory is short."""
+    """Make the policy of a pool whose queue is empty; NULL if memory is short."""
     cdef Policy *policy = <Policy *>raw_calloc(1, sizeof(Policy))
     cdef int32_t age, j, bucket = 0
     if policy == NULL:
@@ -258,7 +258,7 @@ cdef inline Policy *make_policy(int32_t num_pages) noexcept nogil:
 
 
 cdef inline void _begin_epoch(Policy *policy) noexcept nogil:
-    """Count the pages that reach the next ages."""
+    """Begin an epoch: count, in each bucket of ages, the pages that reach it now."""
     cdef Py_ssize_t c, j
     cdef int64_t num_alive
     policy.learned.epoch += 1
@@ -283,7 +283,7 @@ cdef inline void _decay(Policy *policy, double epochs) noexcept nogil:
 
 
 cdef inline int64_t _find_lru_age(const Policy *policy, int64_t num_free) noexcept nogil:
-    """Return the age at which LRU loses pages: since then as many were released, and not used, as the queue has room for."""
+    """Return the age in epochs at which LRU loses pages: the pages released since then and not used would fill the queue."""
     cdef int64_t age = 0, count = 0
     cdef Py_ssize_t c
     while age < HORIZON and age <= policy.learned.epoch:
@@ -318,7 +318,7 @@ cdef inline void count_release(Policy *policy, int64_t num_pages, int64_t num_fr
 
 
 cdef inline void stamp_page(Policy *policy, int32_t page_id, uint32_t part) noexcept nogil:
-    """Mark a page with an entry, which is put into a part now."""
+    """Mark a page with an entry that is being put into `part`, and count it as exposed and alive."""
     assert 0 < page_id < policy.num_pages and BLANK < part < NUM_PARTS
     policy.marks[page_id] = _stamp_of(policy) | part
     policy.learned.exposed[part - 1][0] += 1
@@ -347,7 +347,7 @@ cdef inline void count_demand(Policy *policy, uint32_t mark) noexcept nogil:
 
 
 cdef inline void pass_part(Policy *policy, int32_t page_id, uint32_t part) noexcept nogil:
-    """Let a held page of the new part go into its request's part instead."""
+    """Mark a held page for the part of its request, if it is marked NEW and that part is a later one."""
     assert part < NUM_PARTS
     if part > NEW and policy.marks[page_id] & PART == NEW:
         policy.marks[page_id] = part
@@ -374,7 +374,7 @@ cdef inline uint32_t recall(Policy *policy, uint64_t word) noexcept nogil:
 
 
 cdef inline void discount(Policy *policy, int32_t page_id) noexcept nogil:
-    """Stop counting a queued page, which is uncached without eviction, or queued anew."""
+    """Stop counting a queued page that is about to be uncached without eviction, or queued anew."""
     cdef uint32_t mark = policy.marks[page_id]
     cdef int64_t age = _epochs_since(policy, mark)
     if mark != BLANK and age < HORIZON:
@@ -392,7 +392,7 @@ cdef inline bint is_right(const Policy *policy) noexcept nogil:
     is_fine &= 0 <= learned.pause <= MAX_PAUSE and BLANK <= learned.decision.part <= PART
     is_fine &= learned.decision.shard >= -1  # the pool may have had more shards then
     for c in range(NUM_CLASSES):
-        for j in range(NUM_AGES):  # neither is NaN
+        for j in range(NUM_AGES):  # NaN fails these comparisons
             is_fine &= 0 <= learned.values[c][j] <= MAX_VALUE
             is_fine &= 0 <= learned.exposed[c][j] <= most and 0 <= learned.reused[c][j] <= most
         for j in range(NUM_EPOCHS):

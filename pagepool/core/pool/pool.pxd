@@ -1,10 +1,10 @@
-# The face of the pool: five verbs change a page. Each owns its protocol whole, and lists what follows for each feature.
+# The five verbs that change a page. Each verb is here as a whole, with a list of what follows for each feature.
 #
 # * take: pages leave the queue for their holder. Those with an entry are evicted: saved in the tier, if there is one, and
 #   uncached.
-# * hit: pages get a reference, and a free one leaves the queue. A hit ends the term, and counts for the policy, the tier, the
-#   residency and the session. `share` is a reference without a hit: for a fork, a copy, a transfer.
-# * give back: a reference goes; with the last one the page enters the queue. `skip` does so behind a window.
+# * hit: pages get a reference, and a free one leaves the queue. A hit ends the term, and counts for the policy, the residency,
+#   the session and the tenant. `share` adds a reference without a hit: for a fork, a copy, a transfer.
+# * give back: a reference goes; with the last one the page enters the queue. `skip` gives back a page that a window has left.
 # * cache: a page gets an entry. The tier, the parts of the queue, the policy, the journal, the tokens and the session follow.
 # * uncache: a page loses its entry.
 #
@@ -19,7 +19,7 @@ from pagepool.core.pool.victim cimport *
 
 
 cdef inline void _claim(Pool *pool, int32_t page_id) noexcept nogil:
-    """Give a page that was just taken out of the queue its first reference. Evict its entry."""
+    """Give its first reference to a page just taken out of the queue; evict it if it is cached."""
     if pool.pages[page_id].group != NO_GROUP:
         _evict(pool, page_id)
     elif rare(not page_id & pool.sample_mask):
@@ -29,7 +29,7 @@ cdef inline void _claim(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void _evict(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take the entry of a page, and have its content saved in the tier, if there is one."""
+    """Have the content of a page saved in the tier, if there is one, and uncache the page."""
     if rare(not page_id & pool.sample_mask):
         renew_stay(pool.residency, page_id)
     if rare(pool.tier != NULL):
@@ -41,7 +41,7 @@ cdef inline void _evict(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void _note_evicted(Pool *pool, int32_t page_id) noexcept nogil:
-    """Let a bank count a page that is evicted, and remember its key, if it keeps a ghost and no other page has the key."""
+    """Count an evicted page in its bank. If the bank keeps a ghost, and no other page has the page's key, remember the key."""
     cdef Bank *bank = &pool.banks[bank_of(pool, page_id)]
     cdef const Page *page = &pool.pages[page_id]
     bank.num_evicted_pages += 1
@@ -59,7 +59,7 @@ cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline Py_ssize_t _pull_behind(Pool *pool, int32_t record, int32_t *out, Py_ssize_t n) noexcept nogil:
-    """Pull up to `n` pages behind a record of the queue of a pool without shards, all at once. Return how many there are."""
+    """Pull up to `n` pages that follow a record in a queue, all at once, in a pool without shards. Return their number."""
     cdef Page *pages = pool.pages
     cdef int32_t following, page_id = pages[record].next_free
     cdef Py_ssize_t count = 0
@@ -78,8 +78,8 @@ cdef inline Py_ssize_t _pull_behind(Pool *pool, int32_t record, int32_t *out, Py
 
 
 cdef inline void take(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard, int32_t session) noexcept nogil:
-    """Take the `n` pages at the front of the queue, or of a shard's, unless that is -1; with a policy those that it picks.
-    There are enough, and none of them is held (`find_held_free`). They are charged to the tenant of a session. O(n),
+    """Take the next `n` victims of a queue, with its number in `shard`: without parts, the pages at its front. The caller makes
+    sure that there are enough and that none is held (`find_held_free`). They are charged to the tenant of `session`. O(n),
     independent of the pool's size.
     """
     cdef Py_ssize_t i
@@ -92,8 +92,8 @@ cdef inline void take(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard, int
 
 
 cdef inline Py_ssize_t _pull_unpicked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t queue) noexcept nogil:
-    """Pull up to `n` pages that need no choice, and return their number: blank pages, then cached ones if there is no policy
-    and no term. A pool with shards has none.
+    """Pull up to `n` pages that need no choice, and return their number: blank pages and then, without a policy and terms,
+    cached ones. In a pool with shards, pull none.
     """
     cdef Py_ssize_t count
     if pool.num_shards:
@@ -114,7 +114,7 @@ cdef inline void count_request(Pool *pool) noexcept nogil:
 
 
 cdef inline void _remember_evicted(Pool *pool, int32_t page_id) noexcept nogil:
-    """Let the ghost remember a page with an entry that is evicted, if its key is sampled and no other page has it."""
+    """Let the ghost remember the key of an evicted page, if it is sampled, no other page has it, and the mark is not blank."""
     cdef const Page *page = &pool.pages[page_id]
     cdef uint64_t word = hash_key(digest_of(page), page.group & ~FLAGS)
     if is_sampled(word) and pool.policy.marks[page_id] != BLANK and not page.group & TWIN:
@@ -122,7 +122,7 @@ cdef inline void _remember_evicted(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void _claim_picked(Pool *pool, int32_t page_id) noexcept nogil:
-    """`_claim`, and tell the policy, if it serves the page."""
+    """`_claim` a page, and tell the policy, if it serves the page."""
     cdef bint is_ranked = is_served(pool, page_id)
     if is_ranked and pool.pages[page_id].group != NO_GROUP:
         _remember_evicted(pool, page_id)
@@ -134,8 +134,8 @@ cdef inline void _claim_picked(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void _uncache_dependents(Pool *pool, int32_t page_id) noexcept nogil:
-    """Uncache the free checkpoints with the key of a page of keys and values that is evicted, if it is the last such page. They
-    cannot hit without it, unless a tier has it: then they stay.
+    """Uncache the free checkpoints with the key of an evicted page of keys and values, if no other such page has the key. They
+    cannot hit without the page, unless a tier has it; so with a tier they stay.
     """
     cdef const Page *page = &pool.pages[page_id]
     cdef Digest key = digest_of(page)
@@ -175,7 +175,7 @@ cdef inline void _take_picked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t sh
 
 
 cdef inline void take_this(Pool *pool, int32_t page_id, int32_t session) noexcept nogil:
-    """Take a page in the queue, wherever it stands, as if it were at the front."""
+    """Take a free page, wherever it is in the queue, as if it were at the front."""
     pull(pool, page_id)
     if rare(pool.tenants.of_pages != NULL):
         charge(&pool.tenants, bank_of(pool, page_id), page_id, tenant_of(&pool.sessions, session))
@@ -185,7 +185,7 @@ cdef inline void take_this(Pool *pool, int32_t page_id, int32_t session) noexcep
 
 
 cdef inline Py_ssize_t find_unheld(const Pool *pool, const int32_t *ids, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
-    """Return the index of a page without a reference in ``ids[start:stop]``, null pages aside; -1 if there is none."""
+    """Return the index of a page in ``ids[start:stop]`` that has no reference or is free; -1: none. Null pages are ignored."""
     cdef Py_ssize_t i
     for i in range(start, stop):
         if ids[i] == NULL_PAGE:
@@ -205,13 +205,13 @@ cdef inline void share(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void claim_twin(Pool *pool, int32_t page_id) noexcept nogil:
-    """Let look-ups find a cached page that gets its first reference before free ones with its content."""
+    """Let look-ups prefer a cached page that is about to get its first reference to free pages with the same content."""
     if pool.pages[page_id].group >= TWIN and pool.pages[page_id].ref_cnt == 0:
         come_forward(pool, page_id)
 
 
 cdef inline void release_twins(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil:
-    """Let look-ups find held pages with the content of those that were just given back and lost their last reference."""
+    """Let look-ups prefer held pages to pages in `ids`, just given back, that lost their last reference."""
     cdef Py_ssize_t i
     cdef int32_t page_id
     for i in range(n):
@@ -233,7 +233,7 @@ cdef inline void prefer_held(Pool *pool) noexcept nogil:
 
 
 cdef inline bint _end_reference(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take a reference from a page that has one. Whether it was the last: then the page enters the queue."""
+    """Drop a reference to a page that has one. Return whether it was the last: then the caller queues the page."""
     pool.pages[page_id].ref_cnt -= 1
     if pool.pages[page_id].ref_cnt:
         return False
@@ -248,13 +248,13 @@ cdef inline void _restore_reference(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline bint _has_reference(const Pool *pool, int32_t page_id) noexcept nogil:
-    """Whether a reference of a page can be given back: somebody else may have done that."""
+    """Whether a page has a reference to give back: another caller may have given back too many."""
     return page_id != NULL_PAGE and pool.pages[page_id].ref_cnt > 0 and not is_free(pool, page_id)
 
 
 cdef inline void give_back(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take a reference from a page, if it has one. With the last one it goes to the back of the queue. A policy counts this as
-    a call of its own, unlike those of `give_back_all` and `skip`.
+    """Drop a reference to a page, if it has one. Without any left the page goes to the back of the queue; a policy counts it as
+    a call of its own, while all pages of a `give_back_all`, or that a window leaves (`skip`), are one call.
     """
     if _has_reference(pool, page_id) and _end_reference(pool, page_id):
         enqueue(pool, page_id)
@@ -265,9 +265,9 @@ cdef inline void give_back(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline Py_ssize_t give_back_all(
     Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first, const int32_t *terms=NULL
 ) noexcept nogil:
-    """Take a reference from each page; null pages are ignored. Pages without any left go to the back of the queue, with the
-    `terms` at the same indices, unless these are UNKNOWN. Return -1, or, with nothing changed, the index of a page that has no
-    reference to give.
+    """Drop a reference to each page; null pages are ignored. Pages without any left go to the back of the queue, with the
+    `terms` at the same indices, unless these are UNKNOWN. Return -1 or, with nothing changed, the index of a page that has no
+    reference to give back.
     """
     cdef Py_ssize_t at = -1
     if GUARDS and pool.num_held_free:
@@ -284,7 +284,7 @@ cdef inline Py_ssize_t give_back_all(
 
 
 cdef inline Py_ssize_t _give_back_each(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil:
-    """`give_back_all` without a policy and terms."""
+    """Do `give_back_all` without a policy and terms."""
     cdef Py_ssize_t i, at
     for i in range(n):
         at = n - 1 - i if tail_first else i
@@ -301,7 +301,7 @@ cdef inline Py_ssize_t _give_back_each(Pool *pool, const int32_t *ids, Py_ssize_
 cdef inline Py_ssize_t _give_back_to_parts(
     Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first, const int32_t *terms
 ) noexcept nogil:
-    """`give_back_all` with a policy, or terms. The policy hears the count before the first page."""
+    """Do `give_back_all` with a policy or terms. The policy counts the released pages before the first one is queued."""
     cdef Py_ssize_t i, at, num_released = 0, num_counted = 0
     cdef int64_t now = 0
     cdef Page *page
@@ -334,7 +334,7 @@ cdef inline Py_ssize_t _give_back_to_parts(
 cdef inline Py_ssize_t give_back_and_uncache(
     Pool *pool, const int32_t *ids, Py_ssize_t num_staying, Py_ssize_t n, const int32_t *terms
 ) noexcept nogil:
-    """`give_back_all`, except that pages from `num_staying` on do not stay cached without a reference."""
+    """Do `give_back_all`, but pages from index `num_staying` on lose their entry, too, with their last reference."""
     cdef Py_ssize_t i, num_left = num_staying, bad = -1
     while num_left < n and pool.pages[ids[num_left]].ref_cnt and not is_free(pool, ids[num_left]):
         _end_reference(pool, ids[num_left])
@@ -349,7 +349,7 @@ cdef inline Py_ssize_t give_back_and_uncache(
 
 
 cdef inline void _enqueue_blank(Pool *pool, int32_t page_id) noexcept nogil:
-    """Uncache a page that lost its last reference, if it is cached, and put it to the front of the queue."""
+    """Uncache a page that lost its last reference, if it is cached, and put it at the front of the queue."""
     if pool.pages[page_id].group != NO_GROUP:
         uncache(pool, page_id)
     push_first(pool, page_id)
@@ -372,9 +372,9 @@ cdef inline void _undo_give_back(
 
 
 cdef inline bint skip(Pool *pool, int32_t page_id, bint stays, bint may_hit) noexcept nogil:
-    """Give back a page that a window has left. Unless it `stays` it is uncached with its last reference; unless it `may_hit` a
-    policy evicts it as a blank page. Return whether the policy is to count it: the pages that a window leaves in one call are
-    counted together, once they are in the queue.
+    """Give back a page that a window has left. Unless it `stays`, it is uncached with its last reference; unless it `may_hit`,
+    a policy evicts it as a blank page. Return whether the policy has to count the page: the caller counts the pages that a
+    window leaves in one call together, once they are in the queue.
     """
     if not _has_reference(pool, page_id) or not _end_reference(pool, page_id):
         return False
@@ -390,7 +390,7 @@ cdef inline bint skip(Pool *pool, int32_t page_id, bint stays, bint may_hit) noe
 
 
 cdef inline Py_ssize_t find_untouchable(Pool *pool, const int32_t *ids, Py_ssize_t n, Py_ssize_t num_all) noexcept nogil:
-    """Return the index of a page to which `hit` could give no reference, or -1. The call gives `num_all` in all."""
+    """Return the index of a page to which `hit` cannot give a reference, or -1. The call gives `num_all` references in all."""
     cdef Py_ssize_t i
     for i in range(n if GUARDS else 0):
         if ids[i] != NULL_PAGE:
@@ -402,7 +402,7 @@ cdef inline Py_ssize_t find_untouchable(Pool *pool, const int32_t *ids, Py_ssize
 
 
 cdef inline void reuse(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take a free page, also one that was given a reference, out of the queue as it is."""
+    """Pull a free page as it is, even if a caller gave it a reference, and count that it left without eviction."""
     pool.num_held_free -= pool.pages[page_id].ref_cnt != 0
     pull(pool, page_id)
     pool.num_reused += 1
@@ -412,8 +412,8 @@ cdef inline void hit(
     Pool *pool, const int32_t *ids, Py_ssize_t n, int32_t session, bint ends_terms=True
 ) noexcept nogil:
     """Give a reference to each page that a row or request of a session hits. Null pages are ignored, and free pages leave the
-    queue. Their terms end, except for a lease, which uses no content. With NOBODY in place of a session the owners of the pages
-    stay.
+    queue. Terms of the pages end if `ends_terms`: a lease uses no content, so it lets them run on. With NOBODY in place of a
+    session the pages keep their owners.
     """
     cdef Py_ssize_t i
     if rare(pool.num_parts != 0):
@@ -429,8 +429,8 @@ cdef inline void hit(
 
 
 cdef inline void use_in_session(Pool *pool, const int32_t *ids, int32_t n, int32_t session) noexcept nogil:
-    """Record that a row or request with this number uses pages outside the queue: pages of other sessions, and pages without an
-    owner, become shared, pages of other tenants common.
+    """Record that a row or request with this session number uses pages outside the queue. Pages of other sessions, and cached
+    pages without an owner, become shared; pages of other tenants become common.
     """
     cdef int32_t i
     cdef uint8_t tenant = tenant_of(&pool.sessions, session)
@@ -444,7 +444,7 @@ cdef inline void use_in_session(Pool *pool, const int32_t *ids, int32_t n, int32
 
 
 cdef inline void _hit_in_parts(Pool *pool, const int32_t *ids, Py_ssize_t n, bint ends_terms) noexcept nogil:
-    """`hit` with parts."""
+    """Do `hit` in a pool with parts, except for `use_in_session`."""
     cdef Py_ssize_t i
     cdef bint was_free
     for i in range(n):
@@ -469,10 +469,10 @@ cdef inline void _on_hit(Pool *pool, int32_t page_id) noexcept nogil:
         record_use(pool.residency, page_id)
 
 
-# Cache. A page gets an entry, and `cache` lists what follows. A policy ranks a page only where a request missed it: pages that
-# were cached by hand have no ranking, and no session.
+# Cache. A page gets an entry, and `cache` lists what follows. A policy ranks only pages that a request missed: pages that were
+# cached by hand have no ranking, and no session.
 
-cdef struct Entry:            # of a page that is cached
+cdef struct Entry:            # key and origin of a page that is being cached
     const Digest *key
     int32_t group
     int32_t place             # index of the page in its request or row; only a journal needs this and the next two
@@ -482,14 +482,14 @@ cdef struct Entry:            # of a page that is cached
     const Digest *parent_upper
     const int32_t *token_ids  # [num_tokens]
     int32_t num_tokens        # 0: the tokens are not known
-    int32_t session           # of the row or request that cached the page, or NO_SESSION
+    int32_t session           # session number of the row or request that cached the page, or NO_SESSION
 
 
 cdef inline bint cache(
     Pool *pool, int32_t page_id, const Entry *entry, Ranking *ranking, const int32_t *ids, int32_t place
 ) noexcept nogil:
-    """Cache a page under an entry, and let the policy rank it at a place of the pages `ids` of a request, if there is a
-    ranking. The page has no entry yet. Return whether no other page has the key.
+    """Cache a page that has no entry yet. If there is a ranking, let the policy rank the page: it is at index `place` of the
+    request's pages `ids`. Return whether no other page has the key.
     """
     cdef bint is_new = add_entry(pool, page_id, entry.key[0], entry.group)
     pool.counters.num_cached_pages += 1
@@ -524,7 +524,7 @@ cdef inline Digest _digest_or_none(const Digest *digest) noexcept nogil:
 
 
 cdef inline void _keep_origin(Pool *pool, int32_t page_id, const Entry *entry) noexcept nogil:
-    """Keep what the pool is to know of a page just cached: its whole digest, its parent, its tokens and its session."""
+    """Record the whole digest, parent, tokens and session of a page just cached, each if the pool keeps it."""
     if pool.uppers != NULL:
         pool.uppers[page_id] = _digest_or_none(entry.upper)
     if is_journaled(pool):
@@ -551,7 +551,7 @@ cdef inline void cache_alone(Pool *pool, int32_t page_id, const Entry *entry) no
 
 
 cdef inline void _make_new(Pool *pool, int32_t page_id) noexcept nogil:
-    """Move a newly cached page from the blank part to the new part, whether it is in the queue or was just taken out."""
+    """Move a newly cached page from the blank part to the new part; a page outside the queue only changes its mark."""
     cdef bint was_free = is_free(pool, page_id)
     if was_free:
         pull(pool, page_id)
@@ -571,12 +571,12 @@ cdef inline void _keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens
     copy_bytes(kept + 1, tokens, n * sizeof(int32_t))
 
 
-# Uncache. A page loses its entry: `uncache` where it gets other content, or a twin has the same; `uncache_everywhere` where the
-# content was wrong, so that the tier must not have it either.
+# Uncache. A page loses its entry. Call `uncache` if the page gets other content, or a twin has the same content;
+# `uncache_everywhere` if the content was wrong, so that the tier must not have it either.
 
 
 cdef inline void uncache(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take the entry of a cached page. If the page is free, it moves to the blank part of the queue."""
+    """Remove the entry of a cached page. If the page is free, it moves to the blank part of the queue."""
     if is_journaled(pool):
         record_drop(pool, page_id)
     unwatch(pool, page_id)
@@ -607,7 +607,7 @@ cdef inline void _leave_part(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void uncache_all(Pool *pool) noexcept nogil:
-    """Take all entries. O(num_pages)."""
+    """Remove all entries. O(num_pages)."""
     cdef int32_t page_id
     cdef Py_ssize_t bank
     for page_id in range(1, pool.num_pages):
@@ -621,7 +621,7 @@ cdef inline void uncache_all(Pool *pool) noexcept nogil:
 
 
 cdef inline void uncache_in_tier(Tier *tier, Digest key, int32_t group) noexcept nogil:
-    """Drop the entry of a wrong content, if there is a tier. Pages of it that are on their way get none."""
+    """Drop the entry for wrong content from the tier, if there is one. Pages in transfer with this key get no entry."""
     cdef int32_t tier_id
     cdef Py_ssize_t i
     if tier == NULL:
@@ -639,7 +639,7 @@ cdef inline void uncache_in_tier(Tier *tier, Digest key, int32_t group) noexcept
 
 
 cdef inline void _drop_in_storage(Tier *storage, Digest key, int32_t group) noexcept nogil:
-    """Note that a key has a wrong content; if memory is short, that all have."""
+    """Note that storage has wrong content under a key; if memory is short, that all its content is wrong."""
     if not reserve_items(<void **>&storage.items, &storage.capacity, storage.num + 1, sizeof(Transfer)):
         storage.num_clears += 1
         return
@@ -651,7 +651,7 @@ cdef inline void _drop_in_storage(Tier *storage, Digest key, int32_t group) noex
 
 
 cdef inline void uncache_everywhere(Pool *pool, int32_t page_id) noexcept nogil:
-    """Drop the entry of a page with a wrong content, in the tier too."""
+    """Drop the entry of a page with wrong content, and the entry for its key in the tier."""
     cdef Digest key = digest_of(&pool.pages[page_id])
     cdef int32_t group = pool.pages[page_id].group & ~FLAGS
     uncache(pool, page_id)
@@ -659,7 +659,7 @@ cdef inline void uncache_everywhere(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void uncache_tier(Tier *tier) noexcept nogil:
-    """Drop all entries of the tier; pages in flight get none. Storage gets no more pages, but hears of wrong contents."""
+    """Drop all entries of the tier; pages in transfer get none. In storage, only notes of wrong content stay due."""
     cdef Py_ssize_t i, num_kept = 0
     cdef Tier *storage = tier.pool.tier
     for i in range(tier.num):

@@ -1,17 +1,17 @@
-# The free queue of each bank, and that of each shard: which part of its ring a page enters, and what is counted. The parts:
+# The free queues of banks and of shards: which part of the ring a page enters, and what is counted. The parts:
 #
-# * With a policy the plain parts, those for pages without a term, are the policy's, which serves the first bank: the others
-#   use two of them. Without a policy they are a blank part and one of cached pages; pools of models that keep states have these
+# * Plain parts are for pages without a term. With a policy they are the policy's, which serves the first bank; later banks use
+#   two of them. Without a policy they are a blank part and a part of cached pages; pools of models that keep states have these
 #   two from the start.
-# * Once a page was expected back, each term has a part, the longest first.
+# * Once a page was expected back, each term has a part, the longest term first.
 # * Once shares were set, each tenant has all of these parts, but blank pages stay in the blank part of the common tenant.
 #
 # Always:
 #
 # * A free page with a term is in the part of that term.
-# * A free page without one is in the part that its mark's lowest bits name; without a policy, or in a later bank, in the blank
-#   part if it has no entry, else in the part of cached pages.
-# * `Policy.num_in_part` counts the free pages without a term by part of the policy, `Expectations.num_free` the others by term.
+# * A free page without a term is in the part that its mark's lowest bits name; without a policy, or in a later bank, in the
+#   blank part if it has no entry, else in the part of cached pages.
+# * `Policy.num_in_part` counts the first bank's free pages without a term, `Expectations.num_free` the free pages by term.
 # * The pages of a term are in the order of their stamps, so none is late before the oldest.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint8_t
@@ -56,7 +56,7 @@ cdef inline void push(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void _push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
-    """Append a page to its part of its bank's queue, and of its shard's."""
+    """Append a page to its part in the queue of its bank, and in the queue of its shard."""
     cdef int32_t queue
     if pool.num_parts > NEW + 1 or pool.num_shards:
         push_at(pool, page_id, now_of(&pool.expected) if pool.expected.terms != NULL else 0)
@@ -93,7 +93,7 @@ cdef inline void link_counted(Pool *pool, int32_t page_id, int32_t queue, int32_
 
 
 cdef inline void push_first(Pool *pool, int32_t page_id) noexcept nogil:
-    """Put a page without an entry at the front of the queue; if that has parts, of its blank part."""
+    """Put a page without an entry at the front of the queue or, with parts, of the blank part."""
     assert pool.pages[page_id].group == NO_GROUP and term_of(&pool.expected, page_id) == UNKNOWN
     if exceptional(pool.is_divided):
         _push_first_to_divisions(pool, page_id)
@@ -102,7 +102,7 @@ cdef inline void push_first(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void _push_first_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
-    """Put a page without an entry at the front of the blank part of its bank, if there are parts, and of its shard's."""
+    """Put a page without an entry at the front of its bank's and its shard's queue or, with parts, of their blank parts."""
     cdef int32_t shard, queue = queue_of(pool, page_id)
     _stamp_queued(pool, page_id, now_of(&pool.expected) if pool.expected.terms != NULL else 0)
     link_counted(pool, page_id, queue, record_behind(pool, front_of_blank(pool, queue), queue))
@@ -130,7 +130,7 @@ cdef inline void _stamp_queued(Pool *pool, int32_t page_id, int64_t now) noexcep
 
 
 cdef inline void _count_in_part(Pool *pool, int32_t page_id, int32_t change) noexcept nogil:
-    """Count a page that enters its part, or with a change of -1 leaves it, for the policy, its term and its tenant."""
+    """Count a page for the policy, its term and its tenant as it enters its part or, with a change of -1, leaves it."""
     cdef int32_t term = term_of(&pool.expected, page_id)
     if rare(pool.expected.terms != NULL):
         count_term(&pool.expected, term, change)
@@ -180,8 +180,8 @@ cdef inline bint has_policy(const Pool *pool, int32_t queue) noexcept nogil:
 
 
 cdef inline int32_t find_held_free(const Pool *pool, Py_ssize_t n) noexcept nogil:
-    """Return a page with references among the first `n` of the free queue and of each shard's, or NULL_PAGE. With parts any
-    page can be the next, so all are searched.
+    """Return a page with references in the first `n` of each bank's and each shard's queue, or NULL_PAGE. With parts any page
+    can be the next victim, so the whole queues are searched.
     """
     cdef int32_t page_id, shard
     cdef Py_ssize_t _
@@ -195,7 +195,7 @@ cdef inline int32_t find_held_free(const Pool *pool, Py_ssize_t n) noexcept nogi
 
 
 cdef inline Py_ssize_t push_all(Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Append pages to the queue. Return -1 or, with nothing changed, the index of a page that must not be there."""
+    """Append pages to the queue. Return -1 or, with nothing changed, the index of a page that must not enter it."""
     cdef Py_ssize_t i, bad = -1
     for i in range(n):
         if ids[i] == NULL_PAGE or is_free(pool, ids[i]) or pool.pages[ids[i]].ref_cnt:
@@ -218,21 +218,21 @@ cdef inline Py_ssize_t count_free(const Pool *pool, const int32_t *ids, Py_ssize
 
 
 cdef inline bint has_free_pages(const Pool *pool, Py_ssize_t num_pages, Py_ssize_t num_reserved, int32_t shard) noexcept nogil:
-    """Whether `num_pages` can be taken from a bank or shard, with `num_reserved` left in the bank, or in the pool."""
+    """Whether `num_pages` pages can be taken from a bank or shard, with `num_reserved` left in the bank."""
     if num_pages and num_pages + num_reserved > count_free_in(pool, queue_of_bank(bank_of_queue(pool, shard))):
         return False
     return num_pages <= count_free_in(pool, shard)
 
 
 cdef inline bint is_counted(const Pool *pool, int32_t page_id) noexcept nogil:
-    """Whether a policy counts the release of a page. It skips blank pages, which would only use its clock up."""
+    """Whether a policy counts the release of a page. It skips blank pages, which would only advance its clock."""
     if not is_served(pool, page_id) or pool.pages[page_id].group == NO_GROUP:
         return False
     return pool.policy.marks[page_id] & PART != BLANK
 
 
 cdef inline void enqueue(Pool *pool, int32_t page_id) noexcept nogil:
-    """`push` a page that lost its last reference, or goes back to where it was. A policy counts it."""
+    """`push` a page that lost its last reference, or was pulled and is put back. A policy counts it."""
     if is_counted(pool, page_id):
         count_release(pool.policy, 1, count_free_in(pool, -1))
     push(pool, page_id)
@@ -248,7 +248,7 @@ cdef inline bint may_have_term(const Pool *pool, int32_t page_id, int32_t term) 
 
 
 cdef inline void expect_page(Pool *pool, int32_t page_id, int32_t term, int64_t now) noexcept nogil:
-    """Give a page another term, or UNKNOWN, if it may have it. A free page is queued as if it had just been released."""
+    """Set the term of a page, perhaps to UNKNOWN, if `may_have_term`. A free page is queued as if it had just been released."""
     cdef bint is_moved = is_free(pool, page_id)
     if not may_have_term(pool, page_id, term):
         return
@@ -260,7 +260,7 @@ cdef inline void expect_page(Pool *pool, int32_t page_id, int32_t term, int64_t 
 
 
 cdef inline int32_t _own_term(const Pool *pool, int32_t page_id) noexcept nogil:
-    """Return the term of a page. A free page without one gets that of its idle time, a held one gets 1."""
+    """Return the term of a page. A page without a term counts with the term of its idle time if it is free, else with 1."""
     if not is_free(pool, page_id):
         return term_of(&pool.expected, page_id) or 1
     if term_of(&pool.expected, page_id) == UNKNOWN:

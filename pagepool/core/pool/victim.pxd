@@ -1,11 +1,11 @@
-# The victim: the free page that is evicted next. Numbered steps in core/README.md, "The victim", say which one it is. `first`
-# is the first part of the tenant whose page it is.
+# The victim: the free page that is evicted next. The numbered steps in core/README.md, "The victim", define the choice. In the
+# functions below, `first` is the first part of the tenant whose page is chosen, and `shard` the number of a queue.
 #
 # Always:
 #
-# * A pick changes no queue, and has to leave its queue before the next one is made.
-# * The victim is a blank page if there is one. Else it is the oldest page of its part, or, if the policy decides so, the first
-#   page of its part's latest release.
+# * A pick changes no queue. The picked page has to leave its queue before the next pick.
+# * The victim is a blank page if there is one. Else it is the oldest page of its part or, if the policy decides so, the first
+#   page that the latest release put into its part.
 
 from libc.math cimport INFINITY
 from libc.stdint cimport int32_t, int64_t, uint32_t
@@ -16,12 +16,12 @@ cdef enum:
     MAX_DUE = 31              # pages taken from a tenant before a tenant is chosen again
 
 cdef struct Supply:           # state of a call that takes pages
-    int32_t taker             # tenant for which they are taken
+    int32_t taker             # tenant for which the pages are taken
     int32_t num_left          # pages still to be taken
-    int32_t tenant            # tenant that gives pages which are not blank
-    int32_t num_due           # further pages from that tenant
+    int32_t tenant            # tenant whose cached pages are taken
+    int32_t num_due           # further pages from this tenant before one is chosen again
     int64_t now               # time at which the call began; 0 without terms
-    int32_t part              # part of the last page with a term that was picked; NO_PART: there is none
+    int32_t part              # part of the page with a term that was picked last; NO_PART: there is none
     uint32_t stamp            # stamp of that page
 
 
@@ -50,15 +50,15 @@ cdef inline int32_t _first_of_newest(Pool *pool, int32_t part, int32_t shard, in
 
 
 cdef inline int32_t _candidate_of(Pool *pool, const Decision *decision, int32_t first) noexcept nogil:
-    """Return the page that goes next by a decision, or NULL_PAGE."""
+    """Return the page that a decision evicts next, or NULL_PAGE."""
     if decision.is_newest:
         return _first_of_newest(pool, decision.part, decision.shard, first)
     return oldest_in(pool, first + decision.part, decision.shard)
 
 
 cdef inline Decision _decide(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
-    """Choose among the orders of the policy, the oldest and the newest pages of each part: the page of least value, if that is
-    less than MARGIN % of the value of LRU's choice, the oldest page of all.
+    """Decide whether to evict oldest or newest pages, and from which part: choose the page of least value if that is less than
+    MARGIN % of the value of LRU's choice, else LRU's choice, which is the oldest page of all.
     """
     cdef Policy *policy = pool.policy
     cdef Decision candidate, best, oldest = Decision(part=BLANK, shard=shard, is_newest=False, mark=0)
@@ -98,8 +98,8 @@ cdef inline int32_t _pick_least_value(Pool *pool, int32_t shard, int32_t first) 
 
 
 cdef inline int32_t _pick_plain(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
-    """Return the victim among the pages without a term: the policy's pick, or the page released first. NULL_PAGE: all are
-    blank.
+    """Return the victim among the pages without a term: the policy's pick or, without a policy, the page released first.
+    NULL_PAGE: all such pages are blank.
     """
     if not has_policy(pool, shard):
         return oldest_in(pool, first + NEW, shard)
@@ -115,9 +115,9 @@ cdef inline Supply begin_supply(const Pool *pool, int32_t taker) noexcept nogil:
 
 
 cdef inline int32_t _pick_expected(const Pool *pool, int32_t shard, int32_t first, Supply *supply) noexcept nogil:
-    """Return the victim among the pages with a term: one that is not expected back or, among the oldest page of each term, the
-    one whose return is furthest off. The oldest of a term is late first. Pages with the stamp of the last one follow it without
-    a comparison. NULL_PAGE: no page has a term. O(terms).
+    """Return the victim among the pages with a term: a page that is not expected back or, of the oldest pages of all terms, the
+    page whose return is furthest off. In each term the oldest page is late first. Pages with the part and stamp of the last
+    pick follow it without a comparison. NULL_PAGE: no page has a term. O(terms).
     """
     cdef const Expectations *expected = &pool.expected
     cdef uint32_t terms = expected.free_terms
@@ -154,8 +154,8 @@ cdef inline bint _has_cached_in(const Pool *pool, int32_t tenant, int32_t shard)
 
 
 cdef inline int32_t _pick_cached(Pool *pool, int32_t shard, int32_t first, Supply *supply) noexcept nogil:
-    """Return the victim among the pages of a tenant that are not blank: the pick with a term, or that without one if its return
-    is further off.
+    """Return the victim among a tenant's pages, except blank ones: the pick of the pages with a term, or the pick of the pages
+    without one if its return is further off.
     """
     cdef const Expectations *expected = &pool.expected
     cdef int32_t term, plain_term, plain, page_id = _pick_expected(pool, shard, first, supply)
@@ -171,7 +171,7 @@ cdef inline int32_t _pick_cached(Pool *pool, int32_t shard, int32_t first, Suppl
 
 
 cdef inline double _excess_of(const Pool *pool, int32_t tenant, int32_t bank, const Supply *supply) noexcept nogil:
-    """Return the number of a bank's pages above a tenant's share of them. Pages that it is about to take count."""
+    """Return by how many pages a tenant exceeds its share of a bank. Pages that it is about to take count."""
     cdef int32_t num_taken = supply.num_left if tenant == supply.taker else 0
     cdef double share = pool.tenants.shares[tenant] * count_pages_in(pool, queue_of_bank(bank))
     assert 0 <= share and num_taken >= 0
@@ -179,7 +179,7 @@ cdef inline double _excess_of(const Pool *pool, int32_t tenant, int32_t bank, co
 
 
 cdef inline bint _goes_before(const Pool *pool, int32_t page_id, int32_t other) noexcept nogil:
-    """Whether a page goes before one of another tenant: it alone is not expected back, or else it was released earlier."""
+    """Whether a page is evicted before another tenant's: only it is not expected back, or both are alike and it is older."""
     cdef bint is_wanted = term_of(&pool.expected, page_id) != NEVER
     if is_wanted != (term_of(&pool.expected, other) != NEVER):
         return not is_wanted
@@ -187,8 +187,8 @@ cdef inline bint _goes_before(const Pool *pool, int32_t page_id, int32_t other) 
 
 
 cdef inline bint _choose_among(Pool *pool, int32_t shard, Supply *supply, double least) noexcept nogil:
-    """Choose the tenant whose page goes first among those with more than `least` pages above their share; False if there is
-    none.
+    """Choose the tenant whose page is evicted first, of the tenants with more than `least` pages above their share; False if
+    there is none.
     """
     cdef double excess
     cdef int32_t tenant, page_id, first = NULL_PAGE
@@ -203,8 +203,8 @@ cdef inline bint _choose_among(Pool *pool, int32_t shard, Supply *supply, double
 
 
 cdef inline void _choose_tenant(Pool *pool, int32_t shard, Supply *supply) noexcept nogil:
-    """Choose the tenant above its share whose page goes first, for up to MAX_DUE more pages; any tenant if none is above.
-    O(tenants) for each choice.
+    """Choose the tenant above its share whose page is evicted first, for up to MAX_DUE more pages; if no tenant is above its
+    share, choose from all. O(tenants) for each choice.
     """
     supply.num_due -= 1
     if supply.num_due >= 0 and _has_cached_in(pool, supply.tenant, shard):
@@ -215,7 +215,7 @@ cdef inline void _choose_tenant(Pool *pool, int32_t shard, Supply *supply) noexc
 
 
 cdef inline int32_t pick(Pool *pool, int32_t shard, Supply *supply) noexcept nogil:
-    """Return the victim of a shard; -1 means the whole pool. Without parts it is the page in front."""
+    """Return the victim of the queue of a shard or bank. Without parts it is the page in front."""
     cdef int32_t page_id
     assert count_free_in(pool, shard) > 0
     if pool.num_parts == 0:
