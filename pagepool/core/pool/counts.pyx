@@ -16,8 +16,8 @@ cdef tuple histogram_of(const Histogram *histogram):
 
 
 def list_residency(PageStore store not None) -> tuple:
-    """Return lifetimes, idle times before eviction and gaps between uses of sampled pages: for each, counts of times below
-    1 ms, 2, 4, ..., 2**22 ms, and longer, and the sum in ns. O(1).
+    """Return three histograms of sampled pages: lifetimes, idle times before eviction, and gaps between uses. Each is a list of
+    the counts of times below 1 ms, 2, 4, ..., 2**22 ms, and longer, with the sum of the times in ns. O(1).
     """
     cdef Residency copied
     if store.pool.residency == NULL:
@@ -50,8 +50,8 @@ def count_leased(PageStore store not None) -> list:
 
 
 def count_entries(PageStore store not None, bank) -> tuple:
-    """Count the cached pages of a bank, and what `PoolStats` has of it: the pages that were ever handed out and evicted
-    there, tokens of lost hits, refusals, and checkpoints that found no page.
+    """Return the counts of a bank for `PoolStats`: cached pages, pages ever handed out, pages ever evicted, tokens of lost
+    hits, refusals, and checkpoints that found no page.
     """
     cdef int32_t checked = store.checked_bank(bank)
     cdef Bank counted
@@ -64,8 +64,8 @@ def count_entries(PageStore store not None, bank) -> tuple:
 
 
 cdef class QueryCounter:
-    """Counts of requests admitted after a look-up, of their tokens and of hit tokens. The store counts them too, except
-    preempted requests.
+    """Counts of requests admitted after a look-up, of their tokens, and of hit tokens. The store counts the tokens too, unless
+    the requests were preempted.
     """
 
     def __cinit__(self, PageStore store not None, bint is_preempted=False):

@@ -6,12 +6,12 @@ from pagepool.core.pool.layouts cimport *
 from pagepool.core.pool.pool cimport *
 from pagepool.core.values cimport as_page_ids
 
-cdef int64_t MAX_POLICY_COUNT = INT64_MAX // 8  # so that sums of counts are counts too
+cdef int64_t MAX_POLICY_COUNT = INT64_MAX // 8  # so that sums of counts do not overflow
 
 
 def follow(prev_ids, next_ids, first_ids) -> tuple:
-    """List the ids of rings, each from its first on. Return them and True, or False at the first link that does not lead back,
-    with the ids before it.
+    """List the ids of rings, each ring from its first id on. Return all ids and True or, if a link does not lead back, the ids
+    up to the first such link and False.
     """
     cdef PageIds before = as_page_ids(prev_ids, "prev_ids"), behind = as_page_ids(next_ids, "next_ids")
     cdef PageIds firsts = as_page_ids(first_ids, "first_ids"), ids = PageIds.__new__(PageIds)
@@ -65,7 +65,7 @@ cdef Py_ssize_t find_wrong_mark(const Pool *pool) noexcept nogil:
 
 
 cdef Py_ssize_t find_wrong_set(const Pool *pool) noexcept nogil:
-    """Find the first set of the ghost with an entry that belongs to another set, has no part, or is there twice. -1: none."""
+    """Return the first set of the ghost with an entry that belongs to another set, has no part, or is there twice; -1: none."""
     cdef const Ghost *ghost = &pool.policy.ghost
     cdef const GhostEntry *entry
     cdef Py_ssize_t i, j

@@ -5,17 +5,17 @@
 #
 # Always:
 #
-# * The index has one slot for each pair of key and group, which names the page cached first under them. At most half of the
+# * The index has one slot for each pair of key and group; the slot names the page cached first under them. At most half of the
 #   slots are used.
 # * Later pages with the same content follow the first one in a ring of `Links`, in the order in which they were cached. `TWIN`
 #   is set in exactly the pages of rings of two or more.
-# * If the pool prefers held pages (`prefer_held`), those of a ring come before the free ones. A page goes to the end of its
-#   ring with its last reference. With its first one, or if it is cached beside free pages, it goes behind the first page, or
-#   before a free one.
-# * With shards, the twins in each shard also form a ring in that order. The firsts of the shards form another one, in any
-#   order, so that each is found in O(shards).
-# * The journal's ring of new keys has the first page of each key in the index that was not there when changes were last taken.
-#   `removed` has each key once that was there then, and has left.
+# * If the pool prefers held pages (`prefer_held`), the held pages of a ring come before the free ones. A page that loses its
+#   last reference goes to the end of its ring. A page that gets its first one, or is held and joins free pages, goes after the
+#   first page of the ring or, if that page is free, before it.
+# * With shards, the twins in each shard also form a ring in that order. The first twins of all shards form one more ring, in
+#   any order, so that the first twin in a shard is found in O(shards).
+# * The journal's ring of new keys has the first page of each key that is in the index and was not when changes were last taken.
+#   `removed` has, once each, the keys that were in the index then and have left it.
 
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
@@ -59,12 +59,12 @@ cdef inline void record_drop(Pool *pool, int32_t page_id) noexcept nogil:
         assert journal.num_removed <= pool.num_pages
 
 
-# Twins: pages of equal content are in one ring for each key and, with shards, in one for each of its shards.
+# Twins: pages of equal content are in one ring for each key and, with shards, in one more ring for each shard.
 
 
 cdef inline int32_t _find_twin(Pool *pool, int32_t first, Range ids) noexcept nogil:
-    """Return the twin of `first` in `ids` that was cached first, or NULL_PAGE. O(shards) if all ids are in one shard, else
-    O(pages of equal content).
+    """Return the first page of the ring from `first` with an id in `ids`, or NULL_PAGE. O(shards) if `ids` are in one shard,
+    else O(pages of equal content).
     """
     cdef Links *ring = pool.twins
     cdef int32_t page_id
@@ -80,8 +80,7 @@ cdef inline int32_t _find_twin(Pool *pool, int32_t first, Range ids) noexcept no
 
 
 cdef inline int32_t _find_shard_first(Pool *pool, int32_t first, int32_t queue) noexcept nogil:
-    """Return the twin that was cached first in the shard of a queue, or NULL_PAGE; `first` was cached first of all. O(shards).
-    """
+    """Return the first twin in the shard of a queue, or NULL_PAGE; `first` is the first twin of all shards. O(shards)."""
     cdef int32_t page_id = first
     while shard_queue_of(pool, page_id) != queue:
         page_id = pool.shard_firsts[page_id].next
@@ -91,7 +90,7 @@ cdef inline int32_t _find_shard_first(Pool *pool, int32_t first, int32_t queue) 
 
 
 cdef inline void _join_twins(Pool *pool, Slot *slot, int32_t page_id) noexcept nogil:
-    """Add a page to the ring of the page that a slot names: at its end, or before free ones. O(1), with shards O(shards)."""
+    """Add a page to the ring of the page in a slot: at the ring's end, or before free pages. O(1), with shards O(shards)."""
     cdef int32_t first = slot.page_id
     assert page_id != first and has_key(&pool.pages[page_id], digest_of(&pool.pages[first]), pool.pages[first].group & ~FLAGS)
     if not pool.pages[first].group & TWIN:
@@ -109,13 +108,13 @@ cdef inline void _join_twins(Pool *pool, Slot *slot, int32_t page_id) noexcept n
 
 
 cdef inline void unwatch(Pool *pool, int32_t page_id) noexcept nogil:
-    """Clear the WATCHED flag of a cached page that refused requests would not hit any more, or at another price."""
+    """Clear the WATCHED flag of a cached page that refused requests would no longer hit, or would hit at another price."""
     pool.num_unwatched += (pool.pages[page_id].group & WATCHED) != 0
     pool.pages[page_id].group &= ~WATCHED
 
 
 cdef inline void link_before_free(Pool *pool, Slot *slot, int32_t page_id) noexcept nogil:
-    """Put a held page into the ring of the page that a slot names, behind that one, or before it if it is free."""
+    """Put a held page into the ring of the page in a slot: after that page or, if that page is free, before it."""
     cdef int32_t first = slot.page_id
     cdef bint becomes_first = is_free(pool, first)
     link_after(pool.twins, pool.twins[first].prev if becomes_first else first, page_id)
@@ -127,14 +126,14 @@ cdef inline void link_before_free(Pool *pool, Slot *slot, int32_t page_id) noexc
 
 
 cdef inline void _let_lead(Pool *pool, Slot *slot, int32_t page_id) noexcept nogil:
-    """Let the ring of the page that a slot names begin with another page of it."""
+    """Let a ring, whose first page is in a slot, begin with another of its pages."""
     if is_journaled(pool) and pool.journal.notes[slot.page_id].new.next != NOT_NEW:
         replace_new(&pool.journal, slot.page_id, page_id)
     slot.page_id = page_id
 
 
 cdef inline void _link_before_free_in_shard(Pool *pool, int32_t first, int32_t page_id, bint becomes_first) noexcept nogil:
-    """Put a page into the ring of its shard: behind `first`, if that is in the shard and stays the first, else before all."""
+    """Put a page into its shard's ring: after `first`, if `first` is in the shard and stays first of all, else in front."""
     cdef int32_t shard_first = _find_shard_first(pool, first, shard_queue_of(pool, page_id))
     if shard_first == NULL_PAGE:
         _begin_shard_twins(pool, page_id)
@@ -149,15 +148,14 @@ cdef inline void _link_before_free_in_shard(Pool *pool, int32_t first, int32_t p
 
 
 cdef inline void _begin_shard_at(Pool *pool, int32_t shard_first, int32_t page_id) noexcept nogil:
-    """Let the ring of a shard begin with another page of it."""
+    """Let a shard's ring, which begins with `shard_first`, begin with another of its pages."""
     link_after(pool.shard_firsts, shard_first, page_id)
     unlink(pool.shard_firsts, shard_first)
     pool.shard_firsts[shard_first] = Links(prev=NOT_FIRST, next=NOT_FIRST)
 
 
 cdef inline void come_forward(Pool *pool, int32_t page_id) noexcept nogil:
-    """Let a page with twins, which has left the free queue for a holder, come before those that are free. O(1), with shards
-    O(shards).
+    """Move a page with twins, which has left the free queue for a holder, before its free twins. O(1), with shards O(shards).
     """
     cdef Page *page = &pool.pages[page_id]
     cdef int32_t group = page.group & ~FLAGS
@@ -172,7 +170,7 @@ cdef inline void come_forward(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void go_back(Pool *pool, int32_t page_id) noexcept nogil:
-    """Let a page with twins, which lost its last holder, go to the end of its ring. O(1), with shards O(shards)."""
+    """Move a page with twins, which lost its last holder, to the end of its ring. O(1), with shards O(shards)."""
     cdef Page *page = &pool.pages[page_id]
     cdef int32_t group = page.group & ~FLAGS
     cdef Slot *slot = _slot_for(pool, digest_of(page), group, _tag_of(pool, page.key_lo, group))
@@ -187,7 +185,7 @@ cdef inline void go_back(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline void _go_back_in_shard(Pool *pool, int32_t first, int32_t page_id) noexcept nogil:
-    """Let a page go to the end of the ring of its shard."""
+    """Move a page to the end of its shard's ring."""
     cdef int32_t shard_first = _find_shard_first(pool, first, shard_queue_of(pool, page_id))
     if pool.shard_twins[page_id].next == page_id:
         return
@@ -199,7 +197,7 @@ cdef inline void _go_back_in_shard(Pool *pool, int32_t first, int32_t page_id) n
 
 
 cdef inline void _begin_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
-    """Put a page alone into both of its rings, that of its shard's twins and that of the shards' firsts."""
+    """Put a page alone into two new rings: of the twins in its shard, and of the first twins of all shards."""
     pool.shard_twins[page_id] = Links(prev=page_id, next=page_id)
     pool.shard_firsts[page_id] = Links(prev=page_id, next=page_id)
 
@@ -217,7 +215,7 @@ cdef inline void _join_shard_twins(Pool *pool, int32_t first, int32_t page_id) n
 
 
 cdef inline void _leave_shard_twins(Pool *pool, int32_t page_id) noexcept nogil:
-    """Take a page out of the ring of its shard. If it was the first there, the next one takes its place."""
+    """Take a page out of its shard's ring. If it was the first twin there, the next twin takes its place."""
     cdef int32_t following = pool.shard_twins[page_id].next
     unlink(pool.shard_twins, page_id)
     if pool.shard_firsts[page_id].next != NOT_FIRST:
@@ -241,7 +239,7 @@ cdef inline void link_shard_twins(Pool *pool) noexcept nogil:
 
 
 cdef inline void _leave_twins(Pool *pool, int32_t page_id, Slot *slot) noexcept nogil:
-    """Take a page out of its ring of twins. If `slot` names it, it was the first, and the next one takes its place."""
+    """Take a page out of its ring of twins. If `slot` names it, it was the first, and the next twin takes its place."""
     cdef int32_t following = pool.twins[page_id].next
     assert following != page_id and pool.pages[following].group & TWIN
     unlink(pool.twins, page_id)
@@ -258,8 +256,8 @@ cdef inline uint32_t _tag_of(Pool *pool, uint64_t key_lo, int32_t group) noexcep
 
 
 cdef inline uint32_t _home_at(const Pool *pool, uint32_t tag) noexcept nogil:
-    """Return the slot where a look-up begins: the upper bits of the tag. Its lower bits depend on the lower bits of the key
-    alone, so that keys could be chosen to collide there.
+    """Return the slot where a look-up begins: the upper bits of the tag. The tag's lower bits depend only on the lower bits of
+    the key, so keys could be chosen to collide in them.
     """
     return tag >> pool.home_shift
 
@@ -284,12 +282,12 @@ cdef inline Slot *_slot_for(Pool *pool, Digest key, int32_t group, uint32_t tag)
 
 
 cdef inline int32_t find(Pool *pool, Digest key, int32_t group) noexcept nogil:
-    """Return the first page of the ring of the key, or NULL_PAGE."""
+    """Return the first page with a key and group, or NULL_PAGE."""
     return _slot_for(pool, key, group, _tag_of(pool, key.lo, group)).page_id
 
 
 cdef inline int32_t find_within(Pool *pool, Digest key, int32_t group, Range ids) noexcept nogil:
-    """Return the first page of the ring of the key with an id in `ids`, or NULL_PAGE."""
+    """Return the first page with a key and group and with an id in `ids`, or NULL_PAGE."""
     cdef int32_t first = find(pool, key, group)
     if first == NULL_PAGE or ids.start <= first < ids.stop:
         return first
@@ -297,8 +295,8 @@ cdef inline int32_t find_within(Pool *pool, Digest key, int32_t group, Range ids
 
 
 cdef inline bint add_entry(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
-    """Give a page without an entry one. Whether no other page has the key. The index is never full: it has at least two slots
-    for each page.
+    """Give an entry to a page without one, and return whether no other page has the key. The index is never full: it has at
+    least two slots for each page.
     """
     cdef Page *page = &pool.pages[page_id]
     cdef uint32_t tag = _tag_of(pool, key.lo, group)
@@ -318,7 +316,7 @@ cdef inline bint add_entry(Pool *pool, int32_t page_id, Digest key, int32_t grou
 
 
 cdef inline bint is_first(Pool *pool, int32_t page_id) noexcept nogil:
-    """Whether a page is cached, and a look-up of its key finds it and not a twin."""
+    """Whether a page is cached, and a look-up of its key finds this page, not a twin."""
     cdef Page *page = &pool.pages[page_id]
     if page.group == NO_GROUP:
         return False
@@ -331,7 +329,7 @@ cdef inline bint is_cached_otherwise(Pool *pool, int32_t page_id, Digest key, in
 
 
 cdef inline Slot *_slot_of(Pool *pool, int32_t page_id, uint32_t tag) noexcept nogil:
-    """Return the slot that names a page. No slot names later twins: for one of these return the empty slot that ends the
+    """Return the slot that names a page. No slot names a later twin: for a later twin, return the empty slot that ends the
     search.
     """
     cdef uint32_t i = _home_at(pool, tag)

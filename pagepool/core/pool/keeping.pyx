@@ -1,4 +1,4 @@
-"""What a pool keeps beside its pages, once a caller asks for it: token ids, keys of evicted pages."""
+"""Data that a pool keeps besides its pages, once a caller asks for them: token ids, keys of evicted pages."""
 
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
@@ -32,8 +32,8 @@ def keep_token_ids(PageStore store not None, width) -> None:
 
 
 def remember_evicted(PageStore store not None, bank) -> None:
-    """Remember the keys of pages evicted from a bank from now on, of the last ones twice as many as it has pages. So
-    look-ups count the hits lost with these pages. 16 bytes a page. O(pages of the bank), once.
+    """Remember the keys of pages evicted from a bank from now on, about the last two for each page of the bank. With them
+    look-ups count the hits that evictions lost. 16 bytes a page. O(pages of the bank), once.
     """
     cdef Bank *kept = &store.pool.banks[store.checked_bank(bank)]
     cdef Ghost ghost
@@ -46,14 +46,14 @@ def remember_evicted(PageStore store not None, bank) -> None:
 
 
 def search_all_lost(PageStore store not None) -> None:
-    """Let each look-up search for checkpoints behind its hits, so that the hits lost for want of pages are exact."""
+    """Let each look-up search for checkpoints behind its hits, so that hits lost for want of pages are counted exactly."""
     with store.own_lock()[0]:
         store.pool.lost_interval = 1
 
 
 def drop_dependents(PageStore store not None, group, state_groups) -> None:
-    """Uncache the free checkpoints of these groups of states, if there is a policy, as the page with the keys and values of
-    `group` before them is evicted.
+    """Let the policy, when it evicts a page of `group`, with keys and values, uncache the free checkpoints with its key in
+    `state_groups`. No effect without a policy, or with a tier.
     """
     cdef int32_t checked = group_of(group)
     cdef PageIds groups = PageIds([group_of(number) for number in as_list(state_groups, "state_groups")])

@@ -55,7 +55,7 @@ cdef Py_ssize_t[NUM_TYPES] TYPE_SIZES = [each.itemsize for each in TYPES]
 
 
 cdef Pool *pool_of(PageStore store, bint of_tier) except NULL:
-    """Return the pool of a store, or that of the tier behind it."""
+    """Return the pool of a store, or the pool of the tier behind it."""
     if of_tier and store.pool.tier == NULL:
         raise ArgumentError("of_tier: got True, allowed for a pool without a host tier: False")
     return store.pool.tier.pool if of_tier else &store.pool
@@ -148,7 +148,7 @@ list_items(&NO_POOL, &ALL_ITEMS)
 
 
 cdef Py_ssize_t copy_items(Items *items, const bint *is_wanted, uint8_t *out, Py_ssize_t size) noexcept nogil:
-    """Copy the wanted items one after another, unless they have another size in all. Return that size in bytes."""
+    """Copy the wanted items one after another, if their total size is `size`. Return the total size in bytes."""
     cdef Py_ssize_t i, num_bytes = 0
     for i in range(items.num):
         if not is_wanted[i]:
@@ -162,8 +162,8 @@ cdef Py_ssize_t copy_items(Items *items, const bint *is_wanted, uint8_t *out, Py
 
 
 def copy_records(PageStore store not None, str names=None, bint of_tier=False) -> dict:
-    """Copy the records of a pool, or of the tier behind it, by name: its numbers, and the arrays with these `names`, divided by
-    blanks (None: all). Other arrays are empty. O(num_pages).
+    """Copy the records of a pool, or of the tier behind it, by name: all numbers, and the arrays named in `names`, separated
+    by spaces (None: all). Other arrays are empty. O(num_pages).
     """
     cdef const Pool *source = pool_of(store, of_tier)
     cdef bint[MAX_ITEMS] is_wanted

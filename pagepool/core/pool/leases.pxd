@@ -29,7 +29,7 @@ cdef inline int32_t count_holders(const Pool *pool, int32_t page_id) noexcept no
 cdef inline void count_by_bank(
     const Pool *pool, const int32_t *ids, Py_ssize_t n, int64_t change, int64_t *num_pages_in
 ) noexcept nogil:
-    """Add `change` to the count of its bank for each page."""
+    """Add `change`, for each page, to the count of its bank."""
     cdef Py_ssize_t i
     for i in range(n):
         num_pages_in[bank_of(pool, ids[i])] += change
@@ -38,7 +38,7 @@ cdef inline void count_by_bank(
 cdef inline void begin_lease(
     Pool *pool, LeasedSpan *lease, const int32_t *ids, Py_ssize_t n, int64_t duration
 ) noexcept nogil:
-    """Begin a lease of pages, to which references were taken. A lease with a duration is one of a span, and ends by itself."""
+    """Begin a lease of pages that the caller gave references. A lease with a duration is one of a span, and ends by itself."""
     assert not lease.is_held and n >= 0 and duration >= 0
     lease[0] = LeasedSpan(ids=ids, num=n, end=0, next=NULL, has_begun=True, is_held=True)
     if duration:
@@ -55,7 +55,7 @@ cdef inline void set_end(Pool *pool, LeasedSpan *lease, int64_t duration) noexce
 
 
 cdef inline void end_leases(Pool *pool) noexcept nogil:
-    """Give back the pages of leases that are over. Each call that takes pages does so first."""
+    """Give back the pages of leases that are over. Each call that takes pages calls this first."""
     if rare(pool.leases.first != NULL) and now_of(&pool.expected) >= pool.leases.next_end:
         _end_due_leases(pool)
 

@@ -30,7 +30,7 @@ cdef struct Removal:          # an entry that left the index
 
 cdef struct Context:
     int32_t num_users         # cached pages and rows with this context
-    int32_t num_holders       # callers that keep it as well
+    int32_t num_holders       # callers that hold it
 
 cdef struct Journal:          # keys that came and went since changes were last taken
     Note *notes               # [num_pages]; NULL: there is no journal
@@ -66,7 +66,7 @@ cdef inline void unlink_new(Journal *journal, int32_t page_id) noexcept nogil:
 
 
 cdef inline void replace_new(Journal *journal, int32_t page_id, int32_t other) noexcept nogil:
-    """Put another page of its key at the place of a page in the ring of new keys."""
+    """Replace a page in the ring of new keys by another page with the same key."""
     cdef Note *notes = journal.notes
     cdef Links links = notes[page_id].new
     assert notes[other].new.next == NOT_NEW
@@ -76,14 +76,14 @@ cdef inline void replace_new(Journal *journal, int32_t page_id, int32_t other) n
 
 
 cdef inline void use_context(Journal *journal, int32_t context, int32_t change) noexcept nogil:
-    """Count a cached page or row with a context, or with a change of -1 one that is gone."""
+    """Count a cached page or row that gets a context or, with a change of -1, no longer has it."""
     assert 0 <= context < journal.num_contexts
     journal.contexts[context].num_users += change
     assert journal.contexts[context].num_users >= 0
 
 
 cdef inline void note_removal(Journal *journal, Digest key, int32_t group) noexcept nogil:
-    """Note that a key left which was there when changes were taken last."""
+    """Note the removal of a key that was in the index when changes were last taken."""
     journal.removed[journal.num_removed] = Removal(key=key, group=group)
     journal.num_removed += 1
 

@@ -1,15 +1,15 @@
 # The owner of a page is a session.
 #
 # Each pair of a session and a tenant has a number, and so has each tenant outside sessions. `main` is the session's own number;
-# a tenant outside sessions has none, and its pages have no owner.
+# a tenant outside sessions has no `main`, and its pages have no owner.
 #
 # Always:
 #
 # * A page with an owner has a prefix entry.
-# * `Session.first` leads to a ring of `num_pages` pages, in the order in which the session got them: those that it cached.
+# * `Session.first` leads to a ring of the `num_pages` pages that the session cached and owns, in the order it came to own them.
 # * A page that two sessions have used, or a session and a row or request outside sessions, is `SHARED` until it loses its
 #   entry, and is in no ring.
-# * A page of a closed session is in no ring either. That session owns it again if it is the first one to use it.
+# * A page of a closed session is in no ring either. The session owns the page again if it is the first to use it.
 # * A session is live while it has pages or holders: rows, requests, and callers that are about to make one.
 
 from libc.stdint cimport int32_t, uint8_t
@@ -20,7 +20,7 @@ from pagepool.core.pool.tenants cimport *
 
 cdef enum:
     NO_SESSION = 0
-    NOBODY = -1               # in place of a session: neither a row nor a request
+    NOBODY = -1               # in place of a session: the user is neither a row nor a request
     SHARED = -1               # owner of a page that two sessions used; SHARED - n: session n owned it until it was closed
 
 cdef struct Session:          # a session, or the rows and requests of one tenant in a session or in none
@@ -129,7 +129,7 @@ cdef inline void join_session(Sessions *sessions, int32_t page_id, int32_t numbe
 
 cdef inline void use_owned(Sessions *sessions, int32_t page_id, int32_t number) noexcept nogil:
     """Record that a row or request of this session, or of none, uses a cached page outside the queue. A page of another
-    session, or without an owner, becomes shared; a page of this session from before it was closed becomes its own again.
+    session, or without an owner, becomes shared; a page that this session owned until it was closed becomes its own again.
     """
     cdef int32_t owner = sessions.owners[page_id]
     if owner == SHARED or owner == number:

@@ -22,16 +22,16 @@ cdef class PageRecords:
     cdef Pool pool
     cdef dict views                     # page id -> CachePage, made on demand
     cdef cython.pymutex lock
-    cdef int process                    # number of the process that made it
+    cdef int process                    # number of the process that made the store
 
     @cython.final
     cdef inline int require_own(self) except -1:
-        """Raise IntegrityError in another process than that of the pool."""
+        """Raise IntegrityError in a process other than the pool's."""
         return require_process(self.process, "PagePool")
 
     @cython.final
     cdef inline cython.pymutex *own_lock(self) except NULL:
-        """Return the lock. IntegrityError in another process than that of the pool."""
+        """Return the lock. IntegrityError in a process other than the pool's."""
         require_process(self.process, "PagePool")
         return &self.lock
 
@@ -53,7 +53,7 @@ cdef class LoosePages(PageRecords):
 @cython.final
 cdef class CachePage:
     cdef PageRecords store
-    cdef int32_t index                  # record in the store
+    cdef int32_t index                  # index of the record in the store
     cdef bint is_made_null              # a null page without a pool
     cdef object own_hash                # PageHashWithGroupId of a page without a pool, or None
     cdef readonly object page_id        # index in a pool; any int without a pool

@@ -39,8 +39,8 @@ cdef dict checked_shares(object shares):
 
 
 cdef int32_t add_session(PageStore store, bint has_pages) except -1:
-    """Return the number of a new session without pages and holders. The caller sets its main session. Pages get it as owner
-    only if it `has_pages`.
+    """Return the number of a new session without pages and holders. The caller sets its main session. Pages can have it as
+    owner only if `has_pages`.
     """
     cdef Sessions *sessions = &store.pool.sessions
     cdef Py_ssize_t n = store.pool.num_pages
@@ -70,7 +70,7 @@ cdef class PageSessions:
     """The numbers of the sessions of a pool, by id and tenant. Callers serialise their calls."""
 
     cdef PageStore store
-    cdef dict numbers               # by tenant, by id
+    cdef dict numbers               # session id -> tenant -> number
     cdef dict tenants               # numbers of tenants with shares
     cdef list unused                # free numbers of sessions
     cdef Py_ssize_t num_known
@@ -101,7 +101,7 @@ cdef class PageSessions:
         return number
 
     cdef int32_t find_or_add(self, object session_id, object tenant, int32_t main) except -1:
-        """Return the number of a session for a tenant. It leads to the `main` number, or is the main one without a tenant."""
+        """Return the number of a session for a tenant. Its `Session.main` is `main` or, without a tenant, the number itself."""
         cdef dict numbers = self.numbers.setdefault(session_id, {})
         cdef object known = numbers.get(tenant)
         cdef int32_t number
@@ -120,7 +120,7 @@ cdef class PageSessions:
         return number
 
     def release(self, number) -> None:
-        """Release a number of `hold`. It is reused once no page, row or request has it."""
+        """Release a number that `hold` returned. It is reused once no page, row or request has it."""
         cdef int32_t checked = self.store.checked_session(number)
         with self.store.own_lock()[0]:
             if checked != NO_SESSION and self.store.pool.sessions.items[checked].num_holders > 0:
@@ -147,8 +147,8 @@ cdef class PageSessions:
         return 0
 
     def expect(self, session_id, seconds) -> int:
-        """Expect the pages of a session back in some seconds (None: unknown), the last page first. Infinity means never, and
-        ends the session's claim on them. Return how many pages. O(pages).
+        """Expect the pages of a session back in some seconds (None: unknown); the last page is queued first. Infinity means
+        never, and ends the session's claim on the pages. Return the number of pages. O(pages).
         """
         cdef object number = self.numbers.get(require_name("session_id", session_id), {}).get(None)
         cdef int32_t term = term_of_seconds(seconds)

@@ -1,10 +1,10 @@
-# Tenants: to whom the cost of a page is charged. Charges are counted by bank, since a share is one of each bank.
+# Tenants: to whom the cost of a page is charged. Charges are counted by bank, since a share is a fraction of each bank.
 #
 # Always:
 #
-# * Once shares are set, each page outside the blank part of the queue is charged to a tenant: to the one that took it, and
-#   after another tenant's use to the common one. Blank pages are charged to nobody.
-# * Of the pages charged to a tenant those in the queue are no more than all.
+# * Once shares are set, each page outside the blank part of the queue is charged to a tenant: to the tenant that took it or,
+#   after another tenant's use, to the common tenant. Blank pages are charged to nobody.
+# * A tenant's `num_free` is at most its `num_charged`, in each bank.
 
 from libc.stdint cimport int32_t, uint8_t
 
@@ -49,7 +49,7 @@ cdef inline void end_charge(Tenants *tenants, int32_t bank, int32_t page_id) noe
 
 
 cdef inline void count_charged_free(Tenants *tenants, int32_t bank, int32_t page_id, int32_t change) noexcept nogil:
-    """Count a charged page that enters the queue, or with a change of -1 leaves it. Blank pages are charged to nobody."""
+    """Count a charged page that enters the queue or, with a change of -1, leaves it. Blank pages are charged to nobody."""
     cdef uint8_t tenant = tenants.of_pages[page_id]
     if tenant != NO_TENANT:
         tenants.num_free[bank][tenant] += change

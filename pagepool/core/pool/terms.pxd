@@ -13,7 +13,7 @@ from pagepool.core.base cimport LAST_TERM, NEVER, UNKNOWN, coarse_time, highest_
 cdef enum:
     SECOND = 16               # ticks of the clock of stamps
 
-cdef struct Outcomes:         # pages whose term ended, except `NEVER`, by outcome
+cdef struct Outcomes:         # pages whose term, other than `NEVER`, ended, by outcome
     int64_t num_pages_in_time  # used within the term
     int64_t num_late_pages    # used after it
     int64_t num_unused_pages  # uncached before any use
@@ -53,12 +53,12 @@ cdef inline uint32_t _limit_of(int32_t term) noexcept nogil:
 
 
 cdef inline int32_t term_from_idle(uint32_t idle) noexcept nogil:
-    """Return the term of a page that has none: it counts as expected in twice its idle time."""
+    """Return the term with which a page without one counts: as if it were expected back in twice its idle time."""
     return min(highest_bit(2 * (idle // SECOND) | 1) + 1, <int32_t>LAST_TERM)
 
 
 cdef inline int32_t current_term(const Expectations *expected, int32_t page_id, int64_t now) noexcept nogil:
-    """Return the term of a free page that has one. A late page counts as one of the first term longer than its idle time."""
+    """Return the term of a free page that has one. A late page counts with the first term that is longer than its idle time."""
     cdef int32_t term = term_of(expected, page_id)
     cdef uint32_t idle = idle_time(expected, page_id, now)
     assert UNKNOWN < term <= NEVER
@@ -74,7 +74,7 @@ cdef inline void set_term(Expectations *expected, int32_t page_id, int32_t term,
 
 
 cdef inline void count_term(Expectations *expected, int32_t term, int32_t change) noexcept nogil:
-    """Count a page with a term, if it has one, that enters the queue, or with a change of -1 leaves it."""
+    """Count a page by its term, if it has one, as the page enters the queue or, with a change of -1, leaves it."""
     if term != UNKNOWN:
         expected.num_free[term] += change
         assert expected.num_free[term] >= 0
