@@ -17,16 +17,16 @@ import numpy as np
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 cdef struct Run:              # consecutive cached pages of a request
-    Origin origin             # the first page's
+    Origin origin             # origin of the first page
     Digest parent_upper       # upper half of the parent's digest
     int32_t group
     int32_t num_pages
     int32_t num_tokens        # kept for each page
 
-cdef struct Copied:           # entries with runs of their pages, or with groups alone
+cdef struct Copied:           # entries, either with runs of their pages or with their groups alone
     Digest *keys              # [num], or [num, 2] with the upper half behind each key
-    bint is_wide              # whether these are there
-    Run *runs                 # [num_runs]; NULL: groups instead
+    bint is_wide              # whether `keys` has the upper halves
+    Run *runs                 # [num_runs]; NULL: there are `groups` instead
     int32_t *token_ids        # [num_tokens]
     int32_t *groups           # [num]
     Py_ssize_t num
@@ -95,7 +95,7 @@ cdef void copy_entry(const Pool *pool, int32_t page_id, Copied *copies) noexcept
 
 
 cdef void copy_new(const Pool *pool, Copied *copies) noexcept nogil:
-    """Copy the first page of each new key, in the order of their arrival."""
+    """Copy the first page of each new key, in the order in which the keys came."""
     cdef int32_t page_id = pool.journal.notes[NULL_PAGE].new.next
     while page_id != NULL_PAGE:
         assert is_first(<Pool *>pool, page_id)
@@ -116,15 +116,15 @@ cdef void copy_removed(const Pool *pool, Copied *copies) noexcept nogil:
 
 
 cdef int32_t find_parent(Pool *pool, int32_t page_id) noexcept nogil:
-    """Find the first page with the key of a cached page's parent, or NULL_PAGE."""
+    """Return the first page with the key of a cached page's parent, or NULL_PAGE."""
     cdef const Origin *origin = &pool.journal.notes[page_id].origin
     cdef int32_t parent = find(pool, origin.parent, pool.pages[page_id].group & ~FLAGS) if origin.place else NULL_PAGE
     return parent if pool.journal.notes[parent].origin.place + 1 == origin.place else NULL_PAGE
 
 
 cdef void copy_in_runs(Pool *pool, Links *links, Copied *copies) noexcept nogil:
-    """Copy the first page of each key in as few runs as possible. `links` has zeros for each page; they become the order of
-    pages.
+    """Copy the first page of each key in as few runs as possible. `links` comes in with zeros for each page, and gets the order
+    of pages.
     """
     cdef int32_t page_id, parent
     for page_id in range(1, pool.num_pages):
@@ -187,7 +187,7 @@ cdef object NO_NUMBERS = np.frombuffer(b"", np.int32)
 @cython.final
 @cython.auto_pickle(False)
 cdef class EntryCopies:
-    """Copies of entries with runs of their pages, or with groups alone. Arrays share this memory, read-only for Python."""
+    """Copies of entries, with runs of their pages or with groups alone. Arrays share this memory; Python can only read it."""
 
     cdef char *memory
     cdef Py_ssize_t size            # bytes
@@ -255,7 +255,7 @@ cdef EntryCopies new_copies(bint has_runs):
 @cython.final
 @cython.auto_pickle(False)
 cdef class TakenChanges:
-    """Changes in the index of a pool or tier since its journal began, and optionally all entries."""
+    """Changes in the index of a pool or tier since they were last taken, and optionally all entries."""
 
     cdef EntryCopies removed, new, entries
 
@@ -288,12 +288,12 @@ cdef TakenChanges new_changes(bint has_runs, bint with_entries):
 
 
 cdef Pool *journaled_tier(const Pool *pool) noexcept nogil:
-    """Return the pool of the tier behind a pool; NULL without a tier, or without its journal."""
+    """Return the pool of the tier behind a pool; NULL without a tier, or if the tier has no journal."""
     return pool.tier.pool if pool.tier != NULL and is_journaled(pool.tier.pool) else NULL
 
 
 cdef int32_t add_context(Journal *journal) noexcept:
-    """Append a context, held once; -1 if memory is short."""
+    """Append a context with one holder, and return its number; -1 if memory is short."""
     cdef int32_t context = journal.num_contexts
     if context & (context - 1) == 0:  # the array is full
         if not resize(<void **>&journal.contexts, (2 * <size_t>context if context else 1) * sizeof(Context)):
@@ -331,8 +331,8 @@ cdef class EntryJournal:
         raise ArgumentTypeError("a journal cannot be pickled")
 
     def start(self) -> None:
-        """Record from now on which keys come and go, and the places of cached pages in their requests. 56 bytes a page, of the
-        tier too. Touch this memory and that of kept tokens now, so that the first prompts do not wait for page faults.
+        """Record from now on which keys come and go, and the places of cached pages in their requests. 56 bytes a page, in the
+        tier too. Touch this memory and the kept tokens' now, so that the first prompts do not wait for page faults.
 
         ArgumentError if there is a journal already, or if pages are held or cached, because their origin is unknown.
         """
@@ -420,14 +420,14 @@ cdef class EntryJournal:
 
     @property
     def max_num_kept_keys(self) -> int:
-        """Return the largest possible number of `list_kept_keys`."""
+        """Return the largest number of keys that `list_kept_keys` can return now."""
         cdef Py_ssize_t num
         with self.store.own_lock()[0]:
             num = self.count_kept_keys()
         return num
 
     cdef Py_ssize_t count_kept_keys(self) noexcept:
-        """Count the most keys there can be: entries and their parents, removed entries, and pages in transfer."""
+        """Return an upper bound for the kept keys: entries and their parents, removed entries, and pages in transfer."""
         cdef const Pool *pool = self.pool
         cdef Py_ssize_t num = pool.num_pages + pool.num_pages * is_journaled(pool) + pool.journal.num_removed
         if pool.tier != NULL:
@@ -435,8 +435,8 @@ cdef class EntryJournal:
         return num
 
     def list_kept_keys(self):
-        """Return the keys whose names may still be needed: those of entries, their parents, removed entries and pages in
-        transfer, uint64 ``[2 n]``. None while taken changes are being made into events. O(num_pages).
+        """Return the keys whose names may still be needed, uint64 ``[2 n]``: keys of entries, of their parents, of removed
+        entries and of pages in transfer. None while taken changes are being made into events. O(num_pages).
         """
         cdef EntryCopies kept = new_copies(False)
         cdef bint is_told, has_room
@@ -455,8 +455,8 @@ cdef class EntryJournal:
 
         If `is_cleared`, all entries were removed first, in the tier too. Changes are ``(removed, new, entries)``; removed
         entries went before new ones came. A key that came and went again is in neither. `entries` is the index afterwards, or
-        None. Each is in the form of `list_entries`; removed entries, and all of the tier, have keys and groups alone. Names and
-        contexts are kept until `end_report`. O(changes), or O(num_pages).
+        None. Each of the three is as `list_entries` returns entries; removed ones, and all of the tier, have keys and groups
+        alone. Names and contexts are kept until `end_report`. O(changes), or O(num_pages).
         """
         cdef TakenChanges changes = new_changes(True, with_entries), tier_changes = new_changes(False, with_entries)
         cdef Journal *journal = &self.pool.journal
@@ -481,8 +481,8 @@ cdef class EntryJournal:
 
         Entries of the index are ``(keys, runs, token_ids)``: the lower and upper half of each key, uint64 ``[2 n]``, or four
         quarters of each digest, the lowest first, ``[4 n]``, in a store that keeps whole digests; the runs of consecutive
-        pages, ``(key of the parent, place of the first page, context, group, pages, tokens kept for each)``; and these tokens,
-        int32. Entries of the tier are keys, and groups, int32 ``[n]``.
+        pages, ``(key of the parent, place of the first page, context, group, pages, tokens kept for each)``; and the kept
+        tokens, int32. Entries of the tier are ``(keys, groups)``, the groups int32 ``[n]``.
         """
         cdef EntryCopies entries = new_copies(True), tier_entries = new_copies(False)
         cdef Pool *tier

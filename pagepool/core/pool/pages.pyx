@@ -16,7 +16,7 @@ from pagepool.hashing import PageHashWithGroupId, checked_hash
 
 
 cdef object short_of_pages(Py_ssize_t num, Py_ssize_t num_free, str where=""):
-    """Return the error for pages that are not free."""
+    """Return the error for more pages than are free."""
     return OutOfPagesError(f"pages: got {num} asked for, {num_free} free{where}, allowed: at most the free ones")
 
 
@@ -31,7 +31,7 @@ cdef object overdrawn_page(str page):
 
 
 cdef inline int32_t record_of(PageRecords store, object page) except -1:
-    """Return the page id of a view; PageIdError for one of another pool."""
+    """Return the page id of a view; PageIdError for a view of another pool."""
     if type(page) is not CachePage:
         raise ArgumentTypeError(f"pages: got {type(page).__name__}, allowed: CachePage")
     if (<CachePage>page).store is not store:
@@ -40,7 +40,7 @@ cdef inline int32_t record_of(PageRecords store, object page) except -1:
 
 
 cdef Py_ssize_t find_outside(const Pool *pool, const int32_t *ids, Py_ssize_t n) noexcept nogil:
-    """Find the index of an id outside the pool, or -1."""
+    """Return the index of an id that is outside the pool, or -1."""
     cdef Py_ssize_t i
     cdef int32_t signs = 0, last = pool.num_pages - 1
     for i in range(n if GUARDS else 0):  # no early exit, so that it vectorises
@@ -75,7 +75,7 @@ cdef bint change_ref_count(PageRecords store, int32_t page_id, int32_t change) e
 
 @cython.auto_pickle(False)
 cdef class PageRecords:
-    """The records of pages, and their free queue: those of a pool (`PageStore`) or of pages without one (`LoosePages`)."""
+    """The records and the free queue of the pages of a pool (`PageStore`), or of pages without a pool (`LoosePages`)."""
 
     def __cinit__(self):
         cdef Py_ssize_t capacity = 0
@@ -106,7 +106,7 @@ cdef class PageRecords:
         return copied
 
     cdef Page record(self, int32_t page_id) except *:
-        """Copy the record of a page between two calls."""
+        """Return a copy of a page's record, made under the lock."""
         cdef Page page
         with self.own_lock()[0]:
             assert 0 <= page_id < self.pool.num_pages
@@ -272,7 +272,7 @@ cdef class PageRecords:
 
 
 cdef class LoosePages(PageRecords):
-    """The pages of a `FreeCachePageQueue` without a pool, or a single one. They have no entries, and their number grows."""
+    """The pages of a `FreeCachePageQueue` without a pool, or one such page. They have no entries, and their number grows."""
 
     cdef int32_t add_page(self, int32_t ref_cnt) except -1:
         """Add a record of a page outside the queue, and return its id. Amortised O(1)."""
@@ -356,7 +356,7 @@ cdef class CachePage:
         return isinstance(self.store, LoosePages) or type(self.store) is PageRecords
 
     cdef tuple fields(self):
-        """Return the values that equal pages share. Neighbours are compared by id, because their fields lead through the queue.
+        """Return the values that equal pages share. Neighbours are compared by id, or a comparison would walk the whole queue.
         """
         before, behind = self.store.neighbours(self.index)
         return self.ref_cnt, self.page_hash, self.is_null, before and before.page_id, behind and behind.page_id

@@ -58,8 +58,8 @@ cdef int make_queue(PageStore store) except -1:
 
 
 cdef int32_t add_banks(Pool *pool, Py_ssize_t num_pages, object further_banks) except -1:
-    """Set the banks of a pool without records: one of `num_pages` pages with the null page, and further ones of these sizes.
-    Return the number of all pages.
+    """Set the banks of a pool without records: a first bank of `num_pages` pages, including the null page, and further banks of
+    these sizes. Return the number of all pages.
     """
     cdef list sizes = as_list(further_banks, "further_banks")
     cdef int64_t stop = num_pages
@@ -115,8 +115,8 @@ cdef Py_ssize_t find_cached(Pool *pool, const int32_t *ids, Range span) noexcept
 
 
 cdef Entry entry_of(HashChain chain, Py_ssize_t at, int32_t group, Origin first) noexcept:
-    """Return the entry of a page of a locked chain, with its tokens where the chain has them. The first page of the request
-    has this place and context.
+    """Return the entry for page `at` of a locked chain, with its tokens if the chain has them. `first` has the place and the
+    context of the chain's first page.
     """
     cdef bint has_tokens = chain.token_ids is not None and chain.count_tokens(at + 1) <= chain.token_ids.num
     cdef Entry entry = bare_entry(&chain.digests[at], group)
@@ -245,7 +245,7 @@ cdef class PageStore(PageRecords):
 
     @property
     def expectations(self) -> tuple:
-        """Return the numbers of free pages by term, from no term to `NEVER`, and the `Outcomes` by name.
+        """Return the numbers of free pages by term, from `UNKNOWN`, which is always 0, to `NEVER`, and the `Outcomes` by name.
         """
         cdef Expectations copied
         with self.own_lock()[0]:
@@ -253,8 +253,8 @@ cdef class PageStore(PageRecords):
         return list(copied.num_free), copied.outcomes
 
     def set_time(self, seconds) -> None:
-        """Stop the clock of expectations and leases at a time, for tests and replays. ArgumentError for a time before the last
-        one, after the first expectation.
+        """Stop the clock of expectations and leases at a time, for tests and replays. Once a page was expected, ArgumentError
+        for a time before the last one.
         """
         cdef double time = float_of(seconds, "seconds")
         cdef bint is_past
@@ -269,7 +269,7 @@ cdef class PageStore(PageRecords):
 
     @property
     def num_kept_token_ids(self) -> int:
-        """Return how many tokens are kept for a page at most; 0 means none."""
+        """Return the largest number of tokens kept for a page; 0 means none."""
         return max(0, self.pool.tokens_width - 1)
 
     @property
@@ -316,7 +316,7 @@ cdef class PageStore(PageRecords):
         return lists_of(groups if self.pool.num_banks == 1 else tuple([self.ids_in_banks(ids) for ids in groups]))
 
     def bounds_of(self, bank) -> tuple:
-        """Return the first page of a bank and the one behind its last, which is None in a store of one bank, for look-ups."""
+        """Return the bounds of a bank's page ids for look-ups, as ``(start, stop)``; ``(0, None)`` in a store of one bank."""
         cdef Bank *pages = &self.pool.banks[self.checked_bank(bank)]
         return (0, None) if self.pool.num_banks == 1 else (pages.start, pages.stop)
 
@@ -345,7 +345,7 @@ cdef class PageStore(PageRecords):
         return Range(start=<int32_t>size_of(first_id, "start"), stop=<int32_t>stop)
 
     def require_even(self, data_parallel_size) -> None:
-        """Raise ArgumentError for less than one shard, and in a store of several banks unless the number divides all sizes."""
+        """Raise ArgumentError for less than one shard and, in a store of several banks, unless it divides all their sizes."""
         cdef Pool *pool = &self.pool
         cdef Py_ssize_t i, n
         if data_parallel_size is None:
@@ -396,9 +396,7 @@ cdef class PageStore(PageRecords):
         raise PageIdError(f"{self.shown_page(page_id)}: got ref count {ref_cnt}, allowed for a touch: {allowed}")
 
     def take(self, n, shard=None, num_shards=0, bank=0) -> PageIds:
-        """Take `n` pages from the front of a bank's queue, or of a shard. They get ref count 1 and lose their prefix entries.
-        O(n).
-        """
+        """Take the next `n` victims of a bank or of its shard. They get ref count 1 and lose their prefix entries. O(n)."""
         cdef PageIds ids = PageIds.__new__(PageIds)
         cdef Py_ssize_t i, num = size_of(n, "num_pages")
         cdef int32_t divided = <int32_t>size_of(num_shards, "data_parallel_size", 0)
@@ -456,7 +454,7 @@ cdef class PageStore(PageRecords):
         return 0
 
     def give_back(self, page_ids, bint tail_first=False) -> None:
-        """Take a reference from each page; pages without any go to the back of the queue in order. Null pages are ignored.
+        """Drop a reference to each page; pages without any left go to the back of the queue in order. Null pages are ignored.
         """
         cdef PageIds ids = self.checked(page_ids)
         cdef Py_ssize_t bad
@@ -483,8 +481,8 @@ cdef class PageStore(PageRecords):
     # Shards.
 
     cdef int lock_divided(self, int32_t num_shards) except -1:
-        """Lock the pool once it is divided into `num_shards`; 0 accepts any. Other callers may divide it again before the lock
-        is taken, so this repeats. Pages of expired leases are given back.
+        """Lock the pool once it is divided into `num_shards`; 0 accepts any number. Another caller may divide it again before
+        the lock is taken, so try until it fits. Pages of expired leases are given back.
         """
         self.own_lock()[0].acquire()
         while num_shards and self.pool.num_shards != num_shards:
@@ -496,7 +494,7 @@ cdef class PageStore(PageRecords):
         return 0
 
     def set_shards(self, num_shards) -> None:
-        """Divide the pool into `num_shards` equal ranges of ids, each with a free queue and its first pages of equal content.
+        """Divide the pool into `num_shards` equal ranges of ids, each with its own free queue and rings of twins.
         O(num_pages + pages of equal content x shards) when the number changes.
         """
         cdef Pool *pool = &self.pool
@@ -519,8 +517,8 @@ cdef class PageStore(PageRecords):
     # The prefix index.
 
     def find(self, key, group, start=0, stop=None):
-        """Return the page cached first under an int key and a group, among ids in ``[start, stop)``, or None. A key has 128
-        bits; in a store that keeps whole digests it is one of these, or its lower half.
+        """Return the page cached first under an int key and a group, with an id in ``[start, stop)``, or None. A key has 128
+        bits; in a store that keeps whole digests it may be a whole digest, or the lower half of one.
         """
         cdef WideDigest digest = wide_of_int(key, self.pool.uppers != NULL)
         cdef Digest upper
@@ -595,8 +593,8 @@ cdef class PageStore(PageRecords):
     def enter_pages(self, PageIds ids not None, HashChain chain not None, start, group, context=0, first_place=0) -> None:
         """Cache ``ids[start:]`` under their digests in the chain, all or nothing. Null pages are ignored.
 
-        `context` is one of `EntryJournal.add_context`; `first_place` is the place of ``ids[0]`` in its request. PageHashError
-        if a page is cached already. O(pages).
+        `context` is 0 or a result of `EntryJournal.add_context`; `first_place` is the place of ``ids[0]`` in its request.
+        PageHashError if a page is cached already. O(pages).
         """
         cdef Py_ssize_t i, bad, last = self.checked(ids).num
         cdef Py_ssize_t first = size_of(start, "num_cached_pages", 0, last)
@@ -635,7 +633,7 @@ cdef class PageStore(PageRecords):
         return num_dropped
 
     def drop_all(self) -> int:
-        """Drop every prefix entry, in the tier too, unless pages are held. Return how many are. O(num_pages).
+        """Drop every prefix entry, in the tier too, unless pages are held. Return the number of held pages. O(num_pages).
         """
         cdef int32_t num_held, following, page_id, bank, queue
         with self.own_lock()[0]:
@@ -656,7 +654,7 @@ cdef class PageStore(PageRecords):
         return num_held
 
     def key_of(self, page_id):
-        """Return ``(int key, group)`` of a cached page, or None. The key is the whole digest in a store that keeps these."""
+        """Return ``(int key, group)`` of a cached page, or None. In a store that keeps whole digests, the key is the digest."""
         cdef int32_t checked = self.checked_id(page_id)
         cdef Page page
         cdef Digest upper
@@ -676,7 +674,7 @@ cdef class PageStore(PageRecords):
         return PageHashWithGroupId(page_hash, found[1])
 
     def keep_whole_digests(self) -> None:
-        """Keep the upper halves of digests of 32 bytes beside the keys, of pages cached from now on. No effect if they are kept
+        """Keep, besides keys, the upper halves of the 32-byte digests of pages cached from now on. No effect if they are kept
         already.
         """
         cdef Digest *uppers = <Digest *>raw_calloc(3 * <Py_ssize_t>self.pool.num_pages, sizeof(Digest))
