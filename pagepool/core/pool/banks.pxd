@@ -13,7 +13,7 @@ cdef struct Range:            # half-open range of page ids or places
     int32_t start
     int32_t stop
 
-cdef struct LostHits:         # tokens after a hit that would have hit, too, had nothing been evicted
+cdef struct LostHits:         # tokens after a hit, which would have hit, too, if nothing had been evicted
     int32_t states_bank       # bank of states that lacks a checkpoint; NO_BANK: none does
     int64_t num_for_states    # tokens to the last checkpoint evicted from that bank, within the hits of full attention
     int64_t num_for_pages     # to the last checkpoint after these hits, `lost_interval` times: 1 look-up in that many searches

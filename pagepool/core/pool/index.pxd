@@ -63,8 +63,8 @@ cdef inline void record_drop(Pool *pool, int32_t page_id) noexcept nogil:
 
 
 cdef inline int32_t _find_twin(Pool *pool, int32_t first, Range ids) noexcept nogil:
-    """Return the first page of the ring from `first` with an id in `ids`, or NULL_PAGE. O(shards) if `ids` are in one shard,
-    else O(pages of equal content).
+    """Return the first page with an id in `ids`, in the ring that begins with `first`, or NULL_PAGE. O(shards) if `ids` are in
+    one shard, else O(pages of equal content).
     """
     cdef Links *ring = pool.twins
     cdef int32_t page_id
@@ -80,7 +80,7 @@ cdef inline int32_t _find_twin(Pool *pool, int32_t first, Range ids) noexcept no
 
 
 cdef inline int32_t _find_shard_first(Pool *pool, int32_t first, int32_t queue) noexcept nogil:
-    """Return the first twin in the shard of a queue, or NULL_PAGE; `first` is the first twin of all shards. O(shards)."""
+    """Return the first twin in the shard of a queue, or NULL_PAGE; `first` is the first twin in the pool. O(shards)."""
     cdef int32_t page_id = first
     while shard_queue_of(pool, page_id) != queue:
         page_id = pool.shard_firsts[page_id].next

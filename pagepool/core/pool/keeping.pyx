@@ -32,8 +32,8 @@ def keep_token_ids(PageStore store not None, width) -> None:
 
 
 def remember_evicted(PageStore store not None, bank) -> None:
-    """Remember the keys of pages evicted from a bank from now on, about the last two for each page of the bank. With them
-    look-ups count the hits that evictions lost. 16 bytes a page. O(pages of the bank), once.
+    """Remember the keys of the pages last evicted from a bank, from now on: about twice as many as the bank has pages. With
+    these keys look-ups count the hits that evictions lost. 16 bytes a page. O(pages of the bank), once.
     """
     cdef Bank *kept = &store.pool.banks[store.checked_bank(bank)]
     cdef Ghost ghost
