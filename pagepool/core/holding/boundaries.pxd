@@ -1,7 +1,7 @@
 # Boundaries: token counts at which a later request can resume, and the pages of windows and chunks that it needs there.
 #
-# A row or request has its `Boundaries` from its admission on. Where states are kept, hits end at checkpoints: a step writes one
-# at each boundary, and nowhere else.
+# A row or request gets its `Boundaries` at its admission. If states are kept, hits end at checkpoints, which steps write at
+# boundaries and nowhere else.
 #
 # Always: boundaries ascend, and are multiples of `multiple`, so that a hit can end there.
 
@@ -12,7 +12,7 @@ from pagepool.core.holding.rules cimport *
 from pagepool.core.pool cimport Range
 
 cdef enum:
-    NUM_BOUNDARIES = 7        # ends of the prompt and of external tokens, or the end at release; junction; four that are named
+    NUM_BOUNDARIES = 7        # end of prompt; end of external tokens, or the end at release; junction; four from `resume_at`
 
 cdef struct Boundaries:       # numbers of tokens
     int32_t[NUM_BOUNDARIES] tokens  # [num] ascending
@@ -20,17 +20,17 @@ cdef struct Boundaries:       # numbers of tokens
     int32_t num_prompt        # tokens known at admission
     int32_t multiple          # hits are multiples of it; 0: all pages of windows and chunks stay cached
     int32_t slack             # a request can also resume up to this many tokens before a boundary; see `begin_boundaries`
-    int32_t interval          # requests that part in the prompt resume at its multiples, without slack; 0: they do not
+    int32_t interval          # requests that share a multiple of it in the prompt resume there, without slack; 0: they do not
     int32_t num_dropped       # least number of shared tokens that are computed again, with eagle or a lookahead
-    int32_t hash_lookahead    # tokens behind a cached page that requests share with which it hits
-    int32_t num_uncertain     # further ones with eagle, if hardly any token is a request's own
+    int32_t hash_lookahead    # tokens behind a cached page that a request has to share, too, for the page to hit
+    int32_t num_uncertain     # further dropped tokens with eagle, if a request has hardly any tokens but the shared ones
     bint use_eagle
-    bint writes_states        # checkpoints are written at boundaries; the end at release is none
+    bint writes_states        # checkpoints are written at boundaries; the end at release is no boundary then
 
 
-cdef struct ResumePlaces:     # numbers of tokens where requests will resume that share tokens with a new one
-    int64_t num_tokens        # tokens that it knows
-    int64_t junction          # up to which its groups of full attention hit, but not its windows or states; 0: these hit as far
+cdef struct ResumePlaces:     # token counts at which requests that share tokens with a new request will resume
+    int64_t num_tokens        # known tokens of the new request
+    int64_t junction          # hit tokens of its groups of full attention, if its windows or states hit fewer; 0: they do not
     int64_t external_end      # end of the tokens awaited from elsewhere; 0: there are none
     const int32_t *named      # [num_named] places from the engine's `resume_at`
     Py_ssize_t num_named
@@ -44,7 +44,7 @@ cdef inline int32_t find_resumption(const Boundaries *boundaries, int64_t num_to
 
 
 cdef inline void add_boundary(Boundaries *boundaries, int32_t end) noexcept nogil:
-    """Add a multiple, unless it is 0 or known. If there is no room, it replaces the least one."""
+    """Add a boundary, unless it is 0 or there already. If there is no room, the least boundary is dropped."""
     cdef int32_t i = boundaries.num
     assert boundaries.multiple > 0 and end % boundaries.multiple == 0
     while i and boundaries.tokens[i - 1] > end:
@@ -64,8 +64,8 @@ cdef inline void add_boundary(Boundaries *boundaries, int32_t end) noexcept nogi
 
 
 cdef inline int64_t _next_shared(const Boundaries *boundaries, int32_t num_tokens) noexcept nogil:
-    """Return the next multiple of the interval in the prompt at which a request that shares it resumes behind `num_tokens`
-    tokens; INT32_MAX: there is none.
+    """Return the length of the shortest shared prefix, a multiple of the interval within the prompt, with which a request
+    resumes behind `num_tokens` tokens; INT32_MAX: there is none.
     """
     cdef int64_t num_shared
     if not boundaries.interval:
@@ -98,8 +98,8 @@ cdef inline Range _pages_at(const Boundaries *boundaries, const Group *group, in
 
 
 cdef inline Range find_needed(const Boundaries *boundaries, const Group *group, int32_t place) noexcept nogil:
-    """Find the next pages of a window or chunk, from `place` on, that a request needs to resume at a boundary. It needs no page
-    between. O(1).
+    """Find the next pages of a window or chunk, from `place` on, that a request needs to resume at a boundary. No page from
+    `place` up to these is needed. O(1).
     """
     cdef int32_t i, end, first = <int32_t>max(<int64_t>0, <int64_t>place * group.rules.page_size - group.num_read_behind)
     cdef int64_t num_shared = _next_shared(boundaries, first)
@@ -126,8 +126,8 @@ cdef inline void _add_floor(Boundaries *boundaries, int64_t num_tokens) noexcept
 
 
 cdef inline void begin_boundaries(const Boundaries *rules, Boundaries *boundaries, const ResumePlaces *places) noexcept nogil:
-    """Fix the boundaries of a request by the model's rules. A request cannot resume before a boundary at which states are
-    written, so the first one is `slack` tokens before the end of the prompt.
+    """Set the boundaries of a request from the template `rules`. If states are written, requests resume at boundaries and not
+    before them, so the boundary for the prompt lies `slack` tokens before its end.
     """
     cdef int64_t num_tokens = min(places.num_tokens, <int64_t>MAX_TOKENS)
     cdef Py_ssize_t i

@@ -1,5 +1,5 @@
 # Filled pages are hashed and cached before a call ends. They are `Waiting` first, so that memory is
-# fetched ahead, and two pages are hashed side by side.
+# prefetched, and several pages are hashed at once.
 
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
@@ -83,12 +83,12 @@ cdef inline void cache_waiting(Waiting *waiting) noexcept nogil:
 
 
 cdef inline bint _awaits_copies(const Pool *pool, const Held *held, const Contents *contents) noexcept nogil:
-    """Whether copies are due into full pages of a fork, which are copied since their lookahead may be its own."""
+    """Whether copies into full pages are due. A fork copies these, too, if tokens of their lookahead may be its own."""
     return rare(contents.hash_lookahead and pool.copies.num) and is_destination(pool, held)
 
 
 cdef inline void _set_tokens(Entry *entry, const Contents *contents, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
-    """Give an entry the `n` tokens from `start` on, and those of their lookahead, if all are known."""
+    """Give an entry the `n` tokens from `start` on and their lookahead; no tokens unless all are known."""
     n += contents.hash_lookahead
     entry.token_ids = contents.token_ids + start
     entry.num_tokens = <int32_t>n if start + n <= contents.num_token_ids else 0
@@ -97,7 +97,7 @@ cdef inline void _set_tokens(Entry *entry, const Contents *contents, Py_ssize_t 
 cdef inline void cache_full_pages(
     Waiting *waiting, const Group *group, Held *held, const Contents *contents, int64_t num_tokens
 ) noexcept nogil:
-    """Add the pages of a group that `num_tokens` tokens fill to the waiting ones, and fetch their records."""
+    """Add the pages of a group that `num_tokens` tokens fill to the waiting pages, and prefetch their records."""
     cdef PageToCache *page
     cdef Entry *entry
     cdef int32_t place, size = group.rules.page_size

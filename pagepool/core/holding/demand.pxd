@@ -20,13 +20,13 @@ from pagepool.core.pool cimport (
 
 
 cdef enum:
-    STALE = -1                # a hit has another content by now
+    STALE = -1                # a hit has other content by now
     UNTOUCHABLE = -2          # a hit cannot get another reference
 
 cdef enum Fit:
     FITS
-    SHORT                     # too few pages are free beside the reserved ones
-    SHORT_IN_SHARD            # only the shard has too few
+    SHORT                     # too few pages are free besides the reserved ones
+    SHORT_IN_SHARD            # only the shard has too few free pages
 
 cdef struct Hits:             # leading pages of a group found by a look-up, null pages first
     const int32_t *ids
@@ -37,9 +37,9 @@ cdef struct Demand:
     int64_t num_tokens        # tokens that need slots
     Py_ssize_t num_reserved   # pages to leave free, in the first bank
     int32_t shard             # shard of new pages; -1: any
-    int64_t num_new           # new pages behind the hits; `price` and `fit_or_adopt` compute this and the rest
+    int64_t num_new           # new pages behind the hits; `price` and `fit_or_adopt` compute this and all fields below
     Py_ssize_t num_free_hits  # hits in the free queue
-    int64_t num_taken         # sum of the last two: pages that leave the free queue, if no checkpoint is adopted
+    int64_t num_taken         # sum of the two above: pages that leave the free queue, if no checkpoint is adopted
     int64_t[MAX_BANKS] num_new_in    # `num_new` of each bank
     int64_t[MAX_BANKS] num_taken_in  # `num_taken` of each bank
     Py_ssize_t num_adopted    # checkpoints that become working pages, because no pages are left for copies
@@ -56,14 +56,14 @@ cdef struct Shortage:         # why a row or request got no pages
     int64_t num_free
     Py_ssize_t num_reserved
     Py_ssize_t num_hit_tokens
-    int32_t queue             # of the bank or shard that has too few
-    bint can_wait             # some of its pages are held
+    int32_t queue             # queue of the bank or shard that has too few
+    bint can_wait             # some pages of the queue are held, so waiting may help
 
 
 cdef inline Shortage shortage_in(
     const Pool *pool, int64_t num_needed, Py_ssize_t num_reserved, Py_ssize_t num_hit_tokens, int32_t queue
 ) noexcept nogil:
-    """Return the shortage of a bank or shard as it is now."""
+    """Return the shortage in a bank or shard as it is now."""
     return Shortage(
         num_needed=num_needed, num_free=count_free_in(pool, queue), num_reserved=num_reserved, num_hit_tokens=num_hit_tokens,
         queue=queue, can_wait=count_free_in(pool, queue) < count_pages_in(pool, queue),
@@ -73,7 +73,7 @@ cdef inline Shortage shortage_in(
 cdef inline Shortage shortage_beside(
     const Pool *pool, int64_t num_needed, Py_ssize_t num_reserved, Py_ssize_t num_hit_tokens, int32_t bank, int32_t shard
 ) noexcept nogil:
-    """Return the shortage of a bank's shard if it has too few pages, else that of the bank, where pages are reserved."""
+    """Return the shortage in a bank's shard if that has too few pages, else in the bank. The first bank has reserved pages."""
     cdef int32_t queue = queue_in(pool, bank, shard)
     if shard >= 0 and num_needed > count_free_in(pool, queue):
         return shortage_in(pool, num_needed, 0, num_hit_tokens, queue)
@@ -122,8 +122,8 @@ cdef inline Py_ssize_t count_free_hits(
 cdef inline bint price(
     const Pool *pool, const Holding *holding, Demand *demand, const Digest *digests, Py_ssize_t num_digests
 ) noexcept nogil:
-    """Count the pages that a demand takes. False for a hit that cannot be held, or is not cached under its digest any more, if
-    there are digests. O(hits).
+    """Count the pages that a demand takes. False for a hit that cannot be held or is no longer cached under its digest (not
+    checked without digests). O(hits).
     """
     cdef const Hits *hits
     cdef Py_ssize_t g, num_free, num_hits = 0
@@ -160,8 +160,8 @@ cdef inline Py_ssize_t count_state_hits(const Holding *holding, const Hits *hits
 
 
 cdef inline Py_ssize_t _count_adoptable(const Pool *pool, const Holding *holding, const Hits *hits) noexcept nogil:
-    """Count the checkpoints among hits if all of these are free pages; else return 0. The null page stands for one to be
-    loaded.
+    """Count the checkpoints among hits if all checkpoints are free pages; else return 0. The null page stands for a
+    checkpoint to be loaded.
     """
     cdef Py_ssize_t g
     cdef int32_t page_id
@@ -191,8 +191,8 @@ cdef inline Py_ssize_t _count_outside(
 cdef inline int32_t find_short_bank(
     const Pool *pool, const Py_ssize_t *num_pages_in, Py_ssize_t num_reserved, int32_t shard
 ) noexcept nogil:
-    """Return the first bank that has, itself or in its shard, fewer free pages than `num_pages_in` lists for it, beside
-    `num_reserved` of the first bank; NO_BANK: each has enough.
+    """Return the first bank with too few free pages, in all or in its shard, for the number that `num_pages_in` lists for it.
+    The first bank also keeps `num_reserved` free. NO_BANK: each bank has enough.
     """
     cdef int32_t bank
     for bank in range(pool.num_banks):
@@ -204,8 +204,8 @@ cdef inline int32_t find_short_bank(
 cdef inline Fit _compare_banks(
     const Pool *pool, const Holding *holding, const Demand *demand, const Py_ssize_t *num_for_rows, int32_t *short_bank
 ) noexcept nogil:
-    """Decide whether a priced demand fits with `num_adopted`, beside `num_for_rows` pages of each bank (NULL: none). Set the
-    first bank that has too few pages, itself or in its shard; NO_BANK: each has enough.
+    """Decide whether a priced demand fits with `num_adopted` checkpoints, and leaves `num_for_rows` pages of each bank free
+    (NULL: none). Set `short_bank` to the first bank with too few pages, in all or in its shard; NO_BANK: each has enough.
     """
     cdef Py_ssize_t[MAX_BANKS] num_pages_in
     cdef int32_t bank
@@ -232,7 +232,7 @@ cdef inline Fit _compare_banks(
 cdef inline Fit _fit_in_banks(
     const Pool *pool, const Holding *holding, Demand *demand, const Py_ssize_t *num_for_rows
 ) noexcept nogil:
-    """`fit_or_adopt` in a pool of several banks."""
+    """Do the work of `fit_or_adopt` in a pool of several banks."""
     cdef int32_t short_bank
     cdef Fit fit
     demand.num_adopted = 0
@@ -249,8 +249,8 @@ cdef inline Fit _fit_in_banks(
 cdef inline Fit fit_or_adopt(
     const Pool *pool, const Holding *holding, Demand *demand, const Py_ssize_t *num_for_rows
 ) noexcept nogil:
-    """Decide whether a priced demand fits. It adopts its checkpoints if it does not fit otherwise, or would not leave
-    `num_for_rows` pages of each bank of several to rows without a state (NULL: none).
+    """Decide whether a priced demand fits. It adopts its checkpoints if it does not fit otherwise or, in a pool of several
+    banks, would leave fewer than `num_for_rows` pages of a bank (NULL: none) to rows without a state.
     """
     cdef int64_t num_inside
     if rare(pool.num_banks > 1):
@@ -271,7 +271,7 @@ cdef inline Fit fit_or_adopt(
 cdef inline Shortage shortage_of(
     const Pool *pool, const Holding *holding, const Demand *demand, Py_ssize_t num_hit_tokens
 ) noexcept nogil:
-    """Return the shortage of a priced demand that did not fit. It would adopt its checkpoints."""
+    """Return the shortage of a priced demand that did not fit. Checkpoints that it would adopt need no working pages."""
     cdef int32_t bank = demand.short_bank
     cdef int64_t num_needed = demand.num_taken if pool.num_banks == 1 else demand.num_taken_in[bank]
     cdef Py_ssize_t g
@@ -293,7 +293,7 @@ cdef inline int64_t _count_inside(const int32_t *ids, Py_ssize_t start, Py_ssize
 cdef inline int64_t find_excess(
     const Pool *pool, const Holding *holding, const Hits *hits, int64_t num_new, int32_t num_computed, int32_t queue
 ) noexcept nogil:
-    """Count the pages that a request would hold of a bank or shard with its hits and `num_new` new pages, without those that no
+    """Count the pages of a bank or shard that a request would hold, hits and `num_new` new pages included, except pages that no
     token from `num_computed` on attends to. Return 0 if the bank or shard has as many pages in all, so that waiting may help.
     """
     cdef const Held *held
@@ -327,8 +327,8 @@ cdef inline int64_t find_excess(
 cdef inline int64_t find_any_excess(
     const Pool *pool, const Holding *holding, const Hits *hits, const int64_t *num_new_in, int32_t num_computed, int32_t *queue
 ) noexcept nogil:
-    """Return `find_excess` of the first bank with fewer pages, or else of the first with fewer in the shard that `queue` names,
-    unless that is -1. `queue` becomes that of this bank or shard. 0: waiting may help.
+    """Return `find_excess` for the first bank that is too small or, if none is, for the first whose shard `queue` is too small
+    (-1: no shard is checked). Set `queue` to the queue of this bank or shard. 0: waiting may help.
     """
     cdef int64_t num_excess = 0
     cdef int32_t i, shard = queue[0]
@@ -358,7 +358,7 @@ cdef inline void _begin_held(Pool *pool, const Holding *holding, Py_ssize_t g, c
 
 
 cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
-    """Put the hits of a demand, which fits, first in a holding. An adopted checkpoint, the last hit of its group, becomes the
+    """Put the hits of a demand that fits first in a holding. An adopted checkpoint, the last hit of its group, becomes the
     working page. Any other checkpoint gets a reference, which `copy_states` hands to its copy.
     """
     cdef const Hits *hits
@@ -391,7 +391,7 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
 cdef inline void take_into(
     Pool *pool, Held *held, int32_t place, int32_t n, int32_t queue, int32_t session
 ) noexcept nogil:
-    """Take pages of a queue for the places from `place` on."""
+    """Take `n` pages from a queue for the places from `place` on."""
     assert 0 <= place and n <= count_free_in(pool, queue)
     take(pool, held.ids + place, n, queue, session)
     record_taken(pool, held)
@@ -400,7 +400,7 @@ cdef inline void take_into(
 cdef inline int32_t take_missing(
     Pool *pool, const Group *group, Held *held, int64_t num_tokens, int32_t shard, int32_t session
 ) noexcept nogil:
-    """Take the pages that a group is short of, which are free, for a session. Return their number."""
+    """Take the missing pages of a group for a session; enough pages are free. Return their number."""
     cdef int32_t n = <int32_t>count_missing(group, held.num_pages, num_tokens)
     assert n >= 0 and held.num_skipped <= held.num_pages
     if n:

@@ -15,7 +15,7 @@ cdef struct ForkExtent:
 cdef enum ForkOutcome:
     FORKED
     SHORT_OF_PAGES
-    UNSHAREABLE               # a page cannot get another reference or was given back, or a free page has one
+    UNSHAREABLE               # a page cannot get another reference or was given back, or a free page has a reference
     SHORT_OF_MEMORY
 
 
@@ -44,7 +44,7 @@ cdef inline Py_ssize_t count_open_pages(const Holding *holding, const ForkExtent
 cdef inline Shortage find_fork_shortage(
     const Pool *pool, const Holding *source, const ForkExtent *extent, Py_ssize_t num_targets, int32_t shard
 ) noexcept nogil:
-    """Return what forks lack in their shard, or in the first bank with too few pages; the last bank if none has too few."""
+    """Return the shortage of forks in the first bank with too few pages, in all or in its shard; else in the last bank."""
     cdef Shortage shortage
     cdef int32_t bank
     for bank in range(pool.num_banks):
@@ -96,7 +96,7 @@ cdef inline void _fork_page(
 cdef inline void _limit_counts(
     const Group *group, const Held *source, Held *target, int32_t num_shared, const ForkExtent *extent
 ) noexcept nogil:
-    """Limit what a copied `Held` says to the first `num_shared` pages, or to the fork's checkpoints."""
+    """Limit the counts of a copied `Held` to the first `num_shared` pages, or to the fork's checkpoints."""
     cdef int32_t num_entries = full_entries(&group.rules, extent.num_computed)
     target.num_skipped, target.next_needed = min(source.num_skipped, target.num_pages), 0
     if is_state(&group.rules):

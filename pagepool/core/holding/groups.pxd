@@ -7,12 +7,12 @@ from pagepool.core.pool cimport PageStore
 from pagepool.core.values cimport HashChain, PageIds, as_list, as_long_long, as_page_ids, new_ids, size_of
 
 cdef struct Kinds:            # groups of one kind have equal rules, and hit alike
-    const Group **items       # [num] first group of each kind; full attention first: it bounds the others at the least cost
+    const Group **items       # [num] first group of each kind; full attention first: it bounds all hits at the least cost
     Py_ssize_t num
     Py_ssize_t num_hit_hashes  # hits are multiples of this many hashes; 0: nothing hits, because a group is never cached
     int32_t num_hit_tokens    # tokens of these hashes
     bint use_eagle            # the last page of a hit is dropped
-    Py_ssize_t num_later_drops  # with eagle: kinds of windows behind full attention, each drops one page
+    Py_ssize_t num_later_drops  # with eagle: kinds of windows, behind full attention in `items`; each drops one page
 
 
 @cython.final
@@ -20,5 +20,5 @@ cdef class CacheGroups:
     cdef Group *groups
     cdef Py_ssize_t num
     cdef Kinds kinds
-    cdef int32_t num_banks          # banks of a store that has them all
+    cdef int32_t num_banks          # banks that a store needs for the groups
     cdef Boundaries boundaries      # template of a new request

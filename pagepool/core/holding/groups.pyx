@@ -32,9 +32,9 @@ cdef class PageRules:
     """The rules by which a request needs pages in one cache group.
 
     `page_size` tokens share a page; None is a state, one page for any number of tokens. With a `window` a token attends to that
-    many tokens, including itself; with a `chunk` to those of its chunk. Pages that no later token attends to are skipped. Hits
-    have a multiple of `hit_tokens` tokens, or with 0 any number: see `is_needed_by_hits`. A state is kept at multiples of
-    `interval` tokens; 0: never.
+    many tokens, including itself; with a `chunk` to the tokens of its chunk. Pages that no later token attends to are skipped.
+    Hits have a multiple of `hit_tokens` tokens, or with 0 any number: see `is_needed_by_hits`. A state is kept at multiples
+    of `interval` tokens; 0: never.
     """
 
     cdef Rules rules
@@ -52,12 +52,12 @@ cdef class PageRules:
 cdef class CacheGroups:
     """The cache groups of a model.
 
-    `groups` are ``(PageRules, id, hashes of a page)``, with the id in the prefix index, or None where pages are not cached.
-    `banks` are the banks of their pages; None: the first one for all.
+    `groups` are ``(PageRules, id, hashes of a page)``. The id is the group's in the prefix index; None: its pages are not
+    cached. `banks` are the banks of their pages; None: the first bank for all groups.
     With `use_eagle` the last page of each hit is dropped, because the drafter needs its hidden states. `boundaries` are numbers
     of tokens, ``(multiple, slack, interval)``: pages of windows and chunks stay cached only if a request that resumes at a
-    boundary needs them, see `Boundaries`; None: all stay, and no states are kept. States of a group with an id are kept at
-    boundaries. The hash of a page covers a `hash_lookahead` of tokens behind it.
+    boundary needs them, see `Boundaries`; None: all stay cached, and no states are kept. States of a group with an id are kept
+    at boundaries. The hash of a page also covers the `hash_lookahead` tokens behind it.
     """
 
     def __cinit__(self, groups, bint use_eagle=False, tuple boundaries=None, banks=None, hash_lookahead=0):
@@ -126,7 +126,7 @@ cdef class CacheGroups:
 
 
 cdef int read_boundaries(CacheGroups groups, tuple boundaries) except -1:
-    """Read the template of boundaries. Raise ArgumentError unless checkpoints, if any are kept, can be written there."""
+    """Read the template of boundaries. Raise ArgumentError unless checkpoints, if any are kept, can be written at them."""
     cdef Boundaries *read = &groups.boundaries
     cdef Py_ssize_t g
     cdef int32_t size
@@ -151,7 +151,7 @@ cdef int read_boundaries(CacheGroups groups, tuple boundaries) except -1:
 
 
 cdef list list_periods(const Group *group):
-    """List the periods, in tokens, of a group's steps: it takes and skips pages at the same distances again."""
+    """List the periods, in tokens, after which the steps of a group take and skip pages at the same distances again."""
     return [] if is_state(&group.rules) else [group.rules.page_size, group.rules.chunk or 1, group.end_step or 1]
 
 
@@ -167,9 +167,9 @@ cdef int64_t count_pages_after(const Peak *peak, int64_t num_computed) noexcept 
 
 
 cdef int64_t find_peak(const Peak *peak, int64_t num_last, int64_t period) noexcept nogil:
-    """Find the most pages of any step. Steps after `num_last` tokens end where that step does, and hold no more. Steps that are
-    a `period` earlier hold no more either. Of the others, only a step that takes the first token of a page can hold more than
-    the step one token earlier.
+    """Find the most pages of any step. Steps that start behind `num_last` tokens end where the step at `num_last` does, and
+    hold no more pages. Steps that start a `period` earlier hold no more either. Of all other steps, only one that takes the
+    first token of a page can hold more than the step one token earlier.
     """
     cdef int64_t num_computed, size, most = count_pages_after(peak, 0)
     cdef Py_ssize_t g
@@ -183,7 +183,7 @@ cdef int64_t find_peak(const Peak *peak, int64_t num_last, int64_t period) noexc
 
 
 cdef int64_t bound_peak(const Peak *peak) noexcept nogil:
-    """Return an upper bound of `find_peak`: each group's most pages, though groups may hold theirs in different steps."""
+    """Return an upper bound of `find_peak`: the sum of each group's most pages, which may fall in different steps."""
     cdef const Rules *rules
     cdef int64_t num_pages, reach, most = 0
     cdef Py_ssize_t g
@@ -201,7 +201,7 @@ cdef int64_t bound_peak(const Peak *peak) noexcept nogil:
 
 
 cdef void list_kinds(CacheGroups groups, bint are_leading) noexcept:
-    """List the groups that hit leading pages, or the others, by kind."""
+    """Add the groups that hit leading pages, or else all other groups, to the list of kinds."""
     cdef Kinds *kinds = &groups.kinds
     cdef Group *group
     cdef const Group *first
@@ -220,10 +220,10 @@ cdef void list_kinds(CacheGroups groups, bint are_leading) noexcept:
 
 
 cdef void plan_ends(CacheGroups groups, int32_t end_step) noexcept:
-    """Compute the pages of windows and chunks that a request needs to resume behind others' tokens. `find_longest` shortens a
-    hit kind by kind. With eagle each kind but states drops a page, and the rest of a multiple; the first drops a whole multiple
-    if the request has hardly more tokens. Pages of all groups end at multiples of `end_step`. Where all pages stay, none is
-    held for that.
+    """Compute the pages of windows and chunks that a request needs to resume behind tokens of another one. `find_longest`
+    shortens a hit kind by kind. With eagle each kind except states drops a page and the rest of a multiple; the first kind
+    drops a whole multiple if the request has hardly more tokens. Pages of all groups end at multiples of `end_step`. If all
+    pages stay cached, none is held for other requests.
     """
     cdef Kinds *kinds = &groups.kinds
     cdef Boundaries *boundaries = &groups.boundaries
