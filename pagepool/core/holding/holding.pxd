@@ -1,7 +1,7 @@
 # The pages that a request (`RequestPages`) or running row (`RunningRows`) holds; the same functions serve both. The caller
 # holds the store's lock.
 #
-# A request or row has a `Held` for each cache group, and a `Holding` leads to all of them. A state has one page, the working
+# A request or row has a `Held` for each cache group, and a `Holding` points to all of them. A state has one page, the working
 # page; its checkpoints are in the prefix index, and no request or row holds them. Always:
 #
 # * In each group null pages come first, then pages to which the holder has a reference. The first `num_skipped` are null pages.
@@ -24,8 +24,8 @@ cdef struct Held:             # pages of one group
     int32_t num_hits          # leading pages that were hits
     Ranking ranking           # how a policy ranked the pages behind the hits
     int32_t next_needed       # no boundary needs a page between `num_skipped` and this place
-    int64_t read_list         # last list of moves with a copy that reads a page; see `Pool.list_number`
-    int64_t due_list          # last list with other moves of these pages: they are written, or saved for their last holder
+    int64_t read_list         # last list of moves with a copy from one of the pages; see `Pool.list_number`
+    int64_t due_list          # last list with moves into the pages, or with saves of what they had before they were taken
     int64_t load_number       # last list that loads hits; 0: none does
 
 cdef struct Holding:
@@ -68,7 +68,7 @@ cdef inline bint writes_states(const Holding *holding) noexcept nogil:
 
 
 cdef inline int64_t find_checkpoint(const Holding *holding, Py_ssize_t g) noexcept nogil:
-    """Return the number of tokens of a state's first checkpoint that no step was planned to write; INT32_MAX: there is none.
+    """Return the token count of the first checkpoint of a state that no step was planned to write; INT32_MAX: there is none.
     O(1).
     """
     cdef const Group *group = &holding.groups[g]
@@ -114,7 +114,7 @@ cdef inline int64_t count_new_pages(const Holding *holding, int64_t num_tokens) 
 
 
 cdef inline void count_new_in_banks(const Holding *holding, int64_t num_tokens, int64_t *num_new_in) noexcept nogil:
-    """Set the pages that `num_tokens` tokens need beyond those held, by bank."""
+    """Set `num_new_in` to the numbers of pages that `num_tokens` tokens need beyond those held, by bank."""
     cdef Py_ssize_t g
     memset(num_new_in, 0, MAX_BANKS * sizeof(int64_t))
     for g in range(holding.num_groups):

@@ -14,9 +14,9 @@ cdef bint copy_ids(const Holding *holding, tuple copies) noexcept:
 cdef bint list_last_first(
     const Pool *pool, const Holding *holding, int32_t num_computed, PageIds listed, bint are_worthless
 ) noexcept:
-    """Append pages of a request in the order of giving back: group by group, the last page first. With `are_worthless` these
-    lose their entries, else they stay cached. Uncomputed pages count as staying: `forget_uncomputed` finds their entries later,
-    in the tier too. False if memory is short.
+    """Append the pages of a request that lose their entries (`are_worthless`), or else the pages that stay cached, in the order
+    of giving back: group by group, the last page first. Uncomputed pages count as staying: `forget_uncomputed` drops their
+    entries later, in the tier too. False if memory is short.
     """
     cdef Py_ssize_t g, i, num = listed.num
     cdef int32_t page_id, stop

@@ -1,5 +1,5 @@
 # Look-ups of prefixes, and refused requests. A `Query` asks for the longest prefix that hits in all groups. A `RefusedRequest`
-# tells whether a request that lacked pages certainly lacks them again.
+# shows whether a request that lacked pages certainly lacks them again.
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t
@@ -22,25 +22,25 @@ cdef struct Query:
     Py_ssize_t hash_size      # tokens of a digest
     Ranges ids                # pages that may hit
     bint reaches_tier         # pages in the tier hit as well
-    const StoredKey *stored   # [num_stored] ascending by the lower half: these hit as well
+    const StoredKey *stored   # [num_stored] in ascending order of `key.lo`: these hit as well
     Py_ssize_t num_stored
     LostHits lost             # result of `find_lost`
     Py_ssize_t num_full_hashes  # result of `find_longest`: hashes that hit in all groups of full attention; 0: no such group
     Py_ssize_t num_reachable  # result of `find_and_load`: hashes that would hit if enough pages were free for loads
     int32_t short_bank        # result of `find_and_load`: bank that has too few free pages for the loads, or NO_BANK
 
-# A `Watch` has the grounds of a refusal, and the pool's counters at that time. Hits are `WATCHED` page by page if they are the
-# leading pages of the only group, and the page behind them misses. They stay while no page loses the flag by an eviction, by a
-# hit, or to a held page that look-ups prefer; where the last ones were evicted, the hits get shorter. Other hits stay while no
-# page is cached or uncached.
+# A `Watch` has the reasons for a refusal, and the pool's counters at that time. Hits are `WATCHED` page by page if they are the
+# leading pages of the only group, and the page behind them misses. These hits stay valid while no page loses the flag: to an
+# eviction, to a hit, or to a held twin that look-ups prefer. If the last pages were evicted, the hits get shorter. Hits without
+# the flag stay valid while no page is cached or uncached.
 cdef struct Watch:
     int64_t num_changes       # entries and drops of the index
     int64_t num_reused
     int64_t num_unwatched
-    Py_ssize_t num_held       # most hits, null pages included, that take nothing from the free queue
+    Py_ssize_t num_held       # upper bound of the hits, null pages included, that take nothing from the free queue
     int64_t num_given_back    # `count_given_back` when the free hits were counted
-    Py_ssize_t num_free_hits  # among all hits; those that were evicted since are subtracted
-    Py_ssize_t stride         # digests per page; 0: the hits are not watched one by one, and the fields below mean nothing
+    Py_ssize_t num_free_hits  # hits in the free queue; hits that were evicted since are subtracted
+    Py_ssize_t stride         # digests per page; 0: the hits are not watched page by page, and the fields below mean nothing
     int32_t group
     int32_t page_size         # tokens
     Range ids                 # pages that may hit
@@ -50,11 +50,11 @@ cdef struct Watch:
 
 cdef struct Tokens:           # token counts of a request for a row
     Py_ssize_t num_known
-    Py_ssize_t num_wanted     # tokens that ask for room
-    Py_ssize_t max_num_new    # most of these behind the hits
-    Py_ssize_t num_external   # most tokens that come from elsewhere behind the hits; if any do, they alone get room
-    Py_ssize_t num_ahead      # lookahead tokens: they get slots behind the others, and are not counted
-    bint reserves_prompt      # all known tokens get slots, those that are not counted too
+    Py_ssize_t num_wanted     # known tokens that should get room
+    Py_ssize_t max_num_new    # most tokens behind the hits that get room
+    Py_ssize_t num_external   # most tokens that come from elsewhere behind the hits; if any do, only these get room
+    Py_ssize_t num_ahead      # lookahead tokens: they get slots behind all others, but no room
+    bint reserves_prompt      # all known tokens get slots, also those without room
 
 
 @cython.final
@@ -75,11 +75,11 @@ cdef class RefusedRequest:
     cdef readonly Py_ssize_t num_hit_tokens
     cdef Watch watch
     cdef int32_t shard              # the shard that gives pages; -1: any
-    cdef Py_ssize_t num_loads       # hits to be loaded from the tier, null pages in `hits`
-    cdef int64_t num_slots          # a row's tokens that asked for slots, up to its length
+    cdef Py_ssize_t num_loads       # hits to be loaded from the tier; in `hits` they are null pages
+    cdef int64_t num_slots          # slots that a row's request asked for, at most the row's length
     cdef PageStore store            # None for a row, like the chain
     cdef HashChain chain
-    cdef tuple options              # None for a request, like the fields below; or if the row's request is not recognised
+    cdef tuple options              # for rows only, as are the fields below; None: the request cannot be recognized
     cdef Py_ssize_t num_external    # see `Tokens`
     cdef object source              # the list or `PageIds` of its tokens, held so that no other object gets its address
 
@@ -127,19 +127,19 @@ cdef Tokens count_tokens(
 
 
 cdef inline int32_t count_external_tokens(const Tokens *tokens, Py_ssize_t num_hits) noexcept:
-    """Count the tokens that come from elsewhere behind `num_hits` hit ones. One token is left to compute."""
+    """Count the tokens that come from elsewhere behind `num_hits` hit tokens. One token is left to compute."""
     return <int32_t>min(tokens.num_external, tokens.num_known - 1 - num_hits)
 
 
 cdef inline int32_t count_room_tokens(const Tokens *tokens, Py_ssize_t num_hits) noexcept:
-    """Count the tokens that get room for a row, `num_hits` hit ones included."""
+    """Count the tokens of a row that get room, `num_hits` hit tokens included."""
     if count_external_tokens(tokens, num_hits):
         return <int32_t>num_hits + count_external_tokens(tokens, num_hits)
     return <int32_t>max(min(tokens.num_wanted, num_hits + tokens.max_num_new), num_hits)
 
 
 cdef inline int32_t count_slots(const Tokens *tokens, int32_t num_room, int32_t most) noexcept:
-    """Count the tokens that get slots for a row, if `num_room` of them are counted, and a row has at most `most`."""
+    """Count the tokens of a row that get slots, if `num_room` of them get room, and a row has at most `most` tokens."""
     if tokens.reserves_prompt:
         num_room = <int32_t>tokens.num_known
     return <int32_t>min(num_room + tokens.num_ahead, <Py_ssize_t>most)

@@ -31,7 +31,7 @@ cdef inline bint hits_in(Pool *pool, const Query *query, const Group *group, Dig
 
 
 cdef bint is_stored(const Query *query, Digest key, int32_t group) noexcept nogil:
-    """Whether a key is among the stored ones. O(log keys)."""
+    """Whether a key of a group is among the stored keys. O(log keys)."""
     cdef const StoredKey *stored = query.stored
     cdef Py_ssize_t middle, start = 0, stop = query.num_stored
     while start < stop:
@@ -62,8 +62,8 @@ cdef bint hits_all(Pool *pool, const Query *query, const Group *kind, Py_ssize_t
 cdef Py_ssize_t find_first_miss(
     Pool *pool, const Query *query, const Group *kind, Py_ssize_t start, Py_ssize_t stop
 ) noexcept nogil:
-    """Return the end of the pages from `start` on, at most `stop`, that hit in all groups of a kind. Prefetch the slots of
-    later look-ups, then the records that the slots name.
+    """Return the first page from `start` on that misses in a group of a kind; `stop`: none before it does. Prefetch the slots
+    of later look-ups, then the records that the slots name.
     """
     cdef Py_ssize_t at, page = start
     assert 0 <= start and stop * kind.stride <= query.num_digests
@@ -111,13 +111,13 @@ cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_s
 cdef Py_ssize_t shorten(
     Pool *pool, const Query *query, const Group *kind, Py_ssize_t num_hashes, bint is_recheck
 ) noexcept nogil:
-    """Return the length in hashes, at most `num_hashes`, of the longest prefix that hits in all groups of a kind. If another
-    kind shortened the prefix, it `is_recheck`, and drops no further page for eagle.
+    """Return the length in hashes, at most `num_hashes`, of the longest prefix that hits in all groups of a kind. From
+    the second round on it `is_recheck`, and no further page is dropped for eagle.
     """
     cdef bint drops = query.kinds.use_eagle and not is_recheck
     cdef Py_ssize_t need, num_pages = num_hashes // kind.stride
     assert 0 <= num_hashes <= query.num_digests
-    if is_state(&kind.rules):  # the pages of attention are dropped
+    if is_state(&kind.rules):  # for eagle, only pages of attention are dropped
         return find_run_end(pool, query, kind, num_pages, 1) * kind.stride
     if kind.rules.chunk:
         return find_first_miss(pool, query, kind, find_first_hit_page(query, kind, num_hashes), num_pages) * kind.stride
@@ -166,8 +166,8 @@ cdef Py_ssize_t count_junction_tokens(const Query *query, Py_ssize_t num_hashes)
 
 
 cdef int32_t find_bank_without(Pool *pool, const Query *query, Py_ssize_t num_hashes) noexcept:
-    """Return the bank that evicted a checkpoint after `num_hashes` hashes, if no other group of states lacks one that was never
-    there; else NO_BANK.
+    """Return the bank that evicted a checkpoint after `num_hashes` hashes; NO_BANK: none did, or another group of states lacks
+    its checkpoint for another reason.
     """
     cdef Digest key = query.digests[num_hashes - 1]
     cdef const Group *group
@@ -186,8 +186,8 @@ cdef int32_t find_bank_without(Pool *pool, const Query *query, Py_ssize_t num_ha
 
 
 cdef bint has_checkpoint(Pool *pool, const Query *query, Py_ssize_t num_hashes) noexcept:
-    """Whether there are states, and each group of them has a checkpoint after `num_hashes` hashes, or lost it with its keys and
-    values.
+    """Whether there are groups of states, and each has a checkpoint after `num_hashes` hashes, or lost it when the keys and
+    values with its key were evicted.
     """
     cdef Digest key = query.digests[num_hashes - 1]
     cdef const Group *group
@@ -204,9 +204,9 @@ cdef bint has_checkpoint(Pool *pool, const Query *query, Py_ssize_t num_hashes) 
 
 
 cdef void find_lost(Pool *pool, Query *query, Py_ssize_t num_hashes) noexcept:
-    """Find the hits behind `num_hashes` hashes that were lost with evicted pages, in a locked pool of several banks. Those of
-    states end where all groups of full attention hit and a checkpoint was evicted. Those of pages end at a checkpoint behind
-    that, for which one look-up in `lost_interval` searches. O(hashes behind the hit).
+    """Find the hits behind `num_hashes` hashes that were lost to evictions, in a locked pool of several banks. Hits lost with
+    states end at the last evicted checkpoint up to which all groups of full attention hit. Hits lost with pages end at the last
+    checkpoint behind that range; one look-up in `lost_interval` searches for it. O(hashes behind the hit).
     """
     cdef Py_ssize_t step = query.kinds.num_hit_hashes
     cdef Py_ssize_t num_full = max(num_hashes, query.num_full_hashes), stop = num_full
@@ -220,7 +220,7 @@ cdef void find_lost(Pool *pool, Query *query, Py_ssize_t num_hashes) noexcept:
             break
         stop -= step
     pool.num_lookups += 1
-    # Not each 16th of them: requests may come in turns.
+    # Sample by a hash, not each 16th look-up: requests of several kinds may come in turns.
     if pool.num_lookups * <uint32_t>0x9E3779B1 > <uint32_t>0xFFFFFFFF // pool.lost_interval:
         return
     stop = query.num_digests - query.num_digests % step
@@ -233,7 +233,7 @@ cdef void find_lost(Pool *pool, Query *query, Py_ssize_t num_hashes) noexcept:
 cdef Query query_of(
     CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Py_ssize_t hash_size, Py_ssize_t num_tokens, Ranges ids
 ) noexcept:
-    """Return the look-up of a request's digests of `hash_size` tokens each; 0: there are none. One token is left to compute."""
+    """Return the look-up of a request's digests, of `hash_size` tokens each (0: no digests). One token is left to compute."""
     num_digests = min(num_digests, min(max(0, num_tokens - 1), <Py_ssize_t>MAX_TOKENS) // max(<Py_ssize_t>1, hash_size))
     return Query(
         groups=groups.groups, num_groups=groups.num, kinds=&groups.kinds, digests=digests, num_digests=num_digests,
@@ -268,7 +268,7 @@ cdef Py_ssize_t fetch_hits(Pool *pool, const Query *query, Py_ssize_t num_hashes
 
 cdef Ranges ranges_in(PageStore store, tuple ids) except *:
     """Return page ids ``(first, end)`` as ranges; an end of None stands for the end of the pool. In a store of several banks,
-    ids of a shard of the first bank stand for the shard in all, into which they are divided then.
+    the ids of a shard of the first bank stand for this shard of all banks, and the banks are divided into such shards.
     """
     cdef Ranges ranges
     cdef Range inside
@@ -287,7 +287,7 @@ cdef Ranges ranges_in(PageStore store, tuple ids) except *:
 
 
 cdef tuple checked_hits(PageStore store, object hits, const Holding *holding):
-    """Return `hits` as page ids of the pool by group, or as no groups at all. ArgumentError unless null pages come first.
+    """Return `hits`, `PageIds` of the pool for each group or for none, as a tuple. ArgumentError unless null pages come first.
     O(hits).
     """
     cdef tuple checked = tuple(as_list(hits, "hits"))
@@ -319,9 +319,9 @@ def find_prefix(
     bint reaches_tier=False,
 ) -> tuple:
     """Return the longest cached prefix of a request with `num_tokens` tokens: its page ids for each group, with the null page
-    where the group's attention does not reach, and its length in tokens. One token is left to compute. Only `ids` of the pool
-    hit, ``(first, end)``; an end of None stands for the pool's. If it `reaches_tier`, pages of the tier hit, too, as null
-    pages. Changes nothing. O(pages x groups).
+    where the group's attention does not reach, and its length in tokens. One token is left to compute. Only pages with
+    `ids` ``(first, end)`` hit; an end of None stands for the end of the pool. With `reaches_tier` pages of the tier hit, too,
+    as null pages. Changes nothing. O(pages x groups).
     """
     cdef Py_ssize_t num_hashes, num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
     cdef HashChain hashes = require_instance(chain, HashChain, "chain")
@@ -339,7 +339,7 @@ def find_prefix(
 
 
 cdef enum:
-    NUM_SAMPLED = 16          # sampled tokens, at most twice as many, that recognise a refused request
+    NUM_SAMPLED = 16          # sampled tokens by which a refused request is recognized; up to twice as many are compared
 
 cdef object ndarray = np.ndarray
 
@@ -372,7 +372,7 @@ cdef bint has_sample(object source, const int32_t *tokens, Py_ssize_t n) except 
     """Whether a list or `PageIds` has `n` items, and a sample of them equals the tokens."""
     cdef const int32_t *ids = NULL if type(source) is list else (<PageIds>source).ids
     cdef Py_ssize_t i = n - 1, step = max(1, n // NUM_SAMPLED)
-    cdef int overflow  # the value is -1 then, and no token is
+    cdef int overflow  # if it is set, the value is -1, which no token is
     if step > 16:
         step |= 17  # samples a power of two apart would share a set of the cache
     if n != (len(<list>source) if type(source) is list else (<PageIds>source).num):
@@ -393,8 +393,8 @@ cdef class RefusedRequest:
     """A refused request of `num_tokens` tokens. `hits`, the `PageIds` of each group, have `num_hit_tokens` tokens; both shrink
     as the last hits are evicted.
 
-    The request needs at least as many free pages the next time, unless one of its hits got another holder, or a further page of
-    it was cached: see `Watch`. The refusal of a row also keeps its tokens and options, to recognise the request.
+    The request needs at least as many free pages the next time, unless one of its hits got another holder, or another of its
+    pages was cached: see `Watch`. The refusal of a row also keeps its tokens and options, to recognise the request.
     """
 
     def __init__(self):
@@ -427,12 +427,12 @@ cdef class RefusedRequest:
             pool.pages[(<PageIds>self.hits[0]).ids[i]].group |= WATCHED
 
     cdef Py_ssize_t count_most_pages(self, Py_ssize_t num_digests) noexcept:
-        """Count the pages that may hit, of a watch whose hits are watched one by one, if `num_digests` are known."""
+        """Count the pages that may hit with `num_digests` known digests. The hits are watched page by page."""
         return min(max(0, self.num_tokens - 1) // self.watch.page_size, num_digests // self.watch.stride)
 
     cdef bint begin_request(self, PageStore store, CacheGroups groups, HashChain chain, int64_t num_changes) except -1:
-        """Watch the hits of a request under `chain` in the whole pool. False unless they are watched one by one, and no tier
-        has more of the prefix.
+        """Watch the hits of a request under `chain` in the whole pool. False if they are not watched page by page: with
+        eagle, or with a tier, which may have more of the prefix, for example.
         """
         cdef PageIds ids = self.hits[0]
         cdef Pool *pool = &store.pool
@@ -446,8 +446,8 @@ cdef class RefusedRequest:
         return self.watch.stride > 0
 
     cdef bint finds_hits(self, Pool *pool) noexcept:
-        """Whether a look-up would find these hits, less the last ones that were evicted, with at most `watch.num_held` held.
-        The locks are held. O(pages evicted).
+        """Whether a look-up would find these hits, without the last ones if they were evicted, and at most `watch.num_held` of
+        them held. The locks are held. O(pages evicted).
         """
         cdef Watch *watch = &self.watch
         cdef Py_ssize_t last
@@ -474,8 +474,8 @@ cdef class RefusedRequest:
         return True
 
     cdef bint is_short(self, Pool *pool, int64_t num_pages, Py_ssize_t num_reserved) noexcept:
-        """Whether too few pages are free for `num_pages` pages, hits included. `finds_hits` is True before. False in a pool of
-        several banks, whose pages a refusal does not tell apart. O(1).
+        """Whether too few pages are free for `num_pages` pages, hits included, once `finds_hits` was True. False in a pool of
+        several banks: a refusal has no numbers of each bank. O(1).
         """
         if pool.num_banks > 1:
             return False
@@ -492,8 +492,8 @@ cdef class RefusedRequest:
             self.watch.num_free_hits += count_free(pool, ids.ids, self.watch.num_pages if self.watch.stride else ids.num)
 
     cdef int64_t count_needed(self, Pool *pool, const Holding *holding, int64_t num_slots) noexcept:
-        """Count the pages that an empty holding needs for slots, with free hits. `finds_hits` is True before. O(groups);
-        O(hits) if a page was given back since the last call.
+        """Count the pages that an empty holding needs for `num_slots` slots, free hits included, after `finds_hits` returned
+        True. O(groups); O(hits) if a page was given back since the last call.
         """
         cdef Py_ssize_t g, num = 0, num_states = 0, num_free_states = 0
         cdef int64_t count = self.num_loads
@@ -525,7 +525,7 @@ cdef class RefusedRequest:
 
     def find_again(self) -> FoundPrefix | None:
         """Return what a look-up of the request would find, without the last hits if they were evicted; None if it may find
-        others. O(pages evicted).
+        other hits. O(pages evicted).
         """
         cdef bint is_same
         cdef PageIds ids
@@ -542,7 +542,7 @@ cdef class RefusedRequest:
 
     @cython.critical_section  # for `source`, which it replaces
     cdef bint is_of(self, object token_ids, object options, const int32_t *tokens) except -1:
-        """Whether a request for a row is this one, with `tokens`. O(1) for the same list or memory, else O(tokens)."""
+        """Whether a request for a row is this one, which has `tokens`. O(1) for the same list or memory, else O(tokens)."""
         cdef object source = token_ids
         cdef PageIds ids
         if self.options is None or type(options) is not tuple or not are_same(options, self.options):
@@ -581,7 +581,7 @@ cdef class FoundPrefix:
 
 
 cdef FoundPrefix prefix_of(tuple hits, int64_t num_queried_tokens, int64_t num_hit_tokens):
-    """Return a prefix that hits alike in all groups."""
+    """Return a prefix that all groups hit to the same end, so `num_full_tokens` is 0."""
     cdef FoundPrefix found = FoundPrefix.__new__(FoundPrefix)
     found.hits, found.num_queried_tokens, found.num_hit_tokens = hits, num_queried_tokens, num_hit_tokens
     found.lost.states_bank = NO_BANK
@@ -594,16 +594,16 @@ cdef class RequestHashes:
     """The digests of a request's full pages, computed on demand.
 
     ``chain`` has the keys of the prefix index. ``page_hashes`` has the hashes that users see, where they differ from the keys.
-    ``query`` is the prefix that the last look-up found, which counts once the request is admitted; ``is_counted`` then says
-    that the next one is of a preempted request. ``refusal`` is the last refusal. The hashes ``are_unsure`` after a refused
-    call, and once the request was freed: tokens without slots may change.
+    ``query`` is the prefix that the last look-up found. It is counted once the request is admitted; ``is_counted`` then says
+    that the next look-up is by a preempted request. ``refusal`` is the last refusal. The hashes ``are_unsure`` after a
+    refused call, and once the request was freed: tokens without slots may change.
     """
 
     def __cinit__(self, request, HashChain chain not None, extra_keys=None):
         self.request, self.chain, self.extra_keys, self.page_hashes = request, chain, extra_keys, []
 
     def cut(self, num_pages) -> None:
-        """Forget the hashes from page `num_pages` on, and the refusal that rests on them. Earlier hashes are sure."""
+        """Forget the hashes from page `num_pages` on, and the refusal that rests on them. The hashes that remain are sure."""
         cdef Py_ssize_t num = size_of(num_pages, "num_pages")
         self.chain.cut(num)
         del self.page_hashes[num:]

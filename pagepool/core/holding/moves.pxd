@@ -1,5 +1,5 @@
 # Copies of pages are due before the next step. They are queued here, and the engine that takes the list does them. Each copy
-# has a reference to its source. Before it is taken no token is written to the pages that it reads or writes.
+# has a reference to its source. Until a copy is taken, no token is written to its source or destination.
 
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t
 
@@ -32,7 +32,7 @@ cdef inline bint reserve_copies(Pool *pool, Py_ssize_t n) noexcept:
 
 
 cdef inline void queue_copy(Pool *pool, int32_t src, Held *target, int32_t place, int32_t group) noexcept nogil:
-    """Append a copy into the page at `place` to the list, which has room. The copy takes over a reference to `src`."""
+    """Queue a copy of page `src` into the page at `place`; the list has room. The copy takes over a reference to `src`."""
     cdef Copies *copies = &pool.copies
     assert copies.num < copies.capacity and pool.pages[src].ref_cnt > 0 and src != target.ids[place]
     copies.items[copies.num] = PageCopy(src=src, dst=target.ids[place], group=group)
@@ -90,7 +90,7 @@ cdef inline void drop_copies(Pool *pool, const Holding *holding) noexcept nogil:
 
 
 cdef inline int32_t count_moves(const Pool *pool, int32_t page_id) noexcept nogil:
-    """Count the references to a page that due copies and unfinished loads have."""
+    """Count the references that due copies and unfinished loads have to a page."""
     cdef Py_ssize_t i
     cdef int32_t count = 0
     for i in range(pool.copies.num):

@@ -23,7 +23,7 @@ cdef class RequestMaps:
     cdef readonly PageStore store
     cdef readonly dict held         # request id -> RequestPages
     cdef readonly dict hashes       # request id -> RequestHashes
-    cdef list writing               # requests whose states have writes that were not taken, and some others
+    cdef list writing               # requests with writes of states to be taken; some writes may have been dropped since
     cdef object reentrant_lock      # a request's attributes and finalizers may call back
     cdef readonly tuple query_counters  # two `QueryCounter`
     cdef int process                # number of the process that made it

@@ -24,19 +24,19 @@ cdef class RequestMaps:
         self.held, self.hashes, self.writing, self.reentrant_lock = {}, {}, [], RLock()
 
     def __init__(self, PageStore store not None, bint trusts_requests=False):
-        """Start without requests, whose pages are those of `store`. With `trusts_requests` those of one id share pages."""
+        """Start without requests; their pages come from `store`. With `trusts_requests`, requests with one id share pages."""
         self.store, self.trusts_requests = store, trusts_requests
         self.query_counters = QueryCounter(store), QueryCounter(store, is_preempted=True)
 
     @property
     def lock(self):
-        """The lock. IntegrityError in another process than that of the manager."""
+        """The manager's lock. IntegrityError in a process other than the manager's."""
         require_process(self.process, "CacheManager")
         return self.reentrant_lock
 
     def find_held(self, request):
-        """Return the pages that a request holds, or None. ArgumentError for another request with the id of one that holds
-        pages, unless requests of one id share them.
+        """Return the pages that a request holds, or None. ArgumentError if another object holds pages under the
+        request's id, unless requests with one id share pages.
         """
         cdef RequestPages held
         try:  # each look-up of a new request passes here: check an id only after a failure
