@@ -300,7 +300,7 @@ class SlotAllocator:
 
         ArgumentError, and no change, for 0 new tokens, for more tokens than `max_model_len`, for hits that are counted among
         the new tokens too, and for computed tokens that cannot be: beyond the hits of a request that holds nothing (a preempted
-        request starts at 0 again), or beyond the slots of one that does. MovesDueError, and no change, while moves of its
+        request starts at 0 again), or beyond the slots of one with pages. MovesDueError, and no change, while moves of its
         pages, or states that its step writes, are due. The state of a state group cannot go back: free a request whose
         ``num_computed_tokens`` decreases, or restore its state. One native transaction; if nothing is due, the manager's lock
         is not taken. Amortised O(new pages).

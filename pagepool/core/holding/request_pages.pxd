@@ -1,6 +1,6 @@
 # The pages that requests hold.
 #
-# Always: `limits`, `num_cached_tokens` and `num_idle` are those that `plan` computed at the last change of `holding`.
+# Always: `limits`, `num_cached_tokens` and `num_idle` have the values that `plan` computed at the last change of `holding`.
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t
@@ -12,9 +12,9 @@ from pagepool.core.holding.request_step cimport *
 
 @cython.final
 cdef class RequestPages:
-    cdef Limits limits              # first with the next three: a call with nothing due reads little memory
+    cdef Limits limits              # at the front with the next three fields: a call with nothing due reads little memory
     cdef readonly int64_t num_cached_tokens
-    cdef int64_t num_idle           # tokens that have slots, up to the next checkpoint
+    cdef int64_t num_idle           # tokens that have slots, at most up to the next checkpoint
     cdef int64_t num_looked_up      # tokens that had hashes and got slots at the admission; 0 once the request was set back
     cdef PageStore store
     cdef CacheGroups groups
@@ -23,7 +23,7 @@ cdef class RequestPages:
     cdef Boundaries boundaries      # storage for `holding.boundaries`, unless that is NULL
     cdef WriteList writes           # states that its step writes
     cdef public str session_id      # name of its session, for events
-    cdef readonly object owner      # the request of a manager that holds them
+    cdef readonly object owner      # the manager's request that holds the pages
 
     cdef void fix_boundaries(self, int64_t num_tokens, int64_t junction, int64_t external_end, PageIds resume_at) noexcept
     cdef void plan(self) noexcept

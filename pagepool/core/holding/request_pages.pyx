@@ -1,7 +1,7 @@
 """The pages that requests hold. Requests and running rows share the rules of `pagepool.core.holding.holding`.
 
-Always: a step is checked before anything changes. Its writes are noted once those of the step before were taken, and a write
-stays until its tokens are final, the request goes back before it, or ends.
+Always: a step is checked before anything changes. Its writes are noted only if the writes of the step before were taken. A
+write stays in the list until its tokens are final, the request goes back to fewer tokens, or the request ends.
 """
 
 cimport cython
@@ -17,7 +17,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, MovesDueError, Pag
 
 
 cdef int lock_chain(HashChain chain, PageStore store) except -1:
-    """Lock a chain, if there is one. Its lock is taken before the store's. IntegrityError for either in another process."""
+    """Lock a chain, if there is one. Its lock is taken before the store's. IntegrityError if either is of another process."""
     store.require_own()
     if chain is not None:
         chain.own_lock()[0].acquire()
@@ -30,7 +30,7 @@ cdef void unlock_chain(HashChain chain) noexcept:
 
 
 cdef int refuse_due(PageStore store, str name) except -1:
-    """Raise the error for moves that are due. They may be taken now, within a plan."""
+    """Raise the error for moves that are due. If they are taken next, that begins no step."""
     with store.own_lock()[0]:
         store.pool.copies.is_between = True
     raise MovesDueError(f"{name}: got moves of its pages that are due, allowed: none; call take_moves, and make them, before")
@@ -52,7 +52,7 @@ cdef int require_banks(PageStore store, CacheGroups groups) except -1:
 
 
 cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noexcept:
-    """Return the hashes and tokens of a request's locked chain, or none without one, with its context and session."""
+    """Return the hashes and tokens in a request's locked chain (None: none), with the request's context and session."""
     cdef Contents contents = Contents(
         digests=NULL, uppers=NULL, num_digests=0, token_ids=NULL, num_token_ids=0, hash_lookahead=0, context=context,
         session=session,
@@ -68,7 +68,7 @@ cdef Contents contents_of(HashChain chain, int32_t context, int32_t session) noe
 @cython.final
 @cython.auto_pickle(False)
 cdef class RequestPages:
-    """The pages of `store` that a request of at most `max_num_tokens` tokens, `owner`, holds in each cache group.
+    """The pages of `store` that the request `owner`, of at most `max_num_tokens` tokens, holds in each cache group.
 
     ``len()`` counts their places, including those of skipped pages. Each call is atomic.
     """
@@ -156,7 +156,7 @@ cdef class RequestPages:
 
     @property
     def num_room_tokens(self) -> int:
-        """Tokens that have a slot in every group, at most those of the model."""
+        """Tokens that have a slot in every group, at most `max_num_tokens`."""
         return self.limits.num_room
 
     @property
@@ -166,7 +166,7 @@ cdef class RequestPages:
 
     def count_entered_hashes(self, num_computed_tokens) -> int:
         """Count the leading hashes whose pages need no prefix entry any more, in any group. Pages behind the computed tokens
-        are cached again, if they lost theirs.
+        do not count: they are cached again if they lost their entries.
         """
         cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
         cdef int64_t num_cached, count = MAX_TOKENS
@@ -182,7 +182,7 @@ cdef class RequestPages:
 
     cdef bint is_idle(self, int64_t num_computed, int64_t num_tokens, int64_t num_slots) noexcept:
         """Whether a call has nothing to do: `num_slots` tokens have slots and pass no checkpoint, `num_tokens` tokens fill no
-        further page, and with `num_computed` no page is skipped, kept or cached again. O(1).
+        further page, and after `num_computed` tokens no page is skipped, kept or cached again. O(1).
         """
         cdef bint is_enough
         if self.store.process != process_number:  # the call goes on, and raises
@@ -206,8 +206,8 @@ cdef class RequestPages:
         return self.writes.num > self.writes.num_taken
 
     cdef void count_hashed(self, Step *step) noexcept:
-        """Count the tokens whose hashes a step needs. It caches full pages, computes some pages again in part, and writes
-        states.
+        """Set `num_hashed`: a step needs hashes to cache full pages, to compare pages that it computes again in part, and to
+        write states.
         """
         cdef int64_t num_to_cache = min(step.num_to_cache, step.num_keyed), num_planned = min(step.num_tokens, step.num_keyed)
         cdef int32_t boundary
@@ -225,9 +225,7 @@ cdef class RequestPages:
         assert 0 <= step.num_hashed <= step.num_known
 
     def find_last_write(self, num_tokens) -> int:
-        """Return the number of tokens of the last state that steps wrote among the first `num_tokens` tokens and that is not
-        cached yet; 0: there is none. O(writes).
-        """
+        """Return the token count of the last written, still uncached state within `num_tokens` tokens; 0: none. O(writes)."""
         cdef int64_t most = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
         cdef int32_t last = 0
         cdef Py_ssize_t i
@@ -256,9 +254,9 @@ cdef class RequestPages:
         even after None); make `hits`, found under `chain`, the first pages; take the missing pages; keep the states that are
         due after `num_computed_tokens` tokens; cache the pages that `num_tokens_to_cache` tokens fill.
 
-        Errors, where nothing has changed: PageHashError for a hit whose content is another one by now, and for a page that was
+        Errors, after which nothing has changed: PageHashError for a hit with other content by now, and for a page that was
         cached under another hash; ArgumentError for hits of a request that holds pages; MovesDueError while moves
-        of its pages are due; DoubleFreeError if another caller gave back a page that is due. O(pages).
+        of its pages are due; DoubleFreeError if another caller gave back a page due to be given back. O(pages).
         """
         cdef tuple checked = checked_hits(self.store, hits, &self.holding)
         cdef tuple new = new_ids(self.holding.num_groups)
@@ -279,8 +277,8 @@ cdef class RequestPages:
         return new if outcome == DONE else None
 
     cdef Outcome allocate_checked(self, Step *step, tuple hits, HashChain chain, PageIds tokens, tuple new) except *:
-        """Lock the chain, which hashes `tokens` first, and the store, which is divided into the step's shards first (0: as it
-        is); then allocate.
+        """Lock the chain and let it hash `tokens`, lock the store and divide it into the step's shards (0: as it is); then
+        allocate.
         """
         cdef Hits *array = list_hits(hits)
         cdef Outcome outcome
@@ -303,7 +301,7 @@ cdef class RequestPages:
     def fork(self, RequestPages target not None, num_computed_tokens, session=0, hash_lookahead=0) -> bool:
         """Let `target`, which holds nothing, continue from the computed tokens of the request. Full pages are shared, others
         copied; in a pool of shards the copies come from the shard of the first page. A full page is copied too unless the
-        `hash_lookahead` tokens behind it are computed. `session` is a number of `PageSessions.hold`, or 0 for the request's own
+        `hash_lookahead` tokens behind it are computed. `session` comes from `PageSessions.hold`, or is 0 for the request's own
         session. False, and nothing changed, if too few pages are free. PageIdError for a page that cannot be shared. O(pages).
         """
         cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, self.limits.num_room)
@@ -335,8 +333,8 @@ cdef class RequestPages:
         return outcome == FORKED
 
     def enter(self, HashChain chain not None, num_tokens, num_computed_tokens, context=0) -> None:
-        """Cache the pages that `num_tokens` tokens fill; those with tokens from `num_computed_tokens` on once more if they lost
-        their entry. PageHashError, and nothing changed, if a page was cached under another hash. O(pages due).
+        """Cache the pages that `num_tokens` tokens fill. Pages with tokens from `num_computed_tokens` on are cached again if
+        they lost their entry. PageHashError, and nothing changed, if a page was cached under another hash. O(pages due).
         """
         cdef Step step
         step.num_to_cache = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
@@ -391,8 +389,8 @@ cdef class RequestPages:
     def give_back(
         self, num_computed_tokens=None, HashChain chain=None, num_last_tokens=0, context=0, term=0, num_tokens_to_cache=0
     ) -> None:
-        """Give back all pages, group by group, the last page first. Pages without other holders get `term`, a term of
-        `term_of`, unless it is 0. O(pages).
+        """Give back all pages, group by group, the last page first. Pages without other holders get `term`, which
+        comes from `term_of`, unless it is 0. O(pages).
 
         First the pages that `num_tokens_to_cache` tokens fill are cached, unless one was cached under another hash. States
         that steps wrote among the first `num_last_tokens` tokens become checkpoints. Pages with tokens from
@@ -465,7 +463,7 @@ cdef class RequestPages:
 cdef ForkOutcome fork_locked(
     RequestPages request, RequestPages target, const ForkExtent *extent, int32_t session
 ) noexcept:
-    """Let `target` continue from a request whose pages are all there, in the shard of its first page."""
+    """Let `target` continue from a request whose pages are all there. Copies come from the shard of its first page."""
     cdef Pool *pool = &request.store.pool
     cdef int32_t g, shard = find_first_shard(pool, &request.holding)
     cdef ForkOutcome outcome = SHORT_OF_MEMORY
@@ -481,7 +479,7 @@ cdef ForkOutcome fork_locked(
 
 
 cdef Contents contents_in(RequestPages request, HashChain chain, int32_t context) noexcept:
-    """Return `contents_of` a request that holds pages."""
+    """Return `contents_of` for a request that holds pages."""
     return contents_of(chain, context, request.holding.session)
 
 
@@ -545,7 +543,7 @@ cdef Outcome allocate_locked(RequestPages request, Step *step, HashChain chain, 
 
 
 cdef void settle_before(RequestPages request, const Step *step, const Contents *contents, bint is_past_skip) noexcept:
-    """Go back to the computed tokens, cache what is final before the step, and skip what the step does not read."""
+    """Go back to the computed tokens, cache final states and pages, and skip pages that the step does not read."""
     cdef Pool *pool = &request.store.pool
     cdef int64_t num_cached_first = min(step.num_cached_first, request.limits.num_room)
     cdef Py_ssize_t g
@@ -634,7 +632,7 @@ cdef int cache_computed(RequestPages request, HashChain chain, Step *step, bint 
 cdef void cache_checked(
     RequestPages request, const Step *step, const Contents *contents, bint is_external, bint is_failed
 ) noexcept:
-    """Do `cache_computed` once no page has another entry."""
+    """Do the work of `cache_computed` after the check that no page is cached under another hash."""
     cdef Pool *pool = &request.store.pool
     cdef Holding *holding = &request.holding
     cdef int32_t num_tokens = <int32_t>min(step.num_to_cache, <int64_t>MAX_TOKENS)
@@ -651,15 +649,15 @@ cdef void cache_checked(
 
 
 cdef void end_writes(RequestPages request, const Contents *contents, int64_t num_final, int64_t num_computed) noexcept:
-    """Cache the states written among final tokens, and drop those behind the computed ones."""
+    """Cache the states written within `num_final` tokens, and drop the writes behind `num_computed` tokens."""
     cache_writes(&request.store.pool, &request.holding, &request.writes, contents, num_final, UNKNOWN)
     assert 0 <= request.writes.num_taken <= request.writes.num <= request.writes.capacity
     drop_behind(&request.store.pool, &request.writes, 0, num_computed)
 
 
 cdef void rewind(RequestPages request, int64_t num_computed) noexcept:
-    """Let pages be cached again if their tokens are computed again and they have lost their entries. After a failed load, for
-    example, `PagePool.evict_pages` drops these.
+    """Let pages be cached again if their tokens are computed again and they have lost their entries. `PagePool.evict_pages`
+    drops entries after a failed load, for example.
     """
     cdef Holding *holding = &request.holding
     cdef Py_ssize_t g
@@ -692,7 +690,7 @@ cdef int refuse_hits(RequestPages request, tuple hits, HashChain chain) except -
             break
     if flaw == UNTOUCHABLE:
         request.store.refuse_touch(ids.ids[i])
-    page = "a page"  # none is wrong any more
+    page = "a page"  # no hit is wrong any more
     if flaw < 0:
         page = f"{request.store.shown_page(ids[i])} (at {i} of group {group.id})"
     raise PageHashError(

@@ -22,32 +22,32 @@ cdef enum Outcome:
 
 cdef struct Step:             # the next tokens of a request, counted from its first one on
     int64_t num_computed      # tokens computed before the step
-    int64_t num_held          # the same with hits
-    int64_t num_before        # the same with tokens from elsewhere, which bring the state at their end alone
-    int64_t num_tokens        # the same with new tokens
+    int64_t num_held          # these and hits
+    int64_t num_before        # these and tokens from elsewhere, which come with no state but the one at their end
+    int64_t num_tokens        # these and new tokens
     int64_t num_known         # known tokens
-    int64_t num_keyed         # known tokens whose keys, which may depend on tokens behind them, are known
+    int64_t num_keyed         # known tokens whose keys are known, too: a key may depend on tokens behind it
     int64_t num_to_cache      # tokens whose full pages are cached; 0: none
-    int64_t num_final         # computed tokens whose keys, if pages are cached, are known: windows may leave their pages
+    int64_t num_final         # computed tokens whose pages windows may leave; if pages are cached, their keys are known
     int64_t num_cached_first  # tokens whose full pages are cached before windows leave them
     int64_t num_hashed        # tokens whose hashes the step needs
     bint is_new               # the request had no pages before, not even skipped ones
     bint may_overwrite        # tokens may be written to pages that are cached for others
-    bint may_be_too_large     # a request that can never fit is TOO_FEW, not TOO_LARGE
+    bint may_be_too_large     # the outcome for a request that can never fit is TOO_FEW, not TOO_LARGE
     int32_t context           # see `Origin`
     int32_t session           # session of a request without pages, see `PageSessions.hold`
-    int32_t num_shards        # new pages come from the shard of the request's other pages, if one has these; 0: from any
+    int32_t num_shards        # shards of the pool, if new pages are to come from the shard with all other pages; 0: from any
     Demand demand
-    int64_t num_changes       # `count_changes` at the refusal for want of pages
+    int64_t num_changes       # `count_changes` when too few pages were free
     int32_t wrong_page        # page for which the step was refused
     Py_ssize_t wrong_at       # place of that page in its group
     Py_ssize_t wrong_num      # pages of that group; for TOO_LARGE the pages needed
-    int32_t wrong_shard       # shard that is too small; -1: the pool is
+    int32_t wrong_shard       # queue of the shard or bank that is too small
 
 
 cdef inline void begin_step(Step *step, int64_t hash_lookahead, bint caches_computed) noexcept nogil:
-    """Derive which tokens of a counted step are cached, and up to which ones windows leave pages. With `caches_computed` tokens
-    are cached once they are computed, not when they get slots.
+    """Derive from a step's counts which tokens are cached, and up to which token windows leave pages. With `caches_computed`
+    tokens are cached once they are computed, not when they get slots.
     """
     assert 0 <= step.num_computed <= step.num_held <= step.num_before <= step.num_tokens and step.num_known >= 0
     step.num_keyed = max(<int64_t>0, step.num_known - hash_lookahead)
@@ -174,8 +174,8 @@ cdef inline Outcome check(
 cdef inline int32_t find_common_shard(
     const Pool *pool, const Holding *holding, const Demand *demand, int32_t hinted
 ) noexcept nogil:
-    """Return the shard that has all pages, or all hits; -1 if several have some, and the hinted one if there are none.
-    O(pages).
+    """Return the shard that has all hits of a demand or, without hits, all pages of a holding; -1 if several shards have some,
+    `hinted` if there are none. O(pages).
     """
     cdef const int32_t *ids
     cdef int32_t shard = -1
@@ -263,7 +263,7 @@ cdef inline bint make_room(const Holding *target, const Holding *source) noexcep
 
 
 cdef inline Checkpoint _checkpoint_of(const Step *step) noexcept nogil:
-    """Return the template of a step's checkpoints, whose pages leave the reserved ones free."""
+    """Return the template for a step's checkpoints, which leave the reserved pages free."""
     cdef Checkpoint checkpoint
     memset(&checkpoint, 0, sizeof(Checkpoint))
     checkpoint.shard = step.demand.shard
@@ -274,7 +274,7 @@ cdef inline Checkpoint _checkpoint_of(const Step *step) noexcept nogil:
 cdef inline void plan_writes(
     Pool *pool, const Holding *holding, WriteList *writes, const Step *step, const Contents *contents
 ) noexcept nogil:
-    """Note the writes of a step, one for each boundary among the known tokens that it computes, if states are kept.
+    """Note the writes of a step if states are kept, for each boundary in the known tokens that it computes.
     O(boundaries x groups).
     """
     cdef const Group *group

@@ -1,4 +1,4 @@
-# Tokens were not computed after all, or are computed again. They are written to pages that nobody else holds.
+# Holders go back: tokens were not computed after all, or are computed again, and written to pages that nobody else holds.
 
 from libc.stdint cimport int32_t, int64_t
 
@@ -7,8 +7,8 @@ from pagepool.core.pool cimport find, uncache, uncache_everywhere, uncache_in_ti
 
 
 cdef inline void _forget_page(Pool *pool, int32_t page_id, const Digest *digest, int32_t group) noexcept nogil:
-    """Drop the entry of a page. The null page stands for a skipped page or a checkpoint: with it all pages with the digest lose
-    their entry, in the tier too.
+    """Drop the entry of a page. The null page stands for a skipped page or a checkpoint: then all pages with the digest lose
+    their entries, in the tier too.
     """
     if page_id == NULL_PAGE and digest != NULL:
         page_id = find(pool, digest[0], group)
@@ -21,7 +21,7 @@ cdef inline void _forget_page(Pool *pool, int32_t page_id, const Digest *digest,
 
 
 cdef inline int32_t count_once_cached(const Holding *holding, Py_ssize_t g) noexcept nogil:
-    """Count the leading pages or checkpoints of a group that may have prefix entries, those of tokens set back included."""
+    """Count the leading pages or checkpoints of a group that may have prefix entries, also those of tokens set back."""
     cdef const Group *group = &holding.groups[g]
     cdef const Held *held = &holding.held[g]
     cdef int32_t num = full_entries(&group.rules, holding.num_once_cached)
@@ -31,7 +31,7 @@ cdef inline int32_t count_once_cached(const Holding *holding, Py_ssize_t g) noex
 
 
 cdef inline bint _is_checkpoint(const Holding *holding, int64_t num_tokens) noexcept nogil:
-    """Whether the holder keeps its state after some tokens."""
+    """Whether the holder keeps its state after `num_tokens` tokens."""
     return writes_states(holding) and find_next_boundary(holding.boundaries, <int32_t>(num_tokens - 1)) == num_tokens
 
 
@@ -80,7 +80,7 @@ cdef inline void give_back_from(
 
 
 cdef inline void give_back_behind(Pool *pool, const Holding *holding, int32_t num_tokens) noexcept nogil:
-    """Give back the pages that come after those of `num_tokens` tokens, group by group."""
+    """Give back the pages behind the pages of `num_tokens` tokens, group by group."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
         give_back_from(
@@ -91,8 +91,8 @@ cdef inline void give_back_behind(Pool *pool, const Holding *holding, int32_t nu
 cdef inline int32_t _count_kept(
     const Pool *pool, const Group *group, const Held *held, int32_t num_computed, int32_t num_tokens
 ) noexcept nogil:
-    """Count the leading pages that a holder of `num_tokens` tokens can keep, if it writes to those from `num_computed` on. They
-    end before the first page with other holders to which it would write.
+    """Count the leading pages that a holder of `num_tokens` tokens can keep if it writes the tokens from `num_computed` on: the
+    pages before the first one with other holders to which it would write.
     """
     cdef int32_t page, num_pages = <int32_t>pages_for(&group.rules, num_tokens)
     for page in range(full_pages(&group.rules, num_computed), min(num_pages, held.num_pages)):
@@ -103,8 +103,8 @@ cdef inline int32_t _count_kept(
 
 cdef inline int32_t find_restart(const Pool *pool, const Holding *holding, int32_t most, int32_t changed) noexcept nogil:
     """Count the leading tokens, at most `most`, that can stay computed, if the holder writes to the slots from `changed` on. In
-    each group they end where a page starts, or within one that nobody else holds. O(groups) for each time that a group shortens
-    them.
+    each group these tokens end where a page starts, or within a page that nobody else holds. O(groups) for each time that a
+    group shortens them.
     """
     cdef const Group *group
     cdef Py_ssize_t g
@@ -121,8 +121,8 @@ cdef inline int32_t find_restart(const Pool *pool, const Holding *holding, int32
 
 
 cdef inline bint can_restart(const Pool *pool, const Holding *holding, int32_t restart, int32_t num_tokens) noexcept nogil:
-    """Whether a holder of `num_tokens` tokens can compute those from `restart` on. The pages that these attend to or are
-    written to must be there, and pages to be given back must be held.
+    """Whether a holder of `num_tokens` tokens can compute the tokens from `restart` on. Pages that these tokens attend to or
+    are written to must be there, and pages to be given back must be held.
     """
     cdef const Group *group
     cdef const Held *held
@@ -139,9 +139,9 @@ cdef inline bint can_restart(const Pool *pool, const Holding *holding, int32_t r
 cdef inline void restart_from(
     Pool *pool, const Holding *holding, int32_t restart, int32_t changed, int32_t num_tokens
 ) noexcept nogil:
-    """Let a holder of `num_tokens` tokens compute those from `restart` on again, after `can_restart`, and write to the slots
-    from `changed` on. It gives back the pages behind its tokens, and all pages from the first one with other holders to which
-    it would write, the last first. Changed pages lose their entries if nobody else holds them.
+    """Let a holder of `num_tokens` tokens compute the tokens from `restart` on again, after `can_restart`, and write to the
+    slots from `changed` on. It gives back, the last first, the pages behind its tokens, and all pages from the first one with
+    other holders to which it would write. Changed pages lose their entries if nobody else holds them.
     """
     cdef const Group *group
     cdef Held *held

@@ -8,7 +8,7 @@ from pagepool.core.pool cimport NO_GROUP
 cdef struct Rules:            # numbers of tokens
     int32_t page_size         # MAX_TOKENS: a state, which has one page
     int32_t window            # tokens that a token attends to, itself included; 0: no sliding window
-    int32_t chunk             # tokens that attend to each other; 0: not chunked
+    int32_t chunk             # tokens of a chunk, which attend only to each other; 0: not chunked
     int32_t hit_tokens        # hits are multiples of it; 0: any length
     int32_t entry_size        # tokens between prefix entries: page_size, or the interval of a state's checkpoints
 
@@ -20,7 +20,7 @@ cdef struct Group:            # layers that need the same pages
     const Group *next_alike   # next group of the same kind, in `CacheGroups`
     int32_t num_read_behind   # tokens behind a hit that its look-up reads and drops, with eagle
     int32_t end_step          # another request can resume at multiples of this many tokens; 0: no pages are held for that
-    int32_t num_dropped       # least number of computed tokens behind such an end, with eagle
+    int32_t num_dropped       # least number of computed tokens behind such a multiple, with eagle
     int32_t num_step_pages    # pages of `end_step` tokens
     int32_t num_run_pages     # pages of a window that a hit needs
 
@@ -35,7 +35,7 @@ cdef inline bint has_window(const Rules *rules) noexcept nogil:
 
 
 cdef inline int64_t pages_for(const Rules *rules, int64_t num_tokens) noexcept nogil:
-    """Count the pages of tokens, skipped ones included."""
+    """Count the pages of `num_tokens` tokens, skipped pages included."""
     if num_tokens <= MAX_TOKENS:  # a 32-bit division is faster
         return (<uint32_t>num_tokens + <uint32_t>rules.page_size - 1) // <uint32_t>rules.page_size
     return 1 if is_state(rules) else (num_tokens + rules.page_size - 1) // rules.page_size
@@ -77,8 +77,8 @@ cdef inline int32_t first_useful_page(const Rules *rules, int32_t num_computed, 
 
 
 cdef inline int32_t first_held_page(const Group *group, int32_t num_computed, int32_t num_cached) noexcept nogil:
-    """Return the first page that a holder of `num_computed` computed tokens keeps. Its next tokens attend to the page, or a
-    request does that goes on where this one may end. That end is a multiple of all page sizes, so its window may begin earlier.
+    """Return the first page that a holder of `num_computed` computed tokens keeps: its next tokens attend to it, or a request
+    needs it to resume where this one may end. Such an end is a multiple of all page sizes, so its window may begin earlier.
     """
     cdef const Rules *rules = &group.rules
     cdef int32_t num = max(0, num_computed - group.num_dropped)

@@ -1,7 +1,7 @@
 # Pages that no further token attends to are skipped: they are given back, and the null page takes their place. If windows stay
 # cached at boundaries, a holder delays this for pages with which another request could resume if this one ended now. A skipped
-# page with which a request can resume at a boundary is flagged `KEPT`. Any other one is worthless, and discarded unless it has
-# other holders; each of these decides again when it skips the page.
+# page with which a request can resume at a boundary is flagged `KEPT`. Any other skipped page is worthless, and discarded
+# unless it has other holders; each holder decides again when it skips the page.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
@@ -86,9 +86,9 @@ cdef inline bint _is_ranked(const Pool *pool, const Group *group) noexcept nogil
 
 
 cdef inline uint32_t _find_known_part(const Pool *pool, const Holding *holding) noexcept nogil:
-    """Return the part of the policy for all pages of a request that continues one seen before; BLANK: it is new. The policy
-    knew the keys of most of its pages, so the pages that it computed are as likely to be used again, above all the windows at
-    its end.
+    """Return the policy's part for all pages of a request that continues an earlier one; BLANK: the request is new. The policy
+    knew the keys of most of its pages, so the pages that the request computed are as likely to be used again, above all the
+    windows at its end.
     """
     cdef const Held *held
     cdef int64_t num_known
@@ -120,8 +120,8 @@ cdef inline int32_t _keep_needed(
 
 
 cdef inline void _skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int32_t stop) noexcept nogil:
-    """Give back the pages of a group before place `stop`, the last first. There is at least one. A policy counts them as one
-    call.
+    """Give back the pages of a group before place `stop`, at least one, the last first. A policy counts the release of all
+    as one call.
     """
     cdef Held *held = &holding.held[g]
     cdef bint is_ranked = _is_ranked(pool, &holding.groups[g])
@@ -197,14 +197,14 @@ cdef inline int32_t _find_last_resumption(const Holding *holding, int64_t num_co
 cdef inline bint _is_end_worth(const Holding *holding, int32_t end) noexcept nogil:
     """Whether the windows before the computed end should stay cached. They must be whole, and one of these must hold: the end
     is in the prompt; the windows have no more pages behind the prompt than the answer has in the longest group; or they have no
-    fewer pages than the prompt has there, as in a short chat.
+    fewer pages than the prompt has in that group, as in a short chat.
     """
     cdef Boundaries *boundaries = holding.boundaries
     cdef const Group *group
     cdef const Group *longest = &holding.groups[_find_longest_group(holding)]
     cdef Py_ssize_t g
     cdef int32_t place, first, start, num_pages = 0, num_new_pages = 0
-    cdef int32_t num_prompt = max(0, boundaries.num_prompt - boundaries.num_dropped)  # dropped as at `end`
+    cdef int32_t num_prompt = max(0, boundaries.num_prompt - boundaries.num_dropped)  # less dropped tokens, as `end` is
     for g in range(holding.num_groups):
         group = &holding.groups[g]
         if not has_window(&group.rules):
@@ -226,7 +226,7 @@ cdef inline bint _is_end_worth(const Holding *holding, int32_t end) noexcept nog
 
 
 cdef inline void rate_pages(Pool *pool, const Holding *holding, int64_t num_computed) noexcept nogil:
-    """Decide which pages stay cached, and in which part of the policy, before all are given back with `num_computed` tokens."""
+    """Decide which pages stay cached, and in which part of the policy, before a holder of `num_computed` tokens ends."""
     cdef const Held *held
     cdef Py_ssize_t g
     cdef int32_t place
@@ -242,7 +242,7 @@ cdef inline void rate_pages(Pool *pool, const Holding *holding, int64_t num_comp
 
 
 cdef inline void _keep_windows(Pool *pool, const Holding *holding, int64_t num_computed) noexcept nogil:
-    """Keep the pages with which a request can resume."""
+    """Keep the pages of windows and chunks with which a request can resume at a boundary, or at the computed end."""
     cdef Boundaries boundaries = holding.boundaries[0]
     cdef Py_ssize_t g
     cdef int32_t end = _find_last_resumption(holding, num_computed)

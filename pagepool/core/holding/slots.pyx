@@ -35,7 +35,7 @@ cdef int64_t require_count(str name, object value, int64_t least) except -1:
 
 
 cdef inline int64_t checked_count(str name, object value, int64_t least) except -1:
-    """Do `require_count`, at once for most values."""
+    """Do the work of `require_count`, by a short way for most values."""
     cdef int64_t count
     return count if is_count(value, &count) and count >= least else require_count(name, value, least)
 
@@ -52,14 +52,14 @@ cdef int64_t count_known(object request) except -1:
 @cython.auto_pickle(False)
 cdef class SlotAllocator:
     """The native half of `CacheManager`. It calls nothing of the façade's half: a `RequestRegistry` hashes tokens that are not
-    in a list, with extra keys, or by a callable, and names their pages.
+    in a list, have extra keys, or are hashed by a callable, and names their pages.
     """
 
     cdef RequestMaps maps           # the requests
     cdef object registry            # the same object, where its Python methods are called
     cdef PageStore store
     cdef CacheGroups groups
-    cdef dict held                  # the registry's own; so is the next one
+    cdef dict held                  # the registry's own dict, as is the next
     cdef dict hashes
     cdef readonly tuple _no_ids
     cdef int64_t max_num_tokens
@@ -93,7 +93,7 @@ cdef class SlotAllocator:
 
     @cython.final
     cdef inline bint caches_nothing(self, object delay_cache_pages) except -1:
-        """Whether a call caches no pages, so that its tokens may be written to cached ones."""
+        """Whether a call caches no pages, so that its tokens may be written to cached pages."""
         cdef bint is_delayed = delay_cache_pages is not False and require_flag("delay_cache_pages", delay_cache_pages)
         return not self.enables_caching or (is_delayed and not self.caches_computed)
 
@@ -133,7 +133,7 @@ cdef class SlotAllocator:
 
         ArgumentError, and no change, for 0 new tokens, for more tokens than `max_model_len`, for hits that are counted among
         the new tokens too, and for computed tokens that cannot be: beyond the hits of a request that holds nothing (a preempted
-        request starts at 0 again), or beyond the slots of one that does. MovesDueError, and no change, while moves of its
+        request starts at 0 again), or beyond the slots of one with pages. MovesDueError, and no change, while moves of its
         pages, or states that its step writes, are due. The state of a state group cannot go back: free a request whose
         ``num_computed_tokens`` decreases, or restore its state. One native transaction; if nothing is due, the manager's lock
         is not taken. Amortised O(new pages).
@@ -227,7 +227,7 @@ cdef class SlotAllocator:
         cdef PageIds tokens = None
         cdef object pages
         step.is_new = held is None
-        if not step.is_new and held.owner is not request:  # of another thread, since the first check
+        if not step.is_new and held.owner is not request:  # another thread's, since the first check
             self.maps.find_held(request)
         self.check_computed(request_id, step, hits, held)
         if step.is_new and has_hits and not self.maps.trusts_requests:
@@ -258,9 +258,7 @@ cdef class SlotAllocator:
         return pages
 
     cdef RequestPages start(self, object request, RequestHashes hashes, const Step *step):
-        """Return the pages of a new request, none, with the numbers of tokens at which other requests can resume where this one
-        was.
-        """
+        """Return the `RequestPages`, still empty, of a new request, with the boundaries at which other requests can resume."""
         cdef RequestPages held = RequestPages.__new__(RequestPages, self.store, self.groups, self.max_num_tokens, request)
         cdef int64_t junction = 0
         if held.holding.boundaries != NULL or self.has_state:
@@ -305,7 +303,7 @@ cdef class SlotAllocator:
         return 0
 
     cdef int cut_replaced(self, RequestHashes hashes, RequestPages held, int64_t num_computed) except -1:
-        """Forget the hashes of tokens that may have been replaced: the request was set back, before tokens of its look-up."""
+        """Forget the hashes of tokens that may have been replaced: the request was set back into the tokens of its look-up."""
         cdef int64_t num_sure = max(<int64_t>0, num_computed - self.hash_lookahead) // self.hash_page_size
         assert 0 <= num_sure and num_computed < held.num_looked_up
         if hashes is not None and hashes.chain.num > num_sure:
@@ -411,7 +409,7 @@ cdef class SlotAllocator:
         return hits
 
     cdef int64_t count_most_hit_tokens(self, tuple hits) except -1:
-        """Count the tokens of the group whose hits reach furthest."""
+        """Count the hit tokens of the group whose hits reach furthest."""
         cdef Py_ssize_t g
         cdef int64_t num_tokens = 0
         for g in range(self.groups.num):
@@ -457,7 +455,7 @@ cdef class SlotAllocator:
         return 0
 
     cdef int check_known(self, object request_id, const Step *step, int64_t num_known) except -1:
-        """Raise ArgumentError for hits that are counted twice: behind them the new tokens are the whole request again."""
+        """Raise ArgumentError for hits that are counted twice: the tokens behind them are as many as the whole request has."""
         if step.num_tokens - step.num_held >= num_known:
             raise ArgumentError(
                 f"request {shown(request_id)}: got {step.num_tokens - step.num_held} tokens behind {step.num_held} hit ones, "
@@ -491,7 +489,7 @@ cdef class SlotAllocator:
         return 0
 
     cdef int keep_refusal(self, RequestHashes hashes, RequestPages held, tuple hits, const Step *step) except -1:
-        """Remember the hits of a refused request. If its hashes were cut since the look-up, the refusal before has them."""
+        """Remember the hits of a refused request, unless hashes of its look-up were cut since and are missing now."""
         cdef RefusedRequest refusal
         assert 0 < step.demand.num_taken and step.wrong_page == NULL_PAGE
         if self.on_too_large is not None:

@@ -3,9 +3,9 @@
 #
 # A request or row takes the pages as a step is planned, and notes a `StateWrite` for each. A write is due until the engine
 # takes the list; until then its holder gets no slots. The page gets its prefix entry when the next step is planned, if its
-# tokens are final. So whoever hits the entry runs behind the step that writes the page. If the holder ends, pages written by
-# its counted steps are cached, and the others given back, as they are if it goes back. A step in flight may still write to such
-# a page, before the step of its next holder.
+# tokens are final. So any hit of the entry runs behind the step that writes the page. If the holder ends, pages written
+# by its counted steps are cached, and all others given back; if it goes back, pages behind its tokens are given back. A step
+# in flight may still write to such a page, before the step of the page's next holder.
 #
 # Always: the page of a write has one reference, no entry, and no other write. Its row is admitted, or its request holds pages.
 
@@ -24,17 +24,17 @@ cdef struct StateWrite:
     int32_t num_tokens        # leading tokens that the state has seen
 
 cdef struct WriteList:
-    StateWrite *items         # [num], and room for `capacity`; those that were taken come first
+    StateWrite *items         # [num], and room for `capacity`; taken writes come first
     Py_ssize_t num
     Py_ssize_t num_taken
     Py_ssize_t capacity
-    int64_t number            # number of the list that is due; it moves as the list is taken
+    int64_t number            # number of the list that is due; it grows by 1 when the list is taken
 
-cdef struct Checkpoint:       # states to write after some tokens of a request or row
+cdef struct Checkpoint:       # the states of a request or row to write after `num_tokens` tokens
     int32_t row
     int32_t num_tokens
     int32_t shard
-    const Contents *contents  # with the digests of these tokens; NULL: they are not known
+    const Contents *contents  # with the digests of these tokens; NULL: the digests are not known
     Py_ssize_t[MAX_BANKS] num_reserved_in  # pages to leave free in each bank
 
 
@@ -62,8 +62,8 @@ cdef inline bint pop_final(
     const Pool *pool, const Holding *holding, WriteList *writes, Py_ssize_t *at, int32_t row, int64_t num_final,
     StateWrite *write
 ) noexcept nogil:
-    """Remove the next write, from index `at` on, that was taken and whose tokens are final: of a row, or of a request, whose
-    row is 0. False if there is none. O(writes).
+    """Move the next write of a row (0: of a request), from index `at` on, that was taken and whose tokens are final, to
+    `write`. False if there is none. O(writes).
     """
     while at[0] < writes.num_taken:
         write[0] = writes.items[at[0]]
@@ -75,7 +75,7 @@ cdef inline bint pop_final(
 
 
 cdef inline void exchange_writes(WriteList *writes, Py_ssize_t first, Py_ssize_t second) noexcept nogil:
-    """Give the writes of two rows to each other."""
+    """Exchange the writes of two rows."""
     cdef StateWrite *write
     cdef Py_ssize_t i
     for i in range(writes.num):
@@ -96,7 +96,7 @@ cdef inline bint is_checkpoint_cached(
 cdef inline bint _has_pages_for(
     const Pool *pool, const Holding *holding, WriteList *writes, const Checkpoint *checkpoint
 ) noexcept nogil:
-    """Whether a page is free for each state, beside the reserved ones, and there is memory for the writes."""
+    """Whether a page is free for each state, besides the reserved pages, and there is memory for the writes."""
     cdef Py_ssize_t[MAX_BANKS] num_states_in
     cdef const Group *group
     cdef Py_ssize_t g
@@ -157,7 +157,7 @@ cdef inline Py_ssize_t write_checkpoint(
 cdef inline bint cache_written(
     Pool *pool, const Group *group, const StateWrite *write, const Contents *contents, int32_t shard
 ) noexcept nogil:
-    """Cache the page of a write, unless an equal checkpoint is cached; return whether it was."""
+    """Cache the page of a write and return True, or return False if an equal checkpoint is cached."""
     assert pool.pages[write.page_id].group == NO_GROUP and pool.pages[write.page_id].ref_cnt > 0
     if is_checkpoint_cached(pool, group, contents, write.num_tokens, shard):
         return False
@@ -174,7 +174,7 @@ cdef inline void give_back_written(Pool *pool, int32_t page_id, int32_t term) no
 
 
 cdef inline Py_ssize_t drop_behind(Pool *pool, WriteList *writes, int32_t row, int64_t num_tokens) noexcept nogil:
-    """Drop the writes of a row, or 0 for a request, behind its first `num_tokens` tokens, the last first. Return their number.
+    """Drop the writes of a row (0: of a request) behind its first `num_tokens` tokens, the last first. Return their number.
     O(writes).
     """
     cdef Py_ssize_t i, num = 0
