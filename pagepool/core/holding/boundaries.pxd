@@ -20,7 +20,7 @@ cdef struct Boundaries:       # numbers of tokens
     int32_t num_prompt        # tokens known at admission
     int32_t multiple          # hits are multiples of it; 0: all pages of windows and chunks stay cached
     int32_t slack             # a request can also resume up to this many tokens before a boundary; see `begin_boundaries`
-    int32_t interval          # requests that share a multiple of it in the prompt resume there, without slack; 0: they do not
+    int32_t interval          # requests can share prompt prefixes of its multiples and resume there without slack; 0: no
     int32_t num_dropped       # least number of shared tokens that are computed again, with eagle or a lookahead
     int32_t hash_lookahead    # tokens behind a cached page that a request has to share, too, for the page to hit
     int32_t num_uncertain     # further dropped tokens with eagle, if a request has hardly any tokens but the shared ones

@@ -111,8 +111,8 @@ cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_s
 cdef Py_ssize_t shorten(
     Pool *pool, const Query *query, const Group *kind, Py_ssize_t num_hashes, bint is_recheck
 ) noexcept nogil:
-    """Return the length in hashes, at most `num_hashes`, of the longest prefix that hits in all groups of a kind. From
-    the second round on it `is_recheck`, and no further page is dropped for eagle.
+    """Return the length in hashes, at most `num_hashes`, of the longest prefix that hits in all groups of a kind. With
+    `is_recheck`, from the second round on, no further page is dropped for eagle.
     """
     cdef bint drops = query.kinds.use_eagle and not is_recheck
     cdef Py_ssize_t need, num_pages = num_hashes // kind.stride
@@ -474,8 +474,8 @@ cdef class RefusedRequest:
         return True
 
     cdef bint is_short(self, Pool *pool, int64_t num_pages, Py_ssize_t num_reserved) noexcept:
-        """Whether too few pages are free for `num_pages` pages, hits included, once `finds_hits` was True. False in a pool of
-        several banks: a refusal has no numbers of each bank. O(1).
+        """Whether too few pages are free for `num_pages` pages, hits included, after `finds_hits` was True. False in a pool of
+        several banks, since a refusal has no numbers by bank. O(1).
         """
         if pool.num_banks > 1:
             return False
