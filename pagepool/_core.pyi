@@ -1096,11 +1096,11 @@ class PrefixTable:
         removals may be lost; this ends when the worker clears everything or is removed. O(1).
         """
     def remove_worker(self, worker: int) -> None:
-        """Forget all blocks of a worker. O(blocks that it got since it last had none)."""
+        """Forget all blocks of a worker. O(blocks that the worker gained since it last had none)."""
     def clear(self) -> None:
         """Forget all blocks and groups, and free their memory. Workers keep their numbers."""
     def list_blocks(self, worker: int, medium: str = "GPU", group: int = 0) -> npt.NDArray[np.uint64]:
-        """Return the hashes of a worker's blocks in a medium and a cache group: uint64, in any order. O(blocks of all)."""
+        """Return the hashes of a worker's blocks in a medium and a cache group: uint64, in any order. O(all blocks)."""
     def stats(self) -> _PrefixStats:
         """Return ``blocks`` (entries of all groups), ``held`` (a list of the blocks of each worker), ``bytes`` of memory, and
         ``num_skipped``.

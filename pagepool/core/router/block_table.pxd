@@ -19,7 +19,7 @@ cdef enum:
     FETCH_AHEAD = 8           # hashes between a prefetch and its use
     BLOCKS_PER_DUPLICATE = 32  # blocks per spare slot for duplicates
     MIN_GAINED = 64           # least capacity of a list of gained blocks
-    ENTRIES_PER_GAINED = 2048  # entries of a space per further gained block
+    ENTRIES_PER_GAINED = 2048  # entries of a space per gained block listed beyond `MIN_GAINED`
 
 cdef struct Medium:
     char[MAX_MEDIUM_SIZE] name
@@ -34,21 +34,21 @@ cdef struct GainedBlock:      # current or earlier block of a worker
     uint32_t entry
 
 cdef struct Worker:
-    DuplicateTable *left_out  # copies of blocks that have no place, by `_left_out_key`; NULL: none
+    DuplicateTable *left_out  # numbers of copies of blocks left out, by `_left_out_key`; NULL: none
     int64_t num_skipped       # events left out, wholly or in part
     int64_t num_bits
     int64_t num_duplicates    # bits with duplicates
     bint is_lossy             # batches were lost, so duplicates are not counted
-    bint is_incomplete        # `gained` was too short for all of them
-    GainedBlock *gained       # [num_gained] blocks gained since it last had none
+    bint is_incomplete        # `gained` lacks blocks: there were too many, or memory was short
+    GainedBlock *gained       # [num_gained] blocks gained since the worker last had none
     Py_ssize_t num_gained
     Py_ssize_t capacity       # blocks for which `gained` has room
 
 cdef struct BlockTable:
     Space[MAX_EVENT_GROUPS] spaces
-    Py_ssize_t num_spaces     # one more than the last known group
+    Py_ssize_t num_spaces     # number of the last known group, plus 1
     Media media
-    int32_t num_words         # words of workers
+    int32_t num_words         # words of bits for all workers, in one medium
     int32_t num_workers       # highest number of a worker with a batch, plus 1
     Told told                 # numbers in pagepool's events that concern all groups
     int32_t page_size         # tokens per hash of a prompt
@@ -132,7 +132,7 @@ cdef inline void _drop_duplicates(
 
 
 cdef inline bint _set_bit(BlockTable *table, const Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
-    """Set the bit of a worker; return False if it was set."""
+    """Set the bit of a worker; return False if it was set already."""
     cdef uint64_t *bits = _bits_at(table, space, entry, plane, worker)
     cdef uint64_t bit = <uint64_t>1 << (worker % WORD)
     assert 0 < entry < space.num_entries and space.stride == 1 + table.media.num * table.num_words
@@ -152,7 +152,7 @@ cdef inline bint _has_bit(
 
 
 cdef inline void _clear_bit(BlockTable *table, Space *space, uint32_t entry, int32_t plane, int32_t worker) noexcept nogil:
-    """Clear the bit of a worker, forget the duplicates, and free an entry without bits."""
+    """Clear the bit of a worker, forget its duplicates of the block, and free the entry if no bits are left."""
     cdef uint64_t *bits = _bits_at(table, space, entry, plane, worker)
     cdef uint64_t bit = <uint64_t>1 << (worker % WORD)
     assert 0 < entry < space.num_entries and space.stride == 1 + table.media.num * table.num_words
@@ -210,7 +210,7 @@ cdef inline void store_blocks(
 cdef inline void remove_blocks(
     BlockTable *table, Space *space, const uint64_t *hashes, Py_ssize_t num, int32_t plane, int32_t worker
 ) noexcept nogil:
-    """Remove one copy of each block from a worker. Prompts are mostly removed from their end."""
+    """Remove one copy of each block from a worker. Prompts are mostly removed from their end: guess the entry before."""
     cdef Py_ssize_t i
     cdef uint32_t entry, last = 0
     for i in range(num):
@@ -231,8 +231,8 @@ cdef inline void _clear_bits(BlockTable *table, Space *space, uint32_t entry, in
 
 
 cdef inline void remove_worker_blocks(BlockTable *table, int32_t worker) noexcept nogil:
-    """Remove all blocks of a worker. O(its blocks) if `gained` lists them all; otherwise O(blocks of all workers), which is a
-    constant for each block that it gained since it last had none.
+    """Remove all blocks of a worker. O(its blocks) if `gained` lists them all; otherwise O(blocks of all workers), at most a
+    constant for each block that the worker gained since it last had none.
     """
     cdef Space *space
     cdef GainedBlock block
@@ -260,7 +260,7 @@ cdef inline void free_left_out(DuplicateTable *left_out) noexcept nogil:
 
 
 cdef inline void forget_left_out(Worker *worker) noexcept nogil:
-    """Forget the blocks of a worker that have no place."""
+    """Forget the blocks of a worker that were left out."""
     free_left_out(worker.left_out)
     worker.left_out = NULL
 
@@ -274,7 +274,7 @@ cdef inline void trim_table(BlockTable *table) noexcept nogil:
 
 
 cdef inline void _set_strides(BlockTable *table) noexcept nogil:
-    """Set the stride of all spaces: the hash, and a word for each medium and 64 workers."""
+    """Set the multiplier and stride of all spaces. An entry has its hash, and a word for each medium and 64 workers."""
     cdef Py_ssize_t g
     for g in range(MAX_EVENT_GROUPS):
         table.spaces[g].stride, table.spaces[g].multiplier = 1 + table.media.num * table.num_words, table.multiplier
@@ -312,7 +312,7 @@ cdef inline bint reshape(BlockTable *table, const Media *media, int32_t num_word
 cdef inline void _copy_entries(
     const BlockTable *table, const Space *space, const BlockTable *shaped, const Space *into
 ) noexcept nogil:
-    """Copy the entries of a space into wider ones."""
+    """Copy the entries of a space into a space with wider entries."""
     cdef const uint64_t *entry
     cdef uint64_t *copied
     cdef uint32_t i
@@ -350,7 +350,7 @@ cdef inline bint add_medium(Media *media, Text name) noexcept nogil:
 
 
 cdef inline bint start_table(BlockTable *table, int32_t page_size, uint64_t multiplier) noexcept nogil:
-    """Make a zeroed table an empty one, with the GPU as its medium; return False if memory is short."""
+    """Initialize a zeroed table, with the GPU as its only medium; return False if memory is short."""
     assert multiplier & 1
     table.multiplier = table.duplicates.multiplier = multiplier
     table.page_size, table.media.num, table.num_words = page_size, 1, 1
@@ -394,7 +394,7 @@ cdef inline void free_table(BlockTable *table) noexcept nogil:
 cdef inline Py_ssize_t copy_hashes(
     const BlockTable *table, Py_ssize_t group, int32_t plane, int32_t worker, uint64_t *hashes
 ) noexcept nogil:
-    """Copy the hashes of a worker's blocks in a medium, and return their number. Both are in the table."""
+    """Copy the hashes of a worker's blocks in a medium, and return their number. The table has the medium and the worker."""
     cdef const Space *space = &table.spaces[group]
     cdef Py_ssize_t num = 0
     cdef uint32_t entry

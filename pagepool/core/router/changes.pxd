@@ -1,7 +1,7 @@
 # Batches of events, applied to the index of a router.
 #
 # A batch is compared with the index, and its memory is reserved, before anything changes. Events that do not fit are left out.
-# If the others could exceed the blocks that a worker may have, the net changes of the batch are computed and applied instead.
+# If the other events could give a worker more blocks than it may have, the net changes of the batch are computed and applied.
 # Always:
 #
 # * Net changes have one `Change` for each block, group and medium in the batch, and a slot for each change.
@@ -22,7 +22,7 @@ cdef struct Change:           # net change of a block
     uint64_t num_before       # copies before the batch
     uint64_t num              # copies after the batch
 
-cdef struct NetChanges:       # net changes of a batch; NULL: not computed
+cdef struct NetChanges:       # net changes of a batch; `items` NULL: not computed
     Change *items             # [num] in the order of the batch
     Py_ssize_t num
     uint32_t *slots           # [num_slots] index in `items` plus 1; 0: empty
@@ -31,16 +31,16 @@ cdef struct NetChanges:       # net changes of a batch; NULL: not computed
 
 
 cdef inline int32_t _trust_of(const Event *event) noexcept nogil:
-    """Return how far an event is trusted to describe its group. Events of other caches beside the pool name no kind, or another
-    medium. On the device a block that no prompt fills comes alone, so several blocks have the size of their group.
+    """Return how far an event is trusted to describe its group. Events of caches besides the pool name no kind, or another
+    medium. On the device, a block that no prompt fills has an event of its own, so several blocks have their group's size.
     """
     cdef bint is_of_pool = is_on_device(event)
     return 4 * event.has_kind + 2 * is_of_pool + (is_of_pool and event.num > 1)
 
 
 cdef inline bint _fits_group(GroupSpec *known, const Event *event, bint has_others) noexcept nogil:
-    """Whether the index has a place for a stored event in a group. Learn the spec of the group. `has_others` says that other
-    groups are known: only then have prompts blocks that they do not fill.
+    """Whether the index has a place for a stored event in a group. Learn the spec of the group. `has_others`: whether
+    other groups are known; only then are there blocks that prompts do not fill.
     """
     cdef int32_t size = event.spec.block_size, known_size = known.spec.block_size, trust = _trust_of(event)
     cdef bint has_kinds = event.has_kind and known.has_kind
@@ -79,8 +79,8 @@ cdef inline bint _fits_model(
 
 
 cdef inline void settle_groups(const BlockTable *table, EventBatch *batch, int32_t max_groups) noexcept nogil:
-    """Compare the groups of a batch with each other and with the index, leave out what contradicts them, and set the batch's
-    specs. They may change while no worker has blocks.
+    """Compare the groups of a batch with each other and with the index, leave out contradicting events, and set the batch's
+    specs. The spec of a group may change while no worker has blocks of the group.
     """
     cdef const Event *event
     cdef Py_ssize_t i
@@ -133,8 +133,8 @@ cdef inline Py_ssize_t _count_unknown(
 
 
 cdef inline void _settle_media(const BlockTable *table, EventBatch *batch, Media *media) noexcept nogil:
-    """Find the media of the index and the batch, and the medium of each event. Leave out events for which there are too many,
-    or the name is too long. Names are copied now, because another thread may change the payload later.
+    """Find the media of the index and the batch, and the medium of each event. Leave out stored events whose medium is one too
+    many, or has too long a name. Names are copied now, because another thread may change the payload later.
     """
     cdef Event *event
     cdef Py_ssize_t i

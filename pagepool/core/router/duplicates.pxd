@@ -5,7 +5,7 @@
 #
 # * A slot is empty exactly when its key is 0. A taken slot counts one copy or more.
 # * At least a quarter of the slots is empty, so that each search ends.
-# * No slot between a key's home and its own is empty: deletion shifts slots back.
+# * No slot from a key's home to the slot with the key is empty: deletion moves later keys back.
 
 from libc.stdint cimport uint64_t
 
@@ -34,7 +34,7 @@ cdef inline Py_ssize_t _duplicate_behind(const DuplicateTable *table, Py_ssize_t
 
 
 cdef inline Py_ssize_t find_duplicate(const DuplicateTable *table, uint64_t key) noexcept nogil:
-    """Find the slot of a key, or the empty slot that ends the search. There are slots."""
+    """Find the slot of a key, or the empty slot that ends the search. The table has slots."""
     cdef Py_ssize_t slot = _home_of_key(table, key)
     assert key and table.num < table.num_slots
     while table.slots[slot].key not in (0, key):
@@ -43,7 +43,7 @@ cdef inline Py_ssize_t find_duplicate(const DuplicateTable *table, uint64_t key)
 
 
 cdef inline void _empty_duplicate(DuplicateTable *table, Py_ssize_t slot) noexcept nogil:
-    """Empty a slot, and shift back the slots behind it whose search passes it."""
+    """Empty a slot, and move back the later keys whose search passes it."""
     cdef Py_ssize_t home, other = slot
     assert table.num > 0 and table.slots[slot].key
     while True:

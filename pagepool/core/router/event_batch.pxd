@@ -22,7 +22,7 @@ cdef enum EventKind:
     STORED
     REMOVED
     CLEARED
-    LEFT_OUT                  # stored, but the index has no place for it
+    LEFT_OUT                  # a stored event for which the index has no place
 
 cdef enum Field:
     TYPE
@@ -44,7 +44,7 @@ cdef struct Reader:
     const uint8_t *end
     const char *error         # NULL: none
 
-cdef struct Text:             # some bytes of a payload; NULL: None
+cdef struct Text:             # some bytes of a payload; `at` NULL: None
     const uint8_t *at
     Py_ssize_t size
 
@@ -57,7 +57,7 @@ cdef struct GroupSpec:        # description of a group by events
     Spec spec                 # block_size 0: unknown
     bint has_kind             # whether an event said the kind
     bint has_tails            # whether there are shorter blocks: each is the part of a block that a prompt fills
-    int32_t trust             # in these events: see `_trust_of`
+    int32_t trust             # in the events that gave the spec: see `_trust_of`
 
 cdef struct Told:             # numbers in pagepool's events that concern all groups; 0: unknown
     int32_t num_groups
@@ -70,7 +70,7 @@ cdef struct Event:
     Spec spec
     bint has_kind             # whether the event says the kind of its group
     bint is_misfit            # a field has a value that the index cannot use
-    bint is_nowhere           # its group or medium cannot be read
+    bint is_nowhere           # the group or medium cannot be read
     Text medium
     int32_t plane             # number of the medium in the index, set when the batch is applied; -1: none
     Py_ssize_t first          # index of the first hash in the batch
@@ -106,7 +106,7 @@ cdef inline void _fail(Reader *reader, const char *error) noexcept nogil:
 
 
 cdef inline uint64_t _read_number(Reader *reader, int size) noexcept nogil:
-    """Read a big-endian number; 0 if the payload ends before it does."""
+    """Read a big-endian number; 0 if the payload ends within it."""
     cdef uint64_t number = 0
     cdef int i
     assert 0 < size <= 8 and reader.at <= reader.end
@@ -377,7 +377,7 @@ cdef inline void _read_hashes(Reader *reader, EventBatch *batch, Event *event) n
 
 
 cdef inline void _read_spec_kind(Text name, Event *event) noexcept nogil:
-    """Take the kind of a group's attention. Chunks count as full attention, because no event has their size."""
+    """Set the kind of a group's attention, by its name. Chunks count as full attention, because no event has their size."""
     event.has_kind = True
     event.spec.is_state = _is_text(name, "mamba", 5)
     if event.spec.is_state or _is_text(name, "sliding_window", 14) or _is_text(name, "sliding_window_mla", 18):
@@ -464,7 +464,7 @@ cdef inline void _add_event(Reader *reader, EventBatch *batch, Event *event) noe
 
 
 cdef inline bint is_on_device(const Event *event) noexcept nogil:
-    """Whether blocks are in the memory of the GPU, where they also are without a medium."""
+    """Whether an event's blocks are in GPU memory; they are if it names no medium."""
     return event.medium.at == NULL or _is_text(event.medium, "GPU", 3)
 
 

@@ -3,7 +3,7 @@
 # They are left out, but counted, so that their removals can be left out too. Always:
 #
 # * A worker has at most `MAX_LEFT_OUT` of them; further ones are not remembered.
-# * After lost batches a worker has none, because the removals may be among these.
+# * After lost batches a worker has none, because the lost batches may have had their removals.
 
 from libc.stdint cimport int32_t, uint64_t
 
@@ -49,7 +49,7 @@ cdef inline DuplicateTable *_copy_left_out(
 
 
 cdef inline void _leave_out_removals(DuplicateTable *left_out, EventBatch *batch, Event *event) noexcept nogil:
-    """Take the removals of blocks left out from an event."""
+    """Drop from an event the removals of blocks that were left out."""
     cdef uint64_t *hashes = batch.hashes + event.first
     cdef uint64_t key, num
     cdef Py_ssize_t i, num_kept = 0
@@ -79,7 +79,7 @@ cdef inline void _add_left_out(DuplicateTable *left_out, const EventBatch *batch
 cdef inline bint settle_left_out(
     const BlockTable *table, EventBatch *batch, int32_t worker, DuplicateTable **left_out
 ) noexcept nogil:
-    """Find the blocks of a worker that are left out after a batch, and take their removals from it. Return False if memory is
+    """Find the blocks of a worker that are left out after a batch, and drop their removals from it. Return False if memory is
     short. O(batch + blocks left out).
     """
     cdef const Worker *known = &table.workers[worker] if worker < table.num_workers else NULL

@@ -18,8 +18,8 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, EventBatchError, I
 cdef enum:
     NUM_LOCKS = 8             # concurrent readers
     MAX_WORKERS = 1 << 16
-    BYTES_OF_A_PAGE = 64      # bytes of a payload that take as long as a page
-    HASHES_OF_A_PAGE = 2      # hashes for 64 workers that take as long as a page: two threads gain from 2,048 hashes on
+    BYTES_OF_A_PAGE = 64      # bytes of a payload that take as long as work on a page
+    HASHES_OF_A_PAGE = 2      # hashes for 64 workers that take as long as work on a page: two threads gain from 2,048 hashes on
 
 cdef extern from *:
     """
@@ -53,8 +53,8 @@ cdef int view_payload(object payload, Py_buffer *view) except -1:
 
 
 cdef inline void start_reading(Reader *reader, const Py_buffer *view) noexcept:
-    """Set a reader to the start of a payload. It is filled in place: a traced build converts results to Python, and so its NULL
-    error.
+    """Set a reader to the start of a payload. It is filled, not returned: a build that traces lines converts results to Python,
+    and the NULL `error` would crash it.
     """
     reader[0] = Reader(at=<const uint8_t *>view.buf, end=<const uint8_t *>view.buf + view.len, error=NULL)
 
@@ -102,7 +102,7 @@ cdef class PrefixTable:
         raise ArgumentTypeError("a prefix index cannot be pickled")
 
     cdef int require_own(self) except -1:
-        """Raise IntegrityError in another process than that of the index."""
+        """Raise IntegrityError in any process but the one that made the index."""
         return require_process(self.process, "PrefixIndex")
 
     cdef int begin_write(self) except -1:
@@ -216,7 +216,7 @@ cdef class PrefixTable:
         self.end_write()
 
     def remove_worker(self, worker) -> None:
-        """Forget all blocks of a worker. O(blocks that it got since it last had none)."""
+        """Forget all blocks of a worker. O(blocks that the worker gained since it last had none)."""
         cdef int32_t number = <int32_t>size_of(worker, "worker", 0, MAX_WORKERS - 1)
         self.begin_write()
         if number < self.table.num_workers:
@@ -233,7 +233,7 @@ cdef class PrefixTable:
         free_table(&forgotten)
 
     def list_blocks(self, worker, medium="GPU", group=0):
-        """Return the hashes of a worker's blocks in a medium and a cache group: uint64, in any order. O(blocks of all)."""
+        """Return the hashes of a worker's blocks in a medium and a cache group: uint64, in any order. O(all blocks)."""
         cdef int32_t number = <int32_t>size_of(worker, "worker", 0, MAX_WORKERS - 1)
         cdef Py_ssize_t checked_group = size_of(group, "group", 0, MAX_EVENT_GROUPS - 1)
         cdef bytes name = medium_of(medium)
@@ -361,7 +361,7 @@ cdef object as_hash(object block_hash):
 
 
 cdef object hashes_of_chain(HashChain chain):
-    """Return the lower halves of the digests of a chain."""
+    """Return the lower half of each digest in a chain."""
     cdef Py_ssize_t i, num
     cdef uint64_t[::1] copied
     with chain.own_lock()[0]:

@@ -1,10 +1,10 @@
 # The search for a prompt: how much of it each worker has cached.
 #
 # In a group where any number of leading pages is a hit, the search counts the leading pages of each worker: it combines the
-# words of bits page by page, until no worker is left. In other groups it keeps the workers of each page. Groups with equal
+# words of bits page by page, until no worker is left. In other groups it notes which workers have each page. Groups with equal
 # specs are searched as one kind, since with eagle a kind drops one page. Then the search looks for the longest prefix at which
-# all kinds can resume, in the order of `find_longest`. Groups without a block so far are never cached, unless pagepool's events
-# count them. Always:
+# all kinds can resume, in the order of `find_longest`. A group without a block so far is ignored; but if pagepool's events
+# count it in their number of groups, nothing hits. Always:
 #
 # * A kind has either counts of leading hashes or bits. Neither reaches past the hashes of the prompt.
 
@@ -18,7 +18,7 @@ cdef struct Kind:             # cache groups with equal specs
     Spec spec
     Rules rules
     Py_ssize_t stride         # hashes per page
-    Py_ssize_t unit           # hashes between ends of a hit: `stride`, or 1 where prompts end within pages
+    Py_ssize_t unit           # a hit ends at a multiple of this many hashes: `stride`, or 1 with `has_parts`
     Py_ssize_t num_pages      # full pages of the prompt
     int32_t *num_leading      # [workers] leading hashes of each worker; NULL with a window or a state
     uint64_t *bits            # [num_pages * words] workers of each page; NULL without a window or a state
@@ -28,8 +28,8 @@ cdef struct Search:
     Py_ssize_t num_hashes
     uint32_t planes           # a bit for each medium to search
     bint use_eagle            # the last page of a hit is dropped
-    bint has_parts            # prompts hit parts of pages
-    uint64_t *words           # [2 * num_words] bits of workers; the caller frees them, and `counts` behind them
+    bint has_parts            # hits may end within pages
+    uint64_t *words           # [2 * num_words] bits of workers; `counts` follows in this memory, which the caller frees
     int32_t *counts           # [num_words * WORD] hashes of the prefix that each worker has
 
 
@@ -72,7 +72,7 @@ cdef inline void _set_counts(int32_t *counts, uint64_t workers, int32_t first, i
 cdef inline void _count_leading_of(
     const Space *space, const Search *search, Py_ssize_t stride, int32_t *counts, int32_t num_planes, int32_t num_words
 ) noexcept nogil:
-    """Count leading pages, as `_count_leading` does, for numbers that may be constants."""
+    """Count leading pages, as `_count_leading` does; `num_planes` and `num_words` may be constants."""
     cdef uint64_t *holders = search.words
     cdef uint64_t *still = search.words + num_words
     cdef uint64_t left
@@ -112,7 +112,7 @@ cdef inline void _count_leading(
 cdef inline uint32_t _find_holders(
     const BlockTable *table, const Space *space, const Search *search, uint64_t block_hash, uint32_t guess
 ) noexcept nogil:
-    """Find the workers of a block, as `_find_workers` does, into the words of the search."""
+    """Write the workers of a block to the words of the search, and return its entry, as `_find_workers` does."""
     return _find_workers(space, block_hash, guess, search.planes, search.words, table.media.num, table.num_words)
 
 
@@ -122,7 +122,7 @@ cdef inline bint _is_leading(const Spec *spec) noexcept nogil:
 
 
 cdef inline bint _has_parts(const BlockTable *table) noexcept nogil:
-    """Whether hits may end within pages, as in vLLM: where states are kept there, and no window has pages of several hashes."""
+    """Whether hits may end within pages, as in vLLM: if states are kept there, and no window has pages of several hashes."""
     cdef const Space *space
     cdef bint has_parts = False
     for space in table.spaces[:table.num_spaces]:
@@ -135,7 +135,7 @@ cdef inline bint _has_parts(const BlockTable *table) noexcept nogil:
 cdef inline void _count_parts(
     const BlockTable *table, const Space *space, const Search *search, const Kind *kind, int32_t *num_leading
 ) noexcept nogil:
-    """Add the part of the page behind the leading pages of each worker: the longest that it has."""
+    """Add to the leading pages of each worker the longest part of the next page that it has."""
     cdef Py_ssize_t i
     cdef int32_t word, worker
     cdef uint64_t workers
@@ -152,7 +152,7 @@ cdef inline void _count_parts(
 
 
 cdef inline bint _search_leading(const BlockTable *table, const Space *space, const Search *search, Kind *kind) noexcept nogil:
-    """Count the leading hashes of each worker, at most those of other groups of the kind; return False if memory is short."""
+    """Count the leading hashes of each worker, at most those in other groups of the kind; return False if memory is short."""
     cdef int32_t *num_leading = <int32_t *>raw_calloc(table.num_words * WORD, sizeof(int32_t))
     cdef int32_t worker
     if num_leading == NULL:
@@ -170,7 +170,7 @@ cdef inline bint _search_leading(const BlockTable *table, const Space *space, co
 
 
 cdef inline bint _search_pages(const BlockTable *table, const Space *space, const Search *search, Kind *kind) noexcept nogil:
-    """Find the workers of each page that have it in the other groups of the kind, too; return False if memory is short."""
+    """Find the workers that have each page, in this group and in those of the kind before it; False if memory is short."""
     cdef Py_ssize_t page
     cdef int32_t word
     cdef uint32_t entry = 0
@@ -229,8 +229,8 @@ cdef inline Py_ssize_t _shorten_prefix(
 cdef inline Py_ssize_t _find_longest_prefix(
     const Kind *kinds, Py_ssize_t num, int32_t num_words, int32_t worker, const Search *search, Py_ssize_t multiple
 ) noexcept nogil:
-    """Find the longest prefix at which all kinds can resume, in hashes. They shorten it in turn until none does: those with
-    leading pages, then the others.
+    """Find the longest prefix at which all kinds can resume, in hashes. Kinds shorten it in turn until none does: first the
+    kinds with counts of leading hashes, then the others.
     """
     cdef Py_ssize_t i, num_hashes = search.num_hashes - search.num_hashes % multiple, previous = -1
     cdef bint is_leading, is_recheck = False
@@ -249,7 +249,7 @@ cdef inline Py_ssize_t _find_longest_prefix(
 cdef inline Kind *_kind_of(
     const BlockTable *table, const Search *search, const Spec *spec, Kind *kinds, Py_ssize_t *num
 ) noexcept nogil:
-    """Return the kind of a group. A new one has no pages yet."""
+    """Return the kind of a group. A new kind has no counts and no bits yet."""
     cdef Kind *kind = kinds
     while kind < kinds + num[0]:
         if memcmp(&kind.spec, spec, sizeof(Spec)) == 0:
@@ -270,7 +270,7 @@ cdef inline Kind *_kind_of(
 cdef inline Py_ssize_t _hit_multiple(
     const BlockTable *table, const Search *search, const Kind *kinds, Py_ssize_t num
 ) noexcept nogil:
-    """Return the common divisor, in hashes, of the lengths of hits; if it is longer than the prompt, any number above that."""
+    """Return how many hashes divide the length of each hit; if more than the prompt has, any such number."""
     cdef Py_ssize_t i, rest, divisor, multiple = max(1, table.told.hit_tokens // table.page_size)
     for i in range(num):
         divisor, rest = multiple, kinds[i].unit
@@ -281,7 +281,7 @@ cdef inline Py_ssize_t _hit_multiple(
 
 
 cdef inline bint _is_unknown(const BlockTable *table) noexcept nogil:
-    """Whether pagepool's events count a group that has told nothing yet, so that nothing is cached there."""
+    """Whether pagepool's events count a group without a block so far. Then nothing hits."""
     cdef int32_t g
     for g in range(table.told.num_groups):
         if table.spaces[g].known.spec.block_size == 0:

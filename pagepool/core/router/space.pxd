@@ -7,7 +7,7 @@
 # * An entry is free exactly when all of its bits are 0. Free entries form a ring through their first words, closed by entry 0,
 #   which is never taken. The entry freed last is at the end of the ring.
 # * Every other entry has one slot of 8 bytes. At least a quarter of the slots is empty.
-# * No slot between a block's home and its own is empty: deletion shifts slots back.
+# * No slot from a block's home to the slot with the block is empty: deletion moves later blocks back.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
@@ -71,7 +71,7 @@ cdef inline uint32_t _slot_behind(const Space *space, uint32_t slot) noexcept no
 
 
 cdef inline uint32_t _find_slot(const Space *space, uint64_t block_hash, uint32_t tag) noexcept nogil:
-    """Find the slot of a block, or the empty slot that ends the search. There are slots."""
+    """Find the slot of a block, or the empty slot that ends the search. The space has slots."""
     cdef uint32_t slot = _home_of_tag(space, tag)
     assert space.num_blocks < space.num_slots
     while space.slots[slot].entry:
@@ -82,7 +82,7 @@ cdef inline uint32_t _find_slot(const Space *space, uint64_t block_hash, uint32_
 
 
 cdef inline bint _holds_block(const Space *space, uint32_t entry, uint64_t block_hash) noexcept nogil:
-    """Whether an entry is that of a block. The entry may be one past the last."""
+    """Whether an entry belongs to a block. `entry` may be one past the last."""
     cdef const uint64_t *found = entry_at(space, entry)
     return entry < space.num_entries and found[0] == block_hash and not is_free_entry(found, space.stride)
 
@@ -114,7 +114,7 @@ cdef inline void _unlink_free_entry(Space *space, uint32_t entry) noexcept nogil
 
 
 cdef inline uint32_t ensure_entry(Space *space, uint64_t block_hash, uint32_t guess) noexcept nogil:
-    """Return the entry of a block, and first give it `guess` or another free entry if it has none. The caller sets a bit."""
+    """Return the entry of a block. If it has none, it gets `guess` if that is free, else another; the caller sets a bit."""
     cdef uint32_t tag, slot, entry
     if guess and _holds_block(space, guess, block_hash):
         return guess
@@ -134,7 +134,7 @@ cdef inline uint32_t ensure_entry(Space *space, uint64_t block_hash, uint32_t gu
 
 
 cdef inline void _vacate_slot(Space *space, uint32_t slot) noexcept nogil:
-    """Empty a slot, and shift back the slots behind it whose search passes it."""
+    """Empty a slot, and move back the later blocks whose search passes it."""
     cdef uint32_t home, other = slot
     while True:
         other = _slot_behind(space, other)
@@ -162,7 +162,7 @@ cdef inline void drop_entry(Space *space, uint32_t entry) noexcept nogil:
 
 
 cdef inline void _put_slot(Space *space, BlockSlot taken) noexcept nogil:
-    """Give a block without a slot its slot."""
+    """Put a block that has no slot into the first empty one from its home on."""
     cdef uint32_t slot = _home_of_tag(space, taken.tag)
     assert 0 < taken.entry < space.num_entries
     while space.slots[slot].entry:
