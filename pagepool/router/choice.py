@@ -12,7 +12,7 @@ from pagepool.arguments import as_list, require_callable, require_int, require_n
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.router.index import PrefixIndex, require_worker
 
-MAX_CLOCK = 1 << 62  # more than clocks in nanoseconds show
+MAX_CLOCK = 1 << 62  # more than any clock in nanoseconds shows
 
 
 class Route(NamedTuple):
@@ -24,8 +24,8 @@ class Route(NamedTuple):
 
 class PrefixRouter:
     """A router: chooses the worker with the least to compute for a request. A worker's cost is the number of prompt tokens not
-    cached there, plus the uncached tokens of its unfinished requests, counted when they were routed. Of equal workers the one
-    with less unfinished work is chosen, then the first.
+    cached there, plus the uncached tokens of its unfinished requests, counted when they were routed. If costs are equal,
+    the worker with less unfinished work is chosen, then the first.
 
     `workers` are the workers of the index that take requests; `add_worker` and `remove_worker` change them. With
     `max_imbalance` a worker is passed over, whatever it has cached, while its unfinished tokens exceed this multiple of the
@@ -161,7 +161,7 @@ class PrefixRouter:
         return cached
 
     def _list_balanced(self, loads: dict[int, int]) -> list[int]:
-        """List the workers within the limit among those with these loads; if none is, those with the least load."""
+        """List the workers in `loads` that are within `max_imbalance`; if none is, those with the least load."""
         total, least = sum(self._loads.values()), min(loads.values())
         balanced = [worker for worker, load in loads.items() if load * len(self._loads) <= self._max_imbalance * total]
         return balanced or [worker for worker, load in loads.items() if load == least]

@@ -32,20 +32,20 @@ class PrefixIndex(PrefixTable):
     has. The answer is exact: a prefix ends at the first page a worker lacks, even if it has later ones. With several cache
     groups, learned from the events, it is the longest prefix at which all groups can resume, by the rules of `CacheManager`.
     Groups of chunked attention count as full attention, because no event has the size of a chunk; their answer is a lower
-    bound. pagepool's events contain the number of groups, and nothing hits while one of them is unknown. In events of other
-    engines a group that has stored nothing counts as never cached. Events of groups from `num_groups` on are left out.
+    bound. pagepool's events contain the number of groups, and nothing hits while any group is unknown. With events of other
+    engines a group without a stored block is ignored. Events of groups from `num_groups` on are left out.
 
     Events that the index cannot place are left out, with the removals of their blocks, and counted in `num_skipped`: unknown
     events, placeholders without a block size, blocks of another size or kind than the group's, groups and media beyond the
-    limits. Blocks shorter than the group's hit where they do in vLLM: behind full blocks, if a group has states.
+    limits. Blocks shorter than their group's block size hit as in vLLM: after full blocks, if a group has states.
 
     A worker may report a block several times, as vLLM does for each copy: the block is there until it was removed as often. So
     apply each batch once, in order, as `EventSubscriber` does; after a loss call `note_loss`.
 
     `page_size` is the number of tokens per hash; it divides the block sizes of all groups. `hash_algo`, `hash_seed`,
     `use_eagle` and `hash_lookahead` (vLLM's ``num_hash_lookahead_tokens``) are those of the workers' managers: with `use_eagle`
-    and no `hash_lookahead` the last page of a hit is dropped, as there. `find` needs only these two, and of them only whether
-    they drop a page. After a batch a worker has at most `max_worker_blocks` blocks, not counting copies.
+    and no `hash_lookahead` the last page of a hit is dropped, as there. `find` needs only the last two, to know whether a
+    page is dropped. After a batch a worker has at most `max_worker_blocks` blocks, not counting copies.
 
     All methods are safe to call from any thread. Up to eight look-ups run in parallel; those of 2,048 pages or more release the
     GIL. A block takes at most 40 bytes for the first 64 workers and one medium; each further 64 workers and each further medium

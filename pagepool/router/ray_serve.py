@@ -120,7 +120,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
         self._workers: dict[ReplicaID, int] = {}
         self._endpoints: dict[int, tuple[str, str | None]] = {}
         self._sent: dict[str, int] = {}  # worker of each request under way
-        self._pending: dict[str, Callable[[], object]] = {}  # not routed yet: the call cancels the end when Serve drops one
+        self._pending: dict[str, Callable[[], object]] = {}  # requests not routed yet; the call cancels their finalizer
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Number new replicas, forget removed ones, and follow the events of replicas that announced them."""

@@ -30,22 +30,22 @@ class WorkerStream:
 
     Batches are numbered from 0 on. A batch whose number is not above the last one is a repetition if its time is not newer;
     otherwise it comes from a new worker. Unless ``wanted`` is None, the owner asks the worker for all batches from this number
-    on, and passes them to `replay` and `end_replay`. They begin with the last known batch, so that a new worker is detected
-    here too.
+    on, and passes them to `replay` and `end_replay`. They begin with the last known batch, which shows whether the
+    worker is a new one.
 
-    With a replay, a published batch is applied only if it is the next one: another may come late, from a replaced worker. Then
-    the worker's replay decides.
+    With a replay endpoint, a published batch is applied only if it is the next one: any other may be a late one from a replaced
+    worker, so a replay is requested first.
     """
 
     def __init__(self, index: PrefixIndex, worker: int, has_replay: bool) -> None:
-        """Start without batches. Without a replay lost batches stay lost."""
+        """Start without batches. Without a replay endpoint lost batches stay lost."""
         self._index = index
         self._worker = worker
         self._has_replay = has_replay
         self._last: int | None = None
         self._seconds = 0.0
-        self._trigger = -1  # the last batch that caused a replay
-        self._expected: int | None = None  # the batch after it, once a replay was empty
+        self._trigger = -1  # number of the last batch that caused a replay
+        self._expected: int | None = None  # number after `_trigger`, once a replay was empty
         self._is_doubted = self._is_late = self._is_whole = self._has_replayed = False
         self._stats = StreamStats()
         self._num_skipped_before = index.count_skipped(worker)
@@ -58,7 +58,7 @@ class WorkerStream:
         return replace(self._stats, is_complete=self._is_whole and self.wanted is None, num_skipped=num_skipped)
 
     def receive(self, number: int, payload: bytes) -> None:
-        """Process a published batch. One that does not follow the last is not applied: it will be replayed."""
+        """Process a published batch. With a replay endpoint, one that does not follow the last is not applied but replayed."""
         seconds = time_of_batch(payload)
         if self._last is not None and number <= self._last:
             is_newer = seconds > self._seconds
@@ -88,7 +88,7 @@ class WorkerStream:
             self._apply(number, payload)
 
     def end_replay(self) -> None:
-        """Note that a replay has ended. If it was empty, even from the first batch on, the worker keeps no batches: the batch
+        """Note that a replay has ended. If even one from the first batch on was empty, the worker keeps no batches: the batch
         after the one that showed the gap is then applied without another replay, and missing batches count as lost.
         """
         self._stats.num_replays += 1
@@ -118,7 +118,7 @@ class WorkerStream:
         self._stats.num_restarts += 1
 
     def _apply(self, number: int, payload: bytes) -> None:
-        """Apply a batch. If it is refused its contents are unknown, so drop the worker's entries."""
+        """Apply a batch. If it is refused, its contents are unknown, so drop the worker's entries."""
         self._stats.num_batches += 1
         first = 0 if self._last is None else self._last + 1
         num_lost = number - first

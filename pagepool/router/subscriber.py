@@ -39,9 +39,9 @@ T = TypeVar("T")
 
 @dataclass
 class Connection:
-    """The sockets of a worker, and times. `replayed` is the socket of a replay in progress, None without one; its last message
-    came at `asked_at`. At `due_at` the worker must be served even without a message. `was_connected` is True from the
-    first connection on.
+    """The sockets of a worker, and times. `replayed` is the socket of a replay in progress, else None. It was requested, or its
+    last message came, at `asked_at`; before `ask_at` none is requested. At `due_at` the worker must be served even without a
+    message. `was_connected` is True from the first connection on.
     """
 
     stream: WorkerStream
@@ -63,9 +63,9 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
     A worker publishes as `pagepool.events.publisher.EventPublisher` and vLLM do: messages of a topic, a number (8 bytes,
     big-endian) and a batch. At the start, and when numbers are missing, the thread asks the worker's replay endpoint for the
     batches; pagepool sends a snapshot if it no longer has them. During a replay, up to `hwm` new batches wait in their socket.
-    If a replay pauses for `replay_seconds`, it is requested again, at intervals that double up to a minute. A worker was
-    replaced if its numbers restart, or if its last batch differs after a connection was lost or made: its entries are dropped.
-    The entries of a worker are also dropped when the index refuses one of its batches; events that it only leaves out are
+    If a replay pauses for `replay_seconds`, it is requested again, at intervals that double up to a minute. A worker counts
+    as replaced if its numbers restart, or if its last batch differs after a connection was lost or made. Its entries are then
+    dropped, as they are when the index refuses one of its batches; events that it only leaves out are
     counted.
 
     A message of more than `max_message_bytes` closes its connection; libzmq then reconnects. In a forked process all calls
@@ -82,8 +82,8 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         max_message_bytes: int = 1 << 28,
     ) -> None:
         """The thread calls `on_report`, for example `PrefixRouter.note_report`, with a worker after its batches or heartbeats,
-        if no batches are missing. It may call all methods of the subscriber, but must not wait for other threads that do. Its
-        errors are logged, and the subscriber continues. Raise ArgumentError or ArgumentTypeError for other values.
+        if no batches are missing. `on_report` may call all methods of the subscriber, but must not wait for other threads that
+        do. Its errors are logged, and the subscriber continues. Raise ArgumentError or ArgumentTypeError for other values.
         """
         if not isinstance(index, PrefixIndex):
             raise ArgumentTypeError(f"index: got {type(index).__name__}, allowed: PrefixIndex")
@@ -150,7 +150,7 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
 
     def close(self) -> None:
         """Stop the thread. The index stays as it is. No effect if closed already, or in a forked process."""
-        if threading.current_thread() is self._thread:  # garbage-collected there, or called by `on_report`
+        if threading.current_thread() is self._thread:  # called by `on_report`, or by garbage collection there
             self._end()
             return
         with contextlib.suppress(ArgumentError):
@@ -263,7 +263,7 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
             self._read_replay(connection, connection.replayed)
         else:
             messages = list(read_some(connection.published))
-        if has_changed(connection):  # asked after the messages were read, which may come from the new connection
+        if has_changed(connection):  # read after the messages, since they may come from a new connection
             connection.stream.doubt()
         for *_, number, payload in messages:
             if connection.stream.wanted is None:
@@ -283,7 +283,7 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
         return bool(messages)
 
     def _ask(self, connection: Connection, endpoint: str, first: int, now: float) -> None:
-        """Request a replay of the batches from a number on."""
+        """Request a replay of the batches from number `first` on."""
         try:
             connection.replayed = self._open(zmq.DEALER, endpoint, connection.options)
         except EndpointError:  # too many files are open at present
@@ -291,7 +291,7 @@ class EventSubscriber(contextlib.AbstractContextManager["EventSubscriber"]):
             return
         connection.replayed.send_multipart([b"", first.to_bytes(NUMBER_SIZE, "big")])
         connection.asked_at = now
-        self._poller.unregister(connection.published)  # its batches wait in the socket meanwhile
+        self._poller.unregister(connection.published)  # new batches wait in the socket meanwhile
         self._poller.register(connection.replayed, zmq.POLLIN)
 
     def _read_replay(self, connection: Connection, replayed: "zmq.Socket[bytes]") -> None:
@@ -337,7 +337,7 @@ def has_read(socket: "zmq.Socket[bytes]") -> bool:
 
 def has_changed(connection: Connection) -> bool:
     """Read the monitor of a worker's connection. Return whether the connection was lost, or is not the first: a worker may be
-    replaced twice before the next connection, and the first of the two may have answered the replay.
+    replaced twice before the next connection, and the first new worker may have answered the replay.
     """
     found = False
     with contextlib.suppress(zmq.Again):
