@@ -42,7 +42,7 @@ class Peer:
     def __init__(self, is_refused: bool = False) -> None:
         """Start without topics and messages."""
         self.is_refused = is_refused
-        self.client = b""  # routing id of its requests; tells it from a later connection with the same descriptor
+        self.client = b""  # routing id of its requests; distinguishes it from a later connection with the same descriptor
         self.num_topic_bytes = 0
         self._topics: set[bytes] = set()
         self._num_bytes_read = self._num_bytes_unread = self._last_difference = 0
@@ -52,7 +52,7 @@ class Peer:
         self._num_bytes_read += sum(len(frame) + NUM_FRAME_BYTES for frame in frames)
 
     def count_unread(self, num_bytes_received: int) -> int:
-        """Return the number of received bytes not yet read as messages. Overestimates of read bytes give no credit."""
+        """Return the number of received bytes not yet read as messages. An excess of `note_read` is never deducted later."""
         difference = num_bytes_received - self._num_bytes_read
         self._num_bytes_unread = max(0, self._num_bytes_unread + difference - self._last_difference)
         self._last_difference = difference
@@ -97,7 +97,7 @@ class Peers:
         return True
 
     def find(self, frame: "zmq.Frame") -> tuple[int, Peer]:
-        """Return the descriptor and connection of a frame. A closed connection counts as refused; an unknown one is added."""
+        """Return the descriptor and connection of a frame; a new `Peer` if none is recorded, refused if it is closed."""
         try:
             descriptor = int(frame.get(zmq.SRCFD))
         except zmq.ZMQError:
@@ -105,7 +105,7 @@ class Peers:
         return descriptor, self.by_descriptor.get(descriptor) or Peer(is_refused=not self.has(descriptor))
 
     def has(self, descriptor: int) -> bool:
-        """Whether a descriptor is one of the connections or their listener, by its address."""
+        """Whether a descriptor belongs to one of the connections or to their listener, by its address."""
         try:
             with _borrowed(descriptor) as connection:
                 address = connection.getsockname()
@@ -146,7 +146,7 @@ class Guard:
         self._nothing.close()
 
     def forget(self) -> None:
-        """Close the copies of the connections in a forked process, where they would stay open."""
+        """Close a forked process's copies of the connections, which would stay open there."""
         for peers in self._all_peers:
             for descriptor in filter(peers.has, [peers.listening, *peers.by_descriptor]):
                 os.close(descriptor)
@@ -222,7 +222,7 @@ class Guard:
         return True
 
     def _look(self) -> None:
-        """Close connections with endless messages."""
+        """Close connections with more unread bytes than an unfinished message may have."""
         for peers in self._all_peers:
             for descriptor, peer in peers.by_descriptor.items():
                 if peer.count_unread(_count_received(descriptor)) > MAX_UNREAD_BYTES:

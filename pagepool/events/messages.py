@@ -36,7 +36,7 @@ class BlockStored(Event):
     and of the first page with other algorithms. ``group_idx``: the cache group; ``kv_cache_spec_kind``,
     ``kv_cache_spec_sliding_window`` (tokens): its kind of attention. ``session_id``: the session of the request or row that
     cached the pages, None in the host tier; other sessions may hit them too. ``num_groups``: the manager's number of cache
-    groups; None for one. ``lookahead_token_ids``: for each page the tokens behind it that its hash covers; None without a
+    groups; None for one. ``lookahead_token_ids``: for each page the tokens after it that its hash covers; None without a
     `hash_lookahead`, and where ``token_ids`` is empty. ``hit_tokens``: hits are multiples of this many tokens; None for one
     group.
     """

@@ -98,7 +98,7 @@ class Worker:
         self.queue: queue.Queue[tuple[zmq.Frame, bool]] = queue.Queue(self.hwm)
         self.batches: deque[Batch] = deque(maxlen=self.buffer_steps)
         self.next_sequence = 0
-        self._start: Batch | None = None  # last self-contained batch, or a snapshot instead
+        self._start: Batch | None = None  # last self-contained batch, or a later snapshot
         self.replays: deque[tuple[bytes, Iterator[bool]]] = deque()
         self._take_at = -math.inf if self.source else math.inf
         self._serve_at = -math.inf
@@ -171,7 +171,7 @@ class Worker:
             raise EndpointError(f"{name}: got {got}, allowed: a free one, such as {DEFAULT_ENDPOINT!r}") from None
 
     def _close_sockets(self, linger_seconds: float) -> None:
-        """Close all sockets once pending messages are gone, or after this time."""
+        """Close all sockets once pending messages are sent, or after `linger_seconds`."""
         if self.authenticator is not None:
             self.authenticator.stop()
         self.guard.stop()
@@ -218,7 +218,7 @@ class Worker:
             self._close_sockets(SECONDS_TO_CLOSE)
 
     def _do(self, work: Any) -> None:
-        """Call `work`. The thread survives any error, and replaces events taken before it by a snapshot."""
+        """Call `work`. The thread survives any error, and lets a snapshot replace the events taken before the error."""
         try:
             work()
         except Exception:
@@ -270,7 +270,7 @@ class Worker:
         if is_start:
             self._start = batch
         self.published.watched.send_multipart([self.topic, batch[0].to_bytes(8, "big"), payload])
-        self.guard.read_subscriptions(self.published)  # each send lets libzmq accept some
+        self.guard.read_subscriptions(self.published)  # each send lets libzmq accept some subscriptions
         self._silence = self.heartbeat
         self._beat_at = time.monotonic() + self._silence
 
@@ -373,7 +373,7 @@ def _forget_workers() -> None:
     """Close the connections in a forked process. Nothing else may be used there, not even by the garbage collector."""
     for worker in WORKERS.values():
         if worker.authenticator is not None:
-            worker.authenticator.pipe = None  # type: ignore[assignment]  # otherwise it sends over it when collected, and hangs
+            worker.authenticator.pipe = None  # type: ignore[assignment]  # else its finalizer sends over the pipe, and hangs
         worker.guard.forget()
     WORKERS.clear()
 
@@ -386,7 +386,7 @@ class HasEvents(Protocol):
 
     @property
     def event_source(self) -> EventSource:
-        """The source of its events."""
+        """The source of the manager's events."""
 
 
 class EventPublisher(contextlib.AbstractContextManager["EventPublisher"]):
@@ -399,8 +399,8 @@ class EventPublisher(contextlib.AbstractContextManager["EventPublisher"]):
     router that missed the last batches, and other routers ignore it.
 
     Routers cannot exhaust memory or descriptors. An endpoint has at most `max_connections`, and at most an eighth of the
-    process's descriptors. The topics of a subscriber take at most 8 KiB, each its length plus 64 bytes. A
-    connection beyond these limits is closed. So is one that takes 5 seconds for its handshake, leaves messages unread for 30
+    process's descriptors. The topics of a subscriber take at most 8 KiB, each counted as its length plus 64 bytes. A
+    connection beyond these limits is closed, as is one that takes 5 seconds for its handshake, leaves messages unread for 30
     seconds (replays for 10), requests more than 4 replays at once, or sends 64 KiB without ending a message. Routers reconnect
     by themselves. They need ZMTP 3 (libzmq 4.0 or later).
 
@@ -492,7 +492,7 @@ def _as_seconds(name: str, value: float) -> float:
 
 
 def _as_curve(secret_key: object, client_keys: Any) -> Curve | None:
-    """Require both or neither: without client keys any router with the server's public key could connect."""
+    """Require both keys or neither: without client keys any router with the server's public key could connect."""
     if secret_key is None and client_keys is None:
         return None
     if secret_key is None or client_keys is None:
@@ -508,8 +508,8 @@ def _as_curve(secret_key: object, client_keys: Any) -> Curve | None:
 
 
 def require_ports(name: str, endpoint: str) -> None:
-    """Raise EndpointError for a TCP address with a wrong port. libzmq would take it modulo 2**16, or read only its first
-    digits.
+    """Raise EndpointError for a TCP address with a wrong port: libzmq would take the port modulo 2**16, or read only its
+    first digits.
     """
     for part in endpoint.removeprefix("tcp://").split(";") if endpoint.startswith("tcp://") else ():
         port = part.rpartition(":")[2]

@@ -73,7 +73,7 @@ class Contexts:
 
 
 class EventSource:
-    """Source of events, from the journal of a pool and its tier. ``contexts`` has the extra keys and sessions of its pages."""
+    """Source of events, from the journal of a pool and its tier. ``contexts`` has the extra keys and sessions of the pages."""
 
     _lock = ProcessLock("EventSource")
 
@@ -156,7 +156,7 @@ class EventSource:
         page, token = 0, 0
         for parent, start_page, context, group, num_pages, num_tokens in runs:
             stop_page, stop_token = page + num_pages, token + num_pages * num_tokens
-            if group < len(described):  # callers may cache pages under other group ids
+            if group < len(described):  # callers may cache pages under other group ids, which no event has
                 parent_hash = self._hash_of(parent) if start_page else None
                 event = BlockStored(hashes[page:stop_page], parent_hash, token_ids[token:stop_token], *described[group])
                 if self._lookahead and num_tokens:
@@ -174,7 +174,7 @@ class EventSource:
         return [*(event for _, event in events), *tier_events]
 
     def _split(self, keys: Keys) -> Iterator[tuple[int, Array | list[Hash]]]:
-        """Yield each group with keys, and its hashes as events have them. Ignore other group ids, under which callers may cache
+        """Yield each group with keys, and the keys' hashes as in events. Ignore other group ids, under which callers may cache
         pages.
         """
         all_keys, groups = keys
@@ -184,7 +184,7 @@ class EventSource:
                 yield group, self._hashes_of(all_keys if is_one.all() else all_keys[np.repeat(is_one, self._num_words)])
 
     def _hashes_of(self, keys: Array) -> Array | list[Hash]:
-        """Return hashes, as events have them, for digests in 64-bit words, the lowest first: ``[num_words n]``."""
+        """Return the hashes, as in events, of digests in 64-bit words, the lowest first: ``[num_words n]``."""
         if not self.hashes_as_bytes:
             return keys[:: self._num_words]
         digests, size = keys.reshape(-1, self._num_words)[:, ::-1].astype(">u8").tobytes(), self._num_digest_bytes
@@ -210,14 +210,14 @@ def _describe(spec: CacheSpec, group: int, hash_page_size: int, medium: str) -> 
 
 
 def _divide_tokens(event: BlockStored, num_pages: int, hash_lookahead: int) -> None:
-    """Part the tokens of each page from the lookahead that is kept behind them."""
+    """Separate the tokens of each page from its lookahead tokens, which follow them."""
     tokens = event.token_ids.reshape(num_pages, -1)
     event.token_ids = tokens[:, :-hash_lookahead].reshape(-1)
     event.lookahead_token_ids = tokens[:, -hash_lookahead:].tolist()
 
 
 def _add_extra_keys(event: BlockStored, value: RequestExtraKeys, start_page: int, num_pages: int, hash_lookahead: int) -> None:
-    """Add the keys hashed with the tokens of the pages."""
+    """Add to an event the keys hashed with the tokens of its pages."""
     for lora_id in [key[1] for key in value.request_keys if key[0] == LORA]:
         if isinstance(_portable(lora_id), int):
             event.lora_id = lora_id
