@@ -1,4 +1,4 @@
-"""Hashes of pages: seeds, names of hashes other than their keys in the prefix index, and the hash functions in Python.
+"""Hashes of pages: seeds, hashes that differ from their keys in the prefix index, and hash functions in Python.
 
 The hash of a page covers everything before it: ``hash(parent hash, tokens of the page, extra keys)``. Equal hashes mean equal
 contents from the first token on, so two requests can share the page.
@@ -137,8 +137,8 @@ class PageHash(NamedTuple):
 
 def checked_hash(page_hash: Any) -> PageHash:
     """Return a page hash with a Python int as its value. `page_hash` may be an engine's own named tuple with `hash_value` and
-    `token_ids`. Raise ArgumentTypeError unless it is a hashable tuple with these, ArgumentError if the value is too large to
-    convert to text.
+    `token_ids`. Raise ArgumentTypeError unless it is a hashable tuple with these names, ArgumentError if the value is too
+    large to convert to text.
     """
     if type(page_hash) is PageHash and len(page_hash) == 3:  # the usual case, a plain digest, needs no more checks
         value, token_ids, extra_keys = page_hash
@@ -170,7 +170,7 @@ class PageHashWithGroupId(NamedTuple):
 
 
 class HashNames:
-    """The names of keys of the prefix index: maps a 128-bit key to its `PageHash`, unless the key is the hash value itself.
+    """The names of keys in the prefix index: the `PageHash` of each 128-bit key, unless the key is the hash value itself.
 
     Keys of natively hashed pages are their hash values, up to ``max_key``, and need no name. A hash may name several keys if a
     weak hash function gives different prefixes the same value.
@@ -253,8 +253,8 @@ def hash_page_tokens(
 def hash_request_tokens(hash_function: HashFunction, page_size: int, request: Any) -> list[PageHash]:
     """Hash every full page of ``request.all_token_ids``, each with the preceding page as its parent. O(tokens).
 
-    A request with ``has_vision`` and without features gets different hashes in each call, as do other contents that cannot be
-    compared.
+    A request with ``has_vision`` and without features gets different hashes in each call, as does one with other contents that
+    cannot be compared.
     """
     return hash_next_pages(hash_function, require_int("page_size", page_size, 1), request, [], None)
 

@@ -1,4 +1,4 @@
-"""Contents that change keys and values, and have no name: embeddings in place of tokens, and media without features."""
+"""Unnamed contents that change keys and values: embeddings in place of tokens, and media without features."""
 
 import hashlib
 import sys
@@ -19,17 +19,17 @@ MEDIA = (
     "input_features", "encoder_input_ids", "encoder_prompt_token_ids",
 )  # fmt: skip
 ADAPTERS = ("lora_request", "prompt_adapter_request")
-"""Attributes of engines' requests. Media are not compared if features name them, nor adapters if ``lora_id`` does."""
+"""Attributes of engines' requests, like those above. Media are ignored if features name them, adapters if ``lora_id`` does."""
 
 MAX_EXACT = 2**53
-"""Ints from here on are not all exact as float64, which lists with floats become."""
+"""Lists with floats become float64, which cannot represent all ints from here on."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class Embeddings(NamedTuple):
-    """The digests of a request's embeddings. Either `rows` has one for each leading token, or `whole` has those of everything.
-    `are_known` is False for contents that cannot be compared.
+    """The digests of a request's embeddings. Either `rows` has one for each leading token, or `whole` has one for each value.
+    `are_known` is False if there are contents that cannot be compared.
     """
 
     rows: tuple[bytes, ...] = ()
@@ -81,7 +81,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _digest(name: str, value: Any, num_tokens: int) -> Embeddings | None:
-    """Return the digests of contents, by token if there is a row for each of the first tokens; None if they are not known."""
+    """Return the digests of contents, by token if there is a row for each of the first tokens; None if they cannot be read."""
     try:
         read = _read(value)
     except Exception:  # whatever a foreign array raises: it cannot be compared

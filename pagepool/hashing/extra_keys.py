@@ -1,4 +1,4 @@
-"""Extra keys: a LoRA adapter, an image, embeddings, a tenant's salt. They change keys and values without being in tokens."""
+"""Extra keys: a LoRA adapter, an image, embeddings, a tenant's salt. They change keys and values, but are not in tokens."""
 
 import hashlib
 import os
@@ -17,14 +17,14 @@ ExtraKeys = tuple[tuple[Any, ...], ...]
 LORA = "lora"
 VISION = "vision"
 EMBEDS = "prompt_embeds"
-"""First items of an adapter's key, of a nonce's, and of one of embeddings."""
+"""First items of extra keys: for an adapter, for a nonce, and for embeddings."""
 
 FeatureRange = tuple[int, int, Any, Any]
 """Start, end, modality and content hash of a feature: a half-open range of tokens."""
 
 
 class ExtraKeyNames(NamedTuple):
-    """The caller's names of the attributes of a request, for messages."""
+    """The caller's names for the attributes of a request, for error messages."""
 
     salt: str = "cache_salt"
     adapter: str = "lora_id"
@@ -106,12 +106,12 @@ class RequestExtraKeys:
     are chained, they affect every later page. A feature is any object with ``mm_hash`` (or ``identifier``) and a position
     ``placeholder_range`` (or ``mm_position``) with ``offset`` and ``length`` in tokens; one without a position enters the first
     page. A request with ``has_vision``, or with media such as ``pixel_values``, and without features has a nonce in its first
-    page, new for each call of `of`: only hashes made with the same `RequestExtraKeys` share pages. ``request_keys`` are all
-    keys but those of parts of the prompt.
+    page, new for each call of `of`: only hashes made with the same `RequestExtraKeys` share pages. ``request_keys`` are
+    all keys but those for parts of the prompt.
 
     Embeddings, such as ``prompt_embeds``, are compared by their bytes, type and shape. If there is a row for each of the first
-    tokens, each page has a digest of its rows, and equal prefixes share pages; otherwise the first page has one of all. Bytes
-    that cannot be read exactly, or lie on another device, are a nonce.
+    tokens, each page has a digest of its rows, and equal prefixes share pages; otherwise the first page has a digest of each
+    value. Instead of bytes that cannot be read exactly, or lie on another device, it has a nonce.
     """
 
     SALT: ClassVar[str] = "salt"
@@ -153,7 +153,7 @@ class RequestExtraKeys:
 
     @classmethod
     def have_same_names(cls, request: Any, keys: Self | None) -> bool:
-        """Whether the adapter and the salt of a request are those of its `keys`, read before. O(1)."""
+        """Whether a request still has the adapter and the salt in `keys`, which were read from it before. O(1)."""
         known = [] if keys is None else [key for key in keys.request_keys if key[0] in (LORA, cls.SALT)]
         return cls._name(getattr(request, "lora_id", None), getattr(request, "cache_salt", None)) == known
 
@@ -163,7 +163,7 @@ class RequestExtraKeys:
         return any(key[0] == VISION for key in self.request_keys)
 
     def name_contents(self) -> tuple[ExtraKeys, Features, tuple[bytes, ...]]:
-        """Return all keys but the nonce, by which requests with one are compared."""
+        """Return all keys but the nonce, to compare requests that have a nonce."""
         return tuple([key for key in self.request_keys if key[0] != VISION]), self.features, self.embedded
 
     def of_page(self, start: int, end: int) -> ExtraKeys | None:
@@ -186,8 +186,8 @@ class RequestExtraKeys:
         )
 
     def find_keyed_page(self, start_page: int, page_size: int, hash_lookahead: int = 0) -> tuple[int | None, ExtraKeys | None]:
-        """Return the next page from `start_page` on that may have keys, and its keys; None if there is none. Features among the
-        `hash_lookahead` tokens behind a page count as its own.
+        """Return the next page from `start_page` on that may have keys, and its keys; None if there is none. Features in the
+        `hash_lookahead` tokens after a page count as features of the page.
 
         O(log features), and O(log features) for each feature of the page.
         """
@@ -201,7 +201,7 @@ class RequestExtraKeys:
         return page, self.of_page(page * page_size, (page + 1) * page_size + hash_lookahead)
 
     def list_keyed_pages(self, page_size: int, num_pages: int, hash_lookahead: int = 0) -> list[tuple[int | None, ExtraKeys]]:
-        """Return the pages below `num_pages` with keys that others do not have, and their keys; at the end None and the keys of
+        """Return the pages below `num_pages` that have keys of their own, with all their keys; at the end None and the keys of
         all other pages, if these have any. `hash_lookahead` is as in `find_keyed_page`. O(features x log features).
         """
         keyed: list[tuple[int | None, ExtraKeys]] = []
@@ -290,7 +290,7 @@ def _lora_key(name: str, lora_id: Any) -> tuple[Any, ...]:
 
 
 def _plain(name: str, value: Any, others: str = "") -> int | str | bytes:
-    """Return `value` if its repr identifies it. An error also names the `others` that are allowed."""
+    """Return `value` if its repr identifies it. An error message says that `others` are allowed too."""
     if type(value) not in (int, str, bytes):
         raise ArgumentTypeError(f"{name}: got {type(value).__name__}, allowed: int, str or bytes{others and ',' + others}")
     checked: int | str | bytes = require_short(name, value)
