@@ -43,19 +43,19 @@ SECONDS_OF_LEFTOVERS = 3600
 """Age at which a temporary file belongs to no living writer."""
 
 READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY
-"""Flags that open a file to be read. Whatever else has its name is opened without waiting, or not at all."""
+"""Flags for reading a file. Anything else under its name, such as a FIFO or link, is opened without waiting, or not at all."""
 
 MAX_TIME = (1 << 63) - 1
 
 SECONDS_BETWEEN_TOUCHES = 60.0
 PARTS_REMOVED = 100
-"""One part of `max_bytes` in this number is removed at once."""
+"""`max_bytes` divided by this is removed at a time."""
 
 PARTS_LISTED = 16
-"""Files are listed again once this process has written one part of `max_bytes` in this number."""
+"""Files are listed again once this process has written `max_bytes` divided by this."""
 
 PARTS_OVER = 8
-"""Files are written beyond `max_bytes`, by one part in this number, while the oldest are being removed."""
+"""Files may exceed `max_bytes` by `max_bytes` divided by this while the oldest are being removed."""
 
 SECONDS_OF_REST = 1.0
 """Time until files are listed again if none could be removed."""
@@ -136,7 +136,7 @@ class Files:
 
 
 class Folders:
-    """Folders whose names are on the disk, so that a power loss leaves them."""
+    """Folders whose names are on the disk, so that they survive a power loss."""
 
     def __init__(self) -> None:
         """Know no folder yet."""
@@ -145,7 +145,7 @@ class Folders:
     def make(self, path: str) -> None:
         """Make a folder, and those above it, and write their names to the disk."""
         if path not in self._synced:
-            with self._lock:  # until it is written nobody else may take one of them for written
+            with self._lock:  # no other thread may take a folder as written before it is
                 make_folder(path, self._synced)
 
     def make_again(self, path: str) -> None:
@@ -156,8 +156,8 @@ class Folders:
 
 
 def make_folder(path: str, synced: set[str] | None = None) -> None:
-    """Make a folder, and those above it, which only their owner may read: names of files are digests of prompts. With a set of
-    folders whose names are on the disk, write the names of the others too, and add them.
+    """Make a folder, and missing ones above it, which only their owner may read: names of files are digests of prompts.
+    `synced` is a set of folders whose names are on the disk: write the other names too, and add their folders to it.
     """
     missing = []
     while path != os.path.dirname(path) and not (os.path.isdir(path) if synced is None else path in synced):
@@ -178,10 +178,10 @@ def make_inner_folder(path: str, synced: set[str] | None) -> None:
             sync_folder(parent)
         except OSError as error:
             if is_new:
-                with contextlib.suppress(OSError):  # else the next save would find it, and not know that its name may be lost
+                with contextlib.suppress(OSError):  # else the next save would find it, though its name may be lost
                     os.rmdir(path)
                 raise
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):  # an older one above may be unreadable
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):  # an older folder above may be unreadable
                 raise
         synced.add(path)
 
@@ -210,7 +210,7 @@ def create(path: str) -> int:
 
 
 def read(descriptor: int, row: memoryview) -> int:
-    """Read a file from its start into a row. Return the number of bytes, with one more for a file that is longer."""
+    """Read a file from its start into a row. Return the number of bytes; one more than the row's if the file is longer."""
     more = bytearray(1)
     num_bytes = last = os.readv(descriptor, [row, more])
     while last and num_bytes < len(row):
@@ -238,7 +238,7 @@ class Room:
         self._folder, self._namespace, self._root = folder, namespace, os.path.join(folder, namespace)
         self._max_bytes, self._process_id = max_bytes, os.getpid()
         self._lock, self._is_stopped = threading.Lock(), False
-        self._wakes: SimpleQueue[None] = SimpleQueue()  # unlike an event, the garbage collector may put into it at any point
+        self._wakes: SimpleQueue[None] = SimpleQueue()  # finalizers may put into it at any point, but may not set an event
         self._num_bytes = self._num_written = self._num_begun = 0
         self._rests_until = 0.0
         self._oldest: deque[tuple[int, int, bytes]] = deque()  # time, size and key of files, for removal
@@ -250,7 +250,7 @@ class Room:
 
     def take(self, num_bytes: int) -> bool:
         """Count a file that is about to be written, or return False if there is no room until others are removed. A file that
-        it replaces is counted too until the next listing. Raise OSError if there can never be room.
+        is replaced is counted too until the next listing. Raise OSError if there can never be room.
         """
         if self._max_bytes is None:
             return True
@@ -268,7 +268,7 @@ class Room:
         return has_room
 
     def finish(self, num_bytes: int, is_written: bool) -> None:
-        """Count a file that was written, or failed to be."""
+        """Count a file whose writing has ended, well or not."""
         if self._max_bytes is not None:
             with self._lock:
                 self._num_begun -= num_bytes
@@ -321,10 +321,10 @@ class Room:
             return
         num_bytes = sum(sizes)
         with self._lock:
-            self._num_bytes = num_bytes + self._num_written  # some of what was written meanwhile is counted twice
+            self._num_bytes = num_bytes + self._num_written  # files written meanwhile may be counted twice
         wanted = max(0, num_bytes - self._max_bytes) + self._max_bytes // PARTS_OVER
         last_uses = np.asarray(times)
-        order = np.lexsort((last_uses, last_uses <= now))  # a clock was ahead when it set a time beyond now
+        order = np.lexsort((last_uses, last_uses <= now))  # times beyond now come first: a clock was ahead
         totals = np.cumsum(np.asarray(sizes)[order], dtype=np.float64)
         stop = int(np.searchsorted(totals, float(wanted))) + 1
         self._oldest = deque((times[i], sizes[i], keys[i]) for i in order[:stop].tolist())
@@ -342,7 +342,7 @@ class Room:
                         yield folder, entry
 
     def _remove_oldest(self, max_bytes: int) -> None:
-        """Remove the files unused for longest if there are too many bytes, until a hundredth of the bytes is free."""
+        """Remove the files unused for longest if there are too many bytes, until a hundredth of `max_bytes` is free."""
         goal = max_bytes - max_bytes // PARTS_REMOVED if self._num_bytes > max_bytes else max_bytes
         has_removed = True
         while self._num_bytes > goal and not self._is_stopped:
@@ -376,7 +376,7 @@ class Room:
 
 
 def time_of(status: os.stat_result) -> int:
-    """Return the time of a file's last use in ns, or the nearest of 64 bits."""
+    """Return the time of a file's last use in ns, limited to 64 bits."""
     return min(max(status.st_mtime_ns, -MAX_TIME), MAX_TIME)
 
 
@@ -418,7 +418,7 @@ class FileStore(JobStore):
     [Done(job=1, is_done=b'\\x01\\x01', error=None)]
     >>> store.close(drain_seconds=1)
 
-    The object of a key is the file ``folder/namespace/first two digits/digits of the key``. Only their owner may read it and
+    The object of a key is the file ``folder/namespace/first two digits/digits of the key``. Only its owner may read it and
     the folders made for it. It is written under another name in the same folder and renamed, so it is whole or not there. After
     a crash of the process every file that was answered as saved is there. After a power loss, without `fsync`, a recent one may
     be missing, shorter, or contain other bytes: check each object by `pagepool.stores.frames`.
@@ -442,14 +442,14 @@ class FileStore(JobStore):
         """`folder` is made by the first save. `namespace` says what the objects mean, and is a path below the folder: parts of
         letters, digits, "-", "_" and ".", divided by "/".
 
-        `max_bytes` limits the files of the namespace: beyond it, a thread removes the files unused for longest, a hundredth of
-        the bytes at once, beside the other threads. A use is a save or a `touch`, at most one a minute, not a load; a time
-        beyond now is the oldest. If files exceed the limit by an eighth, since they are written faster than removed, saves are
+        `max_bytes` limits the files of the namespace: beyond it, another thread removes the files unused for longest, a
+        hundredth of the bytes at a time. A use is a save or a `touch`, at most one a minute, not a load; a time beyond now
+        counts as the oldest. If files exceed the limit by an eighth, since they are written faster than removed, saves are
         not done, without an error. Temporary files, and files of other namespaces, do not count. The files are listed at the
         start, while the store answers already, and again after each sixteenth of `max_bytes` written: about 8 us a file, and
         250 bytes of memory meanwhile. Each process that shares the folder counts what it writes, and other processes' files
         when it lists them. So several processes may exceed the limit by more, usually by a sixteenth each; give all of them the
-        same.
+        same limit.
 
         With `fsync` a file, its name and the folders above it reach the disk before the save is answered, which costs several
         times the time of a save.
@@ -470,21 +470,21 @@ class FileStore(JobStore):
 
     @staticmethod
     def list_namespaces(folder: str | os.PathLike[str]) -> list[StoredNamespace]:
-        """Return the namespaces that have files in a folder, those unused for longest first: their numbers of files, bytes, and
-        times of last use. An engine with other weights, groups or seeds leaves those of before behind.
+        """Return the namespaces that have files in a folder, those unused for longest first, with their numbers of files and
+        bytes, and times of last use. An engine with new weights, groups or seeds leaves its earlier namespaces behind.
 
         >>> import tempfile
         >>> FileStore.list_namespaces(tempfile.mkdtemp())
         []
 
         No link is followed, and no file opened. A missing folder has none. Raise ArgumentTypeError or ArgumentError for what is
-        no path, OSError for a folder that cannot be read, also one inside that may have a namespace. O(files), about 8 us each.
+        no path, OSError for a folder that cannot be read, or one inside that may have a namespace. O(files), about 8 us each.
         """
         return list_namespaces(require_folder(folder))
 
     @staticmethod
     def remove_namespace(folder: str | os.PathLike[str], namespace: str) -> int:
-        """Remove the files of a namespace, also temporary ones, and its folders that are empty then. Return the number of
+        """Remove the files of a namespace, also temporary ones, and its folders if they are empty then. Return the number of
         files, 0 if there is no such namespace.
 
         Nothing else is removed: neither other files, nor namespaces inside this one, and no link is followed. Other processes
@@ -513,7 +513,7 @@ class FileStore(JobStore):
         """Wait up to `drain_seconds` for saves, cancel all other jobs, and end the threads. No job is answered afterwards, and
         no row is read or written.
 
-        Without a limit it waits for the files that threads are reading or writing by then, since these calls cannot be
+        After that it waits, without a limit, for files being read or written by threads, since these calls cannot be
         interrupted and a load would change its row later. So a network folder without an answer delays it. A second call has no
         effect, and neither has one in a forked process or while the interpreter ends. Raise ArgumentTypeError unless
         `drain_seconds` is a number, ArgumentError if it is negative.

@@ -29,13 +29,13 @@ class StoredNamespace(NamedTuple):
     """Objects, and temporary files that are being written or were left over."""
     num_bytes: int
     last_used: float
-    """The latest time of a file, in seconds since 1970, which is that of its last save or touch. Times beyond now do not count;
-    0.0 if all are.
+    """Time of the last save or touch of any file, in seconds since 1970. Times beyond now do not count; 0.0 if all are beyond
+    now.
     """
 
 
 def parse_name(name: str, folder: str) -> bytes | None:
-    """Return the key in the name of a file, None for names that no file has in a folder of this name.
+    """Return the key in the name of a file; None if no file in a folder of this name has that name.
 
     >>> parse_name("ab05", "ab"), parse_name("ab05", "05"), parse_name("README", "ab")
     (b'\\xab\\x05', None, None)
@@ -61,7 +61,7 @@ def list_namespaces(folder: str) -> list[StoredNamespace]:
         parts = waiting.pop()
         namespace, _, digits = parts.rpartition("/")
         for entry in scan(folder, parts):
-            with contextlib.suppress(FileNotFoundError):  # it was removed
+            with contextlib.suppress(FileNotFoundError):  # the entry was removed
                 inner = f"{parts}/{entry.name}" if parts else entry.name
                 if entry.is_dir(follow_symlinks=False) and NAMESPACE.fullmatch(inner):
                     waiting.append(inner)
@@ -76,8 +76,8 @@ def list_namespaces(folder: str) -> list[StoredNamespace]:
 
 
 def scan(folder: str, parts: str) -> Iterator["os.DirEntry[str]"]:
-    """Yield what is in a folder, or below it at a path. There is nothing if that is missing, or its path longer than any of a
-    namespace. Raise OSError for what cannot be read.
+    """Yield the entries of a folder, or of the folder at path `parts` below it: none if it is missing, or its path longer than
+    any namespace has. Raise OSError if it cannot be read.
     """
     try:
         with os.scandir(os.path.join(folder, parts)) as entries:
@@ -108,7 +108,7 @@ def remove_namespace(folder: str, namespace: str) -> int:
                 num_removed += remove_files(open_folder(files, digits, inner), digits)
             folders.append((inner, digits))
         for parent, name in reversed(folders):
-            with contextlib.suppress(OSError):  # others have files there
+            with contextlib.suppress(OSError):  # it has files of others
                 os.rmdir(name, dir_fd=parent)
     return num_removed
 

@@ -9,8 +9,8 @@
 | 48 to 55 | bytes of the row |
 | 56 to 63 | XXH3-64 of the row, seeded with the last 64 bits of the key's SHA-256 XOR the last 64 bits of the namespace's |
 
-Numbers are little-endian. The seed lets the row of one object fail behind the header of another, wherever they were joined. The
-checksum finds faults of disks, networks and programs. It does not stop an attacker, who can compute it too.
+Numbers are little-endian. The seed makes the check fail if an object's row follows another's header, wherever they were joined.
+The checksum finds faults of disks, networks and programs. It does not stop an attacker, who can compute it too.
 """
 
 import struct
@@ -30,7 +30,7 @@ MAGIC = b"pagepool"
 VERSION = 2
 HEADER = struct.Struct("<8sI12s24sQQ")
 DIGEST = struct.Struct("<24sQ")
-"""A SHA-256: what the header has of the key's, and the seed."""
+"""A SHA-256 in two parts: for the header, and for the seed."""
 
 
 def write_header(buffer: Any, namespace: str, key: bytes, row: Any) -> None:
@@ -54,7 +54,7 @@ def write_header(buffer: Any, namespace: str, key: bytes, row: Any) -> None:
 def is_intact(stored: Any, namespace: str, key: bytes) -> bool:
     """Whether an object, with its header, is the one saved under this namespace and key, without a changed byte.
 
-    It is a contiguous object with the buffer protocol. Costs 11 us for each MiB. Raise ArgumentTypeError for other objects,
+    `stored` is contiguous and has the buffer protocol. Costs 11 us for each MiB. Raise ArgumentTypeError for other objects,
     ImportError without the extra ``pagepool[store]``.
     """
     view = view_bytes("stored", stored)

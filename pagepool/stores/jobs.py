@@ -24,18 +24,18 @@ NAMESPACE = re.compile(r"(?!\.{1,2}(?:/|\Z))[\w.-]+(?:/(?!\.{1,2}(?:/|\Z))[\w.-]
 
 
 Finish = Callable[[bytes, memoryview], None]
-"""What completes a row before it is written, by its key."""
+"""Function that completes a row, given its key, before it is written."""
 
 
 class DamagedObjectError(OSError):
-    """An object that no load can have, until a save replaces it: the store works, and has none for the key."""
+    """An object that cannot be loaded until a save replaces it. The store works; the key is not done, without an error."""
 
 
 class Objects(Protocol):
     """What a store does for one key. Several threads call it at once, and every error becomes an answer."""
 
     def find(self, key: bytes) -> None:
-        """Raise FileNotFoundError unless the object is there, DamagedObjectError if it is of no use."""
+        """Raise FileNotFoundError unless the object is there, DamagedObjectError if it cannot be loaded."""
 
     def load(self, key: bytes, row: memoryview) -> None:
         """Read the object into a row. Raise FileNotFoundError if it is not there, DamagedObjectError for another length."""
@@ -93,12 +93,12 @@ class Job:
 
 
 class JobThreads:
-    """Threads that do jobs: look-ups before loads, loads before saves, each kind in the order of its start."""
+    """Threads that do jobs: look-ups before loads, loads before saves, jobs of a kind in the order of their starts."""
 
     def __init__(self, name: str, objects: Objects, num_threads: int) -> None:
         """Start the threads."""
         self._process_id = os.getpid()
-        self._lock = threading.RLock()  # the garbage collector may call `stop` inside
+        self._lock = threading.RLock()  # a finalizer may call `stop` while it is held
         self._has_work, self._has_saved = threading.Condition(self._lock), threading.Condition(self._lock)
         self._has_ended = threading.Condition(self._lock)
         self._num_running = 0
@@ -153,7 +153,7 @@ class JobThreads:
             return answered
 
     def drain(self, seconds: float) -> None:
-        """Cancel all jobs but saves, wait for these, then stop."""
+        """Cancel all jobs but saves, wait for the saves up to `seconds`, then stop."""
         deadline = time.monotonic() + seconds
         with self._lock:
             self._is_closed = True
@@ -175,7 +175,7 @@ class JobThreads:
             self._has_work.notify_all()
 
     def join(self) -> None:
-        """Wait for the end of the threads, and release the lock meanwhile: the caller may be a function for a signal, which has
+        """Wait for the end of the threads, and release the lock meanwhile: the caller may be a handler of a signal that has
         interrupted another call of this object.
         """
         with self._lock:
@@ -197,7 +197,7 @@ class JobThreads:
             self._has_ended.notify_all()
 
     def _do_next(self, objects: Objects) -> bool:
-        """Wait for a key of a job, and do it. Return False at the end. No variable outlives the call, since it holds rows."""
+        """Wait for a key of a job, and do it. Return False once stopped. No variable outlives the call: it would hold rows."""
         with self._lock:
             while not self._is_stopped and not (queue := next(filter(None, self._queues), None)):
                 self._has_work.wait()
@@ -252,9 +252,9 @@ class JobStore:
     def load(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> int:
         """Start to read objects into rows, one for each key. Return the number of the job.
 
-        A row is a writable, contiguous memoryview of bytes with the length of its object; another length is not done. Until
-        `poll` names the job or `close` returns, the store may write to the rows. What a row holds afterwards is undefined if
-        its key was not done. Loads come before queued saves.
+        A row is a writable, contiguous memoryview of bytes with the length of its object; a key whose object has another length
+        is not done. Until `poll` names the job or `close` returns, the store may write to the rows. What a row holds afterwards
+        is undefined if its key was not done. Loads come before queued saves.
 
         Raise ArgumentTypeError for rows of other types, ArgumentError for another number of rows than of keys, and errors as
         `lookup`.
@@ -266,8 +266,8 @@ class JobStore:
         """Start to write rows as objects, in place of older ones. Return the number of the job.
 
         Until `poll` names the job or `close` returns, the rows must stay unchanged. `finish` is called in a thread with a key
-        and its row before the row is written, and may change it: a checksum costs the calling thread nothing there. Its errors
-        are those of the answer. Rows and errors are as for `load`; without `finish` rows may be read-only.
+        and its row before the row is written, and may change it: so a checksum costs the calling thread nothing. Its errors
+        become those of the answer. Rows and errors are as for `load`; without `finish` rows may be read-only.
         """
         keys = require_keys(keys)
         return self._jobs.start(Kind.SAVE, keys, require_rows(rows, len(keys), finish is not None), finish)
@@ -280,7 +280,7 @@ class JobStore:
 
 
 def require_keys(keys: Sequence[bytes]) -> list[bytes]:
-    """Return keys as a list. Raise ArgumentTypeError unless they are bytes, ArgumentError unless 1 to 64 of them."""
+    """Return keys as a list. Raise ArgumentTypeError unless they are bytes, ArgumentError unless each has 1 to 64."""
     listed = as_list("keys", keys, "a sequence of bytes")
     for key in listed:
         if not isinstance(key, bytes):

@@ -29,14 +29,14 @@ class Fetch:
     chain: HashChain
     num_tokens: int
     queued_at: float
-    num_on_the_way: int = 0  # jobs and pages that are looked up or loaded
+    num_on_the_way: int = 0  # look-ups, and pages to be loaded, that have not ended
     asked_at: float = inf  # time of the first question whether it is ready
-    num_bytes: int = 0  # of the pages that are looked up or loaded
-    num_page_tokens: int = 0  # in them
-    num_queued_tokens: int = 0  # to be computed when it is its turn
-    began_at: float | None = None  # time when its look-up was answered
-    load_seconds: float | None = None  # that its loads take from then on; None: rates do not tell
-    is_over: bool = False  # its pages are computed
+    num_bytes: int = 0  # bytes of the pages that are looked up or loaded
+    num_page_tokens: int = 0  # tokens in these pages
+    num_queued_tokens: int = 0  # tokens to be computed once it is the request's turn
+    began_at: float | None = None  # time when the look-up was answered
+    load_seconds: float | None = None  # expected time of the loads from `began_at` on; None: no rate
+    is_over: bool = False  # the request no longer waits for pages
 
 
 class Loads:
@@ -50,13 +50,13 @@ class Loads:
         self._tier, self._jobs, self._saves, self._namespace = tier, jobs, saves, namespace
         self._sizes = np.array([rows.shape[1] + HEADER_BYTES for rows in tier.rows], dtype=np.int64)  # bytes, by group
         self._buffers = Buffers(max_bytes, self._sizes.tolist())
-        self._waiting: deque[tuple[Fetch, Pages]] = deque()  # pages to be loaded, and one of the requests that wait for them
+        self._waiting: deque[tuple[Fetch, Pages]] = deque()  # pages to be loaded, and a request that waits for them
         self._waiters: dict[bytes, list[Fetch]] = {}  # the requests that wait for each page on its way
-        self._wrong: set[bytes] = set()  # among these pages: found to be wrong since
+        self._wrong: set[bytes] = set()  # pages on their way that were found to be wrong since
         saves.heed_wrong = self._heed_wrong
         self._num_waiting_bytes = 0
         self._load_rate, self._step_rate = AnswerRate(), Rate()
-        self._queue_seconds = Rate()  # seconds until a request is asked for, by requests
+        self._queue_seconds = Rate()  # mean seconds from the queueing of a request to its turn
         self._num_queued_tokens = 0
         self._num_lookups = 0
         self._asks_at = -inf
@@ -64,7 +64,7 @@ class Loads:
         self.num_loading = self.num_loaded = self.num_missing = self.num_damaged = 0
 
     def record_step(self, num_tokens: int, seconds: float) -> None:
-        """Add a measured step, unless it computed nothing of a prompt."""
+        """Add a measured step, unless it computed no tokens of prompts."""
         if num_tokens:
             self._step_rate.add(time.monotonic(), num_tokens, seconds)
 
@@ -83,20 +83,20 @@ class Loads:
         return True
 
     def _may_ask(self) -> bool:
-        """Whether to ask the store: seldom, while it does not answer, as it may keep all that it is asked."""
+        """Whether to ask the store: once in `WINDOW_SECONDS` while it does not answer, since it may keep all questions."""
         now = time.monotonic()
         is_due = not self._jobs.is_silent or now >= self._asks_at
         self._asks_at = now + WINDOW_SECONDS if is_due else self._asks_at
         return is_due
 
     def begin_turn(self, fetch: Fetch, now: float) -> None:
-        """Note that it is a request's turn, unless it was so before."""
+        """Note that it is a request's turn, unless that was noted before."""
         if fetch.asked_at == inf:
             fetch.asked_at = now
             self._queue_seconds.add(now, now - fetch.queued_at, 1.0)
 
     def find_patience(self, fetch: Fetch, now: float, deadline: float) -> float:
-        """Return the time until which a request whose turn it is waits for its pages, `deadline` seconds without rates."""
+        """Return the time until which a request waits for its pages at its turn: `deadline` seconds without rates."""
         compute_seconds = self._find_compute_seconds(now, fetch.num_page_tokens)
         load_seconds, began_at = fetch.load_seconds, fetch.began_at
         if began_at is None:  # the store may have all of its pages
@@ -173,7 +173,7 @@ class Loads:
         self._num_lookups -= 1
         self.num_looked_up += len(are_stored)
         self.num_found += int(are_stored.sum())
-        are_stored &= self._saves.are_right(job.pages)  # they may have been found to be wrong meanwhile
+        are_stored &= self._saves.are_right(job.pages)  # pages may have been found to be wrong meanwhile
         self._saves.note_stored(job.pages, are_stored)
         tier, found = self._tier, job.pages.choose(are_stored).sort()
         keys, groups, num_now, num_then = list_absent(tier.store, tier.groups, fetch.chain, fetch.num_tokens, *found)
@@ -196,7 +196,7 @@ class Loads:
             self._num_waiting_bytes += fetch.num_bytes
 
     def _hand_over(self, pages: Pages) -> list[tuple[Fetch, Pages]]:
-        """Return pages to be loaded with requests that still wait for them. Forget those that nobody waits for."""
+        """Return pages to be loaded, each with a request that still waits for it. Forget pages that no request waits for."""
         places: dict[Fetch, list[int]] = {}
         for place, name in enumerate(pages.name()):
             heir = next((fetch for fetch in self._waiters[name] if not fetch.is_over), None)
@@ -215,7 +215,7 @@ class Loads:
             self._wrong.difference_update(names)
 
     def _heed_wrong(self, names: list[bytes]) -> None:
-        """Note that what the store has of pages is wrong, also where it is on its way."""
+        """Note that the store's content of pages is wrong, so that loads on their way do not use it."""
         self._wrong.update(name for name in names if name in self._waiters)
 
     def _fits(self, pages: Pages) -> bool:
@@ -224,8 +224,8 @@ class Loads:
         return all(2 * count <= len(rows) for count, rows in zip(counts, self._tier.rows, strict=True))
 
     def _pays(self, fetch: Fetch) -> bool:
-        """Whether to load pages: by the rates of the last seconds it takes no longer than until it is the request's turn and
-        their tokens are computed. Without rates it does.
+        """Whether to load pages: whether, by the rates of the last seconds, that takes no longer than the request waits for its
+        turn and then computes their tokens. True without rates.
         """
         now = time.monotonic()
         fetch.began_at, fetch.load_seconds = now, self._find_load_seconds(now, fetch.num_bytes)
@@ -239,17 +239,17 @@ class Loads:
         fetch.num_queued_tokens = num_tokens
 
     def _find_queue_seconds(self, now: float, fetch: Fetch) -> float:
-        """Return how long it takes until it is a request's turn: as long as others waited, or as those before it compute."""
+        """Return the time until a request's turn: the mean wait of others, or the compute time of others queued if longer."""
         mean = 0.0 if self._queue_seconds.is_old(now) else self._queue_seconds.per_second(now) or 0.0
         return max(mean, self._find_compute_seconds(now, self._num_queued_tokens - fetch.num_queued_tokens))
 
     def _find_compute_seconds(self, now: float, num_tokens: int) -> float:
-        """Return how long it takes to compute tokens, endless without a rate."""
+        """Return how long it takes to compute tokens; infinite without a rate."""
         tokens_rate = self._step_rate.per_second(now)
         return num_tokens / tokens_rate if tokens_rate else inf
 
     def _find_load_seconds(self, now: float, num_bytes: int) -> float | None:
-        """Return how long pages take behind all others, or None without a rate."""
+        """Return how long it takes to load pages after all those before them, or None without a rate."""
         bytes_rate = self._load_rate.per_second(now)
         if bytes_rate is None:
             return None
@@ -267,15 +267,15 @@ class Loads:
             self._end_waits(job.names)
 
     def _release(self, job: Job) -> None:
-        """Give back memory, without headers: what is there is not taken for the page of a later load that ends early."""
+        """Give back a job's memory with its headers zeroed, so a later load that ends early finds no old page there."""
         left = np.array(job.places)
         for size, equal in groupby(map(len, job.objects)):
             headers, (places, left) = self._buffers.arrays[size][:, :HEADER_BYTES], np.split(left, [len(list(equal))])
-            headers[places[headers[places].any(axis=1)]] = 0  # memory that was never used stays so
+            headers[places[headers[places].any(axis=1)]] = 0  # memory that was never written stays so
         self._buffers.give_back(job.objects, job.places)
 
     def _fill(self, job: Job, places: npt.NDArray[np.intp]) -> None:
-        """Copy loaded objects into pages of the tier, and let those hit that are intact there."""
+        """Copy loaded objects into pages of the tier, and let the pages that are intact there hit."""
         tier, loaded = self._tier, job.pages.choose(places)
         number, page_ids = begin_fills(tier.store, tier.groups, loaded.keys, loaded.groups, job.context.chain)
         if not number:

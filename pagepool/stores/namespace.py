@@ -23,13 +23,13 @@ from pagepool.specs import dtype_name
 logger = logging.getLogger(__name__)
 
 VERSION = 2
-"""Raised when the content of stored pages changes its meaning."""
+"""To be increased when the content of stored pages changes its meaning."""
 
 WARNED: weakref.WeakSet[PageHasher] = weakref.WeakSet()
-"""Hashers of managers whose seed was warned of."""
+"""Hashers of managers that were warned about their seed."""
 
 MAX_DEPTH = 32
-"""Most objects around a value in a cache group."""
+"""Deepest nesting of objects in a cache group."""
 
 
 def make_namespace(manager: CacheManager, layout: str, model: bytes, rank: int = 0, num_ranks: int = 1) -> str:
@@ -39,9 +39,9 @@ def make_namespace(manager: CacheManager, layout: str, model: bytes, rank: int =
     `layout` describes a row of host memory exactly, as `pagepool.host_pages.HostPages.layout` does. `model` identifies the
     weights: the digest of a checkpoint, with the adapters that its requests do not name. Of `num_ranks` processes that each
     hold a part of a page, each gives its `rank`. The manager's hash algorithm and seed, the byte order of the machine, and all
-    fields of its cache groups and their specs are included, those of an engine's own classes too.
+    fields of its cache groups and their specs are included, also fields of an engine's own classes.
 
-    Logs a warning, once for a manager, if its keys follow PYTHONHASHSEED: processes with another one share no pages.
+    Log a warning, once for a manager, if its keys follow PYTHONHASHSEED: processes with another value share no pages.
 
     Raise ArgumentError for a manager without caching, and for one whose keys differ in each process: with SipHash, without a
     `hash_seed`, and without PYTHONHASHSEED in the environment; ArgumentTypeError for other types, and for fields of a group
@@ -78,9 +78,9 @@ def warn_of_seed(manager: CacheManager) -> None:
 
 
 def describe(name: str, value: Any, depth: int = 0) -> Any:
-    """Return a value as JSON that is the same in every process, and another one for a value that differs in any field. Equal
-    dtypes have equal JSON, and so have their names in fields for dtypes. Raise ArgumentTypeError for objects that only their
-    address tells apart.
+    """Return a value as JSON that is the same in every process, and differs if any field of the value differs. Equal dtypes
+    have equal JSON, and so have their names in fields for dtypes. Raise ArgumentTypeError for objects that differ only by
+    their address.
 
     >>> describe("shapes", ((16, 64), np.int64(3)))
     [['0x10', '0x40'], '0x3']
@@ -124,13 +124,13 @@ def describe(name: str, value: Any, depth: int = 0) -> Any:
 
 
 def read_field(value: object, name: str) -> Any:
-    """Return a field of an object. Texts in a field of a dtype get the same name as the dtype."""
+    """Return a field of an object. A string in a field for a dtype becomes the name of that dtype."""
     found = getattr(value, name)
     return dtype_name(found) if isinstance(found, str) and name.endswith("dtype") else found
 
 
 def list_fields(value: object) -> list[str]:
-    """Return the names of an object's fields: those of a dataclass, and other attributes that it stores."""
+    """Return the names of an object's fields: the fields of a dataclass, and other attributes that it stores."""
     classes = type(value).__mro__
     names = {field.name: None for field in fields(value)} if is_dataclass(value) else {}
     for cls in classes:

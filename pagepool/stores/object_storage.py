@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 MAX_CONCURRENCY = 1024
 
 SECONDS_OF_BUCKET = 10.0
-"""Time for which a bucket that was there is taken to be there."""
+"""Time for which a bucket that was found is assumed to exist."""
 
 NO_BUCKET = re.compile("<Code>(NoSuchBucket|ContainerNotFound)</Code>")
 NOT_FOUND = "404 Not Found"
-"""What the error of a list says if there is no bucket."""
+"""Text in the error of a listing if there is no bucket."""
 
 
 class Bucket:
@@ -65,7 +65,7 @@ class Bucket:
                 np.copyto(np.frombuffer(row, np.uint8), data)
 
     def save(self, key: bytes, row: memoryview, finish: Finish | None) -> bool:
-        """Write a copy of a row, since obstore may read, or even keep, what it is given after the call."""
+        """Write a copy of a row, since obstore may read its argument after the call, or even keep it."""
         with self._lock:
             if self._is_closed:
                 return False
@@ -89,8 +89,8 @@ class Bucket:
             raise
 
     def _is_bucket_missing(self, name: str, error: str) -> bool:
-        """Whether an object is missing because the bucket is. An answer without a text does not tell, so the bucket is listed,
-        every ten seconds at most. If that is forbidden, the bucket is taken to be there.
+        """Whether an object is missing because the bucket is. An error without a text leaves this open, so the bucket is
+        listed, every ten seconds at most. If that is forbidden, the bucket is assumed to exist.
         """
         if NO_BUCKET.search(error):
             return True
@@ -126,10 +126,10 @@ class ObjectStore(JobStore):
 
     The object of a key is ``namespace/first two digits/digits of the key`` below the store's prefix. Each is written by one
     request, and read by one. The store's options set credentials, timeouts and retries. By default a request is tried again
-    for three minutes; give it seconds, since until then it occupies one of the `max_concurrency` places.
+    for three minutes; set a few seconds, since until then it occupies one of the `max_concurrency` places.
 
     A missing bucket is the error of an answer. Where a server says only that an object is missing, the store lists the bucket,
-    every ten seconds at most. Without the permission to list, objects of a missing bucket are missing without an error.
+    every ten seconds at most. Without the permission to list, objects of a missing bucket count as missing, without an error.
 
     Nothing is ever removed: give the bucket a rule that expires objects, by the time since they were written. The calling
     thread waits for no request. In a forked process every call but `close` raises; make a store there.
@@ -160,8 +160,8 @@ class ObjectStore(JobStore):
         """Wait up to `drain_seconds` for saves, and cancel all other jobs. No job is answered afterwards, and no row is read or
         written.
 
-        Requests that are running by then are not waited for. Threads end with them: a save may still become an object, a whole
-        one. A second call has no effect, and neither has one in a forked process or while the interpreter ends. Raise
+        Requests that are running by then are not waited for. Their threads end with them: a save may still write its object,
+        as a whole. A second call has no effect, and neither has one in a forked process or while the interpreter ends. Raise
         ArgumentTypeError unless `drain_seconds` is a number, ArgumentError if it is negative.
         """
         seconds = require_drain_seconds(drain_seconds)

@@ -30,11 +30,11 @@ class Pages(NamedTuple):
         return self.choose(np.argsort(self.keys[:, 0]))
 
     def name(self) -> list[bytes]:
-        """Return the keys of a store: 16 bytes of the digest and two of the group."""
+        """Return the keys of the pages in a store: 16 bytes of the digest and two of the group."""
         return [key.tobytes() + group.to_bytes(2, "big") for key, group in zip(self.keys, self.groups.tolist(), strict=True)]
 
     def find_tags(self) -> Keys:
-        """Return 64 bits of each page, never 0."""
+        """Return a tag of 64 bits for each page, never 0."""
         return (self.keys[:, 0] ^ (self.groups.astype(np.uint64) * ODD)) | np.uint64(1)
 
 
@@ -45,6 +45,6 @@ class Tier:
     store: PageStore
     groups: CacheGroups
     rows: Sequence[npt.NDArray[np.uint8]]
-    has_groups: bool  # the owner of the rows tells groups apart
+    has_groups: bool  # the owner of the rows distinguishes groups
     mark_saved: Callable[..., None]
-    count_steps_ahead: Callable[[], int]  # steps planned before one is known to have failed
+    count_steps_ahead: Callable[[], int]  # steps that may be planned before one is known to have failed

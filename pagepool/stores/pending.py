@@ -21,13 +21,13 @@ Object = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.bool_]
 
 RAISED = object()
-"""What a call of the store that raised returned."""
+"""Result of a call of the store that raised."""
 
 ANSWER_SECONDS = 60.0
 """Time after which a job without an answer counts as failed. The store may still use its objects."""
 
 BYTES_PER_TOUCH = 4096
-"""Memory that the system allocates for one write, at least."""
+"""Least memory that the system allocates when memory is first written."""
 
 
 def keep_nothing(_job: "Job") -> None:
@@ -44,7 +44,7 @@ class Job:
     names: list[bytes]
     end: Callable[["Job", Flags], None]
     objects: list[Object] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)  # `Buffers` keeps the objects there
+    places: list[int] = field(default_factory=list)  # places of the objects in `Buffers`
     context: Any = None
     release: Callable[["Job"], None] = keep_nothing
     started_at: float = 0.0
@@ -62,7 +62,7 @@ class Jobs:
         """Begin without jobs."""
         self._store = store
         self._pending: dict[int, Job] = {}  # in the order of their starts
-        self._given_up: dict[int, Job] = {}  # those whose objects the store may still use
+        self._given_up: dict[int, Job] = {}  # jobs without an answer, whose objects the store may still use
         self.is_silent = False  # a job was given up, and none answered since
         self.num_errors = 0
 
@@ -93,7 +93,7 @@ class Jobs:
         """End the jobs that the store has answered, or that it should have answered by now."""
         answers = self._call(self._store.poll)
         if isinstance(answers, list):
-            with ExitStack() as ends:  # all jobs end, also if one raises
+            with ExitStack() as ends:  # all jobs end, even if one raises
                 for job, is_done in reversed(list(self._read_answers(answers))):
                     ends.callback(job.release, job)
                     ends.callback(job.end, job, is_done)
@@ -152,7 +152,7 @@ class Jobs:
                 yield job, self._read_flags(number, is_done, job)
 
     def _read_flags(self, number: int, is_done: Any, job: Job) -> Flags:
-        """Return the flags of a job. If they are wrong, it has failed, and nothing of it is done."""
+        """Return the flags of a job. If they are malformed, the job has failed, and none of its pages is done."""
         num = len(job.names)
         try:
             flags: Flags = np.frombuffer(bytes(memoryview(is_done)), dtype=np.uint8) == 1
@@ -182,11 +182,11 @@ class Jobs:
 
 
 class Buffers:
-    """Memory of objects, one array for each size: at most `max_bytes` of objects are out. What was out before comes first."""
+    """Memory of objects, one array for each size: at most `max_bytes` of objects are taken. Places used before come first."""
 
     def __init__(self, max_bytes: int, sizes: Iterable[int], warm_bytes: Mapping[int, int] | None = None) -> None:
-        """Reserve memory, which the system allocates when it is first written: `warm_bytes` of the array for a size now, so
-        that their first use costs no more than later ones.
+        """Reserve memory, which the system allocates when it is first written. Write the first `warm_bytes` of the array for a
+        size now, so that their first use costs no more than later ones.
         """
         self._max_bytes = max_bytes
         self.arrays = {size: np.zeros((max_bytes // size, size), dtype=np.uint8) for size in {*sizes}}
@@ -197,7 +197,7 @@ class Buffers:
             self.arrays[size].reshape(-1)[:num_bytes:BYTES_PER_TOUCH] = 0
 
     def take(self, num: int, size: int) -> list[int]:
-        """Return the places of objects in the array for `size`, or of fewer if there is no room."""
+        """Take `num` objects, or fewer if there is no room. Return their places in the array for `size`."""
         num = min(num, (self._max_bytes - self.num_bytes) // size)
         self.num_bytes += num * size
         spare = self._spare[size]

@@ -28,7 +28,7 @@ class Store(Protocol):
     `lookup`, `load` and `save` start a job and return its number, which no other job of the store has. `poll` answers each job
     at most once, in any order: a slow store answers late, and a broken one never. Faults of the store, such as a full disk or a
     missing bucket, are answers with an `error`; they are never raised. A job without an answer counts as failed after a minute.
-    A save without an error may be undone too, if the store has no room for it.
+    A save may be answered as not done without an error, if the store has no room for it.
 
     A key has 1 to 64 bytes. An object is replaced as a whole, also by a shorter one, so a load never mixes two of them. Objects
     may vanish at any time, and several processes may use the same objects. A store may find out after a successful look-up that
@@ -41,9 +41,9 @@ class Store(Protocol):
     def load(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> int:
         """Start to read objects into rows, one for each key. Return the number of the job.
 
-        A row is a writable, contiguous memoryview of bytes with the length of its object. Another length is not done, like a
-        missing object, without an error. Until `poll` names the job or `close` returns, the store may write to the rows. What a
-        row holds afterwards is undefined if its key was not done.
+        A row is a writable, contiguous memoryview of bytes with the length of its object. A key whose object has another length
+        is not done, like a missing object, without an error. Until `poll` names the job or `close` returns, the store may write
+        to the rows. What a row holds afterwards is undefined if its key was not done.
         """
 
     def save(self, keys: Sequence[bytes], rows: Sequence[memoryview]) -> int:

@@ -7,7 +7,7 @@ WINDOW_SECONDS = 10.0
 
 
 class Rate:
-    """Amounts a second, over the time that they took, of the last seconds."""
+    """Amounts measured in the last seconds, divided by the time that they took."""
 
     def __init__(self) -> None:
         """Make a rate without any measurement."""
@@ -25,8 +25,8 @@ class Rate:
         return not self._measured or self._measured[-1][0] < now - WINDOW_SECONDS
 
     def per_second(self, now: float, idle_seconds: float = 0.0) -> float | None:
-        """Return the rate, or None if nothing was ever measured; an old one is that of the last measurement. `idle_seconds`,
-        which brought nothing, count too.
+        """Return the rate, or None if nothing was ever measured; without recent measurements, that of the last one.
+        `idle_seconds`, which brought nothing, count too.
         """
         self._forget(now)
         seconds = self._seconds + idle_seconds
@@ -37,16 +37,16 @@ class Rate:
         while len(self._measured) > 1 and self._measured[0][0] < now - WINDOW_SECONDS:
             _, amount, seconds = self._measured.popleft()
             self._amount, self._seconds = self._amount - amount, self._seconds - seconds
-        if len(self._measured) == 1:  # no error of rounding outlives the other measurements
+        if len(self._measured) == 1:  # so errors of rounding end with the other measurements
             _, self._amount, self._seconds = self._measured[0]
 
 
 class AnswerRate:
-    """Bytes a second of jobs that overlap, whose answers are seen when somebody asks for them.
+    """Bytes a second of jobs that overlap, whose answers are seen only when a caller asks for them.
 
-    A job that is answered at the first question after its start tells nothing, since it may have taken any part of that time.
-    Other jobs ended between two questions, so half of the time between them counts. Nor does a job tell anything whose objects
-    are missing; one that failed counts always, with no bytes.
+    A job that is answered at the first question after its start is not measured, since it may have taken any part of that time.
+    Other jobs ended between two questions, so they count as ended half-way between these. A job whose objects are missing is
+    not measured either; a job that failed always is, with no bytes.
     """
 
     def __init__(self) -> None:

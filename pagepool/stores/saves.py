@@ -16,7 +16,7 @@ from pagepool.stores.pending import Buffers, Flags, Job, Jobs
 
 MAX_PAGES_PER_JOB = 64
 NUM_TAGS = 1 << 20
-"""Pages remembered as stored. Of two with the same place the later one stays, so the other is saved twice."""
+"""Places for pages remembered as stored. If two pages share one, it keeps the later page, so the other is saved twice."""
 
 TOMBSTONE = np.zeros(HEADER_BYTES, dtype=np.uint8)
 """Object that replaces a wrong one. It is never intact, and shorter than any page."""
@@ -25,7 +25,7 @@ SECONDS_BETWEEN_TRIES = 1.0
 """Time until a tombstone that the store did not save is tried again."""
 
 PART_OF_TIER = 4
-"""The queue's memory is allocated at the start, up to one part of the tier's in this number."""
+"""The queue's memory is allocated at the start, up to the tier's memory divided by this."""
 
 NO_PAGES = Pages(np.empty((0, 2), np.uint64), np.empty(0, np.int32))
 
@@ -48,7 +48,7 @@ class Waiting(NamedTuple):
     settled_at: int
     page: Pages
     size: int
-    place: int  # `Buffers` keeps the object there
+    place: int  # place of the object in `Buffers`
 
 
 class Saves:
@@ -67,10 +67,10 @@ class Saves:
         self._buffers = Buffers(max_bytes, sizes, share_memory(tier, max_bytes))
         self._stored = np.full(NUM_TAGS, 0, dtype=np.uint64)  # written now: unlike `zeros`, it costs no page faults later
         self._was_stored = np.full(NUM_TAGS, False, dtype=bool)  # places of `_stored` that ever had a page
-        self._saving: set[bytes] = set()  # the store may still write these
+        self._saving: set[bytes] = set()  # pages that the store may still be writing
         self._waiting: dict[bytes, Waiting] = {}
-        self._wrong: set[bytes] = set()  # the store may have a wrong content of these
-        self._spoilt: set[bytes] = set()  # among those being saved: found to be wrong since
+        self._wrong: set[bytes] = set()  # pages whose content in the store may be wrong
+        self._spoilt: set[bytes] = set()  # pages being saved that were found to be wrong since
         self._step = 0
         self._tries_at = 0.0
         self.heed_wrong: Callable[[list[bytes]], None] = lambda _names: None  # called with pages found to be wrong
@@ -83,8 +83,8 @@ class Saves:
         return bool(self._wrong)
 
     def collect(self, is_end: bool = False) -> bool:
-        """Copy the pages of the tier that are due, and start to save the settled ones; all of them at the end. Return whether
-        the prefix cache was reset since the beginning: then nothing is saved, since the store has pages of other weights.
+        """Copy the pages of the tier that are due, and start to save the settled ones, with `is_end` all. Return whether the
+        prefix cache was reset since storage was attached: then nothing is saved, since the store has pages of other weights.
         """
         num_steps = 0 if is_end else self._tier.count_steps_ahead()
         keys, groups, page_ids, settled_at, self._step, num_clears = take_unstored(self._tier.store, num_steps)
@@ -103,7 +103,7 @@ class Saves:
         return num_clears > 0
 
     def note_stored(self, pages: Pages, are_stored: Flags) -> None:
-        """Take a store's word about which pages it has. Those being saved count as stored, those with wrong contents do not."""
+        """Note which pages the store says it has. Those being saved count as stored, those with wrong contents do not."""
         are_stored = are_stored & self.are_right(pages)
         self._mark(pages.choose(are_stored), True)
         if self._saving:
@@ -111,11 +111,11 @@ class Saves:
         self._mark(pages.choose(~are_stored), False)
 
     def are_right(self, pages: Pages) -> Flags:
-        """Whether pages may be loaded: the content of the others in the store was found to be wrong."""
+        """Return a flag for each page: False if its content in the store was found to be wrong, so it may not be loaded."""
         return np.array([name not in self._wrong for name in pages.name()] if self._wrong else [True] * len(pages.groups), bool)
 
     def _note_wrong(self, pages: Pages) -> None:
-        """Take back pages with wrong contents: saves that wait, and objects in the store."""
+        """Drop waiting saves of pages with wrong contents, and note the pages whose objects are to be replaced."""
         names = pages.name()
         for name, was_stored in zip(names, self._was_stored[_places_of(pages.find_tags())].tolist(), strict=True):
             self._drop(name)
@@ -225,8 +225,8 @@ class Saves:
 
 
 def share_memory(tier: Tier, max_bytes: int) -> dict[int, int]:
-    """Return how much memory of a queue of `max_bytes` to allocate at the start, for each size of its objects: shares like
-    those of the tier's memory, and at most a quarter of it, since a small tier saves little.
+    """Return how much memory of a queue of `max_bytes` to allocate at the start, for each size of its objects: in
+    proportion to the tier's memory, and at most a quarter of that, since a small tier saves little.
     """
     arrays = {id(rows): rows for rows in tier.rows}.values()
     num_bytes = sum(rows.nbytes for rows in arrays)

@@ -40,7 +40,7 @@ SECONDS_BETWEEN_POLLS = 0.001
 
 @runtime_checkable
 class HostRows(Protocol):
-    """Host memory that tells apart which of its pages were written, as `pagepool.host_pages.HostPages` does."""
+    """Host memory that records which of its pages were written, as `pagepool.host_pages.HostPages` does."""
 
     @property
     def rows(self) -> Sequence[Rows]:
@@ -51,7 +51,7 @@ class HostRows(Protocol):
         """The cache group of each array; None: one array has the pages of all groups."""
 
     def mark_saved(self, page_ids: Sequence[int], *, group: int | None) -> None:
-        """Let pages be loaded from now on, whose rows the caller has written. `group` is None without `groups`."""
+        """Let pages be loaded from now on: the caller has written their rows. `group` is None without `groups`."""
 
 
 class StoreTier:
@@ -65,12 +65,12 @@ class StoreTier:
     The store is not trusted: a page hits only if its key and checksum are right in the memory of the tier. A store that is
     slow, fails or returns other bytes costs hits, never tokens.
 
-    A page is saved once the steps have begun that may be planned behind its own. If pool and tier drop it as wrong before, it
-    does not get to the store; later, a tombstone replaces it there.
+    A page is saved once the steps that may be planned behind its own have begun. If pool and tier drop it as wrong before, it
+    is not saved; if they do so later, a tombstone replaces it in the store.
 
     `rows` are the engine's `HostPages`, or its own arrays of uint8, ``[num_host_pages, row_bytes]``: one for all groups, or one
-    for each. All work is done in `take_moves` and in calls of this object, by their threads. Pages that leave
-    the tier are copied there, so nothing may be written into rows of saves before `take_moves` returns them.
+    for each. All work is done in `take_moves` and in calls of this object, by the calling threads. `take_moves` copies the
+    pages that leave the tier, so nothing may be written into rows of saves before it returns them.
 
     After `reset_prefix_cache` the store has pages of other weights: nothing is saved or loaded any more. Close it, and make
     another one with the namespace of the new weights.
@@ -90,8 +90,8 @@ class StoreTier:
         max_queued_bytes: int = 256 << 20,
     ) -> None:
         """`namespace` is the result of `make_namespace`. `deadline_ms` is explained in `is_ready`. `max_queued_bytes` of pages
-        are saved at a time, and as many loaded, in memory that is reserved for each size of row. That for saves is allocated
-        now, up to a quarter of the tier's, the rest when it is used. A page that finds no room is not saved.
+        are saved at a time, and as many loaded, in memory that is reserved for each size of row. The memory for saves is
+        allocated now, up to a quarter of the tier's, and the rest when it is used. A page that finds no room is not saved.
 
         Raise ArgumentError for a manager without a host tier, or with a store, for rows that do not fit the tier, and for other
         values; ArgumentTypeError for other types; ImportError without the extra ``pagepool[store]``.
@@ -118,7 +118,7 @@ class StoreTier:
         manager.attach_storage(self, writes_through=write == "through")
 
     def fetch(self, request: Request) -> None:
-        """Start to look up the pages of a request that was queued. Call `is_ready` when it is its turn, or `forget` if it ends
+        """Start to look up the pages of a request that was queued. Call `is_ready` at its turn, or `forget` if it ends
         before. A second call for the same request changes nothing. A page that is on its way for another request is not read
         again. O(pages).
 
@@ -137,10 +137,10 @@ class StoreTier:
         """Whether to admit a request whose turn it is. False while its pages are on their way: give the turn to another one,
         and ask again before the next step. The first True forgets the request. True if `fetch` found nothing to look up.
 
-        A request waits for `deadline_ms` from its first question at most, unless the rates of loads and steps say that its
-        loads pay. Where they are expected to end L seconds after its look-up was answered, and before its pages could be
-        computed, which takes C seconds from the first question on, it waits for C seconds, but not after 2 L have passed. Where
-        computing is faster it does not wait. Pages that are on their way then serve the next request; other loads do not begin.
+        Without a rate of loads a request waits for at most `deadline_ms` from its first question. By the rates, its loads end L
+        seconds after its look-up was answered, and its pages could be computed C seconds after the first question. If the loads
+        end first, it waits for C seconds, but not after both `deadline_ms` and 2 L have passed; otherwise it does not wait.
+        Pages that are on their way then serve the next request; other loads do not begin.
         """
         with self._lock:
             request_id = id_of(request)
@@ -166,9 +166,9 @@ class StoreTier:
                 self._loads.forget(fetch)
 
     def record_step(self, num_tokens: int, seconds: float) -> None:
-        """Report that a step took some seconds to compute tokens of prompts. Pages are loaded only if that is expected to end
-        before their tokens could be computed: by the rates of the last ten seconds, and the time for which requests waited for
-        their turn. Without rates, and after ten seconds without a load, all are loaded. O(1).
+        """Report that a step took some seconds to compute tokens of prompts. Pages are loaded only if loading should end before
+        their tokens could be computed: by the rates of the last ten seconds, and the time for which requests waited for their
+        turn. Without rates, and after ten seconds without a load, all are loaded. O(1).
 
         Raise ArgumentError or ArgumentTypeError for other numbers than a step can have.
         """
@@ -222,7 +222,7 @@ class StoreTier:
     def close(self, *, drain_seconds: float = 0.0) -> None:
         """Wait for saves up to `drain_seconds`, and close the store. Every request is ready then. A second call does nothing.
 
-        If `drain_seconds` is not 0, pages of the last steps are saved too: take back the steps that failed before. Objects that
+        If `drain_seconds` is not 0, pages of the last steps are saved too: first take back steps that have failed. Objects that
         were found to be wrong are replaced before the store is closed, if it answers within a second.
         """
         drain_seconds = require_number("drain_seconds", drain_seconds)
@@ -265,7 +265,7 @@ def read_tier(manager: CacheManager, rows: HostRows | Sequence[Rows]) -> Tier:
         check_rows(f"rows[{group}]", array, manager.host_tier.count_pages(manager.kv_cache_groups[group].pool))
     names: list[int | None] = [None] if groups is None else [*groups]
     for name in names:
-        mark_saved([], group=name)  # raises where rows cannot be written by others
+        mark_saved([], group=name)  # raises if others cannot write the rows
     ordered = [of_group[group] for group in range(num_groups)]
     registry = manager.registry
     count_steps_ahead = partial(count_steps_of, registry)
@@ -292,4 +292,4 @@ def check_rows(name: str, array: Rows, num_pages: int) -> None:
 
 
 def ignore_saved(_page_ids: Sequence[int], *, group: int | None) -> None:
-    """Do nothing: arrays of the engine need no word about pages that others have written."""
+    """Do nothing: an engine's own arrays need not know which pages the store has written."""
