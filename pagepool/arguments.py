@@ -59,8 +59,8 @@ def _index_of(name: str, value: object) -> int:
 
 
 def require_flag(name: str, value: object) -> bool:
-    """Return a flag as a bool. Raise ArgumentTypeError unless it is a bool, also one of NumPy, or the int 0 or 1: text such as
-    "no" is true in Python.
+    """Return a flag as a bool. Raise ArgumentTypeError unless it is a bool of Python or NumPy, or the int 0 or 1: text such as
+    "no" would count as true.
 
     >>> require_flag("enable_caching", 1)
     True
@@ -95,8 +95,8 @@ def require_share(name: str, value: Any) -> float:
 
 
 def require_number(name: str, value: Any, minimum: float = 0.0, maximum: float = math.inf) -> float:
-    """Return `value`, infinity for an int beyond all floats. Raise ArgumentTypeError unless it is a number (no bool),
-    ArgumentError outside the range and for NaN.
+    """Return `value`, or infinity with its sign for an int that no float can hold. Raise ArgumentTypeError unless it is a
+    number (no bool), ArgumentError outside the range and for NaN.
 
     >>> require_number("max_age", 2)
     2
@@ -113,7 +113,7 @@ def require_number(name: str, value: Any, minimum: float = 0.0, maximum: float =
 
 
 def _require_real(name: str, value: object, allowed: str) -> None:
-    if isinstance(value, bool | np.timedelta64) or not isinstance(value, Real):  # a time is an int for NumPy
+    if isinstance(value, bool | np.timedelta64) or not isinstance(value, Real):  # a timedelta64 is a Real too
         raise ArgumentTypeError(f"{name}: got {shown(value)}, allowed: {allowed}")
 
 
@@ -154,8 +154,8 @@ def require_short(name: str, value: Any) -> Any:
 
 
 def require_token_counts(name: str, values: Iterable[int], most: int) -> list[int]:
-    """Return numbers of tokens as a list of ints, each at most `most`. Raise ArgumentError for more than four or a negative
-    one, ArgumentTypeError for other types.
+    """Return numbers of tokens as a list of ints, each at most `most`. Raise ArgumentError for more than four numbers or a
+    negative one, ArgumentTypeError for other types.
 
     >>> require_token_counts("resume_at", [24, 1 << 40], 4096)
     [24, 4096]
@@ -167,8 +167,8 @@ def require_token_counts(name: str, values: Iterable[int], most: int) -> list[in
 
 
 def as_list(name: str, values: Iterable[T], allowed: str, *, is_ordered: bool = True) -> list[T]:
-    """Return `values` as a list. Raise ArgumentTypeError for text, for bytes and views of bytes, and for what is not iterable,
-    and for a set, a mapping or a view of one if the order counts.
+    """Return `values` as a list. Raise ArgumentTypeError for text, bytes, views of bytes and objects that are not iterable;
+    with `is_ordered` also for a set, a mapping or a view of a mapping.
 
     >>> as_list("rows", (2, 0), "ints")
     [2, 0]
@@ -183,7 +183,7 @@ def as_list(name: str, values: Iterable[T], allowed: str, *, is_ordered: bool = 
         iterator = iter(values)
     except TypeError:
         raise ArgumentTypeError(f"{name}: got {type(values).__name__}, allowed: {allowed}") from None
-    return list(iterator)  # outside, since the items may raise errors of their own
+    return list(iterator)  # outside of `try`: errors that the items raise pass through
 
 
 def require_mapping(name: str, values: Any) -> Mapping[Any, Any]:
@@ -209,7 +209,7 @@ def require_group_ids(group_ids: Sequence[int]) -> list[int]:
 
 
 def require_unmasked(name: str, values: T) -> T:
-    """Return an array. Raise ArgumentTypeError for masked items: their values, which do not count, would be read."""
+    """Return an array. Raise ArgumentTypeError if items are masked: their meaningless values would be read."""
     if isinstance(values, np.ma.MaskedArray) and values.dtype.names is None and np.ma.is_masked(values):
         raise ArgumentTypeError(f"{name}: got an array with masked items, allowed: one without")
     return values

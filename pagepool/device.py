@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 LEAST_JAX = "0.6.0"
 """Oldest supported version of jax, as in pyproject.toml."""
 
-# A donated array may share its memory with NumPy. Compiled programs copy it first, but in older versions programs read from the
-# compilation cache write into it, and NumPy frees it when the array is gone. GPUs share no memory with NumPy, but the minimum
-# version is the same for all devices.
+# A donated array may share its memory with NumPy. Compiled programs copy the array first. In older versions a program from the
+# compilation cache does not: it writes into that memory, which NumPy frees when the array is gone. GPUs share no memory with
+# NumPy, but the minimum version is the same for all devices.
 WHY_LEAST_JAX = (
     "on CPUs, programs that older versions read from jax's compilation cache write into memory of NumPy: "
     "page tables and pages become wrong without an error"

@@ -34,8 +34,8 @@ class DoubleFreeError(PagePoolError, RuntimeError):
 
 
 class IntegrityError(PagePoolError, RuntimeError):
-    """The pool's records contradict one another; the message names the first page, row or entry that is wrong. Or an object of
-    another process is used in a forked one.
+    """The pool's records contradict one another; the message names the first page, row or entry that is wrong. Or a forked
+    process uses an object that another process made.
     """
 
 
@@ -52,7 +52,7 @@ class PageIdError(PagePoolError, IndexError):
 
 
 class PageHashError(PagePoolError, RuntimeError):
-    """A page with a hash would get another one."""
+    """A page that has a hash would get another hash."""
 
 
 class MovesDueError(PagePoolError, RuntimeError):
@@ -86,7 +86,7 @@ def shown(value: object) -> str:
         return f"an int of {value.bit_length()} bits"
     try:
         return repr(value)
-    except Exception:  # a tuple or list with such an int raises it, or the value's own class
+    except Exception:  # from a tuple or list with such an int, or from the value's own class
         return f"a {type(value).__name__}"
 
 

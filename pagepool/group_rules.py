@@ -28,7 +28,7 @@ class GroupRules(NamedTuple):
     hash_page_size: int
     """Tokens per hash: the greatest common divisor of the page sizes of groups with attention."""
     max_cached_page_size: int
-    """Largest of these page sizes."""
+    """Largest page size of groups with attention."""
     hit_tokens: int
     """Hits are multiples of this many tokens."""
     checkpoint_interval: int | None
@@ -41,8 +41,8 @@ class GroupRules(NamedTuple):
     """Settings by name, except those of hashes. Managers that share cached pages must agree in all of them."""
 
     def require_resume_at(self, resume_at: Iterable[int], most: int) -> list[int]:
-        """Return the numbers of tokens of `resume_at`, each at most `most`. Raise ArgumentError if there are any and the model
-        has states that are not kept, and the errors of `require_token_counts`.
+        """Return the token counts in `resume_at`, each at most `most`. Raise ArgumentError if there are any, but the model has
+        states that are not kept; also raise the errors of `require_token_counts`.
         """
         counts = require_token_counts("resume_at", resume_at, most)
         if counts and self.has_state and not self.writes_states:
@@ -58,7 +58,7 @@ def make_rules(
     banks: Sequence[int] | None = None,
     hash_lookahead: int = 0,
 ) -> GroupRules:
-    """Return the rules of groups, whose pages come from `banks` of a store: see `CacheManager` for the other arguments. Raise
+    """Return the rules of groups. Group i takes pages from bank ``banks[i]``; see `CacheManager` for the rest. Raise
     ArgumentError for values out of range, and for eagle with chunked local attention, which cannot drop a page across chunks.
     """
     specs: list[Any] = [group.kv_cache_spec for group in kv_cache_groups]
@@ -104,8 +104,8 @@ def _find_boundaries(
     is_cached: bool,
     state_interval: int | None,
 ) -> tuple[int, int, int] | None:
-    """Return the multiple, the slack and the interval of boundaries for the core; None where all window pages stay, and
-    no states are written at boundaries, with `state_interval`.
+    """Return the multiple, the slack and the interval of boundaries for the core. None if boundaries do not matter: all window
+    pages stay, and no states are written (`state_interval` is None).
     """
     has_windows = any(map(window_of, specs))
     if has_windows and retention.windows == "all" and state_interval is not None:
@@ -157,9 +157,9 @@ def _rules_of(described: dict[str, Any], spec: Any, num_hit_tokens: int, use_eag
 
 
 def _list_spacings(states: Sequence[Any]) -> list[int]:
-    """Return the numbers of tokens at whose multiples states may be kept; none unless all states have checkpoints, since a
-    prefix cannot hit otherwise. A kernel has states at multiples of `CHECKPOINT_STEP`, so all multiples of an interval are kept
-    where they are such multiples.
+    """Return a number of tokens for each state group, at whose multiples its states may be kept; none unless all groups keep
+    checkpoints, since otherwise no prefix can hit. Kernels have states at multiples of `CHECKPOINT_STEP`, so the number is the
+    greatest common divisor of this step and the group's interval.
     """
     intervals: list[Any] = [getattr(spec, "checkpoint_interval", None) for spec in states]
     if None in intervals:
@@ -169,8 +169,8 @@ def _list_spacings(states: Sequence[Any]) -> list[int]:
 
 def find_state_interval(kv_cache_groups: Sequence[CacheGroupSpec]) -> int:
     """Return the tokens between checkpoints inside a prompt: the least interval of the specs; if all are ``"auto"``, the
-    smallest multiple of 2,048 tokens for which a state takes at most a third of the keys and values
-    between two. 0: there are no keys and values.
+    smallest multiple of 2,048 tokens for which a checkpoint takes at most a third as many bytes as the keys and values up to
+    the next one, or 0 without keys and values.
     """
     state_bytes = token_bytes = 0
     intervals = []
@@ -195,7 +195,7 @@ def window_of(spec: Any) -> int:
 
 def find_interval(specs: Sequence[Any]) -> int:
     """Return the smallest multiple of 2,048 tokens for which all windows together take at most a third of the pages of one
-    full-attention group; 0 if a window is at least as long.
+    full-attention group; 0 if some window is at least as long as that multiple.
     """
     num_pages = sum(-(-window_of(spec) // spec.page_size) for spec in specs)
     full = [spec.page_size for spec in specs if kind_of(spec) == "FullAttention"] or [spec.page_size for spec in specs]

@@ -1,4 +1,4 @@
-"""What a request says about its session and the blocks it leaves: the fields, arguments and actions that vLLM's requests carry.
+"""Hints of a request about its session and the blocks that it leaves: the fields, arguments and actions of vLLM's requests.
 
 `read` serves any engine whose requests have vLLM's fields. It needs neither vLLM nor the compiled core.
 """
@@ -33,22 +33,22 @@ MAX_NAME_LEN = 64
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a request says. Times are in seconds, `math.inf` for never."""
+    """The hints of a request. Times are in seconds, `math.inf` for never."""
 
     session: str | None = None
-    """Id of its session."""
+    """Id of the request's session."""
     seconds: float | None = None
-    """Time until the blocks that it gives back are wanted again, 0 to `MAX_SECONDS` or `math.inf`; None if it is unknown."""
+    """Time until the blocks of the request are wanted again, 0 to `MAX_SECONDS` or `math.inf`; None if it is unknown."""
     closes: bool = False
-    """Whether its session ends with it."""
+    """Whether the session ends with the request."""
     retains: tuple[tuple[str, float], ...] = ()
     """Other sessions by id, each with the time until it comes back."""
     demotes: tuple[str, ...] = ()
     """Ids of other sessions that do not come back."""
     pins: tuple[tuple[int, float], ...] = ()
-    """Numbers of its first tokens whose blocks are to be held, each with the time, up to `MAX_PIN_SECONDS`."""
+    """Pins: each has the number of first tokens whose blocks are to be held, and the time, at most `MAX_PIN_SECONDS`."""
     ignored: tuple[str, ...] = ()
-    """Names of what was not understood: arguments, types of actions with their versions, or ``payload of`` a type."""
+    """Names of parts that were not understood: fields, arguments, action types with their versions, ``payload of`` a type."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class _Draft:
     ignored: list[str] = field(default_factory=list)
 
     def find_other(self, payload: Mapping[str, Any]) -> str | None:
-        """Return the session of an action, or None if it is the request's own, as it is without an id."""
+        """Return the session of an action; None for the request's own session, which an action without an id means."""
         session = _session_in(payload)
         return None if session == self.session else session
 
@@ -107,8 +107,8 @@ ACTIONS: dict[str, Callable[[Any, Mapping[str, Any]], None]] = {
 
 def read(request: Any, *, reads_times: bool = True) -> Hints:
     """Read the hints of a request: its `session_id`, `SECONDS` and `CLOSE` in ``sampling_params.extra_args``, and the actions
-    of its envelope `kv_hints`, which override the arguments. Fields may be missing, and nothing in them raises an error: what
-    is not understood is `Hints.ignored`. Without `reads_times` only the session is read. O(actions), at most `MAX_ACTIONS`.
+    of its envelope `kv_hints`, which override the arguments. Fields may be missing, and none raises an error: `Hints.ignored`
+    lists what is not understood. Without `reads_times` only the session is read. O(actions), at most `MAX_ACTIONS`.
 
     >>> from types import SimpleNamespace
     >>> request = SimpleNamespace(session_id="s1", sampling_params=SimpleNamespace(extra_args={"pagepool_seconds": 3}))
@@ -188,14 +188,14 @@ def _is_known(version: Any) -> bool:
 
 
 def _seconds_in(value: Any) -> float:
-    """Return a time in seconds, `math.inf` for one below 0. Raise ValueError for what is not a number."""
+    """Return a time in seconds, `math.inf` if it is below 0. Raise ValueError unless it is a number."""
     if type(value) not in (int, float) or value != value:
         raise ValueError
     return inf if value < 0 else float(min(value, MAX_SECONDS))
 
 
 def _session_in(payload: Mapping[str, Any]) -> str | None:
-    """Return the session that a payload names, if it names one. Raise ValueError for what is not an id."""
+    """Return the session id in a payload; None without one. Raise ValueError unless it is a text that is not empty."""
     session = payload.get("session_id")
     if session is None:
         return None

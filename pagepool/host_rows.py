@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     import jax
 
 ALIGNMENT = 64
-"""Bytes: each dtype of a row, and memory for jax, begin at a multiple. On CPUs jax aliases such memory and copies any other."""
+"""Alignment in bytes of each dtype in a row, and of memory for jax. On CPUs jax aliases aligned memory and copies any other."""
 
 SMALL_PAGE, BYTES_TO_TOUCH = 4096, 64 << 20
-"""Bytes of the smallest page of the system, and of what one call of `touch` in a thread touches."""
+"""Bytes of the system's smallest page, and of the piece of memory that a thread of `touch` touches at a time."""
 
 MAX_STAGING = 4
-"""Pieces of memory that are kept for later loads."""
+"""Most pieces of memory that are kept for later loads."""
 
 Rows = npt.NDArray[np.uint8]
 
@@ -44,10 +44,10 @@ def as_bytes(pages: npt.NDArray[Any]) -> Rows:
 
 
 def make_memory(num_bytes: int) -> mmap.mmap:
-    """Return new memory, which the system allocates when it is first written, if it can in huge pages."""
+    """Return new memory. The system allocates it at the first write, in huge pages if it can."""
     memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # the kernel has none
+        with suppress(OSError):  # the kernel has no huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
@@ -66,8 +66,8 @@ def place_rows(memory: Any, shape: tuple[int, ...]) -> Rows:
 
 def alias_rows(rows: Rows, dtypes: Sequence[npt.DTypeLike], sharding: Any) -> list[jax.Array]:
     """Return an array of jax for each dtype, ``[page, item]``, with the same memory as the rows of one CPU device. Return no
-    arrays if jax would copy the rows: for other devices, and at addresses that are no multiple of `ALIGNMENT`. Floats are
-    unsigned numbers there, since XLA may convert a whole array of floats with few bits.
+    arrays if jax would copy the rows: for other devices, and at addresses that are no multiple of `ALIGNMENT`. Floats appear as
+    unsigned ints, since XLA may convert a whole array of floats of few bits.
     """
     jax = import_jax()
     if not isinstance(sharding, jax.sharding.SingleDeviceSharding) or rows.ctypes.data % ALIGNMENT:
@@ -77,7 +77,7 @@ def alias_rows(rows: Rows, dtypes: Sequence[npt.DTypeLike], sharding: Any) -> li
     arrays = []
     for dtype in dtypes:
         view = rows.reshape(len(rows), -1).view(find_bits(dtype))
-        for part in (view[:1], view):  # jax copies some dtypes: then only one row
+        for part in (view[:1], view):  # jax copies some dtypes: try one row first
             with jax.transfer_guard_host_to_device("allow"):
                 array = jax.device_put(part, sharding)
             if array.unsafe_buffer_pointer() != part.ctypes.data:
@@ -87,7 +87,7 @@ def alias_rows(rows: Rows, dtypes: Sequence[npt.DTypeLike], sharding: Any) -> li
 
 
 def touch(rows: Rows) -> None:
-    """Let the system allocate memory, by threads for all cores. Nobody may write there meanwhile; what is there stays."""
+    """Let the system allocate memory, in parallel on all cores. The contents stay; nobody may write to them meanwhile."""
     parts = np.array_split(rows.reshape(-1)[::SMALL_PAGE], 1 + rows.nbytes // BYTES_TO_TOUCH)
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda part: np.bitwise_or(part, 0, out=part), parts))
@@ -104,8 +104,8 @@ class Use(Protocol):
 
 
 class Staging:
-    """Memory handed to jax, which may alias it and read it late. It is given again only when its use has ended; after an error
-    it is left to jax. `num_bytes`: of each piece.
+    """Pieces of memory handed to jax, which may alias them and read them late. A piece is handed out again only after its use
+    has ended; after an error it is left to jax. `num_bytes` is the size of a piece.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -123,14 +123,14 @@ class Staging:
         return memory[start : start + self._num_bytes]
 
     def keep(self, memory: Rows, use: Use) -> None:
-        """Keep memory until its use has ended; if there is much, forget the oldest, which jax frees."""
+        """Keep memory for another use after this one. Beyond `MAX_STAGING` pieces forget the oldest, which jax frees."""
         self._used.append((memory, use))
         if len(self._used) > MAX_STAGING:
             self._used.popleft()
 
 
 def describe_pages(leaves: Iterable[jax.Array], page_axis: int, devices: Sequence[jax.Device]) -> str:
-    """Return number, dtype and shape of pages of arrays, and the part of each device where it is not the whole page."""
+    """Return dtype and shape of each array's page, counting equal ones, and each device's part if it is not the whole page."""
     texts = [describe_page(leaf, page_axis, devices) for leaf in leaves]
     return ", ".join(f"{len(list(equal))} x {text}" for text, equal in groupby(texts))
 

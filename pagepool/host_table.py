@@ -20,7 +20,7 @@ SMALLEST_PAYLOAD = 16
 """Smallest payload in segments. Each payload size is four times the previous one."""
 
 FULL_UPLOAD_SHARE = 16
-"""If more than one part in 16 of a table is dirty, sending the whole table is cheaper."""
+"""If more than 1/16 of a table is dirty, sending the whole table is cheaper."""
 
 
 class HostTable(TableRows):

@@ -26,7 +26,7 @@ class PoolSizes(NamedTuple):
     pool_of_group: list[int]
 
     def list_pools_of_states(self, groups: Sequence[CacheGroupSpec]) -> list[int]:
-        """Return the numbers of the pools that have states alone, beside others."""
+        """Return the numbers of the pools that only have states; none if no pool has attention."""
         of_attention = {number for number, group in zip(self.pool_of_group, groups, strict=True) if not _has_state(group)}
         return [number for number in range(len(self.names)) if number not in of_attention] if of_attention else []
 
@@ -37,7 +37,7 @@ def read_sizes(
     """Return the pools that `num_pages` names. Raise ArgumentError unless groups and sizes name the same pools; an int is the
     size of one pool for all groups.
 
-    Pools with a group of attention come first, in the order of the pools of `page_pool`.
+    Pools with a group of attention come first. Otherwise the order is that of `page_pool`, or of `num_pages` without it.
     """
     names = [require_name("pool", getattr(group, "pool", "kv")) or "kv" for group in groups]
     if not isinstance(num_pages, Mapping):
@@ -83,7 +83,7 @@ def make_pools(
     sizes: PoolSizes, enable_caching: bool, page_pool: PagePool | None, eviction: EvictionPolicy | None
 ) -> dict[str, PagePool]:
     """Return several pools over one store, by name: the pools of the store of `page_pool`, or new ones. Raise ArgumentError if
-    pools that exist differ in names, sizes, caching or policy.
+    the existing pools differ in names, sizes, caching or policy.
     """
     if page_pool is not None:
         require_pool(page_pool)
@@ -115,8 +115,8 @@ def link_checkpoints(store: PageStore, groups: Sequence[CacheGroupSpec], pool_of
 
 
 def require_states(pools: Mapping[str, PagePool], groups: Sequence[CacheGroupSpec], num_rows: int) -> None:
-    """Raise ArgumentError if a pool of states is too small for a batch of `num_rows` rows. In each group it
-    needs a state for each row and one for a checkpoint, and the null page. One pool for all groups may be of any size.
+    """Raise ArgumentError if a pool of states is too small for a batch of `num_rows` rows. It needs, for each of its groups, a
+    page for each row and one for a checkpoint, and one null page. One pool for all groups may be of any size.
     """
     for name, pool in pools.items() if len(pools) > 1 else ():
         of_states = [_has_state(group) for group in groups if getattr(group, "pool", "kv") == name]

@@ -9,7 +9,7 @@ class Refusal(NamedTuple):
     """Why a call got no pages: `RunningBatch.refusal` and `StepResult.refusal`.
 
     The pool ``pool``, or its shard ``shard`` (None: the whole pool), has ``num_free`` free pages. ``num_reserved`` of them had
-    to stay free, and the request needs ``num_needed`` at least, including free ones that it hits, and those for loads from a
+    to stay free, and the request needs at least ``num_needed``, including free pages that it hits, and pages for loads from a
     host tier. ``num_hit_tokens`` of its tokens were cached, in the tier too; 0 for `plan` and `step`. With ``shard``,
     ``num_reserved`` is 0: pages are reserved in the whole pool. ``can_wait`` is False if no page there is held: then nothing
     that runs can free one.

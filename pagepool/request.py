@@ -71,21 +71,21 @@ class Request(Protocol):
     Optional attributes: `cache_salt` (requests with different salts share no pages), `lora_id` (requests with different
     adapters share no pages: an int, a string, or a pair of name and path), `mm_features` (images and the like: objects with
     `mm_hash` or `identifier`, and `placeholder_range` or `mm_position` with `offset` and `length` in tokens), and `has_vision`
-    (if true without features, the request shares pages with no other, even one of the same id). So does media in an attribute
-    such as `pixel_values` or `multi_modal_data`. Embeddings in place of tokens, in `prompt_embeds`, `inputs_embeds`,
-    `input_embeds` or `input_embeddings`, are read at the first look-up: arrays in the host's memory and lists of numbers share
-    the pages with equal rows, others none.
+    (if true without features, the request shares pages with no other, even one of the same id). Media in an attribute such as
+    `pixel_values` or `multi_modal_data` have the same effect. Embeddings in place of tokens, in `prompt_embeds`,
+    `inputs_embeds`, `input_embeds` or `input_embeddings`, are read at the first look-up: arrays in host memory, and lists of
+    numbers, share the pages in which their rows are equal; other objects share none.
 
     More optional attributes, read when the request gets its first pages: `resume_at` (up to four numbers of tokens where other
     requests are likely to diverge, such as the end of a system prompt: with sliding windows they can resume there; none for a
-    model with states), `session_id` (a string: the session that will own the pages cached by the request, see
+    model with states that are not kept), `session_id` (a string: the session that will own the pages cached by the request, see
     `CacheManager.expect_session`), and `tenant` (a string: the tenant charged for the pages the request takes, see
     `CacheManager.set_shares`).
     """
 
     @property
     def request_id(self) -> str:
-        """Unique among the requests that hold pages. A call for another object with the id of one that does raises
+        """Unique among the requests that hold pages. A call for another object with the id of a request that holds pages raises
         ArgumentError.
         """
 
@@ -103,7 +103,7 @@ class Request(Protocol):
 
     @property
     def sampling_params(self) -> Any:
-        """None, or an object; one whose `prompt_logprobs` is not None takes no prefix hits."""
+        """None, or an object. If its `prompt_logprobs` is not None, the request takes no prefix hits."""
 
     @property
     def status(self) -> int:
@@ -167,16 +167,16 @@ class RequestTraits:
     """
 
     cache_salt: Salt | None = None
-    """Requests with different salts share no pages. A request with images but no features needs its own, such as
-    ``secrets.token_hex(16)``, and the same one when it returns, since a row does not know the id of its request. For embeddings
-    in place of tokens it is a digest of them, such as ``sha256(embeddings.tobytes()).hexdigest()``.
+    """Requests with different salts share no pages. A request with images but no features needs a salt of its own, such as
+    ``secrets.token_hex(16)``, and the same salt when it returns, since a row does not know the id of its request. For
+    embeddings in place of tokens, take a digest of them, such as ``sha256(embeddings.tobytes()).hexdigest()``.
     """
     lora_id: LoraId | None = None
     """Requests with different adapters share no pages."""
     mm_features: Sequence[Any] | None = None
     """Images and the like, as in `Request`."""
     dp_shard: int | None = None
-    """Shard of the pool, taken modulo the batch's `data_parallel_size`, from which hits and all pages come, also later ones."""
+    """Shard of the pool, modulo the batch's `data_parallel_size`: all hits and pages of the row come from it, now and later."""
     look_up: bool = True
     """False: no prefix is taken, as needed for ``prompt_logprobs``."""
     is_preempted: bool = False
@@ -191,7 +191,7 @@ class RequestTraits:
     """The tenant charged for the pages taken by the row: see `CacheManager.set_shares`."""
 
     def __post_init__(self) -> None:
-        """Check the values, and store them as plain ones."""
+        """Check the values, and store them as values of plain Python types."""
         for name in ("look_up", "is_preempted"):
             if type(getattr(self, name)) is not bool:
                 object.__setattr__(self, name, require_flag(name, getattr(self, name)))

@@ -12,7 +12,7 @@ WindowRule: TypeAlias = Literal["ends", "all"]
 class Retention:
     """Which pages a cache retains beyond the order of eviction: ``CacheManager(..., retention=Retention(...))``.
 
-    `pagepool plan` prints the one that it has simulated. None chooses a default for the model, 0 turns a setting off: see
+    `pagepool plan` prints the settings that it has simulated. None chooses a default for the model, 0 turns a setting off: see
     docs/hybrids.md. Raise ArgumentError for values out of range, ArgumentTypeError for others.
 
     >>> Retention(window_interval=2048)
@@ -22,9 +22,9 @@ class Retention:
     windows: WindowRule = "ends"
     """Pages of sliding windows and chunks that stay cached: those where a request can resume, or all."""
     window_slack: int | None = None
-    """Tokens before a place to resume for which pages of sliding windows and chunks stay as well."""
+    """Pages of windows and chunks also stay for this many tokens before each place where a request can resume."""
     window_interval: int | None = None
-    """Tokens from one place to resume to the next within a prompt, for models with sliding windows or chunks."""
+    """Tokens between places in a prompt where a request can resume, for models with sliding windows or chunks."""
     max_leased_share: float = 0.2
     """Share of the pages that leases with an end may hold, 0 to 1: see `CacheManager.lease`."""
 
