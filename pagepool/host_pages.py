@@ -1,14 +1,14 @@
 """Host memory behind an engine's arrays of pages: `HostPages` makes the loads and saves of `take_moves`.
 
-The pages of a cache group are rows of one array of bytes. A save gathers up to 64 pages on the device into one array per dtype,
-which the runtime copies to the host; a thread waits for it, and copies its pages into rows. A load copies rows into other
-memory, which crosses in one piece, and scatters it on the device; a page not in its row yet is scattered from what was
-gathered, so no load waits for a save. No program computes in host memory: XLA on GPUs aborts the process on a scatter into it
-(openxla/xla issues 34565 and 47362). One CPU device needs no crossing: its programs read the rows where they are.
+The host pages of a cache group are rows of one array of bytes. A save gathers up to 64 pages on the device into one array per
+dtype, which the runtime copies to the host; a thread waits for it, and copies its pages into rows. A load copies rows into
+staging memory, which crosses in one piece and is scattered on the device. A page not in its row yet is scattered from the array
+that its save gathered, so no load waits for a save. No program computes in host memory: XLA on GPUs aborts the process on a
+scatter into it (openxla/xla issues 34565 and 47362). With one CPU device nothing crosses: its programs read the rows in place.
 
-jax may alias memory that it gets, and read it late. So nothing is written where a program may still read: other memory is used
-for the next load, and the thread waits before it writes rows. A failed copy spoils only its own pages. jax is imported by the
-first `HostPages`.
+jax may alias memory passed to it, and read it late. So nothing is written where a program may still read: the next load uses
+other staging memory, and the thread waits for such programs before it writes rows. A failed copy spoils only its own pages. jax
+is imported by the first `HostPages`.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ if TYPE_CHECKING:
 __all__ = ["FinishedTransfers", "HostPages"]
 
 MAX_PAGES_PER_CALL, MAX_BYTES_PER_CALL = 64, 16 << 20
-"""Largest number of pages of one call of a program, and of bytes on each device, unless one page has more."""
+"""Most pages, and most bytes on each device, that one call of a program moves; a single page may have more bytes."""
 
 NOWHERE = np.iinfo(np.int32).max
 """A page outside every array: writes to it are dropped."""
 
 MIN_OPERATIONS = 1024
-"""Least number of arithmetic operations in a load's program. On CPUs XLA runs a program of less than 1,000 in the calling
-thread where all inputs are there; moves of data do not count.
+"""Arithmetic operations in a load's program, enough to run it on another thread: on CPUs XLA runs a program of less than 1,000
+in the calling thread if all inputs are ready. Moves of data do not count.
 """
 
 MEMORY_KINDS = ("pinned_host", "unpinned_host")
@@ -81,7 +81,7 @@ class LoadsAndSaves(Protocol):
 
 
 class FinishedTransfers(NamedTuple):
-    """Finished transfers, for `CacheManager.fail`: indices of failed saves and loads, and the first error."""
+    """The finished transfers of a number, for `CacheManager.fail`: indices of failed saves and loads, and the first error."""
 
     number: int
     failed_saves: list[int]
@@ -90,8 +90,8 @@ class FinishedTransfers(NamedTuple):
 
 
 class HostPages:
-    """Host memory for `num_pages` pages of an engine's arrays, the same number as in the manager's `HostTier`; with several
-    pools a number for each group, that of its pool.
+    """Host memory for `num_pages` pages of an engine's arrays, as many as in the manager's `HostTier`; with several pools a
+    number for each group, as many as the tier has behind the group's pool.
 
     >>> import jax.numpy as jnp
     >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, HostTier
@@ -104,13 +104,13 @@ class HostPages:
     >>> for finished in host_pages.poll():
     ...     failed = manager.fail(finished.number, saves=finished.failed_saves, loads=finished.failed_loads)
 
-    `run` starts copies and returns; `poll` reports finished ones. Arrays keep their shardings. One thread at a time may use it.
+    `run` starts copies and returns; `poll` reports finished ones. Arrays keep their shardings. One thread at a time may call.
 
     `rows` has an array of bytes ``[num_pages, bytes of a row]`` for each group, `layout` a text that describes these rows: the
-    texts of two processes are equal exactly if their rows have the same meaning. ``rows[group][page_id]`` is a page of the host
-    from the time that `poll` reports its save until the next save to it is started, and `mark_saved` tells of rows that others
-    wrote, at a time when no transfer of these pages was under way. A row has the parts of all devices in turn, in each the
-    arrays of one dtype after another, at multiples of 64 bytes.
+    texts of two processes are equal exactly if their rows have the same meaning. ``rows[group][page_id]`` has the bytes of a
+    host page from the time `poll` reports its save until the next save to it starts. `mark_saved` marks rows that others wrote
+    while no transfer of their pages was under way. A row has the parts of all devices in turn; in each part the arrays of each
+    dtype begin at a multiple of 64 bytes.
     """
 
     def __init__(
@@ -128,16 +128,16 @@ class HostPages:
         page id of the pool. With `groups`, `arrays` is a list or tuple with a pytree for each of these groups; then `num_pages`
         and `page_axis` may be sequences too. Pages cross to and from `memory_kind`, ``"pinned_host"`` or ``"unpinned_host"``,
         of the same devices. For None, or if the devices lack that kind, they cross to the first CPU device, and the attribute
-        `memory_kind` is None. In two cases `run` may block until the device has computed a saved page: if it crosses to another
-        backend's CPU device, and on a CPU with jax before 0.9.
+        `memory_kind` is None. In two cases `run` may block until the device has computed a saved page: if the page crosses to
+        the CPU device of another backend, and on a CPU with jax before 0.9.
 
-        The rows are in `memory`, a writable buffer; with `groups` it is a list or tuple of one for each group. By default they
-        are in new memory, in huge pages where the system has them, which `warmup` allocates. Pages on their way are in other
-        memory until their rows are written: on GPUs in pinned memory, limited by XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB. Devices
-        that divide the page axis, or hold the same part of an array, each keep their own copy of a page.
+        The rows are in `memory`, a writable buffer; with `groups`, a list or tuple of a buffer for each group. By default they
+        are in new memory, which `warmup` allocates, in huge pages where the system has them. Saved pages are in other memory
+        until their rows are written: on GPUs in pinned memory, limited by XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB. Devices that
+        divide the page axis, or hold the same part of an array, each keep their own copy of a page.
 
-        Rows are copied by up to `num_copy_threads` threads: for loads the caller's is one of them, for saves a thread of this
-        object. It ends after its copies by `close`, with the object, or when the interpreter exits. Loads to one CPU device
+        Up to `num_copy_threads` threads copy rows: for loads the calling thread is one of them, for saves a thread of this
+        object, which ends after its copies by `close`, with the object, or when the interpreter exits. Loads to one CPU device
         copy no rows, unless the address of `memory` is no multiple of 64.
 
         Raise ArgumentTypeError for other types and shardings; ArgumentError for other values, arrays that span processes, and
@@ -179,20 +179,20 @@ class HostPages:
         """Start loads and saves, and return the arrays for the next step. All saves are read before any load is written.
 
         `moves` is the result of `take_moves`, or any object with its attributes; without loads and saves `arrays` is returned.
-        The arrays must have the pytree, shapes, dtypes and shardings given at first. If something is loaded, the arrays are
-        donated: they are updated in place, and the ones passed become invalid. The results are committed to their devices.
+        The arrays must have the pytree, shapes, dtypes and shardings of the constructor's. If something is loaded, the arrays
+        are donated: they are updated in place, and the ones passed become invalid. The results are committed to their devices.
 
-        The call does not wait for the device, which keeps a copy of the pages until the transfers are done; for loads it copies
-        rows, with up to `num_copy_threads` threads, but none to one CPU device, which reads the rows until `poll` reports the
-        load. Saves cost the calling thread some us a page, loads the copies and less beside them (docs/benchmarks.md). Up to 64
-        pages, or 16 MiB a device, cross in one piece, padded to a power of two. A page that was never saved, or whose save
-        failed, is not loaded; `poll` reports this, and errors of jax in a copy. Only an error after arrays were donated is
-        raised here; a device error in a load also spoils the arrays, as in any step. Devices communicate, by an all-reduce,
-        only if they divide the page axis and a page is loaded into another part.
+        The call does not wait for the device, which keeps a copy of the pages until the transfers are done. For loads the call
+        copies rows, with up to `num_copy_threads` threads; one CPU device reads the rows in place instead, until `poll` reports
+        the load. Saves cost the calling thread some us a page, loads the copies and less than that besides
+        (docs/benchmarks.md). Up to 64 pages, or 16 MiB a device, cross in one piece, padded to a power of two. A page that was
+        never saved, or whose save failed, is not loaded; `poll` reports this, and errors of jax in a copy. Only an error after
+        arrays were donated is raised here; a device error in a load also spoils the arrays, as in any step. Devices
+        communicate, by an all-reduce, only if they divide the page axis and a page is loaded into another part.
 
         Before anything is done, raise ArgumentTypeError for arguments of other types or dtypes; PageIdError for pages beyond
         the arrays or the host, and for null pages; ArgumentError for a page written twice, a group without arrays, a number
-        still in flight, unequal lengths, and arrays that are deleted or not as at first; IntegrityError in a forked process.
+        still in flight, unequal lengths, and arrays that are deleted or unlike the first; IntegrityError in a forked process.
         """
         self._require_own_process()
         if not hasattr(moves, "saves") or not hasattr(moves, "loads"):
@@ -223,13 +223,13 @@ class HostPages:
         return [self._finish(number) for number in ready]
 
     def wait(self) -> list[FinishedTransfers]:
-        """Wait for all transfers, and return those not returned before."""
+        """Wait for all transfers, and return those not reported before."""
         self._require_own_process()
         return [self._finish(number) for number in list(self._pending)]
 
     def warmup(self, arrays: Arrays, max_num_pages: int = MAX_PAGES_PER_CALL) -> Arrays:
-        """Compile the programs for transfers of up to `max_num_pages` pages each way. Return the arrays, unchanged. The
-        system also allocates the rows, unless they are in memory of the caller or in use: some 45 ms a GiB and core.
+        """Compile the programs for transfers of up to `max_num_pages` pages each way. Return the arrays, unchanged. The system
+        also allocates the rows, unless they are in the caller's memory or in use; each core takes some 45 ms for a GiB.
 
         There are at most 7 programs each way for each dtype, and twice as many for loads to one CPU device, or if devices
         divide the page axis. The arrays are donated; errors are those of `run`.
@@ -242,11 +242,11 @@ class HostPages:
         return self._join(grouped)  # type: ignore[no-any-return]
 
     def mark_saved(self, page_ids: Sequence[int], *, group: int | None = None) -> None:
-        """Tell that others have written rows of a group: from now on they are loaded like saved pages. O(pages).
+        """Mark rows of a group as written by others: from now on they can be loaded like saved pages. O(pages).
 
         The rows must have the `layout`, and while they were written no transfer of these pages may have been under way. Raise
-        PageIdError for pages beyond the host, and null pages; ArgumentError for another group, and for one whose page axis
-        devices divide, since there the row does not tell which device's part is valid.
+        PageIdError for pages beyond the host, and null pages; ArgumentError for another group, and for a group whose page axis
+        is divided among devices: its rows do not show which device's part is valid.
         """
         self._require_own_process()
         found = [own for own in self._groups if own.group == group]
@@ -261,16 +261,16 @@ class HostPages:
 
     def close(self) -> None:
         """Wait until no row is written or read any more, end the thread, and take the rows back from jax, so that `memory` can
-        be closed once this object is gone. After a load jax's own threads may hold it for some ms more: then ``mmap.close``
-        raises BufferError until they and a garbage collection have run. Later saves fail; `poll` and `wait` still report. In a
-        forked process do nothing.
+        be closed once this object is gone. After a load jax's own threads may hold `memory` for some ms more: ``mmap.close``
+        raises BufferError until they have released it and a garbage collection has run. Later saves fail; `poll` and `wait`
+        still report. In a forked process do nothing.
         """
         if os.getpid() != self._process:
             return
         self._copier.shutdown()
         for group in self._groups:
             group.close()
-        gc.collect(0)  # lets jax give up memory of NumPy
+        gc.collect(0)  # makes jax release NumPy's memory
 
     def _require_own_process(self) -> None:
         if os.getpid() != self._process:
@@ -332,7 +332,7 @@ def find_memory_kind(leaves: Sequence[Any], memory_kind: str | None) -> str | No
 
 class Copy:
     """A call of a program with its transfer, under way or ended, or the error that prevented it. `fences`, arrays or `Written`,
-    are ready when it has ended. The arrays of pages cannot be asked: the next step donates them.
+    are ready when the transfer has ended. The engine's arrays do not show this: the next step donates them.
     """
 
     def __init__(self, fences: Sequence[Any] = (), error: Exception | None = None) -> None:
@@ -353,8 +353,8 @@ class Copy:
 
 
 class Saving:
-    """The last save of some pages. `pages`: an array for each pack, on the devices, until the rows are written. Another thread
-    sets `error`, and then `pages`: whoever finds None there finds the page in its row, or the error.
+    """The last save of some pages. `pages` has an array on the devices for each pack, until the rows are written. Then the
+    copying thread may set `error`, and sets `pages` to None last: a reader of None finds the page in its row, or the error.
     """
 
     __slots__ = ("error", "pages")
@@ -371,8 +371,8 @@ class Saving:
         readers: Sequence[Copy],
         num_threads: int,
     ) -> None:
-        """Wait for the pages, which are on their way to arrays of the host, and for programs that may still read the rows, and
-        copy the pages into rows.
+        """Wait until the pages have arrived in `arrays` on the host, and until no program in `readers` reads rows any more.
+        Then copy the pages into rows.
         """
         try:
             for reader in readers:
@@ -381,13 +381,13 @@ class Saving:
                 for pack, pages in zip(packs, arrays, strict=True):
                     pack.write_rows(pages, rows, dst, num_threads)
         except Exception as error:
-            self.error = error.with_traceback(None)  # whose frames would keep the pages
+            self.error = error.with_traceback(None)  # frames of the traceback would keep the pages
         finally:
             self.pages = None
 
 
 class Written(NamedTuple):
-    """The end of a call of `Saving.write_rows`, which is asked like an array."""
+    """The end of a call of `Saving.write_rows`, with the methods of jax arrays that `Copy` uses."""
 
     saving: Saving
     end: Future[None]
@@ -409,9 +409,9 @@ Copies = list[tuple[npt.NDArray[np.intp], Copy]]
 
 
 class GroupPages:
-    """The host pages of a cache group's arrays; group None stands for all groups. For each page of the host `savings` has its
-    last save or None, `places` its place there, and `origins` the device page that it was read from. `aliases` are the rows as
-    arrays of jax, one for each pack, if programs can read them, and `readers` the loads that do so.
+    """The host pages of a cache group's arrays; group None stands for all groups. For each host page `savings` has its last
+    save or None, `places` its index in the arrays of the save, and `origins` the device page that was saved. `aliases` are the
+    rows as jax arrays, one for each pack, if programs can read them; `readers` are the loads that read them.
     """
 
     def __init__(
@@ -446,7 +446,7 @@ class GroupPages:
         return ", ".join([f"{name}: {self.rows.shape[1]} x {self.rows.shape[2]} bytes", *packs])
 
     def check(self, leaves: Sequence[Any]) -> None:
-        """Check that the arrays are as at first, and can be donated."""
+        """Check that the arrays are like the first ones, and can be donated."""
         if leaves:
             check_arrays(leaves, self.page_axis)
         for leaf, (shape, dtype, sharding) in zip(leaves, self.layout, strict=True):
@@ -456,7 +456,7 @@ class GroupPages:
                 raise ArgumentError(f"arrays: got {got}, allowed: as at first, {dtype} {shape} {sharding}")
 
     def save(self, leaves: Sequence[Any], pairs: Int32Array, submit: Callable[..., Future[None]]) -> Copies:
-        """Start saves, from device pages to host pages. `submit` calls a function in the thread that waits."""
+        """Start saves, from device pages to host pages. `submit` calls a function in the copying thread."""
         copies: Copies = []
         for own in self._divide(np.arange(pairs.shape[1])):
             src, dst = pairs[:, own]
@@ -481,7 +481,7 @@ class GroupPages:
         under_way: dict[Saving, tuple[Sequence[Any], list[int]]] = {}
         for i, page_id in enumerate(pairs[0].tolist()):
             saving = self.savings[page_id]
-            pages = saving.pages if saving else None  # read once, since the thread drops them
+            pages = saving.pages if saving else None  # read once: the copying thread may drop them
             if saving and pages is not None:
                 under_way.setdefault(saving, (pages, []))[1].append(i)
             elif saving and saving.error is None:
@@ -491,7 +491,7 @@ class GroupPages:
                 copies.append((np.array([i]), Copy(error=saving.error if saving else error)))
         for pages, own in under_way.values():
             left = np.array(own)
-            while left.size:  # a page may be loaded into several
+            while left.size:  # a host page may be loaded into several device pages
                 places, first = np.unique(self.places[pairs[0, left]], return_index=True)
                 chosen = left[first]
                 moves = np.full((2, pages[0].shape[1]), NOWHERE, dtype=np.int32)
@@ -506,7 +506,7 @@ class GroupPages:
 
     def _load_in_place(self, leaves: list[Any], pairs: Int32Array) -> Copy:
         copy = self._load(leaves, partial(list, self.aliases), pad(pairs, NOWHERE), True)
-        self.readers = [*(reader for reader in self.readers if not reader.is_ready()), copy]  # saves keep the list
+        self.readers = [*(reader for reader in self.readers if not reader.is_ready()), copy]  # new: saves keep the old list
         return copy
 
     def _load_staged(self, leaves: list[Any], pairs: Int32Array, num_threads: int) -> Copy:
@@ -522,7 +522,7 @@ class GroupPages:
     def _load(
         self, leaves: list[Any], get_pages: Callable[[], Sequence[Any]], moves: Int32Array, are_in_rows: bool = False
     ) -> Copy:
-        """Load pages from arrays, one for each pack. `moves` are those of `Pack.load`."""
+        """Load pages from arrays, one for each pack. `moves` is as in `Pack.load`."""
         try:
             crosses = self.is_divided and find_crossing(leaves, moves, self.page_axis)
             arrays = zip(self.packs, get_pages(), strict=True)
@@ -538,7 +538,7 @@ class GroupPages:
             yield places[start : start + self.max_num_pages]
 
     def close(self) -> None:
-        """Wait until no program reads rows any more, and delete the arrays of jax that have their memory."""
+        """Wait until no program reads rows any more, and delete the jax arrays that alias them."""
         for reader in self.readers:
             reader.wait()
         for alias in self.aliases:
@@ -562,7 +562,7 @@ class GroupPages:
 
 class Pack(NamedTuple):
     """Arrays of one dtype on the same mesh, or on one device. Their pages are moved in arrays ``[device, page, item]``, whose
-    first axis is divided among the devices. In a device's part of a row they have the bytes from `start` to `stop`.
+    first axis is divided among the devices. In each device's part of a row, the pack has the bytes from `start` to `stop`.
     """
 
     places: tuple[int, ...]
@@ -576,7 +576,7 @@ class Pack(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The end of the pack."""
+        """End of the pack in each device's part of a row, in bytes."""
         return self.start + self.num_items * np.dtype(self.dtype).itemsize
 
     def list_devices(self) -> list[jax.Device]:
@@ -585,7 +585,7 @@ class Pack(NamedTuple):
         return list(self.device.device_set if mesh is None else mesh.devices.flat)
 
     def commit(self, leaves: list[Any]) -> None:
-        """Commit arrays on one device to it, as loads do, since uncommitted arrays would need other programs."""
+        """Commit arrays on one device to their device, as loads do: uncommitted arrays would need other programs."""
         if len(self.device.device_set) == 1:
             put(leaves, self.places, import_jax().device_put([leaves[place] for place in self.places], list(self.shardings)))
 
@@ -604,8 +604,8 @@ class Pack(NamedTuple):
                 copy_rows(as_bytes(pages), np.arange(len(dst)), self._columns(rows, first + i), dst, num_threads)
 
     def stage(self, rows: Rows, src: Int32Array, memory: Rows, num_threads: int) -> Any:
-        """Copy rows into the pack's part of memory, and return this as pages: for one device an array of NumPy, since a call
-        of jax less is made then. A mesh would need other programs for it, and refuses it where jax has several processes.
+        """Copy rows into the pack's part of `memory`, and return that part as pages: for one device a NumPy array, which saves
+        a call of jax. A mesh would need other programs for a NumPy array, and refuses it where jax has several processes.
         """
         shape = rows.shape[1], 1 << (len(src) - 1).bit_length()
         staged = memory[prod(shape) * self.start : prod(shape) * self.stop]
@@ -615,8 +615,8 @@ class Pack(NamedTuple):
         return import_jax().device_put(pages, self.device) if hasattr(self.device, "mesh") else pages
 
     def load(self, leaves: list[Any], pages: Any, moves: Int32Array, crosses: bool, are_in_rows: bool = False) -> Any:
-        """Write pages into the arrays; the results replace those in `leaves`. `moves` are the pages they were saved from, or
-        with `are_in_rows` their rows in the array `pages`, and the pages to write. Return the fence.
+        """Write pages into the arrays; the results replace those in `leaves`. ``moves[0]`` has the device pages that were
+        saved, or with `are_in_rows` rows of the array `pages`; ``moves[1]`` has the pages to write. Return the fence.
         """
         first_item = self.start // np.dtype(self.dtype).itemsize if are_in_rows else None
         write = get_writer(self.shardings, self.page_axis, crosses, first_item)
@@ -649,7 +649,7 @@ def make_packs(leaves: Sequence[Any], page_axis: int, memory_kind: str | None) -
 
 
 def get_page_sharding(sharding: jax.sharding.Sharding) -> Any:
-    """Return the sharding of moved pages of an array: each device has its own parts, or dummy pages if it has none."""
+    """Return the sharding of arrays of moved pages: each device has its own parts, or dummy pages if it has none."""
     kinds = import_jax().sharding
     if not sharding.is_fully_addressable:
         raise ArgumentError("arrays: got an array that spans processes, allowed: arrays of this process")
@@ -678,7 +678,7 @@ def get_reader(shardings: Shardings, page_axis: int) -> Callable[..., Any]:
 @lru_cache(maxsize=64)
 def get_writer(shardings: Shardings, page_axis: int, crosses: bool, first_item: int | None = None) -> Callable[..., Any]:
     """Return the program that writes pages into a pack's arrays. `crosses`: some page goes to another device's part.
-    `first_item`: the pages are in rows of one device, and the pack begins there.
+    `first_item`: where the pack begins in a row, if the pages are in rows of one device.
     """
     jax = import_jax()
     axes = [get_page_axes(sharding, page_axis) for sharding in shardings]
@@ -690,7 +690,7 @@ def get_writer(shardings: Shardings, page_axis: int, crosses: bool, first_item: 
 
 
 def map_parts(function: Callable[..., Any], shardings: Shardings, is_writer: bool) -> Callable[..., Any]:
-    """Let a function run on each device's parts. A reader takes arrays and page ids, a writer pages in between."""
+    """Let a function run on each device's parts. A reader takes arrays and page ids, a writer arrays, pages and page ids."""
     jax = import_jax()
     first: Any = shardings[0]
     if not isinstance(first, jax.sharding.NamedSharding):
@@ -733,10 +733,10 @@ def write_pages(
 
 
 def read_rows(rows: Any, row_ids: Any, start: int, stop: int, dtype: Any) -> Any:
-    """Return some items of rows, those of the last row for ids beyond it (traced). Each row is sliced alone: XLA would copy a
-    slice of all rows to read one.
+    """Return the items from `start` to `stop` of rows; ids beyond the last row read the last row (traced). Each row is sliced
+    alone: XLA would copy a slice of all rows to read one.
     """
     jax = import_jax()
-    first = np.int32(start)  # jax makes int64 of an int where that is enabled, and wants one type for both places
+    first = np.int32(start)  # with jax_enable_x64 an int becomes int64, but both indices need one type
     items = jax.vmap(lambda row_id: jax.lax.dynamic_slice(rows, (row_id, first), (1, stop - start))[0])(row_ids)
     return cast_bits(items, dtype)

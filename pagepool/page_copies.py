@@ -41,10 +41,10 @@ class Columns(Protocol):
 def copy_pages(arrays: Arrays, copies: Columns, *, group: int | Sequence[int] | None = None, page_axis: int = 0) -> Arrays:
     """Copy page ``src[i]`` to page ``dst[i]`` in each array, for all `i`. All sources are read before any page is written.
 
-    `copies` are those of `take_moves`, or any object with the arrays `src`, `dst` and `group`. `arrays` is any pytree of
-    jax arrays whose `page_axis` has a place for each page. The result is a pytree of the same structure, shapes, dtypes and
-    shardings. The arrays are donated: they are updated in place, and the ones passed become invalid. `group` selects the copies
-    of one cache group or of several; None means all. If there is nothing to copy, `arrays` is returned.
+    `copies` are the copies returned by `take_moves`, or any object with the arrays `src`, `dst` and `group`. `arrays` is any
+    pytree of jax arrays whose `page_axis` has a place for each page. The result is a pytree of the same structure, shapes,
+    dtypes and shardings. The arrays are donated: they are updated in place, and the ones passed become invalid. `group` selects
+    the copies of one cache group or of several; None means all. If there is nothing to copy, `arrays` is returned.
 
     >>> import numpy as np, jax.numpy as jnp
     >>> from types import SimpleNamespace
@@ -56,10 +56,10 @@ def copy_pages(arrays: Arrays, copies: Columns, *, group: int | Sequence[int] | 
 
     Cost: the pages are read and written once, through a buffer of their size. (XLA on CPU converts all of an array of bfloat16
     or 8-bit floats for this, which also changes the bits of NaNs in other pages.) The number of copies is padded to a power of
-    two, so a pytree has at most 1 + log2(number of pages), rounded up, programs; `warmup` compiles them. If devices divide the
-    page axis, there are twice as many: copies between their parts need an all-reduce of all pages of the call, copies within
-    parts, such as data-parallel shards, do not. Arrays that span processes need equal calls in all processes, which jax does
-    not check.
+    two, so a pytree has at most 1 + ceil(log2(number of pages)) programs; `warmup` compiles them. If devices divide the page
+    axis, there are twice as many: copies between their parts need an all-reduce of all pages of the call, copies within parts,
+    such as data-parallel shards, do not. Arrays that span processes need equal calls in all processes, which jax does not
+    check.
 
     Before any array is donated, raise ArgumentTypeError for arguments of other types or dtypes; PageIdError for pages beyond an
     array, and for the null page; ArgumentError for a page written twice, unequal lengths, and arrays without a page axis,
@@ -160,7 +160,7 @@ def get_part_size(leaf: jax.Array, page_axis: int) -> int:
 
 
 def list_programs(leaves: Sequence[jax.Array], page_axis: int, max_num_pages: int) -> list[tuple[int, bool]]:
-    """List the programs: numbers of pages, powers of two, each with a value for `crosses` of `run_copies`."""
+    """List the programs: each by a number of pages, a power of two, and a value of `crosses` as in `run_copies`."""
     is_divided = any(get_part_size(leaf, page_axis) < leaf.shape[page_axis] for leaf in leaves)
     exponents = range((max_num_pages - 1).bit_length() + 1)
     return [(1 << exponent, crosses) for crosses in ((False, True) if is_divided else (False,)) for exponent in exponents]
@@ -202,7 +202,7 @@ def get_program(shardings: tuple[jax.sharding.Sharding, ...], page_axis: int, cr
     def copy_all(arrays: Sequence[Any], pairs: Any) -> list[Any]:
         return [copy(array, pairs) for copy, array in zip(copies, arrays, strict=True)]
 
-    # An array on one device may be uncommitted. The result then is uncommitted too, or it would need another program.
+    # An array on one device may be uncommitted. The result must be so too: a committed array would need another program.
     kept = [None if isinstance(sharding, jax.sharding.SingleDeviceSharding) else sharding for sharding in shardings]
     return jax.jit(copy_all, donate_argnums=0, out_shardings=kept)  # type: ignore[no-any-return]
 
@@ -262,7 +262,7 @@ def exchange(pages: Any, is_here: Any, page_axis: int, axes: Axes) -> Any:
 
 
 def find_bits(dtype: Any) -> Any:
-    """Return the unsigned type with as many bits for a float, other types themselves."""
+    """Return the unsigned type of equal size for a type of floats, any other type itself."""
     jnp = import_jax().numpy
     return jnp.dtype(f"uint{jnp.finfo(dtype).bits}" if jnp.issubdtype(dtype, np.floating) else dtype)
 

@@ -40,7 +40,7 @@ COMMIT_LOCK = threading.RLock()
 
 
 def _renew_commit_lock() -> None:
-    """Replace the lock in a forked process, where the thread that held it is not there."""
+    """Replace the lock in a forked process, where a thread that held it does not exist."""
     global COMMIT_LOCK
     COMMIT_LOCK = threading.RLock()
 
@@ -208,16 +208,14 @@ class MultiGroupPageTable(HostTables):
 def device_slot_mapping(page_table: Any, rows: Any, positions: Any, page_size: int) -> Any:
     """Return the slots of tokens, int32 ``[num_tokens]``, computed on the device inside the caller's jit.
 
-    `page_table` is a device array ``[max_num_reqs, max_num_pages_per_req]``; `rows` and `positions` are int32
-    ``[num_tokens]``. In jax, indices outside the table are clamped and not reported; tensors of torch are indexed by its rules.
+    `page_table` is a device array ``[max_num_reqs, max_num_pages_per_req]``; `rows` and `positions` are int32 ``[num_tokens]``.
+    In jax, indices outside the table are clamped and not reported; torch indexes tensors by its own rules.
     """
     return page_table[rows, positions // page_size] * page_size + positions % page_size
 
 
 def commit_tables(tables: tuple[PageTable, ...], num_reqs: int) -> tuple[jax.Array, ...]:
-    """Send the changes in the first `num_reqs` rows and return the arrays. If that fails, they stay dirty.
-    O(segments + rows).
-    """
+    """Send changes in the first `num_reqs` rows and return the arrays. A failure makes all rows dirty. O(segments + rows)."""
     with COMMIT_LOCK:
         num_dirty = sum([table.count_dirty_segments(0, num_reqs) for table in tables])
         if num_dirty:
@@ -298,7 +296,7 @@ def get_scatter(shardings: tuple[jax.sharding.Sharding, ...], donate: bool) -> C
 def write_segments(tables: tuple[Any, ...], segments: Any, starts: Any, first_rows: Any = None) -> tuple[Any, ...]:
     """Write a payload (traced). If the arrays are parts of tables, `first_rows` [1] is the table row of their row 0.
 
-    Nothing is computed without them, since jax on CPU runs trivial programs immediately, and others later, on a thread.
+    Without `first_rows` only the scatter runs: jax on CPU runs trivial programs immediately, and others later, on a thread.
     """
     written = []
     for table, at in zip(tables, starts, strict=True):
