@@ -90,7 +90,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheManager", "CachePages", "HostTier", "Lease", "PageHashing", "PrefixProbe", "Retention"]
 
-NO_CONTEXT = nullcontext(0)  # where nothing is cached, so that no context is needed
+NO_CONTEXT = nullcontext(0)  # for calls that cache nothing, and so need no context
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +117,8 @@ class HostTier:
         *,
         policy: Literal["write_back", "write_through"] = "write_back",
     ) -> None:
-        """`num_pages` includes a null page. Behind several pools it is a mapping with a size for each pool's name: pages of a
-        pool are saved in its part of the tier, in which ids count from 0.
+        """`num_pages` includes a null page. Behind several pools it maps the name of each pool to a size: pages of a pool are
+        saved in its part of the tier, where ids count from 0.
 
         ``"write_back"`` saves a page when it is evicted from the pool, ``"write_through"`` in the step after the one that
         computed it, if the tier has at least twice as many pages as each pool: a smaller tier would evict the page before the
@@ -134,8 +134,8 @@ class HostTier:
         self._bound: tuple[PageTier, PageStore] | None = None
 
     def bind(self, store: PageStore) -> None:
-        """Put the tier behind the pools of a store. Raise ArgumentError if the tier has pools, if the store has a tier, and for
-        sizes of other pools.
+        """Put the tier behind the pools of a store. Raise ArgumentError if the tier is behind pools already, if the store has a
+        tier already, or if the sizes are for other pools.
         """
         if self._bound is not None:
             raise ArgumentError("host_tier: got one that is behind another pool, allowed: a new one")
@@ -169,7 +169,7 @@ class HostTier:
         return self.num_pages[pool] if isinstance(self.num_pages, Mapping) else self.num_pages
 
     def _count_pools(self) -> dict[str, PoolStats]:
-        """Return the state and counters of the tier's pages behind each pool, once it is behind any. O(1)."""
+        """Return the state and counters of the tier's pages behind each pool; none before `bind`. O(1)."""
         if self._bound is None:
             return {}
         tier, store = self._bound
@@ -194,34 +194,35 @@ class Storage(Protocol):
 class CacheManager(KeyHolder, SlotAllocator):
     """The manager of a KV cache: allocates pages to requests and finds cached prefixes.
 
-    From its first pages until it is freed, a request is one object: each call for another object with its id raises
+    From its first pages until it is freed, a request is one object: a call with another object of the same id raises
     ArgumentError.
 
     Calls from several threads are serialised. A call interrupted by an exception, including ``KeyboardInterrupt``, loses no
-    page: `free` releases the request's pages. A manager cannot be pickled or copied. It belongs to the process that made it:
-    in a forked one its calls raise IntegrityError, as do those of its pools and batches, and of tables and chains.
+    page: `free` releases the request's pages. A manager cannot be pickled or copied. It belongs to the process that made it: in
+    a forked process its calls raise IntegrityError, as do calls of its pools and batches, and of tables and chains.
 
-    `num_pages` counts the null page. It is an int, the size of one pool for all groups, or a mapping with a size for each name
-    in the groups' `CacheGroupSpec.pool`: up to four pools, each with a null page, ids from 0, free queue and evictions of its
-    own. A request gets pages of all its groups' pools, or none. ``pools`` maps names to `PagePool` objects, those with
-    attention first; `eviction` is the policy of the first, the others evict by ``"lru"``, and reserved pages are pages of the
-    first. ``page_pool`` is the pool of a manager with one, and raises ArgumentError with several. What several pools do not
-    support raises ArgumentError with its name: see docs/hybrids.md.
+    `num_pages` counts the null page. It is an int, the size of one pool for all groups, or a mapping with a size for each pool
+    that groups name in `CacheGroupSpec.pool`: up to four pools, each with its own null page, ids from 0, free queue and
+    evictions. A request gets pages from the pools of all groups, or none. ``pools`` maps names to `PagePool` objects, pools
+    with attention first. `eviction` is the policy of the first pool, the others evict by ``"lru"``; reserved pages are pages of
+    the first pool. ``page_pool`` is the only pool, and raises ArgumentError if there are several. Features that need one pool
+    raise ArgumentError with their name: see docs/hybrids.md.
 
-    Without groups prefix caching is off. `hashing` says how pages are hashed, and that the model has a drafter; None has the
-    defaults of `PageHashing`. `page_pool` is an existing pool, such as that of another manager; its cached pages can hit. It is
-    refused if they were cached with another seed, algorithm or other groups, and if it has pools of other names or sizes.
+    Without groups prefix caching is off. `hashing` says how pages are hashed, and whether the model has a drafter; None means
+    the defaults of `PageHashing`. `page_pool` is an existing pool, such as another manager's, whose cached pages can hit. It is
+    refused if they were cached with another seed, algorithm or other groups, or if the names or sizes of its pools differ.
 
     Pages of sliding windows and chunks stay cached only where a request can resume: at the end of a prompt or of a long answer,
-    where full attention hit further, at a request's `resume_at`, and at each multiple of `window_interval` tokens in a prompt.
-    They also stay for up to `window_slack` tokens before these places. Each place is rounded down to whole pages of all groups.
-    Both are in `retention`, with the share of pages that leases may hold; None has the defaults of `Retention`, and
-    `pagepool plan` prints one for a model: see docs/hybrids.md. With ``Retention(windows="all")`` all window pages stay.
+    where full attention hit but windows did not, at a request's `resume_at`, and at each multiple of `window_interval` tokens
+    in a prompt. They also stay for up to `window_slack` tokens before these places. Each place is rounded down to whole pages
+    of all groups. `retention` has both numbers, and the share of pages that leases may hold (None: the defaults of
+    `Retention`); `pagepool plan` prints it for a model: see docs/hybrids.md. With ``Retention(windows="all")`` all window pages
+    stay.
 
-    With ``caches="computed"`` a page can hit once the request's ``num_computed_tokens`` say that it is computed, after the next
-    call of `allocate_slots` or `cache_pages` for this request, or once it is freed. Tokens of a step that fails then never hit.
-    By default, ``"scheduled"``, the call that gives tokens slots caches them, and requests of the same step hit each other's
-    pages: see docs/engines.md. Rows of a `RunningBatch` are cached by the same rule.
+    With ``caches="computed"`` a page can hit once the request's ``num_computed_tokens`` cover it and then `allocate_slots` or
+    `cache_pages` is called for the request, or once the request is freed. Tokens of a step that fails then never hit. By
+    default, ``"scheduled"``, the call that gives tokens slots also caches their pages, and requests of the same step hit each
+    other's pages: see docs/engines.md. Rows of a `RunningBatch` are cached by the same rule.
 
     `max_num_batched_tokens`, the largest number of tokens in a step, only matters to `require_capacity`; None lets a step
     compute a whole request.
@@ -245,12 +246,12 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     _on_too_large: Callable[[int, Sequence[PageIds], int], None] | None = None
     """Unless None, `allocate_slots` returns None in place of RequestTooLargeError, and calls this for each refused request with
-    the number of pages in the pool, the pages that the request holds or hits, and the number of new ones.
+    the number of pages in the pool, the pages that the request holds or hits, and the number of new pages.
     """
 
     _trusts_requests = False
-    """Whether another request with the id of one that holds pages gets these, and hits may be counted among the new tokens too,
-    in place of ArgumentError.
+    """Whether a request gets the pages held by another one of the same id, and hits may be counted among the new tokens too.
+    Otherwise both raise ArgumentError.
     """
 
     def __init__(
@@ -268,8 +269,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         caches: Literal["scheduled", "computed"] = "scheduled",
         max_num_batched_tokens: int | None = None,
     ) -> None:
-        """`max_model_len` is in tokens. Raise ArgumentError for values out of range, for pools that are not those of the
-        groups, and for unsupported combinations.
+        """`max_model_len` is in tokens. Raise ArgumentError for values out of range, for pools that the groups do not name, and
+        for unsupported combinations.
         """
         if not isinstance(kv_cache_groups, Sequence):
             raise ArgumentTypeError(f"kv_cache_groups: got {type(kv_cache_groups).__name__}, allowed: a list of CacheGroupSpec")
@@ -374,12 +375,12 @@ class CacheManager(KeyHolder, SlotAllocator):
     ) -> tuple[CachePages, int]:
         """Return the longest cached prefix of a request, in full pages, and its length in tokens, at most ``num_tokens - 1``.
 
-        Nothing hits when caching is off or the request asks for ``prompt_logprobs``. With eagle the last page of the hit is
-        dropped; with a hint only pages of that shard hit. The call takes no references: pass the pages to `allocate_slots`
-        before any other allocation; when that admits the request, `stats` counts the look-up. Pages found only in a host tier
-        get pages of the pool, which the next `take_moves` loads. If too few are free beside `num_reserved_pages`, only
-        the pool's hits are returned, and `allocate_slots` returns None until the next look-up. O(pages); for a refused request
-        with one group of full attention O(1), until a hit page gets a new holder or another page of the request is cached.
+        Nothing hits when caching is off or the request asks for ``prompt_logprobs``. With eagle the last hit page is dropped;
+        with `dp_shard_hint` only pages of that shard hit. The call takes no references: pass the pages to `allocate_slots`
+        before any other allocation; if that admits the request, `stats` counts the look-up. Pages found only in a host tier get
+        pages of the pool, into which the next `take_moves` loads. If too few are free besides `num_reserved_pages`, only the
+        pool's hits are returned, and `allocate_slots` returns None until the next look-up. O(pages); for a refused request with
+        one group of full attention O(1), until a hit page gets a new holder or another page of the request is cached.
         """
         query = self.registry.read_query(request)
         if query is None:
@@ -447,7 +448,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         Each step computes up to `max_num_new_tokens` tokens (None: the manager's `max_num_batched_tokens`), with slots for
         `num_lookahead_tokens` more. `num_reserved_pages` of the pool stay free. With `data_parallel_size` the request has the
         pages of one shard; without `dp_shard_hint`, of the smallest. A request that passes can run to its end in any such
-        steps, after any hit; one that does not would find too few pages in some of them. `RunningBatch.admit` with `reserve`
+        steps, after any hit; a request that does not pass lacks pages in some of them. `RunningBatch.admit` with `reserve`
         takes pages like a step of all known tokens: pass `num_tokens` as `max_num_new_tokens`. O(groups); if page sizes or
         chunks differ, O(groups x pages in their common multiple).
 
@@ -495,19 +496,19 @@ class CacheManager(KeyHolder, SlotAllocator):
     # Moves, checkpoints and forks.
 
     def take_moves(self) -> Moves:
-        """Return the moves due before the next step, also those of running batches, but not the writes of their states; empty,
-        with number 0, if none is due. The writes are those of the manager's requests. O(moves), and O(1) without any; then
-        nothing is allocated.
+        """Return the moves due before the next step: copies, loads and saves of the manager's requests and of running batches,
+        and writes of states by requests, but not by batches. If none is due, the result is empty, with number 0; this costs
+        O(1) and allocates nothing. O(moves).
 
         Call it, or `RunningBatch.take_moves`, once a step: after the calls that plan the step, when the step before has been
-        given to the device. `Moves` has the order in which to make them (see `pagepool.host_pages` and `pagepool.page_copies`).
-        Copies become due when a checkpoint is hit, and after `fork`; loads and saves with a
-        host tier. Until they are taken, their pages are held, and calls that plan tokens there raise MovesDueError. Freeing a
-        request drops the copies into its pages. Moves may also be taken, and made, after a fork, and to repeat a call that was
-        refused with MovesDueError: these calls begin no step.
+        given to the device. `Moves` explains in which order to make them (see `pagepool.host_pages` and
+        `pagepool.page_copies`). Copies become due when a checkpoint is hit, and after `fork`; loads and saves with a host tier.
+        Until they are taken, their pages are held, and calls that plan tokens in these pages raise MovesDueError. Freeing a
+        request drops the copies into its pages. Moves may also be taken, and made, after a fork, and before repeating a call
+        that raised MovesDueError: taking them then begins no step.
 
-        Until `complete` or `fail` ends the number, saved pages cannot hit, nor can pages computed from loaded ones. A tier that
-        writes through saves the pages cached before the moves of the last step were taken.
+        Until `complete` or `fail` ends the number, its saved pages cannot hit, nor can pages computed from its loaded pages. A
+        tier that writes through saves the pages cached before the moves of the last step were taken.
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -530,15 +531,15 @@ class CacheManager(KeyHolder, SlotAllocator):
             self._storage.poll()
 
     def complete(self, number: int) -> None:
-        """End the loads and saves of a number: saved pages can hit now. Raise ArgumentError for an unknown number. O(loads and
-        saves in flight).
+        """End the loads and saves taken under a number: saved pages can hit now. Raise ArgumentError for an unknown number.
+        O(loads and saves in flight).
         """
         end_transfers(self._store, number)
 
     def fail(self, number: int, *, saves: Sequence[int] = (), loads: Sequence[int] = ()) -> FailedLoads:
-        """End the loads and saves of a number. Those at the given indices of its saves and loads failed: their pages lose their
-        entries, in the tier too. Pass the result to `find_wrong_token` and `RunningBatch.rewind`. Raise ArgumentError for an
-        unknown number or index. O(loads and saves in flight + num_pages).
+        """End the loads and saves taken under a number. Those at the indices in `saves` and `loads` failed: their pages lose
+        their entries, in the tier too. Pass the result to `find_wrong_token` and `RunningBatch.rewind`. Raise ArgumentError for
+        an unknown number or index. O(loads and saves in flight + num_pages).
         """
         return end_transfers(self._store, number, saves, loads)
 
@@ -552,9 +553,9 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Return the token from which a request must be computed again because some of its pages failed to load, or None. Lower
         ``num_computed_tokens`` to it before scheduling the request again.
 
-        From that token on the request keeps its pages up to the first one held by others, and gives back the rest;
-        `allocate_slots` takes new ones for these. First end other loads into its pages; afterwards read its pages by
-        `get_page_ids` again.
+        From that token on the request keeps its pages up to the first page that others hold, and gives back the rest;
+        `allocate_slots` takes new pages for these. Before this call, end other loads into its pages; after it, read its page
+        ids again by `get_page_ids`.
 
         Free the request instead, with ``num_computed_tokens=0``, if needed pages are already behind a window, if the model has
         states, or while copies of its pages are due. With states the token is 0 for each request with hits on pages of this
@@ -580,13 +581,13 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def fork(self, request: Request, new_request: Request) -> CachePages | None:
         """Let a new request continue from the computed tokens of another one, after the step that computed them: for parallel
-        samples and beams. It shares full pages, and gets copies of open pages and of states. It has the same session and
-        tenant, unless it has a `session_id`.
+        samples and beams. The new request shares full pages, and gets copies of open pages and of states. Session and tenant
+        are the same, unless it has a `session_id` of its own.
 
         Return all pages of the new request; None, without a change, if too few pages are free. Raise ArgumentError if `request`
-        holds no pages or `new_request` holds some, if the requests differ in ``num_computed_tokens``, in these tokens or in
-        extra keys, or if needed pages are already behind a window. Raise MovesDueError if moves into the pages of `request` are
-        due. O(tokens), to hash them.
+        holds no pages or `new_request` holds some, if the requests differ in ``num_computed_tokens``, in the computed tokens or
+        in extra keys, or if needed pages are already behind a window. Raise MovesDueError if moves into the pages of `request`
+        are due. O(tokens), to hash them.
         """
         with self.registry.lock:
             num_tokens, num_new = (read_count(each, "num_computed_tokens") for each in (request, new_request))
@@ -627,7 +628,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Put a storage behind the host tier, as `pagepool.stores.StoreTier` does with itself: `take_moves` polls it, and
         `stats` reads its counters.
 
-        The pages that the tier evicts become due for it; with `writes_through` pages become due as they reach the tier. Raise
+        Pages become due for the storage as the tier evicts them; with `writes_through`, as they reach the tier. Raise
         ArgumentError without a host tier, and if there is a storage already; ArgumentTypeError for other types. O(pages of the
         tier).
         """
@@ -699,20 +700,20 @@ class CacheManager(KeyHolder, SlotAllocator):
 
         With `seconds`, `pages` is a request: lease the cached pages wholly within its tokens ``[start, stop)``, in each group,
         preferably the request's own. Without a `stop` the span ends with the last cached page. Raise ArgumentError if a page of
-        full attention in the span is not cached, or if there is no page. The lease ends at the first allocation after this
-        time, unless `Lease.extend` is called; use does not extend it. Raise LeaseBudgetError if leases with an end would have
-        more than `Retention.max_leased_share` of a pool's pages, ``max_num_leased_pages`` in all; a page counts once for each
-        lease. With windows other requests are to resume at `stop`: name it in `resume_at` of the request, so that the window
-        before it stays cached, and call this once it is computed. Raise ArgumentError if pages of windows, or
-        checkpoints of states, needed to resume there are gone. A lease does not count as a use: an expectation of a page stays.
-        O(tokens).
+        full attention in the span is not cached, or if there is no page. The lease ends at the first allocation after
+        `seconds`, unless `Lease.extend` is called; use does not extend it. Raise LeaseBudgetError if leases with an end would
+        have more than `Retention.max_leased_share` of a pool's pages, ``max_num_leased_pages`` in all; a page counts once for
+        each lease. With windows, name `stop` in the request's `resume_at`, so that the window before it stays cached and other
+        requests can resume there, and call this once the span is computed. Raise ArgumentError if pages of windows, or
+        checkpoints of states, needed to resume there are gone. A lease does not count as a use of a page: its expectation
+        stays. O(tokens).
 
         Without `seconds`, `pages` are page ids: see `PagePool.lease`. With several pools call that method of one of ``pools``.
 
         `release` or ``with`` ends a lease; until then it is in `leases`, even without other references to the object. A lease
-        is a reference: its pages are held, and `reset_prefix_cache` returns False. Their holders can still write there, or drop
-        prefix entries. A lease cannot be pickled. An error leaves nothing leased. Raise ArgumentError unless ``0 <= start <=
-        stop <= num_tokens`` and seconds are finite and above 0. The first call takes O(num_pages).
+        is a reference: its pages are held, and `reset_prefix_cache` returns False. Other holders can still write to these
+        pages, or drop their prefix entries. A lease cannot be pickled. An error leaves nothing leased. Raise ArgumentError
+        unless ``0 <= start <= stop <= num_tokens`` and seconds are finite and above 0. The first call takes O(num_pages).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -736,7 +737,7 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     @property
     def leases(self) -> tuple[Lease, ...]:
-        """The held leases, oldest first, including those by running batches and by interrupted calls. O(leases)."""
+        """The held leases, oldest first, including leases by running batches and by interrupted calls. O(leases)."""
         return tuple(list_leases(self._store))
 
     def _span_of(self, request: Request, span: TokenSpan) -> TokenSpan:
@@ -752,7 +753,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Expect the cached pages wholly within tokens ``[start, stop)`` of a request to be used again in `seconds`. Infinity
         means never, None means unknown. Return the number of these pages.
 
-        Tokens behind the last known one are left out.
+        Tokens behind the last known token are left out.
 
         An expectation orders eviction and promises nothing. Pages without a prefix entry are evicted first, then pages never
         expected back, then the page expected furthest in the future. Times are compared by powers of two, up to 2**18 seconds,
@@ -814,7 +815,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         return self.expect_session(session_id, seconds=math.inf)
 
     def set_shares(self, shares: Mapping[str, float]) -> None:
-        """Set the tenants' shares of each pool. All other requests share the rest, also those of tenants no longer named.
+        """Set the tenants' shares of each pool. All other requests, including those of tenants no longer named, share the rest.
 
         Each held or cached page is charged to the `tenant` of the request or row that took it, if that tenant had a share then.
         Once another tenant uses the page, it is charged to the rest until it loses its prefix entry. Pages without an entry are
@@ -844,14 +845,14 @@ class CacheManager(KeyHolder, SlotAllocator):
     # Events.
 
     def enable_events(self, *, hashes_as_bytes: bool = False) -> None:
-        """Record changes of the prefix cache for `take_events`, from before the first request on.
+        """Record changes of the prefix cache for `take_events`. Call this before the first request.
 
-        Hashes are unsigned ints, the lowest 64 bits of the digest, or the bytes of the whole digest. Other processes make the
-        same hashes only with the same `hash_seed`. Without one they do with ``"sha256"`` as `hash_algo`, and otherwise if
-        ``PYTHONHASHSEED`` is the same, or absent with ``"sha256_cbor"``. Events cost 56 bytes per page (88 with these two),
-        also of the host tier, 4 per token, and time for each cached page. Raise ImportError without the extra
-        ``pagepool[events]``; ArgumentError without prefix caching, with pages held or cached already, or if enabled with the
-        other `hashes_as_bytes`.
+        Hashes are unsigned ints, the lowest 64 bits of the digest, or with `hashes_as_bytes` the bytes of the whole digest.
+        Other processes make the same hashes only with the same `hash_seed`. Without a seed they do with ``"sha256"`` as
+        `hash_algo`; with other algorithms, if ``PYTHONHASHSEED`` is the same (or, with ``"sha256_cbor"``, absent). Events cost
+        56 bytes per page of pool and host tier (88 with these two algorithms), 4 per token, and time for each cached page.
+        Raise ImportError without the extra ``pagepool[events]``; ArgumentError without prefix caching, with pages held or
+        cached already, or if enabled with the other `hashes_as_bytes`.
         """
         hashes_as_bytes = require_flag("hashes_as_bytes", hashes_as_bytes)
         try:
@@ -874,7 +875,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 raise ArgumentError(f"hashes_as_bytes: got {hashes_as_bytes}, allowed: {allowed}")
 
     def take_events(self) -> "list[Event]":
-        """Return the net changes of the prefix cache since the last call, including those by running batches:
+        """Return the net changes of the prefix cache since the last call, including changes by running batches:
         `AllBlocksCleared`, `BlockRemoved` and `BlockStored` of `pagepool.events`, in this order, parents before children.
         Changes of the host tier have the medium ``"CPU"``. After an interrupted call the next one starts over, with
         `AllBlocksCleared` and the whole cache. Raise ArgumentError unless events are enabled. O(changes).
@@ -883,7 +884,7 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     def snapshot_events(self) -> "list[Event]":
         """Return all cached pages as `BlockStored`, parents first, then those of the host tier, for a router that starts late.
-        Call `take_events` first: its next result would repeat changes that this one includes. O(num_pages).
+        Call `take_events` first: otherwise its next result would repeat changes in the snapshot. O(num_pages).
         """
         return self.event_source.list_all()
 
@@ -905,10 +906,10 @@ class CacheManager(KeyHolder, SlotAllocator):
 
         `num_computed_tokens` is for a request that was scheduled but did not run, because the step failed or the request was
         preempted: the number of its computed tokens, including hits. Pages cached for it with later tokens lose their entries,
-        even if others hold them. Free requests that have hit those pages as well.
+        even if others hold them. Also free requests that have hit those pages.
 
-        With ``caches="computed"``, or a `hash_lookahead`, the pages that the request's own ``num_computed_tokens`` fill are
-        cached first, at most `num_computed_tokens`: set them back only after this call.
+        With ``caches="computed"``, or a `hash_lookahead`, the pages filled by the request's own ``num_computed_tokens`` are
+        cached first, up to the argument `num_computed_tokens`: lower the attribute only after this call.
         """
         if num_computed_tokens is not None:
             num_computed_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
@@ -925,7 +926,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 start = held.count_entered_hashes(num_named_tokens) if num_to_cache else start
             num_hashed_tokens = num_named_tokens
             if num_computed_tokens is not None and held is not None and hashes is not None:
-                # Calls since the request was set back may have cut hashes by which skipped pages lose their entries.
+                # Skipped pages lose their entries by their hashes, which calls since the request was set back may have cut.
                 num_hashed_tokens = max(num_hashed_tokens, min(held.num_cached_tokens, read_count(request, "num_tokens")))
             if num_hashed_tokens:
                 hashes = registry.extend_hashes(request, num_hashed_tokens)
@@ -1013,11 +1014,11 @@ class CacheManager(KeyHolder, SlotAllocator):
         )
 
     def advise(self) -> str | None:
-        """Say which of several pools is too small: which lost most hits since the last call, or since the manager was made, and
-        how many. Return None if none lost a hundredth of the prompt tokens, and with one pool. Call this once an hour, say: the
-        loss of the pool of attention is an estimate. See ``num_lost_hit_tokens`` of `PoolStats`. O(1).
+        """Return a sentence on the pool that is too small: the one with the most lost hits since the last call, or since the
+        manager was made. Return None if no pool lost a hundredth of the prompt tokens, and with one pool. Call this about once
+        an hour: the loss of the pool of attention is an estimate. See ``num_lost_hit_tokens`` of `PoolStats`. O(1).
 
-        A pool that binds gets more memory by another split: see ``pagepool plan --arrays apart``.
+        Another split of the memory makes that pool larger: see ``pagepool plan --arrays apart``.
         """
         return self._advisor.advise(self.stats(), self._store.counters["num_queried_tokens"])
 
