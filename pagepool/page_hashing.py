@@ -57,13 +57,13 @@ class PageHashing:
     hash_seed: int | str | bytes | None = field(default=None, repr=False)
     """Makes a keyed algorithm deterministic, as ``PYTHONHASHSEED`` does; it must not be empty."""
     use_eagle: bool = False
-    """For models with a drafter (EAGLE, MTP), whose keys at the end of a page depend on tokens behind it. Alone, it drops the
-    last page of each hit, or the last interval of a state.
+    """For models with a drafter (EAGLE, MTP), whose keys at the end of a page depend on tokens behind it. Without
+    `hash_lookahead`, the last page of each hit is dropped, or the last interval of a state.
     """
     hash_lookahead: int = 0
-    """With `use_eagle` the number of these tokens, 1 for EAGLE, or as many as MTP has layers, at most 64. Then nothing is
-    dropped: the hash of a page covers the tokens, so a page is cached once they are known, and prompts share a page if they
-    share them too. Managers with different lookaheads share no pages.
+    """With `use_eagle` the number of tokens behind a page on which its keys depend: 1 for EAGLE, the layers of MTP, at most 64.
+    Then nothing is dropped: the hash of a page covers these tokens, so a page is cached once they are known, and prompts share
+    a page if they share them too. Managers with different lookaheads share no pages.
     """
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class PageHasher(KeyHolder):
     is_native = True
     num_digest_bytes = 16
     reads_environment = True
-    """Whether the seed is that of PYTHONHASHSEED if none is given."""
+    """Whether the seed comes from PYTHONHASHSEED if none is given."""
     algorithm = chain_algorithm = "siphash128"
     extra_keys: type[RequestExtraKeys] = RequestExtraKeys
 
@@ -100,13 +100,13 @@ class PageHasher(KeyHolder):
         self.page_size, self.hash_lookahead = page_size, hash_lookahead
         self.keep_token_ids = False
         is_keyed = self.chain_algorithm == "siphash128"
-        self.is_shared = not is_keyed or get_hash_seed(hash_seed) is not None  # equal keys elsewhere need the same seed
+        self.is_shared = not is_keyed or get_hash_seed(hash_seed) is not None  # processes with this seed make equal keys
         follows = self.reads_environment and hash_seed is None and "PYTHONHASHSEED" in os.environ
-        self.follows_environment = follows and self.is_shared  # equal keys elsewhere need the same PYTHONHASHSEED
+        self.follows_environment = follows and self.is_shared  # processes with this PYTHONHASHSEED make equal keys
         self.chain_key = self._make_root(hash_seed)
 
     def _make_root(self, hash_seed: int | str | bytes | None) -> bytes:
-        """Return what the first digests depend on, beside the content."""
+        """Return the bytes on which first digests depend besides the content."""
         key = get_siphash_key(hash_seed)
         return siphash128(key, f"lookahead {self.hash_lookahead}".encode()) if self.hash_lookahead else key
 
@@ -125,8 +125,8 @@ class PageHasher(KeyHolder):
     def start(
         self, request: Request, known: RequestHashes | None = None, names: ExtraKeyNames = REQUEST_NAMES
     ) -> RequestHashes:
-        """Return empty hashes of a request, with the extra keys of `known` if it belongs to the same request. `names` are for
-        messages.
+        """Return empty hashes of a request, with the extra keys of `known` if it belongs to the same request. `names` are names
+        of its attributes, for messages.
         """
         is_known = known is not None and known.request is request
         extra_keys = known.extra_keys if known is not None and is_known else self.extra_keys.of(request, names)
@@ -155,7 +155,7 @@ class PageHasher(KeyHolder):
         hashes.chain.extend(token_ids, self.encode(extra_keys), first_page)
 
     def encode(self, extra_keys: ExtraKeys | None) -> bytes:
-        """Return extra keys as the bytes that are hashed; none for None."""
+        """Return extra keys as the bytes that are hashed; no bytes for None."""
         return encode_extra_keys(extra_keys)
 
     def _read_tokens(self, request: Request, start_page: int, stop_page: int) -> TokenIds | PageIds:
@@ -185,7 +185,7 @@ class PageHasher(KeyHolder):
 
 
 class Sha256Hasher(PageHasher):
-    """SHA-256, the digests of `sha256_page`."""
+    """SHA-256, with the digests of `sha256_page`."""
 
     num_digest_bytes = 32
     reads_environment = False
@@ -220,12 +220,12 @@ class VllmHasher(PageHasher):
             raise ArgumentError(f"hash_seed: got bytes that are not UTF-8 ({error}), {allowed}") from None
 
     def encode(self, extra_keys: ExtraKeys | None) -> bytes:
-        """Return extra keys in canonical CBOR; none for None, which the core writes."""
+        """Return extra keys in canonical CBOR; no bytes for None, which the core encodes."""
         return b"" if extra_keys is None else _encode_cbor(extra_keys)
 
 
 class CallableHasher(PageHasher):
-    """Any callable; users see its values. Keys are SipHash chains, so a weak callable's collisions do not share pages."""
+    """Any callable; users see its values. Keys are SipHash chains, so colliding values of a weak callable share no pages."""
 
     is_native = False
 

@@ -37,7 +37,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
         max_leased: list[int],
         trusts_requests: bool,
     ) -> None:
-        """Start without requests. With `trusts_requests` those with one id share pages, and hits may be counted twice."""
+        """Start without requests. With `trusts_requests` requests of one id share pages, and hits may be counted twice."""
         super().__init__(page_pool.store, trusts_requests)
         self.page_pool, self.rules, self.hasher, self.configuration = page_pool, rules, hasher, configuration
         self.max_leased, self.max_steps_ahead = max_leased, 0
@@ -51,14 +51,14 @@ class RequestRegistry(KeyHolder, RequestMaps):
     # Pages.
 
     def require_held(self, request: Request) -> RequestPages:
-        """Return the pages of a request. Raise ArgumentError if it holds none, and as `find_held` does."""
+        """Return the pages of a request. Raise ArgumentError if it holds none, and the errors of `find_held`."""
         held = self.find_held(request)
         if held is None:
             raise ArgumentError(f"request {shown(request.request_id)}: got one that holds no pages, allowed: one that does")
         return held
 
     def require_same(self, request: Request, held: RequestPages | None) -> None:
-        """Raise ArgumentError unless a request holds the same pages as before its attributes were read: these may call back."""
+        """Raise ArgumentError unless a request still holds `held`: reading its attributes may have called the manager."""
         if self.held.get(request.request_id) is not held:
             self.refuse_nested(request.request_id)
 
@@ -79,7 +79,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
         return (num_tokens, is_preempted) if takes_hits else None
 
     def cache_due(self, request: Request, num_computed_tokens: int) -> None:
-        """Do the work of `cache_pages`, called if pages may be due. Take the lock."""
+        """Do the work of `cache_pages` where pages may be due. Take the lock."""
         num_tokens = require_int("num_computed_tokens", num_computed_tokens, 0)
         with self.lock:
             held = self.require_held(request)
@@ -100,8 +100,8 @@ class RequestRegistry(KeyHolder, RequestMaps):
     # Hashes.
 
     def extend_hashes(self, request: Request, num_tokens: int) -> RequestHashes:
-        """Return the hashes of a request, extended to its full pages up to `num_tokens` whose lookahead is known. Raise as
-        `find_held` does: hashes under the id of a request that holds pages are its own.
+        """Return the hashes of a request, extended to its full pages up to `num_tokens` whose lookahead is known. Raise the
+        errors of `find_held`: hashes under the id of a request that holds pages belong to it.
         """
         try:  # each look-up passes here: check an id only after a failure
             hashes = self.hashes.get(request.request_id)
@@ -116,7 +116,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
         return hashes
 
     def _belong_to(self, hashes: RequestHashes, request: Request) -> bool:
-        """Whether hashes are those of a request: another one may have had its id, or it came back with other names."""
+        """Whether hashes belong to a request: another may have had its id, or it may be back with another adapter or salt."""
         if hashes.request is not request:
             return False
         return self.hasher.extra_keys.have_same_names(request, hashes.extra_keys) or self.find_held(request) is not None
@@ -134,7 +134,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
         return 0 if held is None else held.count_entered_hashes(read_count(request, "num_computed_tokens"))
 
     def share_hashes(self, request: Request, new_request: Request, num_tokens: int) -> bool:
-        """Keep hashes of a new request that continues `num_tokens` tokens of another. Return False if these differ."""
+        """Keep hashes of a new request that continues `num_tokens` tokens of another. Return False if tokens or keys differ."""
         known, num_pages = self.extend_hashes(request, num_tokens), self.hasher.count_pages(num_tokens)
         hashes = self.hasher.start(new_request)
         if known.extra_keys is not None and known.extra_keys.has_nonce:
@@ -186,7 +186,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
     # The core's ints for extra keys and sessions. These methods take the lock.
 
     def hold_context(self, extra_keys: RequestExtraKeys | None, session_id: str | None) -> int:
-        """Return the core's int for extra keys and session, valid until `release_context`; 0 without both or events."""
+        """Return the core's int for extra keys and session, valid until `release_context`; 0 with neither or without events."""
         if self.event_source is None or (extra_keys is None and session_id is None):  # fast path without the lock
             return 0
         with self.lock:

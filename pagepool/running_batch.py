@@ -50,7 +50,7 @@ RowNumbers = Sequence[int] | npt.NDArray[Any]
 NO_TRAITS = RequestTraits()
 
 KeyedPages = list[tuple[int | None, bytes]]
-"""Pages with extra keys, and their encoded keys. None, the last, stands for all other pages."""
+"""Pages with extra keys, and their encoded keys. The last may be None, for all other pages."""
 
 
 class RunningBatch(RunningRows):
@@ -59,9 +59,9 @@ class RunningBatch(RunningRows):
     Live, read-only arrays by row: ``is_admitted``; ``num_tokens``, the known tokens of prompt and answer;
     ``num_computed_tokens``, those that planned steps write; ``num_cached_tokens``, those hit on admission and not cut off by
     `trim`; ``num_external_tokens``, those awaited by a pending row; ``num_ahead_tokens``, the planned positions behind the
-    known tokens: drafts, and tokens that steps in flight sample. ``stays``, int64, has the number of each row's request: an
-    admission or fork begins a stay, which moves with the row, and `release` ends it. Pools and prefix index are the manager's,
-    so batch and manager hit each other's pages. Release all rows before dropping a batch: dropping it frees no pages.
+    known tokens: drafts, and tokens that steps in flight sample. ``stays``, int64, has the number of each row's stay, which an
+    admission or fork begins and `release` ends; it moves with the row. Pools and prefix index are the manager's, so batch and
+    manager hit each other's pages. Release all rows before dropping a batch: dropping it frees no pages.
 
     With several pools tables, `get_page_ids`, new pages and copies name ids in the pool of their group, and each row has room
     in the pools of states: a checkpoint is kept only if a free page stays for each free row.
@@ -93,22 +93,22 @@ class RunningBatch(RunningRows):
         max_steps_ahead: int = 0,
     ) -> None:
         """`page_table`, a table of pagepool or of `pagepool.torch`, has a table for each group of the manager; a `PageTable`
-        serves one group. A table serves one batch at a time; while another
-        one fills it, ArgumentError is raised.
+        serves one group. A table serves one batch at a time; while another batch fills it, ArgumentError is raised.
 
         `data_parallel_size` divides the pool into shards for ``RequestTraits.dp_shard``.
 
-        With `max_steps_ahead`, at most 254, an engine plans this many steps, or fewer, before it knows the tokens of the one
-        that runs (see docs/one_step_ahead.md).
+        With `max_steps_ahead`, at most 254, an engine plans up to this many steps before it knows the tokens of the running
+        step (see docs/one_step_ahead.md).
 
         `caches` of the manager says when full pages of rows can be hit: ``"scheduled"``, as soon as their tokens have slots,
-        since steps run in order, or ``"computed"``, once `settle` has ended the step that computes them, or the row's next step
-        is planned without steps ahead. The second is for engines whose pages others read, or whose layers read before all keys
-        are written. Equal prompts in one step are then computed twice.
+        since steps run in order, or ``"computed"``, once `settle` has ended the step that computes them, or, without steps
+        ahead, once the row's next step is planned. ``"computed"`` is for engines whose pages others read, or whose layers read
+        before all keys are written; equal prompts in one step are then computed twice.
 
-        Raise ArgumentError if the arguments do not fit together, if a pool of states has fewer pages than a row and group each
-        and two more, or if the manager caches with a callable as `hash_algo`, since a step hashes natively. A row's memory is
-        touched as the row gets longer: 4 bytes per token, 16 per hashed page (32 with SHA-256), 4 per page.
+        Raise ArgumentError if the arguments do not fit together, if a pool of states lacks pages (for each of its groups one
+        for each row and one more, and the null page), or if the manager caches with a callable as `hash_algo`, since a step
+        hashes natively. A row's memory is touched as the row gets longer: 4 bytes per token, 16 per hashed page (32 with
+        SHA-256), 4 per page.
         """
         if not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
@@ -179,10 +179,10 @@ class RunningBatch(RunningRows):
         are queued for loading, even if the request then does not fit, or is refused with an error. `num_reserved_pages` stay
         free for running rows.
 
-        `num_drafts` slots, for drafts, follow those tokens, as in `plan`, up to ``max_num_tokens``. With `reserve`
-        ``"prompt"`` the row takes the pages of all known tokens now, and slots for drafts behind these, so that no later chunk
-        lacks pages. Windows and chunked attention hold them all as well, and give them back as they move on. Forks do not have
-        them, and `fail_external` gives them back.
+        `num_drafts` slots, for drafts, follow those tokens, as in `plan`, up to ``max_num_tokens``. With `reserve` ``"prompt"``
+        the row takes the pages of all known tokens now, and slots for drafts behind these, so that no later chunk of the prompt
+        lacks pages. Groups with windows and chunks hold all these pages too, and give them back as they move on. Forks do not
+        get the reserved pages, and `fail_external` gives them back.
 
         With `num_external_tokens`, up to this many known tokens after the cached ones come from elsewhere, but never the last
         known token. Only the external tokens get slots, and the row is pending until `commit_external`. The array
@@ -195,7 +195,7 @@ class RunningBatch(RunningRows):
         is cached; with windows, chunks or eagle, while nothing is cached or evicted. For this, pass the same list, or an array
         over the same memory, and the same `traits`: tokens in a new object are compared one by one, and features in a new list
         are looked up again. Do not change these objects or a feature in place: a row reads the features of its last request
-        again only if their class has no weak references.
+        again only if their class does not support weak references.
 
         Raise RequestTooLargeError for a request that would hold more pages than the whole pool, or its shard, has. Waiting does
         not help, but fewer tokens per step may (see `CacheManager.require_capacity`). Reserved pages do not count, since the
@@ -331,11 +331,11 @@ class RunningBatch(RunningRows):
         """Fill the next set of `out`, a `StepInputs` of this batch, with what the model reads in a step, and return the number
         of tokens.
 
-        `step` is a step in flight: its rows, and the tokens planned for each, with drafts behind the known ones.
-        Other rows and tokens are named by `rows`, each once, with `starts` and `stops`: row ``rows[i]`` computes its tokens
-        ``starts[i]`` to ``stops[i] - 1``. The arrays are padded to `num_tokens` and `num_reqs` (None: whole); what lies behind
-        stays as it was. A token that a step in flight samples has the id -1. Drafts behind it, or behind the known tokens, have
-        the ids of their row in `draft_token_ids`, int32 ``[rows, drafts]`` in the order of the step, or -1.
+        With `step`, a step in flight, the inputs are its rows and the tokens planned for each, with drafts behind the known
+        tokens. Without it `rows` names rows, each once: row ``rows[i]`` computes its tokens ``starts[i]`` to ``stops[i] - 1``.
+        The arrays are padded to `num_tokens` and `num_reqs` (None: whole); items behind the padding stay as they were. A token
+        that a step in flight samples has the id -1. Drafts behind it, or behind the known tokens, have the ids of their row in
+        `draft_token_ids`, int32 ``[rows, drafts]`` in the order of the step, or -1.
 
         Raise ArgumentError for inputs or a step of another batch, for a settled step, or one whose rows were planned again,
         cut, moved or released since, for a set whose step is not settled, for rows that are not admitted, pending or repeated,
@@ -351,16 +351,16 @@ class RunningBatch(RunningRows):
         return out.fill(step, rows, starts, stops, num_tokens, num_reqs, draft_token_ids)
 
     def take_moves(self) -> Moves:
-        """Return the moves that are due before the next step, as `CacheManager.take_moves` does, with the writes of this
-        batch's states: manager and batches share one list of all others. Call it once a step, after the calls that plan the
+        """Return the moves due before the next step: the writes of this batch's states, and as in `CacheManager.take_moves` the
+        copies, loads and saves of manager and batches, which share one list. Call it once a step, after the calls that plan the
         step, when the step before has been given to the device.
 
-        Until then `step`, `plan`, `trim`, `fork` and `commit_external` raise MovesDueError for rows with pages in the
-        list. Releasing a row drops the copies into its pages. Moves may also be taken, and made, after `fork`, and to repeat a
-        call that was refused: these calls begin no step. Batches of a manager whose moves are taken in turn run in one step. A
-        page to which a state is written can be hit once its row grows by further tokens, or is released. For a pending row only
-        the state at the end of its awaited tokens is listed, if a request can resume there: whoever fills the row's pages
-        writes it. O(moves), and O(1) without any; then nothing is allocated.
+        Until then `step`, `plan`, `trim`, `fork` and `commit_external` raise MovesDueError for rows with pages in due moves.
+        Releasing a row drops the copies into its pages. Moves may also be taken, and made, after `fork`, and before repeating a
+        refused call: taking them then begins no step. If several batches of a manager take their moves one after another, they
+        run in one step. A page to which a state is written can be hit once its row grows by further tokens, or is released. For
+        a pending row only the state at the end of its awaited tokens is listed, if a request can resume there: whoever fills
+        the row's pages writes it. O(moves), and O(1) without any; then nothing is allocated.
         """
         moves = super().take_moves()
         self._manager.poll_storage()
@@ -407,7 +407,7 @@ class _ReadFeatures(NamedTuple):
     keyed: KeyedPages
 
     def are_same(self, features: tuple[Any, ...], other_keys: RequestExtraKeys | None) -> bool:
-        """Whether the features are the same objects, and other keys are equal to `other_keys`."""
+        """Whether the features are the same objects, and the other keys of their request are those in `other_keys`."""
         mine, others = (keys.request_keys if keys else () for keys in (self.keys, other_keys))
         return (
             len(self.references) == len(features)
@@ -439,7 +439,7 @@ def _tables_of(page_table: HostTable | HostTables, manager: CacheManager) -> tup
 
 
 def _require_unbound(tables: tuple[HostTable, ...]) -> None:
-    """Raise ArgumentError unless nobody fills the tables, and their rows are empty."""
+    """Raise ArgumentError if a batch fills one of the tables, or if a row is not empty."""
     if any(table.batch is not None and table.batch() is not None for table in tables):
         raise ArgumentError("page_table: got one that another batch fills, allowed: one of its own, or of a batch that is gone")
     filled = [row for table in tables for row in table.num_pages_per_row.nonzero()[0][:1].tolist()]

@@ -3,10 +3,10 @@
 Specs are frozen, and can be shared and compared. Making one raises ArgumentError or ArgumentTypeError for sizes that are not
 positive integers and for unknown dtypes. Sizes are in tokens unless the name ends in `_bytes`.
 
-A `dtype` is any name or object for one in NumPy, JAX or PyTorch: `"bfloat16"`, `np.float16`, `jnp.bfloat16`, `torch.bfloat16`,
-`np.dtype("float32")`, a type of ml_dtypes, or a usual short name: `"bf16"`, `"fp16"`, `"half"`, `"fp8"`. The text `"float"`
-means PyTorch's 32 bits; Python's type `float` means NumPy's 64. Specs keep a dtype as given. JAX and PyTorch are never
-imported, and ml_dtypes need not be installed.
+A `dtype` is any name or object of a dtype in NumPy, JAX or PyTorch: `"bfloat16"`, `np.float16`, `jnp.bfloat16`,
+`torch.bfloat16`, `np.dtype("float32")`, a type of ml_dtypes, or a usual short name: `"bf16"`, `"fp16"`, `"half"`, `"fp8"`. The
+text `"float"` means PyTorch's 32 bits; Python's type `float` means NumPy's 64. Specs keep a dtype as given. JAX and PyTorch are
+never imported, and ml_dtypes need not be installed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -143,9 +143,8 @@ def dtype_bits(dtype: object) -> int:
 
 
 def dtype_name(dtype: object) -> str | None:
-    """Return the name of a dtype of NumPy, JAX or PyTorch, or of its short name, which is the same for equal dtypes; with the
-    order of its bytes if that is not the machine's. Texts that name no known dtype are returned as they are; None for other
-    objects.
+    """Return one name for all objects and names, also short ones, of a dtype in NumPy, JAX or PyTorch. The name includes the
+    byte order if that is not the machine's. Texts that name no known dtype are returned as they are; None for other objects.
 
     >>> dtype_name("bf16"), dtype_name(np.float16), dtype_name("<f2"), dtype_name(">f2"), dtype_name("fp8")
     ('bfloat16', 'float16', 'float16', '>f2', 'fp8')
@@ -198,7 +197,7 @@ def find_shard_bounds(num_pages: int, dp_shard_hint: int | None, data_parallel_s
 
 
 SIZES = ("page_size", "num_kv_heads", "head_size", "sliding_window", "attention_chunk_size")
-"""Fields of specs with positive integers; those with the default None may be None."""
+"""Fields of specs with positive integers; fields with the default None may be None."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +229,7 @@ class CacheSpec:
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
-        """Return one spec for layers of the same `type_id`. Raise ArgumentError if there are none, or if they differ in it."""
+        """Return one spec for layers of the same `type_id`. Raise ArgumentError without specs, or if `type_id` differs."""
         if not specs:
             raise ArgumentError("specs: got none, allowed: at least one")
         type_ids = {spec.type_id for spec in specs}
@@ -354,7 +353,7 @@ class SlidingWindowSpec(AttentionSpec):
         return f"sliding_window_{self.sliding_window}_{self.page_size}_{self.page_size_bytes}"
 
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int, **_: object) -> int:
-        """Return the bytes of one step's tokens and the window before them, plus one page, since they may start inside one."""
+        """Return the bytes of one step's tokens and the window before them, plus one page, as these may start inside a page."""
         num_tokens = self.sliding_window - 1 + require_int("max_num_batched_tokens", max_num_batched_tokens)
         num_tokens = min(num_tokens, require_int("max_model_len", max_model_len))
         return (cdiv(num_tokens, self.page_size) + 1) * self.page_size_bytes
@@ -367,7 +366,7 @@ class MambaSpec(CacheSpec):
     `page_size_padded` (bytes) makes the page larger than the state, to match another group's. With a `checkpoint_interval`
     copies of the state, checkpoints, stay cached where requests resume, so that prefixes hit: near the end of a prompt, where
     prompts part, at `resume_at`, at the end of tokens from elsewhere, and in a prompt at multiples of the interval, in tokens,
-    which is best sparse; ``"auto"`` chooses it by the sizes of the layers. Steps write checkpoints to pages that
+    which should be large; ``"auto"`` chooses it by the layers' sizes. Steps write checkpoints to pages that
     `CacheManager.take_moves` and `RunningBatch.take_moves` name. With None no state is kept, and nothing hits. See
     docs/hybrids.md.
 
@@ -429,7 +428,7 @@ class CacheGroupSpec:
     """Layers that share page ids. A page id of the group is one page in each of its layers.
 
     `pool` names the pool that the group takes pages from. Groups with equal names share a pool and its range of page ids, so
-    their arrays have as many rows as the pool has pages. With other names a manager needs a size for each: see `CacheManager`.
+    their arrays have as many rows as the pool has pages. With several names managers need a size for each: see `CacheManager`.
     """
 
     kv_cache_spec: CacheSpec
