@@ -93,15 +93,15 @@ class StepInputs(InputArrays):
     ) -> None:
         """Make the arrays of `fields` for up to `num_tokens` tokens and `num_reqs` rows, in `depth` sets of zeros.
 
-        `source` is the batch, or for an engine of `CacheManager` its tables, and `token_ids`, its matrix of int32 with a line
-        for each row. `dtypes` gives fields another type than int32: int64. Slots of padding are `pad_slot`: -1 is skipped by
-        most kernels, but is the last slot where jax indexes with it; slot 0, of the null page, is right there. With
-        ``order="decodes"`` rows with one token come first, otherwise in the order of the call.
+        `source` is the batch. An engine that uses `CacheManager` passes its tables, and as `token_ids` its int32 matrix with a
+        line for each row. `dtypes` gives fields int64 in place of int32. Slots of padding are `pad_slot`: most kernels skip -1,
+        but jax indexes the last slot with it; slot 0, of the null page, is right there. With ``order="decodes"`` rows with one
+        token come first, otherwise rows are in the order of the call.
 
         A device may read a set until its step has run, so a ring of `depth` sets serves ``depth - 1`` steps in flight.
 
-        With `packed` all int32 fields lie in one array, ``packed``, one transfer: ``offsets`` has where each begins, a tuple
-        for fields by group. Its size is that of all fields in full, so make inputs for each bucket of sizes.
+        With `packed` all int32 fields lie in one array, ``packed``, for one transfer: ``offsets`` has the start of each field,
+        a tuple for fields by group. The array has all fields in full, so make inputs for each bucket of sizes.
 
         `arrays` are used instead of new ones: for a field, or ``"packed"``, a sequence with an array for each set, or one array
         with a first axis of `depth`; for fields by group a sequence of these. They are contiguous, writable arrays of the
@@ -196,7 +196,7 @@ class StepInputs(InputArrays):
 
     @property
     def kv_start_loc(self) -> Array:
-        """Where the keys of each row begin, if they stood one after another ``[num_reqs + 1]``."""
+        """Where the keys of each row would begin if those of all rows were one array ``[num_reqs + 1]``."""
         return self._array("kv_start_loc")  # type: ignore[no-any-return]
 
     @property
@@ -236,14 +236,14 @@ class StepInputs(InputArrays):
 
     @property
     def sources(self) -> Array:
-        """Place of each row in the inputs filled before, in these or others of the batch, whose step samples the row's first
-        token; -1 if it is known ``[num_reqs]``.
+        """Place of each row in the inputs that this or another `StepInputs` of the batch filled before, if their step samples
+        the row's first token; -1 if the token is known ``[num_reqs]``.
         """
         return self._array("sources")  # type: ignore[no-any-return]
 
     @property
     def packed(self) -> Array:
-        """All int32 fields, from their ``offsets`` on."""
+        """All int32 fields, each from its index in ``offsets`` on."""
         return self._array("packed")  # type: ignore[no-any-return]
 
 
@@ -367,5 +367,5 @@ def _refuse_overlap(arrays: list[Array]) -> None:
 
 
 def _by_group(name: str, values: dict[int, Any], num_groups: int) -> Any:
-    """Return the values of a field by group as a tuple, with None for groups without one; the only value of another field."""
+    """Return the only value of a field; of a field by group a tuple of its values, with None for groups without one."""
     return tuple(values.get(group) for group in range(num_groups)) if name in BY_GROUP else values[0]

@@ -45,8 +45,8 @@ class PageTable(HostTable):
 
     The host half is that of `pagepool.PageTable`: rows change by native calls, and `mark_dirty` follows a direct write to
     ``page_table_cpu``. The device's tensor stays the same from the constructor on. Copies and kernels go to the current stream.
-    A step launched there before a commit has read the table before it changes; on other streams wait for `committed`, and
-    commit once the steps there have read the table.
+    A step launched on that stream before a commit reads the table before it changes. On other streams let steps wait for
+    `committed`, and commit once the steps there have read the table.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class PageTable(HostTable):
         tensor: torch.Tensor | None = None,
     ) -> None:
         """`device` None means torch's default device. `tensor` is the engine's own table, used instead of a new one: int32,
-        contiguous, ``[max_num_reqs, columns]`` with at least `max_num_pages_per_req` columns; it is zeroed. A number of columns
-        that 64 divides makes its commits fastest. Raise ArgumentError or ArgumentTypeError for another device or tensor.
+        contiguous, ``[max_num_reqs, columns]`` with at least `max_num_pages_per_req` columns; it is zeroed. Commits are fastest
+        if the number of columns is a multiple of 64. Raise ArgumentError or ArgumentTypeError for another device or tensor.
         """
         super().__init__(max_num_reqs, max_num_pages_per_req)
         attach((self,), device, None if tensor is None else [tensor])
@@ -69,8 +69,8 @@ class PageTable(HostTable):
 
     @property
     def page_table(self) -> torch.Tensor:
-        """The table on the device as of the last commit, int32 ``[max_num_reqs, columns]``: always the same tensor. Its own
-        columns are rounded up to a multiple of 64; those behind the host's are zeros.
+        """The table on the device as of the last commit, int32 ``[max_num_reqs, columns]``: always the same tensor. Unless an
+        engine gave it, its columns are rounded up to a multiple of 64; columns behind the host's are zeros.
         """
         return self._place.table
 
@@ -96,12 +96,12 @@ class PageTable(HostTable):
         out: torch.Tensor | None = None,
         num_reqs: int | None = None,
     ) -> torch.Tensor:
-        """Write `rows` of the device's table into the first rows of `out`, in this order, the null page into the others before
-        `num_reqs`, and return `out`.
+        """Write `rows` of the device's table into the first rows of `out`, in this order, and the null page into further rows
+        up to `num_reqs`. Return `out`.
 
         `out` is contiguous and int32, ``[at least num_reqs, columns]`` with at most the columns of `page_table`, such as the
-        static table of a CUDA graph; by default a new tensor. `num_reqs` None means all rows of `out`, or without it as many as
-        `rows`. Rows on the host are checked: RowIndexError outside the table. A tensor on the device, int32 or int64, is not
+        static table of a CUDA graph; by default a new tensor. `num_reqs` None means all rows of `out`, or without `out` as many
+        as `rows`. Rows on the host are checked: RowIndexError outside the table. A tensor on the device, int32 or int64, is not
         read here. Raise ArgumentError if something does not fit. O(rows x columns of `out`), on the device.
         """
         return gather((self,), rows, None if out is None else [out], num_reqs)[0]
@@ -200,15 +200,15 @@ class Place(NamedTuple):
     table: torch.Tensor
     """int32 ``[max_num_reqs, columns]``"""
     lines: torch.Tensor
-    """The tensor that contains it, int32 ``[num_lines, width]``; the width divides 64 and the columns."""
+    """The tensor that contains the table, int32 ``[num_lines, width]``; the width divides 64 and the columns."""
     first: int
-    """Number of its first line."""
+    """Number of the table's first line."""
     padding: int | None
     """Number of a line outside all tables; None if there is none."""
 
 
 class Payload(NamedTuple):
-    """A place for lines and their numbers: on the host, and where the kernel reads them, which may be the same memory."""
+    """Memory for lines and their numbers: on the host, and where the kernel reads them; both may be the same memory."""
 
     host: torch.Tensor
     device: torch.Tensor
@@ -240,7 +240,7 @@ class Buffer:
 
 
 class Buffers:
-    """The buffers of the tables on one device, and the order of what is done there."""
+    """The buffers of the tables on one device, and the order of the changes there."""
 
     lock = ProcessLock("PageTable")
 
@@ -321,7 +321,7 @@ class Buffers:
         return index.pin_memory().to(self._device, non_blocking=True) if self._is_cuda else index.to(self._device)
 
     def _begin(self, call: str) -> torch.cuda.Stream | None:
-        """Return the current stream, which now waits for the last change. A graph would repeat the payload that it saw."""
+        """Return the current stream, which now waits for the last change. Refuse captures: a graph would repeat one payload."""
         if self._is_cuda and torch.cuda.is_current_stream_capturing():
             raise ArgumentError(f"{call}: got a stream that captures a graph, allowed: before or after the capture")
         return self._join()
@@ -361,7 +361,7 @@ class Buffers:
         place.lines.index_copy_(0, numbers, lines)
 
     def _send_rows(self, table: PageTable, num_reqs: int) -> None:
-        """Send the first rows whole. The copy of pinned memory is read late; torch keeps it until then."""
+        """Send the first rows whole. The device may read the pinned copy late; torch keeps it until then."""
         rows = torch.from_numpy(table.copy_aligned(num_reqs))
         on_device = table.page_table[:num_reqs, : table.max_num_pages_per_req]
         on_device.copy_(rows.pin_memory() if self._is_cuda else rows, non_blocking=self._is_cuda)

@@ -228,7 +228,7 @@ def _inspect_hints(problems: list[Problem]) -> str | None:
 
 
 def _inspect_recurrent_hits(problems: list[Problem], is_on: bool) -> bool:
-    """Whether EasyDeL's prefix caching stays on for models with recurrent layers, a problem if pagepool is on."""
+    """Whether EasyDeL's prefix caching stays on for models with recurrent layers; with pagepool on this is a problem."""
     remedy = f"unset {easydel.RECURRENT_VARIABLE}"
     try:
         keeps_hits = recurrent.keeps_hits()

@@ -203,7 +203,7 @@ class Records(SimpleNamespace):
             self.require_count(counts, self.num_free_by_tenant[where].tolist(), "of them are free")
 
     def words_of(self, low: Array, groups: Array) -> Any:
-        """Return products of the lower halves of keys, with groups; their upper halves are the tags."""
+        """Return the hashes of keys' lower halves with groups; the upper halves of these hashes are the tags of slots."""
         return (low ^ groups.astype(np.uint64) << np.uint64(40)) * np.uint64(self.multiplier)
 
     def has_key(self, page_ids: Array, low: Array, high: Array, groups: Array) -> Any:
@@ -272,7 +272,7 @@ class Records(SimpleNamespace):
         queues = self.find_shard_queues(np.arange(num_pages))
         records, counts = self.queue, np.where(self.queue < num_pages, 1, self.num_shards)
         records, copies = records.repeat(counts), np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
-        banks, parts = np.divmod(records - num_pages, num_records)  # those of starts of parts
+        banks, parts = np.divmod(records - num_pages, num_records)  # only used for starts of parts
         copies += banks * self.num_shards
         shards = np.where(records < num_pages, queues.take(records, mode="clip"), copies)
         ids = np.where(records < num_pages, records, shards * num_records + parts + num_pages + 1).astype(np.int32)

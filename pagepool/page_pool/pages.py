@@ -1,7 +1,7 @@
 """The pages of a pool by id and by hash, and its free queue.
 
-The index of a `PageStore` has keys of 128 bits, which are hashes, or the lower halves of hashes of 256 bits that the store
-keeps. For other hashes ``PageStore.names`` maps one to the other.
+The index of a `PageStore` has keys of 128 bits: the hashes themselves, or the lower halves of 256-bit hashes, which the store
+keeps whole. For other hashes ``PageStore.names`` maps keys to hashes, and hashes to keys.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -103,7 +103,7 @@ class FreeCachePageQueue:
 
 
 class PrefixIndex(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
-    """A live view of the prefix index: the pages of each hash and group by id, as they were cached. ``len``, ``in``: O(1)."""
+    """A live view of the prefix index: the pages of each hash and group by id, first cached first. ``len``, ``in``: O(1)."""
 
     def __init__(self, store: PageStore) -> None:
         """View the index of `store`."""
@@ -150,8 +150,8 @@ def find_page_id(store: PageStore, page_hash: PageHash, group_id: int, start: in
 
 
 def forget_names(store: PageStore) -> None:
-    """Drop unneeded names. Entries need theirs, also removed ones and the tier's, and so do parents of entries. No name is
-    dropped while events are built. O(pages).
+    """Drop unneeded names. Needed are the names of entries, also of removed ones and the tier's, and of parents of entries. No
+    name is dropped while events are built. O(pages).
     """
     keys = EntryJournal(store).list_kept_keys()
     if keys is not None:

@@ -52,9 +52,8 @@ class PagePool:
     adaptive eviction.
 
     A manager with several pools has a `PagePool` for each in `CacheManager.pools`. Its ids count from 0, its own null page, and
-    its methods see its pages alone, but for the prefix index, which all pools share. `stats`, `reset_prefix_cache`,
-    `find_page_id` and `free_page_queue` raise ArgumentError there, and so does a `data_parallel_size` that does not divide the
-    size of each pool.
+    its methods see only its own pages, but all pools share the prefix index. `stats`, `reset_prefix_cache`, `find_page_id` and
+    `free_page_queue` raise ArgumentError there, and so does a `data_parallel_size` that does not divide the size of each pool.
 
     >>> pool = PagePool(8, enable_caching=True)
     >>> pages = pool.get_new_pages(3)
@@ -98,15 +97,15 @@ class PagePool:
         return {name: self.store.count_pages(bank) + 1 for bank, name in enumerate(self.store.bank_names)}
 
     def _records(self, page_ids: AnyPageIds | PageIds) -> PageIds:
-        """Return pages of the store for ids of this pool. Raise PageIdError for an id outside it."""
+        """Return the store's page ids for ids of this pool. Raise PageIdError for an id outside the pool."""
         return self.store.records_in_bank(_require_ids(page_ids), self._bank)
 
     def _ids(self, pages: PageIds) -> PageIdArray:
-        """Return the ids of pages of the store in this pool."""
+        """Return this pool's ids for page ids of the store."""
         return self.store.ids_in_banks(pages).to_array()
 
     def _find_bounds(self, dp_shard_hint: int | None, data_parallel_size: int | None) -> tuple[int, int | None]:
-        """Return the pages of the store, from the first before the last, that a look-up may find."""
+        """Return the range of the store's page ids that a look-up may find, half-open; None: no end."""
         first, last = self.store.bounds_of(self._bank)
         if dp_shard_hint is None and data_parallel_size is None:
             return first, last
@@ -194,7 +193,7 @@ class PagePool:
     def touch(self, pages: Iterable[Iterable[CachePage]]) -> None:
         """Take one more reference to each page of each group, except null pages. A free page leaves the free queue. O(pages).
 
-        Raise PageIdError, without a change, for pages of another pool and for pages outside the queue without a holder.
+        Raise PageIdError, without a change, for pages of another pool and for pages that are neither free nor held.
         """
         allowed = "a list of CachePage for each group"
         touched = [page for group in as_list("pages", pages, allowed) for page in as_list("pages", group, allowed)]
@@ -269,8 +268,8 @@ class PagePool:
 
     def find_page_id(self, page_hash: PageHash, group_id: int, start: int = 0, stop: int | None = None) -> int | None:
         """Return the page cached first under `page_hash` in a group, with an id in ``[start, stop)``, or None. A hash with
-        token ids hits only a page with equal token ids. Raise ArgumentError for one of several pools; `get_cached_page_ids`
-        looks there.
+        token ids hits only a page with equal token ids. Raise ArgumentError for one of several pools; use `get_cached_page_ids`
+        there.
         """
         self.store.require_one_bank("find_page_id")
         return find_page_id(self.store, checked_hash(page_hash), group_id, start, stop)
@@ -408,7 +407,7 @@ class PagePool:
         return PagePoolStats(**self.store.counters)
 
     def count(self) -> PoolStats:
-        """Return the state of the pool, and its counters where the store has several."""
+        """Return the state and counters of the pool."""
         num_pages, num_free, num_leased = self.num_pages - 1, self.get_num_free_pages(), count_leased(self.store)[self._bank]
         num_cached, num_allocated, num_evicted, num_lost, num_refusals, num_passed = count_entries(self.store, self._bank)
         return PoolStats(
@@ -452,7 +451,7 @@ def require_pool(page_pool: Any) -> None:
 def choose_pool(
     page_pool: PagePool | None, num_pages: int, enable_caching: bool, eviction: EvictionPolicy | None = None
 ) -> PagePool:
-    """Return `page_pool`, or for None a new pool. ArgumentError for a pool of another size or with other options."""
+    """Return `page_pool`, or for None a new pool. Raise ArgumentError for a pool of another size or with other options."""
     if page_pool is None:
         return PagePool(num_pages, enable_caching, eviction="lru" if eviction is None else eviction)
     require_pool(page_pool)

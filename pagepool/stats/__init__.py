@@ -71,9 +71,9 @@ class PoolStats:
     pool was made: pages handed out, and evicted, that is, handed out again while they could be hit.
 
     ``num_lost_hit_tokens`` are prompt tokens that admitted requests would have hit, had this pool not evicted what they needed.
-    In a pool of states they lead to the last checkpoint that was evicted, up to which keys and values hit; the pool remembers
-    twice as many evicted pages as it has. In the pool of attention they lead to the last checkpoint that is still there behind
-    the hits, an estimate from one look-up in 16. Both are 0 without states in a pool of their own, and for preempted requests.
+    For a pool of states they end at the last evicted checkpoint up to which keys and values hit; the pool remembers twice as
+    many evicted pages as it has. For the pool of attention they end at the last checkpoint still cached behind the hits; this
+    is an estimate from one look-up in 16. Both are 0 without states in a pool of their own, and for preempted requests.
     ``num_refusals`` counts calls that got no pages because this pool had too few, and ``num_passed_checkpoints`` states that
     did not become checkpoints because no page was left for them.
     """
@@ -132,7 +132,7 @@ class HostTierStats(NamedTuple):
     ``num_cached_pages``, free or held, can be loaded. ``num_in_flight`` counts saves and loads that have not ended.
 
     Counters: pages saved and loaded by completed transfers, and failed transfers. A loaded page was hit in the tier, not in the
-    pool. Evicted pages lost their entries to others; refused pages were not saved because no page was free.
+    pool. Evicted pages lost their entries to other pages; refused pages were not saved because no page was free.
     """
 
     num_pages: int
@@ -150,7 +150,7 @@ class StoreStats(NamedTuple):
     """State of a store behind the host tier, and its counters since it was put there.
 
     State: ``num_queued_pages`` are being saved, ``num_loading_pages`` loaded; ``num_waiting_requests`` had their pages looked
-    up, and were not admitted.
+    up, and are not admitted yet.
 
     Counters: pages saved, dropped because the queue was full, and not saved by the store (``num_unsaved_pages``). Pages looked
     up, and found. Pages loaded into the tier, missing or of another length when they were to be loaded, and damaged. Found
@@ -194,9 +194,9 @@ class CacheStats:
 
     ``pools`` has the state and counters of each pool by name, also of one pool alone.
 
-    ``host_tier`` has the statistics of the host tier, None without one. Hits count pages of both; the tier's hits are its
-    loaded pages. ``host_pools`` has the state and counters of the tier's pages behind each pool, by its name; none are leased.
-    ``store`` has the statistics of the store behind the tier, None without one.
+    ``host_tier`` has the statistics of the host tier, None without one. Hits count pages of pool and tier; the tier's hits are
+    its loaded pages. ``host_pools`` has the state and counters of the tier's pages behind each pool, by its name; none are
+    leased. ``store`` has the statistics of the store behind the tier, None without one.
 
     Times of sampled pages (every 128th, more in small pools) since the pool was made: ``lifetime`` of an evicted page from
     allocation to eviction, ``idle_before_eviction`` from last use to eviction, ``reuse_gap`` from a use to the next hit.

@@ -9,7 +9,7 @@ class Advisor:
     """Compare what pools lost since the last advice."""
 
     def __init__(self, stats: CacheStats, num_queried_tokens: int) -> None:
-        """Begin where a pool, perhaps one with a manager before, stands now."""
+        """Begin with the counts of now: the pool may have had a manager before."""
         self._num_queried_tokens, self._num_lost_tokens = num_queried_tokens, _read_lost(stats)
 
     def advise(self, stats: CacheStats, num_queried_tokens: int) -> str | None:

@@ -49,7 +49,7 @@ class CacheCollector(Collector):
         """Add another manager of the process, for example of another data-parallel rank, since a registry takes only one
         collector.
 
-        Raise ArgumentError unless its labels have the same names and other values, and the names are letters, digits and
+        Raise ArgumentError unless the labels have the same names and new values, and the names are letters, digits and
         underscores; ArgumentTypeError unless values are strings.
         """
         if not callable(getattr(manager, "stats", None)) or not isinstance(manager.stats(), CacheStats):
