@@ -83,8 +83,8 @@ class PageTable(HostTable):
         """Send the changes in the first `num_reqs` rows and return `page_table`. Later rows stay dirty.
 
         At most 1/16 of the table is sent as windows of 64 columns, more as whole rows. Commits from several threads are
-        serialised. If one fails, all rows stay dirty. Raise ArgumentError for a number of rows outside the table, and while the
-        current stream captures a CUDA graph. O(rows + changes).
+        serialised. If one fails, all rows become dirty. Raise ArgumentError for a number of rows outside the table, and while
+        the current stream captures a CUDA graph. O(rows + changes).
         """
         self._buffers.commit((self,), num_reqs)
         return self.page_table
