@@ -10,8 +10,8 @@ from types import ModuleType
 class AfterImport(MetaPathFinder):
     """Import hook that calls `action` each time the module `name` was imported, before the importer gets the module.
 
-    Insert it at the front of ``sys.meta_path``. If `action` raises, the import fails, and so do those of modules below `name`;
-    the next import starts over and calls `action` again.
+    Insert it at the front of ``sys.meta_path``. If `action` raises, the import fails, and so does an import of a module below
+    `name`; the next import starts over and calls `action` again.
     """
 
     def __init__(self, name: str, action: Callable[[], None], report_missing: Callable[[str], None] | None = None) -> None:
@@ -23,8 +23,8 @@ class AfterImport(MetaPathFinder):
         self._report_missing = report_missing
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the later finders' spec of the module or of one of its packages; the loader of the module calls the action at
-        its end. Return None during a reload.
+        """Return the spec, from the later finders, of the module or one of its parent packages. The module's loader calls the
+        action at its end. Return None during a reload.
         """
         if target is not None or not f"{self.name}.".startswith(f"{fullname}."):
             return None
@@ -50,7 +50,7 @@ class AfterImport(MetaPathFinder):
         loader.exec_module = exec_and_act  # type: ignore[attr-defined]
 
     def _forget_submodules(self) -> None:
-        """Remove the modules below. Python itself removes only the module that failed."""
+        """Remove the modules below `name` from `sys.modules`. Python itself removes only the module that failed."""
         for name in [name for name in sys.modules if name.startswith(f"{self.name}.")]:
             del sys.modules[name]
 
@@ -64,7 +64,7 @@ class AfterReload(MetaPathFinder):
     """
 
     def __init__(self, name: str, action: Callable[[str], None], is_due: Callable[[], bool]) -> None:
-        """Watch for reloads of the module with this absolute name and of those below it."""
+        """Watch for reloads of the module with this absolute name and of modules below it."""
         self.name = name
         self._action = action
         self._is_due = is_due

@@ -52,7 +52,7 @@ def installing(is_installed: Callable[[], bool], install: Callable[[], None], un
 
 
 def signature_of(member: Callable[..., Any] | property) -> str:
-    """Return the parameters of a function, method or class as text, without types; "property" for one."""
+    """Return the parameters of a function, method or class as text, without types; "property" for a property."""
     if isinstance(member, property):
         return "property"
     signature = inspect.signature(member)
@@ -82,7 +82,7 @@ def find_objects(classes: tuple[type, ...]) -> list[Any]:
 
 @contextmanager
 def _thawed() -> Iterator[None]:
-    """Show the garbage collector objects that ``gc.freeze`` hid. Afterwards these and new ones are frozen."""
+    """Let the garbage collector see objects that ``gc.freeze`` hid. At the end, freeze these and all newer objects."""
     is_frozen = gc.get_freeze_count() > 0
     if is_frozen:
         gc.unfreeze()

@@ -45,7 +45,7 @@ def run_module(name: str, arguments: Sequence[str]) -> None:
 
 
 def _set_first_path(folder: str, is_script: bool) -> None:
-    """Replace the current folder, which ``python -m`` put first in `sys.path`, by `folder`. With ``-P`` a script gets none."""
+    """Put `folder` first in `sys.path`, in place of the current folder of ``python -m``. With ``-P`` a script adds none."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
     elif not is_script:
@@ -69,7 +69,7 @@ def _run_script(file: str) -> None:
 
 
 def _read_code(file: str, loader: SourceFileLoader | SourcelessFileLoader) -> Any:
-    """Return the script's code. The loader's own method would also write a ``.pyc`` file beside a source file."""
+    """Return the script's code. The loader's own method would also write a ``.pyc`` file next to a source file."""
     try:
         is_source = isinstance(loader, SourceFileLoader)
         code: Any = (

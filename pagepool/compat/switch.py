@@ -17,7 +17,7 @@ def read_switch(variable: str, others: tuple[str, ...] = ()) -> str:
 def read_word(variable: str, words: tuple[str, ...], defaults: tuple[str, ...]) -> str:
     """Return the value of an environment variable in lower case, without whitespace around it; "" if it is not set.
 
-    Values in `defaults` mean the same as "". Raise CompatError for others outside `words`.
+    Values in `defaults` mean the same as "". Raise CompatError for any other value that is not in `words`.
     """
     value = os.environ.get(variable, "")
     word = value.strip().lower()

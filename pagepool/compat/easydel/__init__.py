@@ -114,8 +114,8 @@ VARIABLE = "PAGEPOOL_EASYDEL"
 """Environment variable read by ``import pagepool``: a value in `ON` installs pagepool when the engine is imported."""
 
 WINDOWS_VARIABLE = "PAGEPOOL_EASYDEL_WINDOWS"
-"""The environment variable for the rule of cached window and chunk pages: ``ends`` those with which a request can resume;
-``all``, or nothing, all as in EasyDeL.
+"""Environment variable that chooses which pages of windows and chunks stay cached: with ``ends`` the pages where a request can
+resume; with ``all``, or no value, all pages, as in EasyDeL.
 """
 
 
@@ -133,10 +133,10 @@ def warn_if_too_large(num_pages: int, held: Sequence[PageIds], num_new_pages: in
 
 
 class CacheManager(manager.CacheManager):
-    """`pagepool.CacheManager` with `use_eagle`, and without `retention` with one whose `windows` are those of
-    `WINDOWS_VARIABLE`; CompatError for other values. Like the engine's own
-    class, `allocate_slots` returns None for a request that can never fit; it also logs a warning. An id alone identifies a
-    request, as in the engine: a second one with the id of one that holds pages gets these. Hits may be counted twice.
+    """`pagepool.CacheManager` with the engine's argument `use_eagle`. By default the `windows` of its `retention` are read from
+    `WINDOWS_VARIABLE`; CompatError for an unknown value. Like the engine's own class, `allocate_slots` returns None for a
+    request that can never fit; it also logs a warning. An id alone identifies a request, as in the engine: a second request
+    with the id of one that holds pages gets these pages. Hits may be counted twice.
     """
 
     _on_too_large = staticmethod(warn_if_too_large)
@@ -184,7 +184,7 @@ PLACES = {
     "PageTable": ("page_table",),
     "MultiGroupPageTable": ("page_table", "runners.sequence_buffer"),
 }
-"""Modules below `ENGINE` with each class; the first one defines it."""
+"""Modules below `ENGINE` that have each class; the first one defines it."""
 
 SCHEDULER = "scheduler.scheduler"
 """Module below `ENGINE` that defines the engine's ``Scheduler``."""
@@ -259,8 +259,8 @@ def install() -> None:
     """Replace the engine's classes by pagepool's. If pagepool is already installed, only log a warning.
 
     Import the engine if necessary. Raise CompatError, without a change, if EasyDeL is missing or is not version `VERSION`, if a
-    class is missing or differs from its record, or if objects of these classes exist, as they do once an engine is built. Most
-    of the time is the import, then the search for such objects.
+    class is missing or differs from its record, or if objects of these classes exist, as they do once an engine is built. The
+    import takes most of the time, then the search for such objects.
     """
     if is_installed():
         logger.warning("EasyDeL already allocates with pagepool")
@@ -364,7 +364,7 @@ def _install_again(module: str) -> None:
 
 
 def _find_reloaded(module: str) -> dict[str, type]:
-    """Return the engine's classes that a reloaded module has defined, by name. Raise CompatError if one is not such a class."""
+    """Return the engine's classes that a reloaded module has defined again, by name. Raise CompatError for any other object."""
     homes = {name: places[0] for name, places in PLACES.items() if _name_of(places[0]) == module}
     found = {name: _class_at(home, name) for name, home in homes.items()}
     return {name: _require_class(homes[name], name, value) for name, value in found.items() if value is not REPLACEMENTS[name]}

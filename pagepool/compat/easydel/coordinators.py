@@ -39,7 +39,7 @@ class ChunkedLocalAttentionManager(SingleTypeCacheManager):
 
 
 class MambaManager(SingleTypeCacheManager):
-    """States: each request has one of fixed size."""
+    """Recurrent states: each request has one state of fixed size."""
 
 
 MANAGERS = FullAttentionManager, SlidingWindowManager, ChunkedLocalAttentionManager, MambaManager

@@ -20,7 +20,7 @@ class _LayerKey(NamedTuple):
 
 
 def _positive_or_none(value: object) -> int | None:
-    """Return a positive number of a config, otherwise None. Unset values are None or 0."""
+    """Return a number of a config if it is positive, otherwise None. Unset values are None or 0."""
     try:
         number = int(cast(Any, value))
     except (TypeError, ValueError, OverflowError):
@@ -29,7 +29,7 @@ def _positive_or_none(value: object) -> int | None:
 
 
 def _layer_value(config: object, name: str, layer: int) -> int | None:
-    """Return a number for one layer, from a single number or a list by layer."""
+    """Return the number of a config for one layer, given as one number for all layers or as a list by layer."""
     value = getattr(config, name, None)
     if isinstance(value, list | tuple):
         value = value[layer] if 0 <= layer < len(value) else None
@@ -37,7 +37,7 @@ def _layer_value(config: object, name: str, layer: int) -> int | None:
 
 
 def _layer_geometry(config: object, layer: int, num_kv_heads: int, head_size: int) -> tuple[int, int]:
-    """Return KV heads and head size of a layer. In some hybrids, full-attention layers have their own."""
+    """Return KV heads and head size of a layer. In some hybrids they differ in full-attention layers."""
     num_kv_heads = (
         _layer_value(config, "num_kv_heads", layer) or _layer_value(config, "num_key_value_heads", layer) or num_kv_heads
     )

@@ -1,7 +1,7 @@
-"""Turns prefix caching off for models with recurrent layers, which EasyDeL takes for full attention.
+"""Turns prefix caching off for models with recurrent layers, which EasyDeL treats as full attention.
 
-EasyDeL keeps their states by batch row, and zeroes a row when its request ends. A prefix hit skips its tokens in these layers
-too, and continues from a zero state, so its results are wrong. Pages of other requests are right: only hits have to be refused.
+EasyDeL keeps the states of these layers by batch row, and zeroes a row when its request ends. A prefix hit skips tokens in
+these layers too: they continue from a zero state, and results are wrong. Without hits they are right: only hits are refused.
 """
 
 import functools
@@ -26,7 +26,7 @@ FROM_RUNNER = (
 """Signature of the engine's ``Scheduler.from_runner``, where prefix caching is decided."""
 
 LAYER_WORDS = ("linear", "hybrid", "mamba", "recurrent", "conv", "ssm")
-"""Parts of the names of recurrent layers, alone or beside attention, in a config's ``layer_types``: `linear_attention`,
+"""Substrings of ``layer_types`` in a config that mark a recurrent layer, with or without attention: `linear_attention`,
 `kda_linear_attention`, `hybrid`, `parallel_hybrid`, `mamba` and the like.
 """
 
@@ -34,10 +34,10 @@ VIEWS = frozenset({"RecurrentCacheView", "KDACacheView", "LightningCacheView"})
 """The engine's classes of layer states."""
 
 STATES = ("recurrent", "recurrent_state", "conv_state")
-"""Attributes of a layer's view with a state, alone or beside pages."""
+"""Attributes of a layer's view that hold a state, with or without pages."""
 
 _guarded: dict[type, Any] = {}
-"""Original ``from_runner`` of each of the engine's scheduler classes."""
+"""Original ``from_runner`` of each guarded scheduler class."""
 
 
 def keeps_hits() -> bool:
@@ -92,8 +92,8 @@ def _make_guarded(own: Any) -> Any:
 
 
 def count_recurrent_layers(runner: Any) -> int:
-    """Return the number of recurrent layers of a runner's model: counted in its caches or, since these may be released, in its
-    config.
+    """Return the number of recurrent layers of a runner's model: the largest count in its caches, which may have been
+    released, and in its configs.
     """
     cache = getattr(getattr(runner, "executor_manager", None), "kv_pages", None)
     views = getattr(cache, "views", None) or ()

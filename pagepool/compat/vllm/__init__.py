@@ -3,9 +3,9 @@
 Set ``PAGEPOOL_VLLM=1`` in the environment: vLLM loads pagepool as a plug-in, in each of its processes. Or call `install` before
 the engine is built.
 
-vLLM's managers stay, over compiled blocks, queue and map, with compiled methods for the common cases; other cases call vLLM's
-own methods. `engine.py` lists the replacements in parts; each part is used as a whole or left to vLLM. References held by code
-outside vLLM are not changed.
+vLLM's managers stay. Their blocks, queue and map are compiled, and so are their methods for common cases; other cases call
+vLLM's own methods. `engine.py` lists the replacements in parts; each part is used as a whole or left to vLLM. References held
+by code outside vLLM are not changed.
 """
 
 import logging
@@ -76,7 +76,7 @@ VARIABLE = "PAGEPOOL_VLLM"
 """Environment variable of the plug-in: `ON` and `KNOWN` install pagepool or log why not; `STRICT` raises the reason."""
 
 NO_HINTS = "none"
-"""`Report.hints` of pools that do not listen."""
+"""Value of `Report.hints` for pools that do not listen to requests."""
 
 KNOWN = "known"
 STRICT = "strict"
@@ -87,7 +87,7 @@ _replaced: list[tuple[Replacement, Any, Any]] = []
 _obstacles: dict[str, str] = {}
 """Reason for each part left to vLLM by the last installation; "" for used parts."""
 _homes: dict[str, ModuleType] = {}
-"""The vLLM modules bound to the compiled modules."""
+"""vLLM modules, by name, whose functions the compiled modules call."""
 
 
 def install(*, known: bool = False, strict: bool = False) -> None:
@@ -96,9 +96,9 @@ def install(*, known: bool = False, strict: bool = False) -> None:
 
     A part is left to vLLM if something in it differs from the tested versions, or another package has replaced or subclassed
     some of it. Raise CompatError, without a change, if all parts are left to vLLM; with `strict`, if one is; with `known`, for
-    a version not in `VERSIONS`; if vLLM is missing; if a scheduler was built; if `EVICTION_VARIABLE` names no policy, or one
-    that needs a missing part; for wrong values of `HINTS_VARIABLE`, `SHARES_VARIABLE` and `PINS_VARIABLE`. Import vLLM if
-    necessary; after that, most of the time is the search for schedulers.
+    a version not in `VERSIONS`; if vLLM is missing; if a scheduler was built; if `EVICTION_VARIABLE` names an unknown policy,
+    or one that needs a missing part; for wrong values of `HINTS_VARIABLE`, `SHARES_VARIABLE` and `PINS_VARIABLE`. Import vLLM
+    if necessary; after that, the search for schedulers takes most of the time.
     """
     with _lock:
         if is_installed():
@@ -187,15 +187,15 @@ class Report:
     eviction: str
     """Eviction policy of new pools, or "vLLM's"."""
     hints: str
-    """Hints of requests that new pools hear: "sessions", "all" or "none"."""
+    """Hints of requests that new pools read: "sessions", "all" or "none"."""
     parts: tuple[tuple[str, str], ...]
     """For each part "used", or the reason it is not."""
     replaced: tuple[tuple[str, str], ...]
     """Full names of replaced vLLM definitions, and of their replacements."""
     heard: tuple[tuple[str, int], ...]
-    """What requests said, and how often: sessions, seconds, closes, retains, demotes, pins, refused pins, errors."""
+    """Counts of hints by kind: sessions, seconds, closes, retains, demotes, pins, refused pins, errors."""
     ignored: tuple[tuple[str, int], ...]
-    """Names of hints that were not understood, and how often; at most 64, and "others"."""
+    """Counts of hints that were not understood, by name: at most 64 names, and "others"."""
 
     def __str__(self) -> str:
         """Return a line with version and state, and one for each part, each replacement and each count."""
@@ -300,7 +300,7 @@ def _set(compiled: dict[Replacement, Any]) -> None:
 
 
 def _keep_maps() -> None:
-    """Let living pools make our map again at their next reset, since vLLM's own map accepts only its own blocks."""
+    """Let living pools keep using our map after a reset, since vLLM's own map accepts only vLLM's own blocks."""
     pool_class, map_class = vars(_homes[POOL])["BlockPool"], vars(_homes[POOL])["BlockHashToBlockMap"]
     for pool in find_objects((pool_class,)):
         if isinstance(getattr(pool, "cached_block_hash_to_block", None), map_class):
@@ -308,7 +308,7 @@ def _keep_maps() -> None:
 
 
 def _reset_prefix_cache(pool: Any, map_class: type) -> bool:
-    """Call the reset of the pool's class: it makes an empty map of vLLM's present class."""
+    """Call the reset of the pool's class. It makes an empty map of vLLM's class; put one of `map_class` in its place."""
     is_reset = bool(type(pool).reset_prefix_cache(pool))
     if is_reset:
         pool.cached_block_hash_to_block = map_class()

@@ -11,8 +11,8 @@ from pagepool.errors import CompatError
 
 
 def main() -> None:
-    """Install pagepool in this process and print the report. If vLLM is refused, or cannot be
-    imported, print the reason and exit with code 1.
+    """Install pagepool in this process and print the report. If vLLM is refused, or cannot be imported, print the reason and
+    exit with code 1.
     """
     parser = OptionParser(
         "%prog [--record]",
@@ -27,7 +27,7 @@ def main() -> None:
         homes = import_homes()
     except CompatError as error:
         sys.exit(f"pagepool: {error}")
-    except Exception as error:  # whatever vLLM, and what it imports, raise
+    except Exception as error:  # raised by vLLM, or by a module that it imports
         sys.exit(f"pagepool: vLLM cannot be imported: {in_a_line(error)}")
     try:
         if options.record:

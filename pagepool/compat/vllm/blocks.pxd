@@ -14,7 +14,7 @@ cdef class Block:
 
 cdef class FreeQueue:
     cdef public Py_ssize_t num_free_blocks
-    cdef readonly bint listens      # the functions of `slots.pyx` tell it whose blocks they take, hit and cache
+    cdef readonly bint listens      # whether `slots.pyx` reports the request for which it takes, hits and caches blocks
 
     cdef int check_number(self, Py_ssize_t n, str name) except -1
     cdef list take_blocks(self, Py_ssize_t n)

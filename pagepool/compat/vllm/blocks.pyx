@@ -11,10 +11,10 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, DoubleFreeError, I
 
 
 cdef class FreeQueue:
-    """A queue of free blocks for the pool's functions: vLLM's methods in one place, and hooks for eviction policies.
+    """Base of the free queues that the pool's functions use: vLLM's methods in one place, and hooks for eviction policies.
 
-    `note_hash` to `note_request` inform a queue whose policy depends on cached and hit blocks, the last three one that
-    `listens` to requests.
+    The hooks from `note_hash` to `note_request` inform a queue whose policy depends on cached and hit blocks. The last three
+    hooks inform a queue that `listens` to requests.
     """
 
     def popleft(self) -> Block:
@@ -50,7 +50,7 @@ cdef class FreeQueue:
         raise NotImplementedError
 
     cdef int requeue(self, list first, list last) except -1:
-        """Put the first list before all others, and the last list behind all others, both in order."""
+        """Put the blocks in `first` before all others, and the blocks in `last` behind all others, both in order."""
         raise NotImplementedError
 
     cdef int require_in(self, Block block) except -1:
@@ -62,7 +62,7 @@ cdef class FreeQueue:
         raise NotImplementedError
 
     cdef int note_hash(self, Block block) except -1:
-        """Note that a block got or lost its hash by its own method."""
+        """Note that a block got or lost its hash by a call of the block's own method."""
         return 0
 
     cdef int begin_span(self) except -1:
@@ -78,11 +78,11 @@ cdef class FreeQueue:
         return 0
 
     cdef int begin_turn(self, object request) except -1:
-        """Begin the calls for a request without blocks, which `end_call` ends."""
+        """Begin the calls for a request without blocks; `end_call` ends them."""
         return 0
 
     cdef int go_on(self, object request_id) except -1:
-        """Begin the calls for a request with blocks, which `end_call` ends."""
+        """Begin the calls for a request with blocks; `end_call` ends them."""
         return 0
 
     cdef int end_call(self) except -1:
@@ -100,7 +100,7 @@ cdef int tell_queue(Block block) except -1:
 @cython.final
 @cython.trashcan(True)  # a long chain of links is freed without recursion
 cdef class Block:
-    """A block's id, reference count and hash, and its neighbours in the free queue, None while it is not queued.
+    """A block's id, reference count and hash, and its neighbors in the free queue (None while it is not queued).
 
     `pool`: its pool. ``_block_hash``: the hash with the group's id, if the block is cached.
     """
@@ -170,7 +170,7 @@ cdef object block_id_of(Block block):
 
 
 cdef tuple fields_of(Block block):
-    """Return the values that two equal blocks share."""
+    """Return the values by which two blocks are compared."""
     links = block_id_of(block.prev_free_block), block_id_of(block.next_free_block)
     return block.block_id, block.ref_cnt, block._block_hash, block.num_hash_tokens, block.is_null, links
 
@@ -259,7 +259,7 @@ cdef int leave_front(BlockQueue queue, list blocks) except -1:
 
 
 cdef list checked_blocks(object blocks):
-    """Make a list of blocks that are in no queue, each named once."""
+    """Return the blocks as a list. Raise DoubleFreeError if one is in a queue already, or named twice."""
     cdef list checked = list(blocks)
     for value in checked:
         check_unqueued(as_block(value))
@@ -269,7 +269,7 @@ cdef list checked_blocks(object blocks):
 
 
 cdef class BlockQueue(FreeQueue):
-    """Free blocks in the order of their use, between two sentinel blocks of id -1.
+    """Free blocks in the order in which they are taken, between two sentinel blocks of id -1.
 
     O(1) a block. Errors name the block and change nothing: `DoubleFreeError` for a block queued already, `IntegrityError` for
     one that is not queued, `OutOfPagesError` if the queue is empty.
@@ -377,7 +377,7 @@ cdef int add_block(dict cache, bytes key, Block block) except -1:
 
 
 cdef object remove_block(dict cache, bytes key, int32_t block_id):
-    """Remove and return a block of a key, or return None if it is not there. A key with blocks left goes to the end."""
+    """Remove and return a block of a key, or return None if it is not there. A key with blocks left moves to the end."""
     found = cache.pop(key, None)
     if found is None:
         return None

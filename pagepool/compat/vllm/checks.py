@@ -42,7 +42,7 @@ def import_homes() -> dict[str, ModuleType]:
 
 
 def find_obstacles(homes: Homes, parts: Iterable[Part] = PARTS) -> dict[str, str]:
-    """Return for each of the parts, by name, why it must be left to vLLM; "" for a usable one."""
+    """Return the reason why each part, by name, must be left to vLLM; "" for a usable part."""
     digests = _digests_in(homes)
     obstacles: dict[str, str] = {}
     for part in parts:

@@ -1,6 +1,6 @@
 """The replacements in vLLM, in parts, and digests of the vLLM code they rely on, recorded from tested versions.
 
-``python -m pagepool.compat.vllm --record`` prints the entry of the installed version for `CHANGES`, which is in recorded.json.
+``python -m pagepool.compat.vllm --record`` prints the installed version's entry for `CHANGES` in recorded.json.
 """
 
 import json
@@ -54,7 +54,7 @@ class Part(NamedTuple):
     """Its name, also in `DIGESTS`."""
     replacements: tuple[Replacement, ...]
     needs: str | None = None
-    """The part below this one."""
+    """Name of the part on which this one is built."""
     subclassed: tuple[tuple[str, str], ...] = ()
     """Classes, by module and name, that other packages must not subclass."""
 
@@ -121,12 +121,12 @@ HINTS = Part(
     ),
     needs="slots",
 )
-"""A further part, if requests' hints are to be heard."""
+"""A further part, used if pools are to listen to the hints of requests."""
 
 REPLACEMENTS = tuple(item for part in PARTS for item in part.replacements)
 
 BOUND = (UTILS, POOL, MANAGER, COORDINATOR, GROUPS, SCHEDULER, "vllm.v1.engine.core")
-"""Modules that must bind names of `DIGESTS`, if at all, to vLLM's definitions."""
+"""Modules where a name of `DIGESTS`, if it is bound at all, must be bound to vLLM's own definition."""
 
 INHERITED = ""
 """Digest of a method that a class must inherit."""

@@ -38,7 +38,7 @@ cdef extern from "Python.h":
 
 cdef enum:
     DIGEST_SIZE = 32          # bytes
-    MAX_PARENT_SIZE = 255     # bytes: pickle and CBOR write the size of larger ones differently
+    MAX_PARENT_SIZE = 255     # bytes: pickle and CBOR write the size of larger parents differently
     MAX_NUM_TOKENS = 13_000   # tokens of a block and its lookahead: below 64 KiB pickle writes a single frame
     TOKEN_SIZE = 5            # largest encoding of a token, in bytes
     ROOM = 300                # bytes for the rest of an encoded block, and for writes past its end
@@ -63,7 +63,7 @@ cdef struct BlockToHash:
     Py_ssize_t parent_size
     PyObject **tokens
     Py_ssize_t num_tokens
-    Py_ssize_t num_ahead      # tokens behind the block that its hash covers
+    Py_ssize_t num_ahead      # lookahead: tokens behind the block that its hash covers too
 
 
 cdef bint HAS_SHA = has_sha_instructions()
@@ -77,7 +77,7 @@ cdef inline void store_little(uint8_t *out, uint32_t number) noexcept nogil:
 
 
 cdef inline uint8_t *pickle_token(uint8_t *out, int32_t token) noexcept nogil:
-    """Write an int without branches, and return its end. It always writes four bytes, some possibly past the end."""
+    """Write an int without branches, and return its end. Four bytes of the value are written, some possibly past this end."""
     cdef bint is_two = <uint32_t>token > 0xff, is_four = <uint32_t>token > 0xffff
     out[0] = <uint8_t>(BININT1 + is_two * (BININT2 - BININT1) + is_four * (BININT - BININT2))
     store_little(out + 1, token)
@@ -187,9 +187,9 @@ cdef bytes hash_encoded(uint8_t *buffer, BlockToHash *block, bint is_cbor):
 cdef class RequestBlockHasher:
     """Hasher of a request's new full blocks, made by `get_request_block_hasher`.
 
-    It hashes requests without features, adapter and embeddings, with plain ints of 32 bits as tokens, and leaves others to
-    vLLM's own hasher. A call without a full block only compares two lengths. A block with lookahead is hashed once the tokens
-    behind it are there. Pickling stores vLLM's functions by reference.
+    It hashes requests without multimodal features, adapter or embeddings whose tokens are plain ints of 32 bits, and leaves
+    all others to vLLM's own hasher. A call without a full block only compares two lengths. A block with lookahead is
+    hashed once the tokens behind it are there. Pickling stores vLLM's functions by reference.
     """
 
     cdef readonly Py_ssize_t hash_block_size
@@ -197,7 +197,7 @@ cdef class RequestBlockHasher:
     cdef readonly Py_ssize_t num_hash_lookahead_tokens
     cdef bint is_cbor
     cdef object utils         # a module of vLLM
-    cdef object theirs        # makes vLLM's own hasher
+    cdef object theirs        # vLLM's function that makes its own hasher
     cdef object own_hasher    # None until it is needed
 
     def __cinit__(self, Py_ssize_t hash_block_size, caching_hash_fn, Py_ssize_t num_hash_lookahead_tokens=0):
@@ -217,7 +217,7 @@ cdef class RequestBlockHasher:
 
     @cython.binding(False)
     def find_new_hashes(self, request):
-        """Return the hashes of the full blocks after those in ``request.block_hashes`` whose lookahead is known."""
+        """Return the hashes of the full blocks with known lookahead that follow the blocks of ``request.block_hashes``."""
         cdef Py_ssize_t num_new
         tokens, hashes = getattr(request, "_all_token_ids", None), getattr(request, "block_hashes", None)
         if type(tokens) is list and type(hashes) is list:
@@ -314,8 +314,8 @@ def get_request_block_hasher(hash_block_size, caching_hash_fn, num_hash_lookahea
     """Return a function that hashes a request's new full blocks, as vLLM's function of this name does.
 
     For vLLM's `sha256` and `sha256_cbor` and up to 13,000 tokens per block, lookahead included, it is a method of
-    `RequestBlockHasher`; otherwise, or if a trial of `caching_hash_fn` gives other digests, it is vLLM's own, as for lookahead
-    with a vLLM that has none. Raise ArgumentError for a block size below 1, ArgumentTypeError unless it is an int.
+    `RequestBlockHasher`. It is vLLM's own hasher otherwise, also if a trial of `caching_hash_fn` gives other digests, or if
+    this vLLM has no lookahead and one is given. Raise ArgumentError for a block size below 1, ArgumentTypeError for no int.
     """
     cdef Py_ssize_t block_size = size_of(hash_block_size, "hash_block_size", 1)
     if is_supported(block_size, caching_hash_fn, num_hash_lookahead_tokens):

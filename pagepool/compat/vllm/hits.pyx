@@ -1,4 +1,4 @@
-"""The longest cached prefix of a request, compiled. Full attention looks from the first block on, a window from the last back.
+"""The longest cached prefix of a request, compiled: for full attention from the first block on, for a window from the last back.
 
 The functions replace class methods of vLLM's managers for both kinds, with the same results. Hits that end inside a block, lazy
 lists of hashes, and foreign pools are left to vLLM's own methods.
@@ -122,7 +122,7 @@ cdef Py_ssize_t aligned(Lookup lookup, Py_ssize_t num_blocks) noexcept:
 
 
 cdef Py_ssize_t find_window(Lookup lookup, tuple hits, Py_ssize_t num_wanted, bint is_eagle) except -1:
-    """Find the last run of `num_wanted` cached blocks with a possible end of a hit, otherwise the run from the first block on.
+    """Find the last run of `num_wanted` cached blocks that ends where a hit may end, otherwise the run from the first block on.
     Fill `hits`, and return the number of blocks up to the end of the run; for eagle, the last one is dropped later.
     """
     cdef list found

@@ -59,7 +59,7 @@ def _check_queue(pool: Any) -> None:
 
 
 def _follow(pool: Any) -> Iterator[Any]:
-    """Yield the queued blocks. Raise IntegrityError for a wrong link; a loop has one too. A policy's queue has no links."""
+    """Yield the queued blocks. Raise IntegrityError for a wrong link, which a loop has too. A policy's queue has no links."""
     if isinstance(pool.free_block_queue, PolicyQueue):
         pool.free_block_queue.check()
         yield from pool.free_block_queue.get_all_free_blocks()
@@ -158,7 +158,7 @@ def _check_requests(group: Any) -> None:
 
 
 def _held_by_requests(groups: list[Any]) -> Iterator[Any]:
-    """Yield a block for each reference of a request or a pending copy."""
+    """Yield a block for each reference that a request or a pending copy holds."""
     for group in groups:
         for held in group.req_to_blocks.values():
             yield from held

@@ -1,4 +1,4 @@
-"""What vLLM's requests say, bounded and counted: sessions under keys of this process, times, ends, and what is ignored."""
+"""Hints of vLLM's requests, bounded and counted: sessions under keys of this process, times, ends, and ignored hints."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ MAX_NAMES = 64
 """Number of names of ignored hints that are counted one by one."""
 
 EACH = "*"
-"""Salt that stands for each other one in shares."""
+"""In shares, the salt that stands for each salt not named."""
 
 ROUNDING = 1e-9
 
@@ -26,34 +26,34 @@ OTHERS = "others"
 
 
 class Heard(NamedTuple):
-    """What a request said, with keys in place of ids."""
+    """The hints of a request, with keys in place of ids."""
 
     session: str | None
     tenant: str | None
-    """Key of its salt, if that has a share."""
+    """Key of the request's salt, if the salt has a share."""
     seconds: float | None
     closes: bool
     others: tuple[tuple[str, float], ...]
-    """Keys of other sessions, each with the seconds until it comes back."""
+    """Keys of other sessions, each with the seconds until the session comes back."""
     pins: tuple[tuple[int, float], ...]
-    """Numbers of first tokens whose blocks are to be held, each with the seconds."""
+    """Numbers of leading tokens whose blocks are to be held, each with the seconds for which to hold them."""
 
 
 class Listener:
     """Reads the hints of requests, and counts them. Never raises an error."""
 
     def __init__(self, *, reads_times: bool, shares: Mapping[str, float] | None = None, max_pinned: float = 0.0) -> None:
-        """Make a listener under a new secret. Without `reads_times` it reads ids of sessions alone. `shares` has those of
-        salts. Each other salt gets that of ``*``, if there is one, in the order of their first requests, while room is left.
+        """Make a listener with a new secret. Without `reads_times` it reads only ids of sessions. `shares` maps salts to their
+        shares. Each other salt gets the share of ``*``, if that is named, in the order of first requests, while room is left.
         `max_pinned` is the share of a pool's blocks that may be pinned.
         """
         self.reads_times, self.max_pinned = reads_times, max_pinned
         self.shares: dict[str, float] = {}
-        """Shares by the key of their salts: of those named, and of those heard."""
+        """Shares by key of the salt: salts that are named, and other salts whose requests were heard."""
         self.counts: Counter[str] = Counter()
-        """What was said, and how often."""
+        """Counts of hints by kind, of refused pins, and of errors."""
         self.ignored: Counter[str] = Counter()
-        """What was ignored, and how often: up to `MAX_NAMES` names, and `OTHERS`."""
+        """Counts of ignored hints by name: up to `MAX_NAMES` names, and `OTHERS`."""
         self._secret = os.urandom(16)
         named = dict(shares or {})
         self._share_of_others = named.pop(EACH, 0.0)
@@ -61,8 +61,8 @@ class Listener:
         self._num_one_shots = 0
 
     def hear(self, request: Any, was_heard: bool = False) -> Heard | None:
-        """Read what a request says; None if that is nothing. What it says of other sessions is read once, and counted once: not
-        if it `was_heard`, or returns after a preemption. O(actions).
+        """Return a request's hints; None if it has neither hints nor a share. Hints are counted, and hints on other sessions
+        returned, only the first time: not if the request `was_heard`, or returns after a preemption. O(actions).
         """
         hints = read(request, reads_times=self.reads_times)
         salt = getattr(request, "cache_salt", None)
@@ -83,7 +83,7 @@ class Listener:
         return Heard(session, tenant, seconds, closes, others, hints.pins if self.max_pinned else ())
 
     def _tenant_of(self, salt: Any) -> str | None:
-        """Return the key of a salt that has a share, or gets one."""
+        """Return the key of a salt that has a share, or gets the share of ``*``; None for other salts."""
         if type(salt) is not str:
             return None
         key = self.key_of(salt, "")
@@ -95,7 +95,7 @@ class Listener:
         return key
 
     def key_of(self, salt: Any, session: str) -> str:
-        """Return the key of a session: 64 bits under this listener's secret. Sessions of different salts never meet."""
+        """Return a session's key: 64 bits under this listener's secret. Sessions of different salts have different keys."""
         prefix = f"{len(salt)}:{salt}" if type(salt) is str else "-"
         return siphash128(self._secret, (prefix + session).encode(errors="surrogatepass"))[:8].hex()
 
@@ -141,6 +141,6 @@ def get_listener() -> Listener:
 
 
 def set_listener(listener: Listener) -> None:
-    """Let new pools have another listener."""
+    """Set the listener of new pools."""
     global _current
     _current = listener

@@ -61,7 +61,7 @@ cdef class Plan:
 
 
 cdef bint is_known(object coordinator, object manager):
-    """Whether the compiled functions treat its blocks as its own manager would."""
+    """Whether the compiled functions treat the blocks of a group as its vLLM manager would."""
     is_own = manager.block_pool is coordinator.block_pool and manager.kv_cache_spec.prefix_cacheable
     return is_own and type(manager) in (FullAttentionManager, SlidingWindowManager)
 

@@ -24,7 +24,7 @@ ALL = "all"
 
 SHARES_VARIABLE = "PAGEPOOL_VLLM_SHARES"
 """Environment variable with the shares of salts in pools that listen: ``salt:share``, separated by commas. The salt ``*``
-stands for each other one."""
+stands for each salt not named."""
 
 PINS_VARIABLE = "PAGEPOOL_VLLM_PINS"
 """Environment variable with the share of a pool's blocks that requests may pin, up to `MAX_PINS`, if all hints are heard."""
@@ -39,7 +39,7 @@ QUEUES = {
     (False, True): ("session_queue", "ListeningQueue"),
     (True, True): ("session_queue", "AdaptiveListeningQueue"),
 }
-"""Module and name of the classes in place of vLLM's free queue, by whether eviction is adaptive, and whether they listen."""
+"""Module and name of the class in place of vLLM's free queue, by whether eviction is adaptive, and whether it listens."""
 
 ADAPTIVE_QUEUES = tuple(name for (is_adaptive, _), (_, name) in QUEUES.items() if is_adaptive)
 LISTENING_QUEUES = tuple(name for (_, listens), (_, name) in QUEUES.items() if listens)
@@ -60,7 +60,7 @@ def read_hints() -> str:
 
 
 def read_pins() -> float:
-    """Return the share of `PINS_VARIABLE`, 0.0 if it is off. Raise CompatError for a wrong one, or if a hint is not heard."""
+    """Return the share of `PINS_VARIABLE`, 0.0 if it is off. Raise CompatError for a wrong one, or unless hints are `ALL`."""
     value = os.environ.get(PINS_VARIABLE, "").strip()
     try:
         share = float(value or 0)
@@ -74,7 +74,7 @@ def read_pins() -> float:
 
 
 def read_shares() -> dict[str, float]:
-    """Return the shares of `SHARES_VARIABLE` by salt. Raise CompatError for wrong ones, or if no pool listens."""
+    """Return the shares of `SHARES_VARIABLE` by salt. Raise CompatError for wrong shares, or if no pool listens."""
     value = os.environ.get(SHARES_VARIABLE, "").strip()
     if not value:
         return {}
@@ -98,7 +98,7 @@ def wanted_parts() -> tuple[Part, ...]:
 
 
 def choices_for(item: Replacement) -> list[Replacement]:
-    """Return the possible replacements of a definition of vLLM: those of `QUEUES` for the free queue."""
+    """Return the possible replacements of a definition of vLLM: for the free queue, the classes of `QUEUES`."""
     if item.ours != "Queue":
         return [item]
     return [item._replace(module=module, ours=name) for module, name in QUEUES.values()]
@@ -113,7 +113,7 @@ def choice_for(item: Replacement, listens: bool) -> Replacement:
 
 
 def replacements(parts: Sequence[Part]) -> list[Replacement]:
-    """Return the replacements of parts, with the queue chosen by `EVICTION_VARIABLE`, which listens if `HINTS` is among them.
+    """Return the replacements of parts, with the queue chosen by `EVICTION_VARIABLE`, which listens if `parts` has `HINTS`.
     Raise CompatError if the policy needs missing parts.
     """
     missing = [name for name in ADAPTIVE_NEEDS if name not in {part.name for part in parts}]

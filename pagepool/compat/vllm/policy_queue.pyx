@@ -1,7 +1,7 @@
-"""A stand-in for vLLM's free queue whose blocks one of pagepool's eviction policies chooses.
+"""A stand-in for vLLM's free queue, where one of pagepool's eviction policies chooses the blocks that are taken.
 
-Beside the queue is a store with one page for each block: free while the block is queued, held once otherwise, and cached under
-the block's hash. So the policy sees hits, misses and evictions as in a `PagePool`. This module does not need vLLM.
+The queue keeps a store with one page for each block: free while the block is queued, held once otherwise, and cached under the
+block's hash. So the policy sees hits, misses and evictions as in a `PagePool`. This module does not need vLLM.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
@@ -26,7 +26,7 @@ from pagepool.page_pool.integrity import check_store
 cdef enum:
     UNKNOWN = -1              # no ranking is known
     GROUP_BYTES = 4           # size of the group's id behind a block's hash
-    OWN_GROUP = MAX_GROUP - 1  # group of the entries that keep queued blocks without a hash
+    OWN_GROUP = MAX_GROUP - 1  # group of the entries that queued blocks without a hash get
 
 
 cdef Digest digest_of_key(bytes key) noexcept:
@@ -48,7 +48,7 @@ cdef int32_t group_of_key(bytes key) noexcept:
 
 
 cdef inline void report_use(Pool *pool, int32_t page_id) noexcept:
-    """Count a use of the queued page with the same content, which was computed again because a window was missing."""
+    """Count a use of the queued page with the same content, if any: the content was computed again for want of a window."""
     cdef int32_t first
     if pool.policy == NULL:
         return
@@ -58,13 +58,13 @@ cdef inline void report_use(Pool *pool, int32_t page_id) noexcept:
 
 
 cdef class PolicyQueue(FreeQueue):
-    """Free blocks in the policy's order. Uncached blocks come first, in the order of a stack. With "lru" the order is that of
-    vLLM's own queue, until a block is expected back.
+    """Free blocks in the policy's order. Uncached blocks come first, the last one queued before the others. With "lru" the
+    order is that of vLLM's own queue, until a block is expected back.
 
-    It has the methods of vLLM's queue, but no links: its blocks have no neighbours. Lists of its blocks have uncached ones
+    It has the methods of vLLM's queue, but no links: its blocks have no neighbors. A list of its blocks has uncached ones
     first, then the policy's parts, each in the order of queueing. O(1) a block. Errors name the block and change nothing:
     `DoubleFreeError` for a block queued already, `IntegrityError` for one that is not queued, `OutOfPagesError` if the queue is
-    empty. A block takes the memory of a page in a pool with the policy, and 16 bytes.
+    empty. A block takes the memory of a page in a pool with the policy, plus 16 bytes.
     """
 
     def __cinit__(self, blocks, eviction="adaptive", listener=None):
@@ -194,7 +194,7 @@ cdef class PolicyQueue(FreeQueue):
     # Putting back.
 
     def append_n(self, blocks) -> None:
-        """Put blocks back, in order. Blocks without a hash may be kept as well."""
+        """Put blocks back, in order. Blocks without a hash are queued like cached ones."""
         self.requeue([], list(blocks))
 
     def prepend_n(self, blocks) -> None:
@@ -223,7 +223,7 @@ cdef class PolicyQueue(FreeQueue):
         return 0
 
     cdef int refuse_block(self, list blocks, Py_ssize_t bad) except -1:
-        """Undo the blocks before `bad`, and raise the error for this block, which cannot be put back."""
+        """Undo the changes to the blocks before index `bad`, and raise the error for that block, which cannot be put back."""
         cdef Py_ssize_t i
         cdef Block block = blocks[bad]
         for i in range(bad):
@@ -233,8 +233,8 @@ cdef class PolicyQueue(FreeQueue):
         raise DoubleFreeError(f"block {block.block_id} is in the free queue already, or is put there twice: {block!r}")
 
     cdef void put_ids(self, Py_ssize_t num_first, Py_ssize_t num) noexcept:
-        """Put the pages in `ids` into the queue, the first `num_first` before all others. Of the rest, a page without a hash
-        gets an entry under a key that no lookup has.
+        """Put the pages in `ids` into the queue, the first `num_first` before all others. Each later page without a hash gets
+        an entry under a key that no lookup has.
         """
         cdef Pool *pool = &self.store.pool
         cdef Entry entry
@@ -272,8 +272,8 @@ cdef class PolicyQueue(FreeQueue):
         return 0
 
     cdef bint set_entry(self, int32_t page_id, bytes key, Ranking *ranking, const int32_t *ids, int32_t place) except -1:
-        """Give a page the entry of its block's key, or none for None. A new key counts as a miss. Return whether another page
-        has it.
+        """Give a page the entry of its block's `key`; for None, remove its entry. A new key counts as a miss. Return whether
+        another page has the key.
         """
         cdef Pool *pool = &self.store.pool
         cdef Entry entry
@@ -296,7 +296,7 @@ cdef class PolicyQueue(FreeQueue):
         return 0
 
     cdef int end_span(self, list blocks, Py_ssize_t start, Py_ssize_t stop) except -1:
-        """Cache the blocks in order. The policy's ranking of the request is kept with the last one."""
+        """Cache the blocks in order. The policy's ranking of the request is kept with the last block."""
         cdef Ranking ranking = Ranking(num_ranked=<int32_t>start, num_unseen=0)
         cdef Py_ssize_t i
         cdef int32_t before = NULL_PAGE
@@ -344,8 +344,8 @@ cdef class PolicyQueue(FreeQueue):
             page_id = self.id_behind(page_id)
 
     def check(self) -> None:
-        """Check that the pages agree with their blocks, and with each other. Raise IntegrityError naming the first that does
-        not. O(blocks).
+        """Check that the pages agree with their blocks, and with each other. Raise IntegrityError naming the first block that
+        does not. O(blocks).
         """
         cdef Pool *pool = &self.store.pool
         cdef Block block

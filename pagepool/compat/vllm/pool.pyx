@@ -1,7 +1,7 @@
 """The per-block work of vLLM's block pool, compiled: take, touch, free, cache, look up.
 
 The functions replace methods of vLLM's `BlockPool`, with the same results in the same order, and are all or nothing. They leave
-other cases to vLLM's own methods: visible effects on events or sampled residency, and pools with another queue. O(1) a block.
+other cases to vLLM's own methods: entries in pools with events, and pools with sampled residency or other queues. O(1) a block.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -101,9 +101,9 @@ cdef int drop_entries(object pool, list blocks) except -1:
 
 
 def touch(self, blocks):
-    """Add a reference to each block; those without any leave the queue.
+    """Add a reference to each block; blocks without references leave the queue.
 
-    Raise IntegrityError if one of these is not in it, PageIdError for a block of another pool; nothing is changed then.
+    Raise IntegrityError if one of these is not in the queue, PageIdError for another pool's block; nothing is changed then.
     """
     cdef FreeQueue queue = queue_of(self)
     cdef list touched = []
@@ -123,11 +123,11 @@ def touch(self, blocks):
 
 
 def free_blocks(self, ordered_blocks):
-    """Remove a reference from each block. Blocks without any left go into the queue: uncached ones before its first block,
-    others behind its last one, both in order. Blocks of other pools go back to those pools.
+    """Remove a reference from each block. Blocks without references left enter the queue: uncached blocks before its first
+    block, cached blocks behind its last one, both in order. Blocks of other pools go back to those pools.
 
-    Raise DoubleFreeError for a block without a reference, PageIdError for one that its pool does not have; nothing is changed
-    then.
+    Raise DoubleFreeError for a block without a reference, PageIdError for a block that its pool does not have; nothing is
+    changed then.
     """
     cdef FreeQueue queue = queue_of(self)
     if queue is None:
@@ -179,7 +179,7 @@ cdef bint is_listed(list blocks, Block block):
 
 
 def cache_full_blocks(self, request, blocks, num_cached_blocks, num_full_blocks, block_size, **options):
-    """Cache a request's blocks from `num_cached_blocks` to `num_full_blocks`, except null blocks and those left out by a mask.
+    """Cache a request's blocks from `num_cached_blocks` to `num_full_blocks`, except null blocks and blocks left out by a mask.
     The options are ``kv_cache_group_id`` and ``block_mask``.
     """
     cdef Filled filled
@@ -210,7 +210,7 @@ cdef int cache_as_vllm(object pool, object request, object blocks, Filled filled
 
 
 cdef bint enter_blocks(object pool, list blocks, list hashes, Filled filled, object mask, object suffix) except -1:
-    """Cache blocks. Return False, with nothing done, to leave it to vLLM's method: events, cached blocks, wrong sizes."""
+    """Cache blocks. Return False, with nothing done, in cases for vLLM's method: events, cached blocks, wrong sizes."""
     cdef Block block
     cdef dict cache
     cdef bytes key
@@ -248,7 +248,7 @@ cdef bint has_room(object pool, list blocks, list hashes, Filled filled, object 
 
 
 def count_evictable(cls, blocks):
-    """Return the blocks without a reference: touching takes them out of the queue."""
+    """Return the number of blocks without references, which leave the queue when they are touched."""
     cdef Block block
     cdef Py_ssize_t n = 0
     for value in blocks:

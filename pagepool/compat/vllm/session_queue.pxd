@@ -10,22 +10,22 @@ cdef enum Outcome:             # how a request's turn ends
 
 
 cdef class Turn:
-    cdef object name           # of the session that the turn ends, or None
-    cdef int32_t number        # of the session, held until the turn ends
-    cdef tuple pins            # numbers of first tokens, each with the seconds for which their blocks are held
-    cdef int32_t term          # expected return of the blocks that it gives back
-    cdef bint has_all_input    # whether it was a streaming request, and all its input was answered
+    cdef object name           # name of the session that the turn ends, or None
+    cdef int32_t number        # number of the session, held until the turn ends
+    cdef tuple pins            # numbers of leading tokens, each with the seconds for which their blocks are held
+    cdef int32_t term          # expected return of the blocks that the request gives back
+    cdef bint has_all_input    # whether the request is a streaming one that has answered all its input
 
 
 cdef class SessionQueue(PolicyQueue):
     cdef readonly object sessions       # PageSessions of the store
     cdef readonly object listener       # Listener
-    cdef readonly dict shares           # of salts that were heard here, by key
+    cdef readonly dict shares           # shares of salts that were set in the store, by key
     cdef list pins                      # a heap: end in ticks of stamps, number of the pin, blocks
     cdef readonly Py_ssize_t num_pinned_blocks
     cdef Py_ssize_t num_pins
-    cdef dict turns                     # by request id: requests that have blocks, or wait for some, and said something
-    cdef set heard                      # ids of requests that gave their blocks back unfinished: what they say was counted
+    cdef dict turns                     # by request id: requests with hints that have blocks, or wait for some
+    cdef set heard                      # ids of preempted requests, whose hints were counted
 
     cdef Turn hear(self, object request)
     cdef int end_input(self, object request_id) except -1

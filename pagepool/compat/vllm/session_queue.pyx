@@ -1,6 +1,6 @@
-"""A stand-in for vLLM's free queue that listens: blocks belong to sessions, and go by when they are expected back.
+"""A stand-in for vLLM's free queue that listens to requests: blocks belong to sessions, and may be expected back.
 
-What requests say is read by `pagepool.hints`, and bounded and counted by a `Listener`. This module does not need vLLM.
+`pagepool.hints` reads the hints of requests, and a `Listener` bounds and counts them. This module does not need vLLM.
 """
 
 from libc.stdint cimport int32_t, int64_t
@@ -23,16 +23,16 @@ cdef object PREEMPTED_SECONDS = 1.0  # a preempted request is the first to be re
 
 
 cdef class Turn:
-    """What a request said that matters for its blocks."""
+    """The hints of a request that matter for its blocks."""
 
 
 cdef class SessionQueue(PolicyQueue):
     """Free blocks in the order of `PolicyQueue` until one is expected back; from then on as in a `PagePool` with expectations:
-    uncached ones first, then those that are not expected, then those whose return is furthest off.
+    uncached blocks first, then blocks that are not expected back, then blocks whose return is furthest off.
 
     A request's call costs one look-up more; a release costs an expectation for each block if the request says when it comes
-    back. A block takes 6 bytes more from the first expectation, 12 from the first session. Nothing that a request says raises
-    an error.
+    back. A block takes 6 bytes more from the first expectation, 12 from the first session. No hint of a request raises an
+    error.
     """
 
     def __init__(self, blocks, eviction="adaptive", listener=None):
@@ -58,7 +58,7 @@ cdef class SessionQueue(PolicyQueue):
         return 0
 
     cdef Turn hear(self, object request):
-        """Read what a request says, and remember it until `end_turn`, if that is anything."""
+        """Read the hints of a request; if it has any, remember them until `end_turn`."""
         cdef Turn turn
         heard = self.listener.hear(request, request.request_id in self.heard)
         if heard is None:
@@ -97,8 +97,8 @@ cdef class SessionQueue(PolicyQueue):
         return 0
 
     cdef int end_turn(self, object request_id, list groups, Outcome outcome) except -1:
-        """Note that a request gives back the blocks in `groups`, or will do so once vLLM permits. The time of an expectation
-        begins then.
+        """Note that a request gives back the blocks in `groups`, or will do so once vLLM permits. Expectations count from
+        this call.
         """
         cdef Turn turn = self.turns.pop(request_id, None)
         cdef int32_t term = UNKNOWN
@@ -145,7 +145,7 @@ cdef class SessionQueue(PolicyQueue):
         return 0
 
     cdef int end_pins(self) except -1:
-        """Give back the blocks of pins that are over, the last block first."""
+        """Give back the blocks of expired pins, the last block of each first."""
         cdef list pinned
         while self.pins and now_of(&self.store.pool.expected) >= <int64_t>self.pins[0][0]:
             _, _, pinned = heappop(self.pins)
@@ -155,7 +155,7 @@ cdef class SessionQueue(PolicyQueue):
         return 0
 
     cdef int mark(self, list groups, int32_t term) except -1:
-        """Expect the blocks back whose only reference is about to go."""
+        """Expect back, within `term`, the blocks whose only reference is about to go."""
         cdef Pool *pool = &self.store.pool
         cdef PageIds terms = PageIds([term])
         cdef Block block
@@ -179,7 +179,7 @@ cdef class SessionQueue(PolicyQueue):
 
     @property
     def num_turns(self) -> int:
-        """Number of requests that said something and have not given back their blocks."""
+        """Number of requests with hints that have not given back their blocks."""
         return len(self.turns)
 
 
@@ -197,6 +197,6 @@ class ListeningQueue(SessionQueue, metaclass=Unpatched):
 
 
 class AdaptiveListeningQueue(ListeningQueue):
-    """The same with adaptive eviction."""
+    """A `ListeningQueue` with adaptive eviction."""
     __slots__ = ()
     eviction = "adaptive"

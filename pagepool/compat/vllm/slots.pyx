@@ -1,7 +1,7 @@
 """Blocks for a request's next tokens, compiled: blocks behind windows go back, missing ones are taken, full ones are cached.
 
 The functions replace methods of vLLM's `KVCacheManager`, with the same results. A step that needs no block costs a few look-ups
-per group. They read and write vLLM's own dicts, so vLLM's other methods work beside them. Three cases are left to vLLM's own
+per group. They read and write vLLM's own dicts, so vLLM's other methods keep working. Three cases are left to vLLM's own
 methods, which call the pool's compiled ones: a request's first call, with hits or external tokens; managers unknown to
 `plan_of`; and groups of kinds other than full attention and windows.
 """
@@ -30,7 +30,7 @@ cdef struct StepTokens:       # token counts of a request in a step
     int64_t num_slots         # num_scheduled and drafted tokens
 
 cdef struct Missing:          # blocks
-    int64_t num_needed        # blocks that must be free; skipped ones are not taken
+    int64_t num_needed        # blocks that must be free, without blocks before a window
     int64_t num_taken
 
 
@@ -59,7 +59,7 @@ def allocate_slots(self, request, num_new_tokens, *args, **options):
 
 
 cdef object allocate_as_vllm(object self, object request, object num_new_tokens, tuple args, dict options):
-    """Allocate by vLLM's own method, as all new requests do, and report new requests to the queue."""
+    """Allocate by vLLM's own method, which serves all new requests, and report new requests to the queue."""
     cdef FreeQueue queue
     managers = self.coordinator.single_type_managers
     is_new = not (managers and managers[0].req_to_blocks.get(request.request_id))
@@ -81,7 +81,7 @@ cdef object allocate_as_vllm(object self, object request, object num_new_tokens,
 
 
 cdef object take_slots_in_turn(object self, Plan plan, object request, const StepTokens *tokens):
-    """`take_slots` from a queue that listens."""
+    """Call `take_slots` for a queue that listens."""
     plan.queue.go_on(request.request_id)
     try:
         return take_slots(self, plan, request, tokens)
@@ -193,7 +193,7 @@ cdef int leave_windows(Plan plan, object request, int64_t num_processed) except 
 
 
 cdef int leave_window(Plan plan, GroupPlan group, list blocks, int64_t num_skipped) except -1:
-    """Give back the first blocks not yet given back, last one first, and put the null block in their places."""
+    """Give back those of the first `num_skipped` blocks still held, last one first; put the null block in their places."""
     cdef list freed = []
     cdef Py_ssize_t i = min(num_skipped, <int64_t>len(blocks)) - 1
     while i >= 0 and blocks[i] is not group.null_block:
@@ -216,7 +216,7 @@ def estimate_cached_tokens(self, request):
 
 
 cdef int64_t count_hashed(object blocks) except -1:
-    """Return the number of tokens covered by the longest hash among blocks."""
+    """Return the largest number of tokens that the hash of a block covers."""
     cdef int64_t most = 0
     for block in blocks:
         most = max(most, as_block(block).num_hash_tokens)

@@ -1,7 +1,7 @@
-"""Ends of turns: what vLLM's requests said of the blocks that they give back.
+"""Ends of turns: the hints of vLLM's requests on the blocks that they give back.
 
-The functions replace methods of vLLM's `KVCacheManager`, and one of its `Scheduler`. They tell a queue that listens, and then
-call vLLM's own methods.
+The functions replace methods of vLLM's `KVCacheManager`, and one of its `Scheduler`. They inform a queue that listens, and
+then call vLLM's own methods.
 """
 
 from pagepool.compat.vllm.session_queue cimport Outcome, SessionQueue
@@ -19,7 +19,7 @@ cdef object is_finished = RequestStatus.is_finished
 
 
 def free(self, request):
-    """Give back the blocks of a request. Those whose only reference it has are expected back when it said."""
+    """Give back the blocks of a request. Blocks that nothing else holds are expected back at the hinted time."""
     end_turn(self, request)
     vllm_free(self, request)
 
@@ -31,8 +31,8 @@ def pop_blocks_for_free(self, request):
 
 
 def add_request(self, request):
-    """Add a request, or the next input of a streaming one. Without further input vLLM ends that as if it were aborted, so this
-    function informs the queue before.
+    """Add a request, or the next input of a streaming one. vLLM ends a streaming request without further input as if it were
+    aborted, so this function informs the queue first.
     """
     waiting = self.requests.get(request.request_id)
     if waiting is not None and waiting.status == WAITING_FOR_INPUT and not request.resumable:
