@@ -84,7 +84,7 @@ def refusals(ray: str | None) -> Iterator[None]:
 
 
 def write_plot(figures: "dict[str, FleetFigures]", source: str, summary: str, path: str, file: BinaryIO) -> None:
-    """Write the format of the path's extension."""
+    """Write the plot in the format of the path's extension."""
     from pagepool.replay.fleets.plot import save_fleet_plot
 
     save_fleet_plot(figures, name_trace(source), summary, file, path[-3:].lower())

@@ -37,7 +37,7 @@ class Replicas(ABC):
 
     @abstractmethod
     def advance(self, until: float, arrivals: Sequence[Arrivals]) -> list[ReplicaReport | Exception]:
-        """Run each until a time, with its arrivals. Return its report, or the exception if it died."""
+        """Run each replica until a time, with its arrivals. Return the report of each, or the exception by which it died."""
 
     def restart(self, i: int, now: float) -> None:
         """Replace a replica."""
@@ -173,13 +173,13 @@ WAIT_PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 
 class Fleet:
-    """A fleet: routes the requests of a trace to replicas and runs them. Raises PagePoolError for a replica that dies at each
-    start.
+    """A fleet: routes the requests of a trace to replicas and runs them. Raises PagePoolError for a replica that dies three
+    times in a row.
 
     Time advances in rounds of `report_seconds`. The arrivals of a round are routed by the reports from the end of the previous
     round; then all replicas run. The router's knowledge is therefore as old as in a cluster, and the figures do not depend on
-    where the replicas run. At each of `deaths`, ``(seconds, replica)``, a replica is lost at the start of a round with its
-    cache; its requests are rerouted, and an empty replica replaces it. Rounds without an event are run as one.
+    where the replicas run. Each of `deaths`, ``(seconds, replica)``, removes a replica and its cache at the start of a
+    round; its requests are rerouted, and an empty replica replaces it. Rounds without an event are run as one.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ def skip_rounds(time: float, seconds: float, until: float) -> float:
     The result is the float that repeated calls of `add_round` give, in O(powers of two passed).
     """
     while (after := add_round(time, seconds)) <= until:
-        is_settled = math.frexp(time)[1] == math.frexp(after)[1]  # a tie rounds to even; then the step is constant
+        is_settled = math.frexp(time)[1] == math.frexp(after)[1]  # then further steps are equal: a tie has rounded to even
         time = after
         if is_settled:
             step = add_round(time, seconds) - time

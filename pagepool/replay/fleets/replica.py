@@ -100,7 +100,7 @@ class Replica:
 
     @property
     def _next_step_seconds(self) -> float:
-        """The current time. It may be later than the requested one, since a step is never interrupted."""
+        """The current time; infinite without requests. It may be later than `until` in `advance`: no step is interrupted."""
         has_requests = self._arrivals or self._scheduler.waiting or self._scheduler.running.size
         return self._now if has_requests else math.inf
 

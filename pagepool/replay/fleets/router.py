@@ -75,7 +75,7 @@ class CachedPrefixRouter(Router):
         self._router = PrefixRouter(self.index, range(num_replicas), **limits)
 
     def choose(self, request: int, token_ids: Int32Array) -> int:
-        """Choose the lowest load. O(prompt + replicas), including hashing."""
+        """Choose the replica with the least to compute. O(prompt + replicas), including hashing."""
         return self._router.choose(request, token_ids).worker
 
     def end(self, request: int) -> None:

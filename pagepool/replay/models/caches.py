@@ -126,7 +126,7 @@ def _require_plain_cache(config: Config) -> None:
 
 
 def _find_cache_field(quantization: Config, path: str = "") -> str | None:
-    """Return the path of a field about the cache's dtype, also inside others, or None."""
+    """Return the path of a field about the cache's dtype, also inside other fields, or None."""
     for name, value in quantization.items():
         if name.startswith("kv_cache") and is_set(value):
             return f"{path}{name}"
@@ -179,7 +179,7 @@ def _list_compressed(config: Config, types: list[str], kv_dtype: str | None) -> 
     """List the kinds of DeepSeek V4, with the pages of its kernels.
 
     Each layer has a window of single tokens. Most layers also have compressed entries: one for 128 tokens, or one for 4 tokens
-    with a key for an indexer. Their windows hold, in 32 bits, the tokens of the next entry: 128 tokens, or 8 for an entry of 4.
+    with a key for an indexer. A second window keeps the tokens of the next entry, in 32 bits: 128 tokens, or 8 for one of 4.
     In 8 bits, the default, entries are packed: the rotated part stays in 16 bits, and 64 elements of the rest share a scale.
     """
     rates = config.get("compress_rates")

@@ -18,7 +18,7 @@ MAX_NUMBER = 10**9
 Config: TypeAlias = dict[str, Any]
 
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Fields with the text model, or with the part that contains it, in a model with several parts."""
+"""Fields with the text model, or with the part around it, in a model with several parts."""
 
 DEFAULTS: dict[object, Config] = {
     "gemma": {"head_dim": 256},
@@ -52,7 +52,7 @@ NAMES: dict[object, dict[str, str]] = {
     "openelm": OPENELM,
     "cohere2": {"sliding_window_pattern": "layer_switch"},
 }
-"""Models' own names of fields."""
+"""Names that some models have for the usual fields."""
 
 SAME = {
     "num_hidden_layers": ("num_layers", "n_layer", "n_layers"),
@@ -64,7 +64,7 @@ SAME = {
 
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_key_value_heads_per_layer", "num_query_groups")
 BLOCK_FIELDS = frozenset({"no_op", "replace_with_linear", "n_heads_in_group", "num_key_value_heads"})
-"""The fields that `_read_blocks` reads of the attention of a block."""
+"""The fields that `_read_blocks` reads in the `attention` of a block."""
 
 
 def is_set(value: object) -> bool:
@@ -73,7 +73,7 @@ def is_set(value: object) -> bool:
 
 
 def read_config(path: str) -> Config:
-    """Read the file; of several models in it, the text model counts. Raise ArgumentError or ArgumentTypeError for fields that
+    """Read the file, and return the fields of its text model. Raise ArgumentError or ArgumentTypeError for fields that
     are not understood, OSError if the file cannot be read.
     """
     with open(path, "rb") as file:
@@ -215,7 +215,7 @@ def _read_blocks(config: Config) -> None:
 
 
 def _read_cross_layers(config: Config) -> None:
-    """Read Llama 3.2 Vision: its layers with attention to images only keep nothing for a text token."""
+    """Read Llama 3.2 Vision: layers that attend to images alone keep nothing for text tokens."""
     num_layers = read_int(config, "num_hidden_layers", MAX_LAYERS)
     layers = read_layers(config.pop("cross_attention_layers"), "cross_attention_layers", num_layers)
     types = read_layer_list(config, "layer_types") if config.get("layer_types") else ["full_attention"] * num_layers
@@ -241,14 +241,14 @@ def read_layer_list(config: Config, name: str) -> list[Any]:
 
 
 def read_layers(items: object, name: str, num_layers: int, first: int = 0) -> set[int]:
-    """Return the layer numbers in a list, counted from 0; the list counts from `first`. Raise ArgumentError for a wrong one."""
+    """Return the layer numbers in a list, counted from 0; the list counts from `first`. Raise ArgumentError if one is wrong."""
     if not isinstance(items, list):
         raise ArgumentTypeError(f"{name}: got {shorten(items)}, allowed: a list")
     return {require_int(f"{name}: a layer", layer, first, num_layers - 1 + first) - first for layer in items}
 
 
 def read_int(config: Config, name: str, maximum: int = MAX_NUMBER) -> int:
-    """Return a positive number of the config. Raise ArgumentError if it is missing or out of range, or ArgumentTypeError."""
+    """Return a positive int of the config. Raise ArgumentError if missing or out of range, ArgumentTypeError for another type."""
     if config.get(name) is None:
         raise ArgumentError(f"lacks {name}")
     number = require_int(name, config[name], minimum=1)

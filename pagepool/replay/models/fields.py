@@ -1,7 +1,7 @@
 """The fields of a configuration, by their effect on the bytes of caches.
 
-A field is read by one of the readers, or known to be irrelevant, by itself or by words of its name, or its name has nothing to
-do with caches. Any other field raises an error naming it, since a page of the wrong size is worse than none.
+A field is accepted if one of the readers reads it, if it is known to be irrelevant, itself or by words of its name, or if
+its name has nothing to do with caches. Any other field raises an error naming it: a page of the wrong size is worse than none.
 """
 
 import re
@@ -24,7 +24,7 @@ SUSPICIOUS = re.compile(
     "|moba|gdn|kda|ring|span|mixer)(?:_|$)|expand_[kv]$|k_equals_v"
     r"|(?:^|_)(?:q|k|v|qk)_(?:\w+_)?(?:dim|rank|size)$"
 )
-"""Patterns of names of fields that may affect a layer's entries."""
+"""Pattern of the names of fields that may affect a layer's entries."""
 
 UNDERSTOOD = _names(
     """
@@ -66,7 +66,7 @@ INSIDE: dict[str, frozenset[str]] = {
     ),
     "linear_attn_config": _names("full_attn_layers head_dim kda_layers num_heads short_conv_kernel_size"),
 }
-"""The fields inside others that are read, or that choose which keys a token attends to while all of them are kept."""
+"""Fields inside other fields that are read, or that choose which keys a token attends to while all keys are kept."""
 
 WITHOUT_INFLUENCE = _names(
     """
@@ -99,7 +99,7 @@ WITHOUT_INFLUENCE_ENDS = re.compile(
     "|_(?:norm|norms|layernorm|layernorms|bias|token_id|token_ids|token_index|act|experts|expert|init|multiplier|multipliers"
     "|in_fp32|scale|scaling|alpha|lr|prob)$"
 )
-"""Prefixes of names of rotations and other towers; suffixes of names of norms, biases and factors."""
+"""Parts of names: prefixes of rotations and of towers for other inputs than text; suffixes of norms, biases and factors."""
 
 CACHED = re.compile(
     r"kv|cache|head_dim|heads$|window|cross\w*(?:layers|every|freq|interval)"
@@ -110,7 +110,7 @@ NUMBERS = re.compile(
     "(?:^|_)(?:eps|epsilon|theta|dropout|pdrop|drop_?rate|std|loss_coef|softcap|softcapping|temperature"
     "|(?:dropout|drop)_(?:p|prob|rate))$"
 )
-"""The last word of names whose value is a number that no size of a cache can be, whatever the words before it say."""
+"""Last words of the names of numbers that cannot be the size of a cache, whatever words come before."""
 
 PHRASES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile("qkv"), ""),
@@ -130,12 +130,12 @@ PHRASES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile("(?<=rope)_(?:base|freqs?)(?=_|$)"), ""),
     (re.compile("(?:^|(?<=_))(?:o|out|output)_gate_(?:layers?|dim|rank|size|types?)(?=_|$)"), "gate"),
 )
-"""Phrases whose words mean something else alone, with the words that they leave: projections of queries, keys and values
-together, caps of logits, norms of keys, places of norms and biases, frequencies of rotations, and gates of outputs."""
+"""Phrases whose words mean something else alone, with their replacements: joint projections of queries, keys and values,
+caps of logits, norms of keys, places of norms and biases, frequencies of rotations, and gates of outputs."""
 
 
 class Words(NamedTuple):
-    """Words of names without an effect on cached bytes, unless the name has one of `others`, which decide what layers keep."""
+    """Words that mark a name as without effect on cached bytes, unless it matches `others`: words on what layers keep."""
 
     words: frozenset[str]
     others: re.Pattern[str]

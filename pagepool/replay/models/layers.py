@@ -58,7 +58,7 @@ def list_types(config: Config) -> list[str]:
 
 
 def list_attention_layers(config: Config, types: list[str]) -> list[int]:
-    """List the layers with keys and values of their own; the last layers may use those of earlier ones, as in Gemma 3n."""
+    """List the layers with keys and values of their own; the last layers may share those of earlier layers, as in Gemma 3n."""
     num_shared = require_int("num_kv_shared_layers", config.get("num_kv_shared_layers") or 0, 0, len(types))
     return [layer for layer, name in enumerate(types[: len(types) - num_shared]) if name in ATTENTION_TYPES]
 
@@ -69,12 +69,12 @@ def list_state_layers(types: list[str]) -> list[int]:
 
 
 def _read_first(config: Config, readers: Iterable[Reader]) -> list[str] | None:
-    """Return the result of the first reader that recognises the config."""
+    """Return the result of the first reader that recognizes the config."""
     return next((found for read in readers if (found := read(config)) is not None), None)
 
 
 def _read_states(config: Config) -> list[str] | None:
-    """Find the layers with a state in models without `layer_types`, each in its own way."""
+    """Return the types of layers of models with states but no `layer_types`; the fields differ by model."""
     types = _read_first(config, STATE_READERS)
     if types is not None and _uses_windows(config):
         raise ArgumentError("has layers with states, but no layer_types: sliding_window beside them is not understood")
@@ -86,7 +86,7 @@ def _count_layers(config: Config) -> int:
 
 
 def _mark(config: Config, marked: object, name: str, marked_type: str, other_type: str, first: int = 0) -> list[str]:
-    """Return one type for the layers in the list `marked`, counted from `first`, and another for the rest."""
+    """Return `marked_type` for the layers in the list `marked`, which counts from `first`, and `other_type` for the rest."""
     num_layers = _count_layers(config)
     layers = read_layers(marked, name, num_layers, first)
     return [marked_type if layer in layers else other_type for layer in range(num_layers)]
@@ -142,7 +142,7 @@ def _read_kimi(config: Config) -> list[str] | None:
 
 
 def _read_period(config: Config) -> list[str] | None:
-    """Read the period and offset of Jamba, or the period of Qwen3-Next, with its offset at the end."""
+    """Read the period and offset of Jamba, or the period of Qwen3-Next, whose offset is the end of the period."""
     name = "full_attention_interval" if config.get("full_attention_interval") is not None else "attn_layer_period"
     if config.get(name) is None:
         return None
@@ -199,7 +199,7 @@ def _uses_windows(config: Config) -> bool:
 
 
 def _read_windows(config: Config) -> list[str] | None:
-    """Find the layers with a window in models without `layer_types`, each in its own way."""
+    """Return the types of layers of models with windows but no `layer_types`; the fields differ by model."""
     if not _uses_windows(config):
         return None
     kind, num_layers = config.get("model_type"), _count_layers(config)

@@ -57,7 +57,7 @@ class Windows:
         return f"{'chunks' if self.reach.is_chunked else 'a window'} of {count_of(self.reach.size, 'token')}"
 
     def count_pages(self, step_tokens: int) -> int:
-        """Count the most pages of a long request in its groups."""
+        """Return the most pages that a long request holds in these groups at once."""
         return self.num_groups * _make_rules((CacheGroupSpec(self.make_spec()),)).count_peak_pages(LONG, step_tokens)
 
     def describe(self) -> str:
@@ -106,7 +106,7 @@ class ModelPages:
 
     @property
     def page_sizes(self) -> list[int]:
-        """Tokens per page of each group with attention, or 1."""
+        """Tokens per page of each group with attention; [1] without such groups."""
         sizes = [each.page_size for each in self.windows for _ in range(each.num_groups)]
         return [self.page_size] * (self.num_attention_groups or not sizes) + sizes
 
@@ -117,7 +117,7 @@ class ModelPages:
 
     @property
     def num_hit_pages(self) -> int:
-        """Number of full-attention pages for that many tokens."""
+        """Number of full-attention pages for `hit_size` tokens."""
         return self.num_attention_groups * (self.hit_size // self.page_size)
 
     @property
@@ -150,7 +150,7 @@ class ModelPages:
 
     @property
     def retention(self) -> Retention:
-        """The settings of a cache that simulations have: the defaults for the model, in numbers."""
+        """The `Retention` of simulations: the defaults for the model, in numbers."""
         specs = [group.kv_cache_spec for group in self.make_groups()]
         slack, interval = find_slack_and_interval(Retention(), specs, self.hit_size)
         return Retention(window_slack=slack, window_interval=interval)
@@ -167,7 +167,7 @@ class ModelPages:
         return self.num_attention_groups + self.num_state_groups + sum(each.num_groups for each in self.windows)
 
     def with_separate_arrays(self) -> "ModelPages":
-        """Return the same pages in arrays of one layer each: each page id has a row in all of them, and one group uses it."""
+        """Return the same pages with an array for each layer: a page id has a row in each, and one group uses its rows."""
         sizes = {name: getattr(self, name) for name in ("page_bytes", "attention_bytes", "state_bytes")}
         return replace(self, **{name: size and self.num_groups * size for name, size in sizes.items()})
 
@@ -281,8 +281,8 @@ def _make_pages(attention: list[LayerKind], state: LayerKind | None, *, are_padd
 
 
 def _choose_page_bytes(rows: list[list[tuple[int, int]]]) -> tuple[int, list[int]]:
-    """Return the bytes of a page, and the number of groups of each row of layers; a row has pairs of a number of layers and
-    their bytes. A page has the bytes of all layers of one row, chosen so that the least memory is wasted.
+    """Return the bytes of a page, and the number of groups for each row. A row is a list of kinds of layers: pairs of their
+    number and the bytes of one. A page has the bytes of all layers of one row, chosen so that the least memory is wasted.
 
     >>> _choose_page_bytes([[(12, 8)], [(36, 8)]]), _choose_page_bytes([[(10, 8)], [(12, 8)]])
     ((96, [1, 3]), (96, [1, 1]))
@@ -297,11 +297,11 @@ def _choose_page_bytes(rows: list[list[tuple[int, int]]]) -> tuple[int, list[int
 
 
 def _count_groups(row: list[tuple[int, int]], page_bytes: int) -> int:
-    """Count the fewest groups whose layers fit the page, 0 if there are none. A row of several kinds is not divided."""
+    """Return the least number of groups whose layers fit a page; 0 if no number does. A row of several kinds is not divided."""
     counts = range(1, 1 + row[0][0] if len(row) == 1 else 2)
     return next((num for num in counts if _count_widest(row, num) <= page_bytes), 0)
 
 
 def _count_widest(row: list[tuple[int, int]], num_groups: int) -> int:
-    """Count the bytes of the largest group when layers are divided evenly."""
+    """Return the bytes of the largest group when layers are divided evenly."""
     return sum(cdiv(num_layers, num_groups) * num_bytes for num_layers, num_bytes in row)

@@ -1,4 +1,4 @@
-"""A pool for keys and values and one for states: what their pages take, and how memory is divided among them.
+"""A pool for keys and values and one for states: what their pages take, and how memory is divided between them.
 
 Each layer has an array of its own. Arrays of attention have a row for each page of the first pool, arrays of states one for
 each page of the second, so no row is unused. All layers of a kind form one group: a page of the first pool has the keys and
@@ -45,7 +45,7 @@ class ModelPools:
     @property
     def interval(self) -> int:
         """Tokens between checkpoints inside a prompt, as `CacheManager` chooses them: the smallest multiple of 2,048 for which
-        a state takes at most a third of the keys and values between two.
+        a state takes at most a third of the keys and values between two checkpoints.
         """
         return find_state_interval(self.make_groups())
 
@@ -95,8 +95,8 @@ def read_pools(
     state_dtype: str | None = None,
     interval: int | None = None,
 ) -> ModelPools:
-    """Return the pools of the model whose Hugging Face `config.json` is at `path`. Raise ArgumentError if it has no states, no
-    attention or windows, or if a field is missing, invalid or not understood, OSError if the file cannot be read.
+    """Return the pools of the model whose Hugging Face `config.json` is at `path`. Raise ArgumentError if it has windows, no
+    states or no attention, or if a field is missing, invalid or not understood, OSError if the file cannot be read.
     """
     try:
         return _read_pools(read_config(path), page_size or PAGE_SIZE, kv_dtype, state_dtype, interval)

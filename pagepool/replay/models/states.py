@@ -9,7 +9,7 @@ from pagepool.specs import cdiv, dtype_bits
 
 
 class State(NamedTuple):
-    """Elements of the two parts in one layer, and the dtype of the recurrent part if it is not the model's."""
+    """Numbers of elements of the two parts in one layer, and the dtype of the recurrent part if it is not the model's."""
 
     num_conv: int
     num_recurrent: int
@@ -50,7 +50,7 @@ def _read_delta_net(config: Config) -> State:
 
 
 def _read_kimi(config: Config) -> State:
-    """Read Kimi delta attention: in a separate dict, or as Transformers writes it, beside the other fields."""
+    """Read Kimi delta attention: from a separate dict, or from fields of the config, as Transformers writes it."""
     names = ("num_heads", "head_dim", "short_conv_kernel_size")
     linear = config.get("linear_attn_config")
     if not isinstance(linear, dict):

@@ -1,4 +1,4 @@
-"""What requests of a length take in a pool, and how many fit at once: a plan without a trace."""
+"""Pages that requests of a length take in a pool, and how many requests fit at once: a plan without a trace."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ class Capacity:
 
     @property
     def num_peak_pages(self) -> int:
-        """The most pages of a request, in the steps of its prompt."""
+        """The most pages that a request holds at once: in the steps of its prompt."""
         return self.model.count_pages(self.mean_tokens)
 
     @property
@@ -40,7 +40,7 @@ class Capacity:
         return replace(self.model, step_tokens=1).count_pages(self.mean_tokens)
 
     def count_requests(self, num_pages: int) -> int:
-        """Count the requests that fit at once in a pool. They share the tokens of a step, so one has its most pages."""
+        """Count the requests that fit at once in a pool. They share the tokens of a step, so one of them has its peak."""
         return max(0, (num_pages - 1 - (self.num_peak_pages - self.num_request_pages)) // self.num_request_pages)
 
     def as_dict(self) -> dict[str, Any]:

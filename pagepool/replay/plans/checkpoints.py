@@ -1,8 +1,8 @@
 """Hits of a model with states, by the interval of its checkpoints. A hit must end where all states were kept, so one pass
 cannot give a curve: each interval and pool size needs a simulation.
 
-The hits equal those of `Scheduler` with one running request. Calls for an answer are made where a page ends or leaves a
-window, and at its end.
+The hits equal those of `Scheduler` with one running request. In an answer, slots are allocated only where a page ends or leaves
+a window, and at its end.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +16,8 @@ from pagepool.replay.traces.simulated_request import SimulatedRequest
 
 
 def count_states(requests: Sequence[SimulatedRequest], interval: int) -> int:
-    """Count the most states that requests hold or keep: each request's current state, and checkpoints at multiples of the
-    interval in its prompt, near the end of the prompt, and where it parts from another.
+    """Return the most states that requests hold or keep: each request's current state, and checkpoints at multiples of the
+    interval in its prompt, near the end of the prompt, and where it diverges from another prompt.
 
     >>> from pagepool.replay import TraceRecord, make_requests
     >>> count_states(make_requests([TraceRecord(0, 1024, 600, (7, 8))]), interval=256)

@@ -212,7 +212,7 @@ def choose_replays(
 
 
 def spread(sizes: Sequence[int], num_sizes: int) -> list[int]:
-    """Choose `num` sizes evenly, or all."""
+    """Choose `num_sizes` sizes evenly; all if there are not more."""
     places = np.linspace(0, len(sizes) - 1, min(num_sizes, len(sizes))).round().astype(int)
     return [sizes[place] for place in places]
 
@@ -340,14 +340,14 @@ def replay_pools(sizes: Iterable[int], make: Callable[[int], Scheduler], progres
 
 
 def write_plot(plan: Plan, source: str, path: str, file: BinaryIO) -> None:
-    """Write the format of the path's extension."""
+    """Write the plot in the format of the path's extension."""
     from pagepool.replay.plans.plot import save_plot
 
     save_plot(plan, name_trace(source), file, path[-3:].lower())
 
 
 def write_page(plan: Plan, source: str, file: BinaryIO) -> None:
-    """Write text as UTF-8."""
+    """Write the HTML page as UTF-8."""
     from pagepool.replay.plans.web_page import make_page
 
     file.write(make_page(plan, name_trace(source)).encode())
@@ -359,14 +359,14 @@ def find_given(name: str, value: int) -> int | None:
 
 
 def require_no_others(options: Mapping[str, object], condition: str = "") -> None:
-    """Raise UsageError for an option that means nothing without a trace, under a condition or always."""
+    """Raise UsageError for an option that has no meaning without a trace. `condition` is the end of the message."""
     for name, value in options.items():
         if value is not None:
             raise click.UsageError(f"{name} has no meaning with --mean-tokens{condition}")
 
 
 def run_capacity(plan: Capacity, sizes: Sizes | None, asked: Asked, json_path: str | None) -> None:
-    """Plan without a trace. Raise UsageError for options that only a trace gives a meaning."""
+    """Plan without a trace. Raise UsageError for options that have a meaning only with a trace."""
     used = ("--num-pages", "--bytes-per-token", "--max-batched-tokens")
     require_no_others({name: value for name, value in asked.others.items() if name not in used})
     plan = replace(plan, sizes=tuple(sizes.list()) if sizes else ())
@@ -560,7 +560,7 @@ def plan(
     if arrays == SEPARATE:
         model = model.with_separate_arrays()
     if trace is None:
-        given_intervals = intervals if model_config else None  # without one they say that requests have a state
+        given_intervals = intervals if model_config else None  # without a config they say that requests have states
         require_no_others(
             {"--max-num-seqs": given_num_seqs, "--checkpoint-interval": given_intervals},
             f" unless --arrays {APART} divides the memory",

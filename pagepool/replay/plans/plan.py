@@ -82,8 +82,8 @@ class HostSpeed(NamedTuple):
 
 
 class PlannedStore(NamedTuple):
-    """A store of `num_pages` behind the host tier, which loads `bandwidth` bytes a second, beside prefill of `prefill_rate`
-    tokens a second. None is unknown.
+    """A store of `num_pages` behind the host tier. It loads `bandwidth` bytes a second; prefill computes `prefill_rate` tokens
+    a second. None means unknown.
     """
 
     num_pages: int | None = None
@@ -100,7 +100,7 @@ class PlannedStore(NamedTuple):
         return None if least is None or self.bandwidth is None else self.bandwidth >= least
 
     def as_dict(self, token_bytes: float | None) -> dict[str, Any]:
-        """Return the store by name, for JSON, and whether it pays."""
+        """Return the store's fields by name, for JSON, with the least bandwidth that pays, and whether the store pays."""
         least, pays = (None, None) if token_bytes is None else (self.find_least_bandwidth(token_bytes), self.pays(token_bytes))
         return {**self._asdict(), "least_bandwidth": least, "pays": pays}
 
@@ -108,8 +108,8 @@ class PlannedStore(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class HostRun:
     """Hits of a pool with LRU and a host tier, simulated with requests one after another, and the traffic between pool and
-    tier. `store_hit_tokens` is the most that they hit with a store behind them; None without one, or if the pool skips
-    requests.
+    tier. `store_hit_tokens` is the most tokens that hit with a store behind the tier; None without a store, or if the pool
+    skips requests.
     """
 
     hits: PolicyFigures
@@ -123,12 +123,12 @@ class HostRun:
 
     @property
     def num_store_tokens(self) -> int | None:
-        """Most hit tokens that a store adds; None if they are unknown."""
+        """The most hit tokens that a store adds; None if they are unknown."""
         return None if self.store_hit_tokens is None else self.store_hit_tokens - self.hits.hit_tokens
 
     @property
     def store_hit_rate(self) -> float:
-        """Share of all prompt tokens that hit at most with a store; 0 if it is unknown."""
+        """The largest share of all prompt tokens that can hit with a store; 0 if it is unknown."""
         pool = self.hits.pool
         return find_hit_rate(self.store_hit_tokens or 0, pool.prompt_tokens, pool.skipped_prompt_tokens)
 
@@ -193,16 +193,15 @@ class Plan:
     """Figures by pool size, for pages of `page_size` tokens and `page_bytes` bytes (None: unknown).
 
     A pool that never evicts hits `most_hit_tokens`; a pool of `min_num_pages` holds the largest request. `replays` has the
-    figures of simulated schedulers by pool size, `policies` those of other eviction policies. `asked_num_pages` is the
+    figures of simulated schedulers by pool size, `policies` the figures of other eviction policies. `asked_num_pages` is the
     requested size, None for none or several. `host_runs` has the figures of all pools with the tier `host`; `speed` is the
     speed of its transfers and of prefill. `store` is the store behind the tier. `notes` list unknown properties of the trace.
     `arrays` says whether the arrays of all groups lie over each other, ``"shared"``, or are ``"separate"``.
 
     For a model with states, `checkpoints` has the hits by policy, interval and pool size. All other hits, except in `replays`,
-    are those of its attention alone, in pools of the same memory. Without attention these are 0, and `most_hit_tokens` counts
-    the hits of a pool that never evicts with a state after each token. For a model with windows, `windows` has the hits by
-    policy, rule and pool size. All other hits, except in `replays`, are those of full attention alone. `model` has the model's
-    pages.
+    count its attention alone, in pools of the same memory. Without attention they are 0, and `most_hit_tokens` counts the hits
+    of a pool that never evicts and has a state after each token. For a model with windows, `windows` has the hits by policy,
+    rule and pool size. All other hits, except in `replays`, count full attention alone. `model` has the model's pages.
     """
 
     page_size: int
@@ -286,7 +285,7 @@ class Plan:
         return columns
 
     def show_bytes(self, num_pages: int) -> str:
-        """Return the bytes of pages in brackets after a space; nothing if a page's bytes are unknown."""
+        """Return a space and the bytes of pages in parentheses; "" if a page's bytes are unknown."""
         return "" if self.page_bytes is None else f" ({format_bytes(num_pages * self.page_bytes)})"
 
     def as_dict(self) -> dict[str, Any]:
@@ -343,8 +342,8 @@ class Curves:
         self.best = BestCurve(reuse)
 
     def make_figures(self, num_pages: int, num_hit_pages: int, num_skipped: int, skipped_prompt_tokens: int) -> PoolFigures:
-        """Make the figures of a pool that skips `num_skipped` other requests. A page of the curves takes `num_hit_pages`
-        full-attention pages there.
+        """Make the figures of a pool that skips `num_skipped` other requests. A page of the curves stands for
+        `num_hit_pages` full-attention pages of the pool.
         """
         lru = best = 0
         if num_hit_pages:
@@ -357,7 +356,7 @@ class Curves:
         return self.sizes[bisect_left(self.sizes, num_hit_pages, key=lambda num_pages: curve.count_hits(num_pages - 1))]
 
     def find_knees(self, num_hit_pages: int) -> tuple[Knee, ...]:
-        """Find the knee for each share, if a page of the curves takes `num_hit_pages`; none if nothing ever hits."""
+        """Find the knee for each share, if a page of the curves stands for `num_hit_pages`; none if nothing ever hits."""
         knees = []
         for share in SHARES if self.num_hit_pages and num_hit_pages else ():
             sizes = [self.find_size(curve, share * self.num_hit_pages) for curve in (self.lru, self.best)]
@@ -412,8 +411,8 @@ class Planner:
         return PolicyFigures(eviction, pool, hit_tokens, lru_num_pages)
 
     def find_store_hits(self, run: HostRun, num_pages: int) -> HostRun:
-        """Add the most that pool and tier hit with a store of `num_pages` behind them: the hits of an LRU pool of all their
-        pages, as if each page were in one place only.
+        """Add the most tokens that hit with a tier and a store of `num_pages` together behind the pool: the hits of an LRU pool
+        with all pages of the three, as if each page were in one place only.
         """
         pool = run.hits.pool
         if pool.skipped:

@@ -104,7 +104,7 @@ def _draw_policies(axes: Axes, plan: Plan) -> None:
 
 
 def _draw_checkpoints(axes: Axes, plan: Plan) -> None:
-    """Draw a line for each policy and interval, in shades of the policy's colour; shorter intervals are lighter."""
+    """Draw a line for each policy and interval, in shades of the policy's color; shorter intervals are lighter."""
     if plan.model.num_attention_groups:
         sizes = [pool.num_pages for pool in plan.pools]
         alone = [pool.lru_hit_rate for pool in plan.pools]

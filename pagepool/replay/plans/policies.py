@@ -71,13 +71,13 @@ class PolicySimulator:
         self, eviction: str, num_pages: int, on_request: Progress | None = None, *, windows: WindowRule = "ends"
     ) -> int:
         """Count the hit prompt tokens in a new pool of `num_pages`, including the null page, under a policy of `PagePool` and a
-        rule for `windows` of `Retention`. Skip requests larger than the pool. Errors as in `PagePool`. O(pages).
+        rule `windows` of `Retention`. Skip requests larger than the pool. Errors as in `PagePool`. O(pages).
         """
         return self._run_all(Steps(PagePool(num_pages, True, eviction=cast("EvictionPolicy", eviction))), windows, on_request)
 
     def run_with_host(self, num_pages: int, host: HostMemory, on_request: Progress | None = None) -> tuple[int, HostFigures]:
-        """Count the same in a new LRU pool with a host tier, and the traffic between them, for a model with full attention
-        only. Errors as in `PagePool` and `HostTier`.
+        """Count the hit prompt tokens in a new LRU pool with a host tier, and the traffic between pool and tier, for a model
+        with full attention only. Errors as in `PagePool` and `HostTier`.
         """
         pool, tier = PagePool(num_pages, True), host.make_tier()
         tier.bind(pool.store)

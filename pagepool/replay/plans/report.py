@@ -242,7 +242,7 @@ def list_knee_columns(plan: Plan) -> list[tuple[str, list[str]]]:
 
 
 def list_policy_columns(plan: Plan) -> list[tuple[str, list[str]]]:
-    """Return headings with a cell for each pool with a simulated policy and no skipped request."""
+    """Return headings with a cell for each pool with a simulated policy; it is empty if the pool skips requests."""
     runs = plan.runs_by_policy
     sizes = [pool.num_pages for pool in plan.pools if any(pool.num_pages in by_size for by_size in runs.values())]
     columns = [("pages", [f"{size:,}" for size in sizes])]

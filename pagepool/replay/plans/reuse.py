@@ -19,8 +19,8 @@ class Reuse:
 
     Request `i` holds `request_pages[i]` pages when it ends. Each reuse is a run of `num_pages` consecutive pages of a prompt,
     starting at `first_page`: request `user` may hit them, and the earlier request `source` held them last. Reuses are sorted by
-    `user`, then `first_page`; those of one prompt cover its beginning without a gap. All arrays are int64, `[num_requests]` or
-    `[num_reuses]`.
+    `user`, then `first_page`; the reuses of one prompt cover its beginning without a gap. All arrays are int64,
+    `[num_requests]` or `[num_reuses]`.
     """
 
     request_pages: Int64Array
@@ -39,7 +39,7 @@ class PrefixTree:
     """A trie of the blocks of all requests so far, with the last user of the pages that end in each block.
 
     Nodes are numbers; 0 is the root. Usually one request was the last user of all pages of a node. A request that ended within
-    the block used only the first ones, so `_users` has a list of pairs (end of use, request) for each node, in order.
+    the block used only its first pages, so `_users` has a list of pairs (end of use, request) for each node, in order.
     """
 
     def __init__(self, block_size: int, page_size: int) -> None:

@@ -61,7 +61,7 @@ mean_tokens_option = click.option(
 
 
 class Split(NamedTuple):
-    """What the split of a plan is made for."""
+    """The pools, memory and requests that a split is planned for."""
 
     pools: ModelPools
     memory: int
@@ -111,7 +111,7 @@ class Split(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Options of the command that matter for a split. `others` have none of its values."""
+    """Options of the command that matter for a split. `others` are options that have no meaning with a split."""
 
     arrays: str | None
     model_config: str | None
@@ -154,9 +154,9 @@ class Asked(NamedTuple):
 
 
 def choose_split(asked: Asked, model_options: Mapping[str, Any], max_num_seqs: int, *, is_default: bool) -> Split | None:
-    """Return what is planned if arrays are apart, None for a plan of one pool. Raise UsageError or Refusal for what such a plan
-    needs, if it is asked for; otherwise it is chosen where nothing is against it. `is_default` says that `max_num_seqs` is the
-    default.
+    """Return the split to plan, None for a plan of one pool. A split is planned if it is asked for, or by default where options
+    and model permit it. Raise UsageError for options that contradict one another, UsageError or Refusal for whatever prevents a
+    split that is asked for. `is_default` says that `max_num_seqs` is the default.
     """
     is_asked = asked.require_usage()
     has_requests = asked.trace is not None or asked.mean_tokens is not None
@@ -181,7 +181,7 @@ def choose_split(asked: Asked, model_options: Mapping[str, Any], max_num_seqs: i
 
 
 def run_split(split: Split, trace: str | None, json_path: str | None, trace_options: Mapping[str, Any]) -> None:
-    """Plan, and print the split."""
+    """Plan the split, and print it."""
     with open_result(json_path) as json_file:
         with Progress() as progress:
             made = split.plan(trace, progress, trace_options)

@@ -1,8 +1,8 @@
 """Hits of a model with a pool of keys and values and one of states, by the share of memory that the states have.
 
-Both pools are those of a `CacheManager`, and a `RunningBatch` writes states where requests resume. With too few states hits
-are lost for want of checkpoints, with too few pages of attention for want of keys and values. The pools count both, and the
-split at which they are equal is near the best one.
+Both pools belong to one `CacheManager`, and a `RunningBatch` writes states where requests resume. With too few states hits are
+lost for want of checkpoints, with too few pages of attention for want of keys and values. The pools count both losses, and the
+split at which these are equal is near the best split.
 """
 
 from collections import deque
@@ -106,8 +106,8 @@ class SplitSimulator:
 
 
 class Queue:
-    """Running requests; each has computed all its tokens. The oldest ends when a further one begins, and more of them while it
-    has no room. `hit_tokens` and `num_written` count hit tokens and written states.
+    """Running requests; each has computed all its tokens. The oldest ends when a new request needs its row; further ones end
+    until the new request has room. `hit_tokens` and `num_written` count hit tokens and written states.
     """
 
     def __init__(self, manager: CacheManager, num_rows: int, max_num_tokens: int) -> None:
@@ -147,9 +147,9 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """A proposed split of `memory` bytes. `runs` has the figures of all simulated splits by share, none without a trace: then
-    `share` is that of the rule for requests of `mean_tokens` tokens. At most `max_num_seqs` requests run at once. `notes` list
-    unknown properties of the trace.
+    """A proposed split of `memory` bytes. `runs` has the figures of all simulated splits, sorted by share. Without a trace
+    there are none, and `share`, unless given, follows the rule for requests of `mean_tokens` tokens. At most `max_num_seqs`
+    requests run at once. `notes` list unknown properties of the trace.
     """
 
     pools: ModelPools
@@ -166,7 +166,7 @@ class SplitPlan:
         return self.pools.divide(self.memory, self.share)
 
     def count_requests(self) -> tuple[int, int]:
-        """Count the requests of `mean_tokens` tokens whose keys and values fit at once, and those whose states do."""
+        """Count the requests of `mean_tokens` tokens whose keys and values fit at once, and those whose states fit."""
         num_kv, num_states = (self.num_pages[name] - 1 for name in (KV, STATES))
         return num_kv // max(1, ceil(self.mean_tokens / self.pools.page_size)), max(0, num_states - 1)
 
@@ -193,8 +193,8 @@ class SplitPlan:
 def find_split(
     run: Callable[[float], SplitFigures], least_share: float, num_runs: int = NUM_SEARCH_RUNS
 ) -> tuple[SplitFigures, list[SplitFigures]]:
-    """Search the split at which both pools lose as many hits, by bisection from `least_share` on. Then run splits around the
-    one that hit most. Return the best of all runs, and all of them by share.
+    """Search the split at which both pools lose equally many hits, by bisection from `least_share` on. Then run splits around
+    the one that hit most. Return the best run, and all runs sorted by share.
     """
     low, high = min(least_share, MOST_SHARE), MOST_SHARE
     runs: list[SplitFigures] = []
@@ -217,5 +217,5 @@ def list_around(share: float, least_share: float) -> list[float]:
 
 
 def choose_best(runs: Sequence[SplitFigures]) -> SplitFigures:
-    """Return the run that hit most; of several, the one with most states."""
+    """Return the run that hit most; of equals, the one with the largest share of states."""
     return max(runs, key=lambda figures: (figures.hit_tokens, figures.share))

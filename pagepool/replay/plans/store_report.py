@@ -10,7 +10,7 @@ STORE_NOTE = (
 
 
 def describe_rates(plan: Plan) -> list[str]:
-    """Describe which stores load faster than prefill computes, and whether the requested one does."""
+    """Describe which stores load faster than prefill computes, and whether the requested store does."""
     store, token_bytes = plan.store, plan.token_bytes
     if store is None or token_bytes is None or store.prefill_rate is None:
         return []

@@ -114,7 +114,7 @@ def _make_table(caption: str, columns: list[tuple[str, list[str]]]) -> str:
 
 
 def _make_svg(plan: Plan, name: str) -> str:
-    """Make the SVG element without the XML header, in the colours of the page."""
+    """Make the SVG element without the XML header, in the colors of the page."""
     file = BytesIO()
     save_plot(plan, name, file, "svg", is_within_page=True)
     text = file.getvalue().decode()

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-# Okabe and Ito's palette for colour-blind readers, darker where its contrast is low; lines differ in style and markers as
+# Okabe and Ito's palette for color-blind readers, darker where its contrast is low; lines differ in style and markers as
 # well, for print in black.
 COLORS = {
     "blue": ("#0072b2", "#56b4e9"),
@@ -22,7 +22,7 @@ COLORS = {
     "grid": ("#dddddd", "#3d3d3d"),
     "paper": ("#ffffff", "#171717"),
 }
-"""``(light, dark)`` colours by name; plots use the light ones."""
+"""``(light, dark)`` colors by name; plots use the light ones."""
 
 BLUE, ORANGE, GREEN, PURPLE, GREY, INK, GRID, PAPER = (light for light, _ in COLORS.values())
 STYLE: dict[Any, Any] = {

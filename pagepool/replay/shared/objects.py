@@ -1,4 +1,4 @@
-"""JSON objects without doubled names."""
+"""JSON objects without duplicate names."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from pagepool.errors import shown
 
 
 def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these names and values, for `object_pairs_hook` of `json`, which alone would keep the last of two
-    equal names. Raise ValueError for such names.
+    """Return an object with these names and values, as an `object_pairs_hook` for `json`. Raise ValueError if a name occurs
+    twice, where `json` by itself would keep the last value.
 
     >>> make_object([("a", 1), ("a", 2)])
     Traceback (most recent call last):

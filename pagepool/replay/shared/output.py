@@ -11,8 +11,8 @@ from typing import BinaryIO
 def open_output(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a file that replaces `path` when the `with` block ends and is removed if the block raises.
 
-    Until then it is a file beside `path` with a name ending in `.part`. Devices and pipes are written directly. Raise `OSError`
-    as `open` does, also for an existing write-protected file.
+    Until then it is a file next to `path` with a name ending in `.part`. Devices and pipes are written directly. Raise
+    `OSError` as `open` does, also for an existing write-protected file.
     """
     target = os.path.realpath(path)
     if os.path.exists(target) and not os.path.isfile(target):

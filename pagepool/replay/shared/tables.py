@@ -8,7 +8,7 @@ MAX_WIDTH = 10_000
 
 
 def print_columns(columns: dict[str, list[tuple[str, str]]], title: str, note: str = "") -> None:
-    """Print a title, a table and a note. `columns` maps each heading to its rows ``(name, value)``; all have the same names."""
+    """Print a title, a table and a note. `columns` maps each heading to its rows ``(name, value)``, with equal names in all."""
     table = Table.grid(padding=(0, 4))
     table.add_column("figure")
     for heading, rows in columns.items():

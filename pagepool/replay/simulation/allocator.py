@@ -43,8 +43,8 @@ class Allocator(ABC):
 
     @abstractmethod
     def admit(self, row: int, request: SimulatedRequest, max_num_new_tokens: int) -> int | None:
-        """Take a request's hits, and allocate slots for up to `max_num_new_tokens` more. Return the number of hit tokens, or
-        None, with nothing taken, if the pool is short. The request's tokens must be loaded.
+        """Take a request's hits, and allocate slots for up to `max_num_new_tokens` more tokens. Return the number of hit
+        tokens, or None, with nothing taken, if the pool is short. The request's tokens must be loaded.
         """
 
     @abstractmethod
@@ -62,8 +62,8 @@ class Allocator(ABC):
         """Release rows whose requests have ended, in order. `seconds` has one value per row, as in `RunningBatch.release`."""
 
     def take_moves(self) -> int:
-        """Take the moves that are due before the next step, and return the number of pages copied and of states written. The
-        step then runs.
+        """Take the moves that are due before the next step, which then runs. Return the number of pages copied plus states
+        written.
         """
         if not self._has_states and not self._has_tier:
             return 0

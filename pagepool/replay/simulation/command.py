@@ -122,7 +122,7 @@ def load_pools(
     interval: int | None,
     others: Mapping[str, object],
 ) -> ModelPools:
-    """Return the pools of the model. Raise UsageError for `others`, options that a replay of two pools has not."""
+    """Return the pools of the model. Raise UsageError if one of `others` is given, options for one pool alone."""
     given = [name for name, value in others.items() if value]
     if given:
         raise click.UsageError(f"{given[0]} has no meaning with --num-states")

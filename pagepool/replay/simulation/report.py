@@ -74,7 +74,7 @@ def _format_bytes(num_bytes: int | None) -> str:
 def print_report(
     figures: dict[str, Figures], title: str, sentences: Iterable[str] = (), *, is_hit_rate_first: bool = False
 ) -> None:
-    """Print a table with a column for each of `figures`, a note on its times, and sentences; with copies if any."""
+    """Print a table with a column for each of `figures`, a note on times, and sentences. Omit copies if there are none."""
     columns = {name: _rows(each) for name, each in figures.items()}
     if not any(each.copied_pages for each in figures.values()):
         columns = {name: _without(COPIES, rows) for name, rows in columns.items()}

@@ -15,8 +15,8 @@ MAX_CLOCK_SECONDS = 2**26  # two years; a pool's clock is limited
 
 
 class SessionReports:
-    """Reports to a manager about sessions as their requests end. The manager's clock stands at the latest arrival or end so far
-    of a session's request, in the time of the trace.
+    """Reports to a manager on sessions whose requests end. The manager's clock shows the trace's time of the latest arrival or
+    end so far of a session's request.
     """
 
     def __init__(self, manager: CacheManager, told: Told) -> None:
@@ -34,8 +34,8 @@ class SessionReports:
             self._advance(request.turn.arrival)
 
     def find_pauses(self, requests: Sequence[SimulatedRequest]) -> list[float | None] | None:
-        """Move the clock to the end of requests. Return for each the seconds until its session's next request, None after the
-        last; return None unless pauses are reported.
+        """Move the clock to the end of the requests. Return for each one the seconds until its session's next request, None if
+        it is the last; return None unless pauses are reported.
         """
         turns = [request.turn for request in requests]
         for turn in turns:

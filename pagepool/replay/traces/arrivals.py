@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest
 
 MAX_LENGTH = 2000  # tokens of a message, an answer or a document
-STREAMS = 2  # keeps tokens apart from those of `generator.py`, whose seeds have 0 or 1 there
+STREAMS = 2  # a part of seeds: `generator.py` has 0 or 1 in its place, so tokens differ
 
 
 class Part(NamedTuple):

@@ -1,12 +1,12 @@
 """Lines with several requests: the agents of Weka's kv-cache-tester (AgentX), and the turns of a conversation (AIPerf).
 
 A trace of an agent has `requests` with the seconds `t` since its begin, lengths `in` and `out`, and `hash_ids` of full blocks.
-Lengths are those of whole prompts, which may shrink, unless `context_mode` says otherwise. An item with `requests` of its own
+A length is that of the whole prompt, which may shrink, unless `context_mode` says otherwise. An item with `requests` of its own
 is a subagent. Equal ids are equal blocks in traces whose `hash_id_scope` is `global`, in one trace if it is `local`, and within
 one agent if it is missing.
 
-A conversation has `turns`, all of them with `hash_ids` or none: without them their lengths are what each turn adds to those
-before it, answers included. If a turn counts cached tokens, its length is that of the whole prompt.
+A conversation has `turns`. All of them have `hash_ids`, or none: without them the length of a turn is what it adds to the turns
+before it and their answers. If a turn counts cached tokens, its length is that of the whole prompt.
 """
 
 from collections.abc import Iterator
@@ -22,11 +22,11 @@ SCOPES = ("local", "global")
 MARKS = frozenset({"id", "session_id", "agent_id", "models", "block_size"})
 
 MAX_MISSING_IDS = 1 << 20
-"""The most blocks behind the last id of a request."""
+"""The largest number of blocks without an id at the end of a request."""
 
 
 def list_requests(fields: Fields, number: int) -> list[Fields]:
-    """Return the fields of each request of a line by their usual names. `number` tells the lines of a file apart. Raise
+    """Return the fields of each request in a line, by their usual names. `number` distinguishes the lines of a file. Raise
     ArgumentError for requests that are not understood.
     """
     if isinstance(fields.get("requests"), list) and isinstance(fields.get("turns"), list):
@@ -48,7 +48,7 @@ def _read_objects(fields: Fields, name: str) -> Iterator[tuple[int, Fields]]:
 
 def _list_agent(trace: Fields, number: int) -> Iterator[Fields]:
     """Yield the requests of an agent's trace, and of its subagents."""
-    is_list = MARKS.isdisjoint(trace)  # requests without a word on who made them
+    is_list = MARKS.isdisjoint(trace)  # requests without fields that name an agent
     scope = trace.get("hash_id_scope", "global" if is_list else None)
     if scope is not None and scope not in SCOPES:
         raise ArgumentError(f"hash_id_scope: got {shown(scope)}, allowed: {', '.join(SCOPES)}")
@@ -64,8 +64,8 @@ class Agent:
     """Reader of one trace of an agent."""
 
     def __init__(self, number: int, scope: str | None, shared: Fields) -> None:
-        """`scope` says where equal ids are equal blocks, as in the file; requests have the fields in `shared` unless they have
-        their own.
+        """`scope` is the file's `hash_id_scope`: where equal ids are equal blocks. Requests without a field of their own take
+        it from `shared`.
         """
         self._number = number
         self._scope = scope
@@ -123,7 +123,7 @@ class Agent:
 
 
 def _find_begin(subagent: Fields, begin: float, time: float | None) -> float:
-    """Return the time from which the times of a subagent count. In older traces they begin with the subagent."""
+    """Return the time from which a subagent's times count: its agent's begin, or in older traces the subagent's own."""
     first = next((each for each in subagent["requests"] if isinstance(each, dict) and "t" in each), None)
     return begin if first is None or time is None or begin + _read_seconds(first, "t") >= time else time
 
@@ -140,7 +140,7 @@ def _read_seconds(fields: Fields, name: str) -> float:
 
 
 def _list_turns(conversation: Fields, number: int) -> Iterator[Fields]:
-    """Yield the turns of a conversation. They come when the conversation says, in whatever order conversations are listed."""
+    """Yield the turns of a conversation. They arrive at its times, in whatever order the file lists conversations."""
     outer = use_usual_names({key: value for key, value in conversation.items() if key != "turns"})
     shared = {key: value for key, value in outer.items() if key not in ("timestamp", "delay", "pause")}
     shared.setdefault("session_id", f"conversation {number}")

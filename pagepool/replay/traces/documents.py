@@ -24,7 +24,7 @@ DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=ma
 
 class Lines:
     """The lines of a file that are not blank. Byte order marks are left out, also where a joined file begins. `number` is the
-    number of the last one, from 1.
+    number of the last line read, from 1.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -44,7 +44,7 @@ class Lines:
         raise StopIteration
 
     def read_with(self, first: bytes) -> str:
-        """Return the text from the line `first` to the end. Raise ArgumentError for a long one, or one that is not UTF-8."""
+        """Return the text from the line `first` to the end. Raise ArgumentError if it is too long or not UTF-8."""
         parts, size, number = [first], len(first), self.number
         while text := self._read():
             parts.append(text)
@@ -80,9 +80,9 @@ def read_json(text: bytes) -> Any:
 
 
 def read_values(first: bytes, lines: Lines) -> Iterator[Any]:
-    """Yield the JSON values from the line `first` on, and the items of arrays; `lines.number` is the line of the last one.
-    Lines with a value each are read one by one, all from the first other line on at once. Raise ArgumentError if a text is not
-    valid.
+    """Yield the JSON values from the line `first` on, and the items of arrays; `lines.number` is the line of the last
+    value. Lines with one value each are read one by one; from the first other line on, the whole rest is read at once. Raise
+    ArgumentError if a text is not valid.
     """
     for text in chain([first], lines):
         if text.lstrip()[:1] == b"[":
@@ -99,13 +99,13 @@ def read_values(first: bytes, lines: Lines) -> Iterator[Any]:
 
 
 def _is_part(text: bytes, error: Exception) -> bool:
-    """Whether a line with this error has several objects, or one that ends in another line."""
+    """Whether a line with this error has several objects, or an object that ends in a later line."""
     is_cut = isinstance(error, json.JSONDecodeError) and (error.msg == "Extra data" or error.pos >= len(error.doc.rstrip()))
     return is_cut and text.lstrip()[:1] == b"{"
 
 
 def _read_document(text: str, lines: Lines) -> Iterator[Any]:
-    """Yield the values of a text that begins in the line of `lines`."""
+    """Yield the values of a text that begins in line `lines.number`."""
     place, counted, is_in_array = _skip(text, 0), 0, False
     while place < len(text):
         lines.number += text.count("\n", counted, place)

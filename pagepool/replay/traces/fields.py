@@ -36,7 +36,7 @@ NAMES = {
         for name in ("hash_ids", "output_hash_ids", "block_size", "pause", "delay", "hash_id_scope", "context_mode")
     },
 }
-"""Plain names of each field; of several in a line, the first counts. `lengths` has those of lengths."""
+"""Plain names of each field; of several in a line, the first counts. The module `lengths` has the names of lengths."""
 
 FIELDS = {plain: field for field, names in (NAMES | LENGTH_NAMES).items() for plain in names}
 
@@ -96,7 +96,7 @@ def _load_cell(cell: str) -> Any:
 
 
 def _require_once(names: Iterable[str]) -> None:
-    """Raise ArgumentError if two names are the same name of a field."""
+    """Raise ArgumentError if two names have the same plain name, that of a known field."""
     seen: dict[str, str] = {}
     for name in names:
         plain = plain_name(name)
@@ -106,8 +106,8 @@ def _require_once(names: Iterable[str]) -> None:
 
 
 def use_usual_names(fields: Fields) -> Fields:
-    """Return the fields of a record, with `is_in_seconds` if its times are, `is_whole` if its length is that of a whole prompt,
-    and the error of a `missing` length. None counts as missing, since pandas writes it.
+    """Return the fields of a record by their usual names, with `is_in_seconds` if times are in seconds, `is_whole` if its
+    length is that of a whole prompt, and an error as `missing` if it has no length. None counts as no value: pandas writes it.
     """
     by_name = {plain_name(name): value for name, value in fields.items()}
     if len(by_name) < len(fields):

@@ -100,8 +100,8 @@ def generate_workload(name: str, num_requests: int, seed: int = 0) -> list[Simul
 
     - `conversations`: chats with think times.
     - `agents`: contexts that grow step by step, with subtasks and summaries.
-    - `retrieval`: questions about documents, a few of them popular. In `shift` most popular ones are replaced at once, again
-      and again; in `drift` one by one.
+    - `retrieval`: questions about documents, a few of them popular. In `shift` most of the popular ones are replaced at once,
+      again and again; in `drift` one by one.
     - `loop`: some hundred documents, together 400,000 tokens or more, read in order again and again, with conversations
       meanwhile.
     - `recency`: chats whose probability of continuing depends on recency alone, so that LRU is optimal.

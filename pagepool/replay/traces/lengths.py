@@ -1,6 +1,6 @@
-"""The lengths of a line by what its fields say: lengths of other names, inside a `usage`, and with cached tokens apart.
+"""The lengths of a line, from its fields: under other names, inside a `usage`, or with cached tokens counted apart.
 
-Some services count the cached tokens of a prompt in its length (OpenAI, Gemini, DeepSeek, vLLM, SGLang), others beside it
+Some services count the cached tokens of a prompt in its length (OpenAI, Gemini, DeepSeek, vLLM, SGLang), others apart from it
 (Anthropic, Bedrock). A length that can be read in two ways is refused.
 """
 
@@ -46,11 +46,11 @@ LENGTH_NAMES = {"input_length": INPUT_NAMES, "output_length": OUTPUT_NAMES}
 
 WHOLE = "inputlength"  # always the whole prompt
 APART_BASES = _plain("input_tokens inputTokenCount")
-"""Names of lengths beside which Anthropic and Bedrock count cached tokens."""
+"""Names of lengths that do not include cached tokens: Anthropic and Bedrock count these apart."""
 
 READ = _plain("cache_read_input_tokens cacheReadInputTokenCount")
 WRITTEN = _plain("cache_creation_input_tokens cacheWriteInputTokens cacheWriteInputTokenCount")
-EPHEMERAL = _plain("ephemeral_5m_input_tokens ephemeral_1h_input_tokens")  # parts of the written ones
+EPHEMERAL = _plain("ephemeral_5m_input_tokens ephemeral_1h_input_tokens")  # parts of the written tokens
 APART = (*READ, *WRITTEN, *EPHEMERAL)
 UNCLEAR_READ = _plain("cache_read_tokens")
 UNCLEAR_WRITTEN = _plain("cache_write_tokens cache_creation_tokens")
@@ -64,13 +64,13 @@ IN_DETAILS = frozenset(
     _plain("cached_tokens cache_read cache_creation cache_read_tokens cache_write_tokens cache_creation_tokens")
 )
 CACHED = (*APART, *UNCLEAR_NAMES, *WITHIN, *PARTS)
-[TOOL_PROMPT] = _plain("toolUsePromptTokenCount")  # Gemini counts it beside the prompt
+[TOOL_PROMPT] = _plain("toolUsePromptTokenCount")  # Gemini counts it apart from the prompt
 GEMINI_ANSWER = _plain("candidatesTokenCount responseTokenCount")
-GEMINI_THOUGHTS = _plain("thoughtsTokenCount")  # counted beside the answer
+GEMINI_THOUGHTS = _plain("thoughtsTokenCount")  # counted apart from the answer
 REASONING = _plain("reasoning_tokens")
 TOTALS = _plain("total_tokens totalTokenCount")
 COUNTS = frozenset((*INPUT_NAMES, *OUTPUT_NAMES, *REASONING, *TOTALS, *CACHED, TOOL_PROMPT, *GEMINI_ANSWER, *GEMINI_THOUGHTS))
-ALONE = frozenset((*INPUT_NAMES, *OUTPUT_NAMES, *REASONING, *TOTALS))  # without cached tokens, the first length counts
+ALONE = frozenset((*INPUT_NAMES, *OUTPUT_NAMES, *REASONING, *TOTALS))  # in a line with no other counts, the first length counts
 REQUEST_COUNTS = frozenset(_plain("num_model_requests num_requests request_count"))
 [ITERATIONS] = _plain("iterations")  # Anthropic's requests to the model behind one answer
 WRAPPERS = frozenset(_plain("usage usageMetadata token_usage tokens response body message meta cache_creation"))
@@ -113,7 +113,7 @@ class Counts(NamedTuple):
     unknown: list[Count]
 
     def find(self, names: Iterable[str]) -> Count | None:
-        """Return the first field of these names. Raise ArgumentError if another one of them differs."""
+        """Return the first field with one of these names. Raise ArgumentError if another field with one differs."""
         found = [self.by_name[name] for name in names if name in self.by_name]
         for count in found[1:]:
             if read_length(count.value) != read_length(found[0].value):
@@ -121,12 +121,12 @@ class Counts(NamedTuple):
         return found[0] if found else None
 
     def count(self, names: Iterable[str]) -> int:
-        """Return the number of tokens in the field of these names, 0 without one."""
+        """Return the number of tokens in the first field with one of these names; 0 without such a field."""
         found = self.find(names)
         return found.number if found else 0
 
     def sum(self, names: Iterable[str]) -> int:
-        """Return the sum of the fields of these names."""
+        """Return the sum of the fields with these names."""
         return sum(self.by_name[name].number for name in names if name in self.by_name)
 
 
@@ -137,7 +137,7 @@ def read_length(value: object) -> object:
 
 def read_lengths(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return `input_length` and `output_length` of a line, unless they are missing. Raise ArgumentError for contradictory
-    lengths, and for cached tokens that may be in the length or beside it.
+    lengths, and for cached tokens that may be in the length or apart from it.
 
     >>> read_lengths({"usage": {"input_tokens": 50, "cache_read_input_tokens": 1000, "output_tokens": 7}})
     {'input_length': 1050, 'output_length': 7}
@@ -173,9 +173,9 @@ def has_cached_count(fields: Mapping[str, Any]) -> bool:
 
 
 def _list_counts(fields: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Count]]:
-    """Yield the fields with tokens by their plain names, also those in wrappers and in columns such as `usage.input_tokens`; as
-    DETAIL those in the details of a length, as UNKNOWN cached tokens in other places. Raise ArgumentError for a line of several
-    requests.
+    """Yield the fields with tokens by their plain names, also in wrappers and in columns such as `usage.input_tokens`. Fields
+    in the details of a length are named DETAIL, cached tokens in other places UNKNOWN. Raise ArgumentError for a line of
+    several requests.
     """
     for name, value in fields.items():
         if value is None or not (isinstance(value, dict) or _may_count(name)):
@@ -203,13 +203,13 @@ def _list_counts(fields: Mapping[str, Any], path: tuple[str, ...] = ()) -> Itera
 
 
 def _is_cached(words: list[str]) -> bool:
-    """Whether a field is a number of cached tokens by its own plain name and that of its object."""
+    """Whether a field counts cached tokens, by its own plain name and the plain name of the object around it."""
     joined = "".join(words).replace("tokeniz", "")
     return ("cach" in joined and "token" in joined) or not IN_DETAILS.isdisjoint((joined, words[-1]))
 
 
 def _check_unknown(counts: Counts) -> None:
-    """Raise ArgumentError for cached tokens in an unknown place, unless the line has the whole prompt or their number."""
+    """Raise ArgumentError for cached tokens in unknown places, unless a known one has their number, or the whole prompt."""
     if WHOLE in counts.by_name:
         return
     known = [count.number for count in (*counts.details, *(counts.by_name[name] for name in CACHED if name in counts.by_name))]
@@ -277,8 +277,8 @@ def _list_choices(name: str, number: int, apart: int, unclear: int, counts: Coun
 
 
 def _check_total(counts: Counts, input_length: Any, output_length: Any) -> Any:
-    """Return the length of the answer, with the reasoning that some services count beside it; without one, what the total of
-    the line leaves. Raise ArgumentError if the sum of the lengths is not the total.
+    """Return the length of the answer, with the reasoning that some services count apart from it; if it is missing, the total
+    less the prompt. Raise ArgumentError if the sum of the lengths is not the total.
     """
     total = counts.find(TOTALS)
     if total is None or not total.number:

@@ -69,6 +69,6 @@ def require_times(trace: str, loaded: Trace) -> None:
 
 
 def report_notes(loaded: Trace) -> None:
-    """Print unknown properties of the trace to standard error, unless the report has them."""
+    """Print unknown properties of the trace to standard error, for commands that print no report."""
     for note in loaded.notes:
         click.echo(note, err=True)

@@ -12,12 +12,12 @@ ids. Tokens without an id are equal to no others.
 
 `session_id` is the same for all turns of a chat or steps of an agent. `pause`, only with a session, is the time in ms from the
 end of the session's previous request to the arrival of this one. `delay` replaces both `timestamp` and `pause` if ends are
-unknown: the previous request counts as ended at its arrival.
+unknown: it counts from the arrival of the session's previous request, which is taken as the end of that request.
 
-Files of other tools are read too: `fields` has other names, `lengths` lengths with cached tokens apart, `documents` arrays and
-objects over several lines, `conversations` lines of several requests, `turns` lengths of what a turn adds. Notes name missing
-fields: without `hash_ids` prompts share nothing, without `output_length` there are no answers, without any `timestamp` there
-are no times.
+Files of other tools are read too, by other modules: `fields` reads other names, `lengths` cached tokens counted apart,
+`documents` arrays and objects over several lines, `conversations` lines of several requests, `turns` lengths of what a turn
+adds. Notes name missing fields: without `hash_ids` prompts share nothing, without `output_length` there are no answers, without
+any `timestamp` there are no times.
 """
 
 import errno
@@ -54,9 +54,9 @@ from pagepool.replay.traces.turns import ANSWERS_APART, Turns
 from pagepool.specs import cdiv
 
 MAX_TOKEN_IDS = 2**31  # token ids are int32, and each block has its own
-TURN_BLOCK_SIZE = 16  # tokens of an id of a conversation without ids
+TURN_BLOCK_SIZE = 16  # tokens per id that a conversation without ids is given
 TIME_UNITS = {"ms": 1, "s": 1000}  # ms
-NUM_IDS_FOR_A_GUESS = 5  # with fewer blocks, ids of full blocks only, or one extra id, would fit another size
+NUM_IDS_FOR_A_GUESS = 5  # with fewer, a missing id of a partial block, or an extra id, would fit another size
 # A trace may be in seconds if it has many requests in a short time or many per second: read as ms, a day would pass in 86 s.
 MANY_REQUESTS, BRIEF_SECONDS, MAX_RATE = 10, 100, 10
 LATEST = 100_000_000_000_000  # ms, the year 5138: microseconds since 1970 are later
@@ -125,7 +125,7 @@ class Reading:
     """Maker of records from the fields of lines. It keeps the properties common to all lines."""
 
     def __init__(self, block_size: int | None, time_unit: str | None) -> None:
-        """`block_size` None is the lines' own, or the one that fits their lengths and ids; `time_unit` None is ms."""
+        """With `block_size` None it is the lines' own, or the one that fits lengths and ids; `time_unit` None means ms."""
         self.records: list[TraceRecord] = []
         self.has_times = False
         self._lines: list[int] = []
@@ -139,7 +139,7 @@ class Reading:
         self._num_without_output = 0
         self._sizes = range(1, MAX_TOKEN_IDS)  # possible block sizes
         self._most_ids = 0
-        self._misfit: tuple[int, ArgumentError] | None = None  # the first line without a fit for 512
+        self._misfit: tuple[int, ArgumentError] | None = None  # first line whose ids do not fit blocks of 512
         self._turns = Turns()
         self._is_unordered = False
         self._clocks: set[int] = set()  # conversations whose times count from their own begin
@@ -216,7 +216,7 @@ class Reading:
 
     def _check_blocks(self, record: TraceRecord, line: int, *, has_own_size: bool) -> None:
         """Raise ArgumentError for another block size than before, or if the number of ids does not fit a given size. If no size
-        is given, note which ones fit.
+        is given, note which sizes fit.
         """
         self._has_own_size |= has_own_size or record.output_hash_ids is not None
         if self.records and record.block_size != self.records[-1].block_size:
@@ -275,7 +275,7 @@ class Reading:
         return Trace(self.records, notes, (self._has_unit if self.has_times else None), self._lines)
 
     def _find_block_size(self) -> int:
-        """Return the tokens of an id: those of the trace if it has ids or says so."""
+        """Return the tokens per id: the trace's own number if it has ids or names a size, otherwise `TURN_BLOCK_SIZE`."""
         if self._block_size is not None or self._has_own_size or any(record.hash_ids for record in self.records):
             return self.records[0].block_size if self.records else BLOCK_SIZE
         return TURN_BLOCK_SIZE
@@ -393,7 +393,7 @@ def _make_token_ids(record: TraceRecord, block_numbers: Sequence[int], seed: Seq
 
 
 def _make_turns(records: Sequence[TraceRecord]) -> list[Turn | None]:
-    """Make the turns of sessions, None for requests without one. Without a pause, the previous request counts as ended at its
+    """Return the turn of each request, None without a session. Without a pause, the previous request counts as ended at its
     arrival.
     """
     turns: list[Turn | None] = []
@@ -416,7 +416,7 @@ def make_requests(
     records: Sequence[TraceRecord], source: str = "trace", seed: int = 0, lines: Sequence[int] | None = None
 ) -> list[SimulatedRequest]:
     """Make a request from each record, in order, named by source and line number: counted from 1, unless `lines` has the
-    numbers. Several requests of one line also have their number in it.
+    numbers. Several requests in one line are also numbered within it.
 
     Equal hash ids give equal tokens, different ones different tokens. Tokens without an id depend only on `seed` (at least 0),
     place in the trace and position. Raise `TraceError` if the blocks have more than 2**31 tokens together. O(hash ids); the

@@ -43,10 +43,10 @@ class Recorder:
 
     The trace has one id for each `block_size` tokens, by default a page: 63 bits of a digest under a random key, which is not
     stored. Equal prompts have equal ids within one recording, and different ids in different recordings. A request's
-    `session_id` is recorded as a digest under the same key, with the pause since the last end of a request of the session, if
-    any. Lengths and times (ms since the recorder was created) are recorded as they are.
+    `session_id` is recorded as a digest under the same key, with the pause since the session's last request ended, if any.
+    Lengths and times (ms since the recorder was created) are recorded as they are.
 
-    The file appears at `path` when the recorder is closed. A killed process leaves a `.part` file beside it; an exception
+    The file appears at `path` when the recorder is closed. A killed process leaves a `.part` file next to it; an exception
     within `with` leaves the trace recorded so far. A path ending in `.gz` is compressed.
 
     A replay one request at a time (`--max-num-seqs 1`), with as many pages of `block_size` tokens, has exactly the engine's
@@ -109,7 +109,7 @@ class Recorder:
         self._entries.append(entry)
 
     def finish(self, request: Request) -> None:
-        """Record the end: the request's tokens are now prompt and answer. It may be another object than at the start. Do
+        """Record the end: the request's tokens are now prompt and answer. `request` may be another object than at the start. Do
         nothing for a request that was not started. Raise ArgumentError if tokens were removed. O(tokens).
         """
         request_id = id_of(request)

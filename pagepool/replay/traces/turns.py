@@ -1,4 +1,4 @@
-"""Conversations whose turns say what they add to those before: their whole prompts, and ids of the blocks that they share."""
+"""Conversations whose turns have only the lengths that they add: their whole prompts, and ids of the blocks that they share."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -11,22 +11,22 @@ from pagepool.specs import cdiv
 
 ANSWERS_APART, ANSWERS_WITHIN = "deltas_without_responses", "deltas_with_responses"
 MAX_LENGTH = 1 << 24
-"""The most tokens of a conversation whose blocks are given ids."""
+"""The largest number of tokens in a conversation whose blocks are given ids."""
 
 MODES = {ANSWERS_APART: True, ANSWERS_WITHIN: True, "message_array_with_responses": False}
-"""AIPerf's names of what a turn has, and whether it adds to the turns before."""
+"""AIPerf's names for the contents of a turn, each with whether its length adds to the turns before."""
 
 
 class Turns:
     """The turns of all sessions of a trace."""
 
     def __init__(self) -> None:
-        """Know no session yet. Count turns whose sessions' lengths were added, and those shorter than the turn before."""
+        """Begin without sessions. `num_added` counts turns with earlier lengths added, `num_shorter` those that shrank."""
         self.num_added = self.num_shorter = 0
-        self._lengths: dict[str, int] = {}  # tokens of the last turn of each session, and of its answer
-        self._places: dict[str, list[int]] = {}  # records without ids
+        self._lengths: dict[str, int] = {}  # tokens of each session's last turn and its answer
+        self._places: dict[str, list[int]] = {}  # records without ids, by session
         self._with_ids: dict[str, bool] = {}  # whether the turns of a session have ids
-        self._growing: dict[str, bool] = {}  # whether answers are added too
+        self._growing: dict[str, bool] = {}  # whether the answers of a session are added too
 
     def find_length(self, fields: Fields, session_id: object, input_length: object) -> object:
         """Return the length of a whole prompt. Raise ArgumentError for a mode that is not understood."""

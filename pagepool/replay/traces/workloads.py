@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from pagepool.replay.traces.arrivals import MAX_LENGTH, Arrival, Part, Popularity, Source, blend, in_order
 
-START_TIME = -3000.0  # time before 0 with chats and agents, so that many are active at 0
+START_TIME = -3000.0  # chats and agents begin here, so that many are active at 0
 LONG_PAUSE = 20  # factor of a usual pause: an agent waits for a person
-MAX_NUM_DOCUMENTS = 3  # tokens in a prompt
+MAX_NUM_DOCUMENTS = 3  # in a prompt
 
 
 class Conversations:
