@@ -76,7 +76,7 @@ class CacheCoordinator:
 
 
 class HybridCacheCoordinator(CacheCoordinator):
-    """Coordinator of any number of groups, of any kinds, page sizes and order."""
+    """Coordinator of any number of groups, whatever their kinds, page sizes and order."""
 
     @cached_property
     def single_type_managers(self) -> tuple[SingleTypeCacheManager, ...]:

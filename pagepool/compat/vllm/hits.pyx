@@ -1,4 +1,4 @@
-"""The longest cached prefix of a request, compiled: for full attention from the first block on, for a window from the last back.
+"""The longest cached prefix of a request, compiled: of full attention from the first block on, of a window from the last back.
 
 The functions replace class methods of vLLM's managers for both kinds, with the same results. Hits that end inside a block, lazy
 lists of hashes, and foreign pools are left to vLLM's own methods.

@@ -32,7 +32,7 @@ cdef class Plan:
     cdef int64_t alignment          # hits of several groups end at multiples of it, in tokens; 0: anywhere
     cdef bint is_hybrid
     cdef bint has_others            # some group is of another kind
-    cdef bint needs_processed       # some group gives blocks back by processed tokens
+    cdef bint needs_processed       # some group gives blocks back as tokens are processed
 
 
 cdef enum:

@@ -23,7 +23,7 @@ MAX_DEATHS_IN_A_ROW = 3
 
 
 class Replicas(ABC):
-    """The replicas, independent of where they run."""
+    """The replicas of a fleet, wherever they run."""
 
     def __init__(self, num_replicas: int, settings: ReplicaSettings, records: Sequence[TraceRecord]) -> None:
         """Start all replicas."""

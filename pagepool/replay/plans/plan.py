@@ -39,12 +39,12 @@ class PoolFigures:
 
     @property
     def lru_hit_rate(self) -> float:
-        """LRU's share of all prompt tokens: see `find_hit_rate`."""
+        """Share of all prompt tokens that hit with LRU: see `find_hit_rate`."""
         return find_hit_rate(self.lru_hit_tokens, self.prompt_tokens, self.skipped_prompt_tokens)
 
     @property
     def best_hit_rate(self) -> float:
-        """The optimal policy's share of all prompt tokens."""
+        """Share of all prompt tokens that hit with the optimal policy."""
         return find_hit_rate(self.best_hit_tokens, self.prompt_tokens, self.skipped_prompt_tokens)
 
 

@@ -15,7 +15,7 @@ MAX_LENGTH = 2**31 - 1  # tokens
 @dataclass(frozen=True, slots=True)
 class TraceRecord:
     """One request of a trace: arrival in ms, lengths in tokens, one id for each `block_size` tokens of input, or none if
-    prefixes are unknown. If known, also ids of the full blocks of the answer, the session, and the ms since the end of the
+    prefixes are unknown. Where known, it also has ids of the answer's full blocks, the session, and the ms since the end of the
     session's previous request. Raises ArgumentError or ArgumentTypeError unless the timestamp is a number below 2**53, the
     pause a number from 0 to below 2**53, the lengths are ints below 2**31, the ids are lists or tuples of ints or strings, and
     the session is a string; a pause needs a session.

@@ -29,7 +29,7 @@ class Turns:
         self._growing: dict[str, bool] = {}  # whether the answers of a session are added too
 
     def find_length(self, fields: Fields, session_id: object, input_length: object) -> object:
-        """Return the length of a whole prompt. Raise ArgumentError for a mode that is not understood."""
+        """Return the length of the whole prompt of a line. Raise ArgumentError for a mode that is not understood."""
         mode = fields.get("context_mode")
         has_ids = bool(fields.get("hash_ids"))
         if mode is None:
@@ -67,7 +67,7 @@ class Turns:
             raise ArgumentError(f"{difference}: whether its length is that of the whole prompt is not understood")
 
     def add(self, record: TraceRecord, place: int) -> None:
-        """Remember a record of the trace by its place."""
+        """Remember the record at index `place` of the trace."""
         if record.session_id is None:
             return
         has_answers = self._growing.get(record.session_id, True)
