@@ -248,7 +248,7 @@ def read_layers(items: object, name: str, num_layers: int, first: int = 0) -> se
 
 
 def read_int(config: Config, name: str, maximum: int = MAX_NUMBER) -> int:
-    """Return a config's positive int. Raise ArgumentError if it is missing or out of range, ArgumentTypeError for other types."""
+    """Return a positive int. Raise ArgumentError if the field is missing or out of range, ArgumentTypeError for other types."""
     if config.get(name) is None:
         raise ArgumentError(f"lacks {name}")
     number = require_int(name, config[name], minimum=1)
