@@ -357,7 +357,7 @@ class Lease:
     `CacheManager.lease`.
 
     A ``with`` block releases the lease at its end. ``page_ids`` are the leased pages; ``len()`` counts them. With several
-    pools each id counts in the pool of its group, and ``page_ids_by_pool`` has the ids of each pool by its name. ``is_held``
+    pools an id counts within the pool of its group; ``page_ids_by_pool`` has the ids of each pool by its name. ``is_held``
     is False once the lease was released or has ended.
     """
 
@@ -370,7 +370,7 @@ class Lease:
     def page_ids_by_pool(self) -> dict[str, list[int]]: ...
     def __len__(self) -> int: ...
     def extend(self, seconds: float) -> None:
-        """Let the lease end `seconds` from now. ArgumentError if it has ended or has no end, and unless `seconds` is finite and
+        """Let the lease end `seconds` from now. ArgumentError if it has ended or never ends, and unless `seconds` is finite and
         above 0.
         """
     def release(self) -> None:
@@ -577,12 +577,12 @@ class StepResult:
         """The rows of the step, as they were numbered in the calls: int32 ``[len(step)]``, a copy in the order of the calls."""
     @property
     def new_page_ids(self) -> npt.NDArray[np.int32]:
-        """Ids of the new pages: int32 ``[num_new_pages]``, a copy. Those of a row stand group by group. Pages of admitted rows
-        are not listed.
+        """Ids of the new pages: int32 ``[num_new_pages]``, a copy, by row and then by group. Pages of admitted rows are
+        not listed.
         """
     @property
     def new_page_rows(self) -> npt.NDArray[np.int32]:
-        """The row of each new page: int32 ``[num_new_pages]``, a copy. Rows stand in the order of the calls."""
+        """The row of each new page: int32 ``[num_new_pages]``, a copy, in the order of the calls."""
     @property
     def new_page_groups(self) -> npt.NDArray[np.int32]:
         """The cache group of each new page: int32 ``[num_new_pages]``, a copy."""
@@ -609,7 +609,7 @@ class InputArrays:
         pad_last: int,
         puts_single_first: bool,
     ) -> None:
-        """Take the rows of a batch, or `tables` with their page sizes and an int32 matrix of token ids, or None. `fields` are
+        """Take the rows of a batch, or `tables` with their page sizes and an int32 matrix of token ids (or None). `fields` are
         tuples of a name, a group, and an array for each of `depth` sets.
         """
     def fill(
@@ -626,7 +626,7 @@ class InputArrays:
 
         `step` is a step of the batch: its rows, and the tokens planned for each, with drafts. Without it `rows` do not repeat,
         and row ``rows[i]`` computes its tokens ``starts[i]`` to ``stops[i] - 1``, which have slots. The arrays are padded to
-        `num_tokens` and `num_reqs` (None: whole); what lies behind stays. Unknown tokens have the ids of
+        `num_tokens` and `num_reqs` (None: their length); values behind these stay. Unknown tokens get the ids in
         ``draft_token_ids[i]``, int32, or -1.
 
         Raise ArgumentError for a step of another batch, a settled one, or one whose rows were planned again, cut, moved or
@@ -665,10 +665,10 @@ class RunningRows:
     ) -> None:
         """`tables` are `TableRows`, one for each of the `groups`; these are `CacheGroups`, or an argument for them. With
         `caches_computed` pages are cached once the steps that computed them are settled. `key`, `algorithm` and
-        `hash_lookahead` are those of a `HashChain`.
+        `hash_lookahead` are as in `HashChain`.
         """
     def _forget_refusal(self) -> None:
-        """Let `refusal` be None, after an error."""
+        """Reset `refusal` to None, after an error."""
     def _is_refused_still(
         self,
         row: int,
@@ -694,15 +694,15 @@ class RunningRows:
         """Plan a step: give each row slots for its next tokens, row by row in the given order.
 
         `rows` is a list or an int array without repeats; `num_tokens` and `num_drafts` are a number for all rows or one for
-        each. A row with known tokens that no step computes gets slots for the next `num_tokens` of them. A row without gets one
-        for the token that a step in flight samples; at most `max_steps_ahead` such steps may be unsettled. `num_drafts` slots
-        lie behind these: the step computes them too, but not inside a prompt, where they are room for later. Slots are for the
-        longest outcome, and fall by the rejected drafts as a step is settled.
+        each. A row with known tokens that no step computes gets slots for the next `num_tokens` of them. Any other row gets one
+        for the token that a step in flight samples; at most `max_steps_ahead` such steps may be unsettled. Behind these lie
+        `num_drafts` slots: the step computes drafts there or, inside a prompt, leaves them as room for later. Positions are
+        planned as if all drafts were accepted, and move back by the rejected drafts when a step is settled.
 
         For each row, what earlier steps have made final is cached, and pages that fell out of the attention window are given
         back; then the missing pages are taken, then full pages are cached. The first row that does not fit stops the call and
         stays as it was: preempt, and call again from ``num_grown``. With `step` the rows are added to a step, which is
-        returned. A plan says that the step `max_steps_ahead` + 1 before it has run.
+        returned. A plan implies that the step `max_steps_ahead` + 1 before it has run.
 
         ArgumentError for more tokens than a row has left, for rows not admitted, pending, repeated, or in the step already, for
         a row with nothing to compute, and for a step of another batch, or a settled one; RowOverflowError for a row that may be
@@ -731,7 +731,7 @@ class RunningRows:
         for its steps.
 
         `rows` and `token_ids` are lists or int arrays of one length; rows do not repeat. Each row gets its token, and a slot
-        for it. Drafts of its last step are rejected: `settle` tells accepted ones. The first row that does not fit stops the
+        for it. Drafts of its last step are rejected: only `settle` can accept drafts. The first row that does not fit stops the
         call and gets no token. With `step` the rows are added to a step, which is returned. Nothing has changed after an error:
         RowOverflowError for a row that is full, ArgumentError for one with known tokens to compute, such as one in the middle
         of its prompt, and for one with two steps in flight, and the errors of `plan`. O(rows + new pages), native.
@@ -743,18 +743,18 @@ class RunningRows:
 
         `token_ids` are the tokens of all rows, one row after another in the order of ``step.rows``. ``counts[i]`` is the number
         of tokens of row i, or one number for all: at most one more than the row's drafts, and 0 inside a prompt, or where the
-        engine tells the token by `append`. None means one each; without `token_ids`, none. Computed tokens then include the
-        accepted drafts, and the sampled token that a later step has in flight. Slots of rejected drafts stay.
+        engine passes the token to `append`. None means one each or, without `token_ids`, 0 each. Computed tokens then include
+        the accepted drafts, and the sampled token if a later step computes it. Slots of rejected drafts stay.
 
-        Return where the tokens of each row went: its row, which may have moved, or -1 for a request that was released since,
-        or whose tokens were cut; its tokens are dropped. int32 ``[len(step)]``. Steps of a row that sample tokens are settled
-        in the order of their launch; they end the chunks of its prompt before them, too.
+        Return the row to which the tokens of each row went, since rows may have moved: int32 ``[len(step)]``. It is -1 if the
+        request was released since, or its tokens were cut; then these tokens are dropped. Steps of a row that sample tokens are
+        settled in the order of their launch; each also ends the row's part in earlier steps, for chunks of its prompt.
 
-        With `failed` the step has failed, and with it all later ones of the batch. Pages that they should have filled lose
-        their entries, whoever has hit them. Each row goes back to the tokens before its first failed step, and a row that has
-        hit such a page to the first token of this page; `plan` computes the others again. Return the rows that cannot go back,
-        and are released: they have a state, wait for tokens from elsewhere, have moves due, or need pages again that a window
-        gave back. int32, in ascending order. Known tokens stay, and later steps have nothing to settle.
+        With `failed` the step has failed, and with it all later steps of the batch. Pages that these should have filled lose
+        their entries, even if other rows have hit them. Each row goes back to the tokens before its first failed step, and a
+        row that has hit such a page to the first token of this page; `plan` computes later tokens again. Return the rows that
+        cannot go back, and are released: they have a state, wait for tokens from elsewhere, have moves due, or need pages again
+        that a window gave back. int32, in ascending order. Known tokens stay, and later steps have nothing to settle.
 
         ArgumentError, and nothing changed, for a wrong number of tokens, for none where a later step computes them, for
         negative ones, for rows that got their token otherwise, for tokens of a failed step, and for a step of another batch, or
@@ -765,18 +765,18 @@ class RunningRows:
     def append(self, rows: _Ids, token_ids: _Ids) -> None:
         """Append one known token to each row, without room for it yet. Rows may repeat, for several tokens in order.
 
-        If a step in flight samples the row's next token, this is its token: its drafts are rejected, and `settle` tells no
-        other. ArgumentError, and nothing changed, for rows that are not admitted, and where a later step in flight computes
-        the token; RowOverflowError where a row would be too long. O(rows).
+        If a step in flight samples the row's next token, this is that token: the drafts of the step are rejected, and `settle`
+        takes no token for it. ArgumentError, and nothing changed, for rows that are not admitted, and where a later step in
+        flight computes the token; RowOverflowError where a row would be too long. O(rows).
         """
     def trim(self, rows: _Ids, num_tokens: _Amounts) -> None:
-        """Cut the known tokens of rows, as for rejected drafts, to `num_tokens`, a number for all rows or one for each.
+        """Cut the known tokens of rows to `num_tokens` (a number for all rows, or one for each), as for rejected drafts.
 
         A row that keeps its ``num_computed_tokens`` keeps all its pages: they are slots for its next tokens. Where computed
         tokens are cut, the pages behind the cut are given back, the last first, and lose their entries unless they have other
         holders. If the page at the cut has other holders, it is given back as well, and its first tokens have to be computed
-        again: ``num_computed_tokens`` says so. Pages of other groups with these tokens, and those behind, are then given back
-        too if they have other holders. With a hash lookahead of L tokens the last L tokens before the cut count as changed: the
+        again: ``num_computed_tokens`` says so. Pages of other groups, from these tokens on, are then given back too if they
+        have other holders. With a hash lookahead of L tokens the last L tokens before the cut count as changed: the
         drafter writes their slots again, so their pages lose their entries as well, and shared ones are computed again.
 
         ArgumentError, and nothing changed, for more tokens than a row knows, and while steps in flight compute tokens behind
@@ -790,8 +790,8 @@ class RunningRows:
         wanted later are evicted before those wanted sooner (see `CacheManager.expect`). Infinity means never again; None leaves
         what `expect` said.
 
-        A row may be released while its steps are in flight: they have nothing to tell then. If one fails, its pages lose their
-        entries.
+        A row may be released while its steps are in flight: they have nothing to settle then. If such a step fails, the pages
+        that it should have filled lose their entries.
 
         ArgumentError, and nothing changed, for rows that are not admitted or repeated, for seconds below 0, and for a wrong
         number of seconds; DoubleFreeError if somebody else gave one of the pages back. O(pages).
@@ -826,8 +826,8 @@ class RunningRows:
 
         Until then the row's new pages are not cached, and `plan`, `step`, `trim` and `fork` raise ArgumentError for it;
         `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists, once
-        the due moves are made. It may leave out pages that lie behind the window of all later tokens: those are
-        given back. With a state all tokens have to arrive.
+        the due moves are made. It may leave out pages to which no later token attends: these are given back. With a state all
+        tokens have to arrive.
 
         ArgumentError for a row that is not pending, for more tokens than it waits for, and with a state for fewer;
         MovesDueError while moves of its pages are due. Nothing has changed then. O(pages cached).
@@ -864,7 +864,7 @@ class RunningRows:
         """Take the moves that are due, with the writes of the batch's states."""
 
     def get_page_ids(self, row: int) -> tuple[list[int], ...]:
-        """Return the ids of a row's pages, a list for each group, with the null page, 0, for skipped pages. O(pages)."""
+        """Return the ids of a row's pages: a list for each group, with 0, the null page, for skipped pages. O(pages)."""
 
 @final
 class RowRequest:

@@ -1,16 +1,16 @@
 # Rows of a running batch. The caller holds the locks of the batch, the store and the tables, and has checked the rows.
 #
 # A `Batch` keeps for each row its known tokens, a `RowRecord` with the counts that every step reads, a ring of launches, and a
-# `Row` with everything else. A call that plans rows is a `Growth`. It first checks all rows, and lists those that need more
-# than counting as `DueRow`s; then it does their work, and advances the counts of the others.
+# `Row` with everything else. A call that plans rows is a `Growth`. It first checks all rows, and lists those that need work
+# besides counting as `DueRow`s; then it does this work, and advances the counts of the other rows.
 #
 # Always, for each row:
 # - ``num_tokens <= max_num_tokens``; a pending row has ``num_computed + num_external < num_tokens``.
-# - `num_hashed` digests are those of its tokens and extra keys: at most `count_hashable` of its tokens once admitted.
-# - `next_plan` is 0 in a free row and 1 in a pending one. In others no page is to be taken, cached or skipped, and the row is
-#   not full, below `next_plan` planned positions.
+# - The first `num_hashed` digests match its tokens and extra keys; an admitted row has at most `count_hashable` of them.
+# - `next_plan` is 0 in a free row and 1 in a pending one. While a running row has fewer planned positions than that, no page
+#   is to be taken, cached or skipped, and the row is not full.
 # - A free row has no token, no page, no context and no session.
-# - `holding` leads to the batch's groups, and the tables show its pages.
+# - `holding` points to the batch's groups, and the tables show its pages.
 # A `Growth` has ``num_due <= num_rows``, ``num_new <= max_num_new`` and ``num_grown <= num_rows``. Between calls no page waits
 # to be hashed.
 
@@ -39,22 +39,22 @@ from pagepool.core.tables cimport Table, blank, clear_from, write_ids
 cdef struct ExtraKey:         # bytes hashed with a page's tokens
     const uint8_t *data
     Py_ssize_t size           # 0: none
-    Py_ssize_t page           # a row has those of all other pages first, with OTHER_PAGES, and LAST_PAGE ends its keys
+    Py_ssize_t page           # OTHER_PAGES in a row's first key, for pages without their own; LAST_PAGE in the last
 
 cdef enum:
     OTHER_PAGES = -1
     LAST_PAGE = 0x7fffffff
 
-cdef struct DueRow:           # a row that needs more than counting
+cdef struct DueRow:           # a row that needs work besides counting
     int32_t at                # its index in the call
     int32_t num_new_pages     # missing pages, at most INT32_MAX
     int32_t num_room          # positions that need slots, drafts included
     int32_t before            # position where its step begins
 
-cdef struct LinesBefore:      # what is over before the step of a due row
+cdef struct LinesBefore:      # how far a due row is before its step
     int32_t num_run           # oldest launches that have run once the step is planned
     int32_t num_final         # final tokens
-    int32_t num_sure          # tokens that windows need not keep
+    int32_t num_sure          # final tokens that no step in flight writes: pages are skipped by this count
 
 cdef struct Row:              # two cache lines; growth reads the first
     Holding holding
@@ -76,7 +76,7 @@ cdef struct Identity:         # context and session of a row's request
     int32_t context           # journal context of its pages; 0: none
     int32_t session
 
-cdef struct MadeEntry:        # the entry of a page without its holder, filled by a step in flight
+cdef struct MadeEntry:        # the entry of a page given back while the step that fills it is in flight
     int64_t step
     Digest key
     int32_t page_id
@@ -112,8 +112,8 @@ cdef struct Batch:            # rows that run together
     bint has_state            # whether any group is a state
     bint writes_states        # whether steps write checkpoints to pages of their own
     bint caches_computed      # whether pages are cached once the steps that computed them are settled
-    bint caches_late          # whether this is so, or keys have a lookahead
-    bint has_final            # whether this is so, or pages are skipped, or states written: a plan settles what is final before
+    bint caches_late          # whether `caches_computed`, or keys have a lookahead
+    bint has_final            # whether `caches_late`, or pages are skipped, or states written: plans first handle what is final
     bint settles              # whether a step was settled
     WriteList writes
     Fills fills
@@ -123,9 +123,9 @@ cdef struct Batch:            # rows that run together
     OpenStep *open_steps      # NULL: none
     int64_t *stays            # [num_rows] numbers of the requests' stays, which move with the rows; 0: free
     int64_t num_stays         # stays of all rows: each admission and fork begins one
-    int64_t num_cuts          # cuts of computed tokens of all rows
+    int64_t num_cuts          # cuts of computed tokens in all rows
     int64_t num_steps         # steps that have rows
-    int32_t max_steps_ahead   # steps planned before the one that runs is known
+    int32_t max_steps_ahead   # most steps planned behind a running one whose tokens are not known
     Py_ssize_t num_admitted   # admitted rows
     Hashing hashing
 
@@ -133,24 +133,24 @@ cdef struct Amounts:          # a number for each row
     const int32_t *values
     Py_ssize_t stride         # 0: one value serves all rows
 
-cdef struct Planned:          # a row of a call that plans known tokens, or the token in flight
+cdef struct Planned:          # a row in a call of `plan`
     int32_t num_planned       # planned positions after the call
-    int32_t num_sampled       # tokens that the step samples at most; 0 inside a prompt
+    int32_t num_sampled       # most tokens that the step samples; 0 inside a prompt
 
 cdef struct Growth:           # one call that plans rows
     const int32_t *rows
     Py_ssize_t num_rows
     Amounts num_tokens        # known tokens of each row that get slots
     Amounts num_drafts        # drafts behind them
-    const int32_t *token_ids  # a token to append to each row first, which the row's last step sampled; NULL: none
+    const int32_t *token_ids  # the token that each row's last step sampled, to append first; NULL: none
     Planned *planned          # [num_rows]; NULL with `token_ids`
-    int32_t *grown_rows       # [num_rows] a copy of `rows`, in the same memory
+    int32_t *grown_rows       # [num_rows] a copy of `rows`, in the allocation of `planned`
     Py_ssize_t num_grown      # leading rows that have their room
     int64_t step              # number of the step
-    uint32_t told_before      # `told_step` of the rows told as they are checked; 0: there are none
+    uint32_t told_before      # `told_step` that rows had if they got their token as they were checked; 0: none did
     Py_ssize_t num_checked    # leading rows that are checked
-    int64_t num_stays         # the batch's count when the call ended
-    int64_t num_excess        # pages that a row would hold, where that is more than its bank or shard has; else 0
+    int64_t num_stays         # `num_stays` of the batch when the call ended
+    int64_t num_excess        # pages that a row too large for its bank or shard would hold; 0: no row is
     int32_t short_queue       # queue of that bank or shard
     Shortage shortage         # why the first row that did not fit got no pages
     Py_ssize_t num_due        # due rows
@@ -162,7 +162,7 @@ cdef struct Growth:           # one call that plans rows
 
 
 cdef inline void _assert_row(const Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Assert what holds of every row, for functions that return pointers, which cannot have asserts."""
+    """Assert what holds for every row, in place of functions that return pointers: these cannot have asserts."""
     assert 0 <= row < batch.num_rows and batch.max_num_tokens <= batch.tokens_stride
     assert batch.rows[row].holding.groups == batch.groups and batch.rows[row].holding.num_groups == batch.num_groups
 
@@ -178,7 +178,7 @@ cdef inline Held *held_by(const Batch *batch, Py_ssize_t row, Py_ssize_t g) noex
 
 
 cdef inline int32_t offset_of(const Batch *batch, Py_ssize_t g) noexcept nogil:
-    """Return the difference between the records of a group's pages and their ids."""
+    """Return the number that turns the id of a group's page into the index of its record, by addition."""
     return batch.pool.banks[batch.groups[g].bank].start - 1
 
 
@@ -204,14 +204,14 @@ cdef inline Contents contents_of_row(const Batch *batch, Py_ssize_t row, Py_ssiz
 cdef inline Contents contents_for(
     const Batch *batch, Py_ssize_t row, Py_ssize_t num_token_ids, Identity identity
 ) noexcept nogil:
-    """Return the hashes of a claimed row and its first tokens, for entries of pages of a request."""
+    """Return the contents of the pages that a request in a claimed row may load: the row's hashes and first tokens."""
     cdef Contents contents = contents_of_row(batch, row, 0)
     contents.num_token_ids, contents.context, contents.session = num_token_ids, identity.context, identity.session
     return contents
 
 
 cdef inline bint has_writes_due(const Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Whether a write of the row's states was not taken."""
+    """Whether a write of the row's states is due."""
     return batch.writes_states and batch.rows[row].write_list == batch.writes.number
 
 
@@ -227,7 +227,7 @@ cdef inline void _assert_launch(const Batch *batch, Py_ssize_t row, Py_ssize_t i
 
 
 cdef inline Launch *_place_of_launch(const Batch *batch, Py_ssize_t row, Py_ssize_t i) noexcept nogil:
-    """Return the place of the launch at index `i`, from the oldest on."""
+    """Return a pointer to the launch at index `i`, counted from the oldest."""
     cdef Py_ssize_t place = batch.records[row].first_launch + i
     _assert_launch(batch, row, i)
     if place >= batch.ring_size:
@@ -236,7 +236,7 @@ cdef inline Launch *_place_of_launch(const Batch *batch, Py_ssize_t row, Py_ssiz
 
 
 cdef inline Launch launch_of(const Batch *batch, Py_ssize_t row, Py_ssize_t i) noexcept nogil:
-    """Return the launch at index `i`, from the oldest on."""
+    """Return the launch at index `i`, counted from the oldest."""
     cdef const RowRecord *record = &batch.records[row]
     cdef uint32_t age = <uint32_t>batch.num_steps - record.told_step
     if record.told_step:
@@ -253,7 +253,7 @@ cdef inline void store_launch(Batch *batch, Py_ssize_t row) noexcept nogil:
 
 
 cdef inline Launch *launch_at(Batch *batch, Py_ssize_t row, Py_ssize_t i) noexcept nogil:
-    """Return the launch at index `i` to be changed."""
+    """Return a pointer to the launch at index `i`, through which it may be changed."""
     store_launch(batch, row)
     return _place_of_launch(batch, row, i)
 
@@ -282,7 +282,7 @@ cdef inline Py_ssize_t count_awaited(const Batch *batch, Py_ssize_t row) noexcep
 
 
 cdef inline Py_ssize_t count_run(const Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Count the oldest launches that have run once a step is planned for the row: all that leave no room in the ring."""
+    """Count the oldest launches that have run once a step is planned for the row: those that the full ring has to drop."""
     cdef Py_ssize_t excess = batch.records[row].num_launches - batch.ring_size + 1
     return max(excess, <Py_ssize_t>0)
 
@@ -307,7 +307,7 @@ cdef inline void add_launch(Batch *batch, Py_ssize_t row, Launch launch) noexcep
 
 
 cdef inline void disown_launches(Batch *batch, Py_ssize_t row, int32_t most) noexcept nogil:
-    """Let the launches sample nothing, and write at most from `most` on, since the row's next tokens are others."""
+    """Let the launches sample nothing, and limit each `before` to `most`: the row's next tokens are not theirs."""
     cdef Launch *launch
     cdef Py_ssize_t i
     for i in range(batch.records[row].num_launches):
@@ -330,7 +330,7 @@ cdef inline void count_run_tokens(Batch *batch, Py_ssize_t row) noexcept nogil:
 
 
 cdef inline int32_t count_keyed(const Batch *batch, int64_t num_tokens) noexcept nogil:
-    """Count the leading tokens of `num_tokens` known ones whose lookahead is known."""
+    """Count those of the first `num_tokens` tokens, all known, whose lookahead is known too."""
     return <int32_t>max(0, num_tokens - batch.hashing.hash_lookahead)
 
 
@@ -358,12 +358,12 @@ cdef inline bint is_keyed(const Batch *batch, Py_ssize_t row, int32_t num_tokens
 
 
 cdef inline int32_t count_hashable(const Batch *batch, int64_t num_tokens) noexcept nogil:
-    """Count the pages of `num_tokens` known tokens whose lookahead is known."""
+    """Count the full pages of `num_tokens` known tokens for which the lookahead is known too."""
     return count_keyed(batch, num_tokens) // batch.hash_page_size
 
 
 cdef inline void cut_hashes(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Forget the digests of tokens that the row knows no more."""
+    """Forget the digests that cover cut tokens."""
     if batch.hash_page_size:
         batch.rows[row].num_hashed = min(batch.rows[row].num_hashed, count_hashable(batch, batch.records[row].num_tokens))
 
@@ -377,7 +377,7 @@ cdef inline int64_t _next_caching(const Batch *batch, int64_t num_full) noexcept
 
 cdef inline void plan_next(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Compute the counts at which this row next needs work: a page to take, cache or skip, or the end of its room. Pages are
-    skipped, and with ``caches="computed"`` cached, one token later: as the step behind theirs is planned.
+    skipped, and with ``caches="computed"`` cached, one token later, when the next step is planned.
     """
     cdef RowRecord *record = &batch.records[row]
     cdef Limits limits = limits_of(holding_of(batch, row))
@@ -410,12 +410,12 @@ cdef inline bint is_row(const Batch *batch, int32_t row) noexcept nogil:
 
 
 cdef inline bint has_due(const Batch *batch, int32_t row) noexcept nogil:
-    """Whether moves of a row at which a call stopped are due. Asked under the locks: another thread may take them soon."""
+    """Whether moves are due for a row at which a call stopped. The locks are held: another thread may take the moves."""
     return is_row(batch, row) and has_row_due(batch, row)
 
 
 cdef inline bint stamp_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nogil:
-    """Copy an admitted row of a call to index `i`; False if it is not admitted, or repeated."""
+    """Copy a row of a call to `checked_rows[i]`; False if it is not admitted, or repeated."""
     if GUARDS and (not is_row(batch, row) or batch.stamps[row] == batch.stamp):
         return False
     assert batch.stamp != 0 and batch.records[row].state != FREE and 0 <= i < batch.num_rows
@@ -425,7 +425,7 @@ cdef inline bint stamp_row(Batch *batch, int32_t row, Py_ssize_t i) noexcept nog
 
 
 cdef inline void start_call(Batch *batch) noexcept nogil:
-    """Begin a call in which no row has been seen."""
+    """Begin a call: no row has its stamp yet."""
     batch.num_ascending = 0
     batch.stamp += 1
     if batch.stamp == 0:
@@ -456,7 +456,7 @@ cdef inline void show_row(Batch *batch, Py_ssize_t row) noexcept nogil:
 # Rows are emptied, get a context, and are exchanged.
 
 cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Make a row free whose pages were given back."""
+    """Free a row whose pages were given back."""
     assert not has_identity(batch, row)
     empty(holding_of(batch, row))
     show_end(batch, row)
@@ -490,13 +490,13 @@ cdef inline bint has_identity(const Batch *batch, Py_ssize_t row) noexcept nogil
 
 
 cdef inline void set_identity(Batch *batch, Py_ssize_t row, Identity identity) noexcept nogil:
-    """Name whose pages the row's next ones are; all zeros: nobody's."""
+    """Set the context and session of the row's next pages; all zeros: none."""
     _set_context(batch, row, identity.context)
     set_session(&batch.pool.sessions, &batch.rows[row].holding.session, identity.session)
 
 
 cdef inline void _set_context(Batch *batch, Py_ssize_t row, int32_t context) noexcept nogil:
-    """Count a context's users. Those of context 0, none, are not counted: a pool without a journal has no other."""
+    """Set the row's context and count its users. Context 0, none, is not counted: a pool without a journal has no other."""
     if batch.rows[row].context:
         assert batch.pool.journal.contexts[batch.rows[row].context].num_users > 0
         batch.pool.journal.contexts[batch.rows[row].context].num_users -= 1
@@ -517,7 +517,7 @@ cdef inline void exchange_rows(Batch *batch, Py_ssize_t first, Py_ssize_t second
     cdef Launch *ring = batch.launches + first * batch.ring_size
     cdef Launch *other = batch.launches + second * batch.ring_size
     assert first != second and batch.records[first].state != CLAIMED and batch.records[second].state != CLAIMED
-    batch.rows[first].num_hashed *= batch.records[first].is_admitted  # a free row's last tokens stay behind
+    batch.rows[first].num_hashed *= batch.records[first].is_admitted  # a free row's tokens are not exchanged
     batch.rows[second].num_hashed *= batch.records[second].is_admitted
     _swap_values(tokens_of(batch, first), tokens_of(batch, second), n)
     batch.records[first], batch.records[second] = batch.records[second], batch.records[first]

@@ -6,7 +6,7 @@ from pagepool.core.rows.batch cimport *
 cdef inline const ExtraKey *find_extra_key(
     const Batch *batch, Py_ssize_t row, Py_ssize_t page, const ExtraKey **next_key
 ) noexcept nogil:
-    """Return the extra keys of a page in a row that has any, and advance `next_key` to the first at or behind the page."""
+    """Return the extra keys of a page in a row that has any, and advance `next_key` to the first key at or behind it."""
     cdef const ExtraKey *key = next_key[0]
     while key.page < page:
         key += 1
@@ -53,7 +53,7 @@ cdef inline Py_ssize_t count_hashed_before(
 
 
 cdef inline void _hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Do what `hash_row` does, but with SipHash let a single page wait for one of another row: two are hashed at once."""
+    """Hash the row as `hash_row` does, but with SipHash let a single page wait for other rows' pages, to be hashed together."""
     cdef Py_ssize_t i = batch.rows[row].num_hashed
     cdef Digest *digests = digests_of(batch, row)
     cdef PageToHash *page
@@ -74,7 +74,7 @@ cdef inline void _hash_later(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
 
 
 cdef inline void cache_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Hash the pages that `num_tokens` tokens fill, whose lookahead is known, and cache them. O(1) if they fill none."""
+    """Hash and cache the pages that the first `num_tokens` tokens, with a known lookahead, fill. O(1) if no page is new."""
     cdef Contents contents
     cdef Py_ssize_t g
     assert batch.records[row].next_settle <= max(0, limits_of(holding_of(batch, row)).num_full)

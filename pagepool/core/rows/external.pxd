@@ -5,7 +5,7 @@ from pagepool.core.rows.settle cimport *
 
 
 cdef inline void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Count the first awaited tokens of a pending row as computed, and let the row run."""
+    """Count the first `num_tokens` awaited tokens of a pending row as computed, and let the row run."""
     cdef Holding *holding = holding_of(batch, row)
     cdef Py_ssize_t g
     assert 0 <= num_tokens <= batch.rows[row].num_external and batch.records[row].state == PENDING
@@ -23,7 +23,7 @@ cdef inline void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) no
 
 
 cdef inline void fail_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Commit the first tokens and give back the pages behind them; with a state, discard all."""
+    """Commit the first `num_tokens` tokens and give back the pages behind them; with a state, discard all tokens."""
     cdef Holding *holding = holding_of(batch, row)
     if batch.has_state:
         batch.records[row].num_computed = batch.rows[row].num_hits = num_tokens = 0

@@ -1,9 +1,9 @@
-# The rows of the inputs that were filled last. A step begins with tokens that the step before samples, and the device puts
-# these in the place of their ids. So `sources` needs the rows of the step before, in order, and the token of each that it
-# samples, whichever inputs of the batch were filled for it.
+# The rows of the inputs that were filled last. A row may begin with a token that the step before samples, whose id only the
+# device knows. So the field `sources` needs the rows of that step, in the order of its inputs, and a number for each token that
+# it samples, whichever inputs of the batch were filled for it.
 #
-# A sampled token is known by its step, or by its position where no steps are in flight, so no step is taken for an earlier one
-# of the same row. A step that is filled again, in any inputs, replaces its fill. A failed step leaves none.
+# The number is that of the step or, if steps are not planned ahead, the token's position: so a step of a row is not mistaken
+# for an earlier one. Filling a step again, in any inputs, replaces its fill. A failed step has no fill.
 #
 # Always: ``0 <= last < capacity``, and a fill has at most as many rows as the batch.
 
@@ -11,7 +11,7 @@ from libc.stdint cimport int64_t
 
 
 cdef enum:
-    NAMED_ROWS = 0            # no step, but rows that the caller named
+    NAMED_ROWS = 0            # in place of a step: the caller named the rows
     TAKEN_BACK = -1
 
 cdef struct FilledRow:        # a row of a step
@@ -20,7 +20,7 @@ cdef struct FilledRow:        # a row of a step
 
 cdef struct Fill:             # the rows of a step, in the order of its inputs
     int64_t step              # number of the step; NAMED_ROWS or TAKEN_BACK
-    int64_t num_cuts          # the batch's count at that time
+    int64_t num_cuts          # `num_cuts` of the batch when the step was filled
     Py_ssize_t num_rows
     FilledRow *rows           # [num_rows], and room for all rows of the batch
 
@@ -31,7 +31,7 @@ cdef struct Fills:            # the last fills, in a ring
 
 
 cdef inline Fill *find_fill_before(const Fills *fills, int64_t step) noexcept nogil:
-    """Return the last fill, but for one of `step`, which may be filled again; NULL if it is not known any more."""
+    """Return the newest fill of another step than `step`, which may be filled again; NULL: there is none."""
     cdef Fill *fill
     cdef Py_ssize_t i
     for i in range(fills.capacity):
@@ -42,7 +42,7 @@ cdef inline Fill *find_fill_before(const Fills *fills, int64_t step) noexcept no
 
 
 cdef inline Fill *begin_fill(Fills *fills, int64_t step) noexcept nogil:
-    """Return the fill behind that of the step before, for its rows."""
+    """Return the place behind the fill of the step before, as the fill of `step`; the caller sets its rows."""
     cdef Fill *before = find_fill_before(fills, step)
     fills.last = before - fills.items + 1 if before != NULL else 0
     if fills.last == fills.capacity:
@@ -52,7 +52,7 @@ cdef inline Fill *begin_fill(Fills *fills, int64_t step) noexcept nogil:
 
 
 cdef inline void take_back_fills(Fills *fills, int64_t step) noexcept nogil:
-    """Forget the fills of a step that failed, and of all later ones."""
+    """Forget the fills of a failed step and of all later steps."""
     cdef Py_ssize_t i
     for i in range(fills.capacity):
         if fills.items[i].step >= step:
@@ -60,8 +60,8 @@ cdef inline void take_back_fills(Fills *fills, int64_t step) noexcept nogil:
 
 
 cdef inline Py_ssize_t place_in(const Fill *fill, Py_ssize_t i, int64_t stay, int64_t number) noexcept nogil:
-    """Return the place of a row, probably `i`, in the fill of the step that samples its token with this number; -1 if another
-    step does.
+    """Return the place of the row with a stay, probably `i`, in a fill whose step samples the row's token `number`; -1 if the
+    step does not.
     """
     cdef Py_ssize_t place = 0
     if i < fill.num_rows and fill.rows[i].stay == stay:

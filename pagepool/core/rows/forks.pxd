@@ -5,7 +5,7 @@ from pagepool.core.rows.settle cimport *
 
 
 cdef inline Py_ssize_t stamp_free_rows(Batch *batch, const int32_t *targets, Py_ssize_t n) noexcept nogil:
-    """Stamp the targets, and return the number of targets before the first that is not free, or repeated."""
+    """Stamp the targets, and return the number of targets before the first that is not free or is repeated."""
     cdef Py_ssize_t i
     start_call(batch)
     for i in range(n):
@@ -18,7 +18,7 @@ cdef inline Py_ssize_t stamp_free_rows(Batch *batch, const int32_t *targets, Py_
 
 
 cdef inline ForkExtent extent_of(const Batch *batch, Py_ssize_t source) noexcept nogil:
-    """Return the extent of the row's forks. They may get other tokens behind the computed ones, in a lookahead too."""
+    """Return the extent of the row's forks. Forks may get other tokens behind the computed ones, and so other lookaheads."""
     return fork_extent(batch.records[source].num_computed, batch.hashing.hash_lookahead)
 
 

@@ -25,12 +25,12 @@ ctypedef fused Value:
     int32_t
     int64_t
 
-cdef struct Field:            # an array of each set
+cdef struct Field:            # one array in each set
     Kind kind
     Py_ssize_t group          # 0 for fields that are not by group
     bint is_wide              # int64, not int32
     Py_buffer *views          # [depth]
-    int32_t *extents          # [depth, max_num_reqs] leading columns of page ids that may be other than 0; NULL: another kind
+    int32_t *extents          # [depth, max_num_reqs] leading page ids of a row that may not be 0; NULL: another kind
 
 
 cdef inline void copy_values(Value *out, const int32_t *values, Py_ssize_t n) noexcept nogil:
@@ -55,7 +55,7 @@ cdef inline void count_up(Value *out, int64_t first, Py_ssize_t n) noexcept nogi
 
 
 cdef inline void write_token_ids(Value *out, const Source *source, const InputStep *step) noexcept nogil:
-    """Write the ids of known tokens, and behind them the row's drafts."""
+    """Write the ids of known tokens, -1 for the tokens in flight, and the drafts behind; without draft ids -1 for these too."""
     cdef const int32_t *tokens
     cdef const int32_t *drafts
     cdef int32_t start, known, stop, begin
@@ -131,7 +131,7 @@ cdef inline void write_slots(
 
 
 cdef inline void write_page_ids(Value *out, const Table *table, int32_t *extents, const InputStep *step) noexcept nogil:
-    """Write the pages of each row, and zeros over those that an earlier step wrote behind them."""
+    """Write the page ids of each row, and zeros over the ids that an earlier step wrote behind them."""
     cdef int32_t num
     cdef Py_ssize_t i
     for i in range(step.num_padded_rows):

@@ -8,7 +8,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t
 from pagepool.core.rows.settle cimport *
 
 
-cdef struct Source:           # what rows have
+cdef struct Source:           # tables and tokens of rows
     const Batch *batch        # NULL: the tables belong to a manager's engine
     Table **tables            # [num_groups]
     int32_t *page_sizes       # [num_groups]
@@ -24,7 +24,7 @@ cdef struct Spans:            # tokens ``[start, stop)`` of each row
     int32_t *starts
     int32_t *stops
     int32_t *known            # where the row's known tokens end, at most `stop`
-    int32_t *drafts           # where its drafts begin: behind the known tokens, or the one that a step in flight samples
+    int32_t *drafts           # where its drafts begin: they are behind the known tokens and the token in flight, if any
 
 cdef struct Listed:           # rows and their tokens, as the caller listed them
     const int32_t *rows
@@ -57,7 +57,7 @@ cdef enum FaultKind:
     NOT_READY                 # not admitted, or pending
     REPEATED
     STALE                     # changed since the call whose result was given
-    ROWS_ADDED_SINCE          # the step has other rows than the call counted
+    ROWS_ADDED_SINCE          # rows were added to the step after the call counted them
     WRONG_SPAN
     FEW_DRAFTS
     WITHOUT_SOURCE            # its first token is sampled by another step than the one filled before
@@ -88,7 +88,7 @@ cdef inline void read_span(
 
 
 cdef inline bint read_launch(const Batch *batch, const Growth *growth, Py_ssize_t at, Spans *spans) noexcept nogil:
-    """Read the positions that a row of a call writes; False if its launch is over, or not its own any more."""
+    """Read the positions that a row of a call writes; False if its launch is over, or is marked NOBODYS."""
     cdef int32_t row = growth.grown_rows[at]
     cdef Launch launch
     cdef Py_ssize_t i = find_launch(batch, row, growth.step)
@@ -139,7 +139,7 @@ cdef inline FaultKind read_lists(const Source *source, const Listed *listed, Spa
 
 
 cdef inline FaultKind count_tokens_of(InputStep *step, const Spans *spans, Py_ssize_t *at) noexcept nogil:
-    """Count the tokens, keys and rows with one token. A row may have as many unknown tokens as drafts."""
+    """Count the tokens, the keys, and the rows with one token. A row may have at most `num_drafts` drafts, if ids are given."""
     cdef const int32_t *starts = spans.starts
     cdef const int32_t *stops = spans.stops
     cdef const int32_t *known = spans.known
@@ -164,7 +164,7 @@ cdef inline FaultKind count_tokens_of(InputStep *step, const Spans *spans, Py_ss
 cdef inline bint find_wrong_page(
     const Source *source, Py_ssize_t group, bint is_wide, const InputStep *step, const Spans *spans, Fault *fault
 ) noexcept nogil:
-    """Whether a token has the null page, or one whose slots do not fit the array of a group."""
+    """Whether a token lies in the null page, or in a page whose slots do not fit the group's array. If so, set the fault."""
     cdef const Table *table = source.tables[group]
     cdef const int32_t *ids
     cdef const int32_t *rows = spans.rows
@@ -215,8 +215,8 @@ cdef inline Py_ssize_t launch_from(const Batch *batch, int32_t row, int32_t star
 
 
 cdef inline int64_t number_sampled(const Batch *batch, int32_t row, int32_t start, int32_t stop) noexcept nogil:
-    """Return what identifies the token sampled behind tokens ``[start, stop)`` of a row; 0 if known tokens follow. With steps
-    in flight it is the number of the step that samples it, otherwise its position.
+    """Return a number for the token sampled behind tokens ``[start, stop)`` of a row; 0 if known tokens follow. It is that of
+    the step in which the token is sampled or, if steps are not planned ahead, the token's position.
     """
     cdef int32_t num_tokens = batch.records[row].num_tokens
     cdef Py_ssize_t i
@@ -229,9 +229,7 @@ cdef inline int64_t number_sampled(const Batch *batch, int32_t row, int32_t star
 
 
 cdef inline int64_t number_of_source(const Batch *batch, int32_t row, int32_t start) noexcept nogil:
-    """Return what identifies the token at position `start`, which is not known, as `number_sampled` does; 0: no step in flight
-    samples it.
-    """
+    """Return the `number_sampled` of the unknown token at position `start`; 0: no step in flight samples the token."""
     cdef Py_ssize_t i
     if batch.max_steps_ahead == 0:
         return start if start == batch.records[row].num_tokens else 0

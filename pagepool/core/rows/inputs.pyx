@@ -20,7 +20,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, RowIndexError, mad
 
 
 cdef enum:
-    MAX_DEPTH = 1 << 10       # sets of inputs, and steps in flight whose fills are known
+    MAX_DEPTH = 1 << 10       # most sets of inputs, and most steps in flight whose fills are kept
 
 INPUT_FIELDS = (
     "token_ids", "positions", "rows", "slots", "query_start_loc", "kv_start_loc", "seq_lens", "last_tokens", "starts",
@@ -28,7 +28,7 @@ INPUT_FIELDS = (
 )
 
 cdef FaultKind read_call(const Source *source, StepResult call, Spans *spans, Py_ssize_t *at) noexcept:
-    """Read the positions that rows of a call write. They must have stayed where they are."""
+    """Read the positions that the rows of a call write. STALE if a row has moved or changed since."""
     cdef const Batch *batch = source.batch
     cdef const Growth *growth = &call.growth
     cdef const int64_t *stays = call.stays.by_row
@@ -55,7 +55,7 @@ cdef tuple checked_lists(object rows, object starts, object stops):
 
 
 cdef bint reserve_fills(Batch *batch) noexcept:
-    """Make room for the fills of all steps that may be in flight, and for the one before; False if memory is short."""
+    """Make room for the fills of all steps that may be in flight, and of the step before them; False if memory is short."""
     cdef Py_ssize_t i, capacity = min(batch.max_steps_ahead, MAX_DEPTH) + 2
     cdef FilledRow *rows
     if batch.fills.items != NULL:
@@ -101,7 +101,7 @@ cdef int take_array(Py_buffer *view, object array, Py_ssize_t length, str name) 
 cdef class InputArrays:
     """The arrays of a step's inputs, in sets that are filled in turn. `pagepool.StepInputs` makes the arrays.
 
-    A call checks everything under the locks of the batch and its tables, or of the tables alone, then writes, and cannot fail.
+    A call takes the locks of the batch and its tables, or of the tables alone, checks everything, then writes and cannot fail.
     """
 
     cdef readonly Py_ssize_t current          # the set that was filled last
@@ -120,18 +120,18 @@ cdef class InputArrays:
     cdef Py_ssize_t num_calls
     cdef bint puts_single_first
     cdef bint has_narrow_keys                 # whether `kv_start_loc` is int32
-    cdef Spans read                           # rows as they are given
+    cdef Spans read                           # the rows in the order of the call
     cdef InputStep step
     cdef int32_t *numbers                     # memory of `read` and `step`, and of page sizes
     cdef int64_t *seen                        # [num_rows] the last call that listed each row
-    cdef list steps                           # the step that fills each set; None: named rows
+    cdef list steps                           # the step whose inputs fill each set; None: named rows
     cdef bint has_sources
 
     def __init__(
         self, RunningRows running, tables, page_sizes, token_ids, num_tokens, num_reqs, depth, fields, pad_slot, pad_last,
         bint puts_single_first,
     ):
-        """Take the rows of a batch, or `tables` with their page sizes and an int32 matrix of token ids, or None. `fields` are
+        """Take the rows of a batch, or `tables` with their page sizes and an int32 matrix of token ids (or None). `fields` are
         tuples of a name, a group, and an array for each of `depth` sets.
         """
         cdef Py_ssize_t i, g, max_num_tokens = size_of(num_tokens, "num_tokens", 1, INT32_MAX - 1)
@@ -224,7 +224,7 @@ cdef class InputArrays:
                 self.source.shifts[i] += 1
 
     cdef int add_field(self, tuple described) except -1:
-        """Take the arrays of a field: one of each set, of its length, contiguous, writable, int32 or int64."""
+        """Take the arrays of a field, one for each set: writable, contiguous, int32 or int64, and of the field's length."""
         cdef Field *field = &self.fields[self.num_fields]
         cdef Py_ssize_t i, group, length
         cdef list given
@@ -290,7 +290,7 @@ cdef class InputArrays:
 
         `step` is a step of the batch: its rows, and the tokens planned for each, with drafts. Without it `rows` do not repeat,
         and row ``rows[i]`` computes its tokens ``starts[i]`` to ``stops[i] - 1``, which have slots. The arrays are padded to
-        `num_tokens` and `num_reqs` (None: whole); what lies behind stays. Unknown tokens have the ids of
+        `num_tokens` and `num_reqs` (None: their length); values behind these stay. Unknown tokens get the ids in
         ``draft_token_ids[i]``, int32, or -1.
 
         Raise ArgumentError for a step of another batch, a settled one, or one whose rows were planned again, cut, moved or
@@ -326,7 +326,7 @@ cdef class InputArrays:
         self.lock()
         filling.num_rows, filling.num_padded_tokens, filling.num_padded_rows = n, num_padded_tokens, num_padded_rows
         filling.drafts, filling.num_drafts = NULL, num_drafts
-        if drafts is not None:  # the pointer says so, also where it leads to none
+        if drafts is not None:  # not NULL even if there are no ids
             filling.drafts = &drafts[0, 0] if n and num_drafts else <const int32_t *>&filling.num_drafts
         fault = self.read_step(result, listed)
         if fault.kind == FAULTLESS:
@@ -418,7 +418,7 @@ cdef class InputArrays:
         return ROWS_ADDED_SINCE if kind == FAULTLESS and first != self.step.num_rows else kind
 
     cdef FaultKind find_sources(self, StepResult result, Py_ssize_t *at) noexcept:
-        """Find the places of the rows among those of the step filled before, where it samples their first tokens."""
+        """Find the places, in the step filled before, of the rows whose first token that step samples; -1 if it is known."""
         cdef const Batch *batch = &self.rows.batch
         cdef const Fill *fill = find_fill_before(&batch.fills, NAMED_ROWS if result is None else result.growth.step)
         cdef int32_t row, start
@@ -437,7 +437,7 @@ cdef class InputArrays:
         return FAULTLESS
 
     cdef void note_fill(self, StepResult result) noexcept:
-        """Note the rows in batch order, and which tokens of theirs are sampled."""
+        """Note the rows, in the order of the arrays, and which token of each row the step samples."""
         cdef Batch *batch = &self.rows.batch
         cdef Spans spans = self.step.spans
         cdef int64_t step = NAMED_ROWS

@@ -40,7 +40,7 @@ cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Gr
 cdef inline bint _has_pages_for(
     const Batch *batch, Py_ssize_t row, int64_t num_new, int64_t num_tokens, Shortage *shortage
 ) noexcept nogil:
-    """Whether the pages that the row lacks for `num_tokens` tokens are free: `num_new` in all. Otherwise set the shortage."""
+    """Whether the `num_new` pages that the row lacks for `num_tokens` tokens are free. If not, set the shortage."""
     cdef int32_t shard = batch.rows[row].shard
     cdef int32_t num_free = batch.pool.num_free if shard < 0 else batch.pool.shard_num_free[shard]
     if exceptional((batch.pool.num_banks > 1) | (num_new > num_free)):
@@ -51,7 +51,7 @@ cdef inline bint _has_pages_for(
 cdef inline bint _has_pages_in_banks(
     const Batch *batch, Py_ssize_t row, int64_t num_new, int64_t num_tokens, Shortage *shortage
 ) noexcept nogil:
-    """Compare the pages that a row lacks with each bank, or with its shard, and set the shortage where they are too few."""
+    """Whether each bank, or the row's shard of it, has the free pages that the row lacks. If not, set the shortage."""
     cdef int64_t[MAX_BANKS] num_new_in
     cdef int32_t bank, queue
     if batch.pool.num_banks == 1:
@@ -71,7 +71,7 @@ cdef inline bint _has_pages_in_banks(
 cdef inline int64_t _find_row_excess(
     const Batch *batch, Py_ssize_t row, int64_t num_tokens, int32_t num_computed, int32_t *queue
 ) noexcept nogil:
-    """Return `find_any_excess` of the row with slots for `num_tokens` tokens, which had `num_computed` before the call."""
+    """Return `find_any_excess` of the row with slots for `num_tokens` tokens, once it has skipped pages for `num_computed`."""
     cdef int64_t[MAX_BANKS] num_new_in
     queue[0] = batch.rows[row].shard
     count_new_in_banks(holding_of(batch, row), num_tokens, num_new_in)
@@ -79,7 +79,7 @@ cdef inline int64_t _find_row_excess(
 
 
 cdef inline LinesBefore _lines_before(const Batch *batch, const Growth *growth, const DueRow *due) noexcept nogil:
-    """Return what is final before the step of a due row whose counts are not advanced yet. The call may tell its last token."""
+    """Return what is final before the step of a due row, with the token that the call tells it. Its counts are not advanced."""
     cdef int32_t row = batch.checked_rows[due.at]
     cdef const RowRecord *record = &batch.records[row]
     cdef bint is_told = growth.token_ids != NULL
@@ -91,7 +91,7 @@ cdef inline LinesBefore _lines_before(const Batch *batch, const Growth *growth, 
 
 
 cdef inline Py_ssize_t _find_too_large(Batch *batch, Growth *growth) noexcept nogil:
-    """Return the index of the first row of a call that no bank or shard can ever hold, and set the excess; the number of rows
+    """Return the index of the first row in a call that its bank or shard can never hold, and set the excess; the number of rows
     if there is none.
     """
     cdef const DueRow *due
@@ -110,7 +110,7 @@ cdef inline Py_ssize_t _find_too_large(Batch *batch, Growth *growth) noexcept no
 
 
 cdef inline bint _is_ready(const Batch *batch, int32_t row) noexcept nogil:
-    """Whether the row runs, nothing of its is due, and it holds the pages that leave it."""
+    """Whether the row runs, no moves of its pages are due, and nobody else gave back a page that is due to be skipped."""
     cdef const RowRecord *record = &batch.records[row]
     if record.state != RUNNING or (rare(record.next_plan == 1) and has_row_due(batch, row)):
         return False
@@ -161,7 +161,7 @@ cdef inline Py_ssize_t copy_rows(Batch *batch, const int32_t *rows, Py_ssize_t n
     return n
 
 
-# Rows are checked, and the due ones noted. A row that is free or pending is never plain: its `next_plan` is at most 1.
+# Rows are checked, and the due ones noted; others are plain. Free and pending rows never are: their `next_plan` is at most 1.
 
 cdef inline bint _check_due_step(Batch *batch, Growth *growth, Py_ssize_t i) noexcept nogil:
     """Note a row that gets a token and may have work to do; False if the call is wrong for it."""
@@ -186,8 +186,8 @@ cdef inline uint32_t _find_told_step(const Batch *batch, const Growth *growth, P
 
 
 cdef inline Py_ssize_t _tell_plain(Batch *batch, const Growth *growth, Py_ssize_t start, Py_ssize_t n) noexcept nogil:
-    """Tell a token to the rows of the last told step that need nothing else, from index `start` on. Return the index of the
-    first other row. Such a row cannot be wrong, and `untell_rows` takes the token back.
+    """Tell rows from index `start` on their token, up to the first row that is due or was not told by step `told_before`, and
+    return the index of that row. A row told here cannot be wrong, and `untell_rows` can take its token back.
     """
     cdef const int32_t *rows = batch.checked_rows
     cdef const int32_t *new_ids = growth.token_ids
@@ -216,7 +216,7 @@ cdef inline Py_ssize_t _tell_plain(Batch *batch, const Growth *growth, Py_ssize_
 
 
 cdef inline void untell_rows(Batch *batch, Growth *growth, Py_ssize_t start) noexcept nogil:
-    """Take the tokens back that `_tell_plain` told to rows from index `start` on."""
+    """Take back the tokens that `_tell_plain` told to rows from index `start` on."""
     cdef RowRecord *record
     cdef Py_ssize_t i, k = 0
     for i in range(start, growth.num_checked if growth.token_ids != NULL else start):
@@ -244,8 +244,8 @@ cdef inline Py_ssize_t _check_steps(Batch *batch, Growth *growth, Py_ssize_t n) 
 
 
 cdef inline bint _check_plan(Batch *batch, Growth *growth, Py_ssize_t i) noexcept nogil:
-    """Check a copied row that computes its next known tokens, or the token in flight where none are left, with drafts behind
-    them; note what it plans. False if the call is wrong for it.
+    """Check a copied row and note what it plans: its next known tokens or, if none are left, the token in flight, and drafts
+    behind these. False if the call is wrong for it.
     """
     cdef int32_t row = batch.checked_rows[i]
     cdef const RowRecord *record = &batch.records[row]
@@ -262,7 +262,7 @@ cdef inline bint _check_plan(Batch *batch, Growth *growth, Py_ssize_t i) noexcep
         if not _is_ready(batch, row):
             return False
         _note_due(batch, growth, i, before, num_room)
-    if num_new < num_left:  # inside a prompt drafts have room alone
+    if num_new < num_left:  # inside a prompt drafts only get room
         growth.planned[i] = Planned(num_planned=before + num_new, num_sampled=0)
     else:
         growth.planned[i] = Planned(num_planned=num_room, num_sampled=num_room - before - num_new + 1)
@@ -279,9 +279,9 @@ cdef inline Py_ssize_t _check_plans(Batch *batch, Growth *growth, Py_ssize_t n) 
 
 
 cdef inline Py_ssize_t check_rows(Batch *batch, Growth *growth) noexcept nogil:
-    """Copy the rows of a call and check them; return the number of rows before the first wrong one, or before the first that no
-    bank or shard can ever hold. It tells a token to each row that needs nothing else, and `untell_rows` takes it back if the
-    call is refused; nothing else changes.
+    """Copy the rows of a call and check them; return the number of rows before the first that is wrong, or that its bank or
+    shard can never hold. Plain rows get their tokens at once, and `untell_rows` takes these back if the call is refused;
+    nothing else changes.
     """
     cdef Py_ssize_t n = copy_rows(batch, growth.rows, growth.num_rows)
     cdef Py_ssize_t num_right = _check_plans(batch, growth, n) if growth.token_ids == NULL else _check_steps(batch, growth, n)
@@ -291,10 +291,10 @@ cdef inline Py_ssize_t check_rows(Batch *batch, Growth *growth) noexcept nogil:
     return num_right
 
 
-# Counts are advanced. A step that tells a token settles the row's last one: its launch is the only one then.
+# Counts are advanced. A call that tells a token settles the row's last step, so the new launch is then the only one.
 
 cdef inline int32_t _advance_row(Batch *batch, const Growth *growth, Py_ssize_t i) noexcept nogil:
-    """Advance the counts of a checked row, but those that follow from its launches. Return the position where its step begins.
+    """Advance the counts of a checked row that do not follow from its launches. Return the position where its step begins.
     """
     cdef int32_t row = batch.checked_rows[i]
     cdef RowRecord *record = &batch.records[row]
@@ -345,14 +345,14 @@ cdef inline bint _has_drafts_in_flight(const Batch *batch, Py_ssize_t row) noexc
 
 
 cdef inline int32_t _count_written(const Batch *batch, Py_ssize_t row, int32_t before) noexcept nogil:
-    """Count the positions up to the last of the row's next step that stays: a known token, or the one in flight, not a draft.
+    """Count the positions up to the last sure one of the row's next step: a known token, or the one in flight, not a draft.
     """
     cdef const RowRecord *record = &batch.records[row]
     return record.num_computed if before < record.num_tokens or _has_drafts_in_flight(batch, row) else before + 1
 
 
 cdef inline void _revert_row(Batch *batch, const Growth *growth, Py_ssize_t row, int32_t num_planned) noexcept nogil:
-    """Revert the counts of a row that was advanced, and got no page."""
+    """Revert the counts of an advanced row that got no pages."""
     batch.records[row].num_tokens -= growth.token_ids != NULL
     batch.records[row].num_planned = num_planned
     count_run_tokens(batch, row)
@@ -367,7 +367,7 @@ cdef inline void _cache_planned(Batch *batch, Py_ssize_t row) noexcept nogil:
 
 
 cdef inline bint _grow_row(Batch *batch, Growth *growth, const DueRow *due) noexcept nogil:
-    """Advance a due row and do its work; False, and no page taken, if too few are free."""
+    """Advance a due row and do its work; False, with no page taken, if too few pages are free."""
     cdef int32_t row = batch.checked_rows[due.at], num_planned = batch.records[row].num_planned
     cdef LinesBefore lines
     assert batch.records[row].state == RUNNING and due.before < due.num_room

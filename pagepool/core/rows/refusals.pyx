@@ -57,7 +57,7 @@ cdef int32_t refuse_unknown(PageStore store, const Batch *batch, int32_t row, Py
 
 
 cdef int32_t refuse_row(PageStore store, const Batch *batch, const int32_t *rows, Py_ssize_t at) except -1:
-    """Return a row of a call without repeats, or raise the error for it."""
+    """Return a row of a call that allows no repeats, or raise the error for the row."""
     cdef Py_ssize_t i
     cdef int32_t row = refuse_unknown(store, batch, rows[at], at)
     for i in range(at):
@@ -74,7 +74,7 @@ cdef int refuse_ahead_of(const Batch *batch, Py_ssize_t row) except -1:
 
 
 cdef int refuse_plan(const Batch *batch, int32_t row, Py_ssize_t at, int32_t num_tokens, int32_t num_drafts) except -1:
-    """Raise if the row has no such tokens to plan."""
+    """Raise if the row cannot plan these numbers of tokens and drafts."""
     cdef int32_t num_planned = batch.records[row].num_planned, num_left = batch.records[row].num_tokens - num_planned
     cdef Py_ssize_t num_awaited = count_awaited(batch, row)
     cdef str name = f"row {row} (at {at})"
@@ -94,7 +94,7 @@ cdef int refuse_plan(const Batch *batch, int32_t row, Py_ssize_t at, int32_t num
 
 
 cdef int refuse_step(const Batch *batch, int32_t row, Py_ssize_t at) except -1:
-    """Raise if the row cannot get a token whose step is settled."""
+    """Raise if the row cannot get the token that its last step sampled."""
     cdef int32_t num_left = batch.records[row].num_tokens - batch.records[row].num_planned
     if batch.records[row].num_tokens >= batch.max_num_tokens:
         refuse_row_length(batch, row, batch.records[row].num_tokens + <int64_t>1)

@@ -12,7 +12,7 @@ cdef enum ReleaseOutcome:
 cdef struct Release:          # how a release of rows ended
     ReleaseOutcome outcome
     Py_ssize_t at             # index of the wrong row
-    int32_t page_id           # the page without references
+    int32_t page_id           # the overdrawn page
 
 
 cdef Release release_rows(

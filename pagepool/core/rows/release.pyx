@@ -23,7 +23,7 @@ cdef bint changes_last_pages(const Batch *batch) noexcept:
 
 
 cdef int32_t find_overdrawn_page(Batch *batch, Py_ssize_t n) noexcept:
-    """Find a page with fewer references than places in the copied rows; NULL_PAGE if there is none."""
+    """Find a page that has fewer references than the copied rows would give back; NULL_PAGE if there is none."""
     cdef Holding *holding
     cdef Py_ssize_t i
     cdef int32_t found, bad = NULL_PAGE
@@ -81,7 +81,7 @@ cdef void cache_last_pages(Batch *batch, Py_ssize_t n) noexcept:
 
 
 cdef void end_row(Batch *batch, Py_ssize_t row, int32_t term, bint has_failed) noexcept:
-    """Make a row free whose pages were given back. Its last states are cached with a term, unless their step has failed."""
+    """Free a row whose pages were given back. Cache its last states with a term, unless their step has failed."""
     cdef Holding *holding = holding_of(batch, row)
     assert batch.records[row].is_admitted and batch.stamps[row] == batch.stamp
     note_row_entries(batch, row)
@@ -98,8 +98,8 @@ cdef void end_row(Batch *batch, Py_ssize_t row, int32_t term, bint has_failed) n
 cdef Release release_rows(
     RowStore rows, PageIds released, PageIds row_terms, PageIds ids, PageIds page_terms, bint has_failed
 ) noexcept:
-    """Give back the pages of rows, and make the rows free, or change nothing. `ids` takes the pages, and `page_terms` their
-    terms, if there are any. Where the rows' steps have failed, nothing more is cached. The locks are held.
+    """Give back the pages of rows and free the rows, or change nothing. List the pages in `ids`, and their terms, if any, in
+    `page_terms`. If the steps of the rows have failed, nothing more is cached. The locks are held.
     """
     cdef Amounts terms = amounts_in(row_terms)
     cdef Py_ssize_t num_right, num_staying = 0, bad, i
@@ -134,7 +134,7 @@ cdef bint reserve_places(const Batch *batch, PageIds ids) noexcept:
 
 
 cdef Release release_lost(RowStore rows, PageIds one, int32_t row, PageIds ids) noexcept:
-    """Release a row whose tokens were not computed, with room for it in `one`, and for its pages in `ids`. The locks are held.
+    """Release a row whose tokens were not computed. `one` has room for the row, and `ids` for its pages. The locks are held.
     """
     one.ids[0], ids.num = row, 0
     return release_rows(rows, one, NO_TERMS, ids, None, True)

@@ -39,7 +39,7 @@ cdef struct Loads:            # loads for which too few pages are free
 
 
 cdef Py_ssize_t count_loads(const Query *query, Py_ssize_t num_hashes, tuple hits, Loads *loads) noexcept:
-    """Count the pages that the hits of a look-up lack. O(hits)."""
+    """Count the hits of a look-up that lack a page, in all and by bank. O(hits)."""
     cdef const Group *group
     cdef Py_ssize_t g, place, num, count = 0
     cdef PageIds found
@@ -56,7 +56,7 @@ cdef Py_ssize_t count_loads(const Query *query, Py_ssize_t num_hashes, tuple hit
 
 
 cdef void add_loads(Demand *demand, const Loads *loads) noexcept:
-    """Add the pages of loads to a priced demand. A loaded checkpoint can become the working page, so it needs none for ever."""
+    """Add the pages of loads to a priced demand. A loaded checkpoint is not new: it can become the working page."""
     cdef int32_t bank
     demand.short_bank = loads.short_bank
     for bank in range(MAX_BANKS):
@@ -73,10 +73,10 @@ cdef void add_loads(Demand *demand, const Loads *loads) noexcept:
 cdef class RowRequest:
     """A request with `token_ids` for a free `row` of `rows`: see `RunningBatch.admit`.
 
-    `_is_refused_still` knows the request by its tokens and `options`, a tuple of everything else that hits depend on. If up to
-    `num_external` tokens come from elsewhere behind the hits, these get room instead, and the row is pending. Other requests
-    will resume at the token counts `resume_at`. Lookahead tokens get slots behind those that get room. If the request
-    `reserves_prompt`, all known tokens get slots, and lookahead tokens behind these.
+    `_is_refused_still` compares its tokens and `options`, a tuple of everything else that hits depend on. If tokens behind the
+    hits, at most `num_external`, come from elsewhere, only these get room, and the row is pending. Other requests will resume
+    at the token counts `resume_at`. Lookahead tokens get slots behind the tokens that get room or, if the request
+    `reserves_prompt`, behind all known tokens, which then all get slots.
     """
 
     cdef RowStore rows
@@ -87,10 +87,10 @@ cdef class RowRequest:
     cdef object options
     cdef Py_ssize_t num_reserved
     cdef PageIds resume_at          # token counts; None: no further ones
-    cdef int32_t shard              # set while the row is claimed, as the next two
+    cdef int32_t shard              # set, with the next two, while the row is claimed
     cdef Identity identity
     cdef int64_t junction           # tokens: see `begin_boundaries`
-    cdef int32_t num_room           # tokens that are counted, or come from elsewhere
+    cdef int32_t num_room           # hit tokens, and tokens of the first step or from elsewhere
     cdef int32_t num_step_slots     # see `count_step_slots`
     cdef bint keeps_hashes          # whether the row keeps all hashes of its last request
     cdef StepResult step            # the step to which the row is added; None: none
@@ -120,10 +120,10 @@ cdef class RowRequest:
     ) -> int | None:
         """Admit the request and return the number of hit tokens; None, and nothing taken, if too few pages are free.
 
-        `extra_keys` are ``(page, bytes)`` of the hash pages that have any, in order; those of the page None, the last, are of
-        all pages that have no others. With `takes_hits` the longest cached prefix is hit, and loaded where only the tier has
-        it. `context` comes from `EntryJournal.add_context`, `session` from
-        `PageSessions.hold`. `counter` counts an admitted request. A row that does not wait for tokens is added to `step`.
+        `extra_keys` are ``(page, bytes)`` of the hash pages that have any, in order; a last pair with the page None is for all
+        other pages. With `takes_hits` the longest cached prefix is hit, and loaded where only the tier has it. `context` comes
+        from `EntryJournal.add_context`, `session` from `PageSessions.hold`. `counter` counts an admitted request. A row that
+        does not wait for tokens is added to `step`.
         """
         cdef RowStore rows = self.rows
         cdef list keys = checked_extra_keys(extra_keys)
@@ -158,7 +158,7 @@ cdef class RowRequest:
         return result if is_admitted else None
 
     cdef int name_refusal(self, RefusedRequest refusal) except -1:
-        """Note by what a refused request is known again."""
+        """Note what identifies a refused request when it is tried again."""
         refusal.num_external = self.tokens.num_external
         refusal.options = self.options if type(self.options) is tuple else None
         refusal.source = self.source
@@ -172,7 +172,7 @@ cdef class RowRequest:
         return 0
 
     def probe(self, extra_keys=(), shard=None) -> int:
-        """Return the number of tokens that `admit` hits, in the tier too, once enough pages are free. The row keeps hashes."""
+        """Return the number of tokens that `admit` would hit, in the tier too, with enough free pages. The row keeps hashes."""
         cdef RowStore rows = self.rows
         cdef list keys = checked_extra_keys(extra_keys)
         cdef Py_ssize_t num_hashes = 0
@@ -333,8 +333,8 @@ cdef class RowRequest:
         return 0
 
     cdef bint load_hits(self, RefusedRequest refusal, Hits **array, Loads *loads) noexcept:
-        """Find the hits and queue their loads from the tier; store them in the refusal. If a bank has too few free pages for
-        the loads, set it and their number, and store null pages for them. False if memory is short. The locks are held.
+        """Find the hits, queue their loads from the tier, and store the hits in the refusal. If a bank has too few free pages
+        for the loads, count these in `loads`, and store null pages for them. False if memory is short. The locks are held.
         """
         cdef RowStore rows = self.rows
         cdef Batch *batch = &rows.batch
@@ -357,7 +357,7 @@ cdef class RowRequest:
         return array[0] != NULL
 
     cdef void fix_boundaries(self, Py_ssize_t num_hits) noexcept:
-        """Fix the boundaries of the free row for the request, which the row keeps if it is refused. The locks are held."""
+        """Set the boundaries of the free row for the request; a refusal does not reset them. The locks are held."""
         cdef Holding *holding = holding_of(&self.rows.batch, self.row)
         cdef int64_t num_external = count_external_tokens(&self.tokens, num_hits)
         cdef ResumePlaces places = ResumePlaces(
@@ -436,7 +436,7 @@ cdef class RowRequest:
         return num_external > 0
 
     cdef void launch(self, int32_t num_hits) noexcept:
-        """Launch the tokens behind the hits. Drafts are part of the step behind all known tokens only."""
+        """Launch the tokens behind the hits. Drafts belong to the step only if it computes all known tokens."""
         cdef RowRecord *record = &self.rows.batch.records[self.row]
         cdef Launch launch = Launch(before=num_hits, num_sampled=0, step=0)
         if record.num_computed == record.num_tokens:

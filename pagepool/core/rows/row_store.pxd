@@ -13,7 +13,7 @@ from pagepool.core.rows.amounts cimport *
 @cython.no_gc
 @cython.auto_pickle(False)
 cdef class Stays:
-    cdef int64_t *by_row            # [num_rows] the stays when rows were exchanged first since; NULL: they were not
+    cdef int64_t *by_row            # [num_rows] stays just before the next exchange of rows; NULL: it is still to come
 
 
 @cython.final
@@ -30,15 +30,15 @@ cdef class RowStore:
     cdef object counts              # int32 [3, num_rows]: hit and awaited tokens, positions ahead
     cdef list extra_key_bytes       # for each row, the bytes that its `extra_keys` point into
     cdef Shortage shortage          # why the last refused admission got no pages
-    cdef bint is_short              # the last admission was refused
+    cdef bint is_short              # whether the last admission was refused
     cdef list refusals              # for each row, the RefusedRequest of its last request, or None
-    cdef Stays stays_now            # what results of calls refer to until rows are exchanged
+    cdef Stays stays_now            # referred to by results of calls until rows are exchanged
     cdef int32_t num_shards         # shards of the pool that rows are bound to; 0: none
     cdef cython.pymutex lock
     cdef int process                # number of the process that made it
 
     cdef inline cython.pymutex *own_lock(self) except NULL:
-        """Return the lock. IntegrityError in another process than that of the batch."""
+        """Return the lock. IntegrityError in another process than the batch's."""
         require_process(self.process, "RunningBatch")
         return &self.lock
 

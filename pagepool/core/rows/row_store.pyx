@@ -59,9 +59,9 @@ cdef class Buffer:
 @cython.no_gc  # in no cycle: it has numbers alone
 @cython.auto_pickle(False)
 cdef class Stays:
-    """The stays of a batch's rows at the time of its next exchange of rows.
+    """The stays of a batch's rows just before its next exchange of rows.
 
-    Results of calls refer to it instead of listing the stays of their rows, which costs time in each call.
+    Results of calls refer to this object: listing the stays of their rows would cost time in each call.
     """
 
     def __dealloc__(self):
@@ -136,8 +136,8 @@ cdef class RowStore:
         self.extra_key_bytes[row] = None
 
     cdef bint copy_extra_keys(self, Py_ssize_t source, PageIds targets, list forgotten) noexcept:
-        """Give free rows the extra keys of the source, and move their old ones to `forgotten`. False if memory is short: the
-        rows that have the new keys have no digests.
+        """Give free rows the extra keys of the source, and move their old ones to `forgotten`. False if memory is short: then
+        rows that already have the new keys have no digests.
         """
         cdef Batch *batch = &self.batch
         cdef ExtraKey *keys = batch.rows[source].extra_keys
@@ -198,8 +198,8 @@ cdef class RowStore:
         return 0
 
     cdef int begin_groups(self) except -1:
-        """Take what the groups need into the batch. ArgumentError unless a cached group, one with an id, has whole hashes to a
-        page.
+        """Set what the batch derives from its groups. ArgumentError unless the pages of each cached group, one with an id, have
+        a whole number of hashes.
         """
         cdef Batch *batch = &self.batch
         cdef const Group *group
@@ -224,7 +224,7 @@ cdef class RowStore:
         return 0
 
     cdef int make_arrays(self) except -1:
-        """Allocate the arrays of the batch, whose limits, hashing and groups are set; then it is made."""
+        """Allocate the arrays of a batch whose limits, hashing and groups are set; then the batch is complete."""
         cdef Batch *batch = &self.batch
         cdef Py_ssize_t n = (<TableRows>self.tables[0]).table.num_rows
         self.buffers, self.extra_key_bytes, self.refusals = (), [None] * n, [None] * n

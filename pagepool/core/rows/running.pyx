@@ -39,7 +39,7 @@ cdef class RunningRows:
     ):
         """`tables` are `TableRows`, one for each of the `groups`; these are `CacheGroups`, or an argument for them. With
         `caches_computed` pages are cached once the steps that computed them are settled. `key`, `algorithm` and
-        `hash_lookahead` are those of a `HashChain`.
+        `hash_lookahead` are as in `HashChain`.
         """
         cdef RowStore rows = self.rows
         cdef Hashing hashing = hashing_of(algorithm, key, hash_lookahead)
@@ -83,7 +83,7 @@ cdef class RunningRows:
         return refusal_of(self.rows.store, &shortage) if is_short else None
 
     def _forget_refusal(self) -> None:
-        """Let `refusal` be None, after an error."""
+        """Reset `refusal` to None, after an error."""
         with self.rows.own_lock()[0]:
             self.rows.set_shortage(NULL)
 
@@ -98,15 +98,15 @@ cdef class RunningRows:
         """Plan a step: give each row slots for its next tokens, row by row in the given order.
 
         `rows` is a list or an int array without repeats; `num_tokens` and `num_drafts` are a number for all rows or one for
-        each. A row with known tokens that no step computes gets slots for the next `num_tokens` of them. A row without gets one
-        for the token that a step in flight samples; at most `max_steps_ahead` such steps may be unsettled. `num_drafts` slots
-        lie behind these: the step computes them too, but not inside a prompt, where they are room for later. Slots are for the
-        longest outcome, and fall by the rejected drafts as a step is settled.
+        each. A row with known tokens that no step computes gets slots for the next `num_tokens` of them. Any other row gets one
+        for the token that a step in flight samples; at most `max_steps_ahead` such steps may be unsettled. Behind these lie
+        `num_drafts` slots: the step computes drafts there or, inside a prompt, leaves them as room for later. Positions are
+        planned as if all drafts were accepted, and move back by the rejected drafts when a step is settled.
 
         For each row, what earlier steps have made final is cached, and pages that fell out of the attention window are given
         back; then the missing pages are taken, then full pages are cached. The first row that does not fit stops the call and
         stays as it was: preempt, and call again from ``num_grown``. With `step` the rows are added to a step, which is
-        returned. A plan says that the step `max_steps_ahead` + 1 before it has run.
+        returned. A plan implies that the step `max_steps_ahead` + 1 before it has run.
 
         ArgumentError for more tokens than a row has left, for rows not admitted, pending, repeated, or in the step already, for
         a row with nothing to compute, and for a step of another batch, or a settled one; RowOverflowError for a row that may be
@@ -138,7 +138,7 @@ cdef class RunningRows:
         for its steps.
 
         `rows` and `token_ids` are lists or int arrays of one length; rows do not repeat. Each row gets its token, and a slot
-        for it. Drafts of its last step are rejected: `settle` tells accepted ones. The first row that does not fit stops the
+        for it. Drafts of its last step are rejected: only `settle` can accept drafts. The first row that does not fit stops the
         call and gets no token. With `step` the rows are added to a step, which is returned. Nothing has changed after an error:
         RowOverflowError for a row that is full, ArgumentError for one with known tokens to compute, such as one in the middle
         of its prompt, and for one with two steps in flight, and the errors of `plan`. O(rows + new pages), native.
@@ -153,18 +153,18 @@ cdef class RunningRows:
 
         `token_ids` are the tokens of all rows, one row after another in the order of ``step.rows``. ``counts[i]`` is the number
         of tokens of row i, or one number for all: at most one more than the row's drafts, and 0 inside a prompt, or where the
-        engine tells the token by `append`. None means one each; without `token_ids`, none. Computed tokens then include the
-        accepted drafts, and the sampled token that a later step has in flight. Slots of rejected drafts stay.
+        engine passes the token to `append`. None means one each or, without `token_ids`, 0 each. Computed tokens then include
+        the accepted drafts, and the sampled token if a later step computes it. Slots of rejected drafts stay.
 
-        Return where the tokens of each row went: its row, which may have moved, or -1 for a request that was released since,
-        or whose tokens were cut; its tokens are dropped. int32 ``[len(step)]``. Steps of a row that sample tokens are settled
-        in the order of their launch; they end the chunks of its prompt before them, too.
+        Return the row to which the tokens of each row went, since rows may have moved: int32 ``[len(step)]``. It is -1 if the
+        request was released since, or its tokens were cut; then these tokens are dropped. Steps of a row that sample tokens are
+        settled in the order of their launch; each also ends the row's part in earlier steps, for chunks of its prompt.
 
-        With `failed` the step has failed, and with it all later ones of the batch. Pages that they should have filled lose
-        their entries, whoever has hit them. Each row goes back to the tokens before its first failed step, and a row that has
-        hit such a page to the first token of this page; `plan` computes the others again. Return the rows that cannot go back,
-        and are released: they have a state, wait for tokens from elsewhere, have moves due, or need pages again that a window
-        gave back. int32, in ascending order. Known tokens stay, and later steps have nothing to settle.
+        With `failed` the step has failed, and with it all later steps of the batch. Pages that these should have filled lose
+        their entries, even if other rows have hit them. Each row goes back to the tokens before its first failed step, and a
+        row that has hit such a page to the first token of this page; `plan` computes later tokens again. Return the rows that
+        cannot go back, and are released: they have a state, wait for tokens from elsewhere, have moves due, or need pages again
+        that a window gave back. int32, in ascending order. Known tokens stay, and later steps have nothing to settle.
 
         ArgumentError, and nothing changed, for a wrong number of tokens, for none where a later step computes them, for
         negative ones, for rows that got their token otherwise, for tokens of a failed step, and for a step of another batch, or
@@ -185,9 +185,9 @@ cdef class RunningRows:
     def append(self, rows, token_ids) -> None:
         """Append one known token to each row, without room for it yet. Rows may repeat, for several tokens in order.
 
-        If a step in flight samples the row's next token, this is its token: its drafts are rejected, and `settle` tells no
-        other. ArgumentError, and nothing changed, for rows that are not admitted, and where a later step in flight computes
-        the token; RowOverflowError where a row would be too long. O(rows).
+        If a step in flight samples the row's next token, this is that token: the drafts of the step are rejected, and `settle`
+        takes no token for it. ArgumentError, and nothing changed, for rows that are not admitted, and where a later step in
+        flight computes the token; RowOverflowError where a row would be too long. O(rows).
         """
         cdef PageIds row_ids = as_own_ids(rows, "rows")
         cdef PageIds tokens = as_page_ids(token_ids, "token_ids")
@@ -200,13 +200,13 @@ cdef class RunningRows:
             refuse_append(self.rows.store, &self.rows.batch, row_ids, num_done)
 
     def trim(self, rows, num_tokens) -> None:
-        """Cut the known tokens of rows, as for rejected drafts, to `num_tokens`, a number for all rows or one for each.
+        """Cut the known tokens of rows to `num_tokens` (a number for all rows, or one for each), as for rejected drafts.
 
         A row that keeps its ``num_computed_tokens`` keeps all its pages: they are slots for its next tokens. Where computed
         tokens are cut, the pages behind the cut are given back, the last first, and lose their entries unless they have other
         holders. If the page at the cut has other holders, it is given back as well, and its first tokens have to be computed
-        again: ``num_computed_tokens`` says so. Pages of other groups with these tokens, and those behind, are then given back
-        too if they have other holders. With a hash lookahead of L tokens the last L tokens before the cut count as changed: the
+        again: ``num_computed_tokens`` says so. Pages of other groups, from these tokens on, are then given back too if they
+        have other holders. With a hash lookahead of L tokens the last L tokens before the cut count as changed: the
         drafter writes their slots again, so their pages lose their entries as well, and shared ones are computed again.
 
         ArgumentError, and nothing changed, for more tokens than a row knows, and while steps in flight compute tokens behind
@@ -234,8 +234,8 @@ cdef class RunningRows:
         wanted later are evicted before those wanted sooner (see `CacheManager.expect`). Infinity means never again; None leaves
         what `expect` said.
 
-        A row may be released while its steps are in flight: they have nothing to tell then. If one fails, its pages lose their
-        entries.
+        A row may be released while its steps are in flight: they have nothing to settle then. If such a step fails, the pages
+        that it should have filled lose their entries.
 
         ArgumentError, and nothing changed, for rows that are not admitted or repeated, for seconds below 0, and for a wrong
         number of seconds; DoubleFreeError if somebody else gave one of the pages back. O(pages).
@@ -321,8 +321,8 @@ cdef class RunningRows:
 
         Until then the row's new pages are not cached, and `plan`, `step`, `trim` and `fork` raise ArgumentError for it;
         `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists, once
-        the due moves are made. It may leave out pages that lie behind the window of all later tokens: those are
-        given back. With a state all tokens have to arrive.
+        the due moves are made. It may leave out pages to which no later token attends: these are given back. With a state all
+        tokens have to arrive.
 
         ArgumentError for a row that is not pending, for more tokens than it waits for, and with a state for fewer;
         MovesDueError while moves of its pages are due. Nothing has changed then. O(pages cached).
@@ -412,7 +412,7 @@ cdef class RunningRows:
         return take_with(self.rows.store, writes, &self.last_step)
 
     def get_page_ids(self, row) -> tuple:
-        """Return the ids of a row's pages, a list for each group, with the null page, 0, for skipped pages. O(pages)."""
+        """Return the ids of a row's pages: a list for each group, with 0, the null page, for skipped pages. O(pages)."""
         cdef Py_ssize_t checked = self.rows.checked_row(row)
         cdef Holding *holding
         cdef tuple ids = new_ids(self.rows.batch.num_groups)
@@ -428,7 +428,7 @@ cdef class RunningRows:
 cdef bint refuse_again(
     RowStore rows, Py_ssize_t row, RefusedRequest refusal, const Tokens *tokens, Py_ssize_t num_reserved
 ) except -1:
-    """Refuse a request again if it certainly is; else return False."""
+    """Refuse a request again, and return True, if it would certainly be refused; else return False."""
     cdef Holding *holding
     cdef int32_t num_slots
     cdef Shortage shortage
@@ -539,7 +539,7 @@ cdef int grow(RowStore rows, StepResult head, StepResult result, PageIds tokens)
         grow_checked(&rows.batch, head, result)
     else:
         untell_rows(&rows.batch, growth, 0)
-        growth.step = 0  # the step does not end with the result of a refused call
+        growth.step = 0  # so that deleting the result of a refused call does not end the step
     is_due = num_right < growth.num_rows and at_joined < 0 and has_due(&rows.batch, growth.rows[num_right])
     rows.release_locks()
     if at_joined >= 0:

@@ -1,4 +1,4 @@
-# Steps are settled: each row gets the tokens that its step sampled. Rows are cut, and go back after a failed step. The caller
+# Steps are settled: each row gets the tokens that its step sampled. Rows are cut, and set back after a failed step. The caller
 # holds the locks.
 #
 # A `Settlement` ends the launches of one call. A row whose stay has ended since, or whose tokens were cut, gets no tokens: its
@@ -13,16 +13,16 @@ cdef enum:
 
 cdef enum SettleFault:
     SETTLES
-    NOT_SAMPLED               # a token for a row inside its prompt, or one that has got its token
+    NOT_SAMPLED               # a token for a row that is inside its prompt, or has got its token
     TOO_MANY                  # more tokens than its drafts plus one
     TOO_EARLY                 # an earlier step of the row is not settled
     NONE_TOLD                 # no token for a row with a later step in flight
     FULL_ROW
-    ROWS_ADDED                # the step has other rows than the call counted
+    ROWS_ADDED                # rows were added to the step after the call counted them
 
 cdef struct Settlement:
     const Growth *growth
-    const int64_t *stays      # [num_rows] the batch's stays when rows were exchanged first since the call; NULL: never
+    const int64_t *stays      # [num_rows] stays of the rows just before the first exchange of rows after the call; NULL: none
     Amounts counts            # tokens of each row
     int32_t *places           # [num_grown] the row where each row of the call is now, or GONE
 
@@ -39,7 +39,7 @@ cdef inline int32_t _find_stay(const Batch *batch, int32_t row, int64_t stay) no
 
 
 cdef inline int32_t find_place(const Batch *batch, const Settlement *settlement, Py_ssize_t i) noexcept nogil:
-    """Return the row where row `i` of the call is now, if it still has a launch of the step; or GONE."""
+    """Return the row where row `i` of the call is now; GONE unless it still has its launch of the step."""
     cdef const Growth *growth = settlement.growth
     cdef int32_t row = growth.grown_rows[i]
     cdef int64_t stay = batch.stays[row] if settlement.stays == NULL else settlement.stays[row]
@@ -66,8 +66,8 @@ cdef inline SettleFault _check_row(const Batch *batch, int32_t row, int64_t step
 
 
 cdef inline bint _are_plain(const Batch *batch, const Settlement *settlement) noexcept nogil:
-    """Whether all rows stayed where they are, each gets one token, and the step is its oldest in flight, as usual. Find the
-    places. If one fails, all are looked at again.
+    """Find the places in the usual case: no row has moved, each gets one token, and the step is its oldest in flight. False in
+    other cases; the caller then checks each row.
     """
     cdef const Growth *growth = settlement.growth
     cdef const RowRecord *records = batch.records
@@ -107,7 +107,7 @@ cdef inline SettleFault check_settlement(const Batch *batch, const Settlement *s
 
 
 cdef inline void _settle_row(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Cache what is final, and pass the checkpoints among the computed tokens that no step has written."""
+    """Cache what is final, and count as done the checkpoints within the computed tokens: no later step writes them."""
     cdef Held *held
     cdef Py_ssize_t g
     cdef int32_t num_final = count_final(batch, row)
@@ -124,8 +124,8 @@ cdef inline void _settle_row(Batch *batch, Py_ssize_t row) noexcept nogil:
 
 
 cdef inline void _end_launch(Batch *batch, Py_ssize_t row, Py_ssize_t at, int32_t num) noexcept nogil:
-    """End the launch at index `at`, which sampled `num` tokens that the row has, and those before it. Positions of later
-    launches fall by the rejected drafts.
+    """End the launch at index `at`, whose `num` sampled tokens the row has got, and all launches before it. Later launches move
+    back by the rejected drafts.
     """
     cdef Py_ssize_t i
     cdef int32_t num_sampled = launch_of(batch, row, at).num_sampled
@@ -141,7 +141,7 @@ cdef inline void _end_launch(Batch *batch, Py_ssize_t row, Py_ssize_t at, int32_
 cdef inline const int32_t *settle_rows(
     Batch *batch, const Settlement *settlement, const int32_t *token_ids
 ) noexcept nogil:
-    """Give each row the tokens that its step has sampled, after `check_settlement`. Return the place behind them."""
+    """Give each row the tokens that its step has sampled, after `check_settlement`. Return a pointer behind these tokens."""
     cdef int32_t *places = settlement.places
     cdef Amounts counts = settlement.counts
     cdef RowRecord *record
@@ -175,8 +175,8 @@ cdef inline bint _can_append(const Batch *batch, int32_t row) noexcept nogil:
 
 
 cdef inline void _append_token(Batch *batch, int32_t row, int32_t token_id) noexcept nogil:
-    """Append a token. It is the one that the row's step in flight samples, if there is such a step: then its drafts are
-    rejected, since `settle` alone tells accepted ones.
+    """Append a token. If a step in flight samples the row's next token, this is that token, and the drafts of the step are
+    rejected: only `settle` can accept drafts.
     """
     cdef RowRecord *record = &batch.records[row]
     if count_awaited(batch, row):
@@ -204,7 +204,7 @@ cdef inline Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const in
 
 # Rows get shorter: tokens are cut, or computed again after a failed step or load. The next tokens overwrite the page at the
 # cut, so it must have no other holder. With a hash lookahead the pages of the last tokens before a cut change too: their keys
-# cover cut tokens, and drafters write their ends again.
+# cover cut tokens, and drafters write the last slots before the cut again.
 
 cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Whether the row has a state that saw tokens from `num_tokens` on, or will. A restart from token 0 replaces the state."""
@@ -212,14 +212,14 @@ cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t nu
 
 
 cdef inline int32_t _first_changed(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Return the first position whose slot changes if the row is cut to some of its tokens."""
+    """Return the first position whose slot changes if the row is cut to its first `num_tokens` tokens."""
     if batch.hash_page_size and num_tokens < batch.records[row].num_tokens:
         return count_keyed(batch, num_tokens)
     return num_tokens
 
 
 cdef inline int32_t restart_of(const Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed) noexcept nogil:
-    """Return `find_restart` of the row with `num_tokens` known tokens, at most `num_computed` of them computed."""
+    """Return the `find_restart` of the row with `num_tokens` known tokens, if at most `num_computed` of them are computed."""
     cdef int32_t changed = min(num_computed, _first_changed(batch, row, num_tokens))
     return find_restart(batch.pool, holding_of(batch, row), min(batch.records[row].num_computed, num_computed), changed)
 
@@ -236,7 +236,7 @@ cdef inline bint can_restart_row(const Batch *batch, Py_ssize_t row, int32_t num
 
 
 cdef inline bint _can_trim(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Whether the row can be cut to some of its tokens. Its pages matter only where they change."""
+    """Whether the row can be cut to its first `num_tokens` tokens. Its pages matter only if slots of computed tokens change."""
     if batch.rows[row].num_ahead or has_state_behind(batch, row, num_tokens):
         return False
     if _first_changed(batch, row, num_tokens) >= batch.records[row].num_computed:
@@ -272,7 +272,7 @@ cdef inline void _cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
 
 
 cdef inline void note_row_entries(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Note the entries of a row's pages that steps in flight fill; without memory drop them."""
+    """Note the entries of a row's pages that steps in flight fill; drop an entry if memory is short."""
     cdef const Held *held
     cdef Py_ssize_t g, i
     cdef int32_t start, size
@@ -291,7 +291,7 @@ cdef inline void restart_row(
     Batch *batch, Py_ssize_t row, int32_t num_tokens, int32_t num_computed, bint is_failed
 ) noexcept nogil:
     """Restart a row that `can_restart_row` with `num_tokens` known tokens, at most `num_computed` of them computed. After a
-    failed step it keeps no slots behind these, and the steps before go on.
+    failed step it keeps no slots behind its planned positions, and its earlier steps go on.
     """
     cdef Holding *holding = holding_of(batch, row)
     cdef RowRecord *record = &batch.records[row]
@@ -301,7 +301,7 @@ cdef inline void restart_row(
     assert 0 <= restart <= record.num_computed and record.state == RUNNING
     if is_failed and restart == record.num_computed:  # an earlier step writes behind the known tokens
         num_planned = num_computed
-    note_row_entries(batch, row)  # others may hold pages that it gives back
+    note_row_entries(batch, row)  # others may hold pages that the row gives back
     restart_from(batch.pool, holding, restart, min(restart, changed), num_planned if is_failed else num_tokens)
     if num_planned < record.num_planned:
         if batch.writes_states:
@@ -333,9 +333,9 @@ cdef inline Py_ssize_t trim_rows(
     return num_right
 
 
-# A step fails, and with it all later ones. First all entries of pages that they should have filled are dropped. Then each row
-# with such a launch goes back to before it, and each row that has hit such a page to before this page, or is released. They do
-# so one after another, since a row that gives a page back may leave it to the next one alone.
+# A step fails, and with it all later ones. First the entries of all pages that these steps should have filled are dropped. Then
+# each row with a failed launch goes back to the position before it, and each row that has hit such a page to the start of the
+# page, or is released. Rows go back one by one: when one gives a page back, the next may become the page's only holder.
 
 cdef struct Failure:
     int64_t step              # number of the first failed step
@@ -375,7 +375,7 @@ cdef inline void _lose_checkpoint(Batch *batch, const Failure *failure, const Ma
 
 
 cdef inline void lose_entries(Batch *batch, const Failure *failure) noexcept nogil:
-    """Drop the entries of pages that failed launches should have filled: those of rows, and those that rows gave back."""
+    """Drop the entries of pages that failed launches should have filled: pages held by rows, and pages given back by them."""
     cdef const MadeEntry *entry
     cdef const Page *page
     cdef const Held *held
@@ -398,7 +398,7 @@ cdef inline void lose_entries(Batch *batch, const Failure *failure) noexcept nog
             continue
         if page.key_lo == entry.key.lo and page.key_hi == entry.key.hi and page.group & ~FLAGS == entry.group:
             _lose_page(batch, failure, entry.page_id)
-        uncache_in_tier(batch.pool.tier, entry.key, entry.group)  # it may have been evicted and saved
+        uncache_in_tier(batch.pool.tier, entry.key, entry.group)  # the page may have been evicted and saved
         _lose_checkpoint(batch, failure, entry)
     assert num_kept <= batch.num_made
     batch.num_made = num_kept
@@ -413,7 +413,7 @@ cdef inline int32_t _find_lost(const Batch *batch, const Failure *failure, Py_ss
         own = launch_of(batch, row, at).before
     for g in range(batch.num_groups):
         held = held_by(batch, row, g)
-        stop = min(held.num_pages, full_pages(&batch.groups[g].rules, own))  # it fills the pages behind itself
+        stop = min(held.num_pages, full_pages(&batch.groups[g].rules, own))  # its failed launch fills the pages behind
         for i in range(stop if not is_state(&batch.groups[g].rules) else 0):
             if failure.is_lost[held.ids[i]]:
                 first = min(first, i * batch.groups[g].rules.page_size)
@@ -423,12 +423,12 @@ cdef inline int32_t _find_lost(const Batch *batch, const Failure *failure, Py_ss
 
 
 cdef inline bint set_back(Batch *batch, const Failure *failure, int32_t row) noexcept nogil:
-    """Set a row back that a failed step concerns, after `lose_entries`; False if it cannot go back. O(pages)."""
+    """Set a row back if a failed step concerns it, after `lose_entries`; False if it cannot go back. O(pages)."""
     cdef int32_t first = _find_lost(batch, failure, row) if batch.records[row].is_admitted else INT32_MAX
     cdef int32_t num_tokens = batch.records[row].num_tokens
     if first == INT32_MAX:
         return True
-    batch.records[row].num_launches = <uint8_t>_find_failed(batch, row, failure.step)  # those before it still run
+    batch.records[row].num_launches = <uint8_t>_find_failed(batch, row, failure.step)  # earlier launches still run
     if has_copies(batch.pool, holding_of(batch, row)) or (batch.has_state and first > 0):
         return False
     if not can_restart_row(batch, row, num_tokens, first):

@@ -46,7 +46,7 @@ cdef class Lease:
     `CacheManager.lease`.
 
     A ``with`` block releases the lease at its end. ``page_ids`` are the leased pages; ``len()`` counts them. With several
-    pools each id counts in the pool of its group, and ``page_ids_by_pool`` has the ids of each pool by its name. ``is_held``
+    pools an id counts within the pool of its group; ``page_ids_by_pool`` has the ids of each pool by its name. ``is_held``
     is False once the lease was released or has ended.
     """
 
@@ -64,8 +64,8 @@ cdef class Lease:
         raise ArgumentTypeError("a lease cannot be pickled")
 
     cdef bint hold(self, int64_t duration) noexcept:
-        """Take the references, for a duration that counts against the budget, or, if that is 0, until `release`. False where
-        memory is short. The pool is locked, and all pages can be leased.
+        """Take the references: for a `duration`, counted against the budget, or until `release` if it is 0. False if memory is
+        short. The pool is locked, and all pages can be leased.
         """
         cdef Pool *pool = &self.store.pool
         cdef int32_t page_id
@@ -127,7 +127,7 @@ cdef class Lease:
         return f"Lease(page_ids={self.page_ids}, is_held={self.is_held})"
 
     def extend(self, seconds) -> None:
-        """Let the lease end `seconds` from now. ArgumentError if it has ended or has no end, and unless `seconds` is finite and
+        """Let the lease end `seconds` from now. ArgumentError if it has ended or never ends, and unless `seconds` is finite and
         above 0.
         """
         cdef int64_t duration = duration_of(seconds)
@@ -226,7 +226,7 @@ cdef class TokenSpan:
     cdef RequestPages held          # the request's
     cdef RowStore rows
     cdef Py_ssize_t row
-    cdef int64_t num_tokens         # the request's or row's; set while locked, as the next three
+    cdef int64_t num_tokens         # of the request or row; set, with the next three, while locked
     cdef const Digest *digests
     cdef Py_ssize_t num_digests
     cdef const Held *own            # [groups] pages that the request or row holds; NULL: none
@@ -239,7 +239,7 @@ cdef class TokenSpan:
         raise ArgumentTypeError("a span of tokens cannot be pickled")
 
     cdef TokenSpan unbound(self):
-        """Return the same span of no request and no row."""
+        """Return a copy of the span without a request or row."""
         cdef TokenSpan span = TokenSpan.__new__(TokenSpan, self.start)
         span.stop = self.stop
         return span
@@ -300,7 +300,7 @@ cdef class TokenSpan:
             self.chain.lock.release()
 
     cdef int32_t find_cached_page(self, Py_ssize_t g, int64_t place) noexcept:
-        """Find the page cached under the tokens of a place, its own before others; NULL_PAGE if there is none."""
+        """Find the cached page with the tokens of a place, preferably the holder's own; NULL_PAGE if there is none."""
         cdef const Group *group = &self.groups.groups[g]
         cdef Digest key = self.digests[last_hash(group, place)]
         assert 0 <= place and (place + 1) * group.stride <= self.num_digests
@@ -353,8 +353,8 @@ cdef class TokenSpan:
         return first if first < INT64_MAX else -1
 
     cdef int64_t find_lost_end(self) noexcept:
-        """Return the least token count behind which requests resume as behind the span, if a page of a window or chunk, or a
-        checkpoint, that they need there is not cached; else 0. The locks are held.
+        """Look up what requests that share the span need where they resume: pages of windows and chunks, and checkpoints. If
+        one is not cached, return the least number of shared tokens that leads there; else 0. The locks are held.
         """
         cdef Boundaries rule = self.groups.boundaries
         cdef const Group *group
@@ -404,8 +404,8 @@ cdef class TokenSpan:
 
     def lease(self, max_num_leased, seconds) -> Lease:
         """Lease the cached pages for `seconds`. LeaseBudgetError, and nothing changed, if leases with an end would have more
-        pages of a bank than `max_num_leased` lists for it; ArgumentError if the span ends behind the known tokens, if a page of
-        it is no longer cached, or a page that requests need to resume at its end, and for a span without pages. O(pages).
+        pages of a bank than `max_num_leased` lists for it; ArgumentError if the span ends behind the known tokens or has no
+        pages, or if one of its pages, or a page needed to resume at its end, is no longer cached. O(pages).
         """
         cdef PageStore store = self.require_store()
         cdef PageIds most = as_page_ids(max_num_leased, "max_num_leased")

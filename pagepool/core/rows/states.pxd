@@ -14,8 +14,8 @@ cdef inline Py_ssize_t _count_rows_without(const Batch *batch, Py_ssize_t g) noe
 cdef inline void count_reserved_states(
     const Batch *batch, Py_ssize_t num_served, Py_ssize_t[MAX_BANKS] num_reserved_in
 ) noexcept nogil:
-    """Count the pages of each bank to leave free: one for each group of states and row that has none, without `num_served` of
-    these rows; 0 in the first bank. O(rows x groups).
+    """Count the pages to leave free in each bank: for each group of states, one for each row without a state, but for
+    `num_served` of these rows; 0 in the first bank. O(rows x groups).
     """
     cdef const Group *group
     cdef Py_ssize_t g
@@ -27,7 +27,7 @@ cdef inline void count_reserved_states(
 
 
 cdef inline void _write_checkpoint(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Take a page for each state after the row's first tokens that is not cached, and note its write."""
+    """Take a page for each uncached state after the row's first `num_tokens` tokens, and note that a step writes it."""
     cdef Checkpoint checkpoint
     cdef Contents contents
     cdef Py_ssize_t num
@@ -47,7 +47,7 @@ cdef inline void _write_checkpoint(Batch *batch, Py_ssize_t row, int32_t num_tok
 
 cdef inline void write_states(Batch *batch, Py_ssize_t row, int32_t before, int32_t num_planned) noexcept nogil:
     """Note the writes of a step that computes the row's tokens from `before` to `num_planned`, one for each boundary among
-    them. A transfer of tokens brings no state but that at their end. O(boundaries x groups).
+    them. A transfer of tokens brings only the state at their end. O(boundaries x groups).
     """
     cdef Holding *holding = holding_of(batch, row)
     cdef Held *held
@@ -95,7 +95,7 @@ cdef inline void settle_writes(
     Batch *batch, Py_ssize_t row, int32_t num_final, Py_ssize_t num_run, int32_t term
 ) noexcept nogil:
     """Cache the pages of a row's writes that were taken and whose tokens are final, and give these pages back with a term. The
-    `num_run` oldest launches have run. Called as a later step of the row is planned, as one is settled, and as the row ends.
+    `num_run` oldest launches have run. Call it when a later step of the row is planned, a step is settled, or the row ends.
     O(writes).
     """
     cdef const Holding *holding = holding_of(batch, row)

@@ -45,14 +45,14 @@ cdef class StepResult:
 
     @property
     def new_page_ids(self) -> np.ndarray:
-        """Ids of the new pages: int32 ``[num_new_pages]``, a copy. Those of a row stand group by group. Pages of admitted rows
-        are not listed.
+        """Ids of the new pages: int32 ``[num_new_pages]``, a copy, by row and then by group. Pages of admitted rows are
+        not listed.
         """
         return column_of(self, NEW_IDS)
 
     @property
     def new_page_rows(self) -> np.ndarray:
-        """The row of each new page: int32 ``[num_new_pages]``, a copy. Rows stand in the order of the calls."""
+        """The row of each new page: int32 ``[num_new_pages]``, a copy, in the order of the calls."""
         return column_of(self, NEW_ROWS)
 
     @property
@@ -98,13 +98,13 @@ cdef Py_ssize_t count_grown(list calls) noexcept:
 
 
 cdef object column_of(StepResult step, Column column):
-    """Return a column of the calls of a step, one after another."""
+    """Return a column of all calls of a step, concatenated in the order of the calls."""
     cdef StepResult call
     cdef list parts = []
     for call in calls_of(step):
         if column == GROWN_ROWS:
             parts.append(array_of(call.growth.grown_rows, call.growth.num_grown))
-        else:  # one after another in memory
+        else:  # the columns lie one after another in memory
             parts.append(array_of(call.growth.new_ids + (column - NEW_IDS) * call.growth.max_num_new, call.growth.num_new))
     return parts[0] if step.calls is None else np.concatenate(parts)
 
@@ -131,7 +131,7 @@ cdef object refusal_of(PageStore store, const Shortage *shortage):
 
 
 cdef int64_t number_of_step(const Batch *batch, StepResult step) noexcept:
-    """Return the number of a step, which is the next one if it has no rows, or is None. The locks are held."""
+    """Return the number of a step; that of the next step if `step` is None or has no rows. The locks are held."""
     return step.growth.step if step is not None and step.growth.step else batch.num_steps + 1
 
 
@@ -167,7 +167,7 @@ cdef int remove_call(StepResult step, StepResult call) except -1:
 
 
 cdef StepResult new_admission(RowStore rows, Py_ssize_t row):
-    """Return the call that admits a row, before it is part of a step."""
+    """Return a call that admits a row; `add_call` makes it part of a step."""
     cdef StepResult call = new_result(rows)
     call.growth.num_rows = 1
     reserve_rows_of(&call.growth)
@@ -176,7 +176,7 @@ cdef StepResult new_admission(RowStore rows, Py_ssize_t row):
 
 
 cdef void launch_admission(Batch *batch, Py_ssize_t row, StepResult step, StepResult call, Launch launch) noexcept:
-    """Launch the first tokens of an admitted row, as part of a step by `call` or, without one, of the next step. The locks are
+    """Launch the first tokens of an admitted row: in `step`, by `call`, or, if `step` is None, in the next step. The locks are
     held.
     """
     launch.step = number_of_step(batch, step)
