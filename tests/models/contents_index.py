@@ -610,7 +610,7 @@ class Books:
 
     def list_lost(self, works: Iterable[Any]) -> list[tuple[int, Content]]:
         """Return pages and contents of states that steps were to write and that were cached meanwhile."""
-        writes = [(work.job, write) for work in works for write in work.writes if write not in work.job.writes]
+        writes = [(work.job, write) for work in works for write in work.writes if write.is_entered]
         return [
             (write.page, self.name(write.group, self.list_known(job, write.num_tokens), write.num_tokens))
             for job, write in writes

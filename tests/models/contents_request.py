@@ -21,6 +21,7 @@ class Write:
     job: Job | None
     group: int = -1
     num_tokens: int = 0
+    is_entered: bool = False  # cached, unless an equal state was
 
 
 @dataclass(eq=False, repr=False)

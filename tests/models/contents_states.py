@@ -117,6 +117,7 @@ class StateBooks(Books):
             is_entered = not equal
             if equal and self.is_cached(write.page):  # they were evicted by the same call
                 is_entered = not any(map(self.is_cached, equal))
+            write.is_entered = is_entered
             if is_entered:
                 key = (find_key(job, write.num_tokens), write.group) if self.tier is not None else None
                 self.note_entry(write.page, content, job, key)
