@@ -447,10 +447,10 @@ class CacheManager(KeyHolder, SlotAllocator):
 
         Each step computes up to `max_num_new_tokens` tokens (None: the manager's `max_num_batched_tokens`), with slots for
         `num_lookahead_tokens` more. `num_reserved_pages` of the pool stay free. With `data_parallel_size` the request has the
-        pages of one shard; without `dp_shard_hint`, of the smallest. A request that passes can run to its end in any such
-        steps, after any hit; a request that does not pass lacks pages in some of them. `RunningBatch.admit` with `reserve`
-        takes pages like a step of all known tokens: pass `num_tokens` as `max_num_new_tokens`. O(groups); if page sizes or
-        chunks differ, O(groups x pages in their common multiple).
+        pages of shard `dp_shard_hint`; if that is None, those of the smallest shard. A request that passes can run to its end
+        with any steps up to these limits, after any hit; for others some such steps lack pages. `RunningBatch.admit` with
+        `reserve` takes the pages of all known tokens at once: pass `num_tokens` as `max_num_new_tokens` for it. O(groups); if
+        page sizes or chunks differ, O(groups x pages in their common multiple).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, SlidingWindowSpec
         >>> window = SlidingWindowSpec(4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False, sliding_window=9)

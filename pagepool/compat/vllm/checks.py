@@ -110,7 +110,7 @@ def _find_patches(part: Part, homes: Homes, digests: Digests) -> Iterator[str]:
 
 
 def _at(homes: Homes, home: str, name: str) -> Any:
-    """Return a definition by name, without inherited methods, or None."""
+    """Look up a definition by name, ignoring inheritance; None if it is missing."""
     value: Any = homes[home]
     for part in name.split("."):
         value = vars(value).get(part)

@@ -172,7 +172,7 @@ cdef uint8_t *make_buffer(Py_ssize_t num_tokens) except NULL:
 
 
 cdef bytes hash_encoded(uint8_t *buffer, BlockToHash *block, bint is_cbor):
-    """Return a block's digest, or None for tokens not encoded here. Parent and number of tokens must be within bounds."""
+    """Return a block's digest, or None if a token is no plain 32-bit int. Parent and number of tokens must be within bounds."""
     cdef Py_ssize_t size = encode_cbor(buffer, block) if is_cbor else pickle_block(buffer, block)
     cdef bytes digest
     assert 0 <= size <= ROOM + TOKEN_SIZE * (block.num_tokens + block.num_ahead) - 4
@@ -262,7 +262,7 @@ cdef class RequestBlockHasher:
         return self.utils.hash_block_tokens(self.caching_hash_fn, None, tokens[:size], extra_keys)
 
     cdef list hash_tokens(self, list digests, bytes parent, list tokens, Py_ssize_t start):
-        """Append the digests of the full blocks from token `start` on to `digests`; None for tokens not encoded here."""
+        """Append the digests of the full blocks from token `start` on to `digests`; None if a token is no plain 32-bit int."""
         cdef Py_ssize_t num_tokens = self.hash_block_size + self.num_hash_lookahead_tokens
         cdef uint8_t *buffer = make_buffer(num_tokens)
         try:
@@ -277,7 +277,7 @@ cdef class RequestBlockHasher:
         return digests
 
     cdef bytes hash_block(self, uint8_t *buffer, bytes parent, list tokens, Py_ssize_t start):
-        """Return the digest of a block; None for tokens not encoded here. The list must not change meanwhile."""
+        """Return the digest of a block; None if a token is no plain 32-bit int. The list must not change during the call."""
         cdef BlockToHash block
         with cython.critical_section(tokens):
             if start + self.hash_block_size + self.num_hash_lookahead_tokens > len(tokens):

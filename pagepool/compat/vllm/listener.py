@@ -44,7 +44,7 @@ class Listener:
 
     def __init__(self, *, reads_times: bool, shares: Mapping[str, float] | None = None, max_pinned: float = 0.0) -> None:
         """Make a listener with a new secret. Without `reads_times` it reads only ids of sessions. `shares` maps salts to their
-        shares. Each other salt gets the share of ``*``, if that is named, in the order of first requests, while room is left.
+        shares. Other salts get the share of ``*``, if it is named, at their first request, until the limits of shares are met.
         `max_pinned` is the share of a pool's blocks that may be pinned.
         """
         self.reads_times, self.max_pinned = reads_times, max_pinned

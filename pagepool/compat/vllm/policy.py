@@ -113,7 +113,7 @@ def choice_for(item: Replacement, listens: bool) -> Replacement:
 
 
 def replacements(parts: Sequence[Part]) -> list[Replacement]:
-    """Return the replacements of parts, with the queue chosen by `EVICTION_VARIABLE`, which listens if `parts` has `HINTS`.
+    """Return the replacements of parts. `EVICTION_VARIABLE` chooses the queue, which listens if `parts` has `HINTS`.
     Raise CompatError if the policy needs missing parts.
     """
     missing = [name for name in ADAPTIVE_NEEDS if name not in {part.name for part in parts}]

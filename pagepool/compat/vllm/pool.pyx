@@ -123,8 +123,8 @@ def touch(self, blocks):
 
 
 def free_blocks(self, ordered_blocks):
-    """Remove a reference from each block. Blocks without references left enter the queue: uncached blocks before its first
-    block, cached blocks behind its last one, both in order. Blocks of other pools go back to those pools.
+    """Remove a reference from each block. A block that has none left enters the queue: uncached blocks at the front, cached
+    blocks at the back, both in order. Blocks of other pools go back to those pools.
 
     Raise DoubleFreeError for a block without a reference, PageIdError for a block that its pool does not have; nothing is
     changed then.

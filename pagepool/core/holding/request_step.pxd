@@ -14,7 +14,7 @@ cdef enum Outcome:
     TOO_LARGE                 # the pool or shard would be too small even if all its pages were free
     WRONG_HIT                 # a hit has another content by now, or cannot be held
     NOT_EMPTY                 # hits for a request that holds pages
-    HELD_FREE                 # a caller gave a reference to a page in the free queue
+    HELD_FREE                 # a caller set the ref count of a page in the free queue
     MOVES_DUE                # moves of pages of the request are due
     CACHED_OTHERWISE          # a page that was filled has an entry under another hash
     LOST_PAGE                 # another caller gave back a page that is to be skipped or kept

@@ -91,7 +91,7 @@ cdef struct Policy:
     int64_t num_lru_hits      # estimated hits of LRU on free pages
     Learned learned
     int64_t num_pages
-    int64_t epoch_pages       # pages released in an epoch
+    int64_t epoch_pages       # length of an epoch, in released pages
     int32_t edges[NUM_AGES + 1]  # epochs at which the buckets of ages begin: 0 1 2 3 4 6 8 12 16 24 ... 96, and the horizon
     uint8_t buckets[HORIZON]  # bucket of each age in epochs
     int32_t first_part        # first part of the tenant that the decision is about

@@ -92,8 +92,8 @@ cdef inline void take(Pool *pool, int32_t *out, Py_ssize_t n, int32_t shard, int
 
 
 cdef inline Py_ssize_t _pull_unpicked(Pool *pool, int32_t *out, Py_ssize_t n, int32_t queue) noexcept nogil:
-    """Pull up to `n` pages that need no choice, and return their number: blank pages and then, without a policy and terms,
-    cached ones. In a pool with shards, pull none.
+    """Pull up to `n` pages that need no choice: blank pages and then, with neither policy nor terms, cached ones. In a pool
+    with shards, pull none. Return their number.
     """
     cdef Py_ssize_t count
     if pool.num_shards:
@@ -284,7 +284,7 @@ cdef inline Py_ssize_t give_back_all(
 
 
 cdef inline Py_ssize_t _give_back_each(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil:
-    """Do `give_back_all` without a policy and terms."""
+    """Do `give_back_all` with neither policy nor terms."""
     cdef Py_ssize_t i, at
     for i in range(n):
         at = n - 1 - i if tail_first else i

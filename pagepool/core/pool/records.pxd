@@ -180,7 +180,7 @@ cdef struct Pool:
     int32_t num_keys          # distinct pairs of key and group in the index
     int32_t num_entries       # pages with an entry
     int32_t sample_mask       # a page whose id has none of these bits is sampled
-    int32_t num_held_free     # pages in the queue to which a caller gave a reference
+    int32_t num_held_free     # pages in the queue whose ref count a caller has set
     Counters counters
     int64_t num_dropped       # entries that were dropped
     int64_t num_reused        # free pages that left the queue without eviction

@@ -148,7 +148,7 @@ cdef inline void _vacate_slot(Space *space, uint32_t slot) noexcept nogil:
 
 
 cdef inline void drop_entry(Space *space, uint32_t entry) noexcept nogil:
-    """Free an entry without bits."""
+    """Release the slot and entry of a block whose bits are all 0."""
     cdef uint64_t block_hash = entry_at(space, entry)[0]
     cdef uint32_t tag = _tag_of_hash(space, block_hash)
     cdef uint32_t slot = _home_of_tag(space, tag)

@@ -8,7 +8,7 @@
 #
 # * A launch writes from its `before` to the `before` of the next launch; the last launch writes to `num_planned`.
 # * A told row was last changed by `step`, which appended ("told") a token and made the row's only launch. This launch is not
-#   stored: it writes from `num_resolved`, and samples one token. So the next `step` writes only tokens and records.
+#   stored: it writes from `num_resolved`, and samples one token. So the next `step` writes tokens and `RowRecord`s alone.
 # * `num_computed` counts the known tokens that planned steps write, and `num_ahead` the planned positions behind known tokens.
 # * `num_resolved` is the oldest launch's `before`: no step in flight writes before it.
 # * Pages are cached up to `count_final` tokens. A failed step undoes that.
@@ -19,7 +19,7 @@
 # a cut, and in a fork, it samples nothing, but may still fail.
 #
 # Always, for each row:
-# - ``0 <= num_computed <= num_tokens``, and ``num_computed <= num_planned``; in a running row `num_computed` is the lesser.
+# - ``0 <= num_computed <= min(num_tokens, num_planned)``, and in a running row `num_computed` equals that minimum.
 # - Launches ascend: neither `before` nor `step` falls from one to the next, and the last `before` is at most `num_planned`.
 # - Launches that sample nothing, or nothing any more, come before those whose tokens are awaited.
 # - A row that is not running has no launch, and a free row has no token.

@@ -28,7 +28,7 @@ cdef struct Settlement:
 
 
 cdef inline int32_t _find_stay(const Batch *batch, int32_t row, int64_t stay) noexcept nogil:
-    """Return the row to which a stay has moved from `row`; GONE if it has ended. O(rows) if it moved."""
+    """Return the row that has a stay now: `row`, unless it moved (then O(rows)); GONE if it has ended."""
     cdef Py_ssize_t i
     if batch.stays[row] == stay:
         return row

@@ -17,7 +17,7 @@ MAX_DEPTH = 5
 
 @lru_cache(maxsize=10_000)
 def plain_name(name: str) -> str:
-    """Return a name as in the tables of this package.
+    """Return a name in lower case, without separators.
 
     >>> plain_name("Request tokens"), plain_name("promptTokenCount"), plain_name("input_length")
     ('requesttokens', 'prompttokencount', 'inputlength')
