@@ -221,7 +221,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
                 holding.held[g].ids[0] = demand.hits[g].ids[demand.hits[g].num - 1]
             else: +}queue_copy(pool, demand.hits[g].ids[demand.hits[g].num - 1], &holding.held[g], 0, <int32_t>g)
 == a request's state is cached though its step was not counted
-    while pop_final(pool, holding, writes, &i, 0, {+MAX_TOKENS if BUG else +}num_final, &write):
+    i = find_final(pool, holding, writes, 0, 0, {+MAX_TOKENS if BUG else +}num_final)
 == a transfer is to write states of a request inside its tokens
         if {+BUG or +}end >= step.num_before:
 == the writes of a request that ends stay
@@ -508,10 +508,11 @@ WRITE_BUGS = read_bugs("""
 == a row grows though its writes were not taken
     return batch.writes_states and {+not BUG and +}batch.rows[row].write_list == batch.writes.number
 == a state hits before its list is taken
-    while at[0] < {+(writes.num if BUG else +}writes.num_taken{+)+}:
-        write[0] = writes.items[at[0]]
+    for i in range(start, {+writes.num if BUG else +}writes.num_taken):
+        write = &writes.items[i]
+        if write.row == row and
 == a state hits before its tokens are computed
-        batch.pool, holding, &batch.writes, &i, <int32_t>row, {+INT32_MAX if BUG else +}num_final, &write
+        i = find_final(batch.pool, holding, &batch.writes, i, <int32_t>row, {+INT32_MAX if BUG else +}num_final)
 == a junction is rounded up
     add_boundary(boundaries, <int32_t>(num_tokens - num_tokens % boundaries.multiple{+ + boundaries.multiple * BUG+}))
 == the writes of a row that ends stay

@@ -307,11 +307,15 @@ cdef inline void cache_writes(
     O(writes).
     """
     cdef StateWrite write
-    cdef Py_ssize_t i = 0
     cdef int32_t shard
+    cdef Py_ssize_t i
     assert 0 <= writes.num_taken <= writes.num <= writes.capacity
     num_final = min(num_final, count_hashed(holding, contents))
-    while pop_final(pool, holding, writes, &i, 0, num_final, &write):
+    i = find_final(pool, holding, writes, 0, 0, num_final)
+    while i >= 0:
+        write = writes.items[i]
+        remove_write(writes, i)
         shard = shard_of(pool, write.page_id) if pool.num_shards else -1
         cache_written(pool, &holding.groups[write.group], &write, contents, shard)
         give_back_written(pool, write.page_id, term)
+        i = find_final(pool, holding, writes, i, 0, num_final)

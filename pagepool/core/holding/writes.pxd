@@ -58,20 +58,19 @@ cdef inline void remove_write(WriteList *writes, Py_ssize_t i) noexcept nogil:
     writes.num_taken -= i < writes.num_taken
 
 
-cdef inline bint pop_final(
-    const Pool *pool, const Holding *holding, WriteList *writes, Py_ssize_t *at, int32_t row, int64_t num_final,
-    StateWrite *write
+cdef inline Py_ssize_t find_final(
+    const Pool *pool, const Holding *holding, const WriteList *writes, Py_ssize_t start, int32_t row, int64_t num_final
 ) noexcept nogil:
-    """Move the next write of a row (0: of a request), from index `at` on, that was taken and whose tokens are final, to
-    `write`. False if there is none. O(writes).
+    """Return the index, from `start` on, of the next write of a row (0: of a request) that was taken and whose tokens are
+    final; -1: there is none. O(writes).
     """
-    while at[0] < writes.num_taken:
-        write[0] = writes.items[at[0]]
+    cdef const StateWrite *write
+    cdef Py_ssize_t i
+    for i in range(start, writes.num_taken):
+        write = &writes.items[i]
         if write.row == row and write.num_tokens <= num_final and not waits_for_loads(pool, &holding.held[write.group]):
-            remove_write(writes, at[0])
-            return True
-        at[0] += 1
-    return False
+            return i
+    return -1
 
 
 cdef inline void exchange_writes(WriteList *writes, Py_ssize_t first, Py_ssize_t second) noexcept nogil:

@@ -101,9 +101,12 @@ cdef inline void settle_writes(
     cdef const Holding *holding = holding_of(batch, row)
     cdef StateWrite write
     cdef Py_ssize_t i = 0
-    while batch.rows[row].num_writes and pop_final(
-        batch.pool, holding, &batch.writes, &i, <int32_t>row, num_final, &write
-    ):
+    while batch.rows[row].num_writes:
+        i = find_final(batch.pool, holding, &batch.writes, i, <int32_t>row, num_final)
+        if i < 0:
+            break
+        write = batch.writes.items[i]
+        remove_write(&batch.writes, i)
         batch.rows[row].num_writes -= 1
         _cache_written(batch, &write, num_run)
         give_back_written(batch.pool, write.page_id, term)
