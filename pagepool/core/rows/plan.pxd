@@ -329,9 +329,8 @@ cdef inline void _settle_before(Batch *batch, Py_ssize_t row, const LinesBefore 
     if batch.writes_states:
         settle_writes(batch, row, lines.num_final, lines.num_run, UNKNOWN)
     cache_row(batch, row, lines.num_final)
-    if batch.skips_pages or batch.writes_states:  # pages may leave the row, and states need digests
-        cache_waiting(&batch.waiting)
     if batch.skips_pages:
+        cache_waiting(&batch.waiting)  # before pages leave the row
         skip_row(batch, row, lines.num_sure)
 
 
