@@ -393,3 +393,11 @@ def test_pages_that_are_hashed_while_their_tokens_are_read_are_hashed_once(kind,
     hits = [manager.probe(EngineRequest("b", [*ids, 99])).num_hit_tokens for ids in (tokens, tokens[:4] * 2)]
     assert hits == [12, 4]
     manager.check()
+
+
+def test_tokens_behind_a_page_without_tokens_are_not_kept():
+    chain = HashChain(4, KEY, True)
+    chain.append_key(5)
+    chain.append_key(6, [1, 2, 3, 4])
+    chain.extend([5, 6, 7, 8])
+    assert [chain.page_token_ids(page) for page in range(3)] == [(), (), ()]

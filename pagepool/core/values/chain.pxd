@@ -35,4 +35,5 @@ cdef class HashChain:
     cdef int cut(self, Py_ssize_t num_pages) except -1
     cdef Py_ssize_t count_tokens(self, Py_ssize_t num_pages) noexcept
     cdef bint extend_to(self, PageIds tokens, Py_ssize_t num_pages) except -1
+    cdef void keep_tokens(self, PageIds tokens) noexcept
     cdef bint extend_locked(self, PageIds tokens, bytes extra_keys) noexcept

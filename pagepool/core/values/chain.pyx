@@ -145,6 +145,13 @@ cdef class HashChain:
             refuse_hashed()
         return self.extend_locked(tokens, b"")
 
+    cdef void keep_tokens(self, PageIds tokens) noexcept:
+        """Keep the tokens of the next pages, for which there is room, if all tokens before them are kept."""
+        cdef Py_ssize_t start = self.num * self.page_size
+        if self.token_ids is not None and self.token_ids.num >= start:
+            self.token_ids.num = start
+            self.token_ids.put(tokens.ids, tokens.num)
+
     cdef bint extend_locked(self, PageIds tokens, bytes extra_keys) noexcept:
         """Hash pages as `extend` does, with the lock held; return False, with nothing changed, if memory is short."""
         cdef Py_ssize_t num_pages = (tokens.num - self.hashing.hash_lookahead) // self.page_size
@@ -156,9 +163,7 @@ cdef class HashChain:
         assert tokens.num == self.count_tokens(num_pages)
         if not reserve_digests(self, num_pages, tokens.num):
             return False
-        if self.token_ids is not None:
-            self.token_ids.num = min(self.token_ids.num, start * self.page_size)
-            self.token_ids.put(tokens.ids, tokens.num)
+        self.keep_tokens(tokens)
         thread = let_others_run(num_pages)
         hash_pages(&self.hashing, ids, self.page_size, self.digests, self.uppers, start, start + num_pages, extra, size)
         go_on(thread)
@@ -179,11 +184,10 @@ cdef class HashChain:
         with self.own_lock()[0]:
             has_room = reserve_digests(self, 1, copied.num)
             if has_room:
+                if copied.num:
+                    self.keep_tokens(copied)
                 set_digest(self.digests, self.uppers, self.num, digest)
                 self.num += 1
-                if self.token_ids is not None and copied.num:
-                    self.token_ids.num = min(self.token_ids.num, (self.num - 1) * self.page_size)
-                    self.token_ids.put(copied.ids, copied.num)
         if not has_room:
             raise MemoryError("a digest more")
 
