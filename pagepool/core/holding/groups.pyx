@@ -91,7 +91,7 @@ cdef class CacheGroups:
         list_kinds(self, True)
         list_kinds(self, False)
         self.boundaries.hash_lookahead = <int32_t>size_of(hash_lookahead, "hash_lookahead", 0, MAX_LOOKAHEAD)
-        plan_ends(self, min(lcm(*[self.groups[g].rules.page_size % MAX_TOKENS or 1 for g in range(self.num)]), MAX_TOKENS))
+        plan_ends(self)
 
     def __dealloc__(self):
         free(self.groups)
@@ -219,11 +219,10 @@ cdef void list_kinds(CacheGroups groups, bint are_leading) noexcept:
         kinds.num = max(kinds.num, kind + 1)
 
 
-cdef void plan_ends(CacheGroups groups, int32_t end_step) noexcept:
+cdef void plan_ends(CacheGroups groups) noexcept:
     """Compute the pages of windows and chunks that a request needs to resume behind tokens of another one. `find_longest`
     shortens a hit kind by kind. With eagle each kind except states drops a page and the rest of a multiple; the first kind
-    drops a whole multiple if the request has hardly more tokens. Pages of all groups end at multiples of `end_step`. If all
-    pages stay cached, none is held for other requests.
+    drops a whole multiple if the request has hardly more tokens. If all pages stay cached, none is held for other requests.
     """
     cdef Kinds *kinds = &groups.kinds
     cdef Boundaries *boundaries = &groups.boundaries
