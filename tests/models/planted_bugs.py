@@ -524,10 +524,8 @@ WRITE_BUGS = read_bugs("""
             not BUG or not batch.records[row].is_admitted)+}
 == a checkpoint is copied at the cost of a row without a state
 &demand, num_for_rows if has_states{+ and not BUG+} else NULL) == FITS
-== drafts of a reserved prompt are in its first step
-    if tokens.reserves_prompt and num_room < tokens.num_known{+ and not BUG+}:
 """)
-WRITE_TESTS = ["test_state_writes.py", "test_batch_admission.py"]
+WRITE_TESTS = ["test_state_writes.py", "test_batch_admission.py", "test_runs.py"]
 INPUT_BUGS = read_bugs("""
 # The inputs of a step.
 

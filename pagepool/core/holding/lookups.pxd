@@ -143,10 +143,3 @@ cdef inline int32_t count_slots(const Tokens *tokens, int32_t num_room, int32_t 
     if tokens.reserves_prompt:
         num_room = <int32_t>tokens.num_known
     return <int32_t>min(num_room + tokens.num_ahead, <Py_ssize_t>most)
-
-
-cdef inline int32_t count_step_slots(const Tokens *tokens, int32_t num_room, int32_t most) noexcept:
-    """Count the slots into which the row's first step may write. Drafts behind a reserved prompt wait for its end."""
-    if tokens.reserves_prompt and num_room < tokens.num_known:
-        return num_room
-    return count_slots(tokens, num_room, most)

@@ -8,7 +8,7 @@ from libc.string cimport memset
 
 from pagepool.core.holding cimport (
     FITS, Demand, Hits, Query, ResumePlaces, attach, begin_boundaries, copy_states, count_attached, count_external_tokens,
-    count_junction_tokens, count_state_hits, count_step_slots, fetch_hits, find_first_hit_page, fit_or_adopt, list_hits, price,
+    count_junction_tokens, count_state_hits, fetch_hits, find_first_hit_page, fit_or_adopt, list_hits, price,
     query_of, reserve_copies, shortage_of,
 )
 from pagepool.core.pool cimport NO_BANK, LostHits, QueryCounter, count_changes, ids_in_shard
@@ -91,7 +91,7 @@ cdef class RowRequest:
     cdef Identity identity
     cdef int64_t junction           # tokens: see `begin_boundaries`
     cdef int32_t num_room           # hit tokens, and tokens of the first step or from elsewhere
-    cdef int32_t num_step_slots     # see `count_step_slots`
+    cdef int32_t num_slots          # slots of the row, up to its length
     cdef bint keeps_hashes          # whether the row keeps all hashes of its last request
     cdef StepResult step            # the step to which the row is added; None: none
     cdef StepResult call            # its part of the step
@@ -370,12 +370,11 @@ cdef class RowRequest:
 
     cdef void begin_demand(self, Demand *demand, Hits *hits, Py_ssize_t num_hits) noexcept:
         """Set what the request asks for behind its hits. The locks are held."""
-        cdef int32_t max_num_tokens = self.rows.batch.max_num_tokens
         self.fix_boundaries(num_hits)
         self.num_room = count_room_tokens(&self.tokens, num_hits)
-        self.num_step_slots = count_step_slots(&self.tokens, self.num_room, max_num_tokens)
-        demand.num_tokens = count_slots(&self.tokens, self.num_room, max_num_tokens)
-        demand.hits, demand.num_reserved, demand.shard = hits, self.num_reserved, self.shard
+        self.num_slots = count_slots(&self.tokens, self.num_room, self.rows.batch.max_num_tokens)
+        demand.num_tokens, demand.hits = self.num_slots, hits
+        demand.num_reserved, demand.shard = self.num_reserved, self.shard
 
     cdef void begin_refusal(self, RefusedRequest refusal, const Demand *demand, int64_t num_changes) noexcept:
         """Prepare a refusal that watches the hits, found after `num_changes` changes of the index. The locks are held."""
@@ -440,7 +439,7 @@ cdef class RowRequest:
         cdef RowRecord *record = &self.rows.batch.records[self.row]
         cdef Launch launch = Launch(before=num_hits, num_sampled=0, step=0)
         if record.num_computed == record.num_tokens:
-            record.num_planned = self.num_step_slots
+            record.num_planned = self.num_slots
             if self.step is not None:  # else `append` or `step` tells the token
-                launch.num_sampled = self.num_step_slots - record.num_computed + 1
+                launch.num_sampled = self.num_slots - record.num_computed + 1
         launch_admission(&self.rows.batch, self.row, self.step, self.call, launch)
