@@ -502,8 +502,11 @@ cdef StepResult run_growth(
     growth.rows, growth.num_rows = planned.ids, planned.num
     growth.num_tokens, growth.num_drafts = amounts_in(num_tokens), amounts_in(num_drafts)
     growth.token_ids = NULL if tokens is None else tokens.ids
-    if growth.num_rows:
-        reserve_rows_of(growth)
+    if growth.num_rows == 0:
+        if head is not None:
+            head.num_grown, head.is_short = 0, False
+        return result if head is None else head
+    reserve_rows_of(growth)
     if head is None:
         grow(rows, None, result, tokens)
         return result
