@@ -279,17 +279,18 @@ cdef inline void plan_writes(
     """
     cdef const Group *group
     cdef Checkpoint checkpoint
+    cdef int64_t num_hashed
     cdef int64_t num_planned = min(max(step.num_before, min(step.num_tokens, step.num_known)), <int64_t>MAX_TOKENS)
     cdef int32_t end
     cdef Py_ssize_t g
     if not writes_states(holding):
         return
-    checkpoint = _checkpoint_of(step)
+    checkpoint, num_hashed = _checkpoint_of(step), count_hashed(holding, contents)
     end = find_next_boundary(holding.boundaries, <int32_t>min(step.num_held, <int64_t>MAX_TOKENS))
     assert end > step.num_held and writes.num == writes.num_taken
     while end <= num_planned:
         checkpoint.num_tokens = end
-        checkpoint.contents = contents if end <= count_hashed(holding, contents) else NULL
+        checkpoint.contents = contents if end <= num_hashed else NULL
         assert end % holding.boundaries.multiple == 0
         if end >= step.num_before:
             write_checkpoint(pool, holding, writes, &checkpoint)

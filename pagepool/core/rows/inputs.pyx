@@ -495,7 +495,7 @@ cdef class InputArrays:
                 "any StepInputs of the batch, allowed: with `sources`, rows of that step"
             )
         if fault.kind == ROWS_ADDED_SINCE:
-            raise ArgumentError(f"step: got one to which rows are added meanwhile, allowed: the {n} rows of the call")
+            refuse_added(n)
         if fault.kind == FEW_DRAFTS:
             raise ArgumentError(f"draft_token_ids: got {num_drafts} a row, allowed: at least the unknown tokens of {name}")
         if fault.kind == MANY_TOKENS:

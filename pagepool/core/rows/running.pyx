@@ -626,7 +626,7 @@ cdef object settle_step(RowStore rows, StepResult ended, PageIds tokens, object 
         ended.is_settled = rows.batch.settles = True
     rows.release_locks()
     if fault == ROWS_ADDED:
-        raise ArgumentError(f"step: got one to which rows are added meanwhile, allowed: the {n} rows of the call")
+        refuse_added(n)
     if fault != SETTLES:
         refuse_settlement(&rows.batch, &settlement, fault, at)
     return array_of(places.ids, n)

@@ -27,6 +27,7 @@ cdef class StepResult:
 cdef StepResult new_result(RowStore rows)
 cdef list calls_of(StepResult step)
 cdef Py_ssize_t count_grown(list calls) noexcept
+cdef int refuse_added(Py_ssize_t num_rows) except -1
 cdef StepResult checked_step(RowStore rows, object step, str name)
 cdef object refusal_of(PageStore store, const Shortage *shortage)
 cdef int64_t number_of_step(const Batch *batch, StepResult step) noexcept

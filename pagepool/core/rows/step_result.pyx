@@ -88,6 +88,11 @@ cdef list calls_of(StepResult step):
     return [step] if step.calls is None else [step, *step.calls]
 
 
+cdef int refuse_added(Py_ssize_t num_rows) except -1:
+    """Raise the error for a step of `num_rows` rows to which others are added during a call."""
+    raise ArgumentError(f"step: got one to which rows are added meanwhile, allowed: the {num_rows} rows of the call")
+
+
 cdef Py_ssize_t count_grown(list calls) noexcept:
     """Count the rows of the calls of a step."""
     cdef StepResult call
@@ -148,7 +153,6 @@ cdef void end_call(Batch *batch, StepResult head, StepResult call) noexcept:
         return
     batch.num_steps = max(batch.num_steps, growth.step)
     step.growth.step = growth.step
-    open_step(batch, &step.node, growth.step)
 
 
 cdef int add_call(StepResult step, StepResult call) except -1:
@@ -184,6 +188,7 @@ cdef void launch_admission(Batch *batch, Py_ssize_t row, StepResult step, StepRe
     count_run_tokens(batch, row)
     if step is not None:
         call.growth.step, call.growth.num_grown = launch.step, 1
+        open_step(batch, &step.node, launch.step)
         end_call(batch, step, call)
 
 
