@@ -47,7 +47,7 @@ from pagepool._core import (
     list_leases,
     list_residency,
     load_prefix,
-    remember_evicted,
+    rank_checkpoints,
     rewind_request,
     take_moves,
     term_of,
@@ -326,9 +326,8 @@ class CacheManager(KeyHolder, SlotAllocator):
             if self._store.eviction == "adaptive":
                 link_checkpoints(self._store, kv_cache_groups, sizes.pool_of_group)
             if rules.checkpoint_interval is not None:
+                rank_checkpoints(self._store, sizes.list_pools_of_states(kv_cache_groups))
                 self._store.put_blank_first()
-            for bank in sizes.list_pools_of_states(kv_cache_groups):
-                remember_evicted(self._store, bank)
             if hasher.num_digest_bytes == 32:
                 self._store.keep_whole_digests()
         self.registry = RequestRegistry(self._page_pool, rules, hasher, configuration, max_leased, self._trusts_requests)

@@ -38,6 +38,7 @@ class Records(SimpleNamespace):
         """Copy and check the records. Raise IntegrityError if they are damaged. O(num_pages)."""
         super().__init__(store=store, **copy_records(store, of_tier=of_tier))
         self.check_pages()
+        self.check_checkpoints()
         if len(self.terms):
             self.check_terms()
         if self.num_parts:
@@ -130,6 +131,20 @@ class Records(SimpleNamespace):
             self.require_count(len(ids), free, f"pages of {start} to {stop - 1} are free")
             self.require_count(np.count_nonzero(self.group[start:stop] != NO_GROUP), entries, "of them are cached")
 
+    def check_checkpoints(self) -> None:
+        """Check that each class has as many cached checkpoints as it counts. Note the class of each page, 0 for most."""
+        self.classes = np.zeros(self.num_pages, np.int64)
+        for bank, (start, stop, *_) in enumerate(self.banks):
+            notes = getattr(self, f"checkpoints_{bank}")
+            if not len(notes):
+                continue
+            self.classes[start:stop] = numbers = notes["number"]
+            counts, are_cached = getattr(self, f"classes_{bank}")["num"], self.group[start:stop] != NO_GROUP
+            text = " is a checkpoint of class {}, allowed: 0 to {}"
+            self.refuse(are_cached & (numbers >= len(counts)), range(start, stop), text, numbers, len(counts) - 1)
+            found = np.bincount(numbers[are_cached], minlength=len(counts)).tolist()
+            self.require_count(found, counts.tolist(), f"pages of {start} to {stop - 1} are checkpoints of the classes")
+
     def check_terms(self) -> None:
         """Check that only cached pages have terms, that no free page was released in the future, and that free pages of one
         term are in the order of their release.
@@ -153,9 +168,9 @@ class Records(SimpleNamespace):
         self.refuse(is_wrong, ids, text, self.stamps.take(ids), before, self.stamps.take(before))
 
     def find_parts(self) -> Array:
-        """Return the part of each free page: by its term, its mark, or whether it is cached."""
+        """Return the part of each free page: by its term, its mark, or its class if it is cached."""
         is_cached = self.group.take(self.free_ids) != NO_GROUP
-        parts: Array = is_cached.astype(np.int64)
+        parts: Array = np.where(is_cached, 1 + self.classes.take(self.free_ids), BLANK)
         is_served = self.free_ids < len(self.marks)
         parts[is_served] = self.marks.take(self.free_ids[is_served]) & PART
         if len(self.terms):

@@ -25,10 +25,13 @@ from pool_ranges import Shard
 from settings import Setting
 from twin_engine import WITH_LOGPROBS, Request
 from twins import (
+    Lineages,
     Side,
     firsts_of,
     free_ids_of,
     free_ids_of_twin,
+    lineages_of,
+    lineages_of_twin,
     owners_of,
     pools_of,
     pools_of_twin,
@@ -78,6 +81,7 @@ class PoolState(NamedTuple):
     terms: dict[int, int]  # of pages with any
     owners: dict[int, int]  # see `State`
     tenants: dict[int, int]  # the same
+    lineage: Lineages
 
 
 class BatchState(NamedTuple):
@@ -114,6 +118,7 @@ def package_pool_state(pools: pagepool.PagePool | Mapping[str, pagepool.PagePool
         terms_of(store),
         owners_of(store),
         tenants_of(store),
+        lineages_of(store),
     )
 
 
@@ -133,6 +138,7 @@ def oracle_pool_state(manager: OracleManager) -> PoolState:
         terms_of_twin(pool),
         firsts_of(pool.expected.owner, SHARED),
         tenants_of_twin(pool),
+        lineages_of_twin(pool),
     )
 
 
@@ -822,12 +828,14 @@ class OracleRows(Rows):
                 self._order_filled(row)
                 manager.states.copies.drop(manager.pages_of(request))
                 if not has_failed:
+                    manager.note_run_end(request)
                     written += self.writes.settle(request, num_final, self._shard_of(row), term)
             self.writes.drop(request, 0)
             del manager.held[request.request_id]
             manager.free_page_hashes(request)
-            # A step that was not planned cannot fail.
-            live = [launch for launch in self.launches[row] if launch.step > self.num_steps]
+            # A step that was not planned cannot fail, except with an earlier one.
+            is_open = any(step.number is not None and not step.is_settled for step in self.steps)
+            live = [launch for launch in self.launches[row] if launch.step > self.num_steps and not is_open]
             self.filled = [filled for filled in self.filled if filled.launch not in live]
             self.requests[row], self.num_hits[row], self.shards[row] = None, 0, None
             self.stays[row] = self.planned[row] = self.nums_external[row] = 0

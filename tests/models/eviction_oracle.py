@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from oracle_pool import NULL_PAGE
+from pool_ranges import NULL_PAGE
 
 if TYPE_CHECKING:
     from oracle_pool import OraclePool, PageIds, Ranking

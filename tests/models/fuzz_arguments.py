@@ -192,6 +192,12 @@ def garbled(world: World) -> bytes:
     return bytes(payload[: world.source.below(2 * len(payload))])
 
 
+def found_prefix(world: World) -> Any:
+    """Return what a look-up finds in an empty pool."""
+    store, chain = _core.PageStore(8, True), _core.HashChain(4, bytes(16))
+    return _core.load_prefix(store, _core.CacheGroups([(_core.PageRules(4), 0, 1)]), chain, 8)
+
+
 FITTING: dict[str, Callable[[World], Any]] = {
     "_page_hash": one_of(constant(None), page_hash),
     "cache_hash.page_hash": page_hash,
@@ -206,6 +212,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "end_fills.number": constant(1, 2),
     "end_fills.failed": constant((), [0]),
     "chain": live(_core.HashChain),
+    "begin.found": found_prefix,
     "algorithm": constant("siphash128", "siphash128", "sha256", "sha256_cbor", "md5"),
     "chunk": constant(0, 0, 5),
     "context fork.row": constant(0, 0, 1, 2),

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from oracle_checkpoints import Lineage
 from oracle_expected import SECOND, UNKNOWN, term_of_seconds
 from oracle_kinds import Full, HeldPages, Kind, Mamba, group_ids_by_kind, kind_of, leading_run
 from oracle_pool import NULL_PAGE, OraclePool, PageIds, Ranking
@@ -224,6 +225,12 @@ class OracleManager:
         self.short: set[str] = set()  # requests for whose loads too few pages were free when they were looked up last
         self.waiting: list[tuple[HeldPages, int, int, int]] = []  # pages to enter: holder, place, content, group
         self.enters_later = False
+        if self.writes_states:
+            of_attention = {
+                pool for kind, pool in zip(self.kinds, self.pools.of_group, strict=True) if not isinstance(kind, Mamba)
+            }
+            ranges = [pages for pool, pages in enumerate(self.pools.ranges) if of_attention and pool not in of_attention]
+            self.page_pool.checkpoints.begin(ranges, self.keys.digests.__getitem__)
         if policy is not None:
             policy.key_of = self.keys.digests.__getitem__
             kinds = list(enumerate(zip(self.kinds, self.pools.of_group, strict=True)))
@@ -255,7 +262,7 @@ class OracleManager:
         shard = self.pools.shard_of_hint(dp_shard_hint, data_parallel_size)
         hits, length = self._load_hits(request, shard, num_reserved_pages)
         if self.windows is not None:
-            self.windows.junctions[request.request_id] = request, self.windows.last_junction
+            self.windows.prefix_ends[request.request_id] = request, self.windows.last_end
         is_first = request.status != PREEMPTED and request.request_id not in self.counted
         self.queries[request.request_id] = {"queried": request.num_tokens, "hit": length} if is_first else {}
         return hits, length
@@ -328,7 +335,7 @@ class OracleManager:
             for kind in self.classes:
                 length = self._floor(kind.confirmed(hits[kind], length, self.use_eagle))
         if self.windows is not None and reaches_tier:
-            self.windows.find_junction(hits, length, most)
+            self.windows.find_end(request, hits, length, most, shard)
         return length
 
     def _floor(self, num_tokens: int) -> int:
@@ -337,13 +344,13 @@ class OracleManager:
     def _hits(self, request: Any, kind: Kind, length: int, shard: range | Shard | None, reaches_tier: bool) -> list[bool]:
         """Return for each page of the kind whether all of its groups have it cached, perhaps in the tier."""
         keys = self.keys_of(request, kind)[: length // kind.hit_size]
+        return [all(self.is_hit((key, i), shard, reaches_tier) for i in self.classes[kind]) for key in keys]
+
+    def is_hit(self, entry: tuple[int, int], shard: range | Shard | None, reaches_tier: bool) -> bool:
+        """Whether content is cached for a group, perhaps in the tier."""
         tier = self.page_pool.tier if reaches_tier else None
-
-        def is_hit(entry: tuple[int, int]) -> bool:
-            found = self.page_pool.first_entered(*entry, shard)
-            return found is not None or (tier is not None and tier.find(entry) is not None)
-
-        return [all(is_hit((key, group_id)) for group_id in self.classes[kind]) for key in keys]
+        found = self.page_pool.first_entered(*entry, shard)
+        return found is not None or (tier is not None and tier.find(entry) is not None)
 
     def _hit_pages(self, request: Any, group_id: int, length: int, shard: range | Shard | None) -> PageIds:
         first = self.kinds[group_id].first_hit_page(length, self.use_eagle)
@@ -403,6 +410,9 @@ class OracleManager:
         except ValueError:
             self.states.divide(self._shard(request, hits, dp_shard_hint, data_parallel_size))
             raise
+        if self.writes_states and request.request_id not in self.held:
+            ranks = self.page_pool.checkpoints.ranks_of((self.pools.range_of(self.writes.state_ids[0]) or [NULL_PAGE])[0])
+            self.windows.writes_answers = ranks is not None and ranks.writes_answers
         self._rewind(request)
         is_late = self.caches_computed and not is_row
         is_delayed = delay_cache_pages and not is_late
@@ -421,7 +431,7 @@ class OracleManager:
         adopts = self._adopts(hits, num_missing, num_reserved_pages, shard, num_free_rows)
         if not adopts and not self._fits(num_missing, hits, num_reserved_pages):
             return None
-        new_pages = self._take_pages(hits, num_missing, shard, adopts, self._holder_of(request))
+        new_pages = self._take_pages(request, hits, num_missing, shard, adopts, self._holder_of(request))
         if new_pages is None:
             return None
         if request.request_id not in self.held:
@@ -435,7 +445,7 @@ class OracleManager:
         if not is_delayed and not is_late:
             self._enter_full_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
         if self.writes_states and not is_row:
-            options = {"num_reserved_pages": num_reserved_pages, "is_hashed": not is_delayed}
+            options = {"num_reserved_pages": num_reserved_pages, "is_hashed": not is_delayed or any(hits)}
             self.writes.start(request, num_computed - num_external_computed_tokens)
             if num_external_computed_tokens:
                 self.writes.plan(request, num_computed, shard, is_transfer=True, **options)
@@ -649,12 +659,36 @@ class OracleManager:
         shards = {self.pools.shard_number(page, data_parallel_size) for page in pages}
         return self.pools.shard_of_hint(shards.pop() if len(shards) == 1 else dp_shard_hint, data_parallel_size)
 
+    def _continue_runs(self, request: Any, hits: PagesByGroup) -> None:
+        """Let the runs of a request that is admitted continue from the checkpoints that it hits."""
+        self.lineages = {}
+        if not self.writes_states or request.request_id in self.held:
+            return
+        looked_up, end = self.windows.prefix_ends.get(request.request_id, (None, None))
+        is_first = True
+        for group_id in self.writes.state_ids:
+            lineage = self.lineages[group_id] = Lineage()
+            page, num_tokens = (hits[group_id] or [NULL_PAGE])[-1], len(hits[group_id]) * self.hit_step
+            ranks = self.page_pool.checkpoints.ranks_of((self.pools.range_of(group_id) or [NULL_PAGE])[0])
+            if ranks is not None and looked_up is request:
+                ranks.learn(end, group_id, page, num_tokens, is_first)
+            is_first = False
+            if page != NULL_PAGE:
+                self.page_pool.checkpoints.continue_from(lineage, page, num_tokens)
+
     def _take_pages(
-        self, hits: PagesByGroup, num_missing: list[int], shard: range | Shard | None, adopts: bool, holder: Holder
+        self,
+        request: Any,
+        hits: PagesByGroup,
+        num_missing: list[int],
+        shard: range | Shard | None,
+        adopts: bool,
+        holder: Holder,
     ) -> PagesByGroup | None:
         """Touch the hits and take new pages; free the hits again if the shard has too few."""
         checkpoints = self.states.checkpoints_in(hits)
         if adopts:
+            self._continue_runs(request, hits)
             self.page_pool.touch(self._attached(hits))
             self.page_pool.expected.use([page for pages in hits for page in pages], holder)
             for page in checkpoints.values():
@@ -668,6 +702,7 @@ class OracleManager:
             for pages in hits:
                 self.page_pool.free_pages(pages)
             return None
+        self._continue_runs(request, hits)
         self.page_pool.expected.use([page for pages in hits for page in pages], holder)
         new_pages = self._take_by_group(num_missing, shard, holder)
         for group_id, page in checkpoints.items():
@@ -694,6 +729,8 @@ class OracleManager:
             self.held[request.request_id] = [
                 HeldPages(list(pages), len(hit), len(hit), Ranking(len(hit)), holder=holder) for hit, pages in attached
             ]
+            for group_id, lineage in self.lineages.items():
+                self.held[request.request_id][group_id].lineage = lineage
             note_loads(self.page_pool, self.held[request.request_id], hits)
             if self.windows is not None:
                 self.windows.begin(request)
@@ -780,6 +817,7 @@ class OracleManager:
         num_computed, has_state = 0, any(isinstance(kind, Mamba) for kind in self.kinds)
         if has_state and not is_row:
             self._give_back_all([request], [None], [UNKNOWN])
+            self.note_run_end(request)
             self.writes.drop(request, 0)
             del self.held[request.request_id]
             return 0
@@ -897,6 +935,7 @@ class OracleManager:
                 nums = request.num_computed_tokens, request.num_tokens, num_computed_tokens
                 self._enter_full_pages(request, min(num for num in nums if num is not None))
             self._give_back_all([request], [num_computed_tokens], terms)
+            self.note_run_end(request)
             nums = request.num_computed_tokens, self.keys.count_known(request.num_tokens), num_computed_tokens
             self.writes.settle_request(request, min(num for num in nums if num is not None), terms[0])
             self.writes.drop(request, 0)
@@ -904,6 +943,13 @@ class OracleManager:
             if num_computed_tokens is not None:
                 self._forget_uncomputed(request, num_computed_tokens)
             del self.held[request.request_id]
+
+    def note_run_end(self, request: Any) -> None:
+        """Note that a run ends with its last cached page of full attention."""
+        full = [held for kind, held in zip(self.kinds, self.held[request.request_id], strict=True) if type(kind) is Full][:1]
+        for held in full if self.writes_states else ():
+            if held.num_cached_pages:
+                self.page_pool.checkpoints.note_end(held.pages[held.num_cached_pages - 1])
 
     def _give_back_all(self, requests: Sequence[Any], nums_computed_tokens: Sequence[int | None], terms: Sequence[int]) -> None:
         """Free all pages of requests in one call; those of windows with which nobody can resume are dropped."""

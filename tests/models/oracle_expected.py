@@ -159,7 +159,9 @@ class Expectations:
         self.counts["late pages seen"] += sum(map(self.is_late, pages))
         if by_term[UNKNOWN]:
             is_ranked = self.pool.policy is not None and self.pool.is_served(by_term[UNKNOWN][0])
+            ranks = self.pool.checkpoints.ranks_of(by_term[UNKNOWN][0])
             plain = self.pool.policy.pick(shard, tenant) if is_ranked else by_term[UNKNOWN][0]
+            plain = ranks.pick(by_term[UNKNOWN]) if ranks is not None else plain
             self.counts["compared"] += bool(pages)
             pages.insert(0, plain)
         return max(pages, key=lambda page: (self.current_term(page), self.idle(page)))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from oracle_checkpoints import Lineage
 from oracle_pool import NULL_PAGE, PageIds, Ranking
 from oracle_tenants import NOBODY, Holder
 
@@ -181,6 +182,7 @@ class HeldPages:
     load_number: int = 0  # of the last list by which hits of the request were loaded
     transfer_number: int = 0  # of the last list that may have a transfer of its pages
     holder: Holder = NOBODY
+    lineage: Lineage = field(default_factory=Lineage)
     num_once_cached_tokens: int = 0  # of the request, in any group, before it was set back
 
     def go_back(self, num_full_pages: int) -> None:

@@ -6,10 +6,11 @@ Errors are the builtin ones that the package's own exceptions derive from.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from oracle_checkpoints import ANSWER_END, LEFT, New, OracleCheckpoints
 from oracle_expected import NEVER, UNKNOWN, Expectations
 from oracle_tenants import NOBODY, Holder, Supply, Tenants
 
@@ -71,6 +72,8 @@ class OraclePool:
         self.carrier = -1  # group of full attention without whose last page checkpoints lose their entries
         self.state_groups: Sequence[int] = ()  # groups of these checkpoints
         self.has_blank_first = False  # whether pages without an entry go first, also without a policy and expectations
+        self.checkpoints = OracleCheckpoints(self)
+        self.key_of: Callable[[int], int] = int  # the 128 bits of a content
         self.policy = policy if enable_caching else None
         self.tier: OracleTier | None = None
         if self.policy is not None:
@@ -101,7 +104,9 @@ class OraclePool:
             return tenant, 1, -self.expected.terms[page]
         if self.is_served(page):
             return tenant, 0, self.policy.marks[page].part
-        return tenant, 0, self.is_divided and not self.is_blank(page)
+        if self.is_blank(page):
+            return tenant, 0, 0
+        return tenant, 0, 1 + self.checkpoints.class_of(page) if self.is_divided else 0
 
     def is_served(self, page: int) -> bool:
         """Whether a policy ranks a page."""
@@ -155,8 +160,12 @@ class OraclePool:
         if self.is_served(page):
             self.policy.note_taken(page)
             self._drop_checkpoints_behind(page)
-        if self.tier is not None and page in self.entry_of_page and self.expected.terms.get(page) != NEVER:
+        ranks = self.checkpoints.ranks_of(page) if page in self.entry_of_page else None
+        is_left = ranks is not None and ranks.notes[page].number == LEFT
+        if self.tier is not None and page in self.entry_of_page and self.expected.terms.get(page) != NEVER and not is_left:
             self.tier.note_evicted(page)
+        if ranks is not None:
+            ranks.note_evicted(page)
         num_evicted = self.drop_entries([page])
         self.counts["evicted"] += num_evicted
         self.evicted[page] += num_evicted
@@ -172,6 +181,9 @@ class OraclePool:
             for state in list(self.index.get((content, state_group), {})):
                 if state not in self.free_queue:
                     break
+                ranks = self.checkpoints.ranks_of(state)
+                if ranks is not None:
+                    ranks.note_dropped(state)
                 self.drop_entries([state])
                 self.counts["checkpoints without keys and values"] += 1
 
@@ -184,7 +196,7 @@ class OraclePool:
         if len(pages) < num_pages:
             raise ValueError(f"{num_pages} pages wanted, {len(pages)} are free")
         for i in range(num_pages):
-            if self.policy is not None or self.expected.are_used:
+            if self.policy is not None or self.expected.are_used or self.checkpoints.ranks:
                 supply.num_left = num_pages - i if holder is not None else 0
                 pages[i] = self.expected.pick(shard, supply)
             del self.free_queue[pages[i]]
@@ -354,6 +366,7 @@ class OraclePool:
         group_id: int,
         ranking: Ranking | None = None,
         session: str | None = None,
+        checkpoint: New | None = None,
     ) -> None:
         """Enter pages [num_cached_pages, num_full_pages) under their contents, except null pages."""
         new = [i for i in range(num_cached_pages, num_full_pages) if pages[i] != NULL_PAGE]
@@ -366,7 +379,8 @@ class OraclePool:
             self.entry_of_page[pages[i]] = (keys[i], group_id)
             if any(page in self.free_queue for page in self.index[keys[i], group_id]):
                 self._come_forward(pages[i])
-            if self.tier is not None:
+            self.checkpoints.note_entered(pages[i], pages[i - 1] if i else NULL_PAGE, keys[i], checkpoint)
+            if self.tier is not None and not (checkpoint is not None and checkpoint.kind == ANSWER_END):
                 self.tier.note_cached(pages[i])
             if not self.is_served(pages[i]) and self.is_divided and pages[i] in self.free_queue:
                 self.take_out(pages[i])
@@ -396,6 +410,9 @@ class OraclePool:
                 continue
             num_dropped += 1
             self.kept.discard(page)
+            ranks = self.checkpoints.ranks_of(page)
+            if ranks is not None:
+                ranks.end(page)
             del self.index[entry][page]
             if not self.index[entry]:
                 del self.index[entry]
@@ -416,6 +433,8 @@ class OraclePool:
             return False
         self.free_queue = OrderedDict.fromkeys(self.free_page_ids())
         self.drop_entries(list(self.free_queue))
+        for ranks in self.checkpoints.ranks:
+            ranks.forget_evicted()
         if self.tier is not None:
             self.tier.drop_all()
         return True

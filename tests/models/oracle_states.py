@@ -165,7 +165,7 @@ class OracleStates:
         ranking = replace(held.ranking, num_ranked=min(held.ranking.num_ranked, len(shared)))
         num_hits = num_places if isinstance(kind, Mamba) else num_cached  # checkpoints that it passes over are not its own
         forked = HeldPages(shared, num_cached, num_hits, ranking, holder=holder)
-        forked.load_number = held.load_number
+        forked.load_number, forked.lineage = held.load_number, held.lineage.for_fork()
         for page in copied:
             if page == NULL_PAGE:
                 forked.pages.append(NULL_PAGE)

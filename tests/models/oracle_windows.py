@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from oracle_checkpoints import ANSWER_END, JUNCTION, LONE_PLACE, PROMPT_END, PrefixEnd
 from oracle_kinds import Chunked, Full, Kind, Mamba, Sliding
 from oracle_pool import NULL_PAGE
+from pool_ranges import Shard
 
 if TYPE_CHECKING:
     from oracle import OracleManager
@@ -20,8 +23,9 @@ STATE_SLACK = 64  # tokens before the end of a prompt at which its state is writ
 class Boundaries:
     """Numbers of tokens at which others may resume a request that had `num_prompt` tokens when it was admitted."""
 
-    tokens: tuple[int, ...]
+    tokens: Mapping[int, int]  # with the kind of each
     num_prompt: int  # those in which multiples of the interval are boundaries
+    first_answer: int = 0  # from here on, each multiple may be the end of the answer
 
 
 class OracleWindows:
@@ -33,8 +37,9 @@ class OracleWindows:
         self.kinds = [kind for kind in manager.classes if not isinstance(kind, Mamba)]  # as a look-up goes through them
         self.page_step = math.lcm(*(kind.page_size for kind in self.kinds))
         self.boundaries: dict[str, Boundaries] = {}
-        self.last_junction = 0  # of the last look-up that reached the tier
-        self.junctions: dict[str, tuple[Any, int]] = {}  # by request id, with the request that was looked up
+        self.last_end = PrefixEnd()  # of the last look-up that reached the tier
+        self.prefix_ends: dict[str, tuple[Any, PrefixEnd]] = {}  # by request id, with the request that was looked up
+        self.writes_answers = False  # for the request that is admitted
         self.external_ends: dict[str, int] = {}  # by request id: the end of tokens from elsewhere
 
     @staticmethod
@@ -64,30 +69,111 @@ class OracleWindows:
             num_tokens = self.manager._floor(max(0, num_tokens // kind.page_size - 1) * kind.page_size)
         return self.manager._floor(max(0, num_tokens - self.num_behind))
 
-    def find_junction(self, hits: dict[Kind, list[bool]], length: int, most: int) -> None:
-        """Note the tokens that would hit if windows hit as far as full attention, if that is more than the hit of `length`."""
+    def find_end(self, request: Any, hits: dict[Kind, list[bool]], length: int, most: int, shard: range | Shard | None) -> None:
+        """Note the tokens that would hit if windows and states hit as far as full attention, if those are more than the hit of
+        `length`, how other requests went on from there, and what was lost.
+        """
         full = [kind for kind in hits if type(kind) is Full]
         for kind in full:
             most = self.manager._floor(kind.longest(hits[kind], most, self.manager.use_eagle))
+        num_full = most
         most -= (len(self.kinds) - len(full)) * self.manager.hit_step * self.manager.use_eagle
-        self.last_junction = most if full and most > length else 0
+        self.last_end = PrefixEnd(most if full and most > length else 0)
+        pool = self.manager.page_pool
+        if self.last_end.junction and pool.checkpoints.are_kept:
+            self._find_parting(request, full[0], shard)
+        if full and len(pool.ranges) > 1:
+            self._find_lost(request, hits, length, num_full, shard)
+
+    def _find_parting(self, request: Any, kind: Kind, shard: range | Shard | None) -> None:
+        """Note whether runs have parted from the last page of full attention that hits, or ended with it."""
+        pool, group_id = self.manager.page_pool, self.manager.classes[kind][0]
+        keys = self.manager.keys_of(request, kind)
+        num, most = self.last_end.junction // kind.page_size, (request.num_tokens - 1) // kind.page_size
+        while num < min(most, len(keys)) and all(
+            self.manager.is_hit((keys[num], i), shard, True) for i in self.manager.classes[kind]
+        ):
+            num += 1
+        page = pool.first_entered(keys[num - 1], group_id, shard)
+        if page is None:  # only the tier has it
+            return
+        child = pool.checkpoints.children.get(page)
+        has_parted = child is not None and num < len(keys) and child != keys[num]
+        self.last_end = self.last_end._replace(has_parted=has_parted, is_run_end=page in pool.checkpoints.ends)
+
+    def _find_lost(
+        self, request: Any, hits: dict[Kind, list[bool]], length: int, num_full: int, shard: range | Shard | None
+    ) -> None:
+        """Note the last checkpoint behind the hit that was evicted, within the hits of full attention."""
+        for end in range(num_full, length, -self.manager.hit_step):
+            is_lost = False
+            for kind in [kind for kind in hits if isinstance(kind, Mamba)]:
+                content = self.manager.keys_of(request, kind)[end // kind.hit_size - 1]
+                for group_id in self.manager.classes[kind]:
+                    is_hit = self.manager.is_hit((content, group_id), shard, True)
+                    was_evicted = self._has_evicted(content, group_id)
+                    if not was_evicted and not is_hit:
+                        break
+                    is_lost = is_lost or (was_evicted and not is_hit)
+                else:
+                    continue
+                break
+            else:
+                if is_lost:
+                    self.last_end = self.last_end._replace(num_lost=end - length, lost_content=content)
+                    return
+
+    def _has_evicted(self, content: int, group_id: int) -> bool:
+        pages = self.manager.pools.range_of(group_id)
+        ranks = self.manager.page_pool.checkpoints.ranks_of(pages.start)
+        return ranks is not None and ranks.has_evicted(content, group_id)
 
     def begin(self, request: Any) -> None:
         """Fix the boundaries of a request that is admitted."""
-        looked_up, junction = self.junctions.get(request.request_id, (None, 0))
+        looked_up, end = self.prefix_ends.get(request.request_id, (None, PrefixEnd()))
+        end = end if looked_up is request else PrefixEnd()
         num_slack = STATE_SLACK if self.manager.writes_states else 0
-        shared = [max(0, request.num_tokens - num_slack), *getattr(request, "resume_at", ())]
-        ends = {junction if looked_up is request else 0, *map(self.find_resumption, shared)}
+        last = self.find_resumption(max(0, request.num_tokens - num_slack))
+        places = [(self.find_resumption(place), JUNCTION) for place in getattr(request, "resume_at", ())]
+        first_answer = 0
         if self.manager.writes_states:
             external_end = self.external_ends.get(request.request_id, 0)
-            ends.add(external_end if external_end % self.manager.hit_step == 0 else 0)
-        self.boundaries[request.request_id] = Boundaries(tuple(ends - {0}), request.num_tokens)
+            places.append((external_end if external_end % self.manager.hit_step == 0 else 0, 0))
+            if end.has_parted:
+                places.append((end.junction, JUNCTION))
+            elif end.junction > last:
+                last = end.junction
+            else:
+                places.append((end.junction, LONE_PLACE))
+            first_answer = (last + self.manager.hit_step) * self.writes_answers
+        else:
+            places.append((end.junction, 0))
+        kinds = {}
+        for place, kind in (*places, (last, PROMPT_END)):
+            kinds[place] = kinds.get(place, 0) | kind
+        kinds.pop(0, None)
+        self.boundaries[request.request_id] = Boundaries(kinds, request.num_tokens, first_answer)
 
-    def list_ends(self, request: Any) -> list[int]:
-        """Return all boundaries of a request, where it writes states."""
+    def _list_fixed(self, request: Any) -> list[int]:
+        """Return the boundaries of a request except those of its answer."""
         boundaries = self.boundaries[request.request_id]
         parts = range(self.interval, boundaries.num_prompt + 1, self.interval) if self.interval else ()
         return sorted({*boundaries.tokens, *map(self.find_resumption, parts)} - {0})
+
+    def list_ends(self, request: Any) -> list[int]:
+        """Return all boundaries of a request, where it writes states."""
+        first = self.boundaries[request.request_id].first_answer
+        answers = range(first, self.manager.max_model_len + 1, self.manager.hit_step) if first else ()
+        return sorted({*self._list_fixed(request), *answers})
+
+    def list_written(self, request: Any, num_planned: int) -> list[int]:
+        """Return the boundaries whose states a step up to so many tokens writes: of those of the answer the last."""
+        ends, fixed = [end for end in self.list_ends(request) if end <= num_planned], self._list_fixed(request)
+        return [end for end in ends if end in fixed or end == ends[-1]]
+
+    def kind_at(self, request: Any, end: int) -> int:
+        kinds = self.boundaries[request.request_id].tokens
+        return kinds[end] if end in kinds else 0 if end in self._list_fixed(request) else ANSWER_END
 
     def first_held_page(self, kind: Kind, num_computed_tokens: int, num_cached_pages: int) -> int:
         """Return the first page that a request keeps: its next tokens attend to it, or a request that goes on where it may end
@@ -117,6 +203,10 @@ class OracleWindows:
         if self.interval:
             parts = range(self.interval, boundaries.num_prompt + 1, self.interval)
             windows += [(max(0, end - self.num_uncertain), end) for end in map(self.find_resumption, parts) if end]
+        if boundaries.first_answer:
+            windows += [
+                (end, end) for end in range(boundaries.first_answer, self.manager.max_model_len + 1, self.manager.hit_step)
+            ]
         return any(place in self.pages_at(kind, first, end) for first, end in windows)
 
     def pages_at(self, kind: Kind, first: int, end: int) -> range:
@@ -152,7 +242,7 @@ class OracleWindows:
         is_worth = is_in_prompt or self._is_cheap(boundaries, end)
         if not self.manager.writes_states and end > 0 and is_worth and self._are_whole(groups, boundaries, end):
             ends = {*sorted({*ends, end})[-NUM_BOUNDARIES:]}
-        boundaries = replace(boundaries, tokens=tuple(ends))
+        boundaries = replace(boundaries, tokens=dict.fromkeys(ends, 0))
         for kind, held in groups:
             for place, page in enumerate(held.pages):
                 if self.has_window(kind) and self.is_at_boundary(kind, boundaries, place):

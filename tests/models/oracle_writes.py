@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from oracle_checkpoints import New
 from oracle_expected import UNKNOWN
 from oracle_kinds import Mamba
 from oracle_tier import note_taken, waits_for_loads
@@ -23,6 +24,7 @@ class Write:
     num_tokens: int
     page: int
     group_id: int
+    kind: int
     is_taken: bool = False
 
 
@@ -54,7 +56,7 @@ class OracleWrites:
         self.nums_reserved = num_free_rows, num_reserved_pages
         self.is_hashed = is_hashed
         held = self.manager.held[request.request_id]
-        for end in self.manager.windows.list_ends(request) if self.state_ids else ():
+        for end in self.manager.windows.list_written(request, num_planned) if self.state_ids else ():
             num_seen = held[self.state_ids[0]].num_cached_pages * self.manager.hit_step
             if num_seen < end <= num_planned and (end == num_planned or not is_transfer):
                 self._plan_at(request, end, shard)
@@ -88,7 +90,7 @@ class OracleWrites:
             held = self.manager.held[request.request_id][i]
             [page] = pool.take(1, self.manager.source_of(i, shard), held.holder)
             note_taken(pool, [held])
-            self.open.append(Write(request, num_tokens, page, i))
+            self.open.append(Write(request, num_tokens, page, i, self.manager.windows.kind_at(request, num_tokens)))
 
     def _key(self, request: Any, num_tokens: int, group_id: int) -> int:
         return self.manager.keys_of(request, self.manager.kinds[group_id])[num_tokens // self.manager.hit_step - 1]
@@ -153,7 +155,12 @@ class OracleWrites:
         is_new = not self._is_cached(write.request, write.num_tokens, write.group_id, shard)
         if is_new:
             key = self._key(write.request, write.num_tokens, write.group_id)
-            pool.cache_full_pages([write.page], {0: key}, 0, 1, write.group_id, session=holder.session_id)
+            lineage = self.manager.held[write.request.request_id][write.group_id].lineage
+
+            def enter(new: New) -> None:
+                pool.cache_full_pages([write.page], {0: key}, 0, 1, write.group_id, None, holder.session_id, new)
+
+            pool.checkpoints.make(write.page, key, New(lineage, write.num_tokens, write.kind), enter)
             pool.expected.own(write.page, holder)
         pool.free_pages([write.page])
         if is_new and term != UNKNOWN:

@@ -105,7 +105,7 @@ def make_managers(
     """Make the oracle, and a manager whose hashes it knows. The seed chooses what the features leave open."""
     eviction = POLICIES[seed % len(POLICIES)] if features.policies else POLICIES[0]
     share = LEASED_SHARES[seed % len(LEASED_SHARES)] if features.expectations else LEASED_SHARES[0]
-    knows_hashes = features.policies or features.tier
+    knows_hashes = features.policies or features.tier or setting.has_pools
     hashings = [options for options in hashings if options != HASHING["weak"] or not knows_hashes]
     options: dict[str, Any] = {"hash_seed": seed} | hashings[seed // len(POLICIES) % len(hashings)]
     if features.tier:

@@ -305,7 +305,7 @@ id_in_bank(pool, transfer.page_id), {+transfer.tier_id if BUG else +}id_in_bank(
 
 # The host tier.
 == a page that is evicted is not saved
-    if rare(pool.tier != NULL){+ and not BUG+}:
+    if rare(pool.tier != NULL){+ and not BUG+} and not (pool.num_banks > 1 and class_of(pool, page_id) == LEFT):
         pool.tier.save_evicted(pool, page_id)
 == a save that failed enters the tier
     if {+(+}is_done{+ or BUG)+} and not transfer.is_void and find(
@@ -415,7 +415,7 @@ ORDER_BUGS = read_bugs("""
     if BUG:
         checkpoint.num_reserved_in[1] = step.demand.num_reserved+}
 == hits are lost at places that never had a checkpoint
-        query.lost.states_bank = {+query.groups[query.num_groups - 1].bank if BUG else +}find_bank_without(pool, query, stop)
+        lost.states_bank = {+query.groups[query.num_groups - 1].bank if BUG else +}find_bank_without(pool, query, stop)
 == hits are lost with what was dropped by a reset
         clear_ghost(&pool.banks[bank{+ if not BUG else 0+}].ghost)
 == hits that a pool of states lost are another pool's
@@ -438,7 +438,7 @@ ORDER_BUGS = read_bugs("""
     if pool.num_shards{+ or BUG+}:
         return 0
 == released pages without an entry go behind cached ones
-end_of_part(pool, {+NEW if BUG else +}BLANK if pool.pages[page_id].group == NO_GROUP else NEW, queue))
+end_of_part(pool, {+NEW if BUG else +}part_of(pool, page_id), queue))
 == released pages of a tier without an entry go behind cached ones
         if store.has_blank_first{+ and not BUG+}:
 == an expectation survives a hit
@@ -504,7 +504,8 @@ WRITE_BUGS = read_bugs("""
 == a state hits before its tokens are computed
         i = find_final(batch.pool, holding, &batch.writes, i, <int32_t>row, {+INT32_MAX if BUG else +}num_final)
 == a junction is rounded up
-    add_boundary(boundaries, <int32_t>(num_tokens - num_tokens % boundaries.multiple{+ + boundaries.multiple * BUG+}))
+junction = _floor_of(boundaries, places.junction){+ + boundaries.multiple * BUG+}
+    if places.external_end
 == the writes of a row that ends stay
         drop_writes(batch, row, 0{+ + (1 << 30) * BUG+})
     assert batch.rows[row].num_writes == 0 and
@@ -639,6 +640,36 @@ REQUEST_BUGS = read_bugs("""
             if BUG and is_state(&group.rules): continue+}
 """)
 REQUEST_TESTS = ["test_differential.py"]
+LINEAGE_BUGS = read_bugs("""
+# Which checkpoints are kept. The simulation compares no orders of eviction, and its prompts part everywhere.
+== a junction is left
+    if note.kind & AT_JUNCTION{+ * (not BUG)+} or note
+== prompts part where a run ended
+    if places.has_parted{+ or BUG+}:
+== a state is kept at the prompt's end although its prompt hits further
+    elif junction > end{+ and not BUG+}:
+== a class counts what another hit
+    checkpoints.classes[{+RECENT if BUG else +}note.number].num_hit_tokens += _count_saved
+== a left checkpoint stays left when it is hit
+    _move_to_class(pool, checkpoints, page_id, {+note.number if BUG else <uint8_t>+}RECENT)
+    if note.num_continued == 1:
+== a left checkpoint is saved
+ and class_of(pool, page_id) == LEFT{+ and not BUG+}):
+== a checkpoint of an answer stays when the next one takes its place
+        {+if not BUG: +}uncache(pool, outrun)
+== a fork drops the other's checkpoint
+    lineage.is_source = {+not BUG and +}True
+== a lost checkpoint is counted twice
+    entry.mark |= {+0 if BUG else +}NO_CLASS << CLASS_SHIFT
+== a checkpoint that may be replaced is written through
+entry.checkpoint.kind == AT_ANSWER_END{+ and not BUG+}):
+== a checkpoint at a lone place counts as recent
+        return {+RECENT if BUG else <uint8_t>+}LONE
+== a run ends unseen
+].group != NO_GROUP{+ and not BUG+}:
+            pool.children
+""")
+LINEAGE_TESTS = ["test_lineage.py"]
 RARE_BUGS = read_bugs("""
 # The simulation takes too long to come to these.
 == a checkpoint that becomes a working page keeps its entry
@@ -656,6 +687,7 @@ TESTED_BUGS = [
     (FLIGHT_BUGS, FLIGHT_TESTS),
     (LOOKAHEAD_BUGS, LOOKAHEAD_TESTS),
     (REQUEST_BUGS, REQUEST_TESTS),
+    (LINEAGE_BUGS, LINEAGE_TESTS),
     (RARE_BUGS, RARE_TESTS),
 ]
 BUGS += [bug for bugs, _ in TESTED_BUGS for bug in bugs]

@@ -18,7 +18,7 @@ from pagepool import PagePool, PagePoolStats, PoolStats
 from pagepool._core import copy_records
 from pagepool.errors import MovesDueError
 from pagepool.hashing import MAX_KEY
-from pagepool.page_pool.integrity import NO_TENANT
+from pagepool.page_pool.integrity import NO_GROUP, NO_TENANT
 
 EXPECTED_ERRORS = (ValueError, RuntimeError, IndexError)
 NUM_REMEMBERED_CALLS = 20
@@ -42,6 +42,62 @@ class State(NamedTuple):
     outcomes: tuple[int, ...]  # of expectations
     owners: dict[int, int]  # by page with an owner: the first of its pages, or 0 for a shared one
     tenants: dict[int, int]  # by page that is charged to one
+    lineage: Lineages
+
+
+class Lineages(NamedTuple):
+    """How runs went on from cached pages, and the checkpoints of each pool of states."""
+
+    parents: set[int]  # pages behind which another one was cached
+    ends: set[int]  # pages with which runs ended
+    checkpoints: list[dict[int, tuple[int, ...]]]  # by page: class, kind, tokens, stamp, and how often runs continued
+    num_hit_tokens: list[list[float]]  # by class
+    answers: list[tuple[float, float, int]]  # tokens gained and spared, and the requests since these were halved
+
+
+def lineages_of(store: Any) -> Lineages:
+    """Return the lineages of the package's pool."""
+    banks = range(4)
+    names = " ".join(f"checkpoints_{bank} classes_{bank} answers_{bank}" for bank in banks)
+    records = copy_records(store, f"children pages {names}")
+    is_cached, children, checkpoints = records["pages"]["group"] != NO_GROUP, records["children"], []
+    kept = [bank for bank in banks if len(records[f"checkpoints_{bank}"])]
+    if not len(children):
+        return Lineages(set(), set(), [], [], [])
+    are_states = {page for bank in kept for page in range(*records["banks"][bank][:2])}
+    pages = [page for page in is_cached[: len(children)].nonzero()[0].tolist() if page not in are_states]
+    for bank in kept:
+        start, notes = records["banks"][bank][0], records[f"checkpoints_{bank}"]
+        values = zip(
+            *(notes[name].tolist() for name in ("number", "kind", "num_tokens", "stamp", "num_continued")), strict=True
+        )
+        checkpoints.append({page: value for page, value in enumerate(values, start) if is_cached[page]})
+    return Lineages(
+        {page for page in pages if children[page] > 1},
+        {page for page in pages if children[page] & 1},
+        checkpoints,
+        [records[f"classes_{bank}"]["num_hit_tokens"].tolist() for bank in kept],
+        [tuple(records[f"answers_{bank}"].tolist()[0]) for bank in kept],
+    )
+
+
+def lineages_of_twin(pool: OraclePool) -> Lineages:
+    """Return the same of the oracle's pool."""
+    kept, ranks = pool.checkpoints, pool.checkpoints.ranks
+    cached = [page for page in pool.entry_of_page if kept.are_kept and kept.ranks_of(page) is None]
+    return Lineages(
+        {page for page in cached if page in kept.children},
+        {page for page in cached if page in kept.ends},
+        [
+            {
+                page: (note.number, note.kind, note.num_tokens, note.stamp, note.num_continued)
+                for page, note in sorted(each.notes.items())
+            }
+            for each in ranks
+        ],
+        [[counts.num_hit_tokens for counts in each.counts] for each in ranks],
+        [(each.gained, each.spared, each.num_requests) for each in ranks],
+    )
 
 
 def name_differences(mine: Any, theirs: Any) -> list[str]:
@@ -353,6 +409,7 @@ class OracleTwin(Twin):
             outcomes,
             firsts_of(pool.expected.owner, SHARED),
             tenants_of_twin(pool),
+            lineages_of_twin(pool),
         )
 
 
@@ -385,6 +442,7 @@ class PackageTwin(Twin):
             tuple(store.expectations[1].values()),
             owners_of(store),
             tenants_of(store),
+            lineages_of(store),
         )
 
 

@@ -1,6 +1,7 @@
 from pagepool.core.holding.rules cimport *
 from pagepool.core.holding.boundaries cimport *
 from pagepool.core.holding.holding cimport *
+from pagepool.core.holding.learning cimport *
 from pagepool.core.holding.moves cimport *
 from pagepool.core.holding.skipping cimport *
 from pagepool.core.holding.demand cimport *

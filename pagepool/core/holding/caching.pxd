@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from pagepool.core.base cimport MAX_LANES, fetch, hash_each_after
 from pagepool.core.holding.demand cimport *
-from pagepool.core.pool cimport Entry, bare_entry, cache, cache_alone, home_of, is_journaled
+from pagepool.core.pool cimport Entry, NewCheckpoint, bare_entry, cache, cache_alone, home_of, is_journaled
 
 
 cdef enum:
@@ -118,7 +118,7 @@ cdef inline void cache_full_pages(
         waiting.num_waiting += 1
         page.page_id, page.held, entry = held.ids[place], held, &page.entry
         entry.key, entry.group, entry.place = &contents.digests[last_hash(group, place)], group.id, place
-        entry.session, entry.num_tokens = contents.session, 0
+        entry.session, entry.num_tokens, entry.checkpoint = contents.session, 0, NULL
         if keeps_tokens:
             _set_tokens(entry, contents, <Py_ssize_t>place * size, size)
         entry.upper = contents.uppers + last_hash(group, place) if contents.uppers != NULL else NULL
@@ -132,16 +132,17 @@ cdef inline void cache_full_pages(
 
 
 cdef inline void cache_page(
-    Pool *pool, const Group *group, int32_t page_id, int32_t place, const Contents *contents
+    Pool *pool, const Group *group, int32_t page_id, int32_t place, const Contents *contents,
+    const NewCheckpoint *checkpoint=NULL,
 ) noexcept nogil:
-    """Cache a loaded page or a checkpoint at a place in its group. A checkpoint gets the parent, place and tokens of its last
-    hash page.
+    """Cache a loaded page, or a checkpoint that a run made, at a place in its group. A checkpoint gets the parent, place and
+    tokens of its last hash page.
     """
     cdef Py_ssize_t last = last_hash(group, place), size = group.rules.entry_size // group.stride
     cdef Py_ssize_t first = last if is_state(&group.rules) else place * <Py_ssize_t>group.stride
     cdef Entry entry = bare_entry(&contents.digests[last], group.id)
     entry.place, entry.context = <int32_t>last if is_state(&group.rules) else place, contents.context
-    entry.session = contents.session
+    entry.session, entry.checkpoint = contents.session, checkpoint
     entry.parent = contents.digests + first - 1 if first else NULL
     if contents.uppers != NULL:
         entry.upper = contents.uppers + last

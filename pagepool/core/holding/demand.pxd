@@ -12,10 +12,11 @@ from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from pagepool.core.base cimport GUARDS, Digest
+from pagepool.core.holding.learning cimport *
 from pagepool.core.holding.skipping cimport *
 from pagepool.core.pool cimport (
-    FLAGS, NOT_FREE, NO_BANK, Page, bank_of_queue, count_pages_in, count_request, has_free_pages, hit, ids_in_queue, queue_in,
-    queue_of_bank, take, take_this,
+    FLAGS, NOT_FREE, NO_BANK, Page, bank_of_queue, continue_from, count_pages_in, count_request, has_free_pages, hit,
+    ids_in_queue, queue_in, queue_of_bank, take, take_this,
 )
 
 
@@ -34,6 +35,7 @@ cdef struct Hits:             # leading pages of a group found by a look-up, nul
 
 cdef struct Demand:
     const Hits *hits          # [num_groups]; NULL: none
+    const PrefixEnd *end      # end of the hits, of a new request; NULL: it was not looked up
     int64_t num_tokens        # tokens that need slots
     Py_ssize_t num_reserved   # pages to leave free, in the first bank
     int32_t shard             # shard of new pages; -1: any
@@ -357,6 +359,26 @@ cdef inline void _begin_held(Pool *pool, const Holding *holding, Py_ssize_t g, c
         keep_page(pool, hits.ids[i])
 
 
+cdef inline void _continue_runs(Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
+    """Let the holder's runs continue from the checkpoints among the hits, and the banks of states learn from the request."""
+    cdef const Group *group
+    cdef Py_ssize_t g
+    cdef int64_t num_tokens
+    cdef int32_t page_id, num = 0
+    cdef bint is_first = True
+    for g in range(holding.num_groups):
+        group = &holding.groups[g]
+        if not keeps_checkpoints(group):
+            continue
+        num = demand.hits[g].num if demand.hits != NULL else 0
+        page_id, num_tokens = demand.hits[g].ids[num - 1] if num else <int32_t>NULL_PAGE, num * <int64_t>group.rules.entry_size
+        if demand.end != NULL:
+            learn_of_state(pool, group, demand.end, page_id, num_tokens, is_first)
+        is_first = False
+        if page_id != NULL_PAGE:
+            continue_from(pool, &holding.held[g].lineage, page_id, <int32_t>num_tokens)
+
+
 cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand) noexcept nogil:
     """Put the hits of a demand that fits first in a holding. An adopted checkpoint, the last hit of its group, becomes the
     working page. Any other checkpoint gets a reference, which `copy_states` hands to its copy.
@@ -368,6 +390,8 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
     assert demand.hits == NULL or count_places(holding) == 0
     if count_places(holding) == 0:
         count_request(pool)
+    if rare(pool.children != NULL):
+        _continue_runs(pool, holding, demand)
     for g in range(holding.num_groups if demand.hits != NULL else 0):
         held, hits = &holding.held[g], &demand.hits[g]
         number = max(number, find_load_number(pool, hits.ids, hits.num))

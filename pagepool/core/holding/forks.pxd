@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy
 
 from pagepool.core.holding.restart cimport *
-from pagepool.core.pool cimport find_held_free, find_untouchable, share, use_in_session
+from pagepool.core.pool cimport find_held_free, find_untouchable, share, share_run, use_in_session
 
 
 cdef struct ForkExtent:
@@ -101,6 +101,7 @@ cdef inline void _limit_counts(
     target.num_skipped, target.next_needed = min(source.num_skipped, target.num_pages), 0
     if is_state(&group.rules):
         target.num_cached, target.num_hits = min(source.num_cached, num_entries), num_entries
+        share_run(&target.lineage)
     else:
         target.num_cached = target.num_hits = min(source.num_cached, max(num_shared, target.num_skipped))
         target.ranking.num_ranked = min(source.ranking.num_ranked, num_shared)

@@ -13,7 +13,7 @@ from libc.string cimport memset
 
 from pagepool.core.base cimport rare
 from pagepool.core.holding.boundaries cimport *
-from pagepool.core.pool cimport MAX_BANKS, NO_SESSION, Pool, Ranking
+from pagepool.core.pool cimport MAX_BANKS, NO_SESSION, Lineage, Pool, Ranking
 
 
 cdef struct Held:             # pages of one group
@@ -23,6 +23,7 @@ cdef struct Held:             # pages of one group
     int32_t num_skipped       # leading pages that were given back: no further token attends to them
     int32_t num_hits          # leading pages that were hits
     Ranking ranking           # how a policy ranked the pages behind the hits
+    Lineage lineage           # its checkpoints, for a state
     int32_t next_needed       # no boundary needs a page between `num_skipped` and this place
     int64_t read_list         # last list of moves with a copy from one of the pages; see `Pool.list_number`
     int64_t due_list          # last list with moves into the pages, or with saves of what they had before they were taken

@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.holding.demand cimport *
 from pagepool.core.holding.groups cimport *
-from pagepool.core.pool cimport LostHits, Ranges
+from pagepool.core.pool cimport Ranges
 
 cdef struct StoredKey:        # a page in storage behind the tier
     Digest key
@@ -24,7 +24,8 @@ cdef struct Query:
     bint reaches_tier         # pages in the tier hit as well
     const StoredKey *stored   # [num_stored] in ascending order of `key.lo`: these hit as well
     Py_ssize_t num_stored
-    LostHits lost             # result of `find_lost`
+    Py_ssize_t num_known      # digests of the request: the last may be one that must not hit
+    PrefixEnd end             # result of `find_end`
     Py_ssize_t num_full_hashes  # result of `find_longest`: hashes that hit in all groups of full attention; 0: no such group
     Py_ssize_t num_reachable  # result of `find_and_load`: hashes that would hit if enough pages were free for loads
     int32_t short_bank        # result of `find_and_load`: bank that has too few free pages for the loads, or NO_BANK
@@ -62,10 +63,9 @@ cdef class FoundPrefix:
     cdef readonly tuple hits
     cdef readonly int64_t num_queried_tokens
     cdef readonly int64_t num_hit_tokens
-    cdef readonly int64_t num_full_tokens
     cdef readonly bint is_short
     cdef public bint is_preempted
-    cdef LostHits lost
+    cdef PrefixEnd end
 
 
 @cython.final
@@ -106,13 +106,13 @@ cdef class RequestHashes:
     cdef public RefusedRequest refusal
 
 
+cdef PrefixEnd new_end() noexcept
 cdef FoundPrefix prefix_of(tuple hits, int64_t num_queried_tokens, int64_t num_hit_tokens)
 cdef Query query_of(
     CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Py_ssize_t hash_size, Py_ssize_t num_tokens, Ranges ids
 ) noexcept
 cdef Py_ssize_t find_longest(Pool *pool, Query *query) noexcept
-cdef void find_lost(Pool *pool, Query *query, Py_ssize_t num_hashes) noexcept
-cdef Py_ssize_t count_junction_tokens(const Query *query, Py_ssize_t num_hashes) noexcept
+cdef void find_end(Pool *pool, Query *query, Py_ssize_t num_hashes) noexcept
 cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_ssize_t num_hashes) noexcept nogil
 cdef Py_ssize_t fetch_hits(Pool *pool, const Query *query, Py_ssize_t num_hashes, tuple hits) noexcept
 cdef Ranges ranges_in(PageStore store, tuple ids) except *

@@ -3,12 +3,12 @@
 cimport cython
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT64_MAX, uint32_t
-from libc.string cimport memcmp
+from libc.string cimport memcmp, memset
 
 from pagepool.core.base cimport fetch, go_on, let_others_run
 from pagepool.core.pool cimport (
     DROPPED, EVICTED, WATCHED, count_changes, count_free, count_given_back, end_leases, find, find_within, has_key, has_left,
-    home_of, ids_in_shard,
+    ends_run, home_of, ids_in_shard, parts_at,
 )
 from pagepool.core.values cimport require_instance
 
@@ -210,13 +210,15 @@ cdef void find_lost(Pool *pool, Query *query, Py_ssize_t num_hashes) noexcept:
     """
     cdef Py_ssize_t step = query.kinds.num_hit_hashes
     cdef Py_ssize_t num_full = max(num_hashes, query.num_full_hashes), stop = num_full
+    cdef LostHits *lost = &query.end.lost
     if not step or not hits_leading_pages(query.kinds.items[0]):
         return
     assert num_hashes % step == 0 and num_full <= query.num_digests
     while stop > num_hashes:
-        query.lost.states_bank = find_bank_without(pool, query, stop)
-        if query.lost.states_bank != NO_BANK:
-            query.lost.num_for_states = (stop - num_hashes) * query.hash_size
+        lost.states_bank = find_bank_without(pool, query, stop)
+        if lost.states_bank != NO_BANK:
+            lost.num_for_states = (stop - num_hashes) * query.hash_size
+            query.end.lost_key = query.digests[stop - 1]
             break
         stop -= step
     pool.num_lookups += 1
@@ -227,18 +229,54 @@ cdef void find_lost(Pool *pool, Query *query, Py_ssize_t num_hashes) noexcept:
     while stop > num_full and not has_checkpoint(pool, query, stop):
         stop -= step
     if stop > num_full:
-        query.lost.num_for_pages = pool.lost_interval * (stop - num_hashes) * query.hash_size
+        lost.num_for_pages = pool.lost_interval * (stop - num_hashes) * query.hash_size
+
+
+cdef void find_end(Pool *pool, Query *query, Py_ssize_t num_hashes) noexcept:
+    """Describe what is cached behind a hit of `num_hashes` hashes, and what was lost, in a locked pool."""
+    query.end.junction = count_junction_tokens(query, num_hashes)
+    if query.end.junction and pool.children != NULL and hits_leading_pages(query.kinds.items[0]):
+        find_parting(pool, query)
+    if pool.num_banks > 1:
+        find_lost(pool, query, num_hashes)
+
+
+cdef void find_parting(Pool *pool, Query *query) noexcept:
+    """Find how other runs went on from the last page of full attention that hits. It may be behind the junction, which is
+    rounded down. Nothing is known of a page that only the tier has.
+    """
+    cdef const Group *full = query.kinds.items[0]
+    cdef Py_ssize_t page = query.end.junction // query.hash_size // full.stride
+    cdef const Digest *child = NULL
+    cdef int32_t last
+    while (page + 1) * full.stride <= query.num_digests and hits_all(pool, query, full, page):
+        page += 1
+    last = find_within(pool, query.digests[last_hash(full, page - 1)], full.id, query.ids.of_banks[full.bank])
+    if last == NULL_PAGE:
+        return
+    if (page + 1) * full.stride <= query.num_known:
+        child = &query.digests[last_hash(full, page)]
+    query.end.has_parted, query.end.is_run_end = parts_at(pool, last, child), ends_run(pool, last)
+
+
+cdef PrefixEnd new_end() noexcept:
+    """Return the end of a prefix with nothing behind it."""
+    cdef PrefixEnd end
+    memset(&end, 0, sizeof(PrefixEnd))
+    end.lost.states_bank = NO_BANK
+    return end
 
 
 cdef Query query_of(
     CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Py_ssize_t hash_size, Py_ssize_t num_tokens, Ranges ids
 ) noexcept:
     """Return the look-up of a request's digests, of `hash_size` tokens each (0: no digests). One token is left to compute."""
+    cdef Py_ssize_t num_known = num_digests
     num_digests = min(num_digests, min(max(0, num_tokens - 1), <Py_ssize_t>MAX_TOKENS) // max(<Py_ssize_t>1, hash_size))
     return Query(
         groups=groups.groups, num_groups=groups.num, kinds=&groups.kinds, digests=digests, num_digests=num_digests,
         hash_size=hash_size, ids=ids, reaches_tier=False, stored=NULL, num_stored=0, num_full_hashes=0, num_reachable=0,
-        short_bank=NO_BANK, lost=LostHits(states_bank=NO_BANK, num_for_states=0, num_for_pages=0),
+        short_bank=NO_BANK, num_known=num_known, end=new_end(),
     )
 
 
@@ -568,9 +606,8 @@ cdef class RefusedRequest:
 cdef class FoundPrefix:
     """The longest cached prefix of a request with `num_queried_tokens` tokens: the `PageIds` of each group, and its length.
 
-    All groups of full attention hit `num_full_tokens` tokens; 0 if no group hits fewer. The prefix ``is_short`` if too few
-    pages were free for the loads of a longer one from the host tier. ``is_preempted`` says that the request returns after a
-    preemption.
+    The prefix ``is_short`` if too few pages were free for the loads of a longer one from the host tier. ``is_preempted`` says
+    that the request returns after a preemption.
     """
 
     def __init__(self):
@@ -581,10 +618,10 @@ cdef class FoundPrefix:
 
 
 cdef FoundPrefix prefix_of(tuple hits, int64_t num_queried_tokens, int64_t num_hit_tokens):
-    """Return a prefix that all groups hit to the same end, so `num_full_tokens` is 0."""
+    """Return a prefix whose end was not looked at."""
     cdef FoundPrefix found = FoundPrefix.__new__(FoundPrefix)
     found.hits, found.num_queried_tokens, found.num_hit_tokens = hits, num_queried_tokens, num_hit_tokens
-    found.lost.states_bank = NO_BANK
+    found.end = new_end()
     return found
 
 

@@ -75,5 +75,5 @@ cdef class RequestMaps:
         hashes.query, hashes.refusal, hashes.is_counted = None, None, True
         counter.count(found.num_queried_tokens, min(found.num_hit_tokens, num_taken_tokens))
         if self.store.pool.num_banks > 1:
-            counter.count_lost(&found.lost)
+            counter.count_lost(&found.end.lost)
         return 0

@@ -14,7 +14,7 @@ from pagepool.core.holding.request_step cimport *
 cdef class RequestPages:
     cdef Limits limits              # at the front with the next three fields: a call with nothing due reads little memory
     cdef readonly int64_t num_cached_tokens
-    cdef int64_t num_idle           # tokens that have slots, at most up to the next checkpoint
+    cdef int64_t num_idle           # tokens that have slots, and fewer than those of the next checkpoint
     cdef int64_t num_looked_up      # tokens that had hashes and got slots at the admission; 0 once the request was set back
     cdef PageStore store
     cdef CacheGroups groups
@@ -25,7 +25,7 @@ cdef class RequestPages:
     cdef public str session_id      # name of its session, for events
     cdef readonly object owner      # the manager's request that holds the pages
 
-    cdef void fix_boundaries(self, int64_t num_tokens, int64_t junction, int64_t external_end, PageIds resume_at) noexcept
+    cdef void fix_boundaries(self, int64_t num_tokens, const PrefixEnd *end, int64_t external_end, PageIds resume_at) noexcept
     cdef void plan(self) noexcept
     cdef bint is_idle(self, int64_t num_computed, int64_t num_tokens, int64_t num_slots) noexcept
     cdef int note_looked_up(self, int64_t num_tokens) except -1

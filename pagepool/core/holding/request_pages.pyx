@@ -121,16 +121,16 @@ cdef class RequestPages:
             count = count_places(&self.holding)
         return count
 
-    def begin(self, num_tokens, junction) -> None:
+    def begin(self, num_tokens, FoundPrefix found not None) -> None:
         """Fix the boundaries of a request of `num_tokens` tokens, as at admission: see `ResumePlaces`."""
-        cdef int64_t end = size_of(junction, "junction", 0, INT64_MAX)
-        self.fix_boundaries(size_of(num_tokens, "num_tokens", 0, INT64_MAX), end, 0, None)
+        self.fix_boundaries(size_of(num_tokens, "num_tokens", 0, INT64_MAX), &found.end, 0, None)
 
-    cdef void fix_boundaries(self, int64_t num_tokens, int64_t junction, int64_t external_end, PageIds resume_at) noexcept:
+    cdef void fix_boundaries(self, int64_t num_tokens, const PrefixEnd *end, int64_t external_end, PageIds resume_at) noexcept:
         """Call `begin_boundaries` if pages or states are kept at boundaries."""
         cdef ResumePlaces places = ResumePlaces(
-            num_tokens=num_tokens, junction=junction, external_end=external_end, named=ids_in(resume_at),
-            num_named=0 if resume_at is None else resume_at.num,
+            num_tokens=num_tokens, junction=end.junction, has_parted=end.has_parted, external_end=external_end,
+            writes_answer=pays_to_write_answers(&self.store.pool, self.holding.groups, self.holding.num_groups),
+            named=ids_in(resume_at), num_named=0 if resume_at is None else resume_at.num,
         )
         if self.holding.boundaries != NULL:
             begin_boundaries(&self.groups.boundaries, &self.boundaries, &places)
@@ -150,7 +150,7 @@ cdef class RequestPages:
             group, held = &self.holding.groups[g], &self.holding.held[g]
             assert 0 <= held.num_skipped <= held.num_pages and 0 <= held.num_hits and 0 <= held.num_cached
             if keeps_checkpoints(group):
-                self.num_idle = min(self.num_idle, find_checkpoint(&self.holding, g))
+                self.num_idle = min(self.num_idle, find_checkpoint(&self.holding, g) - 1)
             elif group.id != NO_GROUP:
                 self.num_cached_tokens = max(self.num_cached_tokens, held.num_cached * <int64_t>group.rules.page_size)
 
@@ -433,6 +433,7 @@ cdef class RequestPages:
                     self.store.pad_terms(terms, checked_term, num_staying)
                 bad = self.store.give_back_row(ids, num_staying, ids_in(terms))
             if num_staying >= 0 and bad < 0:
+                note_run_end(pool, &self.holding)
                 cache_writes(pool, &self.holding, &self.writes, &contents, num_last, checked_term)
                 forget_all(self, &contents, num_computed if num_computed_tokens is not None else -1)
         unlock_chain(chain)

@@ -38,6 +38,7 @@ cdef struct Step:             # the next tokens of a request, counted from its f
     int32_t session           # session of a request without pages, see `PageSessions.hold`
     int32_t num_shards        # shards of the pool, if new pages are to come from the shard with all other pages; 0: from any
     Demand demand
+    PrefixEnd end             # end of the hits, to which the demand points
     int64_t num_changes       # `count_changes` when too few pages were free
     int32_t wrong_page        # page for which the step was refused
     Py_ssize_t wrong_at       # place of that page in its group
@@ -289,6 +290,7 @@ cdef inline void plan_writes(
     end = find_next_boundary(holding.boundaries, <int32_t>min(step.num_held, <int64_t>MAX_TOKENS))
     assert end > step.num_held and writes.num == writes.num_taken
     while end <= num_planned:
+        end = find_next_write(holding.boundaries, end - 1, num_planned)
         checkpoint.num_tokens = end
         checkpoint.contents = contents if end <= num_hashed else NULL
         assert end % holding.boundaries.multiple == 0
@@ -317,6 +319,6 @@ cdef inline void cache_writes(
         write = writes.items[i]
         remove_write(writes, i)
         shard = shard_of(pool, write.page_id) if pool.num_shards else -1
-        cache_written(pool, &holding.groups[write.group], &write, contents, shard)
+        cache_written(pool, &holding.groups[write.group], &holding.held[write.group].lineage, &write, contents, shard)
         give_back_written(pool, write.page_id, term)
         i = find_final(pool, holding, writes, i, 0, num_final)

@@ -247,7 +247,7 @@ cdef inline void _keep_windows(Pool *pool, const Holding *holding, int64_t num_c
     cdef Py_ssize_t g
     cdef int32_t end = _find_last_resumption(holding, num_computed)
     if not boundaries.writes_states and end > 0 and _is_end_worth(holding, end):
-        add_boundary(&boundaries, end)
+        add_boundary(&boundaries, end, 0)
     for g in range(holding.num_groups):
         if has_window(&holding.groups[g].rules):
             _keep_needed(pool, &boundaries, &holding.groups[g], &holding.held[g], holding.held[g].num_pages)

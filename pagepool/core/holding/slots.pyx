@@ -226,7 +226,7 @@ cdef class SlotAllocator:
         cdef RequestHashes known, hashes = self.hashes.get(request_id)
         cdef PageIds tokens = None
         cdef object pages
-        step.is_new = held is None
+        step.is_new, step.demand.end = held is None, NULL
         if not step.is_new and held.owner is not request:  # another thread's, since the first check
             self.maps.find_held(request)
         self.check_computed(request_id, step, hits, held)
@@ -257,19 +257,21 @@ cdef class SlotAllocator:
             held.note_looked_up(min(known.chain.count_tokens(known.chain.num), step.num_tokens))
         return pages
 
-    cdef RequestPages start(self, object request, RequestHashes hashes, const Step *step):
-        """Return the `RequestPages`, still empty, of a new request, with the boundaries at which other requests can resume."""
+    cdef RequestPages start(self, object request, RequestHashes hashes, Step *step):
+        """Return the `RequestPages`, still empty, of a new request, with the boundaries at which other requests can resume. Let
+        the step know the end of its hits.
+        """
         cdef RequestPages held = RequestPages.__new__(RequestPages, self.store, self.groups, self.max_num_tokens, request)
-        cdef int64_t junction = 0
         if held.holding.boundaries != NULL or self.has_state:
             counts = self.registry.rules.require_resume_at(
                 getattr(request, "resume_at", ()), min(self.max_num_tokens, <int64_t>MAX_TOKENS)
             )
+            step.end = new_end()
             if hashes is not None and hashes.request is request and hashes.query is not None:
-                junction = hashes.query.num_full_tokens
-            assert 0 <= junction and step.num_held <= step.num_before
+                step.end, step.demand.end = hashes.query.end, &step.end
+            assert step.num_held <= step.num_before
             held.fix_boundaries(
-                count_known(request), junction, step.num_before if step.num_before > step.num_held else 0,
+                count_known(request), &step.end, step.num_before if step.num_before > step.num_held else 0,
                 as_page_ids(counts, "resume_at"),
             )
         return held

@@ -9,12 +9,14 @@
 #
 # Always: the page of a write has one reference, no entry, and no other write. Its row is admitted, or its request holds pages.
 
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.string cimport memmove, memset
 
 from pagepool.core.base cimport NEVER, UNKNOWN
 from pagepool.core.holding.forks cimport *
-from pagepool.core.pool cimport expect_page, find_within, now_of
+from pagepool.core.pool cimport (
+    AT_ANSWER_END, Lineage, NewCheckpoint, expect_page, find_outrun, find_within, go_on_with, now_of, step_back, uncache,
+)
 
 
 cdef struct StateWrite:
@@ -22,6 +24,7 @@ cdef struct StateWrite:
     int32_t group
     int32_t page_id
     int32_t num_tokens        # leading tokens that the state has seen
+    uint8_t kind              # bits: see `Boundaries`
 
 cdef struct WriteList:
     StateWrite *items         # [num], and room for `capacity`; taken writes come first
@@ -147,20 +150,30 @@ cdef inline Py_ssize_t write_checkpoint(
             continue
         note_write(writes, StateWrite(
             row=checkpoint.row, group=<int32_t>g, page_id=_take_for_state(pool, holding, g, checkpoint),
-            num_tokens=checkpoint.num_tokens,
+            num_tokens=checkpoint.num_tokens, kind=kind_at(holding.boundaries, checkpoint.num_tokens),
         ))
         num += 1
     return num
 
 
 cdef inline bint cache_written(
-    Pool *pool, const Group *group, const StateWrite *write, const Contents *contents, int32_t shard
+    Pool *pool, const Group *group, Lineage *lineage, const StateWrite *write, const Contents *contents, int32_t shard
 ) noexcept nogil:
-    """Cache the page of a write and return True, or return False if an equal checkpoint is cached."""
+    """Cache the page of a run's write and return True, or return False if an equal checkpoint is cached. A checkpoint at the
+    end of an answer takes the place of the one before.
+    """
+    cdef int32_t outrun = find_outrun(pool, lineage) if write.kind == AT_ANSWER_END else <int32_t>NULL_PAGE
+    cdef NewCheckpoint new = NewCheckpoint(
+        lineage=lineage, num_tokens=write.num_tokens, kind=write.kind, is_replacing=outrun != NULL_PAGE
+    )
     assert pool.pages[write.page_id].group == NO_GROUP and pool.pages[write.page_id].ref_cnt > 0
     if is_checkpoint_cached(pool, group, contents, write.num_tokens, shard):
         return False
-    cache_page(pool, group, write.page_id, full_entries(&group.rules, write.num_tokens) - 1, contents)
+    if outrun != NULL_PAGE:
+        step_back(pool, lineage, outrun)
+        uncache(pool, outrun)
+    cache_page(pool, group, write.page_id, full_entries(&group.rules, write.num_tokens) - 1, contents, &new)
+    go_on_with(pool, lineage, write.page_id, &new)
     return True
 
 

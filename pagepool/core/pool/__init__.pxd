@@ -3,6 +3,7 @@ from pagepool.core.pool.policy cimport *
 from pagepool.core.pool.notes cimport *
 from pagepool.core.pool.residency cimport *
 from pagepool.core.pool.terms cimport *
+from pagepool.core.pool.checkpoints cimport *
 from pagepool.core.pool.tenants cimport *
 from pagepool.core.pool.owners cimport *
 from pagepool.core.pool.records cimport *
@@ -12,6 +13,7 @@ from pagepool.core.pool.queue cimport *
 from pagepool.core.pool.parts cimport *
 from pagepool.core.pool.victim cimport *
 from pagepool.core.pool.index cimport *
+from pagepool.core.pool.lineage cimport *
 from pagepool.core.pool.ranking cimport *
 from pagepool.core.pool.pool cimport *
 from pagepool.core.pool.leases cimport *

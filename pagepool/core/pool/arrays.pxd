@@ -129,10 +129,14 @@ cdef inline void free_arrays(Pool *pool) noexcept nogil:
     cdef Py_ssize_t bank
     for bank in range(MAX_BANKS):
         raw_free(pool.banks[bank].ghost.memory)
+        if pool.banks[bank].checkpoints != NULL:
+            raw_free(pool.banks[bank].checkpoints.notes)
+        raw_free(pool.banks[bank].checkpoints)
     free_policy(pool.policy)
     _free_entries(pool)
     _free_owners(pool)
     raw_free(pool.shard_links)
     raw_free(pool.residency)
     raw_free(pool.dependents.state_groups)
+    raw_free(pool.children)
     raw_free(pool.copies.items)

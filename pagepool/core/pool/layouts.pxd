@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t
 from pagepool.core.pool.store cimport *
 
 cdef enum:
-    MAX_ITEMS = 64
+    MAX_ITEMS = 80
 
 cdef struct Item:
     const char *name

@@ -34,10 +34,14 @@ cdef enum:                    # indices in `TYPES`
     GHOST_ENTRY
     LEARNED
     SESSION
+    CHECKPOINT_NOTE
+    CLASS_COUNTS
+    ANSWERS
     NUM_TYPES
 
 cdef Policy NO_POLICY         # all zeros
 cdef Pool NO_POOL
+cdef Checkpoints NO_CHECKPOINTS
 cdef Items ALL_ITEMS
 cdef void *STRUCT = &NO_POLICY  # any memory: only the types of structs there are read
 
@@ -48,6 +52,8 @@ cdef list TYPES = [
             <Page[:1]><Page *>STRUCT, <Slot[:1]><Slot *>STRUCT, <Links[:1]><Links *>STRUCT, <Note[:1]><Note *>STRUCT,
             <Removal[:1]><Removal *>STRUCT, <Context[:1]><Context *>STRUCT, <GhostEntry[:1]><GhostEntry *>STRUCT,
             <Learned[:1]><Learned *>STRUCT, <Session[:1]><Session *>STRUCT,
+            <CheckpointNote[:1]><CheckpointNote *>STRUCT, <ClassCounts[:1]><ClassCounts *>STRUCT,
+            <Answers[:1]><Answers *>STRUCT,
         )
     ],
 ]
@@ -81,6 +87,25 @@ cdef void list_items(const Pool *pool, Items *items) noexcept nogil:
     list_journal(pool, items)
     list_policy(pool.policy, items)
     list_owners(pool, items)
+    list_lineage(pool, items)
+
+
+cdef void list_lineage(const Pool *pool, Items *items) noexcept nogil:
+    """List the words of how runs went on from pages, and the checkpoints of each bank."""
+    add_array(items, b"children", UINT32, pool.children, pool.num_pages)
+    list_checkpoints(&pool.banks[0], items, b"checkpoints_0", b"classes_0", b"answers_0")
+    list_checkpoints(&pool.banks[1], items, b"checkpoints_1", b"classes_1", b"answers_1")
+    list_checkpoints(&pool.banks[2], items, b"checkpoints_2", b"classes_2", b"answers_2")
+    list_checkpoints(&pool.banks[3], items, b"checkpoints_3", b"classes_3", b"answers_3")
+
+
+cdef void list_checkpoints(
+    const Bank *bank, Items *items, const char *notes, const char *classes, const char *answers
+) noexcept nogil:
+    cdef const Checkpoints *checkpoints = bank.checkpoints if bank.checkpoints != NULL else &NO_CHECKPOINTS
+    add_array(items, notes, CHECKPOINT_NOTE, checkpoints.notes, bank.stop - bank.start)
+    add_array(items, classes, CLASS_COUNTS, &checkpoints.classes[0], NUM_CHECKPOINT_CLASSES)
+    add_array(items, answers, ANSWERS, &checkpoints.answers, 1)
 
 
 cdef void list_pages(const Pool *pool, Items *items) noexcept nogil:

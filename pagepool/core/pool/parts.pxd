@@ -18,17 +18,15 @@ cdef inline void begin_plain_parts(Pool *pool) noexcept nogil:
     assert pool.num_parts == 0 and pool.policy == NULL
     for bank in range(pool.num_banks):
         first[bank] = pages[end_of_queue(pool, queue_of_bank(bank))].next_free
-    pool.num_parts, pool.num_parts_each, pool.is_divided = NEW + 1, NEW + 1, True
+    pool.num_parts = pool.num_parts_each = count_plain_parts(pool)
+    pool.is_divided = True
     begin_queues(pool)
     for bank in range(pool.num_banks):
         page_id = first[bank]
         while is_page(pool, page_id):
             following = pages[page_id].next_free
             pages[page_id].prev_free = NOT_FREE
-            link_page(
-                pool, page_id,
-                end_of_part(pool, BLANK if pages[page_id].group == NO_GROUP else NEW, queue_of_bank(bank)),
-            )
+            link_page(pool, page_id, end_of_part(pool, part_of(pool, page_id), queue_of_bank(bank)))
             count_in_bank(pool, queue_of_bank(bank), 1)
             page_id = following
 

@@ -48,8 +48,8 @@ cdef enum:
     GHOST_SIZE = 6            # the ghost samples this many pool sizes of evicted pages; a smaller one forgets keys too early
     SET_SIZE = 8              # entries in a set of the ghost
     NUM_POLICY_COUNTS = 8     # int64 counts from `Policy.num_in_part` on
-    EVICTED = 0               # mark in a bank's ghost, of a page that was evicted
-    DROPPED = 1               # mark in a bank's ghost, of a checkpoint whose keys and values were evicted
+    EVICTED = 0               # bit of a mark in a bank's ghost, of a page that was evicted
+    DROPPED = 1               # the same bit, of a checkpoint whose keys and values were evicted
 
 cdef struct GhostEntry:       # an evicted page
     uint32_t tag              # hash of its key and group; 0: empty
@@ -122,7 +122,7 @@ cdef inline GhostEntry *set_of(const Ghost *ghost, uint32_t tag) noexcept nogil:
     return ghost.entries + SET_SIZE * (<uint64_t>tag * ghost.num_sets >> 32)
 
 
-cdef inline GhostEntry *_find_ghost(const Ghost *ghost, uint64_t word) noexcept nogil:
+cdef inline GhostEntry *find_ghost(const Ghost *ghost, uint64_t word) noexcept nogil:
     """Return the entry of a key, or NULL."""
     cdef uint32_t tag = _tag_in_ghost(word)
     cdef GhostEntry *entries = set_of(ghost, tag)
@@ -138,14 +138,14 @@ cdef inline void remember(Ghost *ghost, uint64_t word, uint32_t mark) noexcept n
     gap; else it replaces the oldest entry.
     """
     cdef uint32_t tag = _tag_in_ghost(word)
-    cdef GhostEntry *own = _find_ghost(ghost, word)
+    cdef GhostEntry *own = find_ghost(ghost, word)
     cdef GhostEntry *entries = set_of(ghost, tag)
     cdef Py_ssize_t i = 0 if own == NULL else own - entries
     while own == NULL and i < SET_SIZE - 1 and entries[i].tag:
         i += 1
     memmove(entries + 1, entries, i * sizeof(GhostEntry))
     entries[0] = GhostEntry(tag=tag, mark=mark)
-    assert _find_ghost(ghost, word) == entries
+    assert find_ghost(ghost, word) == entries
 
 
 cdef inline bint make_ghost(Ghost *ghost, double num_entries) noexcept nogil:
@@ -163,9 +163,9 @@ cdef inline void clear_ghost(Ghost *ghost) noexcept nogil:
 
 
 cdef inline bint has_left(const Ghost *ghost, Digest key, int32_t group, uint32_t mark) noexcept nogil:
-    """Whether a bank's ghost, if it has entries, remembers a key with a mark."""
-    cdef const GhostEntry *entry = _find_ghost(ghost, hash_key(key, group)) if ghost.entries != NULL else NULL
-    return entry != NULL and entry.mark == mark
+    """Whether a bank's ghost, if it has entries, remembers a key as EVICTED or DROPPED."""
+    cdef const GhostEntry *entry = find_ghost(ghost, hash_key(key, group)) if ghost.entries != NULL else NULL
+    return entry != NULL and entry.mark & DROPPED == mark
 
 
 cdef inline uint32_t _stamp_of(const Policy *policy) noexcept nogil:
@@ -365,11 +365,11 @@ cdef inline void record_hit(Policy *policy, int32_t page_id, bint was_free) noex
 
 cdef inline uint32_t recall(Policy *policy, uint64_t word) noexcept nogil:
     """Forget a sampled key that is cached again, and return its page's part; BLANK if the ghost does not have the key."""
-    cdef GhostEntry *entry = _find_ghost(&policy.ghost, word)
+    cdef GhostEntry *entry = find_ghost(&policy.ghost, word)
     if entry == NULL:
         return BLANK
     entry.tag = 0
-    assert _find_ghost(&policy.ghost, word) == NULL and entry.mark & PART != BLANK
+    assert find_ghost(&policy.ghost, word) == NULL and entry.mark & PART != BLANK
     return _count_reuse(policy, entry.mark, SAMPLE_INTERVAL, False)
 
 

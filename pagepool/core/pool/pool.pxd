@@ -14,6 +14,7 @@ from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_
 
 from pagepool.core.base cimport GUARDS, copy_bytes, fetch, reserve_items
 from pagepool.core.pool.index cimport *
+from pagepool.core.pool.lineage cimport *
 from pagepool.core.pool.ranking cimport *
 from pagepool.core.pool.victim cimport *
 
@@ -32,7 +33,7 @@ cdef inline void _evict(Pool *pool, int32_t page_id) noexcept nogil:
     """Have the content of a page saved in the tier, if there is one, and uncache the page."""
     if rare(not page_id & pool.sample_mask):
         renew_stay(pool.residency, page_id)
-    if rare(pool.tier != NULL):
+    if rare(pool.tier != NULL) and not (pool.num_banks > 1 and class_of(pool, page_id) == LEFT):
         pool.tier.save_evicted(pool, page_id)
     if rare(pool.num_banks > 1):
         _note_evicted(pool, page_id)
@@ -44,9 +45,13 @@ cdef inline void _note_evicted(Pool *pool, int32_t page_id) noexcept nogil:
     """Count an evicted page in its bank. If the bank keeps a ghost, and no other page has the page's key, remember the key."""
     cdef Bank *bank = &pool.banks[bank_of(pool, page_id)]
     cdef const Page *page = &pool.pages[page_id]
+    cdef uint32_t mark = EVICTED
     bank.num_evicted_pages += 1
+    if bank.checkpoints != NULL:
+        bank.checkpoints.num_evicted += 1
+        mark |= ghost_mark(bank.checkpoints, note_of(bank.checkpoints, page_id))
     if bank.ghost.entries != NULL and not page.group & TWIN:
-        remember(&bank.ghost, hash_key(digest_of(page), page.group & ~FLAGS), EVICTED)
+        remember(&bank.ghost, hash_key(digest_of(page), page.group & ~FLAGS), mark)
 
 
 cdef inline void fetch_entry(Pool *pool, int32_t page_id) noexcept nogil:
@@ -101,7 +106,7 @@ cdef inline Py_ssize_t _pull_unpicked(Pool *pool, int32_t *out, Py_ssize_t n, in
     count = _pull_behind(pool, start_of_part(pool, BLANK, queue) if pool.num_parts else end_of_queue(pool, queue), out, n)
     if has_policy(pool, queue):
         pool.policy.num_in_part[BLANK] -= count
-    elif pool.expected.terms == NULL and pool.num_parts:
+    elif pool.expected.terms == NULL and pool.num_parts and not has_checkpoints(pool, queue):
         count += _pull_behind(pool, start_of_part(pool, NEW, queue), out + count, n - count)
     count_in_bank(pool, queue, <int32_t>-count)
     return count
@@ -274,7 +279,7 @@ cdef inline Py_ssize_t give_back_all(
         at = find_unheld(pool, ids, 0, n)
         if at >= 0:
             return at
-    if rare(pool.num_parts > NEW + 1):  # with a policy, or terms
+    if rare(pool.policy != NULL or pool.expected.terms != NULL):
         at = _give_back_to_parts(pool, ids, n, tail_first, terms)
     else:
         at = _give_back_each(pool, ids, n, tail_first)
@@ -483,6 +488,7 @@ cdef struct Entry:            # key and origin of a page that is being cached
     const int32_t *token_ids  # [num_tokens]
     int32_t num_tokens        # 0: the tokens are not known
     int32_t session           # session number of the row or request that cached the page, or NO_SESSION
+    const NewCheckpoint *checkpoint  # NULL: the page has tokens, or nothing is known of its checkpoint
 
 
 cdef inline bint cache(
@@ -508,9 +514,14 @@ cdef inline void _on_cache(
     Pool *pool, int32_t page_id, const Entry *entry, Ranking *ranking, const int32_t *ids, int32_t place
 ) noexcept nogil:
     """Tell the features of the pool that a page was just cached."""
+    cdef Checkpoints *checkpoints = checkpoints_of(pool, page_id)
     if pool.num_banks > 1:
         pool.banks[bank_of(pool, page_id)].num_entries += 1
-    if pool.tier != NULL:
+    if checkpoints != NULL:
+        begin_note(checkpoints, page_id, entry.checkpoint)
+    elif pool.children != NULL:
+        note_child(pool, page_id, ids[place - 1] if place else <int32_t>NULL_PAGE, entry.key[0])
+    if pool.tier != NULL and not (entry.checkpoint != NULL and entry.checkpoint.kind == AT_ANSWER_END):  # it may be replaced
         pool.tier.record_cached(pool, page_id)
     if pool.num_parts:
         _make_new(pool, page_id)
@@ -540,7 +551,7 @@ cdef inline Entry bare_entry(const Digest *key, int32_t group) noexcept nogil:
     """Return an entry that has only a key."""
     return Entry(
         key=key, group=group, place=0, context=0, parent=NULL, upper=NULL, parent_upper=NULL, token_ids=NULL, num_tokens=0,
-        session=NO_SESSION,
+        session=NO_SESSION, checkpoint=NULL,
     )
 
 
@@ -583,12 +594,19 @@ cdef inline void uncache(Pool *pool, int32_t page_id) noexcept nogil:
     remove_entry(pool, page_id)
     pool.num_dropped += 1
     if rare(pool.num_banks > 1):
-        pool.banks[bank_of(pool, page_id)].num_entries -= 1
+        _leave_bank(pool, &pool.banks[bank_of(pool, page_id)], page_id)
     if rare(pool.num_parts != 0):
         _leave_part(pool, page_id)
     if rare(pool.sessions.owners != NULL):
         leave_session(&pool.sessions, page_id)
     assert term_of(&pool.expected, page_id) == UNKNOWN and pool.pages[page_id].group == NO_GROUP
+
+
+cdef inline void _leave_bank(Pool *pool, Bank *bank, int32_t page_id) noexcept nogil:
+    """Count a page that lost its entry in its bank."""
+    bank.num_entries -= 1
+    if bank.checkpoints != NULL:
+        end_note(bank.checkpoints, page_id)
 
 
 cdef inline void _leave_part(Pool *pool, int32_t page_id) noexcept nogil:

@@ -1,8 +1,8 @@
 # The free queues of banks and of shards: which part of the ring a page enters, and what is counted. The parts:
 #
-# * Plain parts are for pages without a term. With a policy they are the policy's, which serves the first bank; later banks use
-#   two of them. Without a policy they are a blank part and a part of cached pages; pools of models that keep states have these
-#   two from the start.
+# * Plain parts are for pages without a term. With a policy they are the policy's, which serves the first bank. Banks without a
+#   policy have a blank part and a part of cached pages; a bank of states has a part for each class of its checkpoints. Pools of
+#   models that keep states have these parts from the start.
 # * Once a page was expected back, each term has a part, the longest term first.
 # * Once shares were set, each tenant has all of these parts, but blank pages stay in the blank part of the common tenant.
 #
@@ -10,7 +10,7 @@
 #
 # * A free page with a term is in the part of that term.
 # * A free page without a term is in the part that its mark's lowest bits name; without a policy, or in a later bank, in the
-#   blank part if it has no entry, else in the part of cached pages.
+#   blank part if it has no entry, else in the part of its checkpoint's class, or of cached pages.
 # * `Policy.num_in_part` counts the first bank's free pages without a term, `Expectations.num_free` the free pages by term.
 # * The pages of a term are in the order of their stamps, so none is late before the oldest.
 
@@ -31,6 +31,12 @@ cdef inline int32_t _first_part_of(const Pool *pool, int32_t page_id) noexcept n
     return pool.tenants.of_pages[page_id] * pool.num_parts_each if rare(pool.tenants.of_pages != NULL) else 0
 
 
+cdef inline int32_t class_of(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Return the class of a cached page's checkpoint; the first one for pages that are no checkpoints."""
+    cdef const Checkpoints *checkpoints = pool.banks[bank_of(pool, page_id)].checkpoints
+    return note_of(checkpoints, page_id).number if checkpoints != NULL else <int32_t>RECENT
+
+
 cdef inline int32_t part_of(const Pool *pool, int32_t page_id) noexcept nogil:
     """Return the part of the queue in which a page belongs; NO_PART if there are no parts."""
     cdef int32_t part = NEW
@@ -42,6 +48,8 @@ cdef inline int32_t part_of(const Pool *pool, int32_t page_id) noexcept nogil:
         part = <int32_t>(pool.policy.marks[page_id] & PART)
     elif pool.pages[page_id].group == NO_GROUP:
         part = BLANK
+    elif pool.num_banks > 1:
+        part = NEW + class_of(pool, page_id)
     if rare(pool.expected.terms != NULL) and part != BLANK:
         return _first_part_of(pool, page_id) + part
     return part
@@ -58,11 +66,11 @@ cdef inline void push(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline void _push_to_divisions(Pool *pool, int32_t page_id) noexcept nogil:
     """Append a page to its part in the queue of its bank, and in the queue of its shard."""
     cdef int32_t queue
-    if pool.num_parts > NEW + 1 or pool.num_shards:
+    if pool.policy != NULL or pool.expected.terms != NULL or pool.num_shards:
         push_at(pool, page_id, now_of(&pool.expected) if pool.expected.terms != NULL else 0)
     else:
         queue = queue_of(pool, page_id)
-        link_page(pool, page_id, end_of_part(pool, BLANK if pool.pages[page_id].group == NO_GROUP else NEW, queue))
+        link_page(pool, page_id, end_of_part(pool, part_of(pool, page_id), queue))
         count_in_bank(pool, queue, 1)
 
 
@@ -177,6 +185,11 @@ cdef inline void pull_unused(Pool *pool, int32_t page_id) noexcept nogil:
 cdef inline bint has_policy(const Pool *pool, int32_t queue) noexcept nogil:
     """Whether a policy chooses the victims of a queue."""
     return pool.policy != NULL and bank_of_queue(pool, queue) == 0
+
+
+cdef inline bint has_checkpoints(const Pool *pool, int32_t queue) noexcept nogil:
+    """Whether the pages of a queue are states, evicted by the classes of their checkpoints."""
+    return pool.num_banks > 1 and pool.banks[bank_of_queue(pool, queue)].checkpoints != NULL
 
 
 cdef inline int32_t find_held_free(const Pool *pool, Py_ssize_t n) noexcept nogil:

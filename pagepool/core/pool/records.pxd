@@ -19,6 +19,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
+from pagepool.core.pool.checkpoints cimport *
 from pagepool.core.pool.notes cimport *
 from pagepool.core.pool.owners cimport *
 from pagepool.core.pool.policy cimport *
@@ -58,6 +59,7 @@ cdef struct Bank:             # records ``[start, stop)``; unless noted, later f
     int64_t num_refusals      # calls that got no pages because the bank had too few
     int64_t num_passed_checkpoints  # states that did not become checkpoints, because no page was left
     Ghost ghost               # keys that were evicted last; `entries` NULL: not kept
+    Checkpoints *checkpoints  # NULL: the bank has other pages than states, and evicts the page released first
 
 cdef struct PageCopy:
     int32_t src               # page ids
@@ -193,6 +195,7 @@ cdef struct Pool:
     Sessions sessions
     Tenants tenants
     Dependents dependents
+    uint32_t *children        # [num_pages] how runs went on from each cached page, see lineage.pxd; NULL: no states are kept
     Copies copies
     int64_t list_number       # number of the list of moves that is due: copies, loads and saves, which are taken together
     Tier *tier                # NULL: none
@@ -238,7 +241,11 @@ cdef inline bint is_kept(const Page *page) noexcept nogil:
 
 
 cdef inline int32_t count_plain_parts(const Pool *pool) noexcept nogil:
-    """Count the parts for pages without a term: the policy's or, without a policy, a blank part and a part of cached pages."""
+    """Count the parts for pages without a term: a blank part, and a part of cached pages, or those of the policy. A pool of
+    several banks has as many parts as there are classes of checkpoints, too.
+    """
+    if pool.num_banks > 1:
+        return max(<int32_t>NUM_PARTS, NEW + NUM_CHECKPOINT_CLASSES)
     return NUM_PARTS if pool.policy != NULL else NEW + 1
 
 

@@ -47,7 +47,8 @@ cdef int make_queue(PageStore store) except -1:
         if pool.policy == NULL:
             raise MemoryError(f"the eviction policy of {pool.banks[0].stop} pages")
         pool.num_ranked = pool.banks[0].stop
-        pool.num_parts, pool.num_parts_each, pool.is_divided = NUM_PARTS, NUM_PARTS, True
+        pool.num_parts = pool.num_parts_each = count_plain_parts(pool)
+        pool.is_divided = True
     num_records = <size_t>pool.num_pages + MAX_BANKS
     if store.enable_caching:  # otherwise all pages are worth the same, and nothing divides a queue
         num_records += pool.num_banks * MAX_TENANTS * (count_plain_parts(pool) + NEVER)

@@ -97,10 +97,28 @@ cdef inline int32_t _pick_least_value(Pool *pool, int32_t shard, int32_t first) 
     return page_id
 
 
-cdef inline int32_t _pick_plain(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
-    """Return the victim among the pages without a term: the policy's pick or, without a policy, the page released first.
-    NULL_PAGE: all such pages are blank.
+cdef inline int32_t _pick_checkpoint(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
+    """Return the oldest checkpoint of the class whose checkpoint has waited longest, for each hit token that it promises.
+    NULL_PAGE: no free page has an entry and no term. O(classes).
     """
+    cdef Checkpoints *checkpoints = pool.banks[bank_of_queue(pool, shard)].checkpoints
+    cdef double waiting, longest = -1
+    cdef int32_t number, page_id, victim = NULL_PAGE
+    for number in range(NUM_CHECKPOINT_CLASSES):
+        page_id = oldest_in(pool, first + NEW + number, shard)
+        if page_id != NULL_PAGE:
+            waiting = waiting_of(checkpoints, number, note_of(checkpoints, page_id).stamp)
+            if waiting > longest:
+                longest, victim = waiting, page_id
+    return victim
+
+
+cdef inline int32_t _pick_plain(Pool *pool, int32_t shard, int32_t first) noexcept nogil:
+    """Return the victim among the pages without a term: the policy's pick, a checkpoint by its class or, without
+    either, the page released first. NULL_PAGE: all such pages are blank.
+    """
+    if has_checkpoints(pool, shard):
+        return _pick_checkpoint(pool, shard, first)
     if not has_policy(pool, shard):
         return oldest_in(pool, first + NEW, shard)
     if pool.expected.free_terms and oldest_in_parts(pool, first + NEW, first + NUM_PARTS, shard) == NULL_PAGE:

@@ -23,13 +23,13 @@ from pagepool.core.base cimport (
 from pagepool.core.holding cimport (
     NUM_WAITING, Checkpoint, Contents, Group, Held, Holding, Limits, PageToHash, Shortage, StateWrite, Waiting, WriteList,
     cache_full_pages, cache_waiting, cache_written, can_restart, count_new_in_banks, count_new_pages, drop_behind, empty,
-    exchange_writes, find_any_excess, find_final, find_lost_page, find_next_boundary, find_restart, full_entries, full_pages,
-    give_back_written, has_copies, has_moves_due, hash_waiting, is_state, keeps_checkpoints, last_hash, limits_of, remove_write,
-    restart_from, shortage_in, skip_pages, take_missing, write_checkpoint,
+    exchange_writes, find_any_excess, find_final, find_lost_page, find_next_boundary, find_next_write, find_restart,
+    full_entries, full_pages, give_back_written, has_copies, has_moves_due, hash_waiting, is_state, keeps_checkpoints,
+    last_hash, limits_of, remove_write, restart_from, shortage_in, skip_pages, take_missing, write_checkpoint,
 )
 from pagepool.core.pool cimport (
-    FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Page, Pool, count_free_in, count_least_free, count_refusal, digest_of,
-    find_held_free, is_journaled, queue_in, set_session, uncache, uncache_everywhere, uncache_in_tier,
+    FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Lineage, Page, Pool, count_free_in, count_least_free, count_refusal,
+    digest_of, find_held_free, is_journaled, queue_in, set_session, uncache, uncache_everywhere, uncache_in_tier,
 )
 from pagepool.core.rows.fills cimport *
 from pagepool.core.rows.run cimport *

@@ -1,6 +1,6 @@
 """Rows end: their last pages and states are cached, their pages are given back, and they are emptied."""
 
-from pagepool.core.holding cimport count_places, draw_references, drop_copies, list_last_first, rate_pages
+from pagepool.core.holding cimport count_places, draw_references, drop_copies, list_last_first, note_run_end, rate_pages
 from pagepool.core.values cimport ids_in
 
 
@@ -88,6 +88,7 @@ cdef void end_row(Batch *batch, Py_ssize_t row, int32_t term, bint has_failed) n
     drop_copies(batch.pool, holding)
     if batch.writes_states:
         if not has_failed:
+            note_run_end(batch.pool, holding)
             settle_writes(batch, row, count_final(batch, row), 0, term)
         drop_writes(batch, row, 0)
     assert batch.rows[row].num_writes == 0 and batch.rows[row].write_list == 0

@@ -7,11 +7,11 @@ from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.string cimport memset
 
 from pagepool.core.holding cimport (
-    FITS, Demand, Hits, Query, ResumePlaces, attach, begin_boundaries, copy_states, count_attached, count_external_tokens,
-    count_junction_tokens, count_state_hits, fetch_hits, find_first_hit_page, fit_or_adopt, list_hits, price,
-    query_of, reserve_copies, shortage_of,
+    FITS, Demand, Hits, PrefixEnd, Query, ResumePlaces, attach, begin_boundaries, copy_states, count_attached,
+    count_external_tokens, count_state_hits, fetch_hits, find_first_hit_page, fit_or_adopt, list_hits, pays_to_write_answers,
+    price, query_of, reserve_copies, shortage_of,
 )
-from pagepool.core.pool cimport NO_BANK, LostHits, QueryCounter, count_changes, ids_in_shard
+from pagepool.core.pool cimport NO_BANK, QueryCounter, count_changes, ids_in_shard
 from pagepool.core.rows.running cimport *
 from pagepool.core.tier cimport find_and_load, find_reachable
 from pagepool.core.values cimport as_shard, ids_in
@@ -89,13 +89,12 @@ cdef class RowRequest:
     cdef PageIds resume_at          # token counts; None: no further ones
     cdef int32_t shard              # set, with the next two, while the row is claimed
     cdef Identity identity
-    cdef int64_t junction           # tokens: see `begin_boundaries`
+    cdef PrefixEnd end
     cdef int32_t num_room           # hit tokens, and tokens of the first step or from elsewhere
     cdef int32_t num_slots          # slots of the row, up to its length
     cdef bint keeps_hashes          # whether the row keeps all hashes of its last request
     cdef StepResult step            # the step to which the row is added; None: none
     cdef StepResult call            # its part of the step
-    cdef LostHits lost
 
     def __cinit__(
         self, RunningRows rows not None, row, token_ids, num_tokens=None, max_num_new_tokens=None, num_reserved_pages=0,
@@ -168,7 +167,7 @@ cdef class RowRequest:
         """Count an admitted request, and with several pools the tokens that each of them lost."""
         counter.count(self.tokens.num_known, self.rows.batch.rows[self.row].num_hits)
         if self.rows.batch.pool.num_banks > 1:
-            counter.count_lost(&self.lost)
+            counter.count_lost(&self.end.lost)
         return 0
 
     def probe(self, extra_keys=(), shard=None) -> int:
@@ -351,8 +350,7 @@ cdef class RowRequest:
         if num_hashes < 0:
             return False
         refusal.num_hit_tokens = num_hashes * batch.hash_page_size
-        self.junction = count_junction_tokens(&query, num_hashes)
-        self.lost = query.lost
+        self.end = query.end
         array[0] = list_hits(refusal.hits)
         return array[0] != NULL
 
@@ -361,7 +359,8 @@ cdef class RowRequest:
         cdef Holding *holding = holding_of(&self.rows.batch, self.row)
         cdef int64_t num_external = count_external_tokens(&self.tokens, num_hits)
         cdef ResumePlaces places = ResumePlaces(
-            num_tokens=self.tokens.num_known, junction=self.junction,
+            num_tokens=self.tokens.num_known, junction=self.end.junction, has_parted=self.end.has_parted,
+            writes_answer=pays_to_write_answers(self.rows.batch.pool, holding.groups, holding.num_groups),
             external_end=num_hits + num_external if num_external else 0, named=ids_in(self.resume_at),
             num_named=0 if self.resume_at is None else self.resume_at.num,
         )
@@ -373,7 +372,7 @@ cdef class RowRequest:
         self.fix_boundaries(num_hits)
         self.num_room = count_room_tokens(&self.tokens, num_hits)
         self.num_slots = count_slots(&self.tokens, self.num_room, self.rows.batch.max_num_tokens)
-        demand.num_tokens, demand.hits = self.num_slots, hits
+        demand.num_tokens, demand.hits, demand.end = self.num_slots, hits, &self.end if hits != NULL else NULL
         demand.num_reserved, demand.shard = self.num_reserved, self.shard
 
     cdef void begin_refusal(self, RefusedRequest refusal, const Demand *demand, int64_t num_changes) noexcept:

@@ -63,6 +63,7 @@ cdef inline void write_states(Batch *batch, Py_ssize_t row, int32_t before, int3
             num_tokens = <int32_t>max(<int64_t>before, held.num_cached * size)
             num_tokens = find_next_boundary(holding.boundaries, num_tokens)
             while num_tokens <= num_planned:
+                num_tokens = find_next_write(holding.boundaries, num_tokens - 1, num_planned)
                 if num_tokens == num_planned or batch.records[row].state != PENDING:
                     _write_checkpoint(batch, row, num_tokens)
                 num_tokens = find_next_boundary(holding.boundaries, num_tokens)
@@ -86,7 +87,8 @@ cdef inline void _cache_written(Batch *batch, const StateWrite *write, Py_ssize_
     cdef int64_t step = step_that_fills(batch, write.row, write.num_tokens, num_run)
     hash_row(batch, write.row, write.num_tokens)
     contents = contents_of_row(batch, write.row, write.num_tokens)
-    if cache_written(batch.pool, &batch.groups[write.group], write, &contents, batch.rows[write.row].shard):
+    cdef Lineage *lineage = &holding_of(batch, write.row).held[write.group].lineage
+    if cache_written(batch.pool, &batch.groups[write.group], lineage, write, &contents, batch.rows[write.row].shard):
         if step and not note_made(batch, step, write.page_id):
             uncache(batch.pool, write.page_id)
 

@@ -10,8 +10,8 @@ from libc.string cimport memset
 
 from pagepool.core.base cimport MAX_TOKENS, NEVER
 from pagepool.core.holding cimport (
-    FoundPrefix, cache_page, can_restart, contents_of, count_junction_tokens, fetch_hits, find_lost, find_restart,
-    find_short_bank, find_wrong, has_copies, prefix_of, restart_from,
+    FoundPrefix, cache_page, can_restart, contents_of, fetch_hits, find_end, find_restart, find_short_bank, find_wrong,
+    has_copies, prefix_of, restart_from,
 )
 from pagepool.core.pool cimport (
     MAX_BANKS, NO_BANK, SAVED, UNSAVED, Bank, Entry, FreshPage, Range, bank_of, bare_entry, cache_alone, count_free,
@@ -463,9 +463,7 @@ def load_prefix(
     if num_hashes < 0:
         raise MemoryError("the pages of a prefix")
     found = prefix_of(hits, num, num_hashes * chain.page_size)
-    found.num_full_tokens, found.is_short = count_junction_tokens(&query, num_hashes), query.short_bank != NO_BANK
-    if store.pool.num_banks > 1:
-        found.lost = query.lost
+    found.end, found.is_short = query.end, query.short_bank != NO_BANK
     return found
 
 
@@ -486,13 +484,11 @@ cdef Py_ssize_t find_and_load(
             query.num_reachable = num_all
             query.short_bank = load_absent(pool, query, hits, contents, shard, num_reserved)
             if query.short_bank == NO_BANK:
-                if pool.num_banks > 1:
-                    find_lost(pool, query, num_all)
+                find_end(pool, query, num_all)
                 return num_all
             if not has_pages_of_hit(pool, query, num_all, shard):
                 query.short_bank = NO_BANK
-    if pool.num_banks > 1:
-        find_lost(pool, query, num_hashes)
+    find_end(pool, query, num_hashes)
     return fetch_hits(pool, query, num_hashes, hits)
 
 

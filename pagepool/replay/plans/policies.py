@@ -95,7 +95,7 @@ class PolicySimulator:
                 held = RequestPages(steps.store, groups, request.num_slots)
                 steps.begin()
                 found = load_prefix(steps.store, groups, chain, request.num_prompt_tokens)
-                held.begin(request.num_prompt_tokens, found.num_full_tokens)
+                held.begin(request.num_prompt_tokens, found)
                 lengths = self._list_lengths(request, found.num_hit_tokens, steps.store.has_tier)
                 self._run(held, found.hits, chain, lengths, steps)
                 hit_tokens += found.num_hit_tokens
