@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from random import Random
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from pagepool.replay import SimulatedRequest, TraceRecord
 
 NUM_CHATS, NUM_ROUNDS = 8, 3
 PROMPT_LEN, QUESTION_LEN, ANSWER_LEN = 20_000, 100, 100
+NUM_LOOPED_CHATS, NUM_LOOPED_TURNS, FIRST_LEN = 60, 5, 600
 MAX_CHAT_LEN = 100_000
 LEAST_QUESTION_LEN = 16
 """A prompt that is not so many tokens longer than an earlier one and its answer is taken to be without the answer."""
@@ -76,9 +78,9 @@ class Chats:
             self._go_on(turn, num_known, record)
         for block in ids:
             if block not in self._blocks:
-                self._blocks[block] = [self._new_run(size)]
+                self._blocks[block] = [self.new_run(size)]
         prompt = cut(chain.from_iterable(self._blocks[block] for block in ids), 0, num_prompt_tokens)
-        runs = [*prompt, self._new_run(record.output_length)]
+        runs = [*prompt, self.new_run(record.output_length)]
         if num_full := num_prompt_tokens // size:
             self._turns[ids[num_full - 1]] = Turn(runs, num_prompt_tokens, record.num_slots)
         return SimulatedRequest("", num_prompt_tokens, record.output_length, partial(make_token_ids, runs))
@@ -91,9 +93,10 @@ class Chats:
             start, stop = place * size, min((place + 1) * size, num_tokens)
             if start >= stop or ids[place] in self._blocks:
                 return
-            self._blocks[ids[place]] = [*cut(turn.runs, start, stop), self._new_run(size - (stop - start))]
+            self._blocks[ids[place]] = [*cut(turn.runs, start, stop), self.new_run(size - (stop - start))]
 
-    def _new_run(self, length: int) -> range:
+    def new_run(self, length: int) -> range:
+        """Return tokens that nothing else has."""
         start = self._num_token_ids
         self._num_token_ids += length
         return range(start, start + length)
@@ -112,3 +115,22 @@ def make_chats_in_turn() -> list[SimulatedRequest]:
         for length in range(PROMPT_LEN, PROMPT_LEN + NUM_ROUNDS * (QUESTION_LEN + ANSWER_LEN), QUESTION_LEN + ANSWER_LEN)
         for first in range(0, NUM_CHATS * MAX_CHAT_LEN, MAX_CHAT_LEN)
     ]
+
+
+def make_chats_in_a_loop(seed: int, num_systems: int) -> list[SimulatedRequest]:
+    """Make chats that take their turns at random. The first prompt of each begins with 600 tokens of its own or, if there are
+    system prompts, with one of these.
+    """
+    rng, chats = Random(seed), Chats()
+    systems = [chats.new_run(FIRST_LEN) for _ in range(num_systems)]
+    histories = [[systems[i % num_systems] if systems else chats.new_run(FIRST_LEN)] for i in range(NUM_LOOPED_CHATS)]
+    turns = [chat for chat in range(NUM_LOOPED_CHATS) for _ in range(NUM_LOOPED_TURNS)]
+    rng.shuffle(turns)
+    requests = []
+    for chat in turns:
+        runs, num_answer_tokens = histories[chat], rng.randrange(50, 700)
+        runs.append(chats.new_run(rng.randrange(30, 300)))
+        num_prompt_tokens = sum(map(len, runs))
+        runs.append(chats.new_run(num_answer_tokens))
+        requests.append(SimulatedRequest("", num_prompt_tokens, num_answer_tokens, partial(make_token_ids, list(runs))))
+    return requests

@@ -1,8 +1,7 @@
 """What models with states hit: ``python -m bench.studies.states`` prints a table. ``make bench-states`` runs it.
 
 Two pools, one of keys and values and one of states, share the memory that a line names, with the share of states that it names.
-States are kept where requests resume, and each pool evicts by LRU. The figures are the prompt tokens that were hit, in percent
-of all:
+States are kept where requests resume. The figures are the prompt tokens that were hit, in percent of all:
 
 ``two pools``
     Requests run one after another through a `RunningBatch`, or with a line's number at once: then the oldest ends when the next
@@ -17,8 +16,8 @@ Arguments are words. Those that name a column choose columns; of the others a li
 ``python -m bench.studies.states "chat, Qwen3.5" "two pools"``. Each figure is on stderr as soon as it is known, with the
 seconds that it took. ``--results FILE`` puts the figures into a file, and prints all that it has.
 
-The recorded trace is not part of the repository; without it, there is nothing to measure. ``--trace FILE`` adds the lines of
-another one.
+Chats that take turns at random share nothing, or one of four system prompts; their lines name the number of states. The recorded
+trace is not part of the repository; without it, its lines are left out. ``--trace FILE`` adds the lines of another one.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from bench.studies.chats import make_chats_in_a_loop
 from bench.studies.command import Chosen, make_parser
 from bench.studies.hits import show
 from bench.studies.windows import TRACE, Requests, Trace, make_traces, measure_columns, measure_lines
@@ -41,6 +41,7 @@ from pagepool.replay.simulation.runs import make_manager_of_pools, make_schedule
 GIB = 1 << 30
 MAX_BATCHED_TOKENS = 8192
 LONG_PAGES = 2048, 4096
+NUM_CHAT_TOKENS = 1 << 20  # more than all chats have
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,29 @@ class Line:
         return f"{self.trace.name}, {self.model.name}, {self.memory // GIB} GiB, {self.share:.0%} states{at_once}"
 
 
+@dataclass(frozen=True)
+class ChatLine(Line):
+    """A line with a number of states, beside keys and values that never run out."""
+
+    @property
+    def name(self) -> str:
+        num_states = round(self.memory * self.share / self.model.pools.state_bytes) - 1  # the running row has one
+        return f"{self.trace.name}, {self.model.name}, {num_states} states"
+
+
+def list_chat_lines() -> Iterator[Line]:
+    """Yield the lines of chats in a closed loop."""
+    for num_systems, name in ((0, "60 chats"), (4, "60 chats, 4 system prompts")):
+        chats = Trace(name, partial(make_chats_in_a_loop, 0, num_systems))
+        for num_states in (40, 80, 120, 400):
+            state_bytes = (num_states + 1) * QWEN_NEXT.pools.state_bytes
+            memory = state_bytes + NUM_CHAT_TOKENS * QWEN_NEXT.pools.token_bytes
+            yield ChatLine(chats, QWEN_NEXT, memory, state_bytes / memory)
+
+
 def list_lines(paths: Sequence[Path] = ()) -> Iterator[Line]:
     """Yield the lines in order: one trace after another, since their requests are many. `paths` lead to further traces."""
+    yield from list_chat_lines()
     pairs = [make_traces("conversation", TRACE)] if TRACE.exists() else []
     for chats, raw in [*pairs, *(make_traces(path.stem, path) for path in paths)]:
         for model, share in ((QWEN, 0.32), (NEMOTRON, 0.45)):
@@ -121,8 +143,11 @@ MEASURES: Mapping[str, Callable[[Line, Requests], float]] = {
 
 def measure_line(line: Line, requests: Requests, chosen: Chosen) -> dict[str, float]:
     """Return the cells of a line."""
-    without = "scheduler" if line.num_at_once == 1 else "an array for each layer"
-    columns = [column for column in MEASURES if column != without and chosen.has_column(column)]
+    columns = [column for column in MEASURES if chosen.has_column(column)]
+    without = ["scheduler" if line.num_at_once == 1 else "an array for each layer"]
+    if isinstance(line, ChatLine):  # an array for each layer has no number of states
+        without.append("an array for each layer")
+    columns = [column for column in columns if column not in without]
     return measure_columns(line.name, {column: partial(MEASURES[column], line, requests) for column in columns})
 
 

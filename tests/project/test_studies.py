@@ -175,12 +175,22 @@ def test_states(monkeypatch: pytest.MonkeyPatch) -> None:
         assert states.measure_line(line, requests, Chosen(["two pools"])) == {"two pools": cells["two pools"]}
 
 
+def test_states_of_chats() -> None:
+    """The next turn continues from the answer of the last one, as far as there are states."""
+    few, many = [line for line in states.list_chat_lines() if line.name.endswith((" 40 states", " 120 states"))][:2]
+    requests = few.trace.make()
+    hits = [states.measure_line(line, requests, Chosen([])) for line in (few, many)]
+    assert [[*cells] for cells in hits] == [["two pools"], ["two pools"]]
+    assert 40 < hits[0]["two pools"] < hits[1]["two pools"] < 85
+
+
 def test_states_without_a_trace(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(states, "TRACE", tmp_path / "none.jsonl")
-    states.main([])
+    states.main(["conversation"])
     assert "nothing to measure; without" in capsys.readouterr().err
     names = [line.name for line in states.list_lines([tmp_path / "other.jsonl"])]
-    assert names[0] == "other, chat, Qwen3.5-27B, 80 GiB, 32% states"
+    assert names[0] == "60 chats, Qwen3-Next, 40 states"
+    assert names[8] == "other, chat, Qwen3.5-27B, 80 GiB, 32% states"
     assert names[-1] == "other, raw, Qwen3-Next, 200 GiB, 28% states"
 
 

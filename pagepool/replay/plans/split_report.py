@@ -13,7 +13,7 @@ from pagepool.replay.shared.tables import print_table, print_text
 
 NOTE = (
     "Hit rate: the share of all prompt tokens of the trace that need not be computed, if requests run one after another in two "
-    "pools with LRU. Lost for states: prompt tokens that would have hit, had no checkpoint been evicted; lost for kv: had no "
+    "pools. Lost for states: prompt tokens that would have hit, had no checkpoint been evicted; lost for kv: had no "
     "keys and values been. Both are about equal near the best split."
 )
 RULE_NOTE = (
