@@ -16,8 +16,8 @@ Arguments are words. Those that name a column choose columns; of the others a li
 ``python -m bench.studies.states "chat, Qwen3.5" "two pools"``. Each figure is on stderr as soon as it is known, with the
 seconds that it took. ``--results FILE`` puts the figures into a file, and prints all that it has.
 
-Chats that take turns at random share nothing, or one of four system prompts; their lines name the number of states. The recorded
-trace is not part of the repository; without it, its lines are left out. ``--trace FILE`` adds the lines of another one.
+Chats that take turns at random share nothing, or one of four system prompts; their lines name the number of states. The
+recorded trace is not part of the repository; without it, its lines are left out. ``--trace FILE`` adds those of another one.
 """
 
 from __future__ import annotations

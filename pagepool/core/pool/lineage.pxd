@@ -80,7 +80,7 @@ cdef inline void _leave(Pool *pool, Checkpoints *checkpoints, int32_t page_id) n
 
 
 cdef inline int32_t _count_saved(const Pool *pool, const Checkpoints *checkpoints, int32_t page_id) noexcept nogil:
-    """Count the tokens between a checkpoint and the last one before it in its run, without left ones: so many does a hit save.
+    """Count the tokens that a hit of a checkpoint saves: those behind the last one before it in its run that is not left.
     O(checkpoints of the run).
     """
     cdef const CheckpointNote *note = note_of(checkpoints, page_id)
