@@ -39,6 +39,7 @@ CHAT_SETTINGS = [
     ChatSetting("shards", (FULL, state()), (sizes(320, 20),), data_parallel_size=2),
     ChatSetting("one pool", (FULL, state("kv")), (300,)),
     ChatSetting("one ahead", (FULL, state()), (sizes(300, 16),), max_steps_ahead=1),
+    ChatSetting("three ahead", (FULL, state(), state()), (sizes(300, 30),), max_steps_ahead=3),
 ]
 
 
@@ -105,14 +106,41 @@ class RowChats:
         self.go_on(row, rng.randint(*ANSWER))
 
     def go_on(self, row: int, num_tokens: int) -> None:
+        """Compute so many tokens of an answer, or fewer."""
+        if self.setting.max_steps_ahead:
+            self.decode_ahead(row, min(num_tokens, 80))
+            num_tokens -= 80
         while num_tokens > 0 and self.rng.random() < 0.97:
             self.twins.call("take_moves")
             part = self.chats.draw(min(num_tokens, self.rng.choice((1, 10, 40, 70))))
             self.twins.call("append", [row] * len(part), part)
-            if self.twins.call("plan", [row], len(part)).num_grown == 0:
+            grown = self.twins.call("plan", [row], len(part))
+            if grown is None or grown.num_grown == 0:  # None: a step has failed
                 break
             num_tokens -= len(part)
         self.twins.call("take_moves")
+
+    def decode_ahead(self, row: int, num_tokens: int) -> None:
+        """Decode token by token, each step planned ahead of the one before; now and then the last steps fail."""
+        call, steps = self.twins.call, []
+        call("take_moves")
+        for token_id in self.chats.draw(num_tokens):
+            if len(steps) <= self.setting.max_steps_ahead:
+                step = call("new_step")
+                if not call("plan", [row], 1, step=step):
+                    break
+                steps.append(step)
+                call("take_moves")
+            elif self.rng.random() < 0.01:
+                lost = call("fail_step", steps[-1]) or []
+                for each in lost:
+                    self.running.pop(each)
+                return
+            else:
+                call("settle", steps.pop(0), [token_id])
+        for step in steps:
+            call("settle", step, self.chats.draw(1))
+        call("take_moves")
 
     def fork(self, row: int) -> None:
         """Let another row go on where a row is, and both go on."""
