@@ -39,6 +39,7 @@ from pagepool.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
+    RingSpec,
     SlidingWindowSpec,
 )
 from pagepool.stats import CacheStats, HostTierStats, PagePoolStats, PoolStats, QueryCounts, StoreStats, TimeHistogram
@@ -82,6 +83,7 @@ __all__ = [
     "Request",
     "RequestTraits",
     "Retention",
+    "RingSpec",
     "RunningBatch",
     "SlidingWindowSpec",
     "StateWrites",

@@ -47,7 +47,14 @@ def require_token_ids(token_ids: _Ids, first: int = 0) -> None: ...
 @final
 class PageRules:
     def __new__(
-        cls, page_size: int | None, window: int = 0, chunk: int = 0, hit_tokens: int = 0, interval: int = 0
+        cls,
+        page_size: int | None,
+        window: int = 0,
+        chunk: int = 0,
+        hit_tokens: int = 0,
+        interval: int = 0,
+        period: int = 0,
+        capacity: int = 0,
     ) -> Self: ...
 
 _Groups = Iterable[tuple[PageRules, int | None, int]]
@@ -668,6 +675,8 @@ class RunningRows:
         """
     def _forget_refusal(self) -> None:
         """Reset `refusal` to None, after an error."""
+    def _require_drafts(self, num_drafts: int) -> None:
+        """Raise ArgumentError for more draft tokens a row than the rings of a model can take back."""
     def _is_refused_still(
         self,
         row: int,

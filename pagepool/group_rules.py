@@ -9,13 +9,21 @@ from pagepool.arguments import require_int, require_token_counts
 from pagepool.errors import ArgumentError
 from pagepool.page_pool.pool import Configuration
 from pagepool.retention import Retention
-from pagepool.specs import CacheGroupSpec, ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from pagepool.specs import (
+    CacheGroupSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    RingSpec,
+    SlidingWindowSpec,
+)
 
 SLACK = 64  # default slack: a request can also resume this many tokens before a boundary
 CHECKPOINT_STEP = 64  # tokens: kernels of recurrent layers have states at its multiples
 INTERVAL_STEP = 2048
 MAX_BOUNDARY = 1 << 30
-SPECS = [spec.__name__ for spec in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)]
+SPECS = [spec.__name__ for spec in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec, RingSpec)]
+STATES = "Mamba", "Ring"  # kinds with one page for any number of tokens
 
 ALL_STAY = Retention(windows="all")
 
@@ -35,6 +43,8 @@ class GroupRules(NamedTuple):
     """Tokens between checkpoints of states; None if no states are kept."""
     has_state: bool
     """Whether a group has states, kept or not."""
+    has_ring: bool
+    """Whether a group is a ring."""
     writes_states: bool
     """Whether states are kept, if pages are cached: steps write checkpoints at boundaries."""
     configuration: Configuration
@@ -66,16 +76,19 @@ def make_rules(
     if use_eagle and enable_caching and "ChunkedLocalAttention" in kinds:
         raise ArgumentError("use_eagle: got True, allowed with chunked local attention and caching: False")
     sizes = [require_int("page_size", spec.page_size, 1) for spec in specs]
-    page_sizes = [size for size, kind in zip(sizes, kinds, strict=True) if kind != "Mamba"]
+    page_sizes = [size for size, kind in zip(sizes, kinds, strict=True) if kind not in STATES]
     intervals = _list_spacings([spec for spec, kind in zip(specs, kinds, strict=True) if kind == "Mamba"])
     hash_page_size = gcd(*(page_sizes or intervals)) or 1
     num_hit_tokens = lcm(*page_sizes, *intervals)
+    if enable_caching:
+        _check_rings([spec for spec, kind in zip(specs, kinds, strict=True) if kind == "Ring"], specs, num_hit_tokens)
     described = [_describe_group(i, spec, num_hit_tokens, hash_page_size, bool(intervals)) for i, spec in enumerate(specs)]
     rules = [_rules_of(each, spec, num_hit_tokens, use_eagle) for each, spec in zip(described, specs, strict=True)]
     index_ids = [each["index_group_id"] if enable_caching else None for each in described]
     num_hashes = [each["num_hashes_per_page"] for each in described]
     state_interval = find_state_interval(kv_cache_groups) if intervals and enable_caching else None
-    boundaries = _find_boundaries(specs, retention, num_hit_tokens, None not in index_ids, state_interval)
+    is_cached = all(index is not None for index, kind in zip(index_ids, kinds, strict=True) if kind != "Ring")
+    boundaries = _find_boundaries(specs, retention, num_hit_tokens, is_cached, state_interval)
     configuration: Configuration = {"num_kv_cache_groups": len(described)}
     for i, each in enumerate(described):
         configuration |= {f"kv_cache_groups[{i}].{name}": each[name] for name in each}
@@ -92,9 +105,24 @@ def make_rules(
         hit_tokens=num_hit_tokens,
         checkpoint_interval=state_interval,
         has_state="Mamba" in kinds,
+        has_ring="Ring" in kinds,
         writes_states=bool(intervals),
         configuration=configuration | {"hash_page_size": hash_page_size},
     )
+
+
+def _check_rings(rings: Sequence[Any], specs: Sequence[Any], num_hit_tokens: int) -> None:
+    """Raise ArgumentError for a ring with tokens where hits end, since a request that hits gets a blank one, and for a model
+    with nothing but rings.
+    """
+    if len(rings) == len(specs):
+        raise ArgumentError("kv_cache_groups: got only rings, allowed with enable_caching: another group beside them")
+    for ring in rings:
+        if num_hit_tokens % ring.period:
+            raise ArgumentError(
+                f"period: got {ring.period}, allowed with enable_caching: a divisor of {num_hit_tokens}, at whose multiples "
+                "hits end"
+            )
 
 
 def _find_boundaries(
@@ -131,10 +159,10 @@ def find_slack_and_interval(retention: Retention, specs: Sequence[Any], num_hit_
 def _describe_group(group_id: int, spec: Any, num_hit_tokens: int, hash_page_size: int, keeps_states: bool) -> dict[str, Any]:
     """Return a group's settings by name. Managers that share cached pages must agree in them."""
     kind = kind_of(spec)
-    is_cached = kind != "Mamba" or keeps_states
-    entry_size = num_hit_tokens if kind == "Mamba" else int(spec.page_size)
+    is_cached = keeps_states if kind == "Mamba" else kind != "Ring"
+    entry_size = num_hit_tokens if kind in STATES else int(spec.page_size)
     described: dict[str, Any] = {"kind": kind}
-    for name in ("page_size", "sliding_window", "attention_chunk_size"):
+    for name in ("page_size", "sliding_window", "attention_chunk_size", *["period"] * (kind == "Ring")):
         size = getattr(spec, name, None)
         described[name] = None if size is None else int(size)
     return described | {
@@ -149,6 +177,8 @@ def _rules_of(described: dict[str, Any], spec: Any, num_hit_tokens: int, use_eag
     match described["kind"]:
         case "Mamba":
             return PageRules(None, interval=0 if described["index_group_id"] is None else num_hit_tokens)
+        case "Ring":
+            return PageRules(None, period=spec.period, capacity=spec.page_size)
         case "SlidingWindow":
             return PageRules(spec.page_size, window=spec.sliding_window, hit_tokens=hit_tokens)
         case "ChunkedLocalAttention":
@@ -177,6 +207,8 @@ def find_state_interval(kv_cache_groups: Sequence[CacheGroupSpec]) -> int:
     for group in kv_cache_groups:
         spec: Any = group.kv_cache_spec
         num_bytes = spec.page_size_bytes * max(1, len(group.layer_names or ()))
+        if kind_of(spec) == "Ring":
+            continue
         if kind_of(spec) != "Mamba":
             token_bytes += num_bytes / spec.page_size
             continue
@@ -197,6 +229,7 @@ def find_interval(specs: Sequence[Any]) -> int:
     """Return the smallest multiple of 2,048 tokens for which all windows together take at most a third of the pages of one
     full-attention group; 0 if some window is at least as long as that multiple.
     """
+    specs = [spec for spec in specs if kind_of(spec) not in STATES]
     num_pages = sum(-(-window_of(spec) // spec.page_size) for spec in specs)
     full = [spec.page_size for spec in specs if kind_of(spec) == "FullAttention"] or [spec.page_size for spec in specs]
     interval = -(-3 * num_pages * full[0] // INTERVAL_STEP) * INTERVAL_STEP

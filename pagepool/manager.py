@@ -675,7 +675,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             if num_tokens > num_most_tokens:
                 raise ArgumentError(f"{name}: got {shown(num_tokens)}, allowed: at most {num_most_tokens}, which have slots")
             held.require_moves_taken()
-            gives_all_back = is_failed and self._rules.has_state
+            gives_all_back = is_failed and (self._rules.has_state or self._rules.has_ring)
             hashes = None
             if self.enable_caching and not gives_all_back:
                 hashes = self.registry.extend_hashes(request, start + num_tokens)

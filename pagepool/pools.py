@@ -8,6 +8,7 @@ import numpy as np
 from pagepool._core import PageStore, drop_dependents
 from pagepool.arguments import require_int, require_name
 from pagepool.errors import ArgumentError, shown
+from pagepool.group_rules import STATES as STATE_KINDS
 from pagepool.group_rules import kind_of
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import EvictionPolicy, require_eviction, require_pool
@@ -27,8 +28,10 @@ class PoolSizes(NamedTuple):
 
     def list_pools_of_states(self, groups: Sequence[CacheGroupSpec]) -> list[int]:
         """Return the numbers of the pools that only have states; none if no pool has attention."""
-        of_attention = {number for number, group in zip(self.pool_of_group, groups, strict=True) if not _has_state(group)}
-        return [number for number in range(len(self.names)) if number not in of_attention] if of_attention else []
+        pairs = list(zip(self.pool_of_group, groups, strict=True))
+        others = {number for number, group in pairs if kind_of(group.kv_cache_spec) != "Mamba"}
+        of_attention = {number for number, group in pairs if not _has_state(group)}
+        return [number for number in range(len(self.names)) if number not in others] if of_attention else []
 
 
 def read_sizes(
@@ -76,7 +79,7 @@ def read_host_sizes(num_pages: int | Mapping[str, int], names: Sequence[str]) ->
 
 
 def _has_state(group: CacheGroupSpec) -> bool:
-    return kind_of(group.kv_cache_spec) == "Mamba"
+    return kind_of(group.kv_cache_spec) in STATE_KINDS
 
 
 def make_pools(
@@ -109,7 +112,7 @@ def link_checkpoints(store: PageStore, groups: Sequence[CacheGroupSpec], pool_of
     """Let checkpoints in later pools lose their entries when a policy evicts the page of full attention that ends with them."""
     pairs = list(zip(groups, pool_of_group, strict=True))
     full = [i for i, (group, pool) in enumerate(pairs) if pool == 0 and kind_of(group.kv_cache_spec) == "FullAttention"]
-    states = [i for i, (group, pool) in enumerate(pairs) if pool > 0 and _has_state(group)]
+    states = [i for i, (group, pool) in enumerate(pairs) if pool > 0 and kind_of(group.kv_cache_spec) == "Mamba"]
     if full and states:
         drop_dependents(store, full[0], states)
 
@@ -119,9 +122,9 @@ def require_states(pools: Mapping[str, PagePool], groups: Sequence[CacheGroupSpe
     page for each row and one for a checkpoint, and one null page. One pool for all groups may be of any size.
     """
     for name, pool in pools.items() if len(pools) > 1 else ():
-        of_states = [_has_state(group) for group in groups if getattr(group, "pool", "kv") == name]
-        num_needed = (num_rows + 1) * len(of_states) + 1
-        if all(of_states) and pool.num_pages < num_needed:
+        kinds = [kind_of(group.kv_cache_spec) for group in groups if getattr(group, "pool", "kv") == name]
+        num_needed = num_rows * len(kinds) + kinds.count("Mamba") + 1
+        if set(kinds) <= {*STATE_KINDS} and pool.num_pages < num_needed:
             raise ArgumentError(
                 f"num_pages[{name!r}]: got {pool.num_pages}, allowed for {num_rows} rows: at least {num_needed}"
             )

@@ -213,6 +213,7 @@ class RunningBatch(RunningRows):
                 num_external = min(require_int("num_external_tokens", num_external, 0), self.max_num_tokens)
             if type(num_drafts) is not int or num_drafts:
                 num_drafts = min(require_int("num_drafts", num_drafts, 0, MAX_SIZE), self.max_num_tokens)
+                self._require_drafts(num_drafts)
             named = NO_TRAITS if traits is None else _checked(traits)
             rules, look_up, resume_at = self._registry.rules, named.look_up, named.resume_at
             counts = rules.require_resume_at(resume_at, self.max_num_tokens) if resume_at else None

@@ -26,6 +26,7 @@ __all__ = [
     "ChunkedLocalAttentionSpec",
     "FullAttentionSpec",
     "MambaSpec",
+    "RingSpec",
     "SlidingWindowSpec",
     "cdiv",
     "check_groups",
@@ -417,6 +418,50 @@ class MambaSpec(CacheSpec):
     def page_size_bytes(self) -> int:
         """Bytes of the state, or of the padded page."""
         return num_bytes(self.num_elements, self.dtype) if self.page_size_padded is None else self.page_size_padded
+
+    def max_memory_usage_bytes(self, **_: object) -> int:
+        """Return the bytes of the single page."""
+        return self.page_size_bytes
+
+
+@dataclass(frozen=True)
+class RingSpec(CacheSpec):
+    """A ring: a layer's raw keys of the last `page_size` tokens of a request, in one page; position ``p`` is at
+    ``p % page_size``.
+
+    A layer that compresses `period` tokens into one entry keeps their keys here until the last one is computed. At multiples of
+    the period the ring is blank. Hits end there, so a request that hits a prefix gets a blank ring, and rings are never cached.
+    `shape` is that of a token. See docs/hybrids.md.
+
+    Raises `ArgumentError` for sizes that are not positive, for a ring smaller than its period, and without a shape.
+
+    >>> RingSpec(page_size=16, period=8, shape=(2, 64), dtype="bfloat16").page_size_bytes
+    4096
+    """
+
+    period: int
+    shape: tuple[int, ...]
+    dtype: object = field(hash=False)  # equal dtypes may be spelled in ways that hash differently
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        object.__setattr__(self, "period", require_int("period", self.period, 1, self.page_size))
+        shape = tuple(require_int("shape: a dimension", each, 1, MAX_SIZE) for each in as_list("shape", self.shape, "ints"))
+        if not shape:
+            raise ArgumentError("shape: got no dimension, allowed: at least one")
+        object.__setattr__(self, "shape", shape)
+        dtype_bits(self.dtype)
+
+    @property
+    def type_id(self) -> str:
+        """Kind, capacity and period in tokens, shape, and dtype as given."""
+        return f"ring_{self.page_size}_{self.period}_{self.shape}_{self.dtype}"
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of all tokens of the ring."""
+        return num_bytes(self.page_size * prod(self.shape), self.dtype)
 
     def max_memory_usage_bytes(self, **_: object) -> int:
         """Return the bytes of the single page."""

@@ -17,7 +17,7 @@ from pagepool.arguments import as_list, require_choice, require_flag, require_in
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.host_table import HostTables
 from pagepool.running_batch import RunningBatch
-from pagepool.specs import MambaSpec
+from pagepool.specs import MambaSpec, RingSpec
 
 __all__ = ["StepInputs"]
 
@@ -255,7 +255,7 @@ Shapes = dict[str, dict[int, Shape]]
 def _groups_of(source: RunningBatch | HostTables) -> tuple[Sequence[Any], list[bool]]:
     """Return the table of each group, and whether the group is a state."""
     if isinstance(source, RunningBatch):
-        return source.group_tables, [isinstance(spec, MambaSpec) for spec in source.group_specs]
+        return source.group_tables, [isinstance(spec, MambaSpec | RingSpec) for spec in source.group_specs]
     return source.page_tables, [False for _ in source.page_tables]
 
 

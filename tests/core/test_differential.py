@@ -14,7 +14,16 @@ from typing import NamedTuple
 import pytest
 from features import PLAIN, Features, draw_features
 from pairs import run_twins, seeds_of
-from settings import ENDS_SETTINGS, NUM_OPERATIONS, POOL_SETTINGS, SETTINGS, STATE_SETTINGS, WRITE_SETTINGS, Setting
+from settings import (
+    ENDS_SETTINGS,
+    NUM_OPERATIONS,
+    POOL_SETTINGS,
+    RING_SETTINGS,
+    SETTINGS,
+    STATE_SETTINGS,
+    WRITE_SETTINGS,
+    Setting,
+)
 
 HAS_EVENTS = importlib.util.find_spec("msgspec") is not None
 NUM_CALLS = NUM_OPERATIONS // (2 if NUM_OPERATIONS < 100_000 else 1)
@@ -22,6 +31,7 @@ MIN_CALLS = 60  # with fewer, hardly anything comes again
 ALL = [*STATE_SETTINGS, *SETTINGS]
 CACHING_POOLS = [setting for setting in POOL_SETTINGS if setting.enable_caching]
 CACHING_WRITES = [setting for setting in WRITE_SETTINGS if setting.enable_caching]
+CACHING_RINGS = [setting for setting in RING_SETTINGS if setting.enable_caching]
 CACHING = [setting for setting in ALL if setting.enable_caching and setting.page_size < 16]
 STATES = Features(states=True, forks=True)
 EXPECTED = Features(states=True, forks=True, expectations=True)
@@ -106,6 +116,11 @@ CASES = [
     Case("steps ahead", TIER, CACHING, 0.05),
     Case("steps ahead", EVERYTHING, [*CACHING, *CACHING_WRITES, *CACHING_POOLS], 0.1),
     Case("steps ahead", None, [*CACHING, *ENDS_SETTINGS], 0.1),
+    Case("requests", STATES, RING_SETTINGS, 0.1),
+    Case("requests", EVERYTHING, CACHING_RINGS, 0.1),
+    Case("rows", STATES, RING_SETTINGS, 0.1),
+    Case("rows", EVERYTHING, CACHING_RINGS, 0.1),
+    Case("steps ahead", STATES, RING_SETTINGS, 0.1),
 ]
 
 

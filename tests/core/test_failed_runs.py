@@ -162,6 +162,24 @@ def test_a_later_step_fails_with_an_earlier_one_though_its_result_is_gone(keeps_
     assert batch.probe(1, [*PROMPT, 7]) == 0
 
 
+def test_no_rows_are_added_to_a_step_that_failed_with_an_earlier_one() -> None:
+    """The row would be in the step twice, and get the tokens of both places."""
+    batch = make_batch(max_steps_ahead=1)
+    first = admit(batch, 0, PROMPT, num_tokens=4)
+    later = batch.new_step()
+    batch.plan([0], 4, step=later)
+    assert fail(batch, first) == []
+    assert counts_of(batch) == (20, 0, 0)
+    state = partial(batch_state, batch)
+    with refused(state, ArgumentError, "step: got one that failed with an earlier step, allowed: one that did not"):
+        batch.plan([0], 4, step=later)
+    with refused(state, ArgumentError, "step: got one that failed"):
+        batch.admit(1, PROMPT, step=later)
+    assert batch.plan([0], 4).num_grown == 1
+    assert batch.settle(later, [], 0).tolist() == [-1]
+    assert counts_of(batch) == (20, 4, 0)
+
+
 def test_entries_of_steps_that_cannot_fail_any_more_are_forgotten() -> None:
     """Else each release of a row that has just filled a page would make later calls slower."""
     batch = make_batch()

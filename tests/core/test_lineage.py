@@ -20,7 +20,9 @@ from pagepool import (
     MambaSpec,
     MultiGroupPageTable,
     RequestTraits,
+    Retention,
     RunningBatch,
+    SlidingWindowSpec,
 )
 
 MAX_LEN = 8192
@@ -277,6 +279,99 @@ def test_states_of_an_answer_are_not_written_through(policy: str) -> None:
         batch.release([0])
         chat = [*chat, *answer, *tokens(rng, 100)]
     assert num_saved <= (12 if policy == "write_through" else 0)
+
+
+def test_a_state_of_an_answer_is_saved_at_its_eviction_though_its_page_was_saved_before() -> None:
+    tier = HostTier({"kv": 60_000, "states": 3000}, policy="write_through")
+    (manager, batch), rng, chat = make_both(12, host_tier=tier), Random(4), tokens(Random(5), 300)
+
+    def go(prompt: list[int], answer: list[int]) -> None:
+        assert batch.admit(0, prompt) is not None
+        for start in range(0, len(answer) + 64, 64):
+            moves = batch.take_moves()
+            if moves.number:
+                manager.complete(moves.number)
+            if part := answer[start : start + 64]:
+                batch.append([0] * len(part), part)
+                assert batch.plan([0], len(part)).num_grown
+        batch.release([0])
+
+    for turn in range(10):
+        answer = tokens(rng, 300)
+        go(chat, answer)
+        chat += answer
+        if turn < 6:
+            chat += tokens(rng, 100)
+            continue
+        before = batch.probe(0, [*chat, *[1] * 20])
+        for _ in range(48):
+            go(tokens(rng, 200), [])  # evicts all states
+        assert batch.probe(0, [*chat, *[1] * 20]) == before > len(chat) - 128
+        chat += tokens(rng, 100)
+
+
+def test_a_leased_state_of_an_answer_stays() -> None:
+    batch, rng, chat = make_batch(40, num_rows=2, retention=Retention(max_leased_share=0.9)), Random(4), tokens(Random(4), 300)
+    list(chat_alone(batch, rng, 6, chat))
+    answer = tokens(rng, 328)
+    run(batch, chat, answer[:200], ends=False)
+    stop = (len(chat) + 200) // 64 * 64
+    prompt = [*(chat + answer)[:stop], *[1] * 50]
+    lease = batch.lease(0, 0, stop, seconds=1000.0)
+    for start in (200, 264):
+        batch.append([0] * 64, answer[start : start + 64])
+        batch.plan([0], 64)
+        batch.take_moves()
+    batch.release([0])
+    assert lease.is_held
+    assert batch.probe(1, prompt) == stop
+    batch.check()
+
+
+@pytest.mark.parametrize("answer_first", [False, True])
+def test_a_state_that_another_request_keeps_stays_though_the_answer_goes_on(answer_first: bool) -> None:
+    """Both write the state at a place before it is cached: one within its answer, the other where the engine says."""
+    batch, rng, chat = make_batch(40, num_rows=2), Random(4), tokens(Random(5), 300)
+    list(chat_alone(batch, rng, 6, chat))
+    place = (len(chat) + 127) // 64 * 64
+    text = (chat + tokens(rng, 200))[:place]
+    run(batch, text[:-8], text[-8:], ends=False)
+    assert batch.admit(1, text + tokens(rng, 60), traits=RequestTraits(resume_at=[place])) < place
+    assert place in batch.take_moves().writes.num_tokens
+    if not answer_first:
+        batch.append([1], [3])
+        batch.plan([1])
+        batch.take_moves()
+    for _ in range(2):
+        batch.append([0] * 64, tokens(rng, 64))
+        batch.plan([0], 64)
+        batch.take_moves()
+        if 1 in batch.is_admitted.nonzero()[0]:
+            batch.release([1])
+    assert batch.probe(1, text + tokens(rng, 90)) == place
+    batch.check()
+
+
+def test_with_windows_an_answer_keeps_no_states() -> None:
+    """The pages of the windows would have to stay at each place where the answer may end."""
+    window = SlidingWindowSpec(PAGE_SIZE, 8, 128, "bfloat16", sliding_window=128, use_mla=False)
+    state = MambaSpec(PAGE_SIZE, ((32, 128, 128),), "float32", checkpoint_interval=1 << 16)
+    manager = CacheManager(
+        {"kv": 20_000, "states": 45}, [FULL, CacheGroupSpec(window), CacheGroupSpec(state, pool="states")], MAX_LEN
+    )
+    batch = RunningBatch(manager, MultiGroupPageTable(1, MAX_LEN, MAX_LEN, page_sizes=[PAGE_SIZE] * 3))
+    rng, chat = Random(4), tokens(Random(5), 300)
+    list(chat_alone(batch, rng, 8, chat))
+    run(batch, chat, ends=False)
+    before = manager.stats().pools["kv"].num_cached_pages
+    answer = tokens(rng, 3200)
+    for start in range(0, 3200, 16):
+        batch.append([0] * 16, answer[start : start + 16])
+        assert batch.plan([0], 16).num_grown
+        assert not batch.take_moves().writes.num_tokens.size
+    assert manager.stats().pools["kv"].num_cached_pages - before <= 200 + 9  # of full attention, and one window
+    batch.release([0])
+    batch.check()
 
 
 def test_places_that_the_engine_names_are_kept_as_junctions() -> None:

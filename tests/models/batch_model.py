@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from admissions import admission
 from oracle import PREEMPTED, OracleManager, PagesByGroup
 from oracle_expected import SHARED, UNKNOWN, term_of_seconds
-from oracle_kinds import Mamba, cdiv
+from oracle_kinds import Mamba, Ring, cdiv, is_recurrent
 from oracle_refusals import find_refusal
 from oracle_tier import Taken, note_taken
 from oracle_writes import OracleWrites, Write
@@ -206,6 +207,33 @@ class Filled:
     place: int  # -1 for a state
 
 
+class Rings:
+    """The rings of a row, as a device keeps them: the token in each slot."""
+
+    def __init__(self, kinds: Sequence[Any]) -> None:
+        self.rings: list[tuple[Ring, dict[int, int]]] = [(kind, {}) for kind in kinds if isinstance(kind, Ring)]
+        self.num_written = 0
+
+    def begin(self, num_tokens: int) -> None:
+        """Begin behind hits, or behind tokens from elsewhere, which bring the ring."""
+        self.num_written = num_tokens
+        for kind, ring in self.rings:
+            start = num_tokens // kind.period * kind.period
+            ring.update({token % kind.page_size: token for token in range(start, num_tokens)})
+
+    def write(self, num_planned: int) -> None:
+        """Steps write the tokens up to the planned ones; where a row went back, they write again from there."""
+        for kind, ring in self.rings:
+            ring.update({token % kind.page_size: token for token in range(self.num_written, num_planned)})
+        self.num_written = num_planned
+
+    def require(self, num_tokens: int) -> None:
+        """Require what the token behind some needs."""
+        for kind, ring in self.rings:
+            for token in range(num_tokens // kind.period * kind.period, num_tokens):
+                assert ring.get(token % kind.page_size) == token, f"token {token} of {num_tokens} was overwritten"
+
+
 @dataclass(eq=False)
 class OracleStep:
     """A step, with the stays of its rows."""
@@ -213,6 +241,7 @@ class OracleStep:
     number: int | None = None  # None while it has no rows
     members: list[tuple[int, int]] = field(default_factory=list)  # stay, and row at the time of the call
     is_settled: bool = False
+    has_failed: bool = False  # with an earlier step, or itself
 
 
 class Plan(NamedTuple):
@@ -237,6 +266,8 @@ class OracleRows(Rows):
         self.requests: list[Any] = [None] * num_rows  # a Request, or None for a free row
         self.num_hits = [0] * num_rows
         self.nums_external = [0] * num_rows  # tokens that come from elsewhere
+        self.ring_starts = [0] * num_rows  # tokens before these were overwritten in rings when the row went back
+        self.rings = [Rings(manager.kinds) for _ in range(num_rows)]
         self.shards: list[int | None] = [None] * num_rows
         self.stays = [0] * num_rows  # 0 for a free row
         self.planned = [0] * num_rows  # positions that planned steps write
@@ -294,16 +325,18 @@ class OracleRows(Rows):
         ended, self.launches[row] = self.launches[row][:num], self.launches[row][num:]
         self.filled = [filled for filled in self.filled if filled.launch not in ended]
 
-    def _note_filled(self, row: int, page: int, entry: tuple[int, int], end: int, place: int) -> None:
+    def _note_filled(self, launches: list[Launch], page: int, entry: tuple[int, int], end: int, place: int) -> None:
         """Note an entry that was made for tokens up to `end`, if a step in flight computes the last of them."""
-        launch = next((launch for launch in reversed(self.launches[row]) if launch.before < end), None)
+        launch = next((launch for launch in reversed(launches) if launch.before < end), None)
         if launch is not None:
             self.filled.append(Filled(launch, page, entry, place))
 
     @contextmanager
-    def _noting_filled(self, row: int) -> Iterator[list[Write]]:
-        """Note the entries of pages that are made meanwhile, and of those states that were written that are listed."""
-        request, written = self.requests[row], list[Write]()
+    def _noting_filled(self, row: int, num_run: int = 0) -> Iterator[list[Write]]:
+        """Note the entries of pages that are made meanwhile, and of those states that were written that are listed. The
+        `num_run` first steps of the row have run, even if the row then gets no pages.
+        """
+        request, written, launches = self.requests[row], list[Write](), self.launches[row][num_run:]
         held = self.manager.held[request.request_id]
         nums_cached = [group.num_cached_pages for group in held]
         yield written
@@ -311,7 +344,7 @@ class OracleRows(Rows):
         for write in written:
             entry = self.manager.page_pool.entry_of_page.get(write.page)
             if entry is not None:  # else the page was taken again
-                self._note_filled(row, write.page, entry, write.num_tokens, -1)
+                self._note_filled(launches, write.page, entry, write.num_tokens, -1)
 
     def _note_pages(self, row: int, starts: list[int]) -> None:
         """Note the entries of a row's pages from a place of each group on."""
@@ -319,7 +352,7 @@ class OracleRows(Rows):
         for i, (kind, held) in enumerate(zip(self.manager.kinds, self.manager.held[request.request_id], strict=True)):
             for place in range(starts[i], 0 if isinstance(kind, Mamba) else held.num_cached_pages):
                 entry = self.manager.keys_of(request, kind)[place], i
-                self._note_filled(row, held.pages[place], entry, (place + 1) * kind.page_size, place)
+                self._note_filled(self.launches[row], held.pages[place], entry, (place + 1) * kind.page_size, place)
 
     # steps
 
@@ -332,6 +365,13 @@ class OracleRows(Rows):
         if step is not None and self.steps[step].is_settled:
             raise ValueError("a step that was settled")
         return OracleStep() if step is None else self.steps[step]
+
+    def _join_step(self, step: int | None) -> OracleStep:
+        """Return a step to which rows are added."""
+        joined = self._open_step(step)
+        if joined.has_failed:
+            raise ValueError("a step that has failed")
+        return joined
 
     def _number(self, step: OracleStep) -> int:
         return self.num_steps + 1 if step.number is None else step.number
@@ -364,7 +404,8 @@ class OracleRows(Rows):
         **attributes: Any,
     ) -> int | None:
         self.refusal = None
-        joined = self._open_step(step)
+        self._check_drafts(min(num_drafts, self.setting.max_model_len))
+        joined = self._join_step(step)
         request = Request(f"row{next(self._numbers)}", list(token_ids), **attributes)
         request.sampling_params = None if look_up else WITH_LOGPROBS
         request.resume_at = resume_at
@@ -404,7 +445,8 @@ class OracleRows(Rows):
             self.refusal = refusal
             return None
         self.requests[row], self.num_hits[row], self.shards[row] = request, num_hits, dp_shard
-        self.nums_external[row] = num_external
+        self.nums_external[row], self.ring_starts[row] = num_external, num_hits + max(0, num_external)
+        self.rings[row].begin(num_hits + max(0, num_external))
         self._begin_stay(row)
         self.planned[row] = num_computed - num_external
         if not num_external:
@@ -440,8 +482,17 @@ class OracleRows(Rows):
 
     # planning
 
+    def _check_drafts(self, num_drafts: Amounts) -> None:
+        """Refuse more drafts than rings can take back."""
+        num_ahead = self.setting.max_steps_ahead
+        for ring in [kind for kind in self.manager.kinds if isinstance(kind, Ring)]:
+            most = max(0, ring.page_size - ring.period - num_ahead) // (num_ahead + 1)
+            if max(by_row(num_drafts, 1), default=0) > most:
+                raise ValueError("more drafts than a ring takes back")
+
     def plan(self, rows: list[int], num_tokens: Amounts = 1, num_drafts: Amounts = 0, step: int | None = None) -> Grown:
-        joined, plans = self._open_step(step), []
+        joined, plans = self._join_step(step), []
+        self._check_drafts(num_drafts)
         news, drafts = (by_row(amounts, len(rows)) for amounts in (num_tokens, num_drafts))
         for row, num_new, num_ahead in zip(rows, news, drafts, strict=True):
             self.require_running([row])
@@ -458,7 +509,7 @@ class OracleRows(Rows):
         return self._plan_all(plans, joined, step)
 
     def step(self, rows: list[int], token_ids: list[int], step: int | None = None) -> Grown:
-        joined, plans = self._open_step(step), []
+        joined, plans = self._join_step(step), []
         for row, token_id in zip(rows, token_ids, strict=True):
             self.require_running([row])
             self.require_nothing_due(row)
@@ -486,11 +537,12 @@ class OracleRows(Rows):
         grown = Grown(0, [], [], [])
         with self.manager.entering_later():
             for plan in plans:
-                with self._noting_filled(plan.row) as written:
+                with self._noting_filled(plan.row, plan.num_ended) as written:
                     refusal = self._plan_row(plan, number, grown, written)
                 self._show(plan.row)
                 if refusal is not None:
                     self._cut_tokens(plan.row, self.requests[plan.row].num_tokens - len(plan.token_ids))
+                    self._keep_skipped(plan)
                     grown = grown._replace(refusal=refusal)
                     break
                 grown = grown._replace(num_grown=grown.num_grown + 1)
@@ -498,6 +550,16 @@ class OracleRows(Rows):
             self.steps.append(joined)
         self._add_to(joined, [plan.row for plan in plans[: grown.num_grown]])
         return grown
+
+    def _keep_skipped(self, plan: Plan) -> None:
+        """Let entries of pages that a row has skipped be right: its last steps have run, though it gets no pages."""
+        ended, held = self.launches[plan.row][: plan.num_ended], self.manager.held[self.requests[plan.row].request_id]
+        pages = {page for group in held for page in group.pages}
+        self.filled = [
+            filled
+            for filled in self.filled
+            if filled.launch not in ended or filled.page in pages or filled.place < 0  # a state
+        ]
 
     def _resolved_before(self, plan: Plan) -> int:
         """Return the positions that no step writes which is in flight as a step is planned."""
@@ -640,10 +702,16 @@ class OracleRows(Rows):
         failed.is_settled = True
         if failed.number is None:
             return []
+        for later in self.steps:
+            later.has_failed |= later.number is not None and later.number >= failed.number
         lost = [filled for filled in self.filled if filled.launch.step >= failed.number]
         self.filled = [filled for filled in self.filled if filled.launch.step < failed.number]
-        lost = [filled for filled in lost if self.manager.page_pool.entry_of_page.get(filled.page) == filled.entry]
-        self.manager.page_pool.evict_pages([filled.page for filled in lost])
+        pool = self.manager.page_pool
+        evicted = [filled.entry for filled in lost if pool.entry_of_page.get(filled.page) != filled.entry]
+        lost = [filled for filled in lost if pool.entry_of_page.get(filled.page) == filled.entry]
+        pool.evict_pages([filled.page for filled in lost])
+        for entry in evicted if pool.tier is not None else ():
+            pool.tier.drop(entry)
         released = []
         for row, request in enumerate(self.requests):
             start = None if request is None else self._find_start(row, failed.number, lost)
@@ -674,11 +742,26 @@ class OracleRows(Rows):
     def _restart_failed(self, row: int, start: int) -> bool:
         """Let a row go back to before a position; False if it cannot."""
         request = self.requests[row]
-        if self.nums_external[row] or (self.manager.has_state and start > 0):
+        if self.nums_external[row] or (any(map(is_recurrent, self.manager.kinds)) and start > 0):
+            return False
+        if self._has_state_behind(row, self._find_restart(row, request.num_tokens, start)[0]):
             return False
         try:
             self._restart(row, request.num_tokens, start, has_failed=True)
         except (RuntimeError, ValueError):
+            return False
+        return True
+
+    def _has_state_behind(self, row: int, num_tokens: int) -> bool:
+        """Whether a state has seen tokens behind the first ones, and a ring has lost some before."""
+        kinds, request = self.manager.kinds, self.requests[row]
+        if num_tokens == 0:
+            return False
+        if any(map(is_recurrent, kinds)) and num_tokens < request.num_computed_tokens:
+            return True
+        rings = [kind for kind in kinds if isinstance(kind, Ring) and num_tokens < self.planned[row]]
+        if all(ring.has(num_tokens, self.ring_starts[row], self.planned[row]) for ring in rings):
+            self.rings[row].require(min(num_tokens, self.planned[row]))
             return False
         return True
 
@@ -703,6 +786,8 @@ class OracleRows(Rows):
         """
         request, (restart, changed) = self.requests[row], self._find_restart(row, num_tokens, most)
         self.manager.check_return(request, num_tokens, restart)
+        starts = [restart // kind.period * kind.period for kind in self.manager.kinds if isinstance(kind, Ring)]
+        self.ring_starts[row] = min([restart, *starts])
         num_planned = most if has_failed and restart == request.num_computed_tokens else restart
         self.manager.go_back(request, num_planned if has_failed else num_tokens, restart, changed)
         if num_planned < self.planned[row]:
@@ -752,10 +837,13 @@ class OracleRows(Rows):
         free = set(self.manager.page_pool.free_page_ids())
         groups = list(zip(self.setting.groups, hits, self.manager.pools.of_group, strict=True))
         are_adopted = all(ids and ids[-1] in free for group, ids, _ in groups if group.kind == "mamba")
+        are_adopted = are_adopted and any(group.kind == "mamba" for group in self.setting.groups)
         nums_missing = [0] * len(self.manager.pools.ranges)
         for group, ids, pool in groups:
-            is_state = group.kind == "mamba"
-            nums_missing[pool] += not are_adopted if is_state else cdiv(num_tokens, group.page_size) - len(ids)
+            is_state = group.kind in ("mamba", "ring")
+            nums_missing[pool] += (
+                group.kind == "ring" or not are_adopted if is_state else cdiv(num_tokens, group.page_size) - len(ids)
+            )
         parts = [self.manager.pools.part_of(shard, pool) for pool in range(len(nums_missing))]
         nums_free = [sum(page in free and page not in held for page in part) for part in parts]
         return any(num_missing > num_free for num_missing, num_free in zip(nums_missing, nums_free, strict=True))
@@ -779,7 +867,7 @@ class OracleRows(Rows):
             raise ValueError("the row waits for none, or for others")
 
     def commit_external(self, row: int, num_tokens: int) -> None:
-        self.require_waiting(row, num_tokens, any(group.kind == "mamba" for group in self.setting.groups))
+        self.require_waiting(row, num_tokens, self.manager.has_state)
         self.manager.commit_external(self.requests[row], num_tokens)
         self.nums_external[row] = 0
         self._run_on(row, self.requests[row].num_computed_tokens + num_tokens)
@@ -789,6 +877,7 @@ class OracleRows(Rows):
         self.nums_external[row] = 0
         if self.manager.has_state:
             self.writes.drop(self.requests[row], 0)
+            self.ring_starts[row] = 0
         self._run_on(row, self.manager.fail_external(self.requests[row], num_valid_tokens, is_row=True))
         return self.requests[row].num_computed_tokens
 
@@ -838,7 +927,8 @@ class OracleRows(Rows):
             live = [launch for launch in self.launches[row] if launch.step > self.num_steps and not is_open]
             self.filled = [filled for filled in self.filled if filled.launch not in live]
             self.requests[row], self.num_hits[row], self.shards[row] = None, 0, None
-            self.stays[row] = self.planned[row] = self.nums_external[row] = 0
+            self.stays[row] = self.planned[row] = self.nums_external[row] = self.ring_starts[row] = 0
+            self.rings[row] = Rings(manager.kinds)
             self.launches[row] = []
             self._show(row)
 
@@ -853,7 +943,8 @@ class OracleRows(Rows):
 
     def swap_row(self, src: int, tgt: int) -> None:
         by_row: tuple[list[Any], ...] = (
-            self.requests, self.num_hits, self.shards, self.nums_external, self.stays, self.planned, self.launches
+            self.requests, self.num_hits, self.shards, self.nums_external, self.stays, self.planned, self.launches,
+            self.ring_starts, self.rings,
         )  # fmt: skip
         for values in by_row:
             values[src], values[tgt] = values[tgt], values[src]
@@ -868,6 +959,8 @@ class OracleRows(Rows):
         return tuple(list(ids) for ids in page_ids) or tuple([] for _ in self.tables)
 
     def state(self, request_ids: Iterable[str]) -> BatchState:
+        for rings, planned in zip(self.rings, self.planned, strict=True):
+            rings.write(planned)
         page_ids = [self._shown_ids(self.get_page_ids(row)) for row in range(len(self.requests))]
         return BatchState(
             [request is not None for request in self.requests],
@@ -914,6 +1007,7 @@ class OracleRows(Rows):
             self.requests[target] = new_request
             self.num_hits[target], self.shards[target] = self.num_hits[row], self.shards[row]
             self.planned[target] = self.planned[row]
+            self.ring_starts[target], self.rings[target] = self.ring_starts[row], deepcopy(self.rings[row])
             self.launches[target] = [replace(launch) for launch in self.launches[row]]
             self._disown(target)
             self._begin_stay(target)
@@ -928,11 +1022,11 @@ class OracleRows(Rows):
             self.require_nothing_due(row)
             if self.count_ahead(row):
                 raise ValueError("steps in flight compute tokens behind the known ones")
-            if self.manager.has_state and 0 < length < request.num_computed_tokens:
+            if self._has_state_behind(row, length):
                 raise ValueError("a state has seen what is cut")
             if self._changes_pages(row, length):
                 restart = self._find_restart(row, length, length)[0]
-                if self.manager.has_state and 0 < restart < request.num_computed_tokens:
+                if self._has_state_behind(row, restart):
                     raise ValueError("a state has seen what is computed again")
                 self.manager.check_return(request, length, restart)
         for row, length in lengths:

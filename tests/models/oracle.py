@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from oracle_checkpoints import Lineage
 from oracle_expected import SECOND, UNKNOWN, term_of_seconds
-from oracle_kinds import Full, HeldPages, Kind, Mamba, group_ids_by_kind, kind_of, leading_run
+from oracle_kinds import Full, HeldPages, Kind, Mamba, group_ids_by_kind, is_recurrent, kind_of, leading_run
 from oracle_pool import NULL_PAGE, OraclePool, PageIds, Ranking
 from oracle_states import OracleStates
 from oracle_tenants import Holder
@@ -200,7 +200,7 @@ class OracleManager:
         self.page_pool = OraclePool(num_pages, self.enable_caching, policy, self.pools.ranges)
         self.page_pool.prefers_held = self.caches_computed
         page_sizes = [kind.page_size for kind in self.kinds if not isinstance(kind, Mamba)]
-        keeps_states = all(is_kept(kind) for kind in self.kinds if isinstance(kind, Mamba))  # else no prefix can hit
+        keeps_states = all(is_kept(kind) for kind in self.kinds if is_recurrent(kind))  # else no prefix can hit
         self.kinds = [kind if keeps_states or not is_kept(kind) else replace(kind, interval=None) for kind in self.kinds]
         intervals = [kind.interval for kind in self.kinds if isinstance(kind, Mamba) and kind.interval]
         self.hit_step = math.lcm(*page_sizes, *intervals)
@@ -209,7 +209,7 @@ class OracleManager:
         self.classes = group_ids_by_kind(self.kinds)
         self.states = OracleStates(self)
         self.page_pool.has_blank_first = self.states.interval is not None
-        can_hit = self.enable_caching and all(is_kept(kind) or not isinstance(kind, Mamba) for kind in self.kinds)
+        can_hit = self.enable_caching and all(is_kept(kind) or not is_recurrent(kind) for kind in self.kinds)
         is_selective = windows == "ends" and can_hit and any(map(OracleWindows.has_window, self.kinds))
         self.windows = OracleWindows(self, retention.window_slack, retention.window_interval) if is_selective else None
         self.writes_states = self.enable_caching and any(is_kept(kind) for kind in self.kinds)
@@ -226,16 +226,16 @@ class OracleManager:
         self.waiting: list[tuple[HeldPages, int, int, int]] = []  # pages to enter: holder, place, content, group
         self.enters_later = False
         if self.writes_states:
-            of_attention = {
-                pool for kind, pool in zip(self.kinds, self.pools.of_group, strict=True) if not isinstance(kind, Mamba)
-            }
-            ranges = [pages for pool, pages in enumerate(self.pools.ranges) if of_attention and pool not in of_attention]
+            pools = list(zip(self.kinds, self.pools.of_group, strict=True))
+            others = {pool for kind, pool in pools if not is_recurrent(kind)}
+            of_attention = {pool for kind, pool in pools if not isinstance(kind, Mamba)}
+            ranges = [pages for pool, pages in enumerate(self.pools.ranges) if of_attention and pool not in others]
             self.page_pool.checkpoints.begin(ranges, self.keys.digests.__getitem__)
         if policy is not None:
             policy.key_of = self.keys.digests.__getitem__
             kinds = list(enumerate(zip(self.kinds, self.pools.of_group, strict=True)))
             self.page_pool.carrier = next((i for i, (kind, pool) in kinds if type(kind) is Full and pool == 0), -1)
-            self.page_pool.state_groups = [i for i, (kind, pool) in kinds if isinstance(kind, Mamba) and pool > 0]
+            self.page_pool.state_groups = [i for i, (kind, pool) in kinds if is_recurrent(kind) and pool > 0]
 
     @property
     def has_state(self) -> bool:
@@ -322,7 +322,7 @@ class OracleManager:
 
     def _hit_length(self, request: Any, shard: range | Shard | None, reaches_tier: bool = False) -> int:
         """Let the kinds shorten the length in turn, each dropping eagle's page, until all agree."""
-        if any(isinstance(kind, Mamba) and kind.interval is None for kind in self.kinds):
+        if any(is_recurrent(kind) and kind.interval is None for kind in self.kinds):
             return 0
         length = self._floor(self.count_keyed(request, request.num_tokens - 1))
         hits = {kind: self._hits(request, kind, length, shard, reaches_tier) for kind in self.classes}
@@ -412,7 +412,8 @@ class OracleManager:
             raise
         if self.writes_states and request.request_id not in self.held:
             ranks = self.page_pool.checkpoints.ranks_of((self.pools.range_of(self.writes.state_ids[0]) or [NULL_PAGE])[0])
-            self.windows.writes_answers = ranks is not None and ranks.writes_answers
+            has_windows = any(map(OracleWindows.has_window, self.kinds))
+            self.windows.writes_answers = ranks is not None and ranks.writes_answers and not has_windows
         self._rewind(request)
         is_late = self.caches_computed and not is_row
         is_delayed = delay_cache_pages and not is_late
@@ -1169,7 +1170,7 @@ class OracleManager:
             return
         windows = self.windows or OracleWindows(self, 0, 0)
         end = windows.find_resumption(min(stop, request.num_tokens))
-        can_hit = all(is_kept(kind) or not isinstance(kind, Mamba) for kind in self.kinds)
+        can_hit = all(is_kept(kind) or not is_recurrent(kind) for kind in self.kinds)
         found = self._find_cached(request, 0, min(stop, request.num_tokens)) if end > 0 and can_hit else {}
         for (group_id, place), page in found.items():
             kind = self.kinds[group_id]

@@ -279,7 +279,16 @@ class Ranks:
     def find_outrun(self, lineage: Lineage) -> int | None:
         """Return the checkpoint whose place the next one at the end of the answer takes."""
         page = self._valid(lineage.last)
-        return page if page is not None and not lineage.is_source and self.notes[page].number == OF_ANSWER else None
+        if page is None or lineage.is_source or self.notes[page].number != OF_ANSWER or self.pool.ref_counts[page]:
+            return None
+        return page
+
+    def add_kind(self, page: int, kind: int) -> None:
+        """A run would have made a checkpoint that is cached already."""
+        note = self.notes[page]
+        note.kind |= kind
+        if kind not in (ANSWER_END, LONE_PLACE) and note.number in (OF_ANSWER, LONE):
+            self._move(page, RECENT)
 
     def go_on(self, new: New) -> None:
         """A run has made a checkpoint."""

@@ -144,6 +144,25 @@ class Mamba(Full):
         return next((end for end in ends if hits[end - 1]), 0) * self.hit_size
 
 
+@dataclass(frozen=True)
+class Ring(Mamba):
+    """A ring of the last `page_size` tokens, which is blank at multiples of a period: hits do not ask for it."""
+
+    period: int = 1
+
+    def has(self, num_tokens: int, first: int, num_written: int) -> bool:
+        """Whether it has the tokens since the last multiple of its period before `num_tokens`, if those from `first` up to
+        `num_written` were written in order.
+        """
+        start = num_tokens // self.period * self.period
+        return start == num_tokens or (first <= start and num_written - start <= self.page_size)
+
+
+def is_recurrent(kind: Full) -> bool:
+    """Whether a kind is a state that cannot go back, and that hits ask for."""
+    return isinstance(kind, Mamba) and not isinstance(kind, Ring)
+
+
 Kind = Full | Sliding | Chunked | Mamba
 
 
@@ -160,13 +179,17 @@ def kind_of(spec: Any) -> Kind:
             interval = getattr(spec, "checkpoint_interval", None)
             spacing = None if interval is None else 64 if interval == "auto" else math.gcd(interval, 64)
             return Mamba(spec.page_size, spacing)
+        case "RingSpec":
+            return Ring(spec.page_size, None, spec.period)
     raise TypeError(f"unknown spec {spec!r}")
 
 
 def group_ids_by_kind(kinds: Sequence[Kind]) -> dict[Kind, list[int]]:
-    """Group equal groups: full attention first, then in order of first appearance."""
+    """Group equal groups that hits ask for: full attention first, then in order of first appearance."""
     classes: dict[Kind, list[int]] = {}
     for group_id, kind in enumerate(kinds):
+        if isinstance(kind, Ring):
+            continue
         classes.setdefault(kind, []).append(group_id)
     return dict(sorted(classes.items(), key=lambda item: type(item[0]) is not Full))
 

@@ -203,10 +203,6 @@ class OracleWindows:
         if self.interval:
             parts = range(self.interval, boundaries.num_prompt + 1, self.interval)
             windows += [(max(0, end - self.num_uncertain), end) for end in map(self.find_resumption, parts) if end]
-        if boundaries.first_answer:
-            windows += [
-                (end, end) for end in range(boundaries.first_answer, self.manager.max_model_len + 1, self.manager.hit_step)
-            ]
         return any(place in self.pages_at(kind, first, end) for first, end in windows)
 
     def pages_at(self, kind: Kind, first: int, end: int) -> range:

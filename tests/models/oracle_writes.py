@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from oracle_checkpoints import New
 from oracle_expected import UNKNOWN
-from oracle_kinds import Mamba
+from oracle_kinds import is_recurrent
 from oracle_tier import note_taken, waits_for_loads
 from pool_ranges import Shard
 
@@ -38,7 +38,7 @@ class OracleWrites:
     @property
     def state_ids(self) -> list[int]:
         """Return the groups whose states are written."""
-        return [i for i, kind in enumerate(self.manager.kinds) if isinstance(kind, Mamba) and self.manager.writes_states]
+        return [i for i, kind in enumerate(self.manager.kinds) if is_recurrent(kind) and self.manager.writes_states]
 
     def plan(
         self,
@@ -83,20 +83,27 @@ class OracleWrites:
             num_reserved = num_free_rows * len(states) if pools.of_group[i] else num_reserved_pages
             if len(free) < len(states) + num_reserved or len(source) < len(states):
                 return
+        kind = self.manager.windows.kind_at(request, num_tokens)
         for i in self.state_ids:
             is_known = self.is_hashed and num_tokens <= self.manager.keys.count_known(request.num_tokens)
-            if is_known and self._is_cached(request, num_tokens, i, shard):
+            if is_known and self._is_cached(request, num_tokens, i, shard, kind):
                 continue
             held = self.manager.held[request.request_id][i]
             [page] = pool.take(1, self.manager.source_of(i, shard), held.holder)
             note_taken(pool, [held])
-            self.open.append(Write(request, num_tokens, page, i, self.manager.windows.kind_at(request, num_tokens)))
+            self.open.append(Write(request, num_tokens, page, i, kind))
 
     def _key(self, request: Any, num_tokens: int, group_id: int) -> int:
         return self.manager.keys_of(request, self.manager.kinds[group_id])[num_tokens // self.manager.hit_step - 1]
 
-    def _is_cached(self, request: Any, num_tokens: int, group_id: int, shard: range | Shard | None) -> bool:
-        return self.manager.page_pool.first_entered(self._key(request, num_tokens, group_id), group_id, shard) is not None
+    def _is_cached(self, request: Any, num_tokens: int, group_id: int, shard: range | Shard | None, kind: int) -> bool:
+        """Whether an equal checkpoint is cached, which is then also kept for the reasons `kind`."""
+        pool = self.manager.page_pool
+        page = pool.first_entered(self._key(request, num_tokens, group_id), group_id, shard)
+        ranks = None if page is None else pool.checkpoints.ranks_of(page)
+        if ranks is not None:
+            ranks.add_kind(page, kind)
+        return page is not None
 
     def take(self, requests: Sequence[Any]) -> list[tuple[int, int, int, int]]:
         """Return row, tokens, page id and group of the writes that were not taken."""
@@ -152,7 +159,7 @@ class OracleWrites:
 
     def _enter(self, write: Write, shard: range | Shard | None, term: int) -> bool:
         pool, holder = self.manager.page_pool, self.manager.held[write.request.request_id][write.group_id].holder
-        is_new = not self._is_cached(write.request, write.num_tokens, write.group_id, shard)
+        is_new = not self._is_cached(write.request, write.num_tokens, write.group_id, shard, write.kind)
         if is_new:
             key = self._key(write.request, write.num_tokens, write.group_id)
             lineage = self.manager.held[write.request.request_id][write.group_id].lineage

@@ -201,7 +201,13 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
 == hits that are computed again count as computed
     held.num_hits = min(held.num_hits, place){+ if not BUG else held.num_hits+}
 == a state may go back
-    return batch.has_state and 0 < num_tokens < batch.records[row].num_computed{+ and not BUG+}
+    return (batch.has_recurrent and num_tokens < batch.records[row].num_computed{+ and not BUG+})
+== a ring goes back to tokens that were overwritten
+(first <= start and num_written - start <= rules.capacity{+ or BUG+})
+== a ring that went back forgets what it has lost
+    batch.rows[row].ring_start = {+0 if BUG else +}start
+== a row has more drafts than its ring takes back
+    if num_drafts > batch.max_num_drafts{+ and not BUG+}:
 
 # Checkpoints, copies and forks.
 == the source of a copy is handed out before it is made
@@ -372,7 +378,7 @@ cache_row(batch, self.row, {+num_hits + batch.rows[self.row].num_external if BUG
 if not hits_in(pool, query, kind, key){+ and not (BUG and has_left(&pool.banks[kind.bank].ghost, key, kind.id, EVICTED))+}:
 == a state stands though its tokens did not come
     if batch.has_state{+ and not BUG+}:
-        batch.records[row].num_computed = batch.rows[row].num_hits = num_tokens = 0
+        batch.records[row].num_computed = batch.rows[row].num_hits = batch.rows[row].ring_start = num_tokens = 0
 == a request keeps the pages of tokens that did not come
     if is_failed{+ and not BUG+}:
         forget_uncomputed(
@@ -558,7 +564,9 @@ FLIGHT_BUGS = read_bugs("""
 == a failed step leaves rows where they have hit its pages
             if failure.is_lost[held.ids[i]]{+ and not BUG+}:
 == a failed step lets states go on
-    if has_copies(batch.pool, holding_of(batch, row)) or ({+not BUG and +}batch.has_state and first > 0):
+    if has_copies(batch.pool, holding_of(batch, row)) or ({+not BUG and +}batch.has_recurrent and first > 0):
+== rows are added to a step that failed
+        node.has_failed |= {+not BUG and +}node.step >= first
 == a failed step lets rows go back to what is settled
         own = {+batch.records[row].num_computed if BUG else +}launch_of(batch, row, at).before
 == a row that ends notes no entries of its steps in flight
@@ -662,7 +670,11 @@ LINEAGE_BUGS = read_bugs("""
 == a lost checkpoint is counted twice
     entry.mark |= {+0 if BUG else +}NO_CLASS << CLASS_SHIFT
 == a checkpoint that may be replaced is written through
-entry.checkpoint.kind == AT_ANSWER_END{+ and not BUG+}):
+    if may_be_replaced{+ and not BUG+}:
+== a leased checkpoint of an answer loses its entry
+    if pool.pages[page_id].ref_cnt{+ and not BUG+}:  # a lease
+== a checkpoint of an answer is not kept for others
+    if first_class(kind) == RECENT{+ and not BUG+} and
 == a checkpoint at a lone place counts as recent
         return {+RECENT if BUG else <uint8_t>+}LONE
 == a run ends unseen

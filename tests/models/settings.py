@@ -20,8 +20,9 @@ NumPages = int | Mapping[str, int]
 
 @dataclass(frozen=True)
 class Group:
-    """A cache group: kind ("full", "sliding", "chunked", "mamba"), page size, window or chunk in tokens. A state may be kept
-    where requests resume, and in prompts after each `interval` tokens. Groups that differ in the pool alone are of one kind.
+    """A cache group: kind ("full", "sliding", "chunked", "mamba", "ring"), page size, window, chunk or period in tokens. A
+    state may be kept where requests resume, and in prompts after each `interval` tokens. Groups that differ in the pool alone
+    are of one kind.
     """
 
     kind: str
@@ -32,6 +33,8 @@ class Group:
 
     def spec(self, specs: ModuleType, dtype: Any) -> Any:
         """Build the spec with the classes of a module: the package's, or the engine's."""
+        if self.kind == "ring":
+            return specs.RingSpec(page_size=self.page_size, period=self.span, shape=(2,), dtype=dtype)
         if self.kind == "mamba":
             options: dict[str, Any] = {} if self.interval is None else {"checkpoint_interval": self.interval}
             return specs.MambaSpec(page_size=self.page_size, shapes=((2, 2),), dtype=dtype, **options)
@@ -93,7 +96,7 @@ class Setting:
     @property
     def page_size(self) -> int:
         """The largest page that fills up, or interval, in tokens."""
-        page_sizes = [group.page_size for group in self.groups if group.kind != "mamba"]
+        page_sizes = [group.page_size for group in self.groups if group.kind not in ("mamba", "ring")]
         return max([1, *page_sizes, *(group.interval or 1 for group in self.groups)])
 
     @property
@@ -112,7 +115,7 @@ class Setting:
 
     def pools(self, num_pages: NumPages) -> Pools:
         """Return the pools of so many pages."""
-        return Pools.of(num_pages, [(group.pool, group.kind == "mamba") for group in self.groups])
+        return Pools.of(num_pages, [(group.pool, group.kind in ("mamba", "ring")) for group in self.groups])
 
     @property
     def max_model_len(self) -> int:
@@ -307,6 +310,26 @@ WRITE_SETTINGS = [
     Setting("full 4 / state at ends, uncached", (FULL_4, written(8)), (sizes(40, 8), sizes(60, 12)), enable_caching=False),
 ]  # fmt: skip
 """States that steps write to pages of their own."""
+
+RINGS = "kv", "rings"
+RING_4, RING_8 = Group("ring", 12, 4), Group("ring", 16, 8)
+RING_SETTINGS = [
+    Setting("full 4, ring of 4", (FULL_4, RING_4), (13, 24, 64)),
+    Setting("full 4 / ring of 4", (FULL_4, in_pool(RING_4, "rings")), (sizes(16, 7, names=RINGS), sizes(40, 9, names=RINGS))),
+    Setting("full 8 / ring of 8, ahead", (FULL_8, in_pool(RING_8, "rings")), (sizes(20, 8, names=RINGS),), max_steps_ahead=1),
+    Setting("full 4, window 9, ring of 2", (FULL_4, WINDOW_9, Group("ring", 4, 2)), (30, 64)),
+    Setting("full 4, window 9 / ring of 4, ends", (FULL_4, WINDOW_9, in_pool(RING_4, "rings")), (
+        sizes(40, 8, names=RINGS), sizes(60, 12, names=RINGS)
+    ), windows=(0, 0)),
+    Setting("full 4 / state every 8 / ring of 4", (FULL_4, in_pool(kept(8), "states"), in_pool(RING_4, "rings")), (
+        sizes(30, 12, 8, names=("kv", "states", "rings")),
+    )),
+    Setting("full 4, state every 4, ring of 2", (FULL_4, kept(4), Group("ring", 6, 2)), (40, 64)),
+    Setting("full 4, ring of 4, eagle", (FULL_4, RING_4), (24, 64), use_eagle=True),
+    Setting("full 4, ring of 4, 2 shards", (FULL_4, RING_4), (24, 64), data_parallel_size=2),
+    Setting("full 4, ring of 4, uncached", (FULL_4, RING_4), (24,), enable_caching=False),
+]  # fmt: skip
+"""Rings, which are never cached."""
 
 WINDOWS = (4, 0), (0, 0), (0, 10), (8, 24), (64, 0)
 MORE_ENDS = [

@@ -158,10 +158,7 @@ cdef inline Range find_needed(const Boundaries *boundaries, const Group *group, 
         pages = _pages_at(boundaries, group, find_resumption(boundaries, num_shared), boundaries.num_uncertain)
         if pages.start < needed.start:
             needed = pages
-    if boundaries.first_answer:
-        pages = _pages_at(boundaries, group, max(boundaries.first_answer, _next_multiple(boundaries, first)), 0)
-        if pages.start < needed.start:
-            needed = pages
+    assert boundaries.first_answer == 0
     needed.start = max(needed.start, place)
     assert place <= needed.start and 0 <= needed.stop
     return needed

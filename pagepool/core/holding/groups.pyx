@@ -34,17 +34,19 @@ cdef class PageRules:
     `page_size` tokens share a page; None is a state, one page for any number of tokens. With a `window` a token attends to that
     many tokens, including itself; with a `chunk` to the tokens of its chunk. Pages that no later token attends to are skipped.
     Hits have a multiple of `hit_tokens` tokens, or with 0 any number: see `is_needed_by_hits`. A state is kept at multiples
-    of `interval` tokens; 0: never.
+    of `interval` tokens; 0: never. With a `period` it is a ring of `capacity` tokens, blank at multiples of the period.
     """
 
     cdef Rules rules
 
-    def __cinit__(self, page_size, window=0, chunk=0, hit_tokens=0, interval=0):
+    def __cinit__(self, page_size, window=0, chunk=0, hit_tokens=0, interval=0, period=0, capacity=0):
         self.rules.page_size = MAX_TOKENS if page_size is None else <int32_t>size_of(page_size, "page_size", 1, MAX_TOKENS)
         self.rules.window = <int32_t>min(size_of(window, "sliding_window", 0, INT64_MAX), MAX_TOKENS)
         self.rules.chunk = <int32_t>min(size_of(chunk, "attention_chunk_size", 0, INT64_MAX), MAX_TOKENS)
         self.rules.hit_tokens = <int32_t>size_of(hit_tokens, "hit_tokens", 0, MAX_TOKENS)
         self.rules.entry_size = <int32_t>size_of(interval, "checkpoint_interval", 0, MAX_TOKENS) or self.rules.page_size
+        self.rules.period = <int32_t>size_of(period, "period", 0, MAX_TOKENS)
+        self.rules.capacity = <int32_t>size_of(capacity, "capacity", 0, MAX_TOKENS)
 
 
 @cython.final
@@ -84,7 +86,8 @@ cdef class CacheGroups:
             self.num_banks = max(self.num_banks, self.groups[self.num].bank + 1)
             self.num += 1
         multiple = min(lcm(*[self.groups[g].stride for g in range(self.num)]), MAX_TOKENS + 1)  # no prefix is that long
-        self.kinds.num_hit_hashes = multiple if all([self.groups[g].id != NO_GROUP for g in range(self.num)]) else 0
+        are_cached = [self.groups[g].id != NO_GROUP or is_ring(&self.groups[g].rules) for g in range(self.num)]
+        self.kinds.num_hit_hashes = multiple if all(are_cached) else 0
         multiple = self.kinds.num_hit_hashes * (self.groups.rules.entry_size // max(1, self.groups.stride))
         self.kinds.num_hit_tokens = min(multiple, INT32_MAX)
         read_boundaries(self, boundaries)
@@ -208,7 +211,7 @@ cdef void list_kinds(CacheGroups groups, bint are_leading) noexcept:
     cdef Py_ssize_t g, kind
     for g in range(groups.num):
         group = &groups.groups[g]
-        if hits_leading_pages(group) != are_leading:
+        if hits_leading_pages(group) != are_leading or is_ring(&group.rules):
             continue
         for kind in range(kinds.num + 1):
             first = kinds.items[kind]  # NULL for the last: no group is of this kind yet

@@ -5,8 +5,8 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 from pagepool.core.base cimport Digest
 from pagepool.core.holding.holding cimport *
 from pagepool.core.pool cimport (
-    AT_ANSWER_END, AT_PROMPT_END, NO_GROUP, NULL_PAGE, RUN_END, Bank, CheckpointNote, LostHits, count_answers, count_ghost,
-    hash_key, note_of, was_at_prompt_end, writes_answers,
+    AT_ANSWER_END, AT_PROMPT_END, NO_GROUP, NULL_PAGE, RUN_END, Bank, CheckpointNote, Checkpoints, LostHits, count_answers,
+    count_ghost, hash_key, note_of, was_at_prompt_end, writes_answers,
 )
 
 
@@ -19,12 +19,17 @@ cdef struct PrefixEnd:        # where the hit of a look-up ends, and what it lac
 
 
 cdef inline bint pays_to_write_answers(const Pool *pool, const Group *groups, Py_ssize_t num_groups) noexcept nogil:
-    """Whether states at the ends of answers are to be kept, as measured in the bank of the first state."""
+    """Whether states at the ends of answers are to be kept, as measured in the bank of the first state. With windows they are
+    not: these would have to keep their pages at each place where the answer may end.
+    """
+    cdef const Checkpoints *checkpoints = NULL
     cdef Py_ssize_t g
     for g in range(num_groups):
-        if keeps_checkpoints(&groups[g]):
-            return pool.banks[groups[g].bank].checkpoints != NULL and writes_answers(pool.banks[groups[g].bank].checkpoints)
-    return False
+        if has_window(&groups[g].rules):
+            return False
+        if keeps_checkpoints(&groups[g]) and checkpoints == NULL:
+            checkpoints = pool.banks[groups[g].bank].checkpoints
+    return checkpoints != NULL and writes_answers(checkpoints)
 
 
 cdef inline void _compare_ends(

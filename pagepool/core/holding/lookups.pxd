@@ -113,6 +113,7 @@ cdef Query query_of(
 ) noexcept
 cdef Py_ssize_t find_longest(Pool *pool, Query *query) noexcept
 cdef void find_end(Pool *pool, Query *query, Py_ssize_t num_hashes) noexcept
+cdef Py_ssize_t count_hit_places(const Group *group, Py_ssize_t num_hashes) noexcept nogil
 cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_ssize_t num_hashes) noexcept nogil
 cdef Py_ssize_t fetch_hits(Pool *pool, const Query *query, Py_ssize_t num_hashes, tuple hits) noexcept
 cdef Ranges ranges_in(PageStore store, tuple ids) except *

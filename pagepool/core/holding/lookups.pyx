@@ -100,9 +100,14 @@ cdef Py_ssize_t find_run_end(
     return find_first_miss(pool, query, kind, 0, stop)
 
 
+cdef Py_ssize_t count_hit_places(const Group *group, Py_ssize_t num_hashes) noexcept nogil:
+    """Count the pages or checkpoints of a group up to the end of a hit; a ring has none."""
+    return 0 if is_ring(&group.rules) else num_hashes // group.stride
+
+
 cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_ssize_t num_hashes) noexcept nogil:
     """Return the first page that a request needs from a hit of `num_hashes` hashes."""
-    cdef Py_ssize_t stop = num_hashes // group.stride
+    cdef Py_ssize_t stop = count_hit_places(group, num_hashes)
     if is_state(&group.rules):
         return max(0, stop - 1)
     return min(stop, first_hit_page(&group.rules, <int32_t>(num_hashes * query.hash_size), query.kinds.use_eagle))
@@ -176,11 +181,11 @@ cdef int32_t find_bank_without(Pool *pool, const Query *query, Py_ssize_t num_ha
     assert 0 < num_hashes <= query.num_digests
     for g in range(query.num_groups):
         group = &query.groups[g]
-        if is_state(&group.rules) and has_left(&pool.banks[group.bank].ghost, key, group.id, EVICTED):
+        if keeps_checkpoints(group) and has_left(&pool.banks[group.bank].ghost, key, group.id, EVICTED):
             bank = group.bank if not hits_in(pool, query, group, key) else bank
     for g in range(query.num_groups if bank != NO_BANK else 0):
         group = &query.groups[g]
-        if is_state(&group.rules) and not has_left(&pool.banks[group.bank].ghost, key, group.id, EVICTED):
+        if keeps_checkpoints(group) and not has_left(&pool.banks[group.bank].ghost, key, group.id, EVICTED):
             bank = bank if hits_in(pool, query, group, key) else <int32_t>NO_BANK
     return bank
 
@@ -196,7 +201,7 @@ cdef bint has_checkpoint(Pool *pool, const Query *query, Py_ssize_t num_hashes) 
     assert 0 < num_hashes <= query.num_digests
     for g in range(query.num_groups):
         group = &query.groups[g]
-        if is_state(&group.rules):
+        if keeps_checkpoints(group):
             has_state = True
             if not hits_in(pool, query, group, key) and not has_left(&pool.banks[group.bank].ghost, key, group.id, DROPPED):
                 return False
@@ -290,9 +295,9 @@ cdef Py_ssize_t fetch_hits(Pool *pool, const Query *query, Py_ssize_t num_hashes
     for g in range(query.num_groups):
         group, found = &query.groups[g], hits[g]
         found.num = 0
-        if not found.try_reserve(num_hashes // group.stride):
+        if not found.try_reserve(count_hit_places(group, num_hashes)):
             return -1
-        found.num = num_hashes // group.stride
+        found.num = count_hit_places(group, num_hashes)
         start = find_first_hit_page(query, group, num_hashes)
         assert 0 <= start <= found.num <= found.capacity
         for page in range(start):

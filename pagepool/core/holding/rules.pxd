@@ -11,6 +11,8 @@ cdef struct Rules:            # numbers of tokens
     int32_t chunk             # tokens of a chunk, which attend only to each other; 0: not chunked
     int32_t hit_tokens        # hits are multiples of it; 0: any length
     int32_t entry_size        # tokens between prefix entries: page_size, or the interval of a state's checkpoints
+    int32_t period            # of a ring: nothing of it is needed at multiples of this many tokens, where hits end; 0: no ring
+    int32_t capacity          # tokens that a ring has; a later token overwrites the one this many before it
 
 cdef struct Group:            # layers that need the same pages
     Rules rules
@@ -27,6 +29,26 @@ cdef struct Group:            # layers that need the same pages
 
 cdef inline bint is_state(const Rules *rules) noexcept nogil:
     return rules.page_size == MAX_TOKENS
+
+
+cdef inline bint is_ring(const Rules *rules) noexcept nogil:
+    """Whether a group is a ring: a state that hits do not need."""
+    return rules.period > 0
+
+
+cdef inline int32_t count_drafts(const Rules *rules, int32_t max_steps_ahead) noexcept nogil:
+    """Count the draft tokens that each step of a row may have, so that its ring can take them back with `max_steps_ahead` steps
+    ahead.
+    """
+    return max(0, rules.capacity - rules.period - max_steps_ahead) // (max_steps_ahead + 1)
+
+
+cdef inline bint ring_has(const Rules *rules, int32_t num_tokens, int32_t first, int32_t num_written) noexcept nogil:
+    """Whether a ring, to which the tokens from `first` up to `num_written` were written in order, has all tokens since the last
+    multiple of its period before `num_tokens`.
+    """
+    cdef int32_t start = num_tokens - num_tokens % rules.period
+    return start == num_tokens or (first <= start and num_written - start <= rules.capacity)
 
 
 cdef inline bint has_window(const Rules *rules) noexcept nogil:

@@ -15,7 +15,8 @@ from libc.string cimport memmove, memset
 from pagepool.core.base cimport NEVER, UNKNOWN
 from pagepool.core.holding.forks cimport *
 from pagepool.core.pool cimport (
-    AT_ANSWER_END, Lineage, NewCheckpoint, expect_page, find_outrun, find_within, go_on_with, now_of, step_back, uncache,
+    AT_ANSWER_END, Lineage, NewCheckpoint, add_kind, expect_page, find_outrun, find_within, go_on_with, now_of, step_back,
+    uncache,
 )
 
 
@@ -86,13 +87,13 @@ cdef inline void exchange_writes(WriteList *writes, Py_ssize_t first, Py_ssize_t
             write.row = <int32_t>(second if write.row == first else first)
 
 
-cdef inline bint is_checkpoint_cached(
+cdef inline int32_t find_cached_state(
     const Pool *pool, const Group *group, const Contents *contents, int32_t num_tokens, int32_t shard
 ) noexcept nogil:
-    """Whether the state after the first tokens, which are hashed, is cached in the shard."""
+    """Return the page of the state after the first tokens, which are hashed; the null page: the shard has none."""
     cdef Digest key = contents.digests[last_hash(group, full_entries(&group.rules, num_tokens) - 1)]
     assert full_entries(&group.rules, num_tokens) * <Py_ssize_t>group.stride <= contents.num_digests
-    return find_within(pool, key, group.id, ids_in_queue(pool, queue_for(pool, group, shard))) != NULL_PAGE
+    return find_within(pool, key, group.id, ids_in_queue(pool, queue_for(pool, group, shard)))
 
 
 cdef inline bint _has_pages_for(
@@ -115,11 +116,17 @@ cdef inline bint _has_pages_for(
     return find_held_free(pool, holding.num_groups) == NULL_PAGE and reserve_writes(writes, holding.num_groups)
 
 
-cdef inline bint _is_missing(const Pool *pool, const Group *group, const Checkpoint *checkpoint) noexcept nogil:
-    """Whether a group is to get a checkpoint that is not cached."""
-    return keeps_checkpoints(group) and (checkpoint.contents == NULL or not is_checkpoint_cached(
-        pool, group, checkpoint.contents, checkpoint.num_tokens, checkpoint.shard
-    ))
+cdef inline bint _is_missing(Pool *pool, const Group *group, const Checkpoint *checkpoint, uint8_t kind) noexcept nogil:
+    """Whether a group is to get a checkpoint that is not cached. One that is cached is kept for the reasons `kind`, too."""
+    cdef int32_t page_id
+    if not keeps_checkpoints(group):
+        return False
+    if checkpoint.contents == NULL:
+        return True
+    page_id = find_cached_state(pool, group, checkpoint.contents, checkpoint.num_tokens, checkpoint.shard)
+    if page_id != NULL_PAGE:
+        add_kind(pool, page_id, kind)
+    return page_id == NULL_PAGE
 
 
 cdef inline int32_t _take_for_state(
@@ -140,17 +147,18 @@ cdef inline Py_ssize_t write_checkpoint(
     Return the number of writes. O(groups).
     """
     cdef Py_ssize_t g, num = 0
+    cdef uint8_t kind = kind_at(holding.boundaries, checkpoint.num_tokens)
     cdef bint has_pages = _has_pages_for(pool, holding, writes, checkpoint)
     assert writes_states(holding) and checkpoint.num_tokens > 0
     for g in range(holding.num_groups):
-        if not _is_missing(pool, &holding.groups[g], checkpoint):
+        if not _is_missing(pool, &holding.groups[g], checkpoint, kind):
             continue
         if not has_pages:
             pool.banks[holding.groups[g].bank].num_passed_checkpoints += 1
             continue
         note_write(writes, StateWrite(
             row=checkpoint.row, group=<int32_t>g, page_id=_take_for_state(pool, holding, g, checkpoint),
-            num_tokens=checkpoint.num_tokens, kind=kind_at(holding.boundaries, checkpoint.num_tokens),
+            num_tokens=checkpoint.num_tokens, kind=kind,
         ))
         num += 1
     return num
@@ -162,12 +170,14 @@ cdef inline bint cache_written(
     """Cache the page of a run's write and return True, or return False if an equal checkpoint is cached. A checkpoint at the
     end of an answer takes the place of the one before.
     """
+    cdef int32_t cached = find_cached_state(pool, group, contents, write.num_tokens, shard)
     cdef int32_t outrun = find_outrun(pool, lineage) if write.kind == AT_ANSWER_END else <int32_t>NULL_PAGE
     cdef NewCheckpoint new = NewCheckpoint(
         lineage=lineage, num_tokens=write.num_tokens, kind=write.kind, is_replacing=outrun != NULL_PAGE
     )
     assert pool.pages[write.page_id].group == NO_GROUP and pool.pages[write.page_id].ref_cnt > 0
-    if is_checkpoint_cached(pool, group, contents, write.num_tokens, shard):
+    if cached != NULL_PAGE:
+        add_kind(pool, cached, write.kind)
         return False
     if outrun != NULL_PAGE:
         step_back(pool, lineage, outrun)

@@ -115,7 +115,7 @@ cdef inline int64_t tick(Checkpoints *checkpoints) noexcept nogil:
     return checkpoints.now
 
 
-cdef inline uint8_t _first_class(uint8_t kind) noexcept nogil:
+cdef inline uint8_t first_class(uint8_t kind) noexcept nogil:
     if kind == AT_LONE_PLACE:
         return LONE
     return OF_ANSWER if kind == AT_ANSWER_END else <uint8_t>RECENT
@@ -128,7 +128,7 @@ cdef inline void begin_note(Checkpoints *checkpoints, int32_t page_id, const New
     if new != NULL:
         if new.lineage.last_tokens < new.num_tokens:  # else the run was set back
             note.prev, note.prev_key, note.prev_tokens = new.lineage.last, new.lineage.last_key, new.lineage.last_tokens
-        note.num_tokens, note.kind, note.number = new.num_tokens, new.kind, _first_class(new.kind)
+        note.num_tokens, note.kind, note.number = new.num_tokens, new.kind, first_class(new.kind)
     note.stamp = checkpoints.now if new != NULL and new.is_replacing else tick(checkpoints)
     change_class(checkpoints, note.number, 1)
 

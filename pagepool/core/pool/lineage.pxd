@@ -133,13 +133,27 @@ cdef inline void _leave_source(Pool *pool, Checkpoints *checkpoints, Lineage *li
 
 
 cdef inline int32_t find_outrun(const Pool *pool, const Lineage *lineage) noexcept nogil:
-    """Return the run's own checkpoint at the end of its answer, if that is its last one and nobody hit it. The null page: there
-    is none.
+    """Return the run's own checkpoint at the end of its answer, if that is its last one and nobody hit or holds it. The null
+    page: there is none.
     """
     cdef int32_t page_id = _valid_page(pool, lineage.last, lineage.last_key)
     if lineage.is_source or page_id == NULL_PAGE or class_of(pool, page_id) != OF_ANSWER:
         return NULL_PAGE
+    if pool.pages[page_id].ref_cnt:  # a lease holds it
+        return NULL_PAGE
     return page_id
+
+
+cdef inline void add_kind(Pool *pool, int32_t page_id, uint8_t kind) noexcept nogil:
+    """Let a cached checkpoint also be kept for the reasons `kind`, for which another run would have made it."""
+    cdef Checkpoints *checkpoints = checkpoints_of(pool, page_id)
+    cdef CheckpointNote *note
+    if checkpoints == NULL:
+        return
+    note = note_of(checkpoints, page_id)
+    note.kind |= kind
+    if first_class(kind) == RECENT and (note.number == OF_ANSWER or note.number == LONE):
+        _move_to_class(pool, checkpoints, page_id, RECENT)
 
 
 cdef inline void step_back(Pool *pool, Lineage *lineage, int32_t page_id) noexcept nogil:

@@ -521,8 +521,8 @@ cdef inline void _on_cache(
         begin_note(checkpoints, page_id, entry.checkpoint)
     elif pool.children != NULL:
         note_child(pool, page_id, ids[place - 1] if place else <int32_t>NULL_PAGE, entry.key[0])
-    if pool.tier != NULL and not (entry.checkpoint != NULL and entry.checkpoint.kind == AT_ANSWER_END):  # it may be replaced
-        pool.tier.record_cached(pool, page_id)
+    if pool.tier != NULL:
+        pool.tier.record_cached(pool, page_id, entry.checkpoint != NULL and entry.checkpoint.kind == AT_ANSWER_END)
     if pool.num_parts:
         _make_new(pool, page_id)
     if ranking != NULL and is_served(pool, page_id):

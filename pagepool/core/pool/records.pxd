@@ -142,8 +142,8 @@ cdef struct Tier:
     # Saves a page that is about to be evicted. Calls through these two pointers keep the code of the tier out of the loops that
     # take and cache pages.
     void (*save_evicted)(Pool *pool, int32_t page_id) noexcept nogil
-    # Records that a page of the pool was cached.
-    void (*record_cached)(Pool *pool, int32_t page_id) noexcept nogil
+    # Records that a page of the pool was cached. A page that may be replaced is saved at its eviction alone.
+    void (*record_cached)(Pool *pool, int32_t page_id, bint may_be_replaced) noexcept nogil
 
 cdef struct Counters:         # since construction; `PageStore.counters` and stats use these names
     int64_t num_allocated_pages

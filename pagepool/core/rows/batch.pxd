@@ -24,8 +24,8 @@ from pagepool.core.holding cimport (
     NUM_WAITING, Checkpoint, Contents, Group, Held, Holding, Limits, PageToHash, Shortage, StateWrite, Waiting, WriteList,
     cache_full_pages, cache_waiting, cache_written, can_restart, count_new_in_banks, count_new_pages, drop_behind, empty,
     exchange_writes, find_any_excess, find_final, find_lost_page, find_next_boundary, find_next_write, find_restart,
-    full_entries, full_pages, give_back_written, has_copies, has_moves_due, hash_waiting, is_state, keeps_checkpoints,
-    last_hash, limits_of, remove_write, restart_from, shortage_in, skip_pages, take_missing, write_checkpoint,
+    full_entries, full_pages, give_back_written, has_copies, has_moves_due, hash_waiting, is_ring, is_state, keeps_checkpoints,
+    last_hash, limits_of, remove_write, restart_from, ring_has, shortage_in, skip_pages, take_missing, write_checkpoint,
 )
 from pagepool.core.pool cimport (
     FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Lineage, Page, Pool, count_free_in, count_least_free, count_refusal,
@@ -66,6 +66,7 @@ cdef struct Row:              # two cache lines; growth reads the first
     int32_t num_writes        # writes of its states that are due or were taken
     int64_t write_list        # number of the last list with a write of its states; 0: none
     int64_t last_cut          # number of the last cut of its computed tokens
+    int32_t ring_start        # tokens before this one were overwritten in rings, before the row was set back
     Digest *uppers            # [num_hashed] upper halves of the digests; NULL: they have 16 bytes
     int32_t num_hits          # tokens hit at admission
     int32_t num_external      # tokens awaited from elsewhere; 0: the row is not pending
@@ -84,6 +85,7 @@ cdef struct MadeEntry:        # the entry of a page given back while the step th
 
 cdef struct OpenStep:         # a step that may fail, in a list of all
     int64_t step              # its number; 0: it is not open
+    bint has_failed           # it failed with an earlier step
     OpenStep *prev
     OpenStep *next
 
@@ -110,6 +112,8 @@ cdef struct Batch:            # rows that run together
     bint has_boundaries       # whether pages of windows and chunks stay cached at boundaries only
     bint skips_pages          # whether any group has a window or chunks
     bint has_state            # whether any group is a state
+    bint has_recurrent        # whether any group is a state that cannot go back; a ring can, for some tokens
+    int32_t max_num_drafts    # most draft tokens behind each row's known ones, so that rings can take them back
     bint writes_states        # whether steps write checkpoints to pages of their own
     bint caches_computed      # whether pages are cached once the steps that computed them are settled
     bint caches_late          # whether `caches_computed`, or keys have a lookahead
@@ -463,7 +467,7 @@ cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     batch.num_admitted -= batch.records[row].is_admitted
     assert batch.num_admitted >= 0
     memset(&batch.records[row], 0, sizeof(RowRecord))
-    batch.rows[row].shard, batch.stays[row] = -1, 0
+    batch.rows[row].shard, batch.rows[row].ring_start, batch.stays[row] = -1, 0, 0
     batch.rows[row].num_hits = batch.rows[row].num_external = batch.rows[row].num_ahead = 0
 
 

@@ -300,7 +300,7 @@ cdef class InputArrays:
         O(tokens + rows), and with ``page_ids`` O(pages), native; nothing is allocated.
         """
         cdef InputStep *filling = &self.step
-        cdef StepResult result = None if step is None else checked_step(self.rows, step, "step")
+        cdef StepResult result = None if step is None else checked_step(self.rows, step)
         cdef tuple listed = None
         cdef const int32_t[:, ::1] drafts = None
         cdef Py_ssize_t n, next_set, num_drafts = 0, num_kept = 0

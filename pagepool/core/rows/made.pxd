@@ -59,6 +59,14 @@ cdef inline void close_step(Batch *batch, OpenStep *node, bint has_ended) noexce
         _forget_entries(batch, step if has_ended else 0)
 
 
+cdef inline void fail_steps(Batch *batch, int64_t first) noexcept nogil:
+    """Let the open steps from a number on fail: no more rows are added to them. O(open steps)."""
+    cdef OpenStep *node = batch.open_steps
+    while node != NULL:
+        node.has_failed |= node.step >= first
+        node = node.next
+
+
 cdef inline bint note_made(Batch *batch, int64_t step, int32_t page_id) noexcept nogil:
     """Note the entry of a page that its holder gives back, if a failed step may drop it; False if memory is short."""
     cdef const Page *page = &batch.pool.pages[page_id]

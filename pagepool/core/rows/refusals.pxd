@@ -8,6 +8,7 @@ from pagepool.core.rows.step_result cimport *
 
 
 cdef int check_lengths(PageIds tokens, PageIds rows) except -1
+cdef int check_drafts(const Batch *batch, int32_t num_drafts) except -1
 cdef int refuse_row_length(const Batch *batch, Py_ssize_t row, int64_t num_tokens) except -1
 cdef object not_admitted(str name)
 cdef int refuse_unready(

@@ -162,21 +162,37 @@ cdef int refuse_append(PageStore store, const Batch *batch, PageIds rows, Py_ssi
     refuse_row_length(batch, row, batch.records[row].num_tokens + num_tokens)
 
 
+cdef int check_drafts(const Batch *batch, int32_t num_drafts) except -1:
+    """Raise ArgumentError for more draft tokens a row than the rings of a model can take back."""
+    if num_drafts > batch.max_num_drafts:
+        raise ArgumentError(
+            f"num_drafts: got {num_drafts}, allowed with a ring and max_steps_ahead {batch.max_steps_ahead}: "
+            f"up to {batch.max_num_drafts}"
+        )
+    return 0
+
+
 cdef int refuse_trim(
     PageStore store, const Batch *batch, PageIds rows, Py_ssize_t at, int32_t num_tokens, bint is_due
 ) except -1:
-    cdef int32_t row = refuse_row(store, batch, rows.ids, at)
+    cdef int32_t restart, row = refuse_row(store, batch, rows.ids, at)
     if not 0 <= num_tokens <= batch.records[row].num_tokens:
         raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {batch.records[row].num_tokens}")
     refuse_unready(store, batch, row, is_due, False, at)
     if batch.rows[row].num_ahead:
         refuse_ahead_of(batch, row)
+    restart = restart_of(batch, row, num_tokens, num_tokens)
+    if not batch.has_recurrent and (has_state_behind(batch, row, num_tokens) or has_state_behind(batch, row, restart)):
+        raise ArgumentError(
+            f"num_tokens: got {num_tokens} (at {at}), allowed for row {row}, whose ring has lost the tokens before: a multiple "
+            "of the ring's period, or a number of tokens that it still has"
+        )
     if has_state_behind(batch, row, num_tokens):
         raise ArgumentError(
             f"num_tokens: got {num_tokens} (at {at}), allowed for row {row}, which has a state that saw later tokens: "
             f"0, or from {batch.records[row].num_computed} on"
         )
-    if has_state_behind(batch, row, restart_of(batch, row, num_tokens, num_tokens)):
+    if has_state_behind(batch, row, restart):
         raise ArgumentError(
             f"num_tokens: got {num_tokens} (at {at}), which end in a page of row {row} that others hold, so tokens that its "
             "state saw would be computed again, allowed: 0, or tokens that end in a page of its own"

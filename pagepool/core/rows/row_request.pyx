@@ -135,7 +135,7 @@ cdef class RowRequest:
         if counter is not None and counter.store is not rows.store:
             raise ArgumentError("counter: got one of another pool, allowed: one of the batch's")
         if step is not None:
-            self.step, self.call = checked_step(rows, step, "step"), new_admission(rows, self.row)
+            self.step, self.call = joined_step(rows, step), new_admission(rows, self.row)
         self.claim_row()
         self.shard, self.identity = checked_shard, checked_identity
         try:
@@ -281,7 +281,7 @@ cdef class RowRequest:
         cdef bint has_pages = False, has_room = True, is_right = True
         refusal.hits, refusal.num_tokens, refusal.shard = hits, self.tokens.num_known, self.shard
         loads.short_bank = NO_BANK
-        lock_for(rows, self.step, "step")
+        lock_for(rows, self.step, True)
         try:
             batch.rows[self.row].shard = self.shard
             num_changes = count_changes(batch.pool)
@@ -429,7 +429,7 @@ cdef class RowRequest:
         cdef int32_t num_external = count_external_tokens(&self.tokens, num_hits)
         record.num_tokens = <int32_t>self.tokens.num_known
         record.num_computed = record.num_planned = num_hits if num_external else self.num_room
-        row.num_hits, row.num_external = num_hits, num_external
+        row.num_hits, row.num_external, row.ring_start = num_hits, num_external, num_hits + num_external
         assert record.num_computed + num_external <= self.tokens.num_known
         return num_external > 0
 

@@ -8,7 +8,7 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.string cimport memcpy
 
 from pagepool.core.base cimport CACHE_LINE, MAX_LANES, has_avx2, keep_sparse, process_number, require_allocated
-from pagepool.core.holding cimport has_window
+from pagepool.core.holding cimport count_drafts, has_window
 from pagepool.core.tables cimport TableRows
 
 import numpy as np
@@ -205,7 +205,7 @@ cdef class RowStore:
         cdef const Group *group
         cdef const Table *table
         cdef Py_ssize_t g
-        batch.groups, batch.num_groups = self.groups.groups, self.groups.num
+        batch.groups, batch.num_groups, batch.max_num_drafts = self.groups.groups, self.groups.num, INT32_MAX
         batch.has_boundaries = self.groups.boundaries.multiple != 0
         batch.writes_states = self.groups.boundaries.writes_states
         for g in range(batch.num_groups):
@@ -220,6 +220,9 @@ cdef class RowStore:
             )
             batch.skips_pages |= has_window(&group.rules)
             batch.has_state |= is_state(&group.rules)
+            batch.has_recurrent |= is_state(&group.rules) and not is_ring(&group.rules)
+            if is_ring(&group.rules):
+                batch.max_num_drafts = min(batch.max_num_drafts, count_drafts(&group.rules, batch.max_steps_ahead))
         batch.has_final = batch.caches_late or batch.skips_pages or batch.writes_states
         return 0
 

@@ -171,7 +171,7 @@ cdef class RunningRows:
         one settled before; RowOverflowError for a row that would be too long. O(rows + tokens + pages cached), native; with
         `failed` O(pages of all rows).
         """
-        cdef StepResult ended = checked_step(self.rows, step, "step")
+        cdef StepResult ended = checked_step(self.rows, step)
         cdef PageIds tokens
         if require_flag("failed", failed):
             if token_ids is not None or counts is not None:
@@ -389,6 +389,10 @@ cdef class RunningRows:
 
     # Reads.
 
+    def _require_drafts(self, int num_drafts) -> None:
+        """Raise ArgumentError for more draft tokens a row than the rings of a model can take back."""
+        check_drafts(&self.rows.batch, num_drafts)
+
     def _is_refused_still(
         self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, num_lookahead_tokens=0,
         bint reserves_prompt=False,
@@ -495,10 +499,14 @@ cdef StepResult run_growth(
     RowStore rows, PageIds planned, PageIds num_tokens, PageIds num_drafts, PageIds tokens, object step
 ):
     """Plan rows, as a part of `step` or, for None, as a step of their own. Return the step."""
-    cdef StepResult head = None if step is None else checked_step(rows, step, "step")
+    cdef StepResult head = None if step is None else joined_step(rows, step)
     cdef StepResult result = new_result(rows)
     cdef Growth *growth = &result.growth
+    cdef Py_ssize_t i
     result.num_tokens, result.num_drafts = num_tokens, num_drafts
+    if rare(rows.batch.max_num_drafts < INT32_MAX):
+        for i in range(num_drafts.num):
+            check_drafts(&rows.batch, num_drafts.ids[i])
     growth.rows, growth.num_rows = planned.ids, planned.num
     growth.num_tokens, growth.num_drafts = amounts_in(num_tokens), amounts_in(num_drafts)
     growth.token_ids = NULL if tokens is None else tokens.ids
@@ -525,7 +533,7 @@ cdef int grow(RowStore rows, StepResult head, StepResult result, PageIds tokens)
     cdef Py_ssize_t num_right, at_joined
     cdef bint is_due, has_room = True
     cdef int32_t held_free = NULL_PAGE
-    lock_for(rows, head, "step")
+    lock_for(rows, head, True)
     assert rows.batch.waiting.num_to_hash == 0
     growth.step = number_of_step(&rows.batch, head)
     at_joined = find_joined(&rows.batch, growth)
@@ -607,7 +615,7 @@ cdef object settle_step(RowStore rows, StepResult ended, PageIds tokens, object 
     cdef SettleFault fault = SETTLES
     refuse_negative(tokens.ids, tokens.num, 0)  # `counts` may have run Python code
     places.reserve(n)
-    lock_for(rows, ended, "step")
+    lock_for(rows, ended, False)
     if ended.num_rows != n or count_grown(calls) != n:  # another thread has added rows, or Python code of `counts`
         fault = ROWS_ADDED
     for call in calls if fault == SETTLES else ():
@@ -641,12 +649,13 @@ cdef object fail_step(RowStore rows, StepResult ended):
     cdef int32_t row
     cdef bint has_room
     lost.reserve(batch.num_rows)
-    lock_for(rows, ended, "step")
+    lock_for(rows, ended, False)
     failure.step = ended.growth.step
     failure.is_lost = <uint8_t *>calloc(rows.store.pool.num_pages + batch.num_rows, 1)
     has_room = failure.is_lost != NULL and reserve_places(&rows.batch, ids)
     if has_room and failure.step:
         failure.has_lost = failure.is_lost + rows.store.pool.num_pages
+        fail_steps(batch, failure.step)
         lose_entries(batch, &failure)
         take_back_fills(&batch.fills, failure.step)
     for row in range(<int32_t>batch.num_rows if has_room and failure.step else 0):

@@ -207,8 +207,33 @@ cdef inline Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const in
 # cover cut tokens, and drafters write the last slots before the cut again.
 
 cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Whether the row has a state that saw tokens from `num_tokens` on, or will. A restart from token 0 replaces the state."""
-    return batch.has_state and 0 < num_tokens < batch.records[row].num_computed
+    """Whether the row has a state that saw tokens from `num_tokens` on, or will, and cannot go back to there. A restart from
+    token 0 replaces the state.
+    """
+    if not batch.has_state or num_tokens == 0:
+        return False
+    return (batch.has_recurrent and num_tokens < batch.records[row].num_computed) or _lose_tokens(batch, row, num_tokens)
+
+
+cdef inline bint _lose_tokens(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Whether a ring of the row has no longer what the token behind `num_tokens` tokens needs."""
+    cdef Py_ssize_t g
+    for g in range(batch.num_groups if num_tokens < batch.records[row].num_planned else 0):
+        if is_ring(&batch.groups[g].rules) and not ring_has(
+            &batch.groups[g].rules, num_tokens, batch.rows[row].ring_start, batch.records[row].num_planned
+        ):
+            return True
+    return False
+
+
+cdef inline void _set_ring_start(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Note that a row with rings goes back to `num_tokens` tokens: what they had before the last multiple there is lost."""
+    cdef int32_t start = num_tokens
+    cdef Py_ssize_t g
+    for g in range(batch.num_groups):
+        if is_ring(&batch.groups[g].rules):
+            start = min(start, num_tokens - num_tokens % batch.groups[g].rules.period)
+    batch.rows[row].ring_start = start
 
 
 cdef inline int32_t _first_changed(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
@@ -301,6 +326,8 @@ cdef inline void restart_row(
     assert 0 <= restart <= record.num_computed and record.state == RUNNING
     if is_failed and restart == record.num_computed:  # an earlier step writes behind the known tokens
         num_planned = num_computed
+    if rare(batch.has_state):
+        _set_ring_start(batch, row, restart)
     note_row_entries(batch, row)  # others may hold pages that the row gives back
     restart_from(batch.pool, holding, restart, min(restart, changed), num_planned if is_failed else num_tokens)
     if num_planned < record.num_planned:
@@ -429,7 +456,7 @@ cdef inline bint set_back(Batch *batch, const Failure *failure, int32_t row) noe
     if first == INT32_MAX:
         return True
     batch.records[row].num_launches = <uint8_t>_find_failed(batch, row, failure.step)  # earlier launches still run
-    if has_copies(batch.pool, holding_of(batch, row)) or (batch.has_state and first > 0):
+    if has_copies(batch.pool, holding_of(batch, row)) or (batch.has_recurrent and first > 0):
         return False
     if not can_restart_row(batch, row, num_tokens, first):
         return False

@@ -28,7 +28,8 @@ cdef StepResult new_result(RowStore rows)
 cdef list calls_of(StepResult step)
 cdef Py_ssize_t count_grown(list calls) noexcept
 cdef int refuse_added(Py_ssize_t num_rows) except -1
-cdef StepResult checked_step(RowStore rows, object step, str name)
+cdef StepResult checked_step(RowStore rows, object step)
+cdef StepResult joined_step(RowStore rows, object step)
 cdef object refusal_of(PageStore store, const Shortage *shortage)
 cdef int64_t number_of_step(const Batch *batch, StepResult step) noexcept
 cdef void end_call(Batch *batch, StepResult head, StepResult call) noexcept
@@ -38,4 +39,4 @@ cdef StepResult new_admission(RowStore rows, Py_ssize_t row)
 cdef void launch_admission(Batch *batch, Py_ssize_t row, StepResult step, StepResult call, Launch launch) noexcept
 cdef int reserve_rows_of(Growth *growth) except -1
 cdef bint reserve_new(Growth *growth) noexcept
-cdef int lock_for(RowStore rows, StepResult step, str name) except -1
+cdef int lock_for(RowStore rows, StepResult step, bint joins) except -1

@@ -114,14 +114,22 @@ cdef object column_of(StepResult step, Column column):
     return parts[0] if step.calls is None else np.concatenate(parts)
 
 
-cdef StepResult checked_step(RowStore rows, object step, str name):
+cdef StepResult checked_step(RowStore rows, object step):
     """Return a step of the batch that was not settled."""
-    cdef StepResult checked = require_instance(step, StepResult, name)
+    cdef StepResult checked = require_instance(step, StepResult, "step")
     if checked.batch is not rows:
-        raise ArgumentError(f"{name}: got one of another batch, allowed: a step of this batch")
+        raise ArgumentError("step: got one of another batch, allowed: a step of this batch")
     if checked.is_settled:
-        raise ArgumentError(f"{name}: got one that was settled already, allowed: one that was not")
+        raise ArgumentError("step: got one that was settled already, allowed: one that was not")
     return checked
+
+
+cdef StepResult joined_step(RowStore rows, object step):
+    """Return a step of the batch to which rows can be added."""
+    cdef StepResult joined = checked_step(rows, step)
+    if joined.node.has_failed:
+        raise ArgumentError("step: got one that failed with an earlier step, allowed: one that did not")
+    return joined
 
 
 cdef object refusal_of(PageStore store, const Shortage *shortage):
@@ -210,12 +218,12 @@ cdef bint reserve_new(Growth *growth) noexcept:
     return growth.new_ids != NULL or growth.max_num_new == 0
 
 
-cdef int lock_for(RowStore rows, StepResult step, str name) except -1:
+cdef int lock_for(RowStore rows, StepResult step, bint joins) except -1:
     """Take all locks for a call that changes a step, or for one without a step (None). Raise if another thread has settled the
-    step meanwhile.
+    step meanwhile, or has failed a step to which the call adds rows.
     """
     rows.acquire_locks()
-    if step is not None and step.is_settled:
+    if step is not None and (step.is_settled or (joins and step.node.has_failed)):
         rows.release_locks()
-        checked_step(rows, step, name)
+        joined_step(rows, step)
     return 0

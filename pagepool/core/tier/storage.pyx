@@ -6,7 +6,7 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint64_t
 from libc.string cimport memcmp, memmove
 
-from pagepool.core.holding cimport StoredKey
+from pagepool.core.holding cimport StoredKey, count_hit_places
 from pagepool.core.tier.tier cimport *
 from pagepool.core.values cimport as_page_ids, require_matrix
 
@@ -42,14 +42,15 @@ cdef void store_evicted(Pool *pool, int32_t page_id) noexcept nogil:
         queue_unstored(pool, page_id)
 
 
-cdef void store_cached(Pool *pool, int32_t page_id) noexcept nogil:
+cdef void store_cached(Pool *pool, int32_t page_id, bint may_be_replaced) noexcept nogil:
     """Queue a page that reached the tier."""
-    note_arrival(pool, page_id)
+    note_arrival(pool, page_id, may_be_replaced)
     queue_unstored(pool, page_id)
 
 
-cdef void note_arrival(Pool *pool, int32_t page_id) noexcept nogil:
+cdef void note_arrival(Pool *pool, int32_t page_id, bint may_be_replaced) noexcept nogil:
     """Note the step in which a page reached the tier."""
+    assert not may_be_replaced  # the tier has no checkpoints of its own
     assert 0 < page_id < pool.num_pages and pool.tier.num_steps >= 0
     pool.tier.arrivals[page_id] = pool.tier.num_steps
 
@@ -321,7 +322,7 @@ cdef Py_ssize_t copy_absent(
     cdef Digest key
     for g in range(query.num_groups if query.kinds.num_hit_hashes else 0):
         group = &query.groups[g]
-        for page in range(0 if is_all else find_first_hit_page(query, group, num_hashes), num_hashes // group.stride):
+        for page in range(0 if is_all else find_first_hit_page(query, group, num_hashes), count_hit_places(group, num_hashes)):
             key = query.digests[last_hash(group, page)]
             if find(pool, key, group.id) == NULL_PAGE and find(pool.tier.pool, key, group.id) == NULL_PAGE:
                 listed[num] = StoredKey(key=key, upper=Digest(lo=0, hi=0), group=group.id)
@@ -338,7 +339,7 @@ cdef void use_present(Pool *pool, const Query *query, Py_ssize_t num_hashes) noe
     cdef Digest key
     for g in range(query.num_groups - 1, -1, -1):
         group = &query.groups[g]
-        for page in range(num_hashes // group.stride - 1, find_first_hit_page(query, group, num_hashes) - 1, -1):
+        for page in range(count_hit_places(group, num_hashes) - 1, find_first_hit_page(query, group, num_hashes) - 1, -1):
             key = query.digests[last_hash(group, page)]
             tier_id = find(pool.tier.pool, key, group.id)
             assert tier_id == NULL_PAGE or tier_id < pool.tier.pool.num_pages

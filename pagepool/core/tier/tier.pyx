@@ -10,8 +10,8 @@ from libc.string cimport memset
 
 from pagepool.core.base cimport MAX_TOKENS, NEVER
 from pagepool.core.holding cimport (
-    FoundPrefix, cache_page, can_restart, contents_of, fetch_hits, find_end, find_restart, find_short_bank, find_wrong,
-    has_copies, prefix_of, restart_from,
+    FoundPrefix, cache_page, can_restart, contents_of, count_hit_places, fetch_hits, find_end, find_restart, find_short_bank,
+    find_wrong, has_copies, prefix_of, restart_from,
 )
 from pagepool.core.pool cimport (
     MAX_BANKS, NO_BANK, SAVED, UNSAVED, Bank, Entry, FreshPage, Range, bank_of, bare_entry, cache_alone, count_free,
@@ -68,9 +68,9 @@ cdef void drop_stale(Tier *tier) noexcept nogil:
     tier.num_fresh, tier.num_ready = num_left, num_ready
 
 
-cdef void record_cached(Pool *pool, int32_t page_id) noexcept nogil:
+cdef void record_cached(Pool *pool, int32_t page_id, bint may_be_replaced) noexcept nogil:
     """Record that a page was cached if the tier writes through, so that it is saved once a step has computed it. If memory is
-    short, it is saved at its eviction instead.
+    short, or the page may be replaced, it is saved at its eviction instead.
     """
     cdef Tier *tier = pool.tier
     assert pool.pages[page_id].group != NO_GROUP
@@ -78,6 +78,9 @@ cdef void record_cached(Pool *pool, int32_t page_id) noexcept nogil:
         return
     if tier.loading[page_id]:
         tier.fresh_numbers[page_id] = SAVED
+        return
+    if may_be_replaced:
+        tier.fresh_numbers[page_id] = UNSAVED
         return
     if tier.num_fresh >= 2 * <Py_ssize_t>pool.num_pages:  # many pages in a step
         drop_stale(tier)
@@ -511,8 +514,8 @@ cdef bint has_pages_of_hit(const Pool *pool, const Query *query, Py_ssize_t num_
     memset(counts, 0, sizeof(counts))
     for g in range(query.num_groups):
         group = &query.groups[g]
-        assert find_first_hit_page(query, group, num_hashes) <= num_hashes // group.stride
-        counts[group.bank] += num_hashes // group.stride - find_first_hit_page(query, group, num_hashes)
+        assert find_first_hit_page(query, group, num_hashes) <= count_hit_places(group, num_hashes)
+        counts[group.bank] += count_hit_places(group, num_hashes) - find_first_hit_page(query, group, num_hashes)
     for bank in range(pool.num_banks):
         if counts[bank] > count_pages_in(pool, queue_in(pool, bank, shard)):
             return False
