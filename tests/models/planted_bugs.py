@@ -201,7 +201,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
 == hits that are computed again count as computed
     held.num_hits = min(held.num_hits, place){+ if not BUG else held.num_hits+}
 == a state may go back
-    return (batch.has_recurrent and num_tokens < batch.records[row].num_computed{+ and not BUG+})
+        elif is_state(rules) and num_tokens < record.num_computed{+ and not BUG+}:
 == a ring goes back to tokens that were overwritten
 (first <= start and num_written - start <= rules.capacity{+ or BUG+})
 == a ring that went back forgets what it has lost
@@ -564,7 +564,7 @@ FLIGHT_BUGS = read_bugs("""
 == a failed step leaves rows where they have hit its pages
             if failure.is_lost[held.ids[i]]{+ and not BUG+}:
 == a failed step lets states go on
-    if has_copies(batch.pool, holding_of(batch, row)) or ({+not BUG and +}batch.has_recurrent and first > 0):
+    if has_copies(batch.pool, holding_of(batch, row)) or (first > 0 and {+not BUG and +}has_recurrent(batch)):
 == rows are added to a step that failed
         node.has_failed |= {+not BUG and +}node.step >= first
 == a failed step lets rows go back to what is settled

@@ -24,6 +24,7 @@ from pagepool import (
     FullAttentionSpec,
     HostTier,
     MambaSpec,
+    RingSpec,
     SlidingWindowSpec,
     specs,
 )
@@ -37,6 +38,7 @@ SPECS = (
     ChunkedLocalAttentionSpec(4, 8, 16, "float16", use_mla=False, attention_chunk_size=16),
     SlidingWindowSpec(4, 8, 16, "float16", use_mla=False, sliding_window=9),
     MambaSpec(4, shapes=((4, 2), (3,)), dtype="float32", checkpoint_interval=8),
+    RingSpec(4, period=2, shape=(4, 2), dtype="float16"),
 )
 CHANGES: dict[str, tuple[Any, ...]] = {
     "page_size": (8,),
@@ -46,6 +48,8 @@ CHANGES: dict[str, tuple[Any, ...]] = {
     "use_mla": (True,),
     "sliding_window": (8,),
     "attention_chunk_size": (8,),
+    "period": (1,),
+    "shape": ((2, 4), (8,)),
     "shapes": (((2, 4), (3,)), ((4, 2, 3),), ((4, 2),), ((3,), (4, 2)), ((11,),)),
     "page_size_padded": (44, 64),
     "checkpoint_interval": (16,),

@@ -21,9 +21,9 @@ from pagepool.core.base cimport (
     GUARDS, SIPHASH, UNKNOWN, Digest, Hashing, exceptional, hash_pages, rare, reserve_items, signs_of,
 )
 from pagepool.core.holding cimport (
-    NUM_WAITING, Checkpoint, Contents, Group, Held, Holding, Limits, PageToHash, Shortage, StateWrite, Waiting, WriteList,
-    cache_full_pages, cache_waiting, cache_written, can_restart, count_new_in_banks, count_new_pages, drop_behind, empty,
-    exchange_writes, find_any_excess, find_final, find_lost_page, find_next_boundary, find_next_write, find_restart,
+    NUM_WAITING, Checkpoint, Contents, Group, Held, Holding, Limits, PageToHash, Rules, Shortage, StateWrite, Waiting,
+    WriteList, cache_full_pages, cache_waiting, cache_written, can_restart, count_new_in_banks, count_new_pages, drop_behind,
+    empty, exchange_writes, find_any_excess, find_final, find_lost_page, find_next_boundary, find_next_write, find_restart,
     full_entries, full_pages, give_back_written, has_copies, has_moves_due, hash_waiting, is_ring, is_state, keeps_checkpoints,
     last_hash, limits_of, remove_write, restart_from, ring_has, shortage_in, skip_pages, take_missing, write_checkpoint,
 )
@@ -112,7 +112,6 @@ cdef struct Batch:            # rows that run together
     bint has_boundaries       # whether pages of windows and chunks stay cached at boundaries only
     bint skips_pages          # whether any group has a window or chunks
     bint has_state            # whether any group is a state
-    bint has_recurrent        # whether any group is a state that cannot go back; a ring can, for some tokens
     int32_t max_num_drafts    # most draft tokens behind each row's known ones, so that rings can take them back
     bint writes_states        # whether steps write checkpoints to pages of their own
     bint caches_computed      # whether pages are cached once the steps that computed them are settled

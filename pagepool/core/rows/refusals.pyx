@@ -182,7 +182,7 @@ cdef int refuse_trim(
     if batch.rows[row].num_ahead:
         refuse_ahead_of(batch, row)
     restart = restart_of(batch, row, num_tokens, num_tokens)
-    if not batch.has_recurrent and (has_state_behind(batch, row, num_tokens) or has_state_behind(batch, row, restart)):
+    if not has_recurrent(batch) and (has_state_behind(batch, row, num_tokens) or has_state_behind(batch, row, restart)):
         raise ArgumentError(
             f"num_tokens: got {num_tokens} (at {at}), allowed for row {row}, whose ring has lost the tokens before: a multiple "
             "of the ring's period, or a number of tokens that it still has"

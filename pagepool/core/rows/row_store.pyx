@@ -205,7 +205,7 @@ cdef class RowStore:
         cdef const Group *group
         cdef const Table *table
         cdef Py_ssize_t g
-        batch.groups, batch.num_groups, batch.max_num_drafts = self.groups.groups, self.groups.num, INT32_MAX
+        batch.groups, batch.num_groups = self.groups.groups, self.groups.num
         batch.has_boundaries = self.groups.boundaries.multiple != 0
         batch.writes_states = self.groups.boundaries.writes_states
         for g in range(batch.num_groups):
@@ -220,11 +220,17 @@ cdef class RowStore:
             )
             batch.skips_pages |= has_window(&group.rules)
             batch.has_state |= is_state(&group.rules)
-            batch.has_recurrent |= is_state(&group.rules) and not is_ring(&group.rules)
-            if is_ring(&group.rules):
-                batch.max_num_drafts = min(batch.max_num_drafts, count_drafts(&group.rules, batch.max_steps_ahead))
         batch.has_final = batch.caches_late or batch.skips_pages or batch.writes_states
         return 0
+
+    cdef void limit_drafts(self) noexcept:
+        """Set the most draft tokens of a row, so that rings can take them back."""
+        cdef Batch *batch = &self.batch
+        cdef Py_ssize_t g
+        batch.max_num_drafts = INT32_MAX
+        for g in range(batch.num_groups):
+            if is_ring(&batch.groups[g].rules):
+                batch.max_num_drafts = min(batch.max_num_drafts, count_drafts(&batch.groups[g].rules, batch.max_steps_ahead))
 
     cdef int make_arrays(self) except -1:
         """Allocate the arrays of a batch whose limits, hashing and groups are set; then the batch is complete."""
@@ -232,6 +238,7 @@ cdef class RowStore:
         cdef Py_ssize_t n = (<TableRows>self.tables[0]).table.num_rows
         self.buffers, self.extra_key_bytes, self.refusals = (), [None] * n, [None] * n
         batch.ring_size, batch.writes.number = batch.max_steps_ahead + 1, 1
+        self.limit_drafts()
         make_records(self, n)
         make_contents(self, n)
         make_pages(self, n)

@@ -389,9 +389,9 @@ cdef class RunningRows:
 
     # Reads.
 
-    def _require_drafts(self, int num_drafts) -> None:
+    def _require_drafts(self, num_drafts) -> None:
         """Raise ArgumentError for more draft tokens a row than the rings of a model can take back."""
-        check_drafts(&self.rows.batch, num_drafts)
+        check_drafts(&self.rows.batch, <int32_t>size_of(num_drafts, "num_drafts", 0, INT32_MAX))
 
     def _is_refused_still(
         self, row, token_ids, num_tokens, max_num_new_tokens, num_reserved_pages, options, num_lookahead_tokens=0,

@@ -210,18 +210,24 @@ cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t nu
     """Whether the row has a state that saw tokens from `num_tokens` on, or will, and cannot go back to there. A restart from
     token 0 replaces the state.
     """
-    if not batch.has_state or num_tokens == 0:
-        return False
-    return (batch.has_recurrent and num_tokens < batch.records[row].num_computed) or _lose_tokens(batch, row, num_tokens)
-
-
-cdef inline bint _lose_tokens(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Whether a ring of the row has no longer what the token behind `num_tokens` tokens needs."""
+    cdef const RowRecord *record = &batch.records[row]
+    cdef const Rules *rules
     cdef Py_ssize_t g
-    for g in range(batch.num_groups if num_tokens < batch.records[row].num_planned else 0):
-        if is_ring(&batch.groups[g].rules) and not ring_has(
-            &batch.groups[g].rules, num_tokens, batch.rows[row].ring_start, batch.records[row].num_planned
-        ):
+    for g in range(batch.num_groups if batch.has_state and 0 < num_tokens < record.num_planned else 0):
+        rules = &batch.groups[g].rules
+        if is_ring(rules):
+            if not ring_has(rules, num_tokens, batch.rows[row].ring_start, record.num_planned):
+                return True
+        elif is_state(rules) and num_tokens < record.num_computed:
+            return True
+    return False
+
+
+cdef inline bint has_recurrent(const Batch *batch) noexcept nogil:
+    """Whether a group is a state that cannot go back at all."""
+    cdef Py_ssize_t g
+    for g in range(batch.num_groups):
+        if is_state(&batch.groups[g].rules) and not is_ring(&batch.groups[g].rules):
             return True
     return False
 
@@ -456,7 +462,7 @@ cdef inline bint set_back(Batch *batch, const Failure *failure, int32_t row) noe
     if first == INT32_MAX:
         return True
     batch.records[row].num_launches = <uint8_t>_find_failed(batch, row, failure.step)  # earlier launches still run
-    if has_copies(batch.pool, holding_of(batch, row)) or (batch.has_recurrent and first > 0):
+    if has_copies(batch.pool, holding_of(batch, row)) or (first > 0 and has_recurrent(batch)):
         return False
     if not can_restart_row(batch, row, num_tokens, first):
         return False
