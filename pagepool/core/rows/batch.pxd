@@ -66,12 +66,12 @@ cdef struct Row:              # two cache lines; growth reads the first
     int32_t num_writes        # writes of its states that are due or were taken
     int64_t write_list        # number of the last list with a write of its states; 0: none
     int64_t last_cut          # number of the last cut of its computed tokens
-    int32_t ring_start        # tokens before this one were overwritten in rings, before the row was set back
     Digest *uppers            # [num_hashed] upper halves of the digests; NULL: they have 16 bytes
     int32_t num_hits          # tokens hit at admission
     int32_t num_external      # tokens awaited from elsewhere; 0: the row is not pending
     int32_t num_ahead         # planned positions behind the known tokens
-    int32_t[5] unused
+    int32_t ring_start        # tokens before this one were overwritten in rings, before the row was set back
+    int32_t[4] unused
 
 cdef struct Identity:         # context and session of a row's request
     int32_t context           # journal context of its pages; 0: none
