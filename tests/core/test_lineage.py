@@ -259,6 +259,22 @@ def test_a_fork_leaves_the_state_of_the_answer_to_its_row() -> None:
     batch.check()
 
 
+def run_beside_tier(manager: CacheManager, batch: RunningBatch, prompt: list[int], answer: list[int]) -> int:
+    """Run a request with a known answer, with all transfers made; return the number of saved states."""
+    num_saved = 0
+    assert batch.admit(0, prompt) is not None
+    for start in range(0, len(answer) + 64, 64):
+        moves = batch.take_moves()
+        num_saved += moves.saves.group.tolist().count(1)
+        if moves.number:
+            manager.complete(moves.number)
+        if part := answer[start : start + 64]:
+            batch.append([0] * len(part), part)
+            assert batch.plan([0], len(part)).num_grown
+    batch.release([0])
+    return num_saved
+
+
 @pytest.mark.parametrize("policy", ["write_back", "write_through"])
 def test_states_of_an_answer_are_not_written_through(policy: str) -> None:
     """Only the last one stays, and it is saved when it is evicted."""
@@ -267,16 +283,7 @@ def test_states_of_an_answer_are_not_written_through(policy: str) -> None:
     num_saved = 0
     for _ in range(6):
         answer = tokens(rng, 700)
-        assert batch.admit(0, chat) is not None
-        for start in range(0, len(answer) + 64, 64):
-            moves = batch.take_moves()
-            num_saved += moves.saves.group.tolist().count(1)
-            if moves.number:
-                manager.complete(moves.number)
-            if part := answer[start : start + 64]:
-                batch.append([0] * len(part), part)
-                assert batch.plan([0], len(part)).num_grown
-        batch.release([0])
+        num_saved += run_beside_tier(manager, batch, chat, answer)
         chat = [*chat, *answer, *tokens(rng, 100)]
     assert num_saved <= (12 if policy == "write_through" else 0)
 
@@ -284,28 +291,16 @@ def test_states_of_an_answer_are_not_written_through(policy: str) -> None:
 def test_a_state_of_an_answer_is_saved_at_its_eviction_though_its_page_was_saved_before() -> None:
     tier = HostTier({"kv": 60_000, "states": 3000}, policy="write_through")
     (manager, batch), rng, chat = make_both(12, host_tier=tier), Random(4), tokens(Random(5), 300)
-
-    def go(prompt: list[int], answer: list[int]) -> None:
-        assert batch.admit(0, prompt) is not None
-        for start in range(0, len(answer) + 64, 64):
-            moves = batch.take_moves()
-            if moves.number:
-                manager.complete(moves.number)
-            if part := answer[start : start + 64]:
-                batch.append([0] * len(part), part)
-                assert batch.plan([0], len(part)).num_grown
-        batch.release([0])
-
     for turn in range(10):
         answer = tokens(rng, 300)
-        go(chat, answer)
+        run_beside_tier(manager, batch, chat, answer)
         chat += answer
         if turn < 6:
             chat += tokens(rng, 100)
             continue
         before = batch.probe(0, [*chat, *[1] * 20])
         for _ in range(48):
-            go(tokens(rng, 200), [])  # evicts all states
+            run_beside_tier(manager, batch, tokens(rng, 200), [])  # evicts all states
         assert batch.probe(0, [*chat, *[1] * 20]) == before > len(chat) - 128
         chat += tokens(rng, 100)
 
