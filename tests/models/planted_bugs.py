@@ -201,7 +201,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
 == hits that are computed again count as computed
     held.num_hits = min(held.num_hits, place){+ if not BUG else held.num_hits+}
 == a state may go back
-        elif is_state(rules) and num_tokens < record.num_computed{+ and not BUG+}:
+        elif is_recurrent(rules) and num_tokens < record.num_computed{+ and not BUG+}:
 == a ring goes back to tokens that were overwritten
 (first <= start and num_written - start <= rules.capacity{+ or BUG+})
 == a ring that went back forgets what it has lost

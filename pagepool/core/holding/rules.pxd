@@ -36,6 +36,11 @@ cdef inline bint is_ring(const Rules *rules) noexcept nogil:
     return rules.period > 0
 
 
+cdef inline bint is_recurrent(const Rules *rules) noexcept nogil:
+    """Whether a group is a state that cannot go back, and that hits need."""
+    return is_state(rules) and not is_ring(rules)
+
+
 cdef inline int32_t count_drafts(const Rules *rules, int32_t max_steps_ahead) noexcept nogil:
     """Count the draft tokens that each step of a row may have, so that its ring can take them back with `max_steps_ahead` steps
     ahead.

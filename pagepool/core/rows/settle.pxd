@@ -218,7 +218,7 @@ cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t nu
         if is_ring(rules):
             if not ring_has(rules, num_tokens, batch.rows[row].ring_start, record.num_planned):
                 return True
-        elif is_state(rules) and num_tokens < record.num_computed:
+        elif is_recurrent(rules) and num_tokens < record.num_computed:
             return True
     return False
 
@@ -227,7 +227,7 @@ cdef inline bint has_recurrent(const Batch *batch) noexcept nogil:
     """Whether a group is a state that cannot go back at all."""
     cdef Py_ssize_t g
     for g in range(batch.num_groups):
-        if is_state(&batch.groups[g].rules) and not is_ring(&batch.groups[g].rules):
+        if is_recurrent(&batch.groups[g].rules):
             return True
     return False
 

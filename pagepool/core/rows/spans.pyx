@@ -4,7 +4,7 @@ cimport cython
 from libc.math cimport ceil, isfinite
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
-from pagepool.core.holding cimport RequestPages, find_resumption, first_hit_page, hits_leading_pages, is_ring
+from pagepool.core.holding cimport RequestPages, find_resumption, first_hit_page, hits_leading_pages, is_recurrent, is_ring
 from pagepool.core.pool cimport (
     NOBODY, SECOND, LeasedSpan, Leases, bank_of, begin_lease, count_by_bank, end_lease, end_leases, expect_page, find,
     find_untouchable, has_key, hit, id_in_bank, is_free, make_leases, now_of, set_end, share,
@@ -380,7 +380,7 @@ cdef class TokenSpan:
         """Whether the model has states that are not written at boundaries. Their requests cannot choose where to resume."""
         cdef Py_ssize_t g
         for g in range(0 if self.groups.boundaries.writes_states else self.groups.num):
-            if is_state(&self.groups.groups[g].rules) and not is_ring(&self.groups.groups[g].rules):
+            if is_recurrent(&self.groups.groups[g].rules):
                 return True
         return False
 
