@@ -39,6 +39,7 @@ from pagepool.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
+    ReferenceWindowSpec,
     RingSpec,
     SlidingWindowSpec,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "PoolStats",
     "PrefixProbe",
     "QueryCounts",
+    "ReferenceWindowSpec",
     "Refusal",
     "Request",
     "RequestTraits",

@@ -55,6 +55,7 @@ class PageRules:
         interval: int = 0,
         period: int = 0,
         capacity: int = 0,
+        answer_window: int = 0,
     ) -> Self: ...
 
 _Groups = Iterable[tuple[PageRules, int | None, int]]
@@ -889,6 +890,7 @@ class RowRequest:
         resume_at: Sequence[int] | None = None,
         num_lookahead_tokens: int = 0,
         reserves_prompt: bool = False,
+        num_prompt_tokens: int | None = None,
     ) -> Self: ...
     def admit(
         self,

@@ -14,6 +14,7 @@ from pagepool.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
+    ReferenceWindowSpec,
     RingSpec,
     SlidingWindowSpec,
 )
@@ -22,7 +23,18 @@ SLACK = 64  # default slack: a request can also resume this many tokens before a
 CHECKPOINT_STEP = 64  # tokens: kernels of recurrent layers have states at its multiples
 INTERVAL_STEP = 2048
 MAX_BOUNDARY = 1 << 30
-SPECS = [spec.__name__ for spec in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec, RingSpec)]
+SPECS = [
+    spec.__name__
+    for spec in (
+        FullAttentionSpec,
+        SlidingWindowSpec,
+        ChunkedLocalAttentionSpec,
+        ReferenceWindowSpec,
+        MambaSpec,
+        RingSpec,
+    )
+]
+FULL = "FullAttention", "ReferenceWindow"  # kinds that keep all pages of a prompt
 STATES = "Mamba", "Ring"  # kinds with one page for any number of tokens
 
 ALL_STAY = Retention(windows="all")
@@ -45,6 +57,8 @@ class GroupRules(NamedTuple):
     """Whether a group has states, kept or not."""
     has_ring: bool
     """Whether a group is a ring."""
+    has_reference_window: bool
+    """Whether a group has a reference window, so that the end of a prompt matters."""
     writes_states: bool
     """Whether states are kept, if pages are cached: steps write checkpoints at boundaries."""
     configuration: Configuration
@@ -106,6 +120,7 @@ def make_rules(
         checkpoint_interval=state_interval,
         has_state="Mamba" in kinds,
         has_ring="Ring" in kinds,
+        has_reference_window="ReferenceWindow" in kinds,
         writes_states=bool(intervals),
         configuration=configuration | {"hash_page_size": hash_page_size},
     )
@@ -181,6 +196,8 @@ def _rules_of(described: dict[str, Any], spec: Any, num_hit_tokens: int, use_eag
             return PageRules(None, period=spec.period, capacity=spec.page_size)
         case "SlidingWindow":
             return PageRules(spec.page_size, window=spec.sliding_window, hit_tokens=hit_tokens)
+        case "ReferenceWindow":
+            return PageRules(spec.page_size, answer_window=spec.sliding_window)
         case "ChunkedLocalAttention":
             return PageRules(spec.page_size, chunk=spec.attention_chunk_size, hit_tokens=hit_tokens)
     return PageRules(spec.page_size)
@@ -221,7 +238,9 @@ def find_state_interval(kv_cache_groups: Sequence[CacheGroupSpec]) -> int:
 
 
 def window_of(spec: Any) -> int:
-    """Return the size of a sliding window or chunk in tokens; 0 without one."""
+    """Return the size of a sliding window or chunk in tokens; 0 without one, and for a reference window: prompts keep all."""
+    if kind_of(spec) == "ReferenceWindow":
+        return 0
     return int(getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 0)
 
 
@@ -231,7 +250,7 @@ def find_interval(specs: Sequence[Any]) -> int:
     """
     specs = [spec for spec in specs if kind_of(spec) not in STATES]
     num_pages = sum(-(-window_of(spec) // spec.page_size) for spec in specs)
-    full = [spec.page_size for spec in specs if kind_of(spec) == "FullAttention"] or [spec.page_size for spec in specs]
+    full = [spec.page_size for spec in specs if kind_of(spec) in FULL] or [spec.page_size for spec in specs]
     interval = -(-3 * num_pages * full[0] // INTERVAL_STEP) * INTERVAL_STEP
     return int(interval) if interval > max(map(window_of, specs)) else 0
 

@@ -76,7 +76,9 @@ class Request(Protocol):
     `inputs_embeds`, `input_embeds` or `input_embeddings`, are read at the first look-up: arrays in host memory, and lists of
     numbers, share the pages in which their rows are equal; other objects share none.
 
-    More optional attributes, read when the request gets its first pages: `resume_at` (up to four numbers of tokens where other
+    More optional attributes, read when the request gets its first pages: `num_prompt_tokens` (an int: the tokens behind are of
+    its answer, which matters with a `ReferenceWindowSpec`, and is read at each look-up too; without it or with None, all tokens
+    known by then are of the prompt), `resume_at` (up to four numbers of tokens where other
     requests are likely to diverge, such as the end of a system prompt: with sliding windows they can resume there; none for a
     model with states that are not kept), `session_id` (a string: the session that will own the pages cached by the request, see
     `CacheManager.expect_session`), and `tenant` (a string: the tenant charged for the pages the request takes, see
@@ -147,6 +149,11 @@ class EngineRequest:
         """Prompt and generated tokens so far."""
         return len(self.all_token_ids)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
     def append_output_token_ids(self, token_ids: int | Sequence[int]) -> None:
         """Append one generated token, or several in order."""
         self.all_token_ids.extend(
@@ -181,6 +188,10 @@ class RequestTraits:
     """False: no prefix is taken, as needed for ``prompt_logprobs``."""
     is_preempted: bool = False
     """Whether the request ran before; `CacheManager.stats` counts it separately."""
+    num_prompt_tokens: int | None = None
+    """Known tokens of the prompt, where those behind are of the answer, as after a preemption; None: all. Only a
+    `ReferenceWindowSpec` asks.
+    """
     resume_at: Sequence[int] = ()
     """Up to four numbers of tokens where other requests are likely to diverge, as in `Request`; none for a model with states
     that are not kept.
@@ -200,6 +211,9 @@ class RequestTraits:
                 object.__setattr__(self, name, require_name(name, getattr(self, name)))
         if self.dp_shard is not None:
             object.__setattr__(self, "dp_shard", require_int("dp_shard", self.dp_shard, 0))
+        if self.num_prompt_tokens is not None:
+            checked = require_int("num_prompt_tokens", self.num_prompt_tokens, 0, MAX_SIZE)
+            object.__setattr__(self, "num_prompt_tokens", checked)
         object.__setattr__(self, "resume_at", tuple(require_token_counts("resume_at", self.resume_at, MAX_SIZE)))
 
 

@@ -63,8 +63,8 @@ class RequestRegistry(KeyHolder, RequestMaps):
             self.refuse_nested(request.request_id)
 
     def read_query(self, request: Request) -> tuple[int, bool] | None:
-        """Return the number of a request's tokens, and whether it was preempted; None if it may not hit. The lock is not
-        needed.
+        """Return the number of a request's tokens that are looked up, all but the last of which may hit, and whether it was
+        preempted; None if it may not hit. The lock is not needed.
         """
         try:
             num_tokens, is_preempted = request.num_tokens, request.status == EngineRequestStatus.PREEMPTED
@@ -75,8 +75,15 @@ class RequestRegistry(KeyHolder, RequestMaps):
             num_tokens = require_int("num_tokens", num_tokens, 0)
         if type(is_preempted) is not bool:  # a bool of NumPy, for example
             is_preempted = has_status(request, EngineRequestStatus.PREEMPTED)
+        if self.rules.has_reference_window:  # pages of answers are never hit
+            num_tokens = min(num_tokens, self.count_prompt_tokens(request) + 1)
         takes_hits = self.page_pool.enable_caching and getattr(params, "prompt_logprobs", None) is None
         return (num_tokens, is_preempted) if takes_hits else None
+
+    def count_prompt_tokens(self, request: Request) -> int:
+        """Return the number of tokens in a request's prompt: those that it has now, if it does not say."""
+        num_tokens = getattr(request, "num_prompt_tokens", None)
+        return read_count(request, "num_tokens") if num_tokens is None else require_int("num_prompt_tokens", num_tokens, 0)
 
     def cache_due(self, request: Request, num_computed_tokens: int) -> None:
         """Do the work of `cache_pages` where pages may be due. Take the lock."""

@@ -224,6 +224,7 @@ class RunningBatch(RunningRows):
                 named.dp_shard,
                 look_up,
                 num_external,
+                named.num_prompt_tokens,
             )
             reserves_prompt = reserve is not None
             if reserves_prompt and not (type(reserve) is str and reserve == "prompt"):
@@ -251,6 +252,7 @@ class RunningBatch(RunningRows):
                 counts,
                 num_drafts,
                 reserves_prompt,
+                named.num_prompt_tokens,
             )
             shard = None if named.dp_shard is None else self._find_shard(named.dp_shard)
             keys, keyed = self._find_extra_keys(row, named)
@@ -279,7 +281,7 @@ class RunningBatch(RunningRows):
         or states O(pages x groups).
         """
         named = NO_TRAITS if traits is None else _checked(traits)
-        request = RowRequest(self, row, token_ids)
+        request = RowRequest(self, row, token_ids, num_prompt_tokens=named.num_prompt_tokens)
         shard = None if named.dp_shard is None else self._find_shard(named.dp_shard)
         _, keyed = self._find_extra_keys(row, named)
         return request.probe(keyed, shard)

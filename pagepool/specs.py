@@ -26,6 +26,7 @@ __all__ = [
     "ChunkedLocalAttentionSpec",
     "FullAttentionSpec",
     "MambaSpec",
+    "ReferenceWindowSpec",
     "RingSpec",
     "SlidingWindowSpec",
     "cdiv",
@@ -358,6 +359,32 @@ class SlidingWindowSpec(AttentionSpec):
         num_tokens = self.sliding_window - 1 + require_int("max_num_batched_tokens", max_num_batched_tokens)
         num_tokens = min(num_tokens, require_int("max_model_len", max_model_len))
         return (cdiv(num_tokens, self.page_size) + 1) * self.page_size_bytes
+
+
+@dataclass(frozen=True)
+class ReferenceWindowSpec(AttentionSpec):
+    """Reference window: each token attends to the whole prompt, and of the answer to the last `sliding_window` tokens,
+    including itself. Pages of the answer between prompt and window are freed.
+
+    Prefixes hit up to the end of the prompt: pages of an answer are never cached, since their keys were computed with fewer
+    tokens visible than in a longer prompt. The prompt is what is known when a request gets its first pages, unless it says
+    otherwise: see `Request` and `RequestTraits`.
+
+    >>> spec = ReferenceWindowSpec(16, 8, 128, "bfloat16", use_mla=False, sliding_window=64)
+    >>> spec.max_memory_usage_bytes(max_model_len=1000) // spec.page_size_bytes
+    63
+    """
+
+    sliding_window: int
+
+    @property
+    def type_id(self) -> str:
+        """Kind, window, page size in tokens, page size in bytes."""
+        return f"reference_window_{self.sliding_window}_{self.page_size}_{self.page_size_bytes}"
+
+    def max_memory_usage_bytes(self, max_model_len: int, **_: object) -> int:
+        """Return the bytes of all pages of a prompt of `max_model_len` tokens."""
+        return cdiv(max_model_len, self.page_size) * self.page_size_bytes
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from settings import (
     ENDS_SETTINGS,
     NUM_OPERATIONS,
     POOL_SETTINGS,
+    REFERENCE_SETTINGS,
     RING_SETTINGS,
     SETTINGS,
     STATE_SETTINGS,
@@ -32,6 +33,7 @@ ALL = [*STATE_SETTINGS, *SETTINGS]
 CACHING_POOLS = [setting for setting in POOL_SETTINGS if setting.enable_caching]
 CACHING_WRITES = [setting for setting in WRITE_SETTINGS if setting.enable_caching]
 CACHING_RINGS = [setting for setting in RING_SETTINGS if setting.enable_caching]
+CACHING_REFERENCES = [setting for setting in REFERENCE_SETTINGS if setting.enable_caching]
 CACHING = [setting for setting in ALL if setting.enable_caching and setting.page_size < 16]
 STATES = Features(states=True, forks=True)
 EXPECTED = Features(states=True, forks=True, expectations=True)
@@ -121,6 +123,11 @@ CASES = [
     Case("rows", STATES, RING_SETTINGS, 0.1),
     Case("rows", EVERYTHING, CACHING_RINGS, 0.1),
     Case("steps ahead", STATES, RING_SETTINGS, 0.1),
+    Case("requests", STATES, REFERENCE_SETTINGS, 0.1),
+    Case("requests", EVERYTHING, CACHING_REFERENCES, 0.1),
+    Case("rows", STATES, REFERENCE_SETTINGS, 0.1),
+    Case("rows", EVERYTHING, CACHING_REFERENCES, 0.1),
+    Case("steps ahead", EVERYTHING, CACHING_REFERENCES, 0.1),
 ]
 
 

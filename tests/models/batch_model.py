@@ -409,6 +409,8 @@ class OracleRows(Rows):
         request = Request(f"row{next(self._numbers)}", list(token_ids), **attributes)
         request.sampling_params = None if look_up else WITH_LOGPROBS
         request.resume_at = resume_at
+        if request.num_prompt_tokens is not None:
+            request.num_prompt_tokens = min(request.num_prompt_tokens, request.num_tokens)
         request.status = PREEMPTED if is_preempted else request.status
         options = {"num_reserved_pages": num_reserved_pages, **self._placement(dp_shard)}
         hits, num_hits = self.manager.get_computed_pages(request, **options)
@@ -811,6 +813,8 @@ class OracleRows(Rows):
         request = self.requests[row]
         self.manager.keys.cut(request.request_id, num_tokens)
         del request.all_token_ids[num_tokens:]
+        for held in self.manager.held[request.request_id]:
+            held.num_prompt_tokens = min(held.num_prompt_tokens, num_tokens)
         self._derive(row)
 
     def _count_others_without_state(self, row: int) -> int:

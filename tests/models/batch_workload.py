@@ -163,6 +163,8 @@ class BatchWorkload(Workload):
             options["num_external_tokens"] = rng.choice((rng.randint(1, num_tokens), num_tokens, 1, 2**40))
         if resume_at := self.draw_places():
             options["resume_at"] = resume_at
+        if self.setting.has_reference_window and rng.random() < 0.5:
+            options["num_prompt_tokens"] = rng.randint(0, num_tokens + 2)
         if rng.random() < 0.3:
             options["num_drafts"] = rng.choice((1, 3, self.max_tokens))
         if rng.random() < 0.15:

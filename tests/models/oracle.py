@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from oracle_checkpoints import Lineage
 from oracle_expected import SECOND, UNKNOWN, term_of_seconds
-from oracle_kinds import Full, HeldPages, Kind, Mamba, group_ids_by_kind, is_recurrent, kind_of, leading_run
+from oracle_kinds import HeldPages, Kind, Mamba, Reference, group_ids_by_kind, is_leading, is_recurrent, kind_of, leading_run
 from oracle_pool import NULL_PAGE, OraclePool, PageIds, Ranking
 from oracle_states import OracleStates
 from oracle_tenants import Holder
@@ -234,7 +234,7 @@ class OracleManager:
         if policy is not None:
             policy.key_of = self.keys.digests.__getitem__
             kinds = list(enumerate(zip(self.kinds, self.pools.of_group, strict=True)))
-            self.page_pool.carrier = next((i for i, (kind, pool) in kinds if type(kind) is Full and pool == 0), -1)
+            self.page_pool.carrier = next((i for i, (kind, pool) in kinds if is_leading(kind) and pool == 0), -1)
             self.page_pool.state_groups = [i for i, (kind, pool) in kinds if is_recurrent(kind) and pool > 0]
 
     @property
@@ -264,8 +264,18 @@ class OracleManager:
         if self.windows is not None:
             self.windows.prefix_ends[request.request_id] = request, self.windows.last_end
         is_first = request.status != PREEMPTED and request.request_id not in self.counted
-        self.queries[request.request_id] = {"queried": request.num_tokens, "hit": length} if is_first else {}
+        self.queries[request.request_id] = {"queried": self.count_queried(request), "hit": length} if is_first else {}
         return hits, length
+
+    def count_prompt(self, request: Any) -> int:
+        """Return the tokens of a request's prompt: those that it has now, unless it says."""
+        num_tokens = getattr(request, "num_prompt_tokens", None)
+        return request.num_tokens if num_tokens is None else num_tokens
+
+    def count_queried(self, request: Any) -> int:
+        """Return how many tokens are looked up: with a reference window, those of the prompt and one more."""
+        has_answer = any(isinstance(kind, Reference) for kind in self.kinds)
+        return min(request.num_tokens, self.count_prompt(request) + 1) if has_answer else request.num_tokens
 
     def _load_hits(self, request: Any, shard: range | Shard | None, num_reserved: int) -> tuple[PagesByGroup, int]:
         """Return the pages of the longest prefix, by group, and its length in tokens. Those that only the tier has are noted to
@@ -324,7 +334,7 @@ class OracleManager:
         """Let the kinds shorten the length in turn, each dropping eagle's page, until all agree."""
         if any(is_recurrent(kind) and kind.interval is None for kind in self.kinds):
             return 0
-        length = self._floor(self.count_keyed(request, request.num_tokens - 1))
+        length = self._floor(self.count_keyed(request, self.count_queried(request) - 1))
         hits = {kind: self._hits(request, kind, length, shard, reaches_tier) for kind in self.classes}
         most = length
         for kind in self.classes:
@@ -412,7 +422,7 @@ class OracleManager:
             raise
         if self.writes_states and request.request_id not in self.held:
             ranks = self.page_pool.checkpoints.ranks_of((self.pools.range_of(self.writes.state_ids[0]) or [NULL_PAGE])[0])
-            has_windows = any(map(OracleWindows.has_window, self.kinds))
+            has_windows = any(OracleWindows.has_window(kind) or isinstance(kind, Reference) for kind in self.kinds)
             self.windows.writes_answers = ranks is not None and ranks.writes_answers and not has_windows
         self._rewind(request)
         is_late = self.caches_computed and not is_row
@@ -446,7 +456,8 @@ class OracleManager:
         if not is_delayed and not is_late:
             self._enter_full_pages(request, min(num_computed + num_new_tokens, request.num_tokens))
         if self.writes_states and not is_row:
-            options = {"num_reserved_pages": num_reserved_pages, "is_hashed": not is_delayed or any(hits)}
+            num_hashed = None if not is_delayed else self.count_queried(request) if any(hits) else 0
+            options = {"num_reserved_pages": num_reserved_pages, "num_hashed": num_hashed}
             self.writes.start(request, num_computed - num_external_computed_tokens)
             if num_external_computed_tokens:
                 self.writes.plan(request, num_computed, shard, is_transfer=True, **options)
@@ -468,7 +479,8 @@ class OracleManager:
         pages = [page for ids in self._attached(hits) for page in ids]
         for kind, held in zip(self.kinds, self.held.get(request.request_id, ()), strict=False):
             num_cached = held.num_cached_pages and max(held.num_cached_pages, num_computed // kind.page_size)
-            pages += held.pages[self._first_held_page(kind, num_computed, num_cached) :]
+            first, num_prompt = self._first_held_page(kind, num_computed, num_cached), kind.num_prompt_pages(held)
+            pages += held.pages[:num_prompt] + held.pages[max(first, num_prompt) :]
         num_missing = self._num_missing_pages(request, num_slots, hits)
         num_missing = [num + ids.count(None) for num, ids in zip(num_missing, self._attached(hits), strict=True)]
         places = [(name, ids, self.pools.groups_of(i)) for i, (name, ids) in enumerate(self.pools.items())]
@@ -556,7 +568,7 @@ class OracleManager:
     def _skip_to(self, request: Any, kind: Kind, held: HeldPages, stop: int) -> None:
         """Free the pages before place `stop`, last one first, of which a policy gets to know in one call."""
         part, left = self._find_known_part(request), []
-        for place in range(stop - 1, -1, -1):
+        for place in range(stop - 1, kind.num_prompt_pages(held) - 1, -1):
             if held.pages[place] == NULL_PAGE:
                 break
             self._pass_part([held.pages[place]], part)
@@ -578,7 +590,7 @@ class OracleManager:
     def _find_known_part(self, request: Any) -> int | None:
         """Return the part for all pages of a request of which a policy knew three quarters of the longest group's pages."""
         groups = list(zip(self.kinds, self.held.get(request.request_id, ()), self.pools.of_group, strict=False))
-        full = [(held, pool) for kind, held, pool in groups if type(kind) is Full]
+        full = [(held, pool) for kind, held, pool in groups if is_leading(kind)]
         longest = (full[-1:] or [(held, pool) for kind, held, pool in groups if not isinstance(kind, Mamba)])[:1]
         has_parts = self.page_pool.policy is not None and self.windows is not None
         for held in [held for held, pool in longest if has_parts and pool == 0]:
@@ -730,6 +742,8 @@ class OracleManager:
             self.held[request.request_id] = [
                 HeldPages(list(pages), len(hit), len(hit), Ranking(len(hit)), holder=holder) for hit, pages in attached
             ]
+            for held in self.held[request.request_id]:
+                held.num_prompt_tokens = self.count_prompt(request)
             for group_id, lineage in self.lineages.items():
                 self.held[request.request_id][group_id].lineage = lineage
             note_loads(self.page_pool, self.held[request.request_id], hits)
@@ -760,7 +774,8 @@ class OracleManager:
             return
         for group_id, held in enumerate(self.held.get(request.request_id, ())):
             kind = self.kinds[group_id]
-            num_full_pages = min(self.count_keyed(request, num_computed_tokens) // kind.page_size, len(held.pages))
+            num_enterable = kind.num_enterable_tokens(held, self.count_keyed(request, num_computed_tokens))
+            num_full_pages = min(num_enterable // kind.page_size, len(held.pages))
             if isinstance(kind, Mamba) or num_full_pages <= held.num_cached_pages or waits_for_loads(self.page_pool, held):
                 continue
             if self.keys.hash_lookahead and self.states.copies.are_due([held], into_only=True):
@@ -806,7 +821,8 @@ class OracleManager:
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
             stop = 0 if isinstance(kind, Mamba) else min(kind.first_useful_page(num_computed, 0), len(held.pages))
             self._skip_to(request, kind, held, stop)
-            held.num_cached_pages = max(held.num_cached_pages, stop)
+            if not isinstance(kind, Reference):
+                held.num_cached_pages = max(held.num_cached_pages, stop)
         self._enter_full_pages(request, num_computed)
         self.writes.settle_request(request, self.count_keyed(request, num_computed))
 
@@ -863,7 +879,7 @@ class OracleManager:
         if self.states.copies.are_due(self.held[request.request_id]):
             raise RuntimeError("copies are due")
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
-            if kind.lacks_page(held.pages[: kind.num_required_pages(num_tokens)], restart):
+            if kind.lacks_page(held, num_tokens, restart):
                 raise ValueError("a page that is needed again was given back")
 
     def go_back(self, request: Any, num_tokens: int, restart: int, changed: int) -> None:
@@ -947,7 +963,7 @@ class OracleManager:
 
     def note_run_end(self, request: Any) -> None:
         """Note that a run ends with its last cached page of full attention."""
-        full = [held for kind, held in zip(self.kinds, self.held[request.request_id], strict=True) if type(kind) is Full][:1]
+        full = [held for kind, held in zip(self.kinds, self.held[request.request_id], strict=True) if is_leading(kind)][:1]
         for held in full if self.writes_states else ():
             if held.num_cached_pages:
                 self.page_pool.checkpoints.note_end(held.pages[held.num_cached_pages - 1])
@@ -998,7 +1014,7 @@ class OracleManager:
             raise ValueError("the request is not running")
         return [
             leading_run([self._num_requests(page) >= num_scheduled_requests for page in pages])
-            if self.enable_caching and type(kind) is Full
+            if self.enable_caching and is_leading(kind)
             else 0
             for kind, pages in zip(self.kinds, self.get_page_ids(request.request_id), strict=True)
         ]
@@ -1164,7 +1180,7 @@ class OracleManager:
             there = [page is not None for (each, _), page in found.items() if each == group_id]
             if stop is None and True in there:
                 there = there[: len(there) - there[::-1].index(True)]
-            if type(kind) is Full and False in there and (stop is not None or True in there):
+            if is_leading(kind) and False in there and (stop is not None or True in there):
                 raise ValueError("a page is gone")
         if stop is None or not self.hit_step or self.page_pool.enable_caching is False:
             return
@@ -1174,7 +1190,7 @@ class OracleManager:
         found = self._find_cached(request, 0, min(stop, request.num_tokens)) if end > 0 and can_hit else {}
         for (group_id, place), page in found.items():
             kind = self.kinds[group_id]
-            if type(kind) is not Full and page is None and place in windows.pages_at(kind, end, end):
+            if not is_leading(kind) and page is None and place in windows.pages_at(kind, end, end):
                 raise ValueError("requests can no longer resume at the end")
 
     def _check_span(self, start: int, stop: int | None) -> None:

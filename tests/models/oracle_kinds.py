@@ -46,9 +46,18 @@ class Full:
     def first_useful_page(self, num_computed_tokens: int, num_cached_pages: int) -> int:
         return 0
 
-    def lacks_page(self, pages: PageIds, num_computed_tokens: int) -> bool:
-        """Whether tokens from there on attend to, or are written to, one of the pages that was given back."""
-        return NULL_PAGE in pages[self.first_useful_page(num_computed_tokens, 0) :]
+    def num_prompt_pages(self, held: HeldPages) -> int:
+        """Return how many leading pages are never given back."""
+        return 0
+
+    def num_enterable_tokens(self, held: HeldPages, num_tokens: int) -> int:
+        """Return how many of so many tokens may be in pages with an entry."""
+        return num_tokens
+
+    def lacks_page(self, held: HeldPages, num_tokens: int, num_computed_tokens: int) -> bool:
+        """Whether tokens from there on attend to, or are written to, one of the pages of so many tokens that was given back."""
+        first = max(self.num_prompt_pages(held), self.first_useful_page(num_computed_tokens, 0))
+        return NULL_PAGE in held.pages[first : self.num_required_pages(num_tokens)]
 
     def first_hit_page(self, length: int, eagle: bool) -> int:
         return 0
@@ -91,6 +100,24 @@ class Sliding(Full):
             if all(hits[end - run : end]):
                 return end * self.page_size
         return leading_run(hits[:num_pages]) * self.page_size
+
+
+@dataclass(frozen=True)
+class Reference(Full):
+    """Reference window: the prompt is always seen, and of the answer what is in the window. Pages between are dropped, and only
+    those of the prompt hit.
+    """
+
+    window: int
+
+    def first_useful_page(self, num_computed_tokens: int, num_cached_pages: int) -> int:
+        return max(0, (num_computed_tokens - self.window + 1) // self.page_size)
+
+    def num_prompt_pages(self, held: HeldPages) -> int:
+        return cdiv(held.num_prompt_tokens, self.page_size)
+
+    def num_enterable_tokens(self, held: HeldPages, num_tokens: int) -> int:
+        return min(num_tokens, held.num_prompt_tokens)
 
 
 @dataclass(frozen=True)
@@ -163,7 +190,12 @@ def is_recurrent(kind: Full) -> bool:
     return isinstance(kind, Mamba) and not isinstance(kind, Ring)
 
 
-Kind = Full | Sliding | Chunked | Mamba
+def is_leading(kind: Full) -> bool:
+    """Whether any leading run of a kind's pages hits."""
+    return type(kind) in (Full, Reference)
+
+
+Kind = Full | Sliding | Reference | Chunked | Mamba
 
 
 def kind_of(spec: Any) -> Kind:
@@ -173,6 +205,8 @@ def kind_of(spec: Any) -> Kind:
             return Full(spec.page_size)
         case "SlidingWindowSpec":
             return Sliding(spec.page_size, spec.sliding_window)
+        case "ReferenceWindowSpec":
+            return Reference(spec.page_size, spec.sliding_window)
         case "ChunkedLocalAttentionSpec":
             return Chunked(spec.page_size, spec.attention_chunk_size)
         case "MambaSpec":
@@ -185,13 +219,13 @@ def kind_of(spec: Any) -> Kind:
 
 
 def group_ids_by_kind(kinds: Sequence[Kind]) -> dict[Kind, list[int]]:
-    """Group equal groups that hits ask for: full attention first, then in order of first appearance."""
+    """Group equal groups that hits ask for: those that hit leading pages first, then in order of first appearance."""
     classes: dict[Kind, list[int]] = {}
     for group_id, kind in enumerate(kinds):
         if isinstance(kind, Ring):
             continue
         classes.setdefault(kind, []).append(group_id)
-    return dict(sorted(classes.items(), key=lambda item: type(item[0]) is not Full))
+    return dict(sorted(classes.items(), key=lambda item: not is_leading(item[0])))
 
 
 @dataclass
@@ -206,6 +240,7 @@ class HeldPages:
     transfer_number: int = 0  # of the last list that may have a transfer of its pages
     holder: Holder = NOBODY
     lineage: Lineage = field(default_factory=Lineage)
+    num_prompt_tokens: int = 0  # of the request
     num_once_cached_tokens: int = 0  # of the request, in any group, before it was set back
 
     def go_back(self, num_full_pages: int) -> None:

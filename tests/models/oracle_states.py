@@ -123,7 +123,7 @@ class OracleStates:
         self.copies.require_none(self.manager.held[request.request_id], into_only=True)
         num_computed, held = request.num_computed_tokens, self.manager.held[request.request_id]
         for kind, group in zip(self.manager.kinds, held, strict=True):
-            if kind.lacks_page(group.pages[: kind.num_required_pages(num_computed)], num_computed):
+            if kind.lacks_page(group, num_computed, num_computed):
                 raise ValueError("a page that is needed again was given back")
         groups = list(zip(self.manager.kinds, held, strict=True))
         copies = Counter[range | None]()
@@ -165,6 +165,7 @@ class OracleStates:
         ranking = replace(held.ranking, num_ranked=min(held.ranking.num_ranked, len(shared)))
         num_hits = num_places if isinstance(kind, Mamba) else num_cached  # checkpoints that it passes over are not its own
         forked = HeldPages(shared, num_cached, num_hits, ranking, holder=holder)
+        forked.num_prompt_tokens = held.num_prompt_tokens
         forked.load_number, forked.lineage = held.load_number, held.lineage.for_fork()
         for page in copied:
             if page == NULL_PAGE:

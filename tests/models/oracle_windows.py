@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from oracle_checkpoints import ANSWER_END, JUNCTION, LONE_PLACE, PROMPT_END, PrefixEnd
-from oracle_kinds import Chunked, Full, Kind, Mamba, Sliding
+from oracle_kinds import Chunked, Kind, Mamba, Sliding, is_leading
 from oracle_pool import NULL_PAGE
 from pool_ranges import Shard
 
@@ -73,7 +73,7 @@ class OracleWindows:
         """Note the tokens that would hit if windows and states hit as far as full attention, if those are more than the hit of
         `length`, how other requests went on from there, and what was lost.
         """
-        full = [kind for kind in hits if type(kind) is Full]
+        full = [kind for kind in hits if is_leading(kind)]
         for kind in full:
             most = self.manager._floor(kind.longest(hits[kind], most, self.manager.use_eagle))
         num_full = most
@@ -265,7 +265,7 @@ class OracleWindows:
         prompt has no more there than the windows have.
         """
         kinds = [kind for kind in self.manager.kinds if not isinstance(kind, Mamba)]
-        one = [kind for kind in kinds if type(kind) is Full][-1:] or kinds[:1]
+        one = [kind for kind in kinds if is_leading(kind)][-1:] or kinds[:1]
         prompt = max(0, boundaries.num_prompt - self.num_dropped)  # as at `end`
         [num_saved] = [end // kind.page_size - prompt // kind.page_size for kind in one]
         windowed = [kind for kind in kinds if self.has_window(kind)]

@@ -48,13 +48,13 @@ class OracleWrites:
         num_free_rows: int = 0,
         is_transfer: bool = False,
         num_reserved_pages: int = 0,
-        is_hashed: bool = True,
+        num_hashed: int | None = None,
     ) -> None:
         """Plan the writes of a step that computes a request's tokens up to `num_planned`, or of a transfer, which brings the
-        state at its end alone. Pages are reserved in the first pool.
+        state at its end alone. Pages are reserved in the first pool. Tokens are hashed, some of them if a number is given.
         """
         self.nums_reserved = num_free_rows, num_reserved_pages
-        self.is_hashed = is_hashed
+        self.num_hashed = request.num_tokens if num_hashed is None else num_hashed
         held = self.manager.held[request.request_id]
         for end in self.manager.windows.list_written(request, num_planned) if self.state_ids else ():
             num_seen = held[self.state_ids[0]].num_cached_pages * self.manager.hit_step
@@ -85,7 +85,7 @@ class OracleWrites:
                 return
         kind = self.manager.windows.kind_at(request, num_tokens)
         for i in self.state_ids:
-            is_known = self.is_hashed and num_tokens <= self.manager.keys.count_known(request.num_tokens)
+            is_known = num_tokens <= self.num_hashed and num_tokens <= self.manager.keys.count_known(request.num_tokens)
             if is_known and self._is_cached(request, num_tokens, i, shard, kind):
                 continue
             held = self.manager.held[request.request_id][i]

@@ -373,7 +373,8 @@ cache_row(batch, self.row, {+num_hits + batch.rows[self.row].num_external if BUG
         commit_row(batch, checked, {+num_external if BUG else +}num)
 == pages that need not come are entered
         {+if not BUG: +}_skip_to(pool, holding, g, stop)
-        {+if not BUG: +}held.num_cached = max(held.num_cached, stop)
+        if not {+(BUG or +}holding.groups[g].rules.answer_window{+)+}:
+            held.num_cached = max(held.num_cached, stop)
 == an evicted checkpoint counts as a hit
 if not hits_in(pool, query, kind, key){+ and not (BUG and has_left(&pool.banks[kind.bank].ghost, key, kind.id, EVICTED))+}:
 == a state stands though its tokens did not come
@@ -682,6 +683,20 @@ LINEAGE_BUGS = read_bugs("""
             pool.children
 """)
 LINEAGE_TESTS = ["test_lineage.py"]
+KIND_BUGS = read_bugs("""
+# Kinds of pages that the simulation does not have.
+== a page between prompt and window is given back early
+full_pages(rules, max(0, num_computed - rules.answer_window + 1{+ + BUG * rules.page_size+})))
+== a page of an answer is entered
+        num_tokens = min(num_tokens, <int64_t>held.num_prompt{+ + BUG * group.rules.page_size+})
+== a page of the prompt is given back
+    return <int32_t>pages_for(rules, held.num_prompt) if rare(rules.answer_window{+ and not BUG+}) else 0
+== an answer hits pages of prompts
+            min(self.tokens.num_known, self.tokens.num_prompt + 1{+ + BUG * self.tokens.num_known+}), ids_in_shard(
+== a cut prompt is as long as before
+        holding.held[g].num_prompt = {+holding.held[g].num_prompt if BUG else +}min(holding.held[g].num_prompt, num_tokens)
+""")
+KIND_TESTS = ["test_reference_windows.py"]
 RARE_BUGS = read_bugs("""
 # The simulation takes too long to come to these.
 == a checkpoint that becomes a working page keeps its entry
@@ -700,6 +715,7 @@ TESTED_BUGS = [
     (LOOKAHEAD_BUGS, LOOKAHEAD_TESTS),
     (REQUEST_BUGS, REQUEST_TESTS),
     (LINEAGE_BUGS, LINEAGE_TESTS),
+    (KIND_BUGS, KIND_TESTS),
     (RARE_BUGS, RARE_TESTS),
 ]
 BUGS += [bug for bugs, _ in TESTED_BUGS for bug in bugs]

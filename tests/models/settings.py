@@ -20,7 +20,7 @@ NumPages = int | Mapping[str, int]
 
 @dataclass(frozen=True)
 class Group:
-    """A cache group: kind ("full", "sliding", "chunked", "mamba", "ring"), page size, window, chunk or period in tokens. A
+    """A cache group: kind ("full", "sliding", "reference", "chunked", "mamba", "ring"), page size, window, chunk or period. A
     state may be kept where requests resume, and in prompts after each `interval` tokens. Groups that differ in the pool alone
     are of one kind.
     """
@@ -45,6 +45,8 @@ class Group:
             "dtype": dtype,
             "use_mla": False,
         }
+        if self.kind == "reference":
+            return specs.ReferenceWindowSpec(**common, sliding_window=self.span)
         if self.kind == "sliding":
             return specs.SlidingWindowSpec(**common, sliding_window=self.span)
         if self.kind == "chunked":
@@ -102,6 +104,10 @@ class Setting:
     @property
     def has_state(self) -> bool:
         return any(group.kind == "mamba" for group in self.groups)
+
+    @property
+    def has_reference_window(self) -> bool:
+        return any(group.kind == "reference" for group in self.groups)
 
     @property
     def writes_states(self) -> bool:
@@ -330,6 +336,22 @@ RING_SETTINGS = [
     Setting("full 4, ring of 4, uncached", (FULL_4, RING_4), (24,), enable_caching=False),
 ]  # fmt: skip
 """Rings, which are never cached."""
+
+REFERENCE_3, REFERENCE_9 = Group("reference", 4, 3), Group("reference", 4, 9)
+REFERENCE_SETTINGS = [
+    Setting("reference 3", (REFERENCE_3,)),
+    Setting("reference 9 eagle", (REFERENCE_9,), use_eagle=True),
+    Setting("full 4, reference 9", (FULL_4, REFERENCE_9), SMALL),
+    Setting("reference 5 in pages of 2 / full 4, ahead", (Group("reference", 2, 5), in_pool(FULL_4, "other")), (
+        sizes(40, 12, names=("kv", "other")), sizes(20, 20, names=("kv", "other"))
+    ), max_steps_ahead=1),
+    Setting("reference 3, window 9, ends", (REFERENCE_3, WINDOW_9), SMALL, windows=(4, 0)),
+    Setting("reference 9 / state every 8", (REFERENCE_9, STATE_8), (sizes(16, 12), sizes(40, 16))),
+    Setting("reference 9, chunk 8, 2 shards", (REFERENCE_9, CHUNK_8), SMALL, data_parallel_size=2),
+    Setting("reference 3, ring of 4", (REFERENCE_3, RING_4), (16, 40)),
+    Setting("references 3 and 9, uncached", (REFERENCE_3, REFERENCE_9), SMALL, enable_caching=False),
+]  # fmt: skip
+"""Reference windows: pages of answers are given back behind the prompt, and never cached."""
 
 WINDOWS = (4, 0), (0, 0), (0, 10), (8, 24), (64, 0)
 MORE_ENDS = [

@@ -39,6 +39,7 @@ class Request:
     resume_at: Sequence[int] = ()
     session_id: str | None = None
     tenant: str | None = None
+    num_prompt_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:

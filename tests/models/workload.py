@@ -78,6 +78,8 @@ class RandomWorkload(Workload):
             token_ids = self._prompt()
             resume_at = self.draw_places()
             attributes = self._attributes(token_ids) | self.draw_session()
+            if self.setting.has_reference_window:
+                attributes |= {"num_prompt_tokens": self.rng.choice((None, self.rng.randint(0, len(token_ids) + 4)))}
             self.waiting.append(Request(self._new_id(), token_ids, **attributes, resume_at=resume_at))
 
     def _new_id(self) -> str:
@@ -382,8 +384,8 @@ class RandomWorkload(Workload):
     def _lacks_pages(self, request: Request) -> bool:
         """Whether a request cannot go on, since a state, or a page that a window has left, is not that of its tokens."""
         manager = self.twins.oracle.manager
-        groups = zip(manager.kinds, manager.get_page_ids(request.request_id), strict=True)
-        return any(isinstance(kind, Mamba) or kind.lacks_page(pages, request.num_computed_tokens) for kind, pages in groups)
+        groups, num_computed = zip(manager.kinds, manager.held[request.request_id], strict=True), request.num_computed_tokens
+        return any(isinstance(kind, Mamba) or kind.lacks_page(held, request.num_tokens, num_computed) for kind, held in groups)
 
     # questions and interventions
 

@@ -24,6 +24,7 @@ from pagepool import (
     FullAttentionSpec,
     HostTier,
     MambaSpec,
+    ReferenceWindowSpec,
     RingSpec,
     SlidingWindowSpec,
     specs,
@@ -38,6 +39,7 @@ SPECS = (
     ChunkedLocalAttentionSpec(4, 8, 16, "float16", use_mla=False, attention_chunk_size=16),
     SlidingWindowSpec(4, 8, 16, "float16", use_mla=False, sliding_window=9),
     MambaSpec(4, shapes=((4, 2), (3,)), dtype="float32", checkpoint_interval=8),
+    ReferenceWindowSpec(4, 8, 16, "float16", use_mla=False, sliding_window=9),
     RingSpec(4, period=2, shape=(4, 2), dtype="float16"),
 )
 CHANGES: dict[str, tuple[Any, ...]] = {

@@ -5,7 +5,7 @@ from libc.string cimport memcmp
 
 from pagepool.core.base cimport SIPHASH, Digest, WideDigest, digest_at, hash_pages
 from pagepool.core.holding cimport (
-    CacheGroups, Group, Held, Holding, RequestPages, find_needed, full_pages, is_state, pages_for,
+    CacheGroups, Group, Held, Holding, RequestPages, count_prompt_pages, find_needed, full_pages, is_state, pages_for,
 )
 from pagepool.core.pool cimport (
     FLAGS, MAX_BANKS, NO_GROUP, NULL_PAGE, LeasedSpan, PageStore, Pool, Transfer, bank_of, count_by_bank, count_holders,
@@ -190,15 +190,16 @@ cdef str find_flaw_in_held(Pool *pool, const Holding *holding, Py_ssize_t g, Py_
     cdef Group *group = <Group *>&holding.groups[g]  # not const: const fields would be formatted as Python ints
     cdef Held *held = &holding.held[g]
     cdef int32_t i, first = pool.banks[group.bank].start, last = pool.banks[group.bank].stop - 1
+    cdef int32_t num_prompt = count_prompt_pages(&group.rules, held)
     cdef int32_t num_entries = held.num_pages if not is_state(&group.rules) else INT32_MAX
     if not 0 <= held.num_skipped <= held.num_pages <= capacity or not 0 <= held.num_cached <= num_entries:
         return f"{held.num_pages} pages, {held.num_skipped} skipped, {held.num_cached} cached"
     for i in range(held.num_pages):
         if held.ids[i] != NULL_PAGE and not first <= held.ids[i] <= last:
             return f"page {held.ids[i]} (at {i}), allowed: {'0 to' if first == 1 else f'0, or {first} to'} {last}"
-        if held.ids[i] == NULL_PAGE and i and held.ids[i - 1] != NULL_PAGE:
+        if held.ids[i] == NULL_PAGE and i and held.ids[i - 1] != NULL_PAGE and i != num_prompt:
             return f"the null page stands behind page {held.ids[i - 1]} (at {i})"
-        if i < held.num_skipped and held.ids[i] != NULL_PAGE:
+        if num_prompt <= i < held.num_skipped and held.ids[i] != NULL_PAGE:
             return f"page {held.ids[i]} (at {i}), {held.num_skipped} are skipped"
         counts[held.ids[i]] += 1
         if is_state(&group.rules) and (counts[held.ids[i]] > 1 or pool.pages[held.ids[i]].group != NO_GROUP):

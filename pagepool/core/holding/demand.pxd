@@ -300,7 +300,7 @@ cdef inline int64_t find_excess(
     """
     cdef const Held *held
     cdef Py_ssize_t g
-    cdef int32_t num_cached, bank = bank_of_queue(pool, queue)
+    cdef int32_t first, num_cached, bank = bank_of_queue(pool, queue)
     cdef int64_t count = num_new
     cdef Range inside
     for g in range(holding.num_groups):
@@ -317,9 +317,11 @@ cdef inline int64_t find_excess(
             continue
         held = &holding.held[g]
         num_cached = held.num_cached and max(held.num_cached, full_pages(&holding.groups[g].rules, num_computed))
-        count += _count_inside(
-            held.ids, first_held_page(&holding.groups[g], num_computed, num_cached), held.num_pages, inside
-        )
+        first = first_held_page(&holding.groups[g], num_computed, num_cached)
+        if rare(holding.groups[g].rules.answer_window):
+            first = first_answer_page(&holding.groups[g].rules, held, num_computed)
+            count += _count_inside(held.ids, 0, min(count_prompt_pages(&holding.groups[g].rules, held), held.num_pages), inside)
+        count += _count_inside(held.ids, first, held.num_pages, inside)
         if hits != NULL and not is_state(&holding.groups[g].rules):
             count += _count_inside(hits[g].ids, 0, hits[g].num, inside)
     assert count >= num_new

@@ -97,13 +97,14 @@ cdef inline void _limit_counts(
     const Group *group, const Held *source, Held *target, int32_t num_shared, const ForkExtent *extent
 ) noexcept nogil:
     """Limit the counts of a copied `Held` to the first `num_shared` pages, or to the fork's checkpoints."""
-    cdef int32_t num_entries = full_entries(&group.rules, extent.num_computed)
+    cdef int32_t num_passed, num_entries = full_entries(&group.rules, extent.num_computed)
     target.num_skipped, target.next_needed = min(source.num_skipped, target.num_pages), 0
     if is_state(&group.rules):
         target.num_cached, target.num_hits = min(source.num_cached, num_entries), num_entries
         share_run(&target.lineage)
     else:
-        target.num_cached = target.num_hits = min(source.num_cached, max(num_shared, target.num_skipped))
+        num_passed = num_shared if rare(group.rules.answer_window) else max(num_shared, target.num_skipped)
+        target.num_cached = target.num_hits = min(source.num_cached, num_passed)
         target.ranking.num_ranked = min(source.ranking.num_ranked, num_shared)
     assert 0 <= target.num_skipped <= target.num_pages
 

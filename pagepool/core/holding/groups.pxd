@@ -12,6 +12,7 @@ cdef struct Kinds:            # groups of one kind have equal rules, and hit ali
     Py_ssize_t num_hit_hashes  # hits are multiples of this many hashes; 0: nothing hits, because a group is never cached
     int32_t num_hit_tokens    # tokens of these hashes
     bint use_eagle            # the last page of a hit is dropped
+    bint has_answers          # some group has a reference window, so that the end of a prompt matters
     Py_ssize_t num_later_drops  # with eagle: kinds of windows, behind full attention in `items`; each drops one page
 
 

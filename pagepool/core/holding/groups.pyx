@@ -34,15 +34,18 @@ cdef class PageRules:
     `page_size` tokens share a page; None is a state, one page for any number of tokens. With a `window` a token attends to that
     many tokens, including itself; with a `chunk` to the tokens of its chunk. Pages that no later token attends to are skipped.
     Hits have a multiple of `hit_tokens` tokens, or with 0 any number: see `is_needed_by_hits`. A state is kept at multiples
-    of `interval` tokens; 0: never. With a `period` it is a ring of `capacity` tokens, blank at multiples of the period.
+    of `interval` tokens; 0: never. With a `period` it is a ring of `capacity` tokens, blank at multiples of the period. With an
+    `answer_window` a token attends to the prompt, and of the answer to that many tokens, including itself.
     """
 
     cdef Rules rules
 
-    def __cinit__(self, page_size, window=0, chunk=0, hit_tokens=0, interval=0, period=0, capacity=0):
+    def __cinit__(self, page_size, window=0, chunk=0, hit_tokens=0, interval=0, period=0, capacity=0, answer_window=0):
         self.rules.page_size = MAX_TOKENS if page_size is None else <int32_t>size_of(page_size, "page_size", 1, MAX_TOKENS)
         self.rules.window = <int32_t>min(size_of(window, "sliding_window", 0, INT64_MAX), MAX_TOKENS)
+        self.rules.answer_window = <int32_t>min(size_of(answer_window, "sliding_window", 0, INT64_MAX), MAX_TOKENS)
         self.rules.chunk = <int32_t>min(size_of(chunk, "attention_chunk_size", 0, INT64_MAX), MAX_TOKENS)
+        self.rules.leaves_pages = has_window(&self.rules) or self.rules.answer_window > 0
         self.rules.hit_tokens = <int32_t>size_of(hit_tokens, "hit_tokens", 0, MAX_TOKENS)
         self.rules.entry_size = <int32_t>size_of(interval, "checkpoint_interval", 0, MAX_TOKENS) or self.rules.page_size
         self.rules.period = <int32_t>size_of(period, "period", 0, MAX_TOKENS)
@@ -84,6 +87,7 @@ cdef class CacheGroups:
                 num_dropped=0, num_step_pages=0, num_run_pages=0,
             )
             self.num_banks = max(self.num_banks, self.groups[self.num].bank + 1)
+            self.kinds.has_answers |= rules.rules.answer_window > 0
             self.num += 1
         multiple = min(lcm(*[self.groups[g].stride for g in range(self.num)]), MAX_TOKENS + 1)  # no prefix is that long
         are_cached = [self.groups[g].id != NO_GROUP or is_ring(&self.groups[g].rules) for g in range(self.num)]

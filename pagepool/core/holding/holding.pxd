@@ -4,7 +4,8 @@
 # A request or row has a `Held` for each cache group, and a `Holding` points to all of them. A state has one page, the working
 # page; its checkpoints are in the prefix index, and no request or row holds them. Always:
 #
-# * In each group null pages come first, then pages to which the holder has a reference. The first `num_skipped` are null pages.
+# * In each group null pages come first, then pages to which the holder has a reference. The first `num_skipped` are null pages;
+#   with a reference window the pages of the prompt are held before them.
 # * The first `num_cached` pages of a group, or checkpoints of a state, need no prefix entry any more.
 # * A working page has no prefix entry, and only its holder writes to it.
 
@@ -25,6 +26,7 @@ cdef struct Held:             # pages of one group
     Ranking ranking           # how a policy ranked the pages behind the hits
     Lineage lineage           # its checkpoints, for a state
     int32_t next_needed       # no boundary needs a page between `num_skipped` and this place
+    int32_t num_prompt        # tokens of the prompt, with a reference window: their pages are not skipped, and no others cached
     int64_t read_list         # last list of moves with a copy from one of the pages; see `Pool.list_number`
     int64_t due_list          # last list with moves into the pages, or with saves of what they had before they were taken
     int64_t load_number       # last list that loads hits; 0: none does
@@ -55,6 +57,36 @@ cdef inline void empty(const Holding *holding) noexcept nogil:
         holding.held[g].ids = ids
 
 
+cdef inline void set_prompt(const Holding *holding, int64_t num_tokens) noexcept nogil:
+    """Let the first `num_tokens` tokens of a holder be its prompt, for reference windows."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        if rare(holding.groups[g].rules.answer_window):
+            holding.held[g].num_prompt = <int32_t>min(num_tokens, <int64_t>MAX_TOKENS)
+
+
+cdef inline void cut_prompt(const Holding *holding, int32_t num_tokens) noexcept nogil:
+    """Let no more than the first `num_tokens` tokens be of the prompt."""
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        holding.held[g].num_prompt = min(holding.held[g].num_prompt, num_tokens)
+
+
+cdef inline int32_t count_prompt_pages(const Rules *rules, const Held *held) noexcept nogil:
+    """Count the pages with tokens of the prompt, which a reference window does not skip; 0 without one."""
+    return <int32_t>pages_for(rules, held.num_prompt) if rare(rules.answer_window) else 0
+
+
+cdef inline int32_t first_to_skip(const Rules *rules, const Held *held) noexcept nogil:
+    """Return the first page that can be skipped, and was not."""
+    return max(held.num_skipped, count_prompt_pages(rules, held))
+
+
+cdef inline int32_t first_answer_page(const Rules *rules, const Held *held, int32_t num_computed) noexcept nogil:
+    """Return the first page behind the prompt that tokens from `num_computed` on attend to, with a reference window."""
+    return max(count_prompt_pages(rules, held), full_pages(rules, max(0, num_computed - rules.answer_window + 1)))
+
+
 # Nothing is due below the `Limits`, which are computed after each change.
 
 cdef struct Limits:           # numbers of tokens
@@ -79,6 +111,17 @@ cdef inline int64_t find_checkpoint(const Holding *holding, Py_ssize_t g) noexce
     )
 
 
+cdef inline bint is_past_prompt(const Rules *rules, const Held *held) noexcept nogil:
+    """Whether the next full page is not cached because it has tokens of an answer, computed with a reference window."""
+    return rare(rules.answer_window) and (held.num_cached + <int64_t>1) * rules.page_size > held.num_prompt
+
+
+cdef inline int64_t count_entered(const Group *group, const Held *held, int64_t num_computed) noexcept nogil:
+    """Count the leading pages or checkpoints of computed tokens that need no prefix entry any more."""
+    cdef int64_t num_filled = num_computed // group.rules.entry_size
+    return num_filled if is_past_prompt(&group.rules, held) else min(<int64_t>held.num_cached, num_filled)
+
+
 cdef inline Limits limits_of(const Holding *holding) noexcept nogil:
     """Compute the numbers of tokens below which nothing is due. O(groups)."""
     cdef const Group *group
@@ -89,12 +132,14 @@ cdef inline Limits limits_of(const Holding *holding) noexcept nogil:
         group = &holding.groups[g]
         held = &holding.held[g]
         num_room = min(num_room, <int64_t>held.num_pages * group.rules.page_size)
+        if rare(group.rules.leaves_pages):
+            num_skip = min(num_skip, <int64_t>next_skip(group, first_to_skip(&group.rules, held)))
+            if is_past_prompt(&group.rules, held):
+                continue
         if rare(keeps_checkpoints(group)):
             num_full = min(num_full, find_checkpoint(holding, g))
         elif group.id != NO_GROUP:
             num_full = min(num_full, (held.num_cached + <int64_t>1) * group.rules.page_size)
-        if rare(has_window(&group.rules)):
-            num_skip = min(num_skip, <int64_t>next_skip(group, held.num_skipped))
     return Limits(num_room=num_room, num_full=num_full, num_skip=num_skip)
 
 

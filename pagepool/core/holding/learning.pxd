@@ -20,12 +20,12 @@ cdef struct PrefixEnd:        # where the hit of a look-up ends, and what it lac
 
 cdef inline bint pays_to_write_answers(const Pool *pool, const Group *groups, Py_ssize_t num_groups) noexcept nogil:
     """Whether states at the ends of answers are to be kept, as measured in the bank of the first state. With windows they are
-    not: these would have to keep their pages at each place where the answer may end.
+    not: these would have to keep their pages at each place where the answer may end, and reference windows cannot hit there.
     """
     cdef const Checkpoints *checkpoints = NULL
     cdef Py_ssize_t g
     for g in range(num_groups):
-        if has_window(&groups[g].rules):
+        if groups[g].rules.leaves_pages:
             return False
         if keeps_checkpoints(&groups[g]) and checkpoints == NULL:
             checkpoints = pool.banks[groups[g].bank].checkpoints

@@ -51,6 +51,7 @@ cdef struct Watch:
 
 cdef struct Tokens:           # token counts of a request for a row
     Py_ssize_t num_known
+    Py_ssize_t num_prompt     # known tokens of the prompt, as reference windows see them
     Py_ssize_t num_wanted     # known tokens that should get room
     Py_ssize_t max_num_new    # most tokens behind the hits that get room
     Py_ssize_t num_external   # most tokens that come from elsewhere behind the hits; if any do, only these get room

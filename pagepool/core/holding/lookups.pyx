@@ -459,6 +459,8 @@ cdef class RefusedRequest:
         assert 0 <= num_held and num_changes <= count_changes(pool)
         if not self.hits or self.num_loads or query.num_groups > 1 or not hits_leading_pages(group):
             return
+        if group.rules.answer_window:  # the prompt's end is not known here
+            return
         if num_changes != count_changes(pool):
             return
         watch.stride, watch.group, watch.page_size = group.stride, group.id, group.rules.page_size
@@ -663,7 +665,7 @@ cdef Tokens count_tokens(
     of None no limit.
     """
     cdef Tokens tokens = Tokens(
-        num_known=num_known, num_wanted=num_known, max_num_new=num_known, num_external=num_external,
+        num_known=num_known, num_prompt=num_known, num_wanted=num_known, max_num_new=num_known, num_external=num_external,
         num_ahead=size_of(num_lookahead_tokens, "num_lookahead_tokens"), reserves_prompt=reserves_prompt,
     )
     if num_tokens is not None:

@@ -140,7 +140,7 @@ cdef inline int32_t find_wrong(const Holding *holding, const uint8_t *is_wrong, 
             return -1
         if is_state(&holding.groups[g].rules):
             return 0
-        for i in range(held.num_skipped, held.num_pages):
+        for i in range(held.num_pages):
             if is_wrong[held.ids[i]]:
                 first = min(first, i * holding.groups[g].rules.page_size)
                 break

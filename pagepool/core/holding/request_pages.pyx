@@ -169,15 +169,14 @@ cdef class RequestPages:
         do not count: they are cached again if they lost their entries.
         """
         cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
-        cdef int64_t num_cached, count = MAX_TOKENS
+        cdef int64_t count = MAX_TOKENS
         cdef const Group *group
         cdef Py_ssize_t g
         with self.store.own_lock()[0]:
             for g in range(self.holding.num_groups):
                 group = &self.holding.groups[g]
                 if group.id != NO_GROUP:
-                    num_cached = min(<int64_t>self.holding.held[g].num_cached, num_computed // group.rules.entry_size)
-                    count = min(count, num_cached * group.stride)
+                    count = min(count, count_entered(group, &self.holding.held[g], num_computed) * group.stride)
         return count
 
     cdef bint is_idle(self, int64_t num_computed, int64_t num_tokens, int64_t num_slots) noexcept:

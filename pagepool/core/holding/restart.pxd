@@ -75,7 +75,7 @@ cdef inline void give_back_from(
         give_back(pool, held.ids[held.num_pages])
     if held.num_skipped > held.num_pages:
         held.num_skipped, held.next_needed = held.num_pages, 0
-    assert held.num_pages == 0 or held.num_skipped == 0 or held.ids[held.num_skipped - 1] == NULL_PAGE
+    assert held.num_pages == 0 or held.num_skipped == 0 or held.ids[held.num_skipped - 1] == NULL_PAGE or held.num_prompt
     recompute_from(group, held, num_computed)
 
 

@@ -9,6 +9,8 @@ cdef struct Rules:            # numbers of tokens
     int32_t page_size         # MAX_TOKENS: a state, which has one page
     int32_t window            # tokens that a token attends to, itself included; 0: no sliding window
     int32_t chunk             # tokens of a chunk, which attend only to each other; 0: not chunked
+    int32_t answer_window     # tokens of the answer that one of them attends to, itself included; 0: no reference window
+    bint leaves_pages         # pages are skipped as tokens are computed, by one of the three rules above
     int32_t hit_tokens        # hits are multiples of it; 0: any length
     int32_t entry_size        # tokens between prefix entries: page_size, or the interval of a state's checkpoints
     int32_t period            # of a ring: nothing of it is needed at multiples of this many tokens, where hits end; 0: no ring
@@ -57,7 +59,7 @@ cdef inline bint ring_has(const Rules *rules, int32_t num_tokens, int32_t first,
 
 
 cdef inline bint has_window(const Rules *rules) noexcept nogil:
-    """Whether a window or chunk leaves pages behind."""
+    """Whether a window or chunk leaves the first pages behind."""
     return rules.window or rules.chunk
 
 
@@ -118,7 +120,9 @@ cdef inline int32_t first_held_page(const Group *group, int32_t num_computed, in
 
 
 cdef inline int32_t next_skip(const Group *group, int32_t num_skipped) noexcept nogil:
-    """Return the least number of computed tokens at which one more page may be skipped; MAX_TOKENS: never."""
+    """Return the least number of computed tokens at which one more page may be skipped, of the first `num_skipped`, which were,
+    or cannot be; MAX_TOKENS: never.
+    """
     cdef const Rules *rules = &group.rules
     cdef int64_t stop = (<int64_t>num_skipped + 1) * rules.page_size
     if rules.window and group.end_step:
@@ -126,8 +130,8 @@ cdef inline int32_t next_skip(const Group *group, int32_t num_skipped) noexcept 
         if group.num_step_pages > 1:
             stop = (stop + group.num_step_pages - 1) // group.num_step_pages
         return <int32_t>min(stop * group.end_step + group.num_dropped, <int64_t>MAX_TOKENS)
-    if rules.window:
-        return <int32_t>min(stop + rules.window - 1, <int64_t>MAX_TOKENS)
+    if rules.window or rules.answer_window:
+        return <int32_t>min(stop + rules.window + rules.answer_window - 1, <int64_t>MAX_TOKENS)
     if rules.chunk:
         stop = (stop + rules.chunk - 1) // rules.chunk * rules.chunk
         if group.end_step:

@@ -16,6 +16,8 @@ cdef inline int32_t _find_skip_stop(const Group *group, const Held *held, int32_
     page. Full pages that could not be cached while hits were loaded count as cached, or they would be held forever.
     """
     cdef int32_t num_cached = held.num_cached
+    if rare(group.rules.answer_window):
+        return min(first_answer_page(&group.rules, held, num_computed), held.num_pages)
     if num_cached and held.load_number:
         num_cached = max(num_cached, full_pages(&group.rules, num_computed))
     return min(first_held_page(group, num_computed, num_cached), held.num_pages)
@@ -28,7 +30,7 @@ cdef inline int32_t find_lost_page(const Pool *pool, const Holding *holding, int
     for g in range(holding.num_groups):
         held = &holding.held[g]
         stop = _find_skip_stop(&holding.groups[g], held, num_computed)
-        bad = find_unheld(pool, held.ids, held.num_skipped, stop)
+        bad = find_unheld(pool, held.ids, first_to_skip(&holding.groups[g].rules, held), stop)
         if bad >= 0:
             return held.ids[bad]
     return NULL_PAGE
@@ -43,7 +45,7 @@ cdef inline int32_t draw_references(Pool *pool, const Holding *holding, int32_t 
     cdef int32_t bad = NULL_PAGE
     for g in range(holding.num_groups):
         held = &holding.held[g]
-        for i in range(held.num_skipped, held.num_pages):
+        for i in range(held.num_pages):
             pool.pages[held.ids[i]].ref_cnt += change
             if held.ids[i] != NULL_PAGE and (pool.pages[held.ids[i]].ref_cnt < 0 or is_free(pool, held.ids[i])):
                 bad = held.ids[i]
@@ -62,6 +64,8 @@ cdef inline bint lacks_page(const Group *group, const Held *held, int32_t num_co
     to it.
     """
     cdef int32_t first = first_useful_page(&group.rules, num_computed, 0)
+    if rare(group.rules.answer_window):
+        first = first_answer_page(&group.rules, held, num_computed)
     return first < min(num_pages, <int64_t>held.num_pages) and held.ids[first] == NULL_PAGE
 
 
@@ -120,9 +124,7 @@ cdef inline int32_t _keep_needed(
 
 
 cdef inline void _skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int32_t stop) noexcept nogil:
-    """Give back the pages of a group before place `stop`, at least one, the last first. A policy counts the release of all
-    as one call.
-    """
+    """Give back the pages of a group before place `stop`, the last first. A policy counts the release of all as one call."""
     cdef Held *held = &holding.held[g]
     cdef bint is_ranked = _is_ranked(pool, &holding.groups[g])
     cdef uint32_t part = BLANK
@@ -130,9 +132,9 @@ cdef inline void _skip_to(Pool *pool, const Holding *holding, Py_ssize_t g, int3
     assert 0 <= held.num_skipped < stop <= held.num_pages
     if holding.boundaries != NULL:
         part = _find_known_part(pool, holding)
-        if stop > held.next_needed:
+        if stop > held.next_needed and has_window(&holding.groups[g].rules):
             held.next_needed = _keep_needed(pool, holding.boundaries, &holding.groups[g], held, stop)
-    for j in range(stop - 1, held.num_skipped - 1, -1):
+    for j in range(stop - 1, first_to_skip(&holding.groups[g].rules, held) - 1, -1):
         if is_ranked and part != BLANK:
             pass_part(pool.policy, held.ids[j], part)
         num_counted += skip(
@@ -165,9 +167,12 @@ cdef inline void skip_unread(Pool *pool, const Holding *holding, int32_t num_tok
     for g in range(holding.num_groups):
         held = &holding.held[g]
         stop = min(first_useful_page(&holding.groups[g].rules, num_tokens, 0), held.num_pages)
+        if rare(holding.groups[g].rules.answer_window):
+            stop = min(first_answer_page(&holding.groups[g].rules, held, num_tokens), held.num_pages)
         if stop > held.num_skipped:
             _skip_to(pool, holding, g, stop)
-        held.num_cached = max(held.num_cached, stop)
+        if not holding.groups[g].rules.answer_window:
+            held.num_cached = max(held.num_cached, stop)
 
 
 cdef inline int64_t _find_cached_end(const Holding *holding, int64_t num_computed) noexcept nogil:
@@ -236,8 +241,9 @@ cdef inline void rate_pages(Pool *pool, const Holding *holding, int64_t num_comp
     part = _find_known_part(pool, holding)
     for g in range(holding.num_groups if part != BLANK else 0):
         held = &holding.held[g]
-        for place in range(held.num_skipped, held.num_pages if _is_ranked(pool, &holding.groups[g]) else 0):
-            pass_part(pool.policy, held.ids[place], part)
+        for place in range(held.num_pages if _is_ranked(pool, &holding.groups[g]) else 0):
+            if held.ids[place] != NULL_PAGE:
+                pass_part(pool.policy, held.ids[place], part)
     _keep_windows(pool, holding, num_computed)
 
 

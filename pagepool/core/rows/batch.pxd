@@ -22,11 +22,11 @@ from pagepool.core.base cimport (
 )
 from pagepool.core.holding cimport (
     NUM_WAITING, Checkpoint, Contents, Group, Held, Holding, Limits, PageToHash, Rules, Shortage, StateWrite, Waiting,
-    WriteList, cache_full_pages, cache_waiting, cache_written, can_restart, count_new_in_banks, count_new_pages, drop_behind,
-    empty, exchange_writes, find_any_excess, find_final, find_lost_page, find_next_boundary, find_next_write, find_restart,
-    full_entries, full_pages, give_back_written, has_copies, has_moves_due, hash_waiting, is_recurrent, is_ring, is_state,
-    keeps_checkpoints, last_hash, limits_of, remove_write, restart_from, ring_has, shortage_in, skip_pages, take_missing,
-    write_checkpoint,
+    WriteList, cache_full_pages, cache_waiting, cache_written, can_restart, count_new_in_banks, count_new_pages, cut_prompt,
+    drop_behind, empty, exchange_writes, find_any_excess, find_final, find_lost_page, find_next_boundary, find_next_write,
+    find_restart, first_to_skip, full_entries, full_pages, give_back_written, has_copies, has_moves_due, hash_waiting,
+    is_recurrent, is_ring, is_state, keeps_checkpoints, last_hash, limits_of, remove_write, restart_from, ring_has, shortage_in,
+    skip_pages, take_missing, write_checkpoint,
 )
 from pagepool.core.pool cimport (
     FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Lineage, Page, Pool, count_free_in, count_least_free, count_refusal,

@@ -93,7 +93,7 @@ cdef inline void skip_row(Batch *batch, Py_ssize_t row, int32_t num_computed) no
     cdef Py_ssize_t g
     cdef int32_t start
     for g in range(batch.num_groups):
-        start = holding.held[g].num_skipped
+        start = first_to_skip(&batch.groups[g].rules, &holding.held[g])
         skip_pages(batch.pool, holding, g, num_computed)
         if holding.held[g].num_skipped > start:
             blank(batch.tables[g], row, start, holding.held[g].num_skipped)

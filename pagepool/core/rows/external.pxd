@@ -1,6 +1,6 @@
 # Tokens of pending rows arrive from elsewhere, or fail.
 
-from pagepool.core.holding cimport give_back_behind, skip_unread
+from pagepool.core.holding cimport count_prompt_pages, give_back_behind, skip_unread
 from pagepool.core.rows.settle cimport *
 
 
@@ -8,6 +8,7 @@ cdef inline void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) no
     """Count the first `num_tokens` awaited tokens of a pending row as computed, and let the row run."""
     cdef Holding *holding = holding_of(batch, row)
     cdef Py_ssize_t g
+    cdef int32_t start
     assert 0 <= num_tokens <= batch.rows[row].num_external and batch.records[row].state == PENDING
     batch.records[row].num_planned = batch.records[row].num_computed + num_tokens
     batch.rows[row].num_external = 0
@@ -15,8 +16,9 @@ cdef inline void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) no
     count_run_tokens(batch, row)
     skip_unread(batch.pool, holding, batch.records[row].num_computed)
     for g in range(batch.num_groups):
-        if held_by(batch, row, g).num_skipped:
-            blank(batch.tables[g], row, 0, held_by(batch, row, g).num_skipped)
+        start = count_prompt_pages(&batch.groups[g].rules, held_by(batch, row, g))
+        if held_by(batch, row, g).num_skipped > start:
+            blank(batch.tables[g], row, start, held_by(batch, row, g).num_skipped)
     cache_row(batch, row, count_final(batch, row))
     cache_waiting(&batch.waiting)
     plan_next(batch, row)

@@ -9,7 +9,7 @@ from libc.string cimport memset
 from pagepool.core.holding cimport (
     FITS, Demand, Hits, PrefixEnd, Query, ResumePlaces, attach, begin_boundaries, copy_states, count_attached,
     count_external_tokens, count_state_hits, fetch_hits, find_first_hit_page, fit_or_adopt, list_hits, pays_to_write_answers,
-    price, query_of, reserve_copies, shortage_of,
+    price, query_of, reserve_copies, set_prompt, shortage_of,
 )
 from pagepool.core.pool cimport NO_BANK, QueryCounter, count_changes, ids_in_shard
 from pagepool.core.rows.running cimport *
@@ -76,7 +76,8 @@ cdef class RowRequest:
     `_is_refused_still` compares its tokens and `options`, a tuple of everything else that hits depend on. If tokens behind the
     hits, at most `num_external`, come from elsewhere, only these get room, and the row is pending. Other requests will resume
     at the token counts `resume_at`. Lookahead tokens get slots behind the tokens that get room or, if the request
-    `reserves_prompt`, behind all known tokens, which then all get slots.
+    `reserves_prompt`, behind all known tokens, which then all get slots. The known tokens behind the first `num_prompt_tokens`
+    are of its answer, as after a preemption; None: none are.
     """
 
     cdef RowStore rows
@@ -99,6 +100,7 @@ cdef class RowRequest:
     def __cinit__(
         self, RunningRows rows not None, row, token_ids, num_tokens=None, max_num_new_tokens=None, num_reserved_pages=0,
         options=None, num_external_tokens=0, resume_at=None, num_lookahead_tokens=0, bint reserves_prompt=False,
+        num_prompt_tokens=None,
     ):
         cdef Py_ssize_t num_external = size_of(num_external_tokens, "num_external_tokens")
         self.rows, self.row, self.options = rows.rows, rows.rows.checked_row(row), options
@@ -113,6 +115,8 @@ cdef class RowRequest:
         self.tokens = count_tokens(
             num_tokens, max_num_new_tokens, self.token_ids.num, num_external, num_lookahead_tokens, reserves_prompt
         )
+        if num_prompt_tokens is not None and rows.rows.groups.kinds.has_answers:
+            self.tokens.num_prompt = min(self.tokens.num_known, size_of(num_prompt_tokens, "num_prompt_tokens"))
 
     def admit(
         self, extra_keys=(), bint takes_hits=False, shard=None, context=0, QueryCounter counter=None, session=0, step=None
@@ -165,7 +169,7 @@ cdef class RowRequest:
 
     cdef int count_in(self, QueryCounter counter) except -1:
         """Count an admitted request, and with several pools the tokens that each of them lost."""
-        counter.count(self.tokens.num_known, self.rows.batch.rows[self.row].num_hits)
+        counter.count(min(self.tokens.num_known, self.tokens.num_prompt + 1), self.rows.batch.rows[self.row].num_hits)
         if self.rows.batch.pool.num_banks > 1:
             counter.count_lost(&self.end.lost)
         return 0
@@ -196,7 +200,7 @@ cdef class RowRequest:
         cdef Batch *batch = &self.rows.batch
         return query_of(
             self.rows.groups, digests_of(batch, self.row), batch.rows[self.row].num_hashed, batch.hash_page_size,
-            self.tokens.num_known, ids_in_shard(batch.pool, self.shard),
+            min(self.tokens.num_known, self.tokens.num_prompt + 1), ids_in_shard(batch.pool, self.shard),
         )
 
     cdef int claim_row(self) except -1:
@@ -355,7 +359,7 @@ cdef class RowRequest:
         return array[0] != NULL
 
     cdef void fix_boundaries(self, Py_ssize_t num_hits) noexcept:
-        """Set the boundaries of the free row for the request; a refusal does not reset them. The locks are held."""
+        """Set the prompt and the boundaries of the free row; a refusal does not reset them. The locks are held."""
         cdef Holding *holding = holding_of(&self.rows.batch, self.row)
         cdef int64_t num_external = count_external_tokens(&self.tokens, num_hits)
         cdef ResumePlaces places = ResumePlaces(
@@ -364,6 +368,7 @@ cdef class RowRequest:
             external_end=num_hits + num_external if num_external else 0, named=ids_in(self.resume_at),
             num_named=0 if self.resume_at is None else self.resume_at.num,
         )
+        set_prompt(holding, self.tokens.num_prompt)
         if self.rows.batch.has_boundaries:
             begin_boundaries(&self.rows.groups.boundaries, holding.boundaries, &places)
 

@@ -8,7 +8,7 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.string cimport memcpy
 
 from pagepool.core.base cimport CACHE_LINE, MAX_LANES, has_avx2, keep_sparse, process_number, require_allocated
-from pagepool.core.holding cimport count_drafts, has_window
+from pagepool.core.holding cimport count_drafts
 from pagepool.core.tables cimport TableRows
 
 import numpy as np
@@ -218,7 +218,7 @@ cdef class RowStore:
             batch.max_num_tokens = <int32_t>min(
                 <int64_t>batch.max_num_tokens, <int64_t>group.rules.page_size * table.num_columns
             )
-            batch.skips_pages |= has_window(&group.rules)
+            batch.skips_pages |= group.rules.leaves_pages > 0
             batch.has_state |= is_state(&group.rules)
         batch.has_final = batch.caches_late or batch.skips_pages or batch.writes_states
         return 0

@@ -297,6 +297,7 @@ cdef inline void _cut_tokens(Batch *batch, Py_ssize_t row, int32_t num_tokens) n
     """Cut known tokens, and derive the row's other counts."""
     assert 0 <= num_tokens <= batch.records[row].num_tokens
     batch.records[row].num_tokens = num_tokens
+    cut_prompt(holding_of(batch, row), num_tokens)
     count_run_tokens(batch, row)
     cut_hashes(batch, row)
     plan_next(batch, row)
