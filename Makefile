@@ -41,7 +41,7 @@ help:  ## this list
 demo: $(VENV)/extra-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
 
-engine: $(VENV)/extra-jax,store  ## let the example engine generate, with random weights: ENGINE_ARGS="--hybrid --turns 3"
+engine: $(VENV)/extra-jax,store  ## let the example engine generate, with random weights: ENGINE_ARGS="--kind linear --turns 3"
 	$(VENV)/bin/python examples/engine.py $(ENGINE_ARGS)
 
 # One worker per core; a worker without tests takes some from another.

@@ -10,16 +10,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["attend_by_gather", "attend_by_pallas"]
+__all__ = ["attend_by_gather", "attend_by_pallas", "attend_to", "gather_pages"]
 
 
 def attend_by_gather(query: Any, key_pages: Any, value_pages: Any, page_ids: Any, lengths: Any) -> Any:
     """Gather the pages of each token's row, and attend to them as to one contiguous array."""
-    (num_tokens, num_heads, head_size), kv_heads = query.shape, key_pages.shape[0]
-    keys, values = (pages[:, page_ids].reshape(kv_heads, num_tokens, -1, head_size) for pages in (key_pages, value_pages))
+    keys, values = gather_pages(key_pages, page_ids), gather_pages(value_pages, page_ids)
+    return attend_to(query, keys, values, jnp.arange(keys.shape[2]) < lengths[:, None])
+
+
+def gather_pages(pages: Any, page_ids: Any) -> Any:
+    """Return what the pages of each token's row have, one after another ``[kv_heads, tokens, keys, head_size]``."""
+    return pages[:, page_ids].reshape(pages.shape[0], len(page_ids), -1, pages.shape[3])
+
+
+def attend_to(query: Any, keys: Any, values: Any, is_seen: Any) -> Any:
+    """Attend to those of each token's own keys that it sees ``[tokens, keys]``."""
+    (num_tokens, num_heads, head_size), kv_heads = query.shape, keys.shape[0]
     grouped = query.reshape(num_tokens, kv_heads, num_heads // kv_heads, head_size)
     scores = jnp.einsum("tkgd,ktld->tkgl", grouped, keys) * head_size**-0.5
-    is_seen = jnp.arange(keys.shape[2]) < lengths[:, None]
     weights = jax.nn.softmax(jnp.where(is_seen[:, None, None], scores, -jnp.inf), axis=-1)
     return jnp.einsum("tkgl,ktld->tkgd", weights, values).reshape(query.shape)
 

@@ -10,7 +10,7 @@ import jax
 from attention import attend_by_gather, attend_by_pallas
 from beams import BeamSearch
 from engine import Engine
-from model import load_weights, make_weights
+from model import MIXERS, load_weights, make_weights
 from report import Answer, find_symbol, print_answers, print_figures
 from request import SamplingParams
 from stopwatch import Stopwatch, format_profile
@@ -41,14 +41,21 @@ def make_parser() -> ArgumentParser:
     add("--turns", 1, "questions of each chat: an answer is followed by another one")
     parser.add_argument("--stop", metavar="CHARACTER", help="end an answer at this character")
     parser.add_argument("--weights", type=Path, metavar="FILE.npz", help="weights saved by numpy.savez: see AXES in model.py")
-    parser.add_argument("--hybrid", action="store_true", help="random weights of a model that has linear attention too")
+    add(
+        "--kind",
+        "attention",
+        "random weights of a model whose layers have attention alone, and before it linear attention, or compressed attention"
+        " with a ring of raw keys",
+        choices=list(MIXERS),
+    )
     add("--attention", "gather", "plain jnp, or jax's GPU kernel, interpreted on other devices", choices=list(ATTENTIONS))
     add("--num-devices", 1, "number of devices over which the heads are divided")
     add("--num-pages", 0, f"pages of the KV cache, including the null page; 0: {NUM_PAGES}, or more if beams need them")
-    add("--num-state-pages", 0, "states of a hybrid, including the null page; 0: four for each request that runs at once")
+    add("--num-state-pages", 0, "states or rings, including the null page; 0: four for each request that runs at once, or one")
     add("--num-host-pages", 0, "pages in host memory, for what is evicted; 0: none")
     add("--page-size", 8, "tokens in a page")
-    add("--checkpoint-interval", 32, "tokens between the states that a hybrid keeps inside prompts")
+    add("--ring-size", 8, "tokens in a ring, at least the four that are compressed into one entry, and drafts")
+    add("--checkpoint-interval", 32, "tokens between the states that a model with linear attention keeps inside prompts")
     add("--steps-ahead", 0, "steps that are planned before the tokens of the one that runs are known")
     parser.add_argument("--store", type=Path, metavar="FOLDER", help="keep pages in files, for later runs and other engines")
     add("--max-num-reqs", 6, "maximum number of requests running at once")
@@ -99,7 +106,7 @@ def make_engine(args: Namespace) -> Engine:
     """Make the engine for these arguments. Raise ValueError or OSError if they cannot work."""
     if not 0 <= args.seed < 2**31:
         raise ValueError(f"--seed: got {args.seed}, allowed: 0 to 2**31 - 1")
-    weights = make_weights(args.seed, is_hybrid=args.hybrid) if args.weights is None else load_weights(args.weights)
+    weights = make_weights(args.seed, kind=args.kind) if args.weights is None else load_weights(args.weights)
     if len(weights["embedding"]) != len(ALPHABET):
         raise ValueError(f"weights: got a vocabulary of {len(weights['embedding'])}, allowed: {len(ALPHABET)}, 1 per character")
     try:
@@ -108,6 +115,7 @@ def make_engine(args: Namespace) -> Engine:
             num_pages=args.num_pages or choose_num_pages(args),
             num_state_pages=args.num_state_pages,
             page_size=args.page_size,
+            ring_size=args.ring_size,
             checkpoint_interval=args.checkpoint_interval,
             max_num_reqs=args.max_num_reqs,
             max_num_batched_tokens=args.max_num_batched_tokens,

@@ -1,7 +1,7 @@
 """A continuous-batching engine: chunked prefill, prefix caching, preemption, sampling, beam search. See `engine.py --help`."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from attention import attend_by_gather
 from beams import Beam, BeamSearch
-from model import Attention, Weights, digest_weights
+from layers import Mixer, Weights
+from model import Attention, digest_weights, find_mixer
 from request import Chunk, Request, SamplingParams
 from runner import ModelRunner, pack
 from sampling import NextTokens
@@ -22,7 +23,6 @@ from pagepool import (
     CacheManager,
     FullAttentionSpec,
     HostTier,
-    MambaSpec,
     MultiGroupPageTable,
     PageHashing,
     StateWrites,
@@ -47,6 +47,7 @@ class Engine:
         num_pages: int = 64,
         num_state_pages: int = 0,
         page_size: int = 8,
+        ring_size: int = 8,
         checkpoint_interval: int = 16,
         max_num_reqs: int = 8,
         max_num_batched_tokens: int = 64,
@@ -60,16 +61,18 @@ class Engine:
     ) -> None:
         """The cache has `num_pages` pages of `page_size` tokens; at most `max_num_reqs` requests run at once. A hybrid keeps
         its states where requests resume, and in prompts at multiples of `checkpoint_interval` tokens, in a pool of
-        `num_state_pages` pages; 0 means four for each request. Evicted pages move to `num_host_pages` pages of host memory,
-        states to a number in proportion; 0 turns this off. Up to `max_steps_ahead` steps are planned and started before the
-        tokens of the one that runs are known. Routers must hash prompts with the same `hash_seed`. Computed pages are also kept
-        in files below the folder `store`, for later engines and others with the same weights; then the host has twice the pages
-        of the pool, or more. Raise ValueError for values that cannot work.
+        `num_state_pages` pages; 0 means four for each request. One with rings, of `ring_size` tokens, has a ring for each row
+        there. Evicted pages move to `num_host_pages` pages of host memory, states to a number in proportion; 0 turns this off.
+        Up to `max_steps_ahead` steps are planned and started before the tokens of the one that runs are known. Routers must
+        hash prompts with the same `hash_seed`. Computed pages are also kept in files below the folder `store`, for later
+        engines and others with the same weights; then the host has twice the pages of the pool, or more. Raise ValueError for
+        values that cannot work.
         """
         sizes = {
             "num_pages": (num_pages, 2),
             "num_state_pages": (num_state_pages, 0),
             "page_size": (page_size, 1),
+            "ring_size": (ring_size, 1),
             "checkpoint_interval": (checkpoint_interval, 1),
             "max_num_reqs": (max_num_reqs, 1),
             "max_num_batched_tokens": (max_num_batched_tokens, 1),
@@ -78,18 +81,22 @@ class Engine:
         for name, (size, least) in sizes.items():
             if not least <= size <= MAX_SIZE:
                 raise ValueError(f"{name}: got {size}, allowed: {least} to {MAX_SIZE}")
-        is_hybrid = "linear_query" in weights
-        num_state_pages = (num_state_pages or 4 * max_num_reqs) if is_hybrid else num_pages
-        pool_sizes, host_sizes = [num_pages, num_state_pages], []
+        mixer = find_mixer(weights)
+        num_row_pages = num_pages if mixer is None else num_state_pages or mixer.count_pages(max_num_reqs)
+        pool_sizes, host_sizes = [num_pages, num_row_pages], []
         if store is not None:
             num_host_pages = max(num_host_pages, 2 * num_pages)
         if num_host_pages:
-            host_sizes = [num_host_pages, max(2, num_host_pages * num_state_pages // max(1, num_pages))]
-        pools = ("kv", "states") if is_hybrid else ("kv",)
+            num_host_row_pages = (
+                num_host_pages * num_row_pages // max(1, num_pages) if mixer is not None and mixer.is_cached else 0
+            )
+            host_sizes = [num_host_pages, max(2, num_host_row_pages)]  # the null page and another one are the least
+        pools = ("kv",) if mixer is None else ("kv", mixer.pool)
         policy = "write_back" if store is None else "write_through"
         self.host_tier = HostTier(dict(zip(pools, host_sizes, strict=False)), policy=policy) if host_sizes else None
-        self.runner = ModelRunner(weights, *pool_sizes, page_size, attend, num_devices, host_sizes)
-        groups = make_groups(self.runner, page_size, checkpoint_interval)
+        self.runner = ModelRunner(weights, *pool_sizes, page_size, ring_size, attend, num_devices, host_sizes)
+        cache_sizes = {"page_size": page_size, "ring_size": ring_size, "checkpoint_interval": checkpoint_interval}
+        groups = make_groups(mixer, self.runner.sizes | cache_sizes)
         self.manager = CacheManager(
             dict(zip(pools, pool_sizes, strict=False)),
             groups,
@@ -101,7 +108,7 @@ class Engine:
         self.store = None if store is None else make_store_tier(self.manager, self.runner.host_pages, weights, store)
         # The last row is never admitted, so all its pages are page 0, the null page. Padding is written there.
         self.num_rows = max_num_reqs + 1
-        page_sizes = [page_size] * len(groups)
+        page_sizes = [group.kv_cache_spec.page_size for group in groups]
         self.table = MultiGroupPageTable(
             self.num_rows, max_model_len, max_num_batched_tokens, page_sizes, self.runner.replicated
         )
@@ -329,15 +336,12 @@ class Engine:
         self.scheduler.append([child for _, children in families for child in children if child in self.scheduler.running])
 
 
-def make_groups(runner: ModelRunner, page_size: int, checkpoint_interval: int) -> list[CacheGroupSpec]:
-    """Return the group of attention layers and, for a hybrid, the group of states."""
-    sizes = runner.sizes
-    attention = FullAttentionSpec(page_size, sizes["kv_heads"], sizes["head_size"], "float32", use_mla=False)
+def make_groups(mixer: Mixer | None, sizes: Mapping[str, int]) -> list[CacheGroupSpec]:
+    """Return the group of attention layers and, for a hybrid, the group of the rows' pages."""
+    attention = FullAttentionSpec(sizes["page_size"], sizes["kv_heads"], sizes["head_size"], "float32", use_mla=False)
     groups = [CacheGroupSpec(attention)]
-    if runner.cache.states:
-        shapes = ((sizes["heads"], sizes["head_size"], sizes["head_size"]),)
-        states = MambaSpec(page_size, shapes, "float32", checkpoint_interval=checkpoint_interval)
-        groups.append(CacheGroupSpec(states, pool="states"))
+    if mixer is not None:
+        groups.append(CacheGroupSpec(mixer.make_spec(sizes), pool=mixer.pool))
     return groups
 
 

@@ -1,5 +1,5 @@
 """A decoder-only transformer over a paged cache: RMSNorm, rotary positions, grouped-query attention, SwiGLU. In a hybrid each
-layer has gated linear attention before its attention.
+layer has gated linear attention, or compressed attention, before its attention.
 
 A step is one flat list of tokens of any requests. Each token has a row of the page table and a position in it.
 """
@@ -13,7 +13,9 @@ from zipfile import BadZipFile
 import jax
 import jax.numpy as jnp
 import numpy as np
-from linear_attention import attend_linearly
+from layers import Mixer, Tokens, Weights, normalize, project, rotate, write_pages
+from linear_attention import LINEAR
+from ring_attention import RING
 
 from pagepool import device_slot_mapping
 
@@ -33,52 +35,32 @@ AXES = {
 }
 """Axes of each weight."""
 
-HYBRID_AXES = AXES | {
-    "linear_norm": "layers width",
-    "linear_query": "layers width heads head_size",
-    "linear_key": "layers width heads head_size",
-    "linear_value": "layers width heads head_size",
-    "linear_decay": "layers width heads",
-    "linear_output": "layers heads head_size width",
-}
-"""Axes of each weight of a hybrid."""
+MIXERS = {"attention": None, "linear": LINEAR, "ring": RING}
+"""What the layers of each kind of model have before their attention."""
 
-DEFAULT_SIZES = {"vocab": 96, "width": 64, "layers": 2, "heads": 16, "kv_heads": 8, "head_size": 16, "hidden": 128}
-
-Weights = dict[str, Any]
+DEFAULT_SIZES = {"vocab": 96, "width": 64, "layers": 2, "heads": 16, "kv_heads": 8, "head_size": 16, "hidden": 128, "period": 4}
 
 
 class Cache(NamedTuple):
     """Contents of the pages, float32, by cache group: keys and values of each layer ``[kv_heads, num_pages, page_size,
-    head_size]``, and in a hybrid the state of each layer ``[num_state_pages, heads, head_size, head_size]``.
+    head_size]``, with the entries of its `Mixer` behind them, and in a hybrid the rows' pages of each layer, such as states
+    ``[heads, num_row_pages, head_size, head_size]``.
     """
 
-    keys_and_values: list[tuple[jax.Array, jax.Array]]
-    states: list[jax.Array]
+    keys_and_values: list[tuple[jax.Array, ...]]
+    row_pages: list[tuple[jax.Array, ...]]
 
 
 Attention = Callable[[Any, Any, Any, Any, Any], Any]
 """Paged attention: the signature of the functions in attention.py."""
 
 
-class Tokens(NamedTuple):
-    """The tokens of a step, int32: four values per token, and for each row of the table the index of its last token in the
-    step. A token id of -1 is the token that the step before sampled for the row. The state behind a token is also written to
-    the page of its checkpoint id, which is 0 for most.
+def make_weights(seed: int, sizes: Mapping[str, int] = DEFAULT_SIZES, kind: str = "attention") -> Weights:
+    """Make random weights of a model of a kind in `MIXERS`. Norms are ones; the others are normally distributed, and large
+    enough for answers to vary.
     """
-
-    token_ids: Any
-    rows: Any
-    positions: Any
-    checkpoint_ids: Any
-    last: Any
-
-
-def make_weights(seed: int, sizes: Mapping[str, int] = DEFAULT_SIZES, is_hybrid: bool = False) -> Weights:
-    """Make random weights. Norms are ones; the others are normally distributed, and large enough for answers to vary."""
     rng = np.random.default_rng(seed)
-    all_axes = HYBRID_AXES if is_hybrid else AXES
-    shapes = {name: [sizes[axis] for axis in axes.split()] for name, axes in all_axes.items()}
+    shapes = {name: [sizes[axis] for axis in axes.split()] for name, axes in list_axes(MIXERS[kind]).items()}
     scale = 2 * sizes["width"] ** -0.5
     weights = {name: rng.normal(0, scale, shape).astype(np.float32) for name, shape in shapes.items()}
     return weights | {name: np.ones_like(weights[name]) for name in weights if name.endswith("norm")}
@@ -104,9 +86,19 @@ def digest_weights(weights: Weights) -> bytes:
     return digest.digest()
 
 
+def list_axes(mixer: Mixer | None) -> dict[str, str]:
+    """Return the axes of each weight of a model."""
+    return AXES if mixer is None else AXES | mixer.axes
+
+
+def find_mixer(weights: Weights) -> Mixer | None:
+    """Return what the layers have before their attention: the weights include a name that only such models have."""
+    return next((mixer for mixer in MIXERS.values() if mixer is not None and not mixer.axes.keys().isdisjoint(weights)), None)
+
+
 def get_axes(weights: Weights) -> dict[str, str]:
-    """Return the axes of each weight. The weights are a hybrid's if they include a name that only hybrids have."""
-    return AXES if weights.keys().isdisjoint(HYBRID_AXES.keys() - AXES.keys()) else HYBRID_AXES
+    """Return the axes of each weight."""
+    return list_axes(find_mixer(weights))
 
 
 def get_sizes(weights: Weights) -> dict[str, int]:
@@ -127,19 +119,19 @@ def get_sizes(weights: Weights) -> dict[str, int]:
 
 
 def forward(weights: Weights, cache: Cache, page_tables: Sequence[Any], tokens: Tokens, attend: Attention) -> tuple[Any, Cache]:
-    """Write keys, values and states into pages, attend, and return logits ``[rows, vocab]`` and the cache (traced)."""
-    hidden = weights["embedding"][tokens.token_ids]
+    """Write keys, values and rows' pages, attend, and return logits ``[rows, vocab]`` and the cache (traced)."""
+    hidden, mixer = weights["embedding"][tokens.token_ids], find_mixer(weights)
     written = Cache([], [])
-    for layer, pages in enumerate(cache.keys_and_values):
+    for layer, (keys, values, *entries) in enumerate(cache.keys_and_values):
         w = {name: weights[name][layer] for name, axes in get_axes(weights).items() if axes.startswith("layers")}
-        if cache.states:
-            page_ids = page_tables[1][tokens.rows, 0]  # a row has one page for its state
-            added, states = mix_linearly(w, normalize(hidden, w["linear_norm"]), cache.states[layer], page_ids, tokens)
+        if mixer is not None:
+            normed = normalize(hidden, w[f"{mixer.name}_norm"])
+            added, entries, row_pages = mixer.mix(w, normed, entries, cache.row_pages[layer], page_tables, tokens)
             hidden += added
-            written.states.append(states)
-        added, pages = mix(w, normalize(hidden, w["attention_norm"]), pages, page_tables[0], tokens, attend)
+            written.row_pages.append(row_pages)
+        added, pages = mix(w, normalize(hidden, w["attention_norm"]), (keys, values), page_tables[0], tokens, attend)
         hidden += added
-        written.keys_and_values.append(pages)
+        written.keys_and_values.append((*pages, *entries))
         normed = normalize(hidden, w["mlp_norm"])
         hidden += (jax.nn.silu(normed @ w["gate"]) * (normed @ w["up"])) @ w["down"]
     return normalize(hidden[tokens.last], weights["final_norm"]) @ weights["unembedding"], written
@@ -147,38 +139,9 @@ def forward(weights: Weights, cache: Cache, page_tables: Sequence[Any], tokens: 
 
 def mix(w: Weights, normed: Any, pages: tuple[Any, Any], page_table: Any, tokens: Tokens, attend: Attention) -> Any:
     """Return the output of a layer's attention ``[tokens, width]``, and the pages with the tokens' keys and values (traced)."""
-    query, key, value = (jnp.einsum("tw,whd->thd", normed, w[name]) for name in ("query", "key", "value"))
+    query, key, value = project(w, "", normed)
     slots = device_slot_mapping(page_table, tokens.rows, tokens.positions, page_size=pages[0].shape[2])
     # All tokens are written before any is read: a prompt may hit pages that another row fills in the same step.
     keys, values = write_pages(pages[0], slots, rotate(key, tokens.positions)), write_pages(pages[1], slots, value)
     attended = attend(rotate(query, tokens.positions), keys, values, page_table[tokens.rows], tokens.positions + 1)
     return jnp.einsum("thd,hdw->tw", attended, w["output"]), (keys, values)
-
-
-def mix_linearly(w: Weights, normed: Any, pages: Any, page_ids: Any, tokens: Tokens) -> tuple[Any, Any]:
-    """Return the output of a layer's linear attention ``[tokens, width]``, and the pages with the new states (traced)."""
-    query, key, value = (jnp.einsum("tw,whd->thd", normed, w[f"linear_{name}"]) for name in ("query", "key", "value"))
-    decay = jax.nn.sigmoid(normed @ w["linear_decay"]) ** (1 / 16)  # so that a head remembers tens of tokens
-    attended, pages = attend_linearly(query, key, value, decay, pages, page_ids, tokens.checkpoint_ids, tokens.positions)
-    return jnp.einsum("thd,hdw->tw", normalize(attended, 1), w["linear_output"]), pages
-
-
-def write_pages(pages: Any, slots: Any, values: Any) -> Any:
-    """Write `values` ``[tokens, kv_heads, head_size]`` to their slots; a slot is page id times page size plus offset."""
-    kv_heads, num_pages, page_size, head_size = pages.shape
-    flat = pages.reshape(kv_heads, num_pages * page_size, head_size)
-    return flat.at[:, slots].set(values.swapaxes(0, 1)).reshape(pages.shape)
-
-
-def normalize(hidden: Any, weight: Any) -> Any:
-    """Apply RMSNorm."""
-    return hidden * jax.lax.rsqrt(jnp.mean(hidden**2, axis=-1, keepdims=True) + 1e-6) * weight
-
-
-def rotate(heads: Any, positions: Any) -> Any:
-    """Apply rotary positions to ``[tokens, heads, head_size]``, pairing the two halves of each head."""
-    half = heads.shape[-1] // 2
-    angles = positions[:, None, None] * 10_000.0 ** (-jnp.arange(half) / half)
-    first, second = heads[..., :half], heads[..., half:]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)

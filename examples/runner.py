@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from model import Attention, Cache, Tokens, Weights, forward, get_axes, get_sizes
+from layers import Tokens, Weights
+from model import Attention, Cache, find_mixer, forward, get_axes, get_sizes
 from request import Request
 from sampling import NextTokens, SamplingRows, find_next
 
@@ -22,16 +24,17 @@ SPLIT_AXES = {"heads", "kv_heads", "hidden"}
 
 
 class ModelRunner:
-    """A model on a mesh of devices, with a cache of `num_pages` pages of `page_size` tokens and, in a hybrid,
-    `num_state_pages` states, divided by heads. `num_host_pages` has numbers of pages and of states in host memory, or none.
+    """A model on a mesh of devices, with a cache of `num_pages` pages of `page_size` tokens and, in a hybrid, `num_row_pages`
+    states or rings of `ring_size` tokens, divided by heads. `num_host_pages` has numbers of both in host memory, or none.
     """
 
     def __init__(
         self,
         weights: Weights,
         num_pages: int,
-        num_state_pages: int,
+        num_row_pages: int,
         page_size: int,
+        ring_size: int,
         attend: Attention,
         num_devices: int,
         num_host_pages: Sequence[int] = (),
@@ -43,18 +46,20 @@ class ModelRunner:
         self.weights = {name: jax.device_put(weights[name], self._split(axes[name])) for name in weights}
         self._page_sizes = self.sizes | {
             "num_pages": num_pages,
-            "num_state_pages": num_state_pages,
+            "num_row_pages": num_row_pages,
             "page_size": page_size,
+            "ring_size": ring_size,
         }
+        mixer = find_mixer(weights)
+        paged_axes = ("kv_heads num_pages page_size head_size",) * 2 + (() if mixer is None else mixer.entry_axes)
         self.cache = Cache([], [])
         for _ in range(self.sizes["layers"]):
-            keys, values = (self._make_pages("kv_heads num_pages page_size head_size") for _ in range(2))
-            self.cache.keys_and_values.append((keys, values))
-            if "linear_query" in weights:
-                self.cache.states.append(self._make_pages("num_state_pages heads head_size head_size"))
+            self.cache.keys_and_values.append(tuple(map(self._make_pages, paged_axes)))
+            if mixer is not None:
+                self.cache.row_pages.append(tuple(map(self._make_pages, mixer.row_axes)))
         self.host_pages = None
         if num_host_pages:
-            self.host_pages = HostPages(self.cache, num_host_pages, groups=(0, 1), page_axis=(1, 0))
+            self.host_pages = HostPages(self.cache, num_host_pages, groups=(0, 1), page_axis=1)
         self.sampled: jax.Array | None = None  # by the last step, for each row
         shardings = (self.replicated, jax.tree.map(lambda pages: pages.sharding, self.cache))
         self._program: Callable[..., Any] = jax.jit(
@@ -62,7 +67,8 @@ class ModelRunner:
         )
 
     def _make_pages(self, axes: str) -> Any:
-        shape = [self._page_sizes[axis] for axis in axes.split()]
+        lengths = [[self._page_sizes[name] for name in axis.split("/")] for axis in axes.split()]
+        shape = [first // prod(divisors) for first, *divisors in lengths]
         return jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=self._split(axes))()
 
     def _split(self, axes: str) -> NamedSharding:
@@ -85,8 +91,8 @@ class ModelRunner:
         """Start saves and loads between the cache and host memory, and copy pages of each cache group within its arrays."""
         if self.host_pages is not None:
             self.cache = self.host_pages.run(self.cache, moves)
-        keys_and_values = page_copies.copy_pages(self.cache.keys_and_values, moves.copies, group=0, page_axis=1)
-        self.cache = Cache(keys_and_values, page_copies.copy_pages(self.cache.states, moves.copies, group=1))
+        groups = enumerate(self.cache)
+        self.cache = Cache(*(page_copies.copy_pages(arrays, moves.copies, group=g, page_axis=1) for g, arrays in groups))
 
     def end_transfers(self, must_wait: bool) -> list[FinishedTransfers]:
         """Return the finished transfers: all of them if the call must wait."""
@@ -96,16 +102,13 @@ class ModelRunner:
 
     def count_page_bytes(self) -> list[int]:
         """Return the bytes of a page of each cache group, over all layers."""
-        page_axes = zip(self.cache, (1, 0), strict=True)
-        return [sum(array.nbytes // array.shape[axis] for array in jax.tree.leaves(arrays)) for arrays, axis in page_axes]
+        return [sum(array.nbytes // array.shape[1] for array in jax.tree.leaves(arrays)) for arrays in self.cache]
 
     def warmup(self, max_num_copies: int) -> None:
         """Compile the programs for transfers, and for up to `max_num_copies` copies in each group."""
         if self.host_pages is not None:
             self.cache = self.host_pages.warmup(self.cache)
-        keys_and_values = page_copies.warmup(self.cache.keys_and_values, max_num_copies, page_axis=1)
-        states = self.cache.states and page_copies.warmup(self.cache.states, max_num_copies)
-        self.cache = Cache(keys_and_values, states)
+        self.cache = Cache(*(arrays and page_copies.warmup(arrays, max_num_copies, page_axis=1) for arrays in self.cache))
 
 
 def make_mesh(num_devices: int, sizes: dict[str, int]) -> Mesh:

@@ -14,6 +14,7 @@ jax = pytest.importorskip("jax", minversion="0.6.1")
 from engine_workload import (  # noqa: E402
     AHEAD,
     HYBRID_WEIGHTS,
+    KINDS,
     MODELS,
     SEED,
     WEIGHTS,
@@ -60,7 +61,7 @@ class LosingBatch(BatchInBetween):
 
 
 @AHEAD
-@MODELS
+@KINDS
 def test_answers_with_a_pool_that_evicts_all_the_time(weights: Weights, num_ahead: int) -> None:
     engine = make_engine(weights, **SMALL, max_steps_ahead=num_ahead)
     check_answers(engine, make_asks(18), weights)

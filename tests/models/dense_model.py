@@ -18,6 +18,8 @@ def compute_logits(weights: dict[str, Array], token_ids: list[int]) -> Array:
         w = {name: array[layer] for name, array in weights.items() if name not in ("embedding", "unembedding", "final_norm")}
         if "linear_norm" in w:
             hidden = hidden + attend_linearly(w, normalize(hidden) * w["linear_norm"])
+        if "ring_norm" in w:
+            hidden = hidden + attend_to_entries(w, normalize(hidden) * w["ring_norm"])
         hidden = hidden + attend(w, normalize(hidden) * w["attention_norm"])
         normed = normalize(hidden) * w["mlp_norm"]
         gate, up = (np.einsum("tw,wh->th", normed, w[name]) for name in ("gate", "up"))  # `@` would wait for BLAS's threads
@@ -32,16 +34,20 @@ def normalize(hidden: Array) -> Array:
 def attend(w: dict[str, Array], normed: Array) -> Array:
     """Causal attention, head by head; neighbouring query heads share a KV head."""
     num_heads, num_kv_heads = w["query"].shape[1], w["key"].shape[1]
-    is_hidden = np.triu(np.ones((len(normed), len(normed)), dtype=bool), 1)
+    is_seen = np.tril(np.ones((len(normed), len(normed)), dtype=bool))
     added = np.zeros_like(normed)
     for head in range(num_heads):
         kv_head = head * num_kv_heads // num_heads
         query, key = rotate(normed @ w["query"][:, head]), rotate(normed @ w["key"][:, kv_head])
-        scores = np.where(is_hidden, -np.inf, query @ key.T / np.sqrt(query.shape[1]))
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
-        added += weights @ (normed @ w["value"][:, kv_head]) @ w["output"][head]
+        added += weigh(query, key, is_seen) @ (normed @ w["value"][:, kv_head]) @ w["output"][head]
     return added
+
+
+def weigh(query: Array, key: Array, is_seen: Array) -> Array:
+    """Return the weight of each key for each query."""
+    scores = np.where(is_seen, query @ key.T / np.sqrt(query.shape[1]), -np.inf)
+    weights: Array = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return weights / weights.sum(axis=1, keepdims=True)
 
 
 def attend_linearly(w: dict[str, Array], normed: Array) -> Array:
@@ -53,6 +59,25 @@ def attend_linearly(w: dict[str, Array], normed: Array) -> Array:
         since = np.log(decay[:, head]).cumsum()
         faded = np.tril(np.exp(np.minimum(since[:, None] - since, 0)))
         added += normalize(faded * (query @ key.T) @ value) @ w["linear_output"][head]
+    return added
+
+
+def attend_to_entries(w: dict[str, Array], normed: Array) -> Array:
+    """Compressed attention, head by head: to the means of all groups of tokens before, and to its own group up to itself."""
+    period, num_kv_heads = w["ring_share"].shape
+    num_heads, num_groups, places = w["ring_query"].shape[1], len(normed) // period, np.arange(len(normed))
+    group = places[:, None] // period
+    is_seen = np.hstack([np.arange(num_groups) < group, (places // period == group) & (places <= places[:, None])])
+    added = np.zeros_like(normed)
+    for head in range(num_heads):
+        kv_head = head * num_kv_heads // num_heads
+        share = np.exp(w["ring_share"][:, kv_head])
+        means = np.zeros((num_groups, len(normed)))  # each line has the shares of a group's tokens
+        means[places[: num_groups * period] // period, places[: num_groups * period]] = np.tile(share / share.sum(), num_groups)
+        query, key = rotate(normed @ w["ring_query"][:, head]), rotate(normed @ w["ring_key"][:, kv_head])
+        value = normed @ w["ring_value"][:, kv_head]
+        weights = weigh(query, np.vstack([means @ key, key]), is_seen)
+        added += weights @ np.vstack([means @ value, value]) @ w["ring_output"][head]
     return added
 
 

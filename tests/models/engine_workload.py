@@ -27,7 +27,8 @@ pytest.importorskip("engine", reason="examples/ is not here")
 import command  # noqa: E402
 import runner  # noqa: E402
 from engine import Engine  # noqa: E402
-from model import Attention, Weights, make_weights  # noqa: E402
+from layers import Weights  # noqa: E402
+from model import Attention, make_weights  # noqa: E402
 from request import Request, SamplingParams  # noqa: E402
 
 from pagepool.host_pages import Pack  # noqa: E402
@@ -40,15 +41,18 @@ MIN_MARGIN = 1e-4
 LIMITS: dict[str, Any] = {
     "num_pages": 40,
     "page_size": 4,
+    "ring_size": 5,
     "checkpoint_interval": 8,
     "max_num_reqs": 9,
     "max_num_batched_tokens": 16,
     "max_model_len": 100,
 }
-SIZES = {"vocab": VOCAB, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 8, "hidden": 64}
+SIZES = {"vocab": VOCAB, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 8, "hidden": 64, "period": 2}
 WEIGHTS = make_weights(SEED, SIZES)
-HYBRID_WEIGHTS = make_weights(SEED, SIZES, is_hybrid=True)
-MODELS = pytest.mark.parametrize("weights", [WEIGHTS, HYBRID_WEIGHTS], ids=["attention", "hybrid"])
+HYBRID_WEIGHTS = make_weights(SEED, SIZES, "linear")
+RING_WEIGHTS = make_weights(SEED + 5, SIZES, "ring")  # with the seed itself a choice is too close
+MODELS = pytest.mark.parametrize("weights", [WEIGHTS, HYBRID_WEIGHTS], ids=["attention", "linear"])
+KINDS = pytest.mark.parametrize("weights", [WEIGHTS, HYBRID_WEIGHTS, RING_WEIGHTS], ids=["attention", "linear", "ring"])
 AHEAD = pytest.mark.parametrize("num_ahead", [0, 1], ids=["at once", "one step ahead"])
 Ask = tuple[list[int], SamplingParams]
 RUNNERS: dict[Any, runner.ModelRunner] = {}
@@ -87,26 +91,28 @@ def check_ids(page_ids: Any, length: int) -> None:
 def make_runner(
     weights: Weights,
     num_pages: int,
-    num_state_pages: int,
+    num_row_pages: int,
     page_size: int,
+    ring_size: int,
     attend: Attention,
     num_devices: int,
     num_host_pages: Sequence[int] = (),
 ) -> runner.ModelRunner:
     """Make a runner. It shares its program with others of the same shapes: what one of them has compiled is there for all."""
-    lengths = num_pages, num_state_pages
-    if num_pages == num_state_pages:  # one pool: smaller ones use the arrays of a large one
-        num_pages = num_state_pages = max(num_pages, LIMITS["num_pages"])
+    lengths = num_pages, num_row_pages
+    if num_pages == num_row_pages:  # one pool: smaller ones use the arrays of a large one
+        num_pages = num_row_pages = max(num_pages, LIMITS["num_pages"])
     shapes = tuple((name, array.shape) for name, array in weights.items())
-    key = shapes, num_pages, num_state_pages, page_size, attend, num_devices
+    sizes = num_pages, num_row_pages, page_size, ring_size, attend, num_devices
+    key = shapes, sizes
     if key not in RUNNERS:
-        RUNNERS[key] = CheckingRunner(weights, num_pages, num_state_pages, page_size, attend, num_devices)
+        RUNNERS[key] = CheckingRunner(weights, *sizes)
     made = copy.copy(RUNNERS[key])
     made.lengths = lengths
     made.weights = {name: jax.device_put(weights[name], array.sharding) for name, array in made.weights.items()}
     made.cache = jax.tree.map(jnp.copy, made.cache)
     if num_host_pages:
-        made.host_pages = runner.HostPages(made.cache, num_host_pages, groups=(0, 1), page_axis=(1, 0))
+        made.host_pages = runner.HostPages(made.cache, num_host_pages, groups=(0, 1), page_axis=1)
     return made
 
 
@@ -349,10 +355,10 @@ def check_variety(answers: list[list[int]]) -> None:
     assert len({token_id for answer in answers for token_id in answer}) > VOCAB // 2
 
 
-def main(attention: str) -> None:
-    """Check a hybrid whose heads are divided between all devices; unless its kernel is interpreted, it has a host tier."""
+def main(attention: str, kind: str) -> None:
+    """Check a model whose heads are divided between all devices; unless its kernel is interpreted, it has a host tier."""
     num_devices = len(jax.devices())
-    weights = make_weights(SEED, SIZES | {"heads": 2 * num_devices, "kv_heads": num_devices}, is_hybrid=True)
+    weights = make_weights(SEED, SIZES | {"heads": 2 * num_devices, "kv_heads": num_devices}, kind)
     num_host_pages = 300 if attention == "gather" else 0
     attend = command.ATTENTIONS[attention]
     engine = make_engine(weights, attend=attend, num_devices=num_devices, num_host_pages=num_host_pages)
@@ -361,4 +367,4 @@ def main(attention: str) -> None:
 
 if __name__ == "__main__":
     with jax.default_matmul_precision("highest"):
-        main(sys.argv[1])
+        main(*sys.argv[1:])
