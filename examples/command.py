@@ -57,6 +57,11 @@ def make_parser() -> ArgumentParser:
     add("--ring-size", 8, "tokens in a ring, at least the four that are compressed into one entry, and drafts")
     add("--checkpoint-interval", 32, "tokens between the states that a model with linear attention keeps inside prompts")
     add("--steps-ahead", 0, "steps that are planned before the tokens of the one that runs are known")
+    add(
+        "--drafts",
+        0,
+        "tokens that are guessed behind each token, from what followed the last tokens before, and verified with it",
+    )
     parser.add_argument("--store", type=Path, metavar="FOLDER", help="keep pages in files, for later runs and other engines")
     add("--max-num-reqs", 6, "maximum number of requests running at once")
     add("--max-num-batched-tokens", 64, "maximum number of tokens computed in a step")
@@ -124,6 +129,7 @@ def make_engine(args: Namespace) -> Engine:
             num_devices=args.num_devices,
             num_host_pages=args.num_host_pages,
             max_steps_ahead=args.steps_ahead,
+            num_drafts=args.drafts,
             store=args.store,
         )
     except jax.errors.JaxRuntimeError as error:  # the device has not enough memory

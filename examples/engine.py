@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -57,16 +57,17 @@ class Engine:
         num_host_pages: int = 0,
         hash_seed: str | None = None,
         max_steps_ahead: int = 0,
+        num_drafts: int = 0,
         store: Path | None = None,
     ) -> None:
         """The cache has `num_pages` pages of `page_size` tokens; at most `max_num_reqs` requests run at once. A hybrid keeps
         its states where requests resume, and in prompts at multiples of `checkpoint_interval` tokens, in a pool of
         `num_state_pages` pages; 0 means four for each request. One with rings, of `ring_size` tokens, has a ring for each row
         there. Evicted pages move to `num_host_pages` pages of host memory, states to a number in proportion; 0 turns this off.
-        Up to `max_steps_ahead` steps are planned and started before the tokens of the one that runs are known. Routers must
-        hash prompts with the same `hash_seed`. Computed pages are also kept in files below the folder `store`, for later
-        engines and others with the same weights; then the host has twice the pages of the pool, or more. Raise ValueError for
-        values that cannot work.
+        Up to `max_steps_ahead` steps are planned and started before the tokens of the one that runs are known. Up to
+        `num_drafts` drafts are verified with a token. Routers must hash prompts with the same `hash_seed`. Computed pages are
+        also kept in files below the folder `store`, for later engines and others with the same weights; then the host has twice
+        the pages of the pool, or more. Raise ValueError for values that cannot work.
         """
         sizes = {
             "num_pages": (num_pages, 2),
@@ -77,6 +78,7 @@ class Engine:
             "max_num_reqs": (max_num_reqs, 1),
             "max_num_batched_tokens": (max_num_batched_tokens, 1),
             "num_host_pages": (num_host_pages, 0),
+            "num_drafts": (num_drafts, 0),
         }
         for name, (size, least) in sizes.items():
             if not least <= size <= MAX_SIZE:
@@ -87,16 +89,20 @@ class Engine:
         if store is not None:
             num_host_pages = max(num_host_pages, 2 * num_pages)
         if num_host_pages:
-            num_host_row_pages = (
-                num_host_pages * num_row_pages // max(1, num_pages) if mixer is not None and mixer.is_cached else 0
-            )
-            host_sizes = [num_host_pages, max(2, num_host_row_pages)]  # the null page and another one are the least
+            # The tier names all pools, and writes through with twice the pages of each, also of rings, which it never saves.
+            is_saved = mixer is not None and mixer.is_cached
+            num_host_row_pages = num_host_pages * num_row_pages // num_pages if is_saved else 2 * num_row_pages
+            host_sizes = [num_host_pages, max(2, num_host_row_pages)]
         pools = ("kv",) if mixer is None else ("kv", mixer.pool)
         policy = "write_back" if store is None else "write_through"
         self.host_tier = HostTier(dict(zip(pools, host_sizes, strict=False)), policy=policy) if host_sizes else None
-        self.runner = ModelRunner(weights, *pool_sizes, page_size, ring_size, attend, num_devices, host_sizes)
-        cache_sizes = {"page_size": page_size, "ring_size": ring_size, "checkpoint_interval": checkpoint_interval}
-        groups = make_groups(mixer, self.runner.sizes | cache_sizes)
+        self.runner = ModelRunner(weights, *pool_sizes, page_size, ring_size, attend, num_devices, host_sizes, num_drafts)
+        of_cache = {"page_size": page_size, "ring_size": ring_size, "checkpoint_interval": checkpoint_interval}
+        all_sizes = self.runner.sizes | of_cache
+        most = max_num_batched_tokens if mixer is None else mixer.count_drafts(all_sizes, max_steps_ahead)
+        if num_drafts > most:
+            raise ValueError(f"num_drafts: got {num_drafts}, allowed with {max_steps_ahead} steps ahead: up to {most}")
+        groups = make_groups(mixer, all_sizes)
         self.manager = CacheManager(
             dict(zip(pools, pool_sizes, strict=False)),
             groups,
@@ -113,7 +119,7 @@ class Engine:
             self.num_rows, max_model_len, max_num_batched_tokens, page_sizes, self.runner.replicated
         )
         limits = max_num_reqs, max_num_batched_tokens
-        self.scheduler = Scheduler(self.manager, self.table, *limits, max_steps_ahead, self.store)
+        self.scheduler = Scheduler(self.manager, self.table, *limits, max_steps_ahead, self.store, num_drafts)
         self.padded_sizes = list_padded_sizes(max_num_batched_tokens)
         lengths = {"num_tokens": self.padded_sizes[-1], "num_reqs": max_num_reqs, "depth": max_steps_ahead + 1}
         fields = ["token_ids", "rows", "positions", "last_tokens", "starts", "seq_lens"]
@@ -224,11 +230,17 @@ class Engine:
     def start_step(self, step: StepResult, requests: list[Request]) -> None:
         """Start a planned step on the device."""
         batch, inputs = self.scheduler.batch, self.inputs
-        num_tokens = batch.inputs(step, out=inputs)
+        draft_token_ids = np.full((len(requests), self.scheduler.num_drafts), -1, np.int32)
+        for request, ids in zip(requests, draft_token_ids, strict=True):
+            ids[: len(request.drafts)] = request.drafts
+        num_tokens = batch.inputs(step, out=inputs, draft_token_ids=draft_token_ids)
         padded_size = next(size for size in self.padded_sizes if size >= num_tokens)
-        chunks = list(map(Chunk, requests, inputs.starts.tolist(), inputs.seq_lens.tolist()))
-        for request in requests:
-            request.num_in_flight += 1
+        num_drafts = [len(request.drafts) for request in requests]
+        chunks = list(map(Chunk, requests, inputs.starts.tolist(), inputs.seq_lens.tolist(), num_drafts))
+        for chunk in chunks:
+            chunk.request.num_in_flight += 1
+            if chunk.start < len(chunk.request.token_ids):
+                chunk.request.num_rejected = 0
         try:
             writes = self.move_pages()
             page_tables = self.table.commit(self.num_rows)
@@ -257,7 +269,8 @@ class Engine:
     def record_step(self, chunks: Sequence[Chunk]) -> None:
         """Let the store's tier know how long a step took to compute tokens of prompts, for its choice to load or to compute."""
         start, self.busy_since = self.busy_since, perf_counter()
-        num_tokens = sum(chunk.stop - chunk.start for chunk in chunks if chunk.stop - chunk.start > 1)
+        lengths = [chunk.stop - chunk.start - chunk.num_drafts for chunk in chunks]
+        num_tokens = sum(length for length in lengths if length > 1)
         if self.store is not None and num_tokens:
             self.store.record_step(num_tokens, self.busy_since - start)
 
@@ -302,27 +315,33 @@ class Engine:
             self.store.close(drain_seconds=drain_seconds)
 
     def update(self, step: StepResult, chunks: Sequence[Chunk], next_tokens: NextTokens) -> list[tuple[Request, int]]:
-        """Settle a step. Each request whose due tokens are all computed gets its next token, or forks its samples."""
-        is_due = [chunk.stop == chunk.request.num_due_tokens for chunk in chunks]
-        is_sampled = np.array([due and chunk.request.is_sampled for due, chunk in zip(is_due, chunks, strict=True)], np.int32)
-        token_ids = next_tokens.sampled[step.rows[is_sampled > 0]]
-        places = self.scheduler.batch.settle(step, token_ids, is_sampled).tolist()
-        complete = [chunk.request for chunk, due, place in zip(chunks, is_due, places, strict=True) if due and place >= 0]
-        sampling = [request for request in complete if request.is_sampled]
-        for request in complete:
+        """Settle a step. Each request whose due tokens are all computed gets its next tokens, or forks its samples."""
+        is_sampled = [chunk.is_due and chunk.request.is_sampled for chunk in chunks]
+        token_ids = [
+            chunk.request.end_at_stop(next_tokens.list_tokens(row)) if sampled else []
+            for chunk, row, sampled in zip(chunks, step.rows.tolist(), is_sampled, strict=True)
+        ]
+        counts = np.array(list(map(len, token_ids)), np.int32)
+        places = self.scheduler.batch.settle(step, np.array(list(chain(*token_ids)), np.int32), counts).tolist()
+        complete = [
+            (chunk, ids) for chunk, ids, place in zip(chunks, token_ids, places, strict=True) if chunk.is_due and place >= 0
+        ]
+        for request in [chunk.request for chunk, _ in complete]:
             if request.samples:
                 self.scheduler.append([request])  # the prompt's last token, which each sample computes itself
                 self.scheduler.fork(request, request.samples)
                 request.samples = []
             elif isinstance(request, Beam):
                 request.candidates = next_tokens.list_candidates(request.row)
-        for request in sampling:
-            request.token_ids.append(int(next_tokens.sampled[request.row]))
-        self.scheduler.finish([request for request in sampling if request.is_finished])
-        for search in {request.search: None for request in complete if isinstance(request, Beam)}:
+        sampling = [(chunk, ids) for chunk, ids in complete if ids]
+        for chunk, ids in sampling:
+            chunk.request.token_ids += ids
+            chunk.request.num_rejected += chunk.num_drafts + 1 - len(ids)
+        self.scheduler.finish([chunk.request for chunk, _ in sampling if chunk.request.is_finished])
+        for search in {chunk.request.search: None for chunk, _ in complete if isinstance(chunk.request, Beam)}:
             if search.is_ready:
                 self.extend(search)
-        return [(request, request.token_ids[-1]) for request in sampling]
+        return [(chunk.request, token_id) for chunk, ids in sampling for token_id in ids]
 
     def extend(self, search: BeamSearch) -> None:
         """Choose the next beams. The first child of a beam takes its row, other children fork; beams without children are

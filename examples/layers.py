@@ -15,8 +15,9 @@ Weights = dict[str, Any]
 
 class Tokens(NamedTuple):
     """The tokens of a step, int32: four values per token, and for each row of the table the index of its last token in the
-    step. A token id of -1 is the token that the step before sampled for the row. The state behind a token is also written to
-    the page of its checkpoint id, which is 0 for most.
+    step, the number of its drafts, which are its last tokens, and the number of its rejected drafts that the host knows of. A
+    token id of -1 is the token that the step before sampled for the row. The state behind a token is also written to the page
+    of its checkpoint id, which is 0 for most.
     """
 
     token_ids: Any
@@ -24,6 +25,8 @@ class Tokens(NamedTuple):
     positions: Any
     checkpoint_ids: Any
     last: Any
+    num_drafts: Any
+    num_rejected: Any
 
 
 class Mixer(NamedTuple):
@@ -31,7 +34,8 @@ class Mixer(NamedTuple):
 
     ``mix(weights, normed, entries, row_pages, page_tables, tokens)`` returns the output of a layer ``[tokens, width]``, and its
     written arrays (traced). ``make_spec`` gets the lengths of all axes and the sizes of the cache. ``count_pages`` returns the
-    default size of the pool for a number of requests that run at once.
+    default size of the pool for a number of requests that run at once, and ``count_drafts`` the most drafts of a row in a step,
+    from the sizes and a number of steps ahead.
     """
 
     name: str  # the names of its weights begin with it
@@ -42,6 +46,7 @@ class Mixer(NamedTuple):
     entry_axes: tuple[str, ...]  # axes of a layer's further arrays with the page ids of keys and values
     make_spec: Callable[[Mapping[str, int]], CacheSpec]
     count_pages: Callable[[int], int]
+    count_drafts: Callable[[Mapping[str, int], int], int]
     mix: Callable[..., tuple[Any, tuple[Any, ...], tuple[Any, ...]]]
 
 

@@ -70,6 +70,7 @@ LINEAR = Mixer(
     entry_axes=(),
     make_spec=make_spec,
     count_pages=lambda num_reqs: 4 * num_reqs,  # a state for each request, and checkpoints
+    count_drafts=lambda sizes, num_steps_ahead: 0,  # a state cannot go back
     mix=mix_linearly,
 )
 """The layers of a hybrid with states."""

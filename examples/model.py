@@ -118,8 +118,10 @@ def get_sizes(weights: Weights) -> dict[str, int]:
     return sizes
 
 
-def forward(weights: Weights, cache: Cache, page_tables: Sequence[Any], tokens: Tokens, attend: Attention) -> tuple[Any, Cache]:
-    """Write keys, values and rows' pages, attend, and return logits ``[rows, vocab]`` and the cache (traced)."""
+def forward(
+    weights: Weights, cache: Cache, page_tables: Sequence[Any], tokens: Tokens, places: Any, attend: Attention
+) -> tuple[Any, Cache]:
+    """Write keys, values and rows' pages, attend, and return the logits of the tokens at `places`, and the cache (traced)."""
     hidden, mixer = weights["embedding"][tokens.token_ids], find_mixer(weights)
     written = Cache([], [])
     for layer, (keys, values, *entries) in enumerate(cache.keys_and_values):
@@ -134,7 +136,7 @@ def forward(weights: Weights, cache: Cache, page_tables: Sequence[Any], tokens: 
         written.keys_and_values.append((*pages, *entries))
         normed = normalize(hidden, w["mlp_norm"])
         hidden += (jax.nn.silu(normed @ w["gate"]) * (normed @ w["up"])) @ w["down"]
-    return normalize(hidden[tokens.last], weights["final_norm"]) @ weights["unembedding"], written
+    return normalize(hidden[places], weights["final_norm"]) @ weights["unembedding"], written
 
 
 def mix(w: Weights, normed: Any, pages: tuple[Any, Any], page_table: Any, tokens: Tokens, attend: Attention) -> Any:

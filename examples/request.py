@@ -44,6 +44,8 @@ class Request:
         self.row = -1  # this and the next field describe the last admission, or fork
         self.num_cached_tokens: int | None = None
         self.num_in_flight = 0  # steps that compute its tokens, and whose results are not known
+        self.drafts: list[int] = []  # drafts in the step planned last
+        self.num_rejected = 0  # drafts of ended steps, since the last step that began with a token which was known
 
     @property
     def request_id(self) -> str:
@@ -67,6 +69,11 @@ class Request:
         """Whether the step that computes its due tokens samples the next one. If it has samples, each samples its own."""
         return not self.samples
 
+    def end_at_stop(self, token_ids: list[int]) -> list[int]:
+        """Return the next tokens up to the one that ends the answer."""
+        stop = self.params.stop_token_id
+        return token_ids[: token_ids.index(stop) + 1] if stop in token_ids else token_ids
+
     @property
     def is_finished(self) -> bool:
         """Whether the answer has its last token."""
@@ -76,8 +83,16 @@ class Request:
 
 
 class Chunk(NamedTuple):
-    """Tokens of a request computed in one step: positions `start` to `stop`, a single token if decoding."""
+    """Tokens of a request computed in one step: positions `start` to `stop`, the last `num_drafts` of them drafts. If decoding,
+    there is one more token. Positions are those for accepted drafts, where these are not known yet.
+    """
 
     request: Request
     start: int
     stop: int
+    num_drafts: int
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the step computes all tokens before the next one."""
+        return self.stop - self.num_drafts >= self.request.num_due_tokens

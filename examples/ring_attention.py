@@ -34,26 +34,20 @@ def mix_by_ring(
     """Mix the tokens of a layer, whose raw keys are in rings (traced)."""
     query, key, value = project(w, "ring_", normed)
     query, key = rotate(query, tokens.positions), rotate(key, tokens.positions)
-    period, ring_ids = len(w["ring_share"]), page_tables[1][tokens.rows, 0]
-    places = tokens.positions[:, None] // period * period + jnp.arange(period)
-    raw = [read_groups(new, ring, places, ring_ids, tokens) for new, ring in ((key, rings[0]), (value, rings[1]))]
+    period, ring_ids, positions = len(w["ring_share"]), page_tables[1][tokens.rows, 0], tokens.positions[:, None]
+    places = positions // period * period + jnp.arange(period)  # the positions of each token's group
+    raw = [read_groups(new, ring, places, ring_ids, tokens) for new, ring in zip((key, value), rings, strict=True)]
     # All entries are written before any is read: a prompt may hit pages that another row fills in the same step.
     slots, share = find_entry_slots(entries[0], page_tables[0], tokens, period), jax.nn.softmax(w["ring_share"], axis=0)
-    keys, values = (
-        write_pages(pages, slots, jnp.einsum("ktpd,pk->tkd", group, share)) for pages, group in zip(entries, raw, strict=True)
-    )
-    page_ids = page_tables[0][tokens.rows]
-    seen = [
-        jnp.concatenate([gather_pages(pages, page_ids), group], axis=2)
-        for pages, group in zip((keys, values), raw, strict=True)
-    ]
-    num_entries = seen[0].shape[2] - period
-    is_entry_seen = jnp.arange(num_entries) < tokens.positions[:, None] // period
-    is_seen = jnp.concatenate([is_entry_seen, places <= tokens.positions[:, None]], axis=1)
-    attended = attend_to(query, *seen, is_seen)
+    means = [jnp.einsum("ktpd,pk->tkd", group, share) for group in raw]
+    entries = write_pages(entries[0], slots, means[0]), write_pages(entries[1], slots, means[1])
+    gathered = [gather_pages(pages, page_tables[0][tokens.rows]) for pages in entries]
+    keys, values = (jnp.concatenate(each, axis=2) for each in zip(gathered, raw, strict=True))
+    is_before = jnp.arange(gathered[0].shape[2]) < positions // period
+    attended = attend_to(query, keys, values, jnp.concatenate([is_before, places <= positions], axis=1))
     slots = find_ring_slots(rings[0], ring_ids, tokens)
     rings = write_pages(rings[0], slots, key), write_pages(rings[1], slots, value)
-    return jnp.einsum("thd,hdw->tw", attended, w["ring_output"]), (keys, values), rings
+    return jnp.einsum("thd,hdw->tw", attended, w["ring_output"]), entries, rings
 
 
 def read_groups(new: Any, ring: Any, places: Any, ring_ids: Any, tokens: Tokens) -> Any:
@@ -85,6 +79,11 @@ def make_spec(sizes: Mapping[str, int]) -> RingSpec:
     return RingSpec(sizes["ring_size"], sizes["period"], (2, sizes["kv_heads"], sizes["head_size"]), "float32")
 
 
+def count_drafts(sizes: Mapping[str, int], num_steps_ahead: int) -> int:
+    """Return the most drafts that leave what the next step needs in the ring, if all of them are rejected."""
+    return max(0, sizes["ring_size"] - sizes["period"] - num_steps_ahead) // (num_steps_ahead + 1)
+
+
 RING = Mixer(
     name="ring",
     axes={
@@ -101,6 +100,7 @@ RING = Mixer(
     entry_axes=("kv_heads num_pages page_size/period head_size",) * 2,
     make_spec=make_spec,
     count_pages=lambda num_reqs: num_reqs + 2,  # a ring for each row of the table, that of padding included, and the null page
+    count_drafts=count_drafts,
     mix=mix_by_ring,
 )
 """The layers of a hybrid with rings."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,8 @@ SPLIT_AXES = {"heads", "kv_heads", "hidden"}
 
 class ModelRunner:
     """A model on a mesh of devices, with a cache of `num_pages` pages of `page_size` tokens and, in a hybrid, `num_row_pages`
-    states or rings of `ring_size` tokens, divided by heads. `num_host_pages` has numbers of both in host memory, or none.
+    states or rings of `ring_size` tokens, divided by heads. `num_host_pages` has numbers of both in host memory, or none. Rows
+    have up to `num_drafts` drafts in a step.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class ModelRunner:
         attend: Attention,
         num_devices: int,
         num_host_pages: Sequence[int] = (),
+        num_drafts: int = 0,
     ) -> None:
         """Raise ValueError for weights of another shape, missing devices, and heads that the devices cannot divide evenly."""
         axes, self.sizes = get_axes(weights), get_sizes(weights)
@@ -60,10 +62,12 @@ class ModelRunner:
         self.host_pages = None
         if num_host_pages:
             self.host_pages = HostPages(self.cache, num_host_pages, groups=(0, 1), page_axis=1)
-        self.sampled: jax.Array | None = None  # by the last step, for each row
-        shardings = (self.replicated, jax.tree.map(lambda pages: pages.sharding, self.cache))
+        self.last_tokens: LastTokens | None = None
+        shardings = (self.replicated, self.replicated, jax.tree.map(lambda pages: pages.sharding, self.cache))
         self._program: Callable[..., Any] = jax.jit(
-            partial(step, attend=divide_attention(attend, self.mesh)), donate_argnums=1, out_shardings=shardings
+            partial(step, num_drafts=num_drafts, attend=divide_attention(attend, self.mesh)),
+            donate_argnums=1,
+            out_shardings=shardings,
         )
 
     def _make_pages(self, axes: str) -> Any:
@@ -76,11 +80,12 @@ class ModelRunner:
         return NamedSharding(self.mesh, spec)
 
     def run(self, page_tables: Sequence[jax.Array], tokens: Tokens, params: SamplingRows) -> NextTokens:
-        """Start to compute a step's tokens, and return the next token of each row, on the device."""
-        if self.sampled is None:
-            self.sampled = jax.device_put(np.zeros(len(tokens.last), np.int32), self.replicated)
-        next_tokens, self.cache = self._program(self.weights, self.cache, page_tables, tokens, params, self.sampled)
-        self.sampled = next_tokens.sampled
+        """Start to compute a step's tokens, and return the next tokens of each row, on the device."""
+        if self.last_tokens is None:
+            self.last_tokens = jax.device_put(LastTokens(*np.zeros((2, len(tokens.last)), np.int32)), self.replicated)
+        next_tokens, self.last_tokens, self.cache = self._program(
+            self.weights, self.cache, page_tables, tokens, params, self.last_tokens
+        )
         return next_tokens
 
     def wait(self) -> None:
@@ -133,37 +138,57 @@ def divide_attention(attend: Attention, mesh: Mesh) -> Attention:
     return divided
 
 
+class LastTokens(NamedTuple):
+    """What the device keeps by row, int32 ``[rows]``: the last sampled token, and how many drafts were rejected since the last
+    step that began with a token which the host knew.
+    """
+
+    sampled: Any
+    num_rejected: Any
+
+
 def step(
     weights: Weights,
     cache: Cache,
     page_tables: Sequence[Any],
     tokens: Tokens,
     params: SamplingRows,
-    sampled: Any,
+    last: LastTokens,
+    num_drafts: int,
     attend: Attention,
-) -> tuple[NextTokens, Cache]:
-    """Return the next tokens of each row, and the cache (traced). `sampled` has the tokens of the step before, and is kept for
-    rows that are not in this one.
+) -> tuple[NextTokens, LastTokens, Cache]:
+    """Return the next tokens of each row, what is kept for later steps, and the cache (traced). Rows have up to `num_drafts`
+    drafts. Those that are not in this step keep what they have.
     """
-    token_ids = jnp.where(tokens.token_ids < 0, sampled[tokens.rows], tokens.token_ids)
-    tokens = tokens._replace(token_ids=token_ids)
-    logits, cache = forward(weights, cache, page_tables, tokens, attend)
-    next_tokens = find_next(logits, tokens.positions[tokens.last], params)
+    is_ahead = jnp.zeros(len(last.sampled), bool).at[tokens.rows].max(tokens.token_ids < 0)
+    # Positions are planned as if all drafts were accepted: the host does not know yet of those that were rejected since.
+    num_unknown = jnp.where(is_ahead, last.num_rejected - tokens.num_rejected, 0)
+    token_ids = jnp.where(tokens.token_ids < 0, last.sampled[tokens.rows], tokens.token_ids)
+    tokens = tokens._replace(token_ids=token_ids, positions=tokens.positions - num_unknown[tokens.rows])
+    offsets = jnp.arange(num_drafts + 1)
+    places = jnp.minimum(tokens.last[:, None] - tokens.num_drafts[:, None] + offsets, tokens.last[:, None])
+    drafts = jnp.where(offsets[:-1] < tokens.num_drafts[:, None], token_ids[places[:, 1:]], -1)
+    logits, cache = forward(weights, cache, page_tables, tokens, places, attend)
+    next_tokens = find_next(logits, tokens.positions[places], drafts, params)
+    num_rejected = jnp.where(is_ahead, last.num_rejected, 0) + tokens.num_drafts - next_tokens.num_accepted
+    sampled = jnp.take_along_axis(next_tokens.sampled, next_tokens.num_accepted[:, None], axis=1)[:, 0]
     is_in_step = jnp.zeros(len(sampled), bool).at[tokens.rows].set(True)
-    return next_tokens._replace(sampled=jnp.where(is_in_step, next_tokens.sampled, sampled)), cache
+    kept = jax.tree.map(partial(jnp.where, is_in_step), LastTokens(sampled, num_rejected), last)
+    return next_tokens, kept, cache
 
 
 def pack(
     inputs: StepInputs, num_tokens: int, padded_size: int, num_rows: int, requests: Sequence[Request], writes: StateWrites
 ) -> tuple[Tokens, SamplingRows]:
     """Return the tokens of a step, padded with tokens in the last row, and list sampling parameters by row."""
-    last, ends, top_k, seed = np.zeros((4, num_rows), np.int32)
+    last, ends, num_drafts, num_rejected, top_k, seed = np.zeros((6, num_rows), np.int32)
     temperature, checkpoint_ids = np.zeros(num_rows, np.float32), np.zeros(padded_size, np.int32)
     rows = [request.row for request in requests]
     last[rows], ends[rows] = inputs.last_tokens[: len(rows)], inputs.seq_lens[: len(rows)]
     inputs.rows[num_tokens:padded_size] = num_rows - 1
     for row, request in zip(rows, requests, strict=True):
         temperature[row], top_k[row], seed[row] = request.params.temperature, request.params.top_k, request.params.seed
+        num_drafts[row], num_rejected[row] = len(request.drafts), request.num_rejected
     checkpoint_ids[last[writes.rows] + writes.num_tokens - ends[writes.rows]] = writes.page_ids
     tokens = (array[:padded_size] for array in (inputs.token_ids, inputs.rows, inputs.positions))
-    return Tokens(*tokens, checkpoint_ids, last), SamplingRows(temperature, top_k, seed)
+    return Tokens(*tokens, checkpoint_ids, last, num_drafts, num_rejected), SamplingRows(temperature, top_k, seed)

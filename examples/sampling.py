@@ -17,23 +17,34 @@ class SamplingRows(NamedTuple):
 
 
 class NextTokens(NamedTuple):
-    """Results by row: the sampled token ``[rows]``, the most probable tokens and the logarithms of their probabilities ``[rows,
-    candidates]``; int32, int32, float32.
+    """Results by row: the sampled tokens ``[rows, drafts + 1]``, how many of the drafts they accept ``[rows]``, the most
+    probable tokens and the logarithms of their probabilities ``[rows, candidates]``; int32, and the last one float32. The last
+    sampled token that counts is the one behind the accepted drafts.
     """
 
     sampled: Any
+    num_accepted: Any
     candidates: Any
     log_probabilities: Any
+
+    def list_tokens(self, row: int) -> list[int]:
+        """Return the accepted drafts of a row, and the token behind them."""
+        tokens: list[int] = self.sampled[row, : self.num_accepted[row] + 1].tolist()
+        return tokens
 
     def list_candidates(self, row: int) -> list[tuple[int, float]]:
         """Return a row's candidates, each with the logarithm of its probability."""
         return list(zip(self.candidates[row].tolist(), self.log_probabilities[row].tolist(), strict=True))
 
 
-def find_next(logits: Any, positions: Any, params: SamplingRows) -> NextTokens:
-    """Return the next token of each row, and as many candidates as there are rows (traced). Arguments as in `sample`."""
-    log_probabilities, candidates = jax.lax.top_k(jax.nn.log_softmax(logits), min(logits.shape))
-    return NextTokens(sample(logits, positions, params), candidates, log_probabilities)
+def find_next(logits: Any, positions: Any, drafts: Any, params: SamplingRows) -> NextTokens:
+    """Return the next tokens of each row, and as many candidates as there are rows (traced): from logits ``[rows, drafts + 1,
+    vocab]``, the positions of the preceding tokens, and drafts ``[rows, drafts]``, or -1. A row with drafts has no candidates.
+    """
+    sampled = jax.vmap(sample, (1, 1, None), 1)(logits, positions, params)
+    num_accepted = jnp.cumprod(sampled[:, :-1] == drafts, axis=1, dtype=jnp.int32).sum(axis=1)
+    log_probabilities, candidates = jax.lax.top_k(jax.nn.log_softmax(logits[:, 0]), min(len(logits), logits.shape[2]))
+    return NextTokens(sampled, num_accepted, candidates, log_probabilities)
 
 
 def sample(logits: Any, positions: Any, params: SamplingRows) -> Any:

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
 
+import numpy as np
+from drafting import propose
 from request import Request
 
 from pagepool import CacheManager, EngineRequest, FailedLoads, MultiGroupPageTable, RequestTraits, RunningBatch, StepResult
@@ -31,10 +33,11 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_steps_ahead: int = 0,
         store: StoreTier | None = None,
+        num_drafts: int = 0,
     ) -> None:
         """Use the first `max_num_reqs` rows of the table for requests. Up to `max_steps_ahead` steps are planned before the
         tokens of the one that runs are known. A request waits for its pages in the `store`, if there is one, while others go
-        first.
+        first. Up to `num_drafts` drafts follow the last token of a request.
         """
         self.batch = RunningBatch(manager, table, max_steps_ahead=max_steps_ahead)
         self.max_steps_ahead = max_steps_ahead
@@ -43,6 +46,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.free_rows = deque(range(max_num_reqs))
         self.store = store
+        self.num_drafts = num_drafts
+        self.propose = propose
         self.is_fetching = False  # whether the last step was planned without a request whose pages are on their way
         self.has_forked = False  # whether rows were forked since moves were taken
         self.num_preemptions = 0
@@ -99,10 +104,13 @@ class Scheduler:
         for request in (requests := ahead + due):
             num_due[request.row] = min(max(num_due[request.row], 1), budget)
             budget -= num_due[request.row]
+            request.drafts = self.find_drafts(request)[:budget]
+            budget -= len(request.drafts)
         requests = [request for request in requests if num_due[request.row]]
         while requests:
             rows = [request.row for request in requests]
-            num_grown = self.batch.plan(rows, num_due[rows], step=step).num_grown
+            num_drafts = np.array([len(request.drafts) for request in requests], np.int32)
+            num_grown = self.batch.plan(rows, num_due[rows], num_drafts, step=step).num_grown
             planned += requests[:num_grown]
             requests = requests[num_grown:]
             if requests:
@@ -115,9 +123,23 @@ class Scheduler:
 
     def is_ahead(self, request: Request) -> bool:
         """Whether the token that a step in flight samples is to be computed. The last token of an answer never is."""
-        num_sampled = len(request.token_ids) + 1 + int(self.batch.num_ahead_tokens[request.row])
+        return request.num_in_flight > 0 and request.is_sampled and self.count_left(request) > 1
+
+    def count_left(self, request: Request) -> int:
+        """Return how many tokens an answer lacks besides those known and planned, if all drafts in flight are accepted."""
         num_most = request.num_prompt_tokens + request.params.max_tokens
-        return request.num_in_flight > 0 and request.is_sampled and num_sampled < num_most
+        return num_most - len(request.token_ids) - int(self.batch.num_ahead_tokens[request.row])
+
+    def find_drafts(self, request: Request) -> list[int]:
+        """Return drafts behind the token that is to be computed, if it is the last known one, or one that a step in flight
+        samples. In that case drafts behind known tokens begin with the tokens in flight.
+        """
+        num_due = int(self.batch.num_tokens[request.row] - self.batch.num_computed_tokens[request.row])
+        if not self.num_drafts or num_due > 1 or not request.is_sampled:
+            return []
+        num_unknown = 0 if num_due else int(self.batch.num_ahead_tokens[request.row]) + 1
+        num_drafts = min(self.num_drafts, self.count_left(request) - 1 - (not num_due))
+        return self.propose(request.token_ids, num_unknown + num_drafts)[num_unknown:]
 
     def preempt(self, request: Request) -> None:
         """Preempt a request: it waits at its place, and hits its cached pages when it is admitted again."""
@@ -165,7 +187,7 @@ class Scheduler:
             )
             if num_cached is None:
                 break
-            request.row, request.num_cached_tokens = row, num_cached
+            request.row, request.num_cached_tokens, request.drafts = row, num_cached, []
             planned.append(request)
             budget -= int(self.batch.num_computed_tokens[row]) - num_cached
             self.waiting.remove(request)

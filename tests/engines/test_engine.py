@@ -20,6 +20,7 @@ from engine_workload import (  # noqa: E402
     HYBRID_WEIGHTS,
     KINDS,
     LIMITS,
+    RING_WEIGHTS,
     RUNNERS,
     SEED,
     VOCAB,
@@ -30,7 +31,10 @@ from engine_workload import (  # noqa: E402
     answer_by_engine,
     answer_densely,
     check_answers,
+    check_drafts,
+    check_outputs,
     check_rest,
+    draft_well,
     exact_float32,  # noqa: F401
     make_asks,
     make_engine,
@@ -40,6 +44,9 @@ from engine_workload import (  # noqa: E402
 from pagepool.errors import RequestTooLargeError  # noqa: E402
 
 command = pytest.importorskip("command")
+from drafting import propose  # noqa: E402
+from model import MIXERS  # noqa: E402
+from ring_attention import RING  # noqa: E402
 from stopwatch import Stopwatch  # noqa: E402
 
 
@@ -76,6 +83,49 @@ def test_rows_that_wait_keep_their_sampled_tokens(weights: Weights, monkeypatch:
     requests, _ = answer_by_engine(engine, asks)
     assert [request.output for request in requests] == [answer_densely(*ask, weights) for ask in asks]
     check_rest(engine)
+
+
+@AHEAD
+@pytest.mark.parametrize("weights", [WEIGHTS, RING_WEIGHTS], ids=["attention", "ring"])
+def test_answers_with_drafts(weights: Weights, num_ahead: int) -> None:
+    """A step ahead begins where the drafts of the step before end that were accepted: the device knows it first."""
+    engine, asks = make_engine(weights, num_drafts=2, max_steps_ahead=num_ahead), make_asks(18)
+    batch = draft_well(engine, asks, weights)
+    _, preempted = check_outputs(engine, asks, weights)
+    assert preempted
+    check_drafts(batch)
+
+
+def test_answers_with_all_drafts_that_a_ring_takes_back() -> None:
+    """Of five drafts, three of which are rejected on average. Two entries lie in a page."""
+    options = {"num_drafts": 5, "page_size": 8, "num_pages": 24}
+    engine, asks = make_engine(RING_WEIGHTS, **options), make_asks(9)
+    batch = draft_well(engine, asks, RING_WEIGHTS)
+    check_outputs(engine, asks, RING_WEIGHTS)
+    check_drafts(batch)
+
+
+def test_a_stop_token_among_drafts_ends_the_answer() -> None:
+    prompt, params = make_asks(2)[1]
+    answer = answer_densely(prompt, params)
+    engine = make_engine(num_drafts=5)
+    engine.scheduler.propose = lambda token_ids, num_drafts: answer[len(token_ids) - len(prompt) :][:num_drafts]
+    engine.add(prompt, replace(params, stop_token_id=answer[4]))
+    assert [token_id for _, token_id in engine.stream()] == answer[: answer.index(answer[4]) + 1]
+    check_rest(engine)
+
+
+def test_drafts_are_what_followed_the_same_tokens() -> None:
+    assert propose([1, 2, 3, 4, 9, 2, 3, 4], 2) == [9, 2]
+    assert propose([3, 5, 2, 3, 7, 3], 2) == [7, 3]
+    assert propose([1, 2, 3], 2) == propose([1], 2) == propose([1, 1], 0) == []
+
+
+def test_rings_share_a_pool_with_pages_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MIXERS, "ring", RING._replace(pool="kv"))
+    engine = make_engine(RING_WEIGHTS, num_pages=46, num_state_pages=46)
+    assert [pool.num_pages for pool in engine.manager.pools.values()] == [46]
+    check_answers(engine, make_asks(18), RING_WEIGHTS)
 
 
 def test_each_turn_of_a_chat_hits_the_last_checkpoint_in_the_prompt_before() -> None:
@@ -328,6 +378,10 @@ def test_the_command_chats_with_a_hybrid(
         (["--turns", "0"], "--turns: got 0, allowed: at least 1"),
         (["--seed", "-1"], "--seed: got -1, allowed: 0 to 2**31 - 1"),
         (["--beams", "9"], "num_beams: got 9"),
+        (["--kind", "linear", "--drafts", "1"], "num_drafts: got 1, allowed with 0 steps ahead: up to 0"),
+        (["--kind", "ring", "--drafts", "2", "--steps-ahead", "1"], "num_drafts: got 2, allowed with 1 steps ahead: up to 1"),
+        (["--kind", "ring", "--ring-size", "3"], "period: got 4, allowed: 1 to 3"),
+        (["--kind", "ring", "--page-size", "6"], "period: got 4, allowed with enable_caching: a divisor of 6"),
         (["--kind", "linear", "--num-state-pages", "8"], "num_pages['states']: got 8, allowed for 7 rows: at least 9"),
     ],
     ids=lambda value: "" if isinstance(value, list) else value,

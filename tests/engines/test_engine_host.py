@@ -16,6 +16,7 @@ from engine_workload import (  # noqa: E402
     HYBRID_WEIGHTS,
     KINDS,
     MODELS,
+    RING_WEIGHTS,
     SEED,
     WEIGHTS,
     BatchInBetween,
@@ -24,8 +25,10 @@ from engine_workload import (  # noqa: E402
     Weights,
     answer_densely,
     check_answers,
+    check_drafts,
     check_outputs,
     check_rest,
+    draft_well,
     exact_float32,  # noqa: F401
     fail_at_random,
     let_steps_fail,
@@ -38,13 +41,13 @@ from engine_workload import (  # noqa: E402
 SMALL = {"num_pages": 30, "num_host_pages": 300}
 
 
-def check_host(engine: Engine) -> None:
-    """Assert that all ways of the tier were gone."""
+def check_host(engine: Engine, num_loaded_pages: int = 25) -> None:
+    """Assert that all ways of the tier were gone, and that more than this number of pages came back."""
     assert engine.host_tier is not None
     stats = engine.host_tier.stats()
     print(stats, engine.scheduler.num_preemptions)
     assert stats.num_saved_pages > 50
-    assert stats.num_loaded_pages > 25
+    assert stats.num_loaded_pages > num_loaded_pages
     assert stats.num_in_flight == 0 or engine.runner.host_pages.wait()
 
 
@@ -81,6 +84,20 @@ def test_transfers_and_steps_that_fail_at_random(monkeypatch: pytest.MonkeyPatch
     check_host(engine)
 
 
+@AHEAD
+def test_rings_with_drafts_forks_and_failures(monkeypatch: pytest.MonkeyPatch, num_ahead: int) -> None:
+    """Pages of attention come back from the host, rings never do."""
+    asks = make_asks(12)
+    engine = make_engine(RING_WEIGHTS, num_pages=34, num_host_pages=300, num_drafts=2, max_steps_ahead=num_ahead)
+    batch = draft_well(engine, asks, RING_WEIGHTS, num_samples=3)
+    fail_at_random(monkeypatch)
+    let_steps_fail(engine, Random(SEED), 0.05)
+    run_all(engine, asks, RING_WEIGHTS)
+    check_drafts(batch)
+    check_host(engine, 5)  # how many loads fail depends on when transfers end
+    assert engine.num_copied_pages > 10
+
+
 @MODELS
 def test_requests_that_cannot_go_back_wait_again(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(weights, **SMALL)
@@ -99,7 +116,7 @@ def test_a_preempted_request_computes_little_again(weights: Weights) -> None:
     update = engine.update
 
     def count_computed(step: Any, chunks: Any, next_tokens: Any) -> Any:
-        for request, start, stop in chunks:
+        for request, start, stop, _ in chunks:
             computed[request] += stop - start
         return update(step, chunks, next_tokens)
 

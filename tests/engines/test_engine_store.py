@@ -22,6 +22,8 @@ from contents_store import STORE_MODULES  # noqa: E402
 from devices import Program, await_programs  # noqa: E402
 from engine_workload import (  # noqa: E402
     AHEAD,
+    HYBRID_WEIGHTS,
+    KINDS,
     LIMITS,
     MODELS,
     SEED,
@@ -68,7 +70,7 @@ def fill(folder: Path, weights: Weights = WEIGHTS, asks: Any = ASKS) -> None:
 
 def check_hits(engine: Any, weights: Weights, requests: Any) -> None:
     """At least 95 % of the full pages of the prompts were hit, of a hybrid up to the last checkpoint."""
-    size = LIMITS["page_size"] if weights is WEIGHTS else LIMITS["checkpoint_interval"]
+    size = LIMITS["checkpoint_interval" if weights is HYBRID_WEIGHTS else "page_size"]
     most = sum((request.num_prompt_tokens - 1) // size * size for request in requests)
     num_hits = engine.manager.stats().queries.num_hit_tokens
     print(f"{num_hits} of {most} tokens were hit; {engine.manager.stats().store}")
@@ -137,7 +139,7 @@ def test_an_engine_short_of_pages(weights: Weights, tmp_path: Path) -> None:
 # Engines that share.
 
 
-@MODELS
+@KINDS
 def test_two_engines_with_one_folder(weights: Weights, tmp_path: Path) -> None:
     engines = [make_stored(tmp_path, weights) for _ in range(2)]
     check_outputs(engines[0], ASKS, weights)

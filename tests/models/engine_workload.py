@@ -41,13 +41,13 @@ MIN_MARGIN = 1e-4
 LIMITS: dict[str, Any] = {
     "num_pages": 40,
     "page_size": 4,
-    "ring_size": 5,
+    "ring_size": 9,
     "checkpoint_interval": 8,
     "max_num_reqs": 9,
     "max_num_batched_tokens": 16,
     "max_model_len": 100,
 }
-SIZES = {"vocab": VOCAB, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 8, "hidden": 64, "period": 2}
+SIZES = {"vocab": VOCAB, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 8, "hidden": 64, "period": 4}
 WEIGHTS = make_weights(SEED, SIZES)
 HYBRID_WEIGHTS = make_weights(SEED, SIZES, "linear")
 RING_WEIGHTS = make_weights(SEED + 5, SIZES, "ring")  # with the seed itself a choice is too close
@@ -97,6 +97,7 @@ def make_runner(
     attend: Attention,
     num_devices: int,
     num_host_pages: Sequence[int] = (),
+    num_drafts: int = 0,
 ) -> runner.ModelRunner:
     """Make a runner. It shares its program with others of the same shapes: what one of them has compiled is there for all."""
     lengths = num_pages, num_row_pages
@@ -104,9 +105,9 @@ def make_runner(
         num_pages = num_row_pages = max(num_pages, LIMITS["num_pages"])
     shapes = tuple((name, array.shape) for name, array in weights.items())
     sizes = num_pages, num_row_pages, page_size, ring_size, attend, num_devices
-    key = shapes, sizes
+    key = shapes, sizes, num_drafts
     if key not in RUNNERS:
-        RUNNERS[key] = CheckingRunner(weights, *sizes)
+        RUNNERS[key] = CheckingRunner(weights, *sizes, num_drafts=num_drafts)
     made = copy.copy(RUNNERS[key])
     made.lengths = lengths
     made.weights = {name: jax.device_put(weights[name], array.sharding) for name, array in made.weights.items()}
@@ -253,6 +254,46 @@ class BatchInBetween:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.batch, name)
+
+
+class DraftingBatch(BatchInBetween):
+    """A batch that counts drafts."""
+
+    num_drafts = num_accepted = 0
+
+    def plan(self, rows: Any, num_tokens: Any, num_drafts: Any, step: Any) -> Any:
+        self.num_drafts += num_drafts.sum()
+        return self.batch.plan(rows, num_tokens, num_drafts, step)
+
+    def settle(self, step: Any, token_ids: Any = None, counts: Any = None, **options: Any) -> Any:
+        if counts is not None:
+            self.num_accepted += (counts[counts > 0] - 1).sum()
+        return self.batch.settle(step, token_ids, counts, **options)
+
+
+def draft_well(engine: Any, asks: list[Ask], weights: Weights, num_samples: int = 1) -> DraftingBatch:
+    """Let an engine have drafts four fifths of which are right, and return its batch."""
+    rng = Random(SEED)
+    texts = [
+        prompt + answer_densely(prompt, replace(params, seed=params.seed + i), weights)
+        for prompt, params in asks
+        for i in range(num_samples)
+    ]
+
+    def propose(token_ids: list[int], num_drafts: int) -> list[int]:
+        text = next((text for text in texts if text[: len(token_ids)] == token_ids), token_ids)
+        return [token_id if rng.random() < 0.8 else VOCAB - 1 for token_id in text[len(token_ids) :][:num_drafts]]
+
+    engine.scheduler.propose = propose
+    engine.scheduler.batch = batch = DraftingBatch(engine.scheduler.batch)
+    return batch
+
+
+def check_drafts(batch: DraftingBatch) -> None:
+    """Assert that many drafts were accepted, and many rejected."""
+    print(batch.num_drafts, batch.num_accepted)
+    assert batch.num_accepted > 50
+    assert batch.num_drafts - batch.num_accepted > 50
 
 
 def let_steps_fail(engine: Any, rng: Random, share: float) -> list[str]:
