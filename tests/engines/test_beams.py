@@ -11,7 +11,6 @@ import pytest
 jax = pytest.importorskip("jax", minversion="0.6.1")
 
 from engine_workload import (  # noqa: E402
-    KINDS,
     LIMITS,
     MODELS,
     SEED,
@@ -36,7 +35,7 @@ from engine_workload import (  # noqa: E402
 from pagepool.errors import OutOfPagesError  # noqa: E402
 
 
-@KINDS
+@MODELS
 def test_samples_and_beams_among_other_requests(weights: Weights) -> None:
     engine = make_engine(weights)
     run_all(engine, make_asks(18), weights)

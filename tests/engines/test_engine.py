@@ -108,7 +108,7 @@ def test_answers_with_all_drafts_that_a_ring_takes_back() -> None:
 def test_a_stop_token_among_drafts_ends_the_answer() -> None:
     prompt, params = make_asks(2)[1]
     answer = answer_densely(prompt, params)
-    engine = make_engine(num_drafts=5)
+    engine = make_engine(num_drafts=2)
     engine.scheduler.propose = lambda token_ids, num_drafts: answer[len(token_ids) - len(prompt) :][:num_drafts]
     engine.add(prompt, replace(params, stop_token_id=answer[4]))
     assert [token_id for _, token_id in engine.stream()] == answer[: answer.index(answer[4]) + 1]
