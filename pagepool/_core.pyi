@@ -342,6 +342,8 @@ class RequestPages:
         hits: Iterable[PageIds] = (),
         chain: HashChain | None = None,
         num_tokens_to_cache: int = 0,
+        shard: int | None = None,
+        num_shards: int = 0,
     ) -> tuple[PageIds, ...] | None: ...
     def enter(self, chain: HashChain, num_tokens: int, num_computed_tokens: int, context: int = 0) -> None: ...
     def fork(self, target: RequestPages, num_computed_tokens: int, session: int = 0, hash_lookahead: int = 0) -> bool: ...
@@ -409,6 +411,7 @@ class PageTier:
         writes_through: bool = False,
         further_banks: Sequence[int] = (),
     ) -> Self: ...
+    def limit_groups(self, store: PageStore, num_groups: int) -> None: ...
     def counters(self, store: PageStore) -> dict[str, int]: ...
     def count_banks(self, store: PageStore) -> list[tuple[int, ...]]: ...
 
@@ -872,6 +875,11 @@ class RunningRows:
     def take_moves(self) -> Moves:
         """Take the moves that are due, with the writes of the batch's states."""
 
+    def show_media(self, tables: Iterable[TableRows], encoder_lens: npt.NDArray[np.int32], media: Any) -> None: ...
+    def get_medium(self, row: int) -> Any:
+        """Return the `Medium` that an admitted row reads, None for a free row. Raise ArgumentError for a model without
+        cross-attention, RowIndexError outside the table.
+        """
     def get_page_ids(self, row: int) -> tuple[list[int], ...]:
         """Return the ids of a row's pages: a list for each group, with 0, the null page, for skipped pages. O(pages)."""
 

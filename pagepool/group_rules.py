@@ -12,6 +12,7 @@ from pagepool.retention import Retention
 from pagepool.specs import (
     CacheGroupSpec,
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     ReferenceWindowSpec,
@@ -32,6 +33,7 @@ SPECS = [
         ReferenceWindowSpec,
         MambaSpec,
         RingSpec,
+        CrossAttentionSpec,
     )
 ]
 FULL = "FullAttention", "ReferenceWindow"  # kinds that keep all pages of a prompt

@@ -65,6 +65,7 @@ from pagepool.arguments import (
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
 from pagepool.group_rules import make_rules
 from pagepool.hashing import KeyHolder
+from pagepool.media import Media, Medium, count_others
 from pagepool.page_hashing import PageHashing
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import Configuration, EvictionPolicy, choose_pool
@@ -133,8 +134,8 @@ class HostTier:
         self.policy = policy
         self._bound: tuple[PageTier, PageStore] | None = None
 
-    def bind(self, store: PageStore) -> None:
-        """Put the tier behind the pools of a store. Raise ArgumentError if the tier is behind pools already, if the store has a
+    def bind(self, store: PageStore, num_groups: int) -> None:
+        """Put the tier behind the pools of a store, for pages of `num_groups` groups; those of further groups are not saved. Raise ArgumentError if the tier is behind pools already, if the store has a
         tier already, or if the sizes are for other pools.
         """
         if self._bound is not None:
@@ -145,6 +146,7 @@ class HostTier:
         writes_through = self.policy == "write_through" and not small
         tier = PageTier(store, first, writes_through, [size - 1 for size in further])
         add_tier(store, tier)
+        tier.limit_groups(store, num_groups)
         if self.policy == "write_through" and small:
             num_pages, num_device_pages = nums[small[0]]
             of_pool = f"{num_device_pages} of the pool {store.bank_names[small[0]]!r}"
@@ -275,7 +277,11 @@ class CacheManager(KeyHolder, SlotAllocator):
         if not isinstance(kv_cache_groups, Sequence):
             raise ArgumentTypeError(f"kv_cache_groups: got {type(kv_cache_groups).__name__}, allowed: a list of CacheGroupSpec")
         check_groups(kv_cache_groups)
+        every_group, num_others = kv_cache_groups, count_others(kv_cache_groups)
+        if num_others < len(every_group):
+            kv_cache_groups = kv_cache_groups[:num_others]
         self.kv_cache_groups = kv_cache_groups
+        self.cross_groups = tuple(every_group[num_others:]) if num_others < len(every_group) else ()
         self.max_model_len = require_int("max_model_len", max_model_len, 1, MAX_SIZE)
         self.max_num_batched_tokens = max_num_batched_tokens
         if max_num_batched_tokens is not None:
@@ -288,7 +294,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             raise ArgumentTypeError(f"retention: got {type(retention).__name__}, allowed: Retention, or None")
         if host_tier is not None and not isinstance(host_tier, HostTier):
             raise ArgumentTypeError(f"host_tier: got {type(host_tier).__name__}, allowed: HostTier, or None")
-        sizes = read_sizes(num_pages, kv_cache_groups, page_pool)
+        sizes = read_sizes(num_pages, every_group, page_pool)
         has_one = len(sizes.names) == 1
         self.pools: Mapping[str, PagePool] = MappingProxyType(
             {sizes.names[0]: choose_pool(page_pool, sizes.sizes[0], self.enable_caching, eviction)}
@@ -302,7 +308,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             hashing.use_eagle and not hashing.hash_lookahead,
             self.enable_caching,
             retention,
-            sizes.pool_of_group,
+            sizes.pool_of_group[:num_others],
             hashing.hash_lookahead,
         )
         self._store = self._page_pool.store
@@ -318,24 +324,26 @@ class CacheManager(KeyHolder, SlotAllocator):
                 allowed = f"none, or at least {num_needed}"
                 got = f"one that keeps {num_kept} token ids of a page"
                 raise ArgumentError(f"page_pool: got {got}, allowed for pages of {num_needed}: {allowed}")
-            of_group = enumerate(sizes.pool_of_group if len(self.pools) > 1 else ())
+            of_group = enumerate(sizes.pool_of_group[:num_others] if len(self.pools) > 1 else ())
             configuration = hasher.describe() | rules.configuration
             configuration |= {f"kv_cache_groups[{i}].pool": sizes.names[number] for i, number in of_group}
             for pool in self.pools.values():
                 pool.bind(configuration)
             if self._store.eviction == "adaptive":
-                link_checkpoints(self._store, kv_cache_groups, sizes.pool_of_group)
+                link_checkpoints(self._store, kv_cache_groups, sizes.pool_of_group[:num_others])
             if rules.checkpoint_interval is not None:
-                rank_checkpoints(self._store, sizes.list_pools_of_states(kv_cache_groups))
+                rank_checkpoints(self._store, sizes.list_pools_of_states(every_group))
                 self._store.put_blank_first()
             if hasher.num_digest_bytes == 32:
                 self._store.keep_whole_digests()
         self.registry = RequestRegistry(self._page_pool, rules, hasher, configuration, max_leased, self._trusts_requests)
+        if self.cross_groups:
+            self.registry.media = Media(self._store, self.pools, self.cross_groups, num_others, hashing, self.enable_caching)
         self.caches = caches
         self._caches_computed = caches == "computed" and self.enable_caching
         super().__init__(self.registry, self.max_model_len, self._on_too_large, self._caches_computed)
         if host_tier is not None:
-            host_tier.bind(self._store)
+            host_tier.bind(self._store, num_others)
         self.host_tier = host_tier
         self._storage: Storage | None = None
         self._advisor = Advisor(self.stats(), self._store.counters["num_queried_tokens"])
@@ -619,6 +627,8 @@ class CacheManager(KeyHolder, SlotAllocator):
                     del self.registry.held[new_request.request_id]
                 if not is_forked:
                     self.registry.hashes.pop(new_request.request_id, None)
+            if is_forked and self.registry.media is not None:
+                self.registry.media.fork(request, new_request)
             return CachePages(target.get_page_ids(), self._store) if is_forked else None
 
     # The host tier.
@@ -939,6 +949,8 @@ class CacheManager(KeyHolder, SlotAllocator):
                 hashes.are_unsure = True
             if num_computed_tokens is not None:
                 registry.forget_evicted_names()
+            if registry.media is not None:
+                registry.media.end(request, has_failed=num_computed_tokens is not None)
 
     def _count_last_tokens(self, request: Request, num_computed_tokens: int | None, held: RequestPages | None) -> int:
         """Return the computed tokens of a request up to the last state that becomes a checkpoint as it ends; 0 without any."""
@@ -1024,7 +1036,7 @@ class CacheManager(KeyHolder, SlotAllocator):
     def check(self) -> None:
         """Raise IntegrityError, naming the first wrong page, if pool or requests are damaged. O(num_pages + pages held)."""
         with self.registry.lock:
-            check_holders(self._store, list(self.registry.held.values()), groups=self._rules.groups)
+            check_holders(self._store, self.registry.list_held(), groups=self._rules.groups)
             self._page_pool.check()
 
     def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
@@ -1034,6 +1046,10 @@ class CacheManager(KeyHolder, SlotAllocator):
         except TypeError:
             raise ArgumentTypeError(f"request_id: got {type(request_id).__name__}, allowed: a string") from None
         return self._store.lists_in_banks(self._no_ids if held is None else held.get_page_ids())
+
+    def get_medium(self, request_id: str) -> Medium | None:
+        """Return the pages of the encoder's output that a request reads, with cross-attention; None for one without pages."""
+        return None if self.registry.media is None else self.registry.media.of_request.get(request_id)
 
     def get_num_common_prefix_pages(self, request: Request, num_scheduled_requests: int) -> list[int]:
         """Count, for each group, the leading pages of a running request held by at least `num_scheduled_requests` requests,

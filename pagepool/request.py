@@ -76,6 +76,10 @@ class Request(Protocol):
     `inputs_embeds`, `input_embeds` or `input_embeddings`, are read at the first look-up: arrays in host memory, and lists of
     numbers, share the pages in which their rows are equal; other objects share none.
 
+    With a `CrossAttentionSpec`, `num_encoder_tokens` is the number of tokens of an encoder's output, read when the request gets
+    its first pages, and `cross_key` (int, string or bytes) names the medium behind it: requests with one key share its pages,
+    and requests with other media share no pages. Without a key nothing of the request is shared.
+
     More optional attributes, read when the request gets its first pages: `num_prompt_tokens` (an int: the tokens behind are of
     its answer, which matters with a `ReferenceWindowSpec`, and is read at each look-up too; without it or with None, all tokens
     known by then are of the prompt), `resume_at` (up to four numbers of tokens where other
@@ -138,6 +142,8 @@ class EngineRequest:
     resume_at: Sequence[int] = ()
     session_id: str | None = None
     tenant: str | None = None
+    num_encoder_tokens: int = 0
+    cross_key: int | str | bytes | None = None
     all_token_ids: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -201,6 +207,13 @@ class RequestTraits:
     tenant: str | None = None
     """The tenant charged for the pages taken by the row: see `CacheManager.set_shares`."""
 
+    num_encoder_tokens: int = 0
+    """Tokens of an encoder's output, with a `CrossAttentionSpec`."""
+    cross_key: int | str | bytes | None = None
+    """Name of the medium behind them, such as a digest of an audio or a picture. Rows with other media share no pages; without
+    a name nothing of the row is shared.
+    """
+
     def __post_init__(self) -> None:
         """Check the values, and store them as values of plain Python types."""
         for name in ("look_up", "is_preempted"):
@@ -211,6 +224,8 @@ class RequestTraits:
                 object.__setattr__(self, name, require_name(name, getattr(self, name)))
         if self.dp_shard is not None:
             object.__setattr__(self, "dp_shard", require_int("dp_shard", self.dp_shard, 0))
+        num_encoder_tokens = require_int("num_encoder_tokens", self.num_encoder_tokens, 0, MAX_SIZE)
+        object.__setattr__(self, "num_encoder_tokens", num_encoder_tokens)
         if self.num_prompt_tokens is not None:
             checked = require_int("num_prompt_tokens", self.num_prompt_tokens, 0, MAX_SIZE)
             object.__setattr__(self, "num_prompt_tokens", checked)

@@ -9,6 +9,7 @@ from pagepool.arguments import has_status, id_of, read_count, refuse_incomplete,
 from pagepool.errors import ArgumentError, shown
 from pagepool.group_rules import GroupRules
 from pagepool.hashing import KeyHolder, RequestExtraKeys
+from pagepool.media import Media
 from pagepool.page_hashing import PageHasher
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import Configuration
@@ -43,12 +44,17 @@ class RequestRegistry(KeyHolder, RequestMaps):
         self.max_leased, self.max_steps_ahead = max_leased, 0
         self.sessions = PageSessions(page_pool.store)
         self.event_source: EventSource | None = None
+        self.media: Media | None = None  # without cross-attention
 
     def plan_ahead(self, max_steps_ahead: int) -> None:
         """Record that a running batch plans up to `max_steps_ahead` steps ahead."""
         self.max_steps_ahead = max(self.max_steps_ahead, max_steps_ahead)
 
     # Pages.
+
+    def list_held(self) -> list[RequestPages]:
+        """Return the pages of all requests and media."""
+        return [*self.held.values(), *(() if self.media is None else self.media.list_pages())]
 
     def require_held(self, request: Request) -> RequestPages:
         """Return the pages of a request. Raise ArgumentError if it holds none, and the errors of `find_held`."""

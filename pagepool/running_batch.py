@@ -36,6 +36,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import RequestExtraKeys, list_features
 from pagepool.host_table import HostTable, HostTables
 from pagepool.manager import CacheManager
+from pagepool.media import Medium, RowMedia
 from pagepool.pools import require_states
 from pagepool.request import LoraId, RequestTraits, Salt, TokenIds
 from pagepool.specs import find_shard
@@ -59,7 +60,8 @@ class RunningBatch(RunningRows):
     Live, read-only arrays by row: ``is_admitted``; ``num_tokens``, the known tokens of prompt and answer;
     ``num_computed_tokens``, those that planned steps write; ``num_cached_tokens``, those hit on admission and not cut off by
     `trim`; ``num_external_tokens``, those awaited by a pending row; ``num_ahead_tokens``, the planned positions behind the
-    known tokens: drafts, and tokens that steps in flight sample. ``stays``, int64, has the number of each row's stay, which an
+    known tokens: drafts, and tokens that steps in flight sample. With cross-attention `get_medium` has the pages of a row's
+    medium, and how many of its encoder's tokens were hit. ``stays``, int64, has the number of each row's stay, which an
     admission or fork begins and `release` ends; it moves with the row. Pools and prefix index are the manager's, so batch and
     manager hit each other's pages. Release all rows before dropping a batch: dropping it frees no pages.
 
@@ -145,6 +147,14 @@ class RunningBatch(RunningRows):
         self._registry = registry
         self._data_parallel_size = size or None
         self._hash_page_size = hash_page_size
+        self._media: RowMedia | None = None
+        self.cross_tables: tuple[HostTable, ...] = ()
+        if registry.media is not None:
+            self._media = RowMedia(
+                registry.media, registry.lock, self.stays, self.num_computed_tokens, manager.caches == "computed"
+            )
+            self.cross_tables = self._media.tables
+            self.show_media(self._media.tables, self._media.num_encoder_tokens, self._media)
         self._counters = registry.query_counters if manager.enable_caching else (None, None)
         self._last_features: list[_ReadFeatures | None] = [None] * self.num_tokens.size  # one per row
 
@@ -225,6 +235,7 @@ class RunningBatch(RunningRows):
                 look_up,
                 num_external,
                 named.num_prompt_tokens,
+                (named.cross_key, named.num_encoder_tokens) if named.num_encoder_tokens else None,
             )
             reserves_prompt = reserve is not None
             if reserves_prompt and not (type(reserve) is str and reserve == "prompt"):
@@ -259,11 +270,18 @@ class RunningBatch(RunningRows):
             counter = self._counters[named.is_preempted] if look_up else None
             session_id, tenant = named.session_id, named.tenant
             session = context = 0
+            medium, is_admitted = self._take_medium(named), False
+            if medium is None and self._media is not None:
+                return None
             try:
                 session = 0 if session_id is tenant is None else self._registry.hold_session(session_id, tenant)
                 context = self._registry.hold_context(keys, session_id)
-                return request.admit(keyed, look_up, shard, context, counter, session, step)
+                num_hit_tokens = request.admit(keyed, look_up, shard, context, counter, session, step)
+                is_admitted = num_hit_tokens is not None
+                return num_hit_tokens
             finally:
+                if medium is not None and self._media is not None:
+                    self._media.settle_admission(medium, row if is_admitted else None, step)
                 if context:
                     self._registry.release_context(context)
                 self._registry.release_session(session)
@@ -294,17 +312,29 @@ class RunningBatch(RunningRows):
         found = find_shard(self._registry.page_pool.num_pages, dp_shard, size)
         return None if found is None else found[0]
 
+    def _take_medium(self, traits: RequestTraits) -> Medium | None:
+        """Hold the pages of a request's medium, if the model has cross-attention; None if too few are free."""
+        if self._media is None:
+            if traits.num_encoder_tokens:
+                raise ArgumentError(f"num_encoder_tokens: got {traits.num_encoder_tokens}, allowed without cross-attention: 0")
+            return None
+        medium = self._media.take(traits, self._data_parallel_size)
+        if medium is None:
+            self._forget_refusal()
+        return medium
+
     def _find_extra_keys(self, row: int, traits: RequestTraits) -> tuple[RequestExtraKeys | None, KeyedPages]:
         """Return the extra keys of a request and its keyed pages. Features of the row's last request are not read again."""
         cache_salt, lora_id, features = traits.cache_salt, traits.lora_id, list_features(traits.mm_features)
-        if cache_salt is None and lora_id is None and not features:
+        if cache_salt is None and lora_id is None and not features and not traits.num_encoder_tokens:
             return None, []
-        keys = self._hasher.extra_keys.of(_Keyed(cache_salt, lora_id))
+        medium = traits.num_encoder_tokens, traits.cross_key
+        keys = self._hasher.extra_keys.of(_Keyed(cache_salt, lora_id, (), *medium))
         if not features:
             return keys, self._list_keyed(keys)
         known = self._last_features[row]
         if known is None or not known.are_same(features, keys):
-            keys = self._hasher.extra_keys.of(_Keyed(cache_salt, lora_id, features))
+            keys = self._hasher.extra_keys.of(_Keyed(cache_salt, lora_id, features, *medium))
             try:
                 references = [ref(feature) for feature in features]
             except TypeError:  # features without weak references are read each time
@@ -388,7 +418,7 @@ class RunningBatch(RunningRows):
         Raise IntegrityError unless rows hold their pages, each page is in at most as many rows and requests of the manager as
         its ref count, the table shows the rows' pages, and `PagePool.check` passes.
         """
-        check_holders(self._registry.store, list(self._registry.held.values()), self)
+        check_holders(self._registry.store, self._registry.list_held(), self)
         self._registry.page_pool.check()
 
 
@@ -398,6 +428,8 @@ class _Keyed(NamedTuple):
     cache_salt: Salt | None
     lora_id: LoraId | None
     mm_features: tuple[Any, ...] = ()
+    num_encoder_tokens: int = 0
+    cross_key: int | str | bytes | None = None
 
 
 class _ReadFeatures(NamedTuple):

@@ -24,6 +24,7 @@ __all__ = [
     "CacheGroupSpec",
     "CacheSpec",
     "ChunkedLocalAttentionSpec",
+    "CrossAttentionSpec",
     "FullAttentionSpec",
     "MambaSpec",
     "ReferenceWindowSpec",
@@ -198,7 +199,7 @@ def find_shard_bounds(num_pages: int, dp_shard_hint: int | None, data_parallel_s
     return dp_shard_page_bounds(shard_index, num_pages // num_shards)
 
 
-SIZES = ("page_size", "num_kv_heads", "head_size", "sliding_window", "attention_chunk_size")
+SIZES = ("page_size", "num_kv_heads", "head_size", "sliding_window", "attention_chunk_size", "max_num_encoder_tokens")
 """Fields of specs with positive integers; fields with the default None may be None."""
 
 
@@ -385,6 +386,30 @@ class ReferenceWindowSpec(AttentionSpec):
     def max_memory_usage_bytes(self, max_model_len: int, **_: object) -> int:
         """Return the bytes of all pages of a prompt of `max_model_len` tokens."""
         return cdiv(max_model_len, self.page_size) * self.page_size_bytes
+
+
+@dataclass(frozen=True)
+class CrossAttentionSpec(AttentionSpec):
+    """Cross-attention: each token attends to the keys of an encoder's output, such as an audio's or a picture's, of at most
+    `max_num_encoder_tokens` tokens. A request gets their pages with its first ones, and keeps them to its end.
+
+    Requests that name the medium by a `cross_key` share its pages, all or none. See docs/hybrids.md.
+
+    >>> spec = CrossAttentionSpec(16, 20, 64, "float16", use_mla=False, max_num_encoder_tokens=1500)
+    >>> spec.max_memory_usage_bytes() // spec.page_size_bytes
+    94
+    """
+
+    max_num_encoder_tokens: int
+
+    @property
+    def type_id(self) -> str:
+        """Kind, most encoder tokens, page size in tokens, page size in bytes."""
+        return f"cross_attention_{self.max_num_encoder_tokens}_{self.page_size}_{self.page_size_bytes}"
+
+    def max_memory_usage_bytes(self, **_: object) -> int:
+        """Return the bytes of the longest medium."""
+        return cdiv(self.max_num_encoder_tokens, self.page_size) * self.page_size_bytes
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,15 @@ import numpy.typing as npt
 from pagepool._core import INPUT_FIELDS, InputArrays
 from pagepool.arguments import as_list, require_choice, require_flag, require_int, require_mapping
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.group_rules import kind_of
 from pagepool.host_table import HostTables
 from pagepool.running_batch import RunningBatch
-from pagepool.specs import MambaSpec, RingSpec
 
 __all__ = ["StepInputs"]
 
 Array = npt.NDArray[Any]
 
-BY_GROUP = ("slots", "page_ids", "state_pages")
+BY_GROUP = ("slots", "page_ids", "state_pages", "cross_page_ids")
 MAX_DEPTH = 1024
 MAX_NUM_TOKENS, MAX_NUM_REQS = 2**31 - 2, 2**30
 
@@ -39,14 +39,16 @@ class StepInputs(InputArrays):
     ``token_ids``        [T]         ids; those of unknown tokens are drafts, or -1     0
     ``positions``        [T]         positions                                          0
     ``rows``             [T]         the row of each token                              0
-    ``slots``            [T]         slots, by group                                    `pad_slot`
+    ``slots``            [T]         slots, by group; see below for rings               `pad_slot`
     ``query_start_loc``  [n + 1]     where the tokens of each row begin                 the last value
     ``kv_start_loc``     [n + 1]     sums of the lengths before                         the last value
     ``seq_lens``         [n]         lengths, the step's tokens included                0
     ``last_tokens``      [n]         index of each row's last token                     `pad_last`
     ``starts``           [n]         position of each row's first token                 0
     ``page_ids``         [n, pages]  the row of the page table, by group                0
-    ``state_pages``      [n]         working pages, by group                            0
+    ``state_pages``      [n]         working pages of states and rings, by group        0
+    ``cross_page_ids``   [n, pages]  pages of the medium, by group of cross-attention   0
+    ``encoder_lens``     [n]         tokens of the medium                               0
     ``order``            [n]         index of each row in ``step.rows``                 0
     ``distribution``     [3]         rows with one token, the same again, and all rows
     ``sources``          [n]         place of the row in the step before, if that
@@ -119,10 +121,12 @@ class StepInputs(InputArrays):
             require_int("num_reqs", num_reqs, 1, MAX_NUM_REQS),
         )
         depth = require_int("depth", depth, 1, MAX_DEPTH)
-        tables, is_state = _groups_of(source)
+        tables, kinds = _groups_of(source)
         if isinstance(source, RunningBatch) and token_ids is not None:
             raise ArgumentError("token_ids: got an array, allowed with a batch, which has its own: None")
-        by_name = _shapes_of(_names_in(fields), [t.max_num_pages_per_req for t in tables], is_state, num_tokens, num_reqs)
+        crossed = [table.max_num_pages_per_req for table in source.cross_tables] if isinstance(source, RunningBatch) else []
+        widths = [table.max_num_pages_per_req for table in tables]
+        by_name = _shapes_of(_names_in(fields), widths, kinds, crossed, num_tokens, num_reqs)
         types = _types_of(by_name, {} if dtypes is None else require_mapping("dtypes", dtypes))
         is_packed = require_flag("packed", packed)
         layout, size = _offsets_of(by_name, types) if is_packed else ({}, 0)
@@ -225,6 +229,16 @@ class StepInputs(InputArrays):
         return self._array("state_pages")  # type: ignore[no-any-return]
 
     @property
+    def cross_page_ids(self) -> tuple[Array, ...]:
+        """Pages of each row's medium, by group of cross-attention ``[num_reqs, pages]``."""
+        return self._array("cross_page_ids")  # type: ignore[no-any-return]
+
+    @property
+    def encoder_lens(self) -> Array:
+        """Tokens of each row's medium ``[num_reqs]``."""
+        return self._array("encoder_lens")  # type: ignore[no-any-return]
+
+    @property
     def order(self) -> Array:
         """Index of each row in ``step.rows``, or in the rows of the call ``[num_reqs]``."""
         return self._array("order")  # type: ignore[no-any-return]
@@ -252,11 +266,15 @@ Shapes = dict[str, dict[int, Shape]]
 """The shape of each field's arrays, by group; group 0 alone for fields that are not by group."""
 
 
-def _groups_of(source: RunningBatch | HostTables) -> tuple[Sequence[Any], list[bool]]:
-    """Return the table of each group, and whether the group is a state."""
+FIELDS_OF_KINDS = {"Mamba": ("state_pages",), "Ring": ("state_pages", "slots")}
+"""Fields by group that groups of one page have; all others have slots and page ids."""
+
+
+def _groups_of(source: RunningBatch | HostTables) -> tuple[Sequence[Any], list[str]]:
+    """Return the table of each group, and its kind."""
     if isinstance(source, RunningBatch):
-        return source.group_tables, [isinstance(spec, MambaSpec | RingSpec) for spec in source.group_specs]
-    return source.page_tables, [False for _ in source.page_tables]
+        return source.group_tables, [kind_of(spec) for spec in source.group_specs]
+    return source.page_tables, ["FullAttention" for _ in source.page_tables]
 
 
 def _names_in(fields: Iterable[str]) -> list[str]:
@@ -269,10 +287,19 @@ def _names_in(fields: Iterable[str]) -> list[str]:
     return names
 
 
-def _shapes_of(names: list[str], widths: list[int], is_state: list[bool], num_tokens: int, num_reqs: int) -> Shapes:
+def _shapes_of(
+    names: list[str], widths: list[int], kinds: list[str], crossed: list[int], num_tokens: int, num_reqs: int
+) -> Shapes:
+    """Return the shape of each field's arrays. `widths` are the columns of each group's table, `crossed` those of the groups of
+    cross-attention.
+    """
     shapes: Shapes = {}
     for name in names:
-        wanted = [g for g, state in enumerate(is_state) if state == (name == "state_pages")] if name in BY_GROUP else [0]
+        wanted, columns = [0], widths
+        if name in ("cross_page_ids", "encoder_lens"):
+            wanted, columns = [*range(len(crossed))][: None if name in BY_GROUP else 1], crossed
+        elif name in BY_GROUP:
+            wanted = [g for g, kind in enumerate(kinds) if name in FIELDS_OF_KINDS.get(kind, ("slots", "page_ids"))]
         if not wanted:
             raise ArgumentError(f"fields: got {name!r}, which no group of the model has, allowed: those of its groups")
         shape: Shape = (num_reqs,)
@@ -282,7 +309,8 @@ def _shapes_of(names: list[str], widths: list[int], is_state: list[bool], num_to
             shape = (num_reqs + 1,)
         elif name == "distribution":
             shape = (3,)
-        shapes[name] = {g: (num_reqs, widths[g]) if name == "page_ids" else shape for g in wanted}
+        has_pages = name in ("page_ids", "cross_page_ids")
+        shapes[name] = {g: (num_reqs, columns[g]) if has_pages else shape for g in wanted}
     return shapes
 
 
@@ -325,8 +353,9 @@ def _make_arrays(
     made: dict[str, dict[int, list[Array]]] = {}
     for name, by_group in shapes.items():
         listed = as_list(name, given[name], "a sequence of arrays") if name in given else None
-        if listed is not None and name in BY_GROUP and len(listed) != num_groups:
-            raise ArgumentError(f"{name}: got arrays of {len(listed)} groups, allowed: {num_groups}")
+        num_listed = len(by_group) if name == "cross_page_ids" else num_groups
+        if listed is not None and name in BY_GROUP and len(listed) != num_listed:
+            raise ArgumentError(f"{name}: got arrays of {len(listed)} groups, allowed: {num_listed}")
         made[name] = {}
         for group, shape in by_group.items():
             if listed is None:
@@ -368,4 +397,5 @@ def _refuse_overlap(arrays: list[Array]) -> None:
 
 def _by_group(name: str, values: dict[int, Any], num_groups: int) -> Any:
     """Return the only value of a field; of a field by group a tuple of its values, with None for groups without one."""
+    num_groups = len(values) if name == "cross_page_ids" else num_groups
     return tuple(values.get(group) for group in range(num_groups)) if name in BY_GROUP else values[0]

@@ -17,7 +17,8 @@ ExtraKeys = tuple[tuple[Any, ...], ...]
 LORA = "lora"
 VISION = "vision"
 EMBEDS = "prompt_embeds"
-"""First items of extra keys: for an adapter, for a nonce, and for embeddings."""
+CROSS = "cross"
+"""First items of extra keys: for an adapter, for a nonce, for embeddings, and for an encoder's output."""
 
 FeatureRange = tuple[int, int, Any, Any]
 """Start, end, modality and content hash of a feature: a half-open range of tokens."""
@@ -105,7 +106,8 @@ class RequestExtraKeys:
     A ``cache_salt`` and a ``lora_id`` enter the first page; each multimodal feature enters the pages it overlaps. Since hashes
     are chained, they affect every later page. A feature is any object with ``mm_hash`` (or ``identifier``) and a position
     ``placeholder_range`` (or ``mm_position``) with ``offset`` and ``length`` in tokens; one without a position enters the first
-    page. A request with ``has_vision``, or with media such as ``pixel_values``, and without features has a nonce in its first
+    page. The ``cross_key`` of an encoder's output of ``num_encoder_tokens`` tokens enters the first page, too; without a key
+    there is a nonce. A request with ``has_vision``, or with media such as ``pixel_values``, and without features has a nonce in its first
     page, new for each call of `of`: only hashes made with the same `RequestExtraKeys` share pages. ``request_keys`` are
     all keys but those for parts of the prompt.
 
@@ -129,17 +131,23 @@ class RequestExtraKeys:
         """Return the extra keys of `request`, or None if it has none. O(features x log features + bytes of embeddings)."""
         lora_id, salt = getattr(request, "lora_id", None), getattr(request, "cache_salt", None)
         mm_features = list_features(getattr(request, "mm_features", None), names.features)
+        num_encoder_tokens = getattr(request, "num_encoder_tokens", None)
+        if num_encoder_tokens is not None:
+            num_encoder_tokens = require_int("num_encoder_tokens", num_encoder_tokens, 0, MAX_SIZE)
+        cross_key = getattr(request, "cross_key", None) if num_encoder_tokens else None
         has_vision = getattr(request, "has_vision", None)
         is_nameless = not mm_features and has_vision is not None and require_flag("has_vision", has_vision)
+        is_nameless = is_nameless or (num_encoder_tokens and cross_key is None)
         embedded: tuple[bytes, ...] = ()
         whole: tuple[bytes, ...] = ()
         if may_have_contents(type(request)):
             embedded, whole, are_known = read_embeddings(request)
             is_nameless = is_nameless or not are_known or (not mm_features and has_unnamed_media(request))
             is_nameless = is_nameless or (lora_id is None and has_unnamed_adapter(request))
-        if lora_id is None and salt is None and not (mm_features or is_nameless or embedded or whole):
+        if lora_id is salt is cross_key is None and not (mm_features or is_nameless or embedded or whole):
             return None
         keys = cls._name(lora_id, salt, names)
+        keys += [] if cross_key is None else [(CROSS, _plain("cross_key", cross_key), num_encoder_tokens)]
         keys += [(VISION, os.urandom(16).hex())] if is_nameless else []
         keys += [(EMBEDS, digest) for digest in whole]
         ranges = tuple([_feature_range(names.features, feature, cls.FEATURE_NAMES) for feature in mm_features])

@@ -246,12 +246,13 @@ cdef class RequestPages:
         return copies
 
     def allocate(
-        self, num_tokens, num_computed_tokens=0, hits=(), HashChain chain=None, num_tokens_to_cache=0
+        self, num_tokens, num_computed_tokens=0, hits=(), HashChain chain=None, num_tokens_to_cache=0, shard=None, num_shards=0
     ) -> tuple | None:
         """Give `num_tokens` tokens slots in one transaction. Return the new pages of each group; None if the pool has too few
         free pages. The steps: give back the pages that no token from `num_computed_tokens` on attends to (they stay given back
         even after None); make `hits`, found under `chain`, the first pages; take the missing pages; keep the states that are
-        due after `num_computed_tokens` tokens; cache the pages that `num_tokens_to_cache` tokens fill.
+        due after `num_computed_tokens` tokens; cache the pages that `num_tokens_to_cache` tokens fill. With a `shard` of
+        `num_shards`, into which the pool is divided, new pages come from there.
 
         Errors, after which nothing has changed: PageHashError for a hit with other content by now, and for a page that was
         cached under another hash; ArgumentError for hits of a request that holds pages; MovesDueError while moves
@@ -265,6 +266,9 @@ cdef class RequestPages:
         step.num_computed = step.num_final = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
         step.num_to_cache = size_of(num_tokens_to_cache, "num_tokens_to_cache", 0, INT64_MAX)
         step.demand.num_tokens, step.demand.shard = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS), -1
+        step.num_shards = <int32_t>size_of(num_shards, "num_shards", 0, MAX_TOKENS)
+        if shard is not None:
+            step.demand.shard = <int32_t>size_of(shard, "shard", 0, step.num_shards - 1)
         step.may_be_too_large, step.may_overwrite = True, step.num_to_cache == 0
         if chain is None and checked:
             chain = HashChain.__new__(HashChain, 1, bytes(16))

@@ -66,6 +66,7 @@ cdef class SlotAllocator:
     cdef int64_t hash_page_size
     cdef bint enables_caching
     cdef bint caches_computed       # tokens are cached once they are computed, not when they get slots
+    cdef bint has_media             # the model has cross-attention
     cdef bint has_state             # some group is a state, kept or not
     cdef object on_too_large        # called for each refused request, in place of RequestTooLargeError; None: raise that
     cdef bint hashes_natively
@@ -79,7 +80,7 @@ cdef class SlotAllocator:
         self._no_ids = new_ids(self.groups.num)
         self.max_num_tokens, self.hash_page_size = max_num_tokens, self.registry.rules.hash_page_size
         self.enables_caching, self.caches_computed = self.store.enable_caching, caches_computed
-        self.on_too_large = on_too_large
+        self.on_too_large, self.has_media = on_too_large, self.registry.media is not None
         if caches_computed:
             self.store.prefer_held()
         self.hashes_natively, self.hash_lookahead = self.registry.hasher.is_native, self.registry.hasher.hash_lookahead
@@ -252,7 +253,15 @@ cdef class SlotAllocator:
         if step.is_new and hashes is not None and hashes.query is not None and hashes.query.is_short:
             return None
         known = hashes if step.is_new or (needs_hashes and writes_states(&held.holding)) else None
-        pages = self.allocate_hashed(request_id, held, hits, hashes if needs_hashes else None, tokens, step)
+        if step.is_new and self.has_media:
+            is_late = self.caches_computed or step.num_to_cache == 0
+            if not self.registry.media.begin(request, hint, data_parallel_size, is_late):
+                return None
+        try:
+            pages = self.allocate_hashed(request_id, held, hits, hashes if needs_hashes else None, tokens, step)
+        finally:
+            if step.is_new and self.has_media and pages is None:
+                self.registry.media.end(request, is_void=True)
         if pages is not None and known is not None:
             held.note_looked_up(min(known.chain.count_tokens(known.chain.num), step.num_tokens))
         return pages

@@ -20,6 +20,8 @@ cdef enum Kind:               # in the order of `INPUT_FIELDS`
     ORDER
     DISTRIBUTION
     SOURCES
+    CROSS_PAGE_IDS
+    ENCODER_LENS
 
 ctypedef fused Value:
     int32_t
@@ -130,6 +132,21 @@ cdef inline void write_slots(
             start += num
 
 
+cdef inline void write_ring_slots(Value *out, const Table *table, int32_t capacity, const InputStep *step) noexcept nogil:
+    """Write the slots of tokens in rings: of those that a later token of the step overwrites, the slot of padding."""
+    cdef Spans spans = step.spans
+    cdef int64_t page
+    cdef int32_t position
+    cdef bint is_last
+    cdef Py_ssize_t i
+    for i in range(step.num_rows):
+        page = table.page_ids[spans.rows[i] * table.num_columns]
+        for position in range(spans.starts[i], spans.stops[i]):
+            is_last = spans.stops[i] - position <= capacity
+            out[0] = <Value>(page * capacity + position % capacity) if is_last else <Value>step.pad_slot
+            out += 1
+
+
 cdef inline void write_page_ids(Value *out, const Table *table, int32_t *extents, const InputStep *step) noexcept nogil:
     """Write the page ids of each row, and zeros over the ids that an earlier step wrote behind them."""
     cdef int32_t num
@@ -161,6 +178,9 @@ cdef inline void write_field(
     elif field.kind == ROWS:
         write_rows(out, step)
         repeat_value(out + step.num_tokens, 0, num_left)
+    elif field.kind == SLOTS and source.capacities[field.group]:
+        write_ring_slots(out, source.tables[field.group], source.capacities[field.group], step)
+        repeat_value(out + step.num_tokens, step.pad_slot, num_left)
     elif field.kind == SLOTS:
         write_slots(
             out, source.tables[field.group], source.page_sizes[field.group], source.shifts[field.group], step
@@ -187,6 +207,12 @@ cdef inline void write_field(
         repeat_value(out + n, 0, num_rows_left)
     elif field.kind == PAGE_IDS:
         write_page_ids(out, source.tables[field.group], field.extents + current * max_num_rows, step)
+    elif field.kind == CROSS_PAGE_IDS:
+        write_page_ids(out, source.cross_tables[field.group], field.extents + current * max_num_rows, step)
+    elif field.kind == ENCODER_LENS:
+        for i in range(n):
+            out[i] = source.encoder_lens[step.spans.rows[i]]
+        repeat_value(out + n, 0, num_rows_left)
     elif field.kind == STATE_PAGES:
         for i in range(n):
             out[i] = source.tables[field.group].page_ids[step.spans.rows[i] * source.tables[field.group].num_columns]

@@ -11,7 +11,11 @@ from pagepool.core.rows.settle cimport *
 cdef struct Source:           # tables and tokens of rows
     const Batch *batch        # NULL: the tables belong to a manager's engine
     Table **tables            # [num_groups]
+    Table **cross_tables      # [num_cross] pages of encoders' outputs
+    const int32_t *encoder_lens  # [num_rows] tokens of these; NULL: there are none
+    Py_ssize_t num_cross
     int32_t *page_sizes       # [num_groups]
+    int32_t *capacities       # [num_groups] tokens of a ring; 0: no ring
     int32_t *shifts           # [num_groups] binary logarithm of a page size; -1: it is no power of two
     Py_ssize_t num_groups
     Py_ssize_t num_rows

@@ -24,7 +24,7 @@ cdef enum:
 
 INPUT_FIELDS = (
     "token_ids", "positions", "rows", "slots", "query_start_loc", "kv_start_loc", "seq_lens", "last_tokens", "starts",
-    "page_ids", "state_pages", "order", "distribution", "sources",
+    "page_ids", "state_pages", "order", "distribution", "sources", "cross_page_ids", "encoder_lens",
 )
 
 cdef FaultKind read_call(const Source *source, StepResult call, Spans *spans, Py_ssize_t *at) noexcept:
@@ -157,9 +157,10 @@ cdef class InputArrays:
                 raise ArgumentError(f"token_ids: got {token_ids.shape[0]} rows, allowed: {n}, in a contiguous array")
         if self.numbers != NULL:  # checked after everything that may run Python code
             raise made_twice("arrays of inputs")
-        self.numbers = <int32_t *>calloc(13 * max_num_reqs + 1 + 2 * checked_sizes.num, sizeof(int32_t))
+        self.numbers = <int32_t *>calloc(13 * max_num_reqs + 1 + 3 * checked_sizes.num, sizeof(int32_t))
         self.seen = <int64_t *>calloc(n, sizeof(int64_t))
-        self.source.tables = <Table **>calloc(checked_sizes.num, sizeof(Table *))
+        self.source.num_cross = 0 if running is None else len(running.rows.cross_tables)
+        self.source.tables = <Table **>calloc(checked_sizes.num + self.source.num_cross, sizeof(Table *))
         self.fields = <Field *>calloc(max(1, len(described)), sizeof(Field))
         self.views = <Py_buffer *>calloc(max(1, len(described)) * num_sets, sizeof(Py_buffer))
         if self.numbers == NULL or self.seen == NULL or self.source.tables == NULL or self.fields == NULL or self.views == NULL:
@@ -175,6 +176,14 @@ cdef class InputArrays:
             self.source.max_num_tokens = <int32_t>min(
                 <int64_t>self.source.max_num_tokens, self.source.tables[g].num_columns * <int64_t>checked_sizes.ids[g]
             )
+        for g in range(self.source.num_cross):
+            by_group += (running.rows.cross_tables[g],)
+            self.source.tables[checked_sizes.num + g] = &(<TableRows>running.rows.cross_tables[g]).table
+        if self.source.num_cross:
+            self.source.cross_tables = self.source.tables + checked_sizes.num
+            self.source.encoder_lens = &running.rows.encoder_lens[0]
+        for g in range(checked_sizes.num if running is not None else 0):
+            self.source.capacities[g] = running.rows.groups.groups[g].rules.capacity
         if running is not None:
             self.source.batch, self.source.token_ids = &running.rows.batch, running.rows.batch.token_ids
             self.source.stride, self.source.max_num_tokens = running.rows.batch.tokens_stride, running.rows.batch.max_num_tokens
@@ -215,6 +224,7 @@ cdef class InputArrays:
         self.step.order, self.step.begins, self.step.sources = at + 5 * n, at + 6 * n, at + 7 * n + 1
         self.source.page_sizes = at + 8 * n + 1
         self.source.shifts = self.source.page_sizes + page_sizes.num
+        self.source.capacities = self.source.shifts + page_sizes.num
         for i in range(n):
             self.step.order[i] = <int32_t>i
         for i in range(page_sizes.num):
@@ -229,12 +239,16 @@ cdef class InputArrays:
         cdef Py_ssize_t i, group, length
         cdef list given
         cdef str name
-        cdef bint has_room
+        cdef bint has_room, is_crossed
         name, number, arrays = described
         if name not in INPUT_FIELDS:
             raise ArgumentError(f"fields: got {shown(name)}, allowed: {', '.join(INPUT_FIELDS)}")
-        group = size_of(number, "group", 0, self.source.num_groups - 1)
-        field.kind, field.group = <Kind><int>INPUT_FIELDS.index(name), group
+        field.kind = <Kind><int>INPUT_FIELDS.index(name)
+        is_crossed = field.kind in (CROSS_PAGE_IDS, ENCODER_LENS)
+        if is_crossed and not self.source.num_cross:
+            raise ArgumentError(f"fields: got {name!r}, allowed for a batch whose model has cross-attention")
+        group = size_of(number, "group", 0, (self.source.num_cross if is_crossed else self.source.num_groups) - 1)
+        field.group = group
         field.views = self.views + self.num_fields * self.depth
         given = list(as_list(arrays, name))
         length = self.length_of(field)
@@ -252,7 +266,7 @@ cdef class InputArrays:
             if not has_room:
                 raise MemoryError(name)
             self.has_sources = True
-        if field.kind == PAGE_IDS:
+        if field.kind in (PAGE_IDS, CROSS_PAGE_IDS):
             field.extents = <int32_t *>calloc(self.depth * self.max_num_reqs, sizeof(int32_t))
             if field.extents == NULL:
                 raise MemoryError(name)
@@ -281,6 +295,8 @@ cdef class InputArrays:
             return self.max_num_reqs + 1
         if field.kind == PAGE_IDS:
             return self.max_num_reqs * self.source.tables[field.group].num_columns
+        if field.kind == CROSS_PAGE_IDS:
+            return self.max_num_reqs * self.source.cross_tables[field.group].num_columns
         return 3 if field.kind == DISTRIBUTION else self.max_num_reqs
 
     def fill(

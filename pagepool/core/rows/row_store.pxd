@@ -24,6 +24,9 @@ cdef class RowStore:
     cdef CacheGroups groups
     cdef tuple tables               # a TableRows for each group
     cdef tuple lock_order           # the tables in locking order
+    cdef tuple cross_tables         # a TableRows for each group of cross-attention, whose rows the façade fills
+    cdef object media               # a RowMedia that follows the rows; None without cross-attention
+    cdef int32_t[::1] encoder_lens  # [num_rows] tokens of the encoders' outputs in these tables; None without any
     cdef tuple buffers              # arrays that `batch` points into
     cdef object records             # the same memory for Python: `RowRecord`s
     cdef object stays               # int64 [num_rows]

@@ -18,3 +18,5 @@ cdef class RunningRows:
     cdef readonly object num_cached_tokens
     cdef readonly object num_external_tokens
     cdef readonly object is_admitted
+
+    cdef int exchange(self, object src, object tgt, bint is_move) except -1

@@ -10,7 +10,8 @@ from pagepool.core.holding cimport (
 )
 from pagepool.core.rows.external cimport *
 from pagepool.core.rows.forks cimport *
-from pagepool.core.tables cimport checked_tables, in_lock_order
+from pagepool.core.rows.step_end cimport fail_step, settle_step
+from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport NO_WRITES, FailedLoads, Moves, StateWrites, take_with, writes_of
 from pagepool.core.values cimport array_of, hashing_of, require_instance
 
@@ -58,12 +59,31 @@ cdef class RunningRows:
             raise ArgumentError(f"hash_page_size: got {num_hash_tokens}, allowed without prefix caching: 0")
         require_banks(store, checked)
         rows.store, rows.groups, rows.tables, rows.lock_order = store, checked, by_group, in_lock_order(by_group)
-        rows.num_shards = <int32_t>num_pool_shards
+        rows.num_shards, rows.cross_tables = <int32_t>num_pool_shards, ()
         rows.batch.max_num_tokens, rows.batch.max_steps_ahead = <int32_t>num_tokens, <int32_t>num_steps_ahead
         rows.begin_caching(&hashing, <int32_t>num_hash_tokens, caches_computed)
         rows.begin_groups()
         rows.make_arrays()
         show_arrays(self)
+
+    def show_media(self, tables, encoder_lens, media) -> None:
+        """Let `media`, a `RowMedia`, follow the rows, and inputs show its pages: `tables` are `TableRows`, one for each group of
+        cross-attention, and `encoder_lens` the rows' numbers of encoder tokens, int32 ``[num_rows]``.
+        """
+        cdef tuple checked = checked_tables(tables)
+        cdef int32_t[::1] lens = encoder_lens
+        if lens.shape[0] != self.rows.batch.num_rows or not checked or (<TableRows>checked[0]).table.num_rows != lens.shape[0]:
+            raise ArgumentError(f"encoder_lens: got {lens.shape[0]} rows, allowed: {self.rows.batch.num_rows}, as in the tables")
+        self.rows.cross_tables, self.rows.encoder_lens, self.rows.media = checked, lens, media
+
+    def get_medium(self, row) -> object:
+        """Return the `Medium` that an admitted row reads, None for a free row. Raise ArgumentError for a model without
+        cross-attention, RowIndexError outside the table.
+        """
+        cdef Py_ssize_t checked = self.rows.checked_row(row)
+        if self.rows.media is None:
+            raise ArgumentError("get_medium: got a model without cross-attention, allowed: one with it")
+        return self.rows.media[checked]
 
     def __reduce__(self):
         raise ArgumentTypeError("a running batch cannot be pickled")
@@ -249,14 +269,24 @@ cdef class RunningRows:
         release = release_rows(self.rows, row_ids, row_terms, ids, page_terms, False)
         self.rows.release_locks()
         refuse_release(self.rows.store, &self.rows.batch, row_ids, &release)
+        if self.rows.media is not None:
+            self.rows.media.collect()
 
     def move_row(self, src, tgt) -> None:
         """Move an admitted row to a free one; the source becomes free. O(tokens and pages of the row)."""
-        self.rows.exchange(self.rows.checked_row(src), self.rows.checked_row(tgt), True)
+        self.exchange(src, tgt, True)
 
     def swap_row(self, src, tgt) -> None:
         """Exchange two rows, free or not. O(tokens and pages of both)."""
-        self.rows.exchange(self.rows.checked_row(src), self.rows.checked_row(tgt), False)
+        self.exchange(src, tgt, False)
+
+    cdef int exchange(self, object src, object tgt, bint is_move) except -1:
+        """Exchange two rows; the second must be free for a move."""
+        cdef Py_ssize_t source = self.rows.checked_row(src), target = self.rows.checked_row(tgt)
+        self.rows.exchange(source, target, is_move)
+        if self.rows.media is not None and source != target:
+            self.rows.media.exchange(source, target)
+        return 0
 
     # Forks.
 
@@ -312,6 +342,8 @@ cdef class RunningRows:
             if is_moving:
                 refuse_ahead_of(batch, source)
             refuse_fork(self.rows.store, &self.rows.batch, source, target_rows, num_right, outcome)
+        if self.rows.media is not None:
+            self.rows.media.fork(source, target_rows.to_list())
 
     # Tokens from elsewhere.
 
@@ -595,82 +627,6 @@ cdef Py_ssize_t find_joined(const Batch *batch, const Growth *growth) noexcept:
         if num_launches and launch_of(batch, row, num_launches - 1).step >= growth.step:
             return i
     return -1
-
-
-cdef Settlement settlement_of(StepResult call, PageIds counts, int32_t *places, Py_ssize_t first) noexcept:
-    """Return the settlement of a call whose rows begin at index `first` of the step."""
-    cdef Amounts each = amounts_in(counts)
-    each.values += first * each.stride
-    return Settlement(growth=&call.growth, stays=call.stays.by_row, counts=each, places=places)
-
-
-cdef object settle_step(RowStore rows, StepResult ended, PageIds tokens, object counts):
-    """Settle a step that ended well. See `RunningRows.settle`."""
-    cdef StepResult call
-    cdef Py_ssize_t n = ended.num_rows, at = 0, first = 0
-    cdef PageIds numbers = as_counts(counts, tokens, n), places = PageIds.__new__(PageIds)
-    cdef list calls = calls_of(ended)
-    cdef const int32_t *token_ids_left = tokens.ids
-    cdef Settlement settlement
-    cdef SettleFault fault = SETTLES
-    refuse_negative(tokens.ids, tokens.num, 0)  # `counts` may have run Python code
-    places.reserve(n)
-    lock_for(rows, ended, False)
-    if ended.num_rows != n or count_grown(calls) != n:  # another thread has added rows, or Python code of `counts`
-        fault = ROWS_ADDED
-    for call in calls if fault == SETTLES else ():
-        settlement = settlement_of(call, numbers, places.ids + first, first)
-        fault = check_settlement(&rows.batch, &settlement, &at)
-        if fault != SETTLES:
-            break
-        first += call.growth.num_grown
-    first = 0
-    for call in calls if fault == SETTLES else ():
-        settlement = settlement_of(call, numbers, places.ids + first, first)
-        token_ids_left = settle_rows(&rows.batch, &settlement, token_ids_left)
-        first += call.growth.num_grown
-    if fault == SETTLES:
-        close_step(&rows.batch, &ended.node, True)
-        ended.is_settled = rows.batch.settles = True
-    rows.release_locks()
-    if fault == ROWS_ADDED:
-        refuse_added(n)
-    if fault != SETTLES:
-        refuse_settlement(&rows.batch, &settlement, fault, at)
-    return array_of(places.ids, n)
-
-
-cdef object fail_step(RowStore rows, StepResult ended):
-    """Settle a step that failed, and with it all later ones. See `RunningRows.settle`."""
-    cdef Batch *batch = &rows.batch
-    cdef PageIds one = PageIds([0]), lost = PageIds.__new__(PageIds), ids = PageIds.__new__(PageIds)
-    cdef Release release = Release(outcome=RELEASED, at=0, page_id=NULL_PAGE)
-    cdef Failure failure
-    cdef int32_t row
-    cdef bint has_room
-    lost.reserve(batch.num_rows)
-    lock_for(rows, ended, False)
-    failure.step = ended.growth.step
-    failure.is_lost = <uint8_t *>calloc(rows.store.pool.num_pages + batch.num_rows, 1)
-    has_room = failure.is_lost != NULL and reserve_places(&rows.batch, ids)
-    if has_room and failure.step:
-        failure.has_lost = failure.is_lost + rows.store.pool.num_pages
-        fail_steps(batch, failure.step)
-        lose_entries(batch, &failure)
-        take_back_fills(&batch.fills, failure.step)
-    for row in range(<int32_t>batch.num_rows if has_room and failure.step else 0):
-        if not set_back(batch, &failure, row) and release.outcome == RELEASED:
-            release = release_lost(rows, one, row, ids)
-            lost.put(&row, 1)
-    if has_room:
-        close_step(batch, &ended.node, False)
-        ended.is_settled = batch.settles = True
-    rows.release_locks()
-    free(failure.is_lost)
-    if not has_room:
-        raise MemoryError("the pages of a failed step")
-    refuse_release(rows.store, &rows.batch, lost, &release)
-    return array_of(lost.ids, lost.num)
 
 
 # Tokens from elsewhere.

@@ -5,7 +5,7 @@ from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from cpython.ref cimport PyObject, Py_INCREF
-from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memset
 
 from pagepool.core.base cimport MAX_TOKENS, NEVER
@@ -44,13 +44,13 @@ cdef void keep_longer(Tier *tier, int32_t tier_id) noexcept nogil:
 
 
 cdef void save_evicted(Pool *pool, int32_t page_id) noexcept nogil:
-    """Save an evicted page, unless another page has its content, it is not expected back, or the tier has evicted it since it
-    was saved.
+    """Save an evicted page, unless another page has its content, its group is not saved, it is not expected back, or the tier
+    has evicted it since it was saved.
     """
     cdef const Page *page = &pool.pages[page_id]
     cdef bint was_saved = pool.tier.fresh_numbers != NULL and pool.tier.fresh_numbers[page_id] == SAVED
     assert page.group != NO_GROUP and page.ref_cnt == 0
-    if page.group & TWIN or term_of(&pool.expected, page_id) == NEVER:
+    if page.group & TWIN or (page.group & ~FLAGS) >= pool.tier.num_groups or term_of(&pool.expected, page_id) == NEVER:
         return
     if not was_saved or find(pool.tier.pool, digest_of(page), page.group & ~FLAGS) != NULL_PAGE:
         save_page(pool, page_id, digest_of(page), page.group & ~FLAGS)
@@ -79,7 +79,7 @@ cdef void record_cached(Pool *pool, int32_t page_id, bint may_be_replaced) noexc
     if tier.loading[page_id]:
         tier.fresh_numbers[page_id] = SAVED
         return
-    if may_be_replaced:
+    if may_be_replaced or (pool.pages[page_id].group & ~FLAGS) >= tier.num_groups:
         tier.fresh_numbers[page_id] = UNSAVED
         return
     if tier.num_fresh >= 2 * <Py_ssize_t>pool.num_pages:  # many pages in a step
@@ -117,7 +117,7 @@ cdef class PageTier:
             self.pages.put_blank_first()
         if store.pool.uppers != NULL:
             self.pages.keep_whole_digests()
-        tier.oldest_load = INT64_MAX
+        tier.oldest_load, tier.num_groups = INT64_MAX, INT32_MAX
         tier.pool, tier.save_evicted, tier.record_cached = &self.pages.pool, save_evicted, record_cached
         tier.loading = <int64_t *>calloc(n, sizeof(int64_t))
         tier.fresh_numbers = <uint32_t *>calloc(n, sizeof(uint32_t)) if writes_through else NULL
@@ -134,6 +134,12 @@ cdef class PageTier:
 
     def __reduce__(self):
         raise ArgumentTypeError("a tier cannot be pickled")
+
+    def limit_groups(self, PageStore store not None, num_groups) -> None:
+        """Save no pages of groups from the number `num_groups` on. O(1)."""
+        self.check_behind(store)
+        with store.own_lock()[0]:
+            self.tier.num_groups = <int32_t>size_of(num_groups, "num_groups", 0, INT32_MAX)
 
     def counters(self, PageStore store not None) -> dict:
         """Return the `TierCounters` by name, and the numbers of free, cached and evicted pages and of unfinished transfers."""
