@@ -120,7 +120,10 @@ GEMMA3N = {"activation_sparsity_pattern": [0.95] * 10 + [0.0] * 25, "altup_num_i
 STEP35 = {"attention_other_setting": {"attention_type": SLIDING, "num_attention_heads": 96, "num_attention_groups": 8},
     "head_dim": 128, "layer_types": [FULL, SLIDING, SLIDING, SLIDING] * 12, "num_nextn_predict_layers": 3,
     "sliding_window": 512}
-MIMO_V2 = {"hybrid_layer_pattern": [0, 1, 1, 1] * 12, "swa_num_key_value_heads": 8, "v_head_dim": 128, "head_dim": 192}
+MIMO_V2 = {"hybrid_layer_pattern": [0, 1, 1, 1] * 12, "v_head_dim": 128, "head_dim": 192, "sliding_window": 128,
+    "sliding_window_size": 128, "attention_chunk_size": 128, "attention_value_scale": 0.707, "hybrid_block_size": None,
+    "add_swa_attention_sink_bias": True, "swa_num_attention_heads": 64, "swa_rope_theta": 10000}
+MIMO_V2_SWA = {"swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128}
 KIMI_K3_LAYERS = {"full_attn_layers": [*range(4, 93, 4), 93], "gate_lower_bound": -5.0, "head_dim": 128, "num_heads": 96,
     "kda_layers": [layer for layer in range(1, 93) if layer % 4], "short_conv_kernel_size": 4, "use_full_rank_gate": True}
 KIMI_K3 = {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0, "attn_res_block_size": 12,
@@ -131,6 +134,63 @@ KIMI_K3 = {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0, "at
     "qk_rope_head_dim": 64, "routed_expert_hidden_size": 3584, "routed_scaling_factor": 1.0, "topk_group": 1,
     "topk_method": "noaux_tc", "use_grouped_topk": True, "v_head_dim": 128, "quantization_config": {"config_groups":
     {"group_0": {"weights": {"group_size": 32, "num_bits": 4, "type": "float"}}}, "format": "mxfp4-pack-quantized"}}
+# Models with an indexer, rings, sinks, an encoder, or other kinds of 2026.
+DSA = {"index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048}
+INDEXED = "indexed_attention"
+QWEN4: dict[str, Any] = base(40, 16, 2, 2048, model_type="qwen4_exp_text", head_dim=256, layer_types=(["linear_attention"] * 3 +
+    [INDEXED]) * 10, heads_per_ngram=8, hc_count=4, hc_lowrank=320, indexer_budget=2048, indexer_compress_ratio=16,
+    indexer_head_dim=128, indexer_kv_heads=1, indexer_n_heads=16, ngram_size=3, number_of_conv_states=1,
+    output_gate_type="sigmoid", ple_conv_kernel_size=4, ple_embed_dim=2048, ple_layer_ids=[2, 20], split_ngram_parts=512, **GDN)
+GLM5_NEXT: dict[str, Any] = base(8, 64, 64, 4096, model_type="glm5_next_text", head_dim=0, kv_lora_rank=512, q_lora_rank=1536,
+    qk_nope_head_dim=256, qk_rope_head_dim=0, v_head_dim=256, index_kpool=16, index_kpool_always_select_tail=True,
+    indexer_types=["full"] * 8, layer_types=(["linear_attention"] * 3 + [INDEXED]) * 2, linear_conv_kernel_dim=4,
+    linear_head_dim=128, linear_lower_bound=-5.0, linear_num_heads=64, **DSA)
+SUMMARIES = {"apply_to_layer_types": [FULL], "attention_impl": "sparse_gqa", "compression_method": "csa_block_compress",
+    "enabled": True, "num_provider_groups": 4, "proxy_dim": 256, "region_block_size": 8, "sparse_indexer_num_heads": 16,
+    "sparse_indexer_num_k_heads": 1, "sparse_indexer_rope_dim": 32, "topk": 512}
+STEP5: dict[str, Any] = base(8, 40, None, 5120, model_type="step5", att_impl_type="GQA", head_dim=128,
+    layer_types=[FULL, SLIDING, SLIDING, SLIDING] * 2, layer_types_with_mtp=[FULL, SLIDING, SLIDING, SLIDING] * 2 + [SLIDING],
+    num_attention_groups=8, num_nextn_predict_layers=1, partial_rotary_factors=[0.5, 1.0, 1.0, 1.0] * 2, sliding_window=512,
+    sparse_config=SUMMARIES, swa_num_attention_heads=64, use_rope_layers=[True] * 8, yarn_only_types=[FULL],
+    attention_other_setting={"attention_type": SLIDING, "num_attention_heads": 64, "num_attention_groups": 4, "head_dim": 128})
+DEEPSEEK_V41: dict[str, Any] = {"model_type": "deepseek_v41", "text_config": base(8, 64, 1, 5120, head_dim=512,
+    q_lora_rank=1536, qk_rope_head_dim=64, index_head_dim=128, index_n_heads=64, index_topk=1024, sliding_window=128,
+    candidate_block_size=64, candidate_source_layer_id=2, candidate_topk_blocks=64, compress_ratios=[0, 0, 2, 2, 2, 1, 1, 1, 0],
+    kv_source_layer_ids=[2, 3, 5], index_source_layer_ids=[2, 4, 5], engram_layer_ids=[1], dspark_target_layer_ids=[4],
+    o_groups=8, o_lora_rank=1024, num_hash_layers=3)}
+M3_SPARSE = {"use_sparse_attention": True, "sparse_attention_freq": [0] * 3 + [1] * 57, "sparse_block_size": 128,
+    "sparse_disable_index_value": [0] * 3 + [1] * 57, "sparse_index_dim": 128, "sparse_init_block": 0, "sparse_local_block": 1,
+    "sparse_num_index_heads": 4, "sparse_score_type": "max", "sparse_topk_blocks": 16}
+INKLING = {"d_rel": 16, "head_dim": 128, "log_scaling_alpha": 0.1, "rel_extent": 1024, "shared_expert_sink": True,
+    "sliding_window_size": 512, "swa_head_dim": 128, "swa_num_attention_heads": 64, "swa_num_key_value_heads": 16}
+PANGU: dict[str, Any] = base(50, 64, 4, 4608, model_type="PanguProMoE", param_sink_number=128, param_sink_with_value=True,
+    qk_nope_dim=128, qk_rope_dim=64, v_channels=128, sandwich_norm=True)
+WHISPER: dict[str, Any] = {"model_type": "whisper", "activation_dropout": 0.0, "d_model": 1280, "decoder_attention_heads": 20,
+    "decoder_ffn_dim": 5120, "decoder_layerdrop": 0.0, "decoder_layers": 4, "encoder_attention_heads": 20, "encoder_layers": 32,
+    "is_encoder_decoder": True, "max_source_positions": 1500, "max_target_positions": 448, "num_hidden_layers": 32,
+    "torch_dtype": "float16", "use_weighted_layer_sum": False}
+COHERE_ASR: dict[str, Any] = {"is_encoder_decoder": True, "encoder": {"d_model": 1280, "n_heads": 8, "n_layers": 48,
+    "subsampling_factor": 8}, "max_audio_clip_s": 35, "preprocessor": {"window_stride": 0.01}, "transf_decoder": {"config_dict":
+    {"attn_layer_dropout": 0.0, "hidden_size": 1024, "num_attention_heads": 8, "num_layers": 8}}, "torch_dtype": "bfloat16"}
+MLLAMA: dict[str, Any] = {"text_config": base(40, 32, 8, 4096, model_type="mllama_text_model", cross_attention_layers=[3, 8, 13,
+    18, 23, 28, 33, 38]), "vision_config": {"image_size": 560, "max_num_tiles": 4, "patch_size": 14}}
+UNLIMITED_OCR: dict[str, Any] = {"model_type": "unlimited_ocr", "text_config": base(12, 10, 10, 1280, head_dim=128,
+    layer_types=["reference_sliding_attention"] * 12, sliding_window=128)}
+LING3: dict[str, Any] = base(8, 16, 4, 2048, head_dim=128, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+    v_head_dim=128, kda_lower_bound=-5.0, kda_safe_gate=True, layer_group_size=3, max_window_layers=20,
+    short_conv_kernel_size=4)
+DOTS3: dict[str, Any] = base(6, 64, 64, 4096, model_type="dots3_note", kv_lora_rank=512, qk_nope_head_dim=128, v_head_dim=128,
+    qk_rope_head_dim=64, layer_types=[SLIDING, SLIDING, FULL] * 2, sliding_window_size=512, swa_attention_gate_type="headwise",
+    swa_kv_lora_rank=1024, swa_num_attention_heads=64, swa_q_lora_rank=1536, swa_qk_nope_head_dim=128, swa_qk_rope_head_dim=64,
+    swa_v_head_dim=128, **DSA)
+VOXTRAL: dict[str, Any] = {"audio_config": {"head_dim": 64, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "sliding_window": 750}, "downsample_factor": 4, "text_config": base(26, 32, 8, 3072, head_dim=128,
+    model_type="voxtral_realtime_text", sliding_window=8192)}
+LONGCAT = {"attention_method": "MLA", "hidden_size": 6144, "kv_lora_rank": 512, "mla_scale_kv_lora": True, "model_type":
+    "longcat_flash", "num_attention_heads": 64, "num_layers": 28, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "zero_expert_num": 256}
+DORY: dict[str, Any] = base(8, 16, 4, 2560, head_dim=256, layer_types=[SLIDING, "mlp", FULL, "mlp"] * 2, sliding_window=1024,
+    n_input_layers=2, n_recurrent_layers=4, n_recurrent_loops=3, recurrent_kv_cache_mode="per_loop")
 QWEN_OMNI = base(28, 28, 4, 3584, model_type="qwen2_5_omni_text", sliding_window=32768, use_sliding_window=False, **DUMPED)
 
 # Names with "layer", "attn", "head" or "window" in them that models have beside the fields of the table below.
@@ -255,11 +315,83 @@ KEPT: dict[str, tuple[dict[str, Any], Kept]] = {
         "num_key_value_heads": 8, "sliding_window": None}, **VISION}, (keeps(40, 8, 128), 0, 0)),
     "a text model in 32 bits inside": ({"torch_dtype": "float32", "text_config": {key: value for key, value in
         base(18, 8, 1, 2048).items() if key != "torch_dtype"}}, (2 * keeps(18, 1, 256), 0, 0)),
+    "GLM 5.1, whose layers share choices": (base(78, 64, 64, 6144, **DEEPSEEK, **DSA, index_topk_freq=4,
+        index_skip_topk_offset=3), (78 * 1152 + 21 * 132, 0, 0)),
+    "Hunyuan 4": (base(6, 32, 32, 2816, **DEEPSEEK, **DSA, gated_mla=True, head_dtype="float32", learnable_sink=True,
+        indexer_types=["full", "full", "shared", "shared", "shared", "full"], layer_types=["deepseek_sparse_attention"] * 6),
+        (6 * 1152 + 3 * 132, 0, 0)),
+    "Qwen4": (QWEN4, (10 * (2 * 2 * 256 * 2 + 128 * 2 // 16), 0, 30)),
+    "GLM 5 Next": (GLM5_NEXT, (2 * (512 * 2 + 132 // 16), 0, 6)),
+    "Step 5": (STEP5, (2 * (2 * 8 * 128 * 2 + 256 // 8), 6 * 2 * 4 * 128 * 2, 0)),
+    "DeepSeek V4.1": (DEEPSEEK_V41, (585 + 135 + 2 * 292 + 67, 8 * 594, 0)),
+    "MiniMax M3": ({"text_config": base(60, 64, 4, 6144, head_dim=128, sparse_attention_config=M3_SPARSE)},
+        (keeps(60, 4, 128) + 57 * 128 * 2, 0, 0)),
+    "MiniMax M3, newer file": (base(4, 64, 4, 6144, head_dim=128, layer_types=[FULL, "minimax_m3_sparse"] * 2, index_n_heads=4,
+        index_head_dim=128, index_block_size=128, index_local_blocks=1, index_topk_blocks=16), (keeps(4, 4, 128) + 512, 0, 0)),
+    "MiMo V2": (base(48, 64, 4, 4096, **MIMO_V2, **MIMO_V2_SWA), (12 * 4 * 320 * 2, 36 * 8 * 320 * 2, 0)),
+    "MiMo V2, newer file": (base(4, 64, 4, 4096, model_type="mimo_v2_flash", head_dim=192, v_head_dim=128, sliding_window=129,
+        layer_types=[FULL, SLIDING] * 2), (2 * 4 * 320 * 2, 2 * 8 * 320 * 2, 0)),
+    "Step 3": ({"text_config": base(61, 64, None, 7168, num_attention_groups=1, head_dim=256, share_q_dim=2048)},
+        (keeps(61, 1, 256), 0, 0)),
+    "Step 3.5": (base(45, 64, 8, 4096, **STEP35), (keeps(12, 8, 128), keeps(33, 8, 128), 0)),
+    "Inkling": (base(12, 64, 8, 6144, **INKLING, model_type="inkling_text", conv_kernel_size=4,
+        layer_types=(["hybrid_sliding"] * 5 + ["hybrid"]) * 2), (keeps(2, 8, 128), keeps(10, 16, 128) + 12 * 8 * 2048 * 2, 0)),
+    "Inkling, first file": (base(12, 64, 8, 6144, **INKLING, use_sconv=True, sconv_kernel_size=4,
+        local_layer_ids=[0, 1, 2, 3, 4, 6, 7, 8, 9, 10]), (keeps(2, 8, 128), keeps(10, 16, 128) + 12 * 8 * 2048 * 2, 0)),
+    "openPangu, with sinks": (PANGU, (50 * 4 * (192 + 128) * 2, 0, 0)),
+    "openPangu, with windows": (base(6, 32, 8, 4096, interleaved_sliding_window=[4096, None]),
+        (keeps(3, 8, 128), keeps(3, 8, 128), 0)),
+    "Whisper turbo": (WHISPER, (keeps(4, 20, 64), 0, 0)),
+    "Cohere Transcribe": (COHERE_ASR, (keeps(8, 8, 128), 0, 0)),
+    "BART, in full": ({"is_encoder_decoder": True, "decoder_attention_heads": 16, "decoder_layers": 12, "encoder_layers": 12,
+        "d_model": 1024, "max_position_embeddings": 1024}, (keeps(12, 16, 64), 0, 0)),
+    "T5, in full": ({"is_encoder_decoder": True, "num_layers": 6, "num_heads": 8, "d_kv": 64, "d_model": 512,
+        "n_positions": 512, "relative_attention_num_buckets": 32}, (keeps(6, 8, 64), 0, 0)),
+    "Llama 3.2 Vision, in full": (MLLAMA, (keeps(32, 8, 128), 0, 0)),
+    "Voxtral Realtime": (VOXTRAL, (0, keeps(26, 8, 128) + 4 * keeps(32, 32, 64), 0)),
+    "Unlimited OCR": (UNLIMITED_OCR, (keeps(12, 10, 128), 0, 0)),
+    "Ling 2.5": (base(8, 32, 32, 4096, head_dim=128, kv_lora_rank=512, qk_rope_head_dim=64, layer_group_size=3,
+        group_norm_size=4, linear_silu=False), (2 * 576 * 2, 0, 6)),
+    "Ling 3": (LING3, (4 * 576 * 2, 0, 4)),
+    "dots3": (DOTS3, (2 * (1088 * 2 + 132), 4 * 1088 * 2, 0)),
+    "IQuest LoopCoder": (base(80, 40, 8, 5120, loop_num=2, loop_window_size=64), (keeps(80, 8, 128), keeps(80, 8, 128), 0)),
+    "Dory": (DORY, (keeps(4, 4, 256), keeps(4, 4, 256), 0)),
+    "HRM": (base(32, 12, None, 1536, H_cycles=2, L_cycles=3, num_layers_per_stack=16), (keeps(128, 12, 128), 0, 0)),
+    "Domyn": (base(4, 16, 4, 2048, window_sizes=[[1023, 0], [-1, -1]] * 2, per_layer_config={"1": {"head_dim": 256},
+        "3": {"head_dim": 256}}), (keeps(2, 4, 256), keeps(2, 4, 128), 0)),
+    "K-EXAONE, with windows by layer": (base(4, 64, 8, 6144, head_dim=128, layer_types=[SLIDING, FULL] * 2, sliding_window=128,
+        sliding_windows=[128, None, 256, None]), (keeps(2, 8, 128), keeps(2, 8, 128), 0)),
+    "LongCat Flash": (LONGCAT, (56 * 576 * 2, 0, 0)),
+    "Nemotron Omni": ({"text_config": {key: value for key, value in base(3, 32, 8, 4096).items() if key !=
+        "num_hidden_layers"} | {"layers_block_type": ["linear_attention", "moe", FULL], "mamba_num_heads": 128,
+        "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4}}, (keeps(1, 8, 128), 0, 1)),
+    "values of another size": (base(32, 32, 8, 4096, v_head_dim=64), (32 * 8 * (128 + 64) * 2, 0, 0)),
+    "a part that is off": (base(32, 32, 8, 4096, gated_delta_net={"enable": False, "conv_size": 4}), (keeps(32, 8, 128), 0, 0)),
     "a part in parts": ({"thinker_config": {"language_config": {"text_config": base(4, 8, 2, 1024)}}},
         (keeps(4, 2, 128), 0, 0)),
 }
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "Zaya": (base(40, 8, 2, 2048, head_dim=128, layer_types=["hybrid"] * 40, cca_time0=2, cca_time1=2), "layers with a state"),
+    "LongCat of another attention": (LONGCAT | {"attention_method": "MHA"}, "attention_method"),
+    "an indexer of no size": (QWEN4 | {"indexer_head_dim": None}, "indexer_"),
+    "an indexer of two heads": (QWEN4 | {"indexer_kv_heads": 2}, "indexer_kv_heads"),
+    "an indexer with values": (base(60, 64, 4, 6144, head_dim=128, sparse_attention_config=M3_SPARSE |
+        {"sparse_disable_index_value": [0] * 60}), "sparse_disable_index_value"),
+    "an indexer of an unknown kind": (GLM5_NEXT | {"indexer_types": ["half"] * 8}, "indexer_types"),
+    "summaries of another size": (STEP5 | {"sparse_config": SUMMARIES | {"region_block_size": 16}}, "region_block_size"),
+    "summaries with an unknown field": (STEP5 | {"sparse_config": SUMMARIES | {"kv_heads": 2}}, "kv_heads"),
+    "a source of no entries": ({"text_config": DEEPSEEK_V41["text_config"] | {"kv_source_layer_ids": [1]}},
+        "kv_source_layer_ids"),
+    "entries of an unknown size": ({"text_config": DEEPSEEK_V41["text_config"] | {"compress_ratios": [0, 4] * 4}},
+        "compress_ratios"),
+    "sinks with latent vectors": (base(4, 8, 8, 1024, kv_lora_rank=512, qk_rope_head_dim=64, param_sink_number=128),
+        "param_sink_number"),
+    "a layer of its own that is none": (base(4, 16, 4, 2048, per_layer_config={"4": {"head_dim": 256}}), "per_layer_config"),
+    "a layer of its own with an unknown field": (base(4, 16, 4, 2048, per_layer_config={"1": {"kv_groups": 2}}),
+        r"per_layer_config\[1\].kv_groups"),
+    "an encoder that reads pictures": ({"is_encoder_decoder": True, "decoder": base(4, 16, 16, 1024) | {"decoder_layers": 4},
+        "encoder": {"image_size": 384}}, "is_encoder_decoder"),
     "BART": (base(12, 16, None, 1024, is_encoder_decoder=True), "is_encoder_decoder"),
     "Whisper": ({"is_encoder_decoder": True, "encoder_layers": 32, "decoder_layers": 32, "d_model": 1280},
         "is_encoder_decoder"),
@@ -282,9 +414,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "flash linear attention": (base(24, 8, None, 2048, attn_mode="chunk", expand_v=2), "attn_mode"),
     "Ring": (base(20, 16, 4, 2048, head_dim=128, layer_group_size=5, group_norm_size=4), "layer_group_size"),
     "MiniCPM 4": (base(32, 32, 2, 4096, sparse_config={"kernel_size": 32, "block_size": 64}), "sparse_config"),
-    "MiMo V2": (base(48, 64, 4, 4096, **MIMO_V2), "hybrid_layer_pattern"),
-    "Step 3": ({"text_config": base(61, 64, 1, 7168, num_attention_groups=1, head_dim=256)}, "num_attention_groups"),
-    "Step 3.5": (base(45, 64, 8, 4096, **STEP35), "attention_other_setting"),
+    "Step 3.5 of no listed layers": (base(45, 64, 8, 4096, **STEP35 | {"layer_types": None, "sliding_window": None}),
+        "attention_other_setting"),
     "PLaMo": (base(40, 40, None, 5120, n_shared_head=8), "n_shared_head"),
     "PLaMo 2": (base(16, 16, 1, 2048, mamba_d_state=64, attention_window_size=2048), "mamba_d_state"),
     "SOLAR Pro": (base(64, 40, 10, 5120, model_type="solar", sliding_window=2048, bskcn_1=[12, 20]), "sliding_window"),
@@ -338,7 +469,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an indexer without a choice": (base(61, 128, 128, 7168, index_n_heads=64, kv_lora_rank=512, qk_rope_head_dim=64),
         "index_n_heads"),
     "a part of a key without the rest": (base(61, 128, 128, 7168, qk_nope_head_dim=128), "qk_nope_head_dim"),
-    "values of another size": (base(32, 32, 8, 4096, v_head_dim=64), "v_head_dim"),
     "heads of no size": (base(92, 96, 8, 5120), "head_dim"),
     "heads of the model's own size": (base(36, 32, 8, 4096, model_type="qwen3"), "head_dim"),
     "KV heads left out inside": ({"text_config": base(32, 32, None, 4096, model_type="mistral", sliding_window=None)},

@@ -18,6 +18,7 @@ for package in ("click", "rich", "msgspec", "matplotlib"):
 from command_line import invoke, line_of, write_trace  # noqa: E402  only with the extras
 from fleets import HAS_RAY, make_records  # noqa: E402
 from model_configs import GEMMA3, LLAMA, QWEN  # noqa: E402
+from model_families import WHISPER  # noqa: E402
 
 SIZING = ROOT / "docs" / "sizing.md"
 STAND_INS = {"trace.jsonl", "agents.jsonl"}
@@ -65,6 +66,7 @@ def folder(tmp_path: Path, recording: Path, monkeypatch: pytest.MonkeyPatch) -> 
     Path("empty.jsonl").touch()
     Path("config.json").write_text(json.dumps(LLAMA))
     Path("hybrid.json").write_text(json.dumps(QWEN))
+    Path("whisper.json").write_text(json.dumps(WHISPER))
     Path("gemma3.json").write_text(json.dumps(GEMMA3))
     shutil.copy(recording, "recorded.jsonl.gz")
     return tmp_path

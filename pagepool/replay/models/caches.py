@@ -1,20 +1,27 @@
 """Cache entries of a model's layers, from its configuration: keys and values, or other entries."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import NamedTuple
 
-from pagepool.arguments import require_int
-from pagepool.compat.easydel import create_kv_cache_specs_from_config
 from pagepool.errors import ArgumentError, shown
-from pagepool.replay.models.config import Config, find_dtype, is_set, read_int, read_layer_list
-from pagepool.replay.models.layers import CHUNKED, COMPRESSED, SLIDING, list_attention_layers
-from pagepool.specs import CacheGroupSpec, cdiv, dtype_bits, num_bytes
+from pagepool.replay.models.geometry import (
+    PACKED_BITS,
+    count_heads,
+    count_keys_and_values,
+    count_latent,
+    count_scaled,
+    find_head_size,
+    is_latent,
+    read_layer,
+)
+from pagepool.replay.models.indexers import Indexer, find_indexer
+from pagepool.replay.models.layers import CHUNKED, COMPRESSED, POOLED, SLIDING, list_attention_layers
+from pagepool.replay.models.values import MAX_LAYERS, WHOLE, Config, find_dtype, is_set, read_int, read_layers
+from pagepool.specs import cdiv, dtype_bits, num_bytes
 
-SCALED = 128  # elements per 4-byte scale of an indexer key; compressed entries have 64 per 1-byte scale
-PACKED_BITS = 8
 ENTRY_PAGE, WINDOW_PAGE, STATE_PAGES = 256, 64, {4: 4, 128: 8}  # DeepSeek V4's pages, in tokens
-OWN_HEAD_SIZES = ("gemma", "vaultgemma", "qwen3", "glm", "gpt_oss", "seed_oss", "ernie4_5", "helium")  # model types
+POOLED_PAGE, POOLED_WINDOW_PAGE = 128, 32  # DeepSeek V4.1's pages, in tokens
+POOLED_RING = 8  # tokens
 ALIGNMENTS = {True: 576, False: 512}  # alignment of DeepSeek V4's pages in bytes, packed or not
 
 
@@ -39,8 +46,8 @@ class LayerKind(NamedTuple):
 
 
 def are_compressed(types: list[str]) -> bool:
-    """Whether some layers keep one entry for several tokens, as in DeepSeek V4."""
-    return bool({COMPRESSED[4], COMPRESSED[128]} & {*types})
+    """Whether the kernels of the model fix the page sizes, as in DeepSeek V4."""
+    return bool({*COMPRESSED.values(), *POOLED.values()} & {*types} - {SLIDING})
 
 
 def list_attention(config: Config, types: list[str], page_size: int, kv_dtype: str | None) -> list[LayerKind]:
@@ -50,71 +57,112 @@ def list_attention(config: Config, types: list[str], page_size: int, kv_dtype: s
     """
     layers = list_attention_layers(config, types)
     if are_compressed(types):
-        return _list_compressed(config, types, kv_dtype)
+        is_pooled = config.get("kv_source_layer_ids") is not None
+        return _list_pooled(config, types, kv_dtype) if is_pooled else _list_compressed(config, types, kv_dtype)
     if not layers:
         return []
-    is_latent = config.get("kv_lora_rank") is not None and _may_be_latent(config)
-    if config.get("use_mla") and not is_latent:
+    if config.get("use_mla") and not is_latent(config):
         raise ArgumentError("has use_mla, but lacks kv_lora_rank")
-    masks = {layer: _read_mask(config, types[layer]) for layer in layers}
-    has_local = any(mask.size or mask.chunks for mask in masks.values())
-    if is_latent and has_local:
-        raise ArgumentError("windows or chunks with kv_lora_rank are not understood")
-    has_indexer = config.get("index_topk") is not None
-    for name in ("index_head_dim", "index_n_heads"):
-        if config.get(name) and not has_indexer:
-            raise ArgumentError(f"has {name}, but lacks index_topk")
-    if has_indexer and not is_latent:
-        raise ArgumentError("index_topk without kv_lora_rank is not understood")
     if kv_dtype is None:
         _require_plain_cache(config)
     dtype = kv_dtype or find_dtype(config)
-    num_kv_heads, head_size = _latent_geometry(config, dtype) if is_latent else _head_geometry(config, layers)
-    by_layer = config | {"num_key_value_heads": num_kv_heads} if is_latent else config
-    groups = create_kv_cache_specs_from_config(
-        SimpleNamespace(**by_layer, get_mask_details=lambda: masks),
-        page_size,
-        num_kv_heads,
-        head_size,
-        dtype,
-        use_mla=is_latent,
-        equal_bytes=len({mask.mask_type for mask in masks.values()}) > 1,
-    )
-    kinds = [_kind_of(group) for group in groups]
-    if has_indexer:
-        key_bytes = _count_indexer_bytes(config)
-        kinds += [kind._replace(num_bytes=page_size * key_bytes) for kind in kinds]
+    kinds = _list_uniform(config, types, layers, page_size, dtype)
+    others = [
+        *_list_loops(config, layers, page_size, dtype),
+        *_list_streams(config[WHOLE], page_size, dtype),
+        *_list_convolutions(config, types, layers),
+    ]
+    if len({kind.reach for kind in [*kinds, *others]}) > 1:
+        most = max(kind.num_bytes for kind in [*kinds, *others])
+        kinds = _list_uniform(config, types, layers, page_size, dtype, most)
+    return [*kinds, *others]
+
+
+def _list_uniform(
+    config: Config, types: list[str], layers: list[int], page_size: int, dtype: str, page_bytes: int | None = None
+) -> list[LayerKind]:
+    """List the kinds of layers with pages of `page_size` tokens, or of as many times more as fit in `page_bytes`."""
+    by_layer = {layer: read_layer(config, types[layer], layer) for layer in layers}
+    reaches = {layer: _read_reach(own, types[layer]) for layer, own in by_layer.items()}
+    indexer = find_indexer(config, types)
+    widths = _count_widths(by_layer, reaches, dtype)
+    by_kind: dict[tuple[Reach, int, bool], list[int]] = {}
+    for layer in layers:
+        has_key = indexer is not None and layer in indexer.layers
+        by_kind.setdefault((reaches[layer], widths[layer], has_key), []).append(layer)
+    kinds = []
+    for (reach, width, has_key), found in by_kind.items():
+        size = page_size
+        if page_bytes is not None:
+            size *= page_bytes // _count_page(page_size, width, indexer if has_key else None, dtype)
+        kinds.append(LayerKind(reach, size, _count_page(size, width, indexer if has_key else None, dtype), tuple(found)))
     return kinds
 
 
-def _may_be_latent(config: Config) -> bool:
-    return config.get("use_mla") is None or bool(config["use_mla"])
+def _count_page(page_size: int, width: int, indexer: Indexer | None, dtype: str) -> int:
+    """Count the bytes of a page of a layer: `width` elements for each token, and the keys of its indexer."""
+    key_bytes = 0 if indexer is None else cdiv(page_size * indexer.num_bytes, indexer.group_size)
+    return num_bytes(page_size * width, dtype) + key_bytes
 
 
-def _read_mask(config: Config, name: str) -> SimpleNamespace:
+def _count_widths(by_layer: dict[int, Config], reaches: dict[int, Reach], dtype: str) -> dict[int, int]:
+    """Count the elements that each layer keeps for a token. Latent vectors of two sizes are padded to the larger one."""
+    widths = {}
+    for layer, own in by_layer.items():
+        if not is_latent(own):
+            widths[layer] = count_keys_and_values(own)
+        elif reaches[layer] != FULL and own.get("swa_kv_lora_rank") is None:
+            raise ArgumentError("windows or chunks with kv_lora_rank are not understood")
+        else:
+            widths[layer] = count_latent(own, dtype)
+    if any(own.get("swa_kv_lora_rank") is not None for own in by_layer.values()):
+        return dict.fromkeys(widths, max(widths.values()))
+    return widths
+
+
+def _read_reach(config: Config, name: str) -> Reach:
     if name == SLIDING:
-        return SimpleNamespace(mask_type="SLIDING", size=read_int(config, "sliding_window"), chunks=None)
-    if name == CHUNKED:
-        return SimpleNamespace(mask_type="CHUNK", size=None, chunks=read_int(config, "attention_chunk_size"))
-    return SimpleNamespace(mask_type="FULL", size=None, chunks=None)
+        return Reach(read_int(config, "sliding_window"))
+    return Reach(read_int(config, "attention_chunk_size"), is_chunked=True) if name == CHUNKED else FULL
 
 
-def _kind_of(group: CacheGroupSpec) -> LayerKind:
-    spec = group.kv_cache_spec
-    chunk = getattr(spec, "attention_chunk_size", None)
-    reach = Reach(chunk or getattr(spec, "sliding_window", None) or 0, chunk is not None)
-    layers = tuple(int(name.removeprefix("layer.")) for name in group.layer_names or ())
-    return LayerKind(reach, spec.page_size, spec.page_size_bytes, layers)
+def _list_loops(config: Config, layers: list[int], page_size: int, dtype: str) -> list[LayerKind]:
+    """List the windows of IQuest's LoopCoder: each time that the layers run again, they keep keys and values of their own."""
+    if config.get("loop_num") is None:
+        return []
+    num_more, reach = read_int(config, "loop_num", MAX_LAYERS) - 1, Reach(read_int(config, "loop_window_size"))
+    page_bytes = num_bytes(page_size * count_keys_and_values(config), dtype)
+    return [LayerKind(reach, page_size, page_bytes, (*layers,) * num_more)] if num_more else []
 
 
-def _latent_geometry(config: Config, dtype: str) -> tuple[int, int]:
-    """Return 1 and the size of a token's vector: compressed keys and values, and the rotated part of the key. With an indexer
-    and 8 bits, the rotated part stays in 16 bits, and the compressed part has a scale for each 128 elements.
+def _list_streams(whole: Config, page_size: int, dtype: str) -> list[LayerKind]:
+    """List the layers of an encoder that listens while the text is written, as in Voxtral Realtime: several of its tokens, in
+    windows, belong to one of the text.
     """
-    rank, rotated = read_int(config, "kv_lora_rank"), read_int(config, "qk_rope_head_dim")
-    if config.get("index_topk") is not None and dtype_bits(dtype) == PACKED_BITS:
-        return 1, _count_scaled(rank) + 2 * rotated
-    return 1, rank + rotated
+    encoder = whole.get("audio_config")
+    if not isinstance(encoder, dict) or encoder.get("sliding_window") is None:
+        return []
+    num_times, num_layers = read_int(whole, "downsample_factor"), read_int(encoder, "num_hidden_layers", MAX_LAYERS)
+    reach = Reach(cdiv(read_int(encoder, "sliding_window"), num_times) + 1)
+    page_bytes = num_bytes(page_size * num_times * count_keys_and_values(encoder), dtype)
+    return [LayerKind(reach, page_size, page_bytes, tuple(range(num_layers)))]
+
+
+def _list_convolutions(config: Config, types: list[str], layers: list[int]) -> list[LayerKind]:
+    """List the short convolutions of Inkling, whose past inputs are in pages as large as the kernel: for each KV head a key, a
+    value, and its part of two outputs, together padded to a power of two.
+    """
+    if config.get("sconv_kernel_size") is None or config.get("use_sconv") is False:
+        return []
+    size, hidden_size = read_int(config, "sconv_kernel_size"), read_int(config, "hidden_size")
+    by_bytes: dict[int, list[int]] = {}
+    for layer in layers:
+        own = read_layer(config, types[layer], layer)
+        num_heads = count_heads(own)
+        width = 2 * find_head_size(own) + 2 * (hidden_size // num_heads)
+        page_bytes = num_bytes(size * num_heads * (1 << (width - 1).bit_length()), find_dtype(config))
+        by_bytes.setdefault(page_bytes, []).append(layer)
+    return [LayerKind(Reach(size), size, page_bytes, tuple(found)) for page_bytes, found in by_bytes.items()]
 
 
 def _require_plain_cache(config: Config) -> None:
@@ -135,44 +183,9 @@ def _find_cache_field(quantization: Config, path: str = "") -> str | None:
     return None
 
 
-def _head_geometry(config: Config, layers: list[int]) -> tuple[int, int]:
-    """Return KV heads and head size. A list of KV heads by layer is read with the layers, and checked here."""
-    head_size = _find_head_size(config)
-    for name in ("qk_nope_head_dim", "qk_rope_head_dim"):
-        if config.get(name) and _may_be_latent(config):
-            raise ArgumentError(f"has {name}, but lacks kv_lora_rank")
-    if config.get("v_head_dim") and config["v_head_dim"] != head_size:
-        raise ArgumentError(f"has v_head_dim, but heads of {head_size}: keys and values of two sizes are not understood")
-    if isinstance(config.get("num_key_value_heads"), list):
-        num_by_layer = read_layer_list(config, "num_key_value_heads")
-        if not layers or layers[-1] >= len(num_by_layer):
-            raise ArgumentError(f"num_key_value_heads has {len(num_by_layer)} items, fewer than there are layers")
-        return max(require_int(f"num_key_value_heads of layer {layer}", num_by_layer[layer], 1) for layer in layers), head_size
-    return read_int(
-        config, "num_attention_heads" if config.get("num_key_value_heads") is None else "num_key_value_heads"
-    ), head_size
-
-
-def _find_head_size(config: Config) -> int:
-    for name in ("head_dim", "attention_head_dim", "kv_channels"):
-        if config.get(name) is not None:
-            return read_int(config, name)
-    if str(config.get("model_type")).startswith(OWN_HEAD_SIZES):
-        raise ArgumentError("lacks head_dim, which is not hidden_size / num_attention_heads in its model")
-    size, num_heads = read_int(config, "hidden_size"), read_int(config, "num_attention_heads")
-    if size % num_heads:
-        raise ArgumentError(f"lacks head_dim, and hidden_size {size} is no multiple of num_attention_heads {num_heads}")
-    return size // num_heads
-
-
-def _count_scaled(size: int) -> int:
-    """Count the bytes of 8-bit elements with their scales."""
-    return size + size // SCALED * 4
-
-
 def _count_indexer_bytes(config: Config) -> int:
-    """Count the bytes of an indexer key of DeepSeek V3.2 and V4, always in 8 bits."""
-    return _count_scaled(read_int(config, "index_head_dim"))
+    """Count the bytes of an indexer key of DeepSeek V4, always in 8 bits."""
+    return count_scaled(read_int(config, "index_head_dim"))
 
 
 def _list_compressed(config: Config, types: list[str], kv_dtype: str | None) -> list[LayerKind]:
@@ -185,11 +198,8 @@ def _list_compressed(config: Config, types: list[str], kv_dtype: str | None) -> 
     rates = config.get("compress_rates")
     if rates is not None and rates != {name: rate for rate, name in COMPRESSED.items() if rate}:
         raise ArgumentError(f"compress_rates {shown(rates)} are not understood")
-    size, rotated = read_int(config, "head_dim"), read_int(config, "qk_rope_head_dim")
-    bits = PACKED_BITS if kv_dtype is None else dtype_bits(kv_dtype)
-    is_packed = bits == PACKED_BITS
-    entry_bytes = size + rotated + cdiv(size, 64) if is_packed else num_bytes(size, kv_dtype)
-    alignment = ALIGNMENTS[is_packed]
+    size = read_int(config, "head_dim")
+    entry_bytes, alignment = _count_entry(config, kv_dtype)
     indexer_size = read_int(config, "index_head_dim")
     layers = {rate: tuple(i for i, name in enumerate(types) if name == COMPRESSED[rate]) for rate in COMPRESSED}
     window = Reach(read_int(config, "sliding_window"))
@@ -201,4 +211,40 @@ def _list_compressed(config: Config, types: list[str], kv_dtype: str | None) -> 
         *((Reach(8), STATE_PAGES[4], STATE_PAGES[4] * 4 * 2 * 2 * each, layers[4]) for each in (size, indexer_size)),
         (Reach(128), STATE_PAGES[128], STATE_PAGES[128] * 4 * 2 * size, layers[128]),
     ]
+    return [LayerKind(*kind[:2], cdiv(kind[2], alignment) * alignment, kind[3]) for kind in kinds if kind[3]]
+
+
+def _count_entry(config: Config, kv_dtype: str | None) -> tuple[int, int]:
+    """Return the bytes of an entry of DeepSeek V4, and the alignment of its pages. In 8 bits, the default, entries are packed:
+    the rotated part stays in 16 bits, and 64 elements of the rest share a scale.
+    """
+    size, rotated = read_int(config, "head_dim"), read_int(config, "qk_rope_head_dim")
+    is_packed = kv_dtype is None or dtype_bits(kv_dtype) == PACKED_BITS
+    return size + rotated + cdiv(size, 64) if is_packed else num_bytes(size, kv_dtype), ALIGNMENTS[is_packed]
+
+
+def list_sources(config: Config, types: list[str]) -> dict[int, list[int]]:
+    """List the layers of DeepSeek V4.1 that keep entries for themselves and later layers, by the tokens of an entry."""
+    layers = read_layers(config["kv_source_layer_ids"], "kv_source_layer_ids", len(types))
+    for layer in layers:
+        if types[layer] == SLIDING:
+            raise ArgumentError(f"kv_source_layer_ids: layer {layer} has windows alone in compress_ratios")
+    return {rate: sorted(layer for layer in layers if types[layer] == name) for rate, name in POOLED.items() if rate}
+
+
+def _list_pooled(config: Config, types: list[str], kv_dtype: str | None) -> list[LayerKind]:
+    """List the kinds of DeepSeek V4.1, with the pages of its kernels: a window of single tokens in each layer, and in some
+    layers entries of one or two tokens, which later layers read too, most of them with a key for an indexer.
+    """
+    entry_bytes, alignment = _count_entry(config, kv_dtype)
+    key_bytes, indexed = (
+        _count_indexer_bytes(config),
+        read_layers(config.get("index_source_layer_ids"), "index_source_layer_ids", len(types)),
+    )
+    window = Reach(read_int(config, "sliding_window"))
+    kinds = [(window, POOLED_WINDOW_PAGE, POOLED_WINDOW_PAGE * entry_bytes, tuple(range(len(types))))]
+    for rate, layers in list_sources(config, types).items():
+        keyed = tuple(layer for layer in layers if layer in indexed)
+        kinds.append((FULL, POOLED_PAGE, POOLED_PAGE // rate * entry_bytes, tuple(layers)))
+        kinds.append((FULL, POOLED_PAGE, POOLED_PAGE // rate * key_bytes, keyed))
     return [LayerKind(*kind[:2], cdiv(kind[2], alignment) * alignment, kind[3]) for kind in kinds if kind[3]]

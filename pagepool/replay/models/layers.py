@@ -5,26 +5,44 @@ from typing import TypeAlias
 
 from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError, shown
-from pagepool.replay.models.config import MAX_LAYERS, Config, is_set, read_int, read_layer_list, read_layers
 from pagepool.replay.models.fields import REMEDY, check_fields
+from pagepool.replay.models.values import MAX_LAYERS, Config, is_set, read_int, read_layer_list, read_layers
 
 Reader: TypeAlias = Callable[[Config], list[str] | None]
 
 SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
+CROSS = "cross_attention"
+INDEXED, REFERENCE = "indexed_attention", "reference_sliding_attention"
 COMPRESSED = {0: SLIDING, 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
 """Layer types of DeepSeek V4, by the number of tokens of an entry."""
+POOLED = {0: SLIDING, 1: "single_sparse_attention", 2: "paired_sparse_attention"}
+"""Layer types of DeepSeek V4.1, by the number of tokens of an entry."""
+SYNONYMS = dict.fromkeys(
+    ("deepseek_sparse_attention", "qwen_sparse_attention", "minimax_m3_sparse", "sparse_attention", "sparse"), INDEXED
+)
+CONVOLVED = {"hybrid": "full_attention", "hybrid_sliding": SLIDING}
+"""Layer types of a model whose short convolutions keep past inputs in windows, as in Inkling."""
 # A layer of a parallel hybrid has both attention and a state.
-ATTENTION_TYPES = frozenset({"full_attention", "attention", CHUNKED, "hybrid", *COMPRESSED.values()})
+ATTENTION_TYPES = frozenset(
+    {"full_attention", "attention", CHUNKED, "hybrid", INDEXED, REFERENCE, *COMPRESSED.values(), *POOLED.values()}
+)
 STATE_TYPES = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
-TYPES_WITHOUT = frozenset({"mlp", "moe", "cross_attention"})
+TYPES_WITHOUT = frozenset({"mlp", "moe", CROSS})
 TYPE_LISTS = ("layer_types", "layers_block_type")
-LISTS = (*TYPE_LISTS, "attn_type_list", "no_rope_layers", "num_key_value_heads")  # lists by layer, read or ignored
+LISTS = (  # lists by layer, read or ignored
+    *TYPE_LISTS,
+    "attn_type_list",
+    "no_rope_layers",
+    "num_key_value_heads",
+    "hybrid_layer_pattern",
+    "sliding_windows",
+)
 PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # letters of Nemotron-H
 STATE_MODELS = frozenset({"mamba", "mamba2", "falcon_mamba"})  # all layers have a state
 STATE_NAMES = ("mamba_", "ssm_", "linear_", "conv_L", "n_mamba", "hybrid_override")
 """Prefixes of names found only in models with states."""
 PATTERNS = {"gemma2": 2, "cohere2": 4, "gemma3_text": 6}  # period of layers; the last one has full attention
-ALL_SLIDING = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
+ALL_SLIDING = frozenset({"mistral", "mixtral", "phi3", "starcoder2", "voxtral_realtime_text"})
 NO_ROPE_INTERVAL = 4  # Llama 4's default
 
 
@@ -45,12 +63,17 @@ def list_types(config: Config) -> list[str]:
         if not isinstance(name, str) or name not in ATTENTION_TYPES | STATE_TYPES | TYPES_WITHOUT:
             raise ArgumentError(f"layers of type {shown(name)} are not understood: {REMEDY}")
     has_listed_layers = any(config.get(name) for name in TYPE_LISTS)
-    check_fields(config, has_listed_layers=has_listed_layers, has_states=bool(list_state_layers(types)))
+    check_fields(
+        config,
+        has_listed_layers=has_listed_layers,
+        has_states=bool(list_state_layers(types)),
+        has_windows=SLIDING in types,
+    )
     if not has_listed_layers:
         for name in ("global_head_dim", "num_global_key_value_heads"):
             if config.get(name) is not None:
                 raise ArgumentError(f"has {name}, but no layer_types: which layers it is for is not understood")
-    if not {*COMPRESSED.values()} & {*types} - {SLIDING}:
+    if not ({*COMPRESSED.values()} | {*POOLED.values()}) & {*types} - {SLIDING}:
         for name in ("compress_ratios", "compress_rates"):
             if config.get(name) is not None:
                 raise ArgumentError(f"has {name}, but no layer with compressed entries")
@@ -58,9 +81,17 @@ def list_types(config: Config) -> list[str]:
 
 
 def list_attention_layers(config: Config, types: list[str]) -> list[int]:
-    """List the layers with keys and values of their own; the last layers may share those of earlier layers, as in Gemma 3n."""
+    """List the layers with keys and values of their own; the last layers may share those of earlier layers, as in Gemma 3n. A
+    layer that runs several times, as in Dory, is listed so often.
+    """
     num_shared = require_int("num_kv_shared_layers", config.get("num_kv_shared_layers") or 0, 0, len(types))
-    return [layer for layer, name in enumerate(types[: len(types) - num_shared]) if name in ATTENTION_TYPES]
+    layers = [layer for layer, name in enumerate(types[: len(types) - num_shared]) if name in ATTENTION_TYPES]
+    if config.get("n_recurrent_loops") is None or config.get("recurrent_kv_cache_mode") != "per_loop":
+        return layers
+    first = require_int("n_input_layers", config.get("n_input_layers") or 0, 0)
+    repeated = range(first, first + read_int(config, "n_recurrent_layers"))
+    num_runs = read_int(config, "n_recurrent_loops", MAX_LAYERS)
+    return [layer for layer in layers for _ in range(num_runs if layer in repeated else 1)]
 
 
 def list_state_layers(types: list[str]) -> list[int]:
@@ -93,22 +124,36 @@ def _mark(config: Config, marked: object, name: str, marked_type: str, other_typ
 
 
 def _read_compressed(config: Config) -> list[str] | None:
-    """Read the layers of DeepSeek V4: the number of tokens per entry, 0 for a window only."""
+    """Read the layers of DeepSeek V4 and V4.1: the number of tokens per entry, 0 for a window only."""
     if config.get("compress_ratios") is None:
         return None
+    names = COMPRESSED if config.get("kv_source_layer_ids") is None else POOLED
     num_drafters = config.get("num_nextn_predict_layers") or 1  # not all published configurations have it
     ratios = read_layer_list(config | {"num_nextn_predict_layers": num_drafters}, "compress_ratios")
     for ratio in ratios:
-        if not isinstance(ratio, int) or ratio not in COMPRESSED:
-            raise ArgumentError(f"compress_ratios: got {shown(ratio)}, allowed: {', '.join(map(str, COMPRESSED))}")
-    return [COMPRESSED[ratio] for ratio in ratios]
+        if not isinstance(ratio, int) or ratio not in names:
+            raise ArgumentError(f"compress_ratios: got {shown(ratio)}, allowed: {', '.join(map(str, names))}")
+    return [names[ratio] for ratio in ratios]
 
 
 def _read_types(config: Config) -> list[str] | None:
     lists = [read_layer_list(config, name) for name in TYPE_LISTS if config.get(name)]
     if len(lists) > 1 and lists[0] != lists[1]:
         raise ArgumentError(f"has {' and '.join(TYPE_LISTS)}, which contradict")
-    return lists[0] if lists else None
+    if not lists:
+        return None
+    names = SYNONYMS | CONVOLVED if config.get("sconv_kernel_size") is not None else SYNONYMS
+    return [names.get(name, name) if isinstance(name, str) else name for name in lists[0]]
+
+
+def _read_local(config: Config) -> list[str] | None:
+    """Read the layers with windows of MiMo V2, marked by 1, or of Inkling, listed by number."""
+    if config.get("hybrid_layer_pattern") is not None:
+        kinds = {"0": "full_attention", "1": SLIDING}
+        return [kinds.get(str(kind), str(kind)) for kind in read_layer_list(config, "hybrid_layer_pattern")]
+    if config.get("local_layer_ids") is not None:
+        return _mark(config, config["local_layer_ids"], "local_layer_ids", SLIDING, "full_attention")
+    return None
 
 
 def _read_pattern(config: Config) -> list[str] | None:
@@ -149,6 +194,17 @@ def _read_period(config: Config) -> list[str] | None:
     period = read_int(config, name)
     offset = require_int("attn_layer_offset", config.get("attn_layer_offset", period - 1), 0)
     return ["full_attention" if layer % period == offset else "linear_attention" for layer in range(_count_layers(config))]
+
+
+def _read_groups(config: Config) -> list[str] | None:
+    """Read the layers of Ling 2.5 and 3: the last of each group has attention; in Ling 3 so have layers of an open group."""
+    if config.get("layer_group_size") is None or config.get("kv_lora_rank") is None:
+        return None
+    types = _repeat(config, "linear_attention", read_int(config, "layer_group_size"))
+    if config.get("short_conv_kernel_size") is None:
+        return types
+    num_grouped = len(types) - len(types) % config["layer_group_size"]
+    return types[:num_grouped] + ["full_attention"] * (len(types) - num_grouped)
 
 
 def _read_indices(config: Config) -> list[str] | None:
@@ -231,7 +287,8 @@ STATE_READERS: tuple[Reader, ...] = (
     _read_lightning,
     _read_kimi,
     _read_period,
+    _read_groups,
     _read_indices,
     _read_model,
 )
-READERS: tuple[Reader, ...] = (_read_compressed, _read_types, _read_states, _read_chunks, _read_windows)
+READERS: tuple[Reader, ...] = (_read_compressed, _read_types, _read_local, _read_states, _read_chunks, _read_windows)

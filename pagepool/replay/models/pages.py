@@ -15,9 +15,12 @@ from pagepool._core import CacheGroups
 from pagepool.errors import ArgumentError, count_of
 from pagepool.group_rules import find_slack_and_interval, make_rules
 from pagepool.replay.models.caches import FULL, LayerKind, Reach, are_compressed, list_attention
-from pagepool.replay.models.config import Config, read_config
+from pagepool.replay.models.config import read_config
+from pagepool.replay.models.fixed import FixedCaches, list_fixed
+from pagepool.replay.models.indexers import find_indexer
 from pagepool.replay.models.layers import list_state_layers, list_types
-from pagepool.replay.models.states import count_state_bytes
+from pagepool.replay.models.states import count_side_states, count_state_bytes
+from pagepool.replay.models.values import Config
 from pagepool.retention import Retention
 from pagepool.specs import (
     CacheGroupSpec,
@@ -93,6 +96,7 @@ class ModelPages:
     attention_bytes: int | None = None
     state_bytes: int | None = None
     windows: tuple[Windows, ...] = ()
+    fixed: FixedCaches = field(default_factory=FixedCaches)
     step_tokens: int = field(default=STEP_TOKENS, compare=False)
 
     @property
@@ -230,25 +234,43 @@ def read_model(
 
 def _read_pages(config: Config, page_size: int | None, kv_dtype: str | None, state_dtype: str | None) -> ModelPages:
     types = list_types(config)
-    attention, states = list_attention(config, types, page_size or PAGE_SIZE, kv_dtype), list_state_layers(types)
+    size = choose_page_size(config, types, page_size)
+    attention, states = list_attention(config, types, size, kv_dtype), list_state_layers(types)
     if page_size is not None and are_compressed(types):
         raise ArgumentError("the kernels of layers with compressed entries fix the page sizes, so none can be asked for")
     if not states:
         if not attention:
             raise ArgumentError("no layer has attention")
-        return _make_pages(
+        model = _make_pages(
             attention, None, are_padded=not are_compressed(types) and len({kind.reach for kind in attention}) > 1
         )
+        return replace(model, fixed=list_fixed(config, types, model.page_size, kv_dtype))
     state_bytes = count_state_bytes(config, state_dtype)
     if state_bytes == 0:
         raise ArgumentError("the states of its layers are empty")
+    num_more, more_bytes = count_side_states(config)
+    state = LayerKind(FULL, 1, max(state_bytes, more_bytes), (*states, *range(num_more)))
     if page_size is None and attention:
-        num_times = cdiv(state_bytes, max(kind.num_bytes for kind in attention))
-        attention = list_attention(config, types, PAGE_SIZE * num_times, kv_dtype)
+        num_times = cdiv(state.num_bytes, max(kind.num_bytes for kind in attention))
+        attention = list_attention(config, types, size * num_times, kv_dtype)
     num_full = len([kind for kind in attention if kind.reach == FULL])
     if num_full > 1:
         raise ArgumentError(f"attention layers of {num_full} sizes beside states are not understood")
-    return _make_pages(attention, LayerKind(FULL, 1, state_bytes, tuple(states)), are_padded=True)
+    model = _make_pages(attention, state, are_padded=True)
+    return replace(model, fixed=list_fixed(config, types, model.page_size, kv_dtype))
+
+
+def choose_page_size(config: Config, types: list[str], asked: int | None) -> int:
+    """Return the requested page size, or the default, which holds whole groups of tokens of an indexer. Raise ArgumentError if
+    the requested one does not.
+    """
+    indexer = None if are_compressed(types) else find_indexer(config, types)
+    group_size = indexer.group_size if indexer else 1
+    if asked is None:
+        return lcm(PAGE_SIZE, group_size)
+    if asked % group_size:
+        raise ArgumentError(f"page size: got {count_of(asked, 'token')}, allowed: multiples of {group_size}, an index group")
+    return asked
 
 
 def _make_pages(attention: list[LayerKind], state: LayerKind | None, *, are_padded: bool) -> ModelPages:

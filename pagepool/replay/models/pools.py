@@ -6,16 +6,18 @@ values of its tokens in all layers, a page of the second the states of all layer
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 
 from pagepool.errors import ArgumentError, count_of
 from pagepool.group_rules import find_state_interval
 from pagepool.replay.models.caches import FULL, list_attention
-from pagepool.replay.models.config import Config, read_config
+from pagepool.replay.models.config import read_config
+from pagepool.replay.models.fixed import FixedCaches, list_fixed
 from pagepool.replay.models.layers import list_state_layers, list_types
-from pagepool.replay.models.pages import PAGE_SIZE
-from pagepool.replay.models.states import count_state_bytes
+from pagepool.replay.models.pages import PAGE_SIZE, choose_page_size
+from pagepool.replay.models.states import count_side_states, count_state_bytes
+from pagepool.replay.models.values import Config
 from pagepool.specs import CacheGroupSpec, FullAttentionSpec, MambaSpec
 
 KV, STATES = "kv", "states"
@@ -36,6 +38,7 @@ class ModelPools:
     state_bytes: int
     page_size: int = PAGE_SIZE
     asked_interval: int | None = None
+    fixed: FixedCaches = field(default_factory=FixedCaches)
 
     @property
     def page_bytes(self) -> dict[str, int]:
@@ -99,17 +102,21 @@ def read_pools(
     states or no attention, or if a field is missing, invalid or not understood, OSError if the file cannot be read.
     """
     try:
-        return _read_pools(read_config(path), page_size or PAGE_SIZE, kv_dtype, state_dtype, interval)
+        return _read_pools(read_config(path), page_size, kv_dtype, state_dtype, interval)
     except (ValueError, TypeError, RecursionError) as error:  # RecursionError for nested dicts
         raise ArgumentError(f"{path}: {error}") from error
 
 
 def _read_pools(
-    config: Config, page_size: int, kv_dtype: str | None, state_dtype: str | None, interval: int | None
+    config: Config, asked_size: int | None, kv_dtype: str | None, state_dtype: str | None, interval: int | None
 ) -> ModelPools:
     types = list_types(config)
+    page_size = choose_page_size(config, types, asked_size)
     attention, states = list_attention(config, types, page_size, kv_dtype), list_state_layers(types)
     if not attention or not states or any(kind.reach != FULL for kind in attention):
         raise ArgumentError("pools apart need layers of full attention and layers with states, and no others")
     token_bytes = sum(kind.num_bytes * len(kind.layers) for kind in attention) / page_size
-    return ModelPools(ceil(token_bytes), len(states) * count_state_bytes(config, state_dtype), page_size, interval)
+    num_more, more_bytes = count_side_states(config)
+    state_bytes = len(states) * count_state_bytes(config, state_dtype) + num_more * more_bytes
+    fixed = list_fixed(config, types, page_size, kv_dtype)
+    return ModelPools(ceil(token_bytes), state_bytes, page_size, interval, fixed)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pagepool.errors import ArgumentError
-from pagepool.replay.models.config import Config, find_dtype, read_int
+from pagepool.replay.models.values import MAX_LAYERS, Config, find_dtype, read_int, read_layers
 from pagepool.specs import cdiv, dtype_bits
 
 
@@ -60,7 +60,7 @@ def _read_kimi(config: Config) -> State:
 
 
 def _read_lightning(config: Config) -> State:
-    """Read MiniMax's lightning attention, which has as many heads as attention, and no convolution."""
+    """Read lightning attention of MiniMax and Ling 2.5, which has as many heads as attention, and no convolution."""
     num_heads = read_int(config, "num_attention_heads")
     has_head_size = config.get("head_dim") is not None
     size = read_int(config, "head_dim") if has_head_size else read_int(config, "hidden_size") // num_heads
@@ -120,10 +120,31 @@ def _read_short_conv(config: Config) -> State:
     return State(read_int(config, width) * _read_past(config, "conv_L_cache"), 0)
 
 
+def _read_bailing(config: Config) -> State:
+    """Read Ling 3: Kimi delta attention with as many heads as attention."""
+    num_heads, size = read_int(config, "num_attention_heads"), read_int(config, "head_dim")
+    return State(3 * num_heads * size * _read_past(config, "short_conv_kernel_size"), num_heads * size * size, "float32")
+
+
+def count_side_states(config: Config) -> tuple[int, int]:
+    """Return the number of layers of Qwen4 with an embedding of n-grams, and the bytes of the past inputs that each keeps for
+    its convolution, which skips tokens.
+    """
+    layers = config.get("ple_layer_ids")
+    if not layers:
+        return 0, 0
+    num_layers = len(read_layers(layers, "ple_layer_ids", read_int(config, "num_hidden_layers", MAX_LAYERS), first=1))
+    width = read_int(config, "hidden_size") * read_int(config, "hc_count")
+    num_past = _read_past(config, "ple_conv_kernel_size") * read_int(config, "ngram_size")
+    return num_layers, _count_bytes(width * num_past, find_dtype(config))
+
+
 READERS: dict[str, Callable[[Config], State]] = {
     "linear_num_key_heads": _read_delta_net,
     "linear_attn_config": _read_kimi,
     "linear_num_heads": _read_kimi,
+    "short_conv_kernel_size": _read_bailing,
+    "layer_group_size": _read_lightning,
     "attn_type_list": _read_lightning,
     "linear_attn_alpha_factor": _read_lightning,  # written by Transformers
     "mamba_n_heads": _read_bamba,

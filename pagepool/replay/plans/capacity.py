@@ -40,8 +40,12 @@ class Capacity:
         return replace(self.model, step_tokens=1).count_pages(self.mean_tokens)
 
     def count_requests(self, num_pages: int) -> int:
-        """Count the requests that fit at once in a pool. They share the tokens of a step, so one of them has its peak."""
-        return max(0, (num_pages - 1 - (self.num_peak_pages - self.num_request_pages)) // self.num_request_pages)
+        """Count the requests that fit at once in a pool, with what does not grow with them. They share the tokens of a step, so
+        one of them has its peak.
+        """
+        num_fixed, num_shared = self.model.fixed.count_pages(self.model.page_bytes)
+        num_left = num_pages - 1 - num_shared - (self.num_peak_pages - self.num_request_pages)
+        return max(0, num_left // (self.num_request_pages + num_fixed))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures by name, for JSON."""
@@ -51,5 +55,6 @@ class Capacity:
             "arrays": self.arrays,
             "page_size": self.model.page_size,
             "page_bytes": self.model.page_bytes,
+            **self.model.fixed.as_dict(),
             "pools": [{"num_pages": size, "requests": self.count_requests(size)} for size in self.sizes],
         }

@@ -36,7 +36,7 @@ def describe_capacity(plan: Capacity) -> list[str]:
     if model.num_state_groups:
         sentences.append(f"States and tokens are in one pool (--arrays {plan.arrays}).")
         sentences.append(f"Its states take {model.num_state_groups:,} of these; checkpoints take as many each.")
-    return [*model.describe_windows(), *sentences]
+    return [*model.describe_windows(), *sentences, *model.fixed.describe()]
 
 
 def print_capacity(plan: Capacity) -> None:

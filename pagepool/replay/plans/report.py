@@ -84,7 +84,7 @@ def headline(plan: Plan, name: str) -> str:
 
 def describe(plan: Plan) -> list[str]:
     """Return the main results as sentences, the knee first, and unknown properties of the trace."""
-    return [*_describe_results(plan), *plan.notes]
+    return [*_describe_results(plan), *plan.model.fixed.describe(), *plan.notes]
 
 
 def _describe_results(plan: Plan) -> list[str]:

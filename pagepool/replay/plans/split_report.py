@@ -46,7 +46,7 @@ def describe_split(plan: SplitPlan) -> list[str]:
     sentences.append(
         f"Of {num_states:,} pages of states {num_working:,} are working states of running requests, if so many run at once."
     )
-    return [*sentences, *plan.notes]
+    return [*sentences, *pools.fixed.describe(), *plan.notes]
 
 
 def show_num_pages(plan: SplitPlan) -> str:

@@ -183,6 +183,7 @@ class SplitPlan:
             **{name: getattr(self, name) for name in names},
             "page_size": self.pools.page_size,
             "page_bytes": self.pools.page_bytes,
+            **self.pools.fixed.as_dict(),
             "checkpoint_interval": self.pools.interval,
             "requests": min(self.count_requests()),
             "splits": [figures.as_dict() for figures in self.runs],
