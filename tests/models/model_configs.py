@@ -44,10 +44,26 @@ DEEPSEEK_V4: dict[str, Any] = {"model_type": "deepseek_v4", "num_hidden_layers":
     "num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 64,
     "index_topk": 512, "sliding_window": 128, "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "compress_rope_theta": 160000,
     "torch_dtype": "bfloat16"}
+MIMO_V2: dict[str, Any] = {"model_type": "mimo_v2_flash", "num_hidden_layers": 48, "num_attention_heads": 64,
+    "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "swa_num_key_value_heads": 8, "swa_head_dim": 192,
+    "swa_v_head_dim": 128, "sliding_window": 128, "hybrid_layer_pattern": [0, 1, 1, 1, 1, *[0, 1, 1, 1, 1, 1] * 7, 0],
+    "torch_dtype": "bfloat16"}
+MINIMAX_M3: dict[str, Any] = {"model_type": "minimax_m3_text", "num_hidden_layers": 60, "num_attention_heads": 64,
+    "num_key_value_heads": 4, "head_dim": 128, "torch_dtype": "bfloat16",
+    "sparse_attention_config": {"sparse_index_dim": 128, "sparse_attention_freq": [0] * 3 + [1] * 57}}
+STEP5: dict[str, Any] = {"model_type": "step5", "num_hidden_layers": 48, "num_attention_heads": 40, "num_attention_groups": 8,
+    "head_dim": 128, "sliding_window": 512, "layer_types": [FULL, SLIDING, SLIDING, SLIDING] * 12, "torch_dtype": "bfloat16",
+    "sparse_config": {"proxy_dim": 256, "region_block_size": 8}}
+# Layers 24 to 47 have an entry for each token.
+DEEPSEEK_V41: dict[str, Any] = {"model_type": "deepseek_v41", "num_hidden_layers": 48, "num_attention_heads": 64,
+    "num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 64,
+    "index_topk": 1024, "sliding_window": 128, "compress_ratios": [0, 0, *[2] * 22, *[1] * 24],
+    "kv_source_layer_ids": [2, 8, 14, 24, 34], "index_source_layer_ids": [2, 5, 8, 14, 24, 30, 34], "torch_dtype": "bfloat16"}
 
 MODELS: dict[str, dict[str, Any]] = {"Gemma 3 27B": GEMMA3, "Gemma 4 31B": GEMMA4, "Gemma 4 E4B": GEMMA4_E4B,
     "Gemma 3n E4B": GEMMA3N, "gpt-oss-20b": GPT_OSS, "Llama 4 Scout": LLAMA4, "DeepSeek V3.2": DEEPSEEK_V32,
-    "DeepSeek V4 Flash": DEEPSEEK_V4, "Qwen3-Next-80B-A3B": QWEN, "Nemotron-H-8B": {**ATTENTION, **NEMOTRON}}
+    "DeepSeek V4 Flash": DEEPSEEK_V4, "DeepSeek V4.1": DEEPSEEK_V41, "MiMo V2 Flash": MIMO_V2, "MiniMax M3": MINIMAX_M3,
+    "Step 5": STEP5, "Qwen3-Next-80B-A3B": QWEN, "Nemotron-H-8B": {**ATTENTION, **NEMOTRON}}
 REQUEST_TOKENS, STEP_TOKENS = 100_000, 8192
 VLLM_BYTES = {
     "Gemma 3 27B": (81920, 12729712640),
@@ -58,6 +74,10 @@ VLLM_BYTES = {
     "Llama 4 Scout": (49152, 7331119104),
     "DeepSeek V3.2": (78324, 7832400000),
     "DeepSeek V4 Flash": (3915, 3753388800),
+    "DeepSeek V4.1": (2520, 505128960),
+    "MiMo V2 Flash": (23040, 4224614400),
+    "MiniMax M3": (137472, 13747200000),
+    "Step 5": (49536, 6240337920),
     "Qwen3-Next-80B-A3B": (24576, 2500067328),
     "Nemotron-H-8B": (16384, 1755054080),
 }

@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_planning import _get_kv_cache_bytes_per_block, get_kv
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
@@ -74,6 +75,53 @@ def list_compressed(config: dict[str, Any]) -> Iterator[KVCacheSpec]:
             yield SlidingWindowMLASpec(head_size=4 * config["index_head_dim"], sliding_window=8, **state)
 
 
+def list_pooled(config: dict[str, Any]) -> Iterator[KVCacheSpec]:
+    """Yield the specs of DeepSeek V4.1 with packed entries: a window in each layer; entries, keys and a ring in some."""
+    packed = {"num_kv_heads": 1, "alignment": 576, "dtype": torch.uint8}
+    entry = {**packed, "head_size": config["head_dim"], "state_content_bytes": 584}
+    for layer, rate in enumerate(config["compress_ratios"]):
+        yield SlidingWindowMLASpec(block_size=32, sliding_window=config["sliding_window"], **entry)
+        if layer not in config["kv_source_layer_ids"]:
+            continue
+        yield MLAAttentionSpec(block_size=128, tokens_per_state=rate, **entry)
+        yield MLAAttentionSpec(block_size=128, tokens_per_state=rate, head_size=config["index_head_dim"] + 4, **packed)
+        if rate > 1:
+            width = 2 * config["head_dim"]
+            yield CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=width, head_size_v=0, dtype=torch.float32)
+
+
+def list_uneven(config: dict[str, Any]) -> Iterator[KVCacheSpec]:
+    """Yield the specs of MiMo V2, whose values are smaller than its keys."""
+    for kind in config["hybrid_layer_pattern"]:
+        heads = config["swa_num_key_value_heads" if kind else "num_key_value_heads"]
+        shape = {"block_size": BLOCK_SIZE, "num_kv_heads": heads, "head_size": config["head_dim"], "dtype": BF16}
+        shape["head_size_v"] = config["v_head_dim"]
+        yield SlidingWindowSpec(**shape, sliding_window=config["sliding_window"]) if kind else FullAttentionSpec(**shape)
+
+
+def list_indexed(config: dict[str, Any]) -> Iterator[KVCacheSpec]:
+    """Yield the specs of MiniMax M3: keys and values, and in sparse layers the key of an index."""
+    sparse = config["sparse_attention_config"]
+    for is_sparse in sparse["sparse_attention_freq"]:
+        yield FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=4, head_size=config["head_dim"], dtype=BF16)
+        if is_sparse:
+            yield MLAAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=sparse["sparse_index_dim"], dtype=BF16)
+
+
+def list_summarized(config: dict[str, Any]) -> Iterator[KVCacheSpec]:
+    """Yield the specs of Step 5: windows, and full attention with a summary of eight tokens and a ring as large as a page."""
+    shape = {"block_size": BLOCK_SIZE, "num_kv_heads": 8, "head_size": config["head_dim"], "dtype": BF16}
+    one = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size_v": 0}
+    for name in config["layer_types"]:
+        if name == SLIDING:
+            yield SlidingWindowSpec(**shape, sliding_window=config["sliding_window"])
+        else:
+            main = FullAttentionSpec(**shape)
+            yield main
+            yield FullAttentionSpec(**one, head_size=256, dtype=torch.uint8, tokens_per_state=8)
+            yield CircularBufferSpec(**one, head_size=main.page_size_bytes // (2 * BLOCK_SIZE), dtype=BF16)
+
+
 def list_hybrid(types: str, num_kv_heads: int, head_size: int, *states: tuple[tuple[int, ...], Any]) -> Iterator[KVCacheSpec]:
     """Yield the specs of layers with attention (*) or states (M). Pages of attention are made as large as a state, which is
     padded.
@@ -97,6 +145,14 @@ def list_specs(name: str) -> list[KVCacheSpec]:
             return [*list_sparse(config)]
         case "DeepSeek V4 Flash":
             return [*list_compressed(config)]
+        case "DeepSeek V4.1":
+            return [*list_pooled(config)]
+        case "MiMo V2 Flash":
+            return [*list_uneven(config)]
+        case "MiniMax M3":
+            return [*list_indexed(config)]
+        case "Step 5":
+            return [*list_summarized(config)]
         case "Qwen3-Next-80B-A3B":
             return [*list_hybrid("MMM*" * 12, 2, 256, ((3, 8192), BF16), ((32, 128, 128), BF16))]
         case "Nemotron-H-8B":
@@ -114,7 +170,7 @@ def plan(name: str, num_tokens: int, step_tokens: int) -> int:
     """Return the bytes of a request in steps, without checkpoints of states."""
     register_all_kvcache_specs(None)
     by_layer = {f"layer {i}": spec for i, spec in enumerate(list_specs(name))}
-    layout = KVCacheLayout.BLNHC if name == "DeepSeek V4 Flash" else KVCacheLayout.LBNHC
+    layout = KVCacheLayout.BLNHC if name.startswith("DeepSeek V4") else KVCacheLayout.LBNHC
     config: Any = SimpleNamespace(
         cache_config=SimpleNamespace(mamba_cache_mode="none", get_resolved_kv_cache_layout=lambda: layout),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),

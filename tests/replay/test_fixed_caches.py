@@ -28,11 +28,15 @@ from pagepool.replay.models.fixed import Fixed, FixedCaches
 from pagepool.replay.models.pages import read_model
 from pagepool.replay.models.pools import read_pools
 
-QWEN4_PICTURES = QWEN4 | {"rope_scaling": {"mrope_section": [11, 11, 10]}}
+QWEN4_AXES = QWEN4 | {"rope_parameters": {"mrope_section": [11, 11, 10]}}
 # Bytes of vLLM's specs: CircularBufferSpec, CrossAttentionSpec for pages of 16 tokens, SinkFullAttentionSpec.
 FIXED: dict[str, tuple[dict[str, Any], FixedCaches]] = {
     "Qwen4": (QWEN4, FixedCaches(ring=Fixed(10 * 16 * 128 * 2, 16, 10))),
-    "Qwen4, with pictures": (QWEN4_PICTURES, FixedCaches(ring=Fixed(10 * 16 * (128 + 3 * 4) * 2, 16, 10))),
+    "Qwen4, text alone": (QWEN4_AXES, FixedCaches(ring=Fixed(10 * 16 * 128 * 2, 16, 10))),
+    "Qwen4, with pictures": (
+        {"text_config": QWEN4_AXES, "vision_config": {"depth": 27}},
+        FixedCaches(ring=Fixed(10 * 16 * (128 + 3 * 4) * 2, 16, 10)),
+    ),
     "GLM 5 Next": (GLM5_NEXT, FixedCaches(ring=Fixed(2 * 16 * 2 * 128 * 2, 16, 2))),
     "Step 5": (STEP5, FixedCaches(ring=Fixed(2 * 16 * 2 * 8 * 128 * 2, 64, 2))),
     "DeepSeek V4.1": (DEEPSEEK_V41, FixedCaches(ring=Fixed(2 * 8 * 2 * 512 * 4, 8, 2))),

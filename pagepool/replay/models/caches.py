@@ -140,7 +140,7 @@ def _list_streams(whole: Config, page_size: int, dtype: str) -> list[LayerKind]:
     windows, belong to one of the text.
     """
     encoder = whole.get("audio_config")
-    if not isinstance(encoder, dict) or encoder.get("sliding_window") is None:
+    if not isinstance(encoder, dict) or None in (encoder.get("sliding_window"), whole.get("downsample_factor")):
         return []
     num_times, num_layers = read_int(whole, "downsample_factor"), read_int(encoder, "num_hidden_layers", MAX_LAYERS)
     reach = Reach(cdiv(read_int(encoder, "sliding_window"), num_times) + 1)

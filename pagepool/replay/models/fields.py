@@ -34,8 +34,8 @@ UNDERSTOOD = _names(
     index_n_heads index_topk indexer_head_dim kv_channels kv_lora_rank kv_source_layer_ids layer_types layers_block_type
     local_layer_ids loop_num max_window_layers no_rope_layer_interval no_rope_layers num_attention_heads
     num_global_key_value_heads num_hidden_layers num_key_value_heads num_kv_shared_layers param_sink_number per_layer_config
-    ple_layer_ids q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim rswa_window sconv_kernel_size sliding_window
-    sliding_window_pattern sparse_attention_config summary_config use_mla use_sliding_window v_head_dim
+    ple_layer_ids q_head_dim q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim rswa_window sconv_kernel_size
+    sliding_window sliding_window_pattern sparse_attention_config summary_config use_mla use_sliding_window v_head_dim
     """
 )
 """Fields read by `layers`, `caches` and `fixed`, which raise errors for unknown values."""

@@ -9,7 +9,7 @@ from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError, shown
 from pagepool.replay.models.geometry import count_keys_and_values, count_scaled, is_latent
 from pagepool.replay.models.layers import CHUNKED, INDEXED, SLIDING, list_attention_layers
-from pagepool.replay.models.values import Config, find_dtype, is_set, read_int, read_layer_list
+from pagepool.replay.models.values import WHOLE, Config, find_dtype, is_set, read_int, read_layer_list
 from pagepool.specs import num_bytes
 
 KEY_BYTES = 2  # an element of an unpacked key; engines keep these in 16 bits
@@ -96,7 +96,7 @@ def _read_compressed_keys(config: Config, layers: frozenset[int]) -> Indexer:
     if config.get("indexer_kv_heads") not in (None, 1):
         raise ArgumentError(f"indexer_kv_heads: got {shown(config['indexer_kv_heads'])}, allowed: 1")
     rope = config.get("rope_parameters") or config.get("rope_scaling")
-    has_axes = isinstance(rope, dict) and is_set(rope.get("mrope_section"))
+    has_axes = is_set(config[WHOLE].get("vision_config")) and isinstance(rope, dict) and is_set(rope.get("mrope_section"))
     raw_size = -(-size // 4) * 4 + POSITION_ELEMENTS if has_axes else size
     return Indexer(layers, size * KEY_BYTES, group_size, group_size, group_size * raw_size * KEY_BYTES)
 

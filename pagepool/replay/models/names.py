@@ -81,6 +81,8 @@ def use_usual_names(config: Config) -> Config:
         del config["cla_share_factor"]
     if config.get("order_of_interleaved_layers") == "local_attn_first":  # the default of other models
         del config["order_of_interleaved_layers"]
+    if config.get("compression_ratio") == 1:
+        del config["compression_ratio"]
     if isinstance(config.get("sparse_config"), dict) and not SUMMARY_FIELDS.isdisjoint(config["sparse_config"]):
         config["summary_config"] = config.pop("sparse_config")
     if config.get("qk_nope_dim") is not None:

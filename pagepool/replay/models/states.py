@@ -42,11 +42,12 @@ def _read_past(config: Config, name: str) -> int:
 
 
 def _read_delta_net(config: Config) -> State:
-    """Read a gated delta net: Qwen3-Next, Qwen3.5."""
+    """Read a gated delta net: Qwen3-Next, Qwen3.5; or Kimi delta attention with its fields: Alice AI."""
     key_size, value_size = read_int(config, "linear_key_head_dim"), read_int(config, "linear_value_head_dim")
     num_keys, num_values = read_int(config, "linear_num_key_heads"), read_int(config, "linear_num_value_heads")
     width = 2 * num_keys * key_size + num_values * value_size
-    return State(width * _read_past(config, "linear_conv_kernel_dim"), num_values * value_size * key_size)
+    dtype = "float32" if "kda_allow_negative_eigenvalues" in config else None
+    return State(width * _read_past(config, "linear_conv_kernel_dim"), num_values * value_size * key_size, dtype)
 
 
 def _read_kimi(config: Config) -> State:
