@@ -45,9 +45,13 @@ FIXED: dict[str, tuple[dict[str, Any], FixedCaches]] = {
     "Llama 3.2 Vision": (MLLAMA, FixedCaches(encoder=Fixed(8 * 401 * 16 * 2 * 8 * 128 * 2, 6416, 8))),
     "openPangu": (PANGU, FixedCaches(sinks=Fixed(50 * 128 * 4 * (192 + 128) * 2, 128, 50))),
     "Unlimited OCR": (UNLIMITED_OCR, FixedCaches(answer_window=128)),
-    "Unlimited OCR, of its own window": (
-        {"rswa_window": 256, "language_config": UNLIMITED_OCR["text_config"]},
+    "Unlimited OCR, first file": (
+        {"model_type": "unlimited-ocr", "sliding_window": 256, "language_config": KEPT["DeepSeek OCR"][0]["language_config"]},
         FixedCaches(answer_window=256),
+    ),
+    "Unlimited OCR, of its own window": (
+        {"rswa_window": 64, "language_config": UNLIMITED_OCR["text_config"]},
+        FixedCaches(answer_window=64),
     ),
     "Llama 3.1": (KEPT["Llama 3.1"][0], FixedCaches()),
 }

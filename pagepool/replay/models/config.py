@@ -24,6 +24,7 @@ DEFAULTS: dict[object, Config] = {
     "gemma3n_text": {"head_dim": 256},
     "gpt_bigcode": {"multi_query": True},
     "falcon": {"multi_query": True},
+    "qwen4_exp_text": {"full_attention_interval": 4},
     "iquestloopcoder": {"loop_num": 2, "loop_window_size": 64},
 }
 """Values missing in published configurations, by model."""
@@ -82,7 +83,7 @@ def _require_numbers(config: Config) -> None:
         "num_key_value_heads": KV_HEADS,
     }
     missing = [name for name, others in alternatives.items() if config.keys().isdisjoint(others)]
-    if missing and config.get("kv_lora_rank") is None:
+    if missing and config.get("kv_lora_rank") is None and config.get("compress_ratios") is None:
         raise ArgumentError(f"lacks {missing[0]}, which {_list_nested()} leave out if it is the model's default")
 
 

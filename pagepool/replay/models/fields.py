@@ -50,6 +50,7 @@ BESIDE: dict[str, frozenset[str]] = {
     "kv_source_layer_ids": _names(
         "candidate_block_size candidate_source_layer_id candidate_topk_blocks index_source_layer_ids"
     ),
+    "engram_layer_ids": _names("engram_head_dim engram_n_heads engram_num_embeddings"),
     "hybrid_layer_pattern": _SWA_FIELDS,
     "layernorm_num_groups": _names("rope_head_dim"),
     "local_layer_ids": _SWA_FIELDS,
@@ -136,14 +137,14 @@ WITHOUT_INFLUENCE = _names(
     attn_temperature_tuning attn_uses_sequence_id block_auto_adjust_ff_dim block_dim block_ff_dim block_mlp_init_scale
     block_multiple_of block_out_init_scale block_use_swiglu block_use_xavier_init cache_implementation chunk_size_feed_forward
     clip_qkv conv_dim_out conv_use_xavier_init decoder_sparse_step do_layer_norm_before drop_vision_last_layer
-    dual_chunk_attention_config embd_layer enable_lm_head_fp32 enable_moe_block engram_layer_ids ffn_multipliers
-    first_k_dense_replace gated_linear_unit gated_mla group_limited_greedy head_dtype hidden_size_per_layer_input
-    indexer_rope_interleave interleave_moe_layer_step intermediate_size is_moe_layer layer_norm_elementwise_affine
-    layer_norm_type layer_scale_init_value layerdrop learnable_sink learnable_sink_init lm_head max_attn_value
-    mla_scale_kv_lora mla_scale_q_lora mla_use_nope multi_gate n_group n_hash_layers norm_head normalize_qk_projections
-    num_beam_groups num_dense_layers num_expert_group num_expert_groups num_hash_layers num_limited_groups
-    num_ln_in_parallel_attn num_logits_to_keep num_mtp_layers num_nextn_predict_layers o_groups o_lora_rank output_attentions
-    output_hidden_states pad_key_length parallel_attn parallel_attn_mlp_res parallel_block position_layers
+    dual_chunk_attention_config embd_layer enable_confidence_head enable_lm_head_fp32 enable_moe_block engram_layer_ids
+    ffn_multipliers first_k_dense_replace gated_linear_unit gated_mla group_limited_greedy head_dtype
+    hidden_size_per_layer_input indexer_rope_interleave interleave_moe_layer_step intermediate_size is_moe_layer
+    layer_norm_elementwise_affine layer_norm_type layer_scale_init_value layerdrop learnable_sink learnable_sink_init lm_head
+    max_attn_value mla_scale_kv_lora mla_scale_q_lora mla_use_nope multi_gate n_group n_hash_layers n_mtp_layers norm_head
+    normalize_qk_projections num_beam_groups num_dense_layers num_expert_group num_expert_groups num_hash_layers
+    num_limited_groups num_ln_in_parallel_attn num_logits_to_keep num_mtp_layers num_nextn_predict_layers o_groups o_lora_rank
+    output_attentions output_hidden_states pad_key_length parallel_attn parallel_attn_mlp_res parallel_block position_layers
     post_attention_layernorm pre_allocate_kv_cache qkv_multipliers query_num query_pre_attn_scalar
     relative_attention_max_distance relative_attention_num_buckets reorder_and_upcast_attn rm_head rope_interleave
     scale_attn_by_inverse_layer_idx scale_attn_weights share_encoder_decoder_embeddings share_input_output_layers share_q_dim

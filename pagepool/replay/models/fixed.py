@@ -13,7 +13,6 @@ from pagepool.replay.shared.sizes import format_bytes
 from pagepool.specs import cdiv, num_bytes
 
 SUBSAMPLING, FRAME_SECONDS = "subsampling_factor", 0.01
-ANSWER_WINDOW = 128  # tokens; Unlimited-OCR's default
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ def list_fixed(config: Config, types: list[str], page_size: int, kv_dtype: str |
         _find_ring(config, types),
         _find_encoder(config, types, page_size, dtype),
         _find_sinks(config, types, page_size, dtype),
-        _find_answer_window(config, types),
+        read_int(config, "sliding_window") if REFERENCE in types else None,
     )
 
 
@@ -156,13 +155,3 @@ def _find_sinks(config: Config, types: list[str], page_size: int, dtype: str) ->
         raise ArgumentError("param_sink_number with kv_lora_rank is not understood")
     layers = list_attention_layers(config, types)
     return _count_pages(config, types, layers, read_int(config, "param_sink_number"), page_size, dtype)
-
-
-def _find_answer_window(config: Config, types: list[str]) -> int | None:
-    """Return the window of answers of models that always see their prompt, such as Unlimited-OCR; None for other models."""
-    whole = config[WHOLE]
-    if whole.get("rswa_window") is not None:
-        return read_int(whole, "rswa_window")
-    if REFERENCE in types:
-        return read_int(config, "sliding_window")
-    return ANSWER_WINDOW if str(whole.get("model_type")).startswith("unlimited") else None

@@ -46,7 +46,7 @@ def find_indexer(config: Config, types: list[str]) -> Indexer | None:
     if summaries is not None:
         return _read_summaries(config, summaries, frozenset(full_layers)) if summaries.get("enabled") is not False else None
     if config.get("indexer_head_dim") is not None:
-        return _read_compressed_keys(config, indexed)
+        return _read_compressed_keys(config, indexed or frozenset(full_layers))
     layers = _list_block_layers(config, indexed)
     if layers is not None:
         return Indexer(layers, KEY_BYTES * _read_block_key(config))
@@ -84,7 +84,7 @@ def _list_followers(config: Config, num_layers: int) -> set[int]:
         return {layer for layer, kind in enumerate(kinds) if kind == "shared"}
     pattern = config.get("index_topk_pattern")
     if pattern is not None:
-        return {layer for layer, letter in enumerate(str(pattern)) if letter == "S"}
+        return {layer for layer, letter in enumerate(pattern if isinstance(pattern, list) else str(pattern)) if letter == "S"}
     period = read_int({"index_topk_freq": 1} | config, "index_topk_freq")
     offset = require_int("index_skip_topk_offset", config.get("index_skip_topk_offset", 2), 0)
     return {layer for layer in range(num_layers) if max(layer - offset + 1, 0) % period}

@@ -128,7 +128,7 @@ def _read_compressed(config: Config) -> list[str] | None:
     if config.get("compress_ratios") is None:
         return None
     names = COMPRESSED if config.get("kv_source_layer_ids") is None else POOLED
-    num_drafters = config.get("num_nextn_predict_layers") or 1  # not all published configurations have it
+    num_drafters = config.get("num_nextn_predict_layers") or config.get("n_mtp_layers") or 1  # not all published configurations have it
     ratios = read_layer_list(config | {"num_nextn_predict_layers": num_drafters}, "compress_ratios")
     for ratio in ratios:
         if not isinstance(ratio, int) or ratio not in names:

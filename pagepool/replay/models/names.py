@@ -43,6 +43,7 @@ DECODER_NAMES = {
 ENCODER_STARTS = ("encoder", "decoder", "is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size")
 """Names of fields that say nothing more once the decoder's are read."""
 
+ANSWER_WINDOW = 128  # tokens; Unlimited-OCR's default
 KV_HEADS = (
     "num_key_value_heads",
     "num_kv_heads",
@@ -101,6 +102,8 @@ def use_usual_names(config: Config) -> Config:
         _read_overrides(config)
     if config.get("cross_attention_layers"):
         _read_cross_layers(config)
+    if config[WHOLE].get("rswa_window") is not None or str(config[WHOLE].get("model_type")).startswith("unlimited"):
+        _read_answer_window(config)
     return config
 
 
@@ -246,6 +249,13 @@ def _read_blocks(config: Config) -> None:
     if config.get("layer_types"):
         raise ArgumentError("has block_configs and layer_types: which of them counts is not understood")
     config.update(layer_types=types, num_key_value_heads=num_kv_heads)
+
+
+def _read_answer_window(config: Config) -> None:
+    """Read the window of answers of Unlimited-OCR, whose layers always see the prompt."""
+    windows = [config[WHOLE].get("rswa_window"), config.get("sliding_window"), config[WHOLE].get("sliding_window")]
+    config["sliding_window"] = next((window for window in windows if window is not None), ANSWER_WINDOW)
+    config["layer_types"] = ["reference_sliding_attention"] * read_int(config, "num_hidden_layers", MAX_LAYERS)
 
 
 def _read_cross_layers(config: Config) -> None:
