@@ -372,6 +372,10 @@ KEPT: dict[str, tuple[dict[str, Any], Kept]] = {
 }
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "too many loops": (base(80, 40, 8, 5120, loop_num=2000, loop_window_size=64), "loop_num: got 2000, allowed: at most 1250"),
+    "too many runs": (DORY | {"n_recurrent_loops": 100_000}, "n_recurrent_loops: got 100000, allowed: at most 25000"),
+    "frames of no length": (COHERE_ASR | {"preprocessor": {"window_stride": 1e-320}}, "window_stride: got 1e-320, allowed"),
+    "pairs of windows that are none": (base(2, 16, 4, 2048, window_sizes=[[1023, 0], 5]), "window_sizes: got 5, allowed: two "),
     "Zaya": (base(40, 8, 2, 2048, head_dim=128, layer_types=["hybrid"] * 40, cca_time0=2, cca_time1=2), "layers with a state"),
     "LongCat of another attention": (LONGCAT | {"attention_method": "MHA"}, "attention_method"),
     "an indexer of no size": (QWEN4 | {"indexer_head_dim": None}, "indexer_"),

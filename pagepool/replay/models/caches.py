@@ -130,7 +130,8 @@ def _list_loops(config: Config, layers: list[int], page_size: int, dtype: str) -
     """List the windows of IQuest's LoopCoder: each time that the layers run again, they keep keys and values of their own."""
     if config.get("loop_num") is None:
         return []
-    num_more, reach = read_int(config, "loop_num", MAX_LAYERS) - 1, Reach(read_int(config, "loop_window_size"))
+    num_more = read_int(config, "loop_num", MAX_LAYERS // len(layers)) - 1
+    reach = Reach(read_int(config, "loop_window_size"))
     page_bytes = num_bytes(page_size * count_keys_and_values(config), dtype)
     return [LayerKind(reach, page_size, page_bytes, (*layers,) * num_more)] if num_more else []
 

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pagepool.errors import ArgumentError, count_of
+from pagepool.errors import ArgumentError, count_of, shown
 from pagepool.replay.models.caches import POOLED_RING, are_compressed, list_sources
 from pagepool.replay.models.geometry import count_keys_and_values, is_latent, read_layer
 from pagepool.replay.models.indexers import find_indexer
@@ -126,15 +126,23 @@ def _count_encoder_tokens(whole: Config, decoder: Config) -> int:
     encoder: Config = next((whole[name] for name in ("encoder_config", "encoder") if isinstance(whole.get(name), dict)), {})
     encoder = encoder["text_config"] if isinstance(encoder.get("text_config"), dict) else encoder
     if whole.get("max_audio_clip_s") is not None and encoder.get(SUBSAMPLING) is not None:
-        features = whole.get("preprocessor")
-        stride = features.get("window_stride") if isinstance(features, dict) else None
-        num_frames = round(read_int(whole, "max_audio_clip_s") / (stride or FRAME_SECONDS))
+        num_frames = round(read_int(whole, "max_audio_clip_s") / _read_stride(whole.get("preprocessor")))
         return cdiv(num_frames, read_int(encoder, SUBSAMPLING))
     for fields in (whole, encoder, *([] if encoder else [decoder])):
         for name in ("max_source_positions", "max_position_embeddings", "n_positions"):
             if fields.get(name) is not None and not (encoder and fields is whole):
                 return read_int(fields, name)
     raise ArgumentError("has is_encoder_decoder, but lacks max_source_positions: how long its encoder's output is, is unknown")
+
+
+def _read_stride(features: object) -> float:
+    """Return the seconds between the frames of a recording."""
+    stride = features.get("window_stride") if isinstance(features, dict) else None
+    if stride is None:
+        return FRAME_SECONDS
+    if not isinstance(stride, float) or not FRAME_SECONDS / 10 <= stride <= 1:
+        raise ArgumentError(f"preprocessor.window_stride: got {shown(stride)}, allowed: {FRAME_SECONDS / 10} to 1 s")
+    return stride
 
 
 def _count_picture_tokens(vision: object) -> int:

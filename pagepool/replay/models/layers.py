@@ -90,7 +90,7 @@ def list_attention_layers(config: Config, types: list[str]) -> list[int]:
         return layers
     first = require_int("n_input_layers", config.get("n_input_layers") or 0, 0)
     repeated = range(first, first + read_int(config, "n_recurrent_layers"))
-    num_runs = read_int(config, "n_recurrent_loops", MAX_LAYERS)
+    num_runs = read_int(config, "n_recurrent_loops", MAX_LAYERS // max(1, len(layers)))
     return [layer for layer in layers for _ in range(num_runs if layer in repeated else 1)]
 
 
@@ -128,7 +128,9 @@ def _read_compressed(config: Config) -> list[str] | None:
     if config.get("compress_ratios") is None:
         return None
     names = COMPRESSED if config.get("kv_source_layer_ids") is None else POOLED
-    num_drafters = config.get("num_nextn_predict_layers") or config.get("n_mtp_layers") or 1  # not all published configurations have it
+    num_drafters = (
+        config.get("num_nextn_predict_layers") or config.get("n_mtp_layers") or 1
+    )  # not all published configurations have it
     ratios = read_layer_list(config | {"num_nextn_predict_layers": num_drafters}, "compress_ratios")
     for ratio in ratios:
         if not isinstance(ratio, int) or ratio not in names:
