@@ -361,6 +361,8 @@ KEPT: dict[str, tuple[dict[str, Any], Kept]] = {
         "3": {"head_dim": 256}}), (keeps(2, 4, 256), keeps(2, 4, 128), 0)),
     "K-EXAONE, with windows by layer": (base(4, 64, 8, 6144, head_dim=128, layer_types=[SLIDING, FULL] * 2, sliding_window=128,
         sliding_windows=[128, None, 256, None]), (keeps(2, 8, 128), keeps(2, 8, 128), 0)),
+    "Zaya": (base(4, 8, 2, 2048, head_dim=128, layer_types=["hybrid"] * 4, cca_time0=2, cca_time1=2),
+        (keeps(4, 2, 128), 0, 4)),
     "LongCat Flash": (LONGCAT, (56 * 576 * 2, 0, 0)),
     "Nemotron Omni": ({"text_config": {key: value for key, value in base(3, 32, 8, 4096).items() if key !=
         "num_hidden_layers"} | {"layers_block_type": ["linear_attention", "moe", FULL], "mamba_num_heads": 128,
@@ -376,7 +378,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too many runs": (DORY | {"n_recurrent_loops": 100_000}, "n_recurrent_loops: got 100000, allowed: at most 25000"),
     "frames of no length": (COHERE_ASR | {"preprocessor": {"window_stride": 1e-320}}, "window_stride: got 1e-320, allowed"),
     "pairs of windows that are none": (base(2, 16, 4, 2048, window_sizes=[[1023, 0], 5]), "window_sizes: got 5, allowed: two "),
-    "Zaya": (base(40, 8, 2, 2048, head_dim=128, layer_types=["hybrid"] * 40, cca_time0=2, cca_time1=2), "layers with a state"),
     "LongCat of another attention": (LONGCAT | {"attention_method": "MHA"}, "attention_method"),
     "an indexer of no size": (QWEN4 | {"indexer_head_dim": None}, "indexer_"),
     "an indexer of two heads": (QWEN4 | {"indexer_kv_heads": 2}, "indexer_kv_heads"),

@@ -205,6 +205,15 @@ class TestStates:
               "linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4},
              1, 3, 3 * 3 * 4096 * 2 + 32 * 128 * 128 * 4, 1888),
             ({**LFM2, "num_hidden_layers": 16}, 5, 2, 2 * 2048 * 2, 16),
+            ({**ATTENTION, "layer_types": ["hybrid"] * 8, "cca_time0": 2, "cca_time1": 2}, 8, 1, (40 * 2 + 4) * 128 * 2, 16),
+            ({**ATTENTION, "layer_types": ["linear_attention", "full_attention"] * 4, "linear_num_key_heads": 16,
+              "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+              "linear_conv_kernel_dim": 4, "kda_allow_negative_eigenvalues": False}, 4, 1,
+             3 * 3 * 2048 * 2 + 16 * 128 * 128 * 4, 272),
+            ({**ATTENTION, "num_hidden_layers": 12, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "layer_group_size": 3,
+              "short_conv_kernel_size": 4}, 4, 2, 3 * 3 * 4096 * 2 + 32 * 128 * 128 * 4, 1888),
+            ({**ATTENTION, "num_hidden_layers": 9, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "layer_group_size": 3},
+             3, 2, 32 * 128 * 128 * 2, 912),
         ],
     )  # fmt: skip
     def test_hybrids(
@@ -308,6 +317,13 @@ class TestWindows:
         assert model.page_bytes == 16 * 61 * (656 + 132)
         model = model_of(tmp_path, DEEPSEEK_V4, kv_dtype="bfloat16")
         assert model.attention_bytes == 21 * (64 * 1024 + 8704) + 20 * 2048
+
+    def test_windows_in_layers_with_a_state(self, tmp_path: Path) -> None:
+        types = ["hybrid", "hybrid_sliding", "hybrid_sliding", "hybrid_sliding"] * 2
+        config = {**ATTENTION, "layer_types": types, "sliding_window": 512, "cca_time0": 2, "cca_time1": 2}
+        model = model_of(tmp_path, config)
+        assert [(each.reach, each.layers) for each in model.windows] == [(Reach(512), (1, 2, 3, 5, 6, 7))]
+        assert (model.num_attention_groups, model.num_state_groups) == (1, 4)
 
     def test_a_request_without_full_attention(self, tmp_path: Path) -> None:
         model = model_of(tmp_path, {**LLAMA, "model_type": "mistral", "sliding_window": 4096})

@@ -15,7 +15,7 @@ from pagepool.replay.models.geometry import (
     read_layer,
 )
 from pagepool.replay.models.indexers import Indexer, find_indexer
-from pagepool.replay.models.layers import CHUNKED, COMPRESSED, POOLED, SLIDING, list_attention_layers
+from pagepool.replay.models.layers import CHUNKED, COMPRESSED, POOLED, SLIDING, WINDOWED, list_attention_layers
 from pagepool.replay.models.values import MAX_LAYERS, WHOLE, Config, find_dtype, is_set, read_int, read_layers
 from pagepool.specs import cdiv, dtype_bits, num_bytes
 
@@ -121,7 +121,7 @@ def _count_widths(by_layer: dict[int, Config], reaches: dict[int, Reach], dtype:
 
 
 def _read_reach(config: Config, name: str) -> Reach:
-    if name == SLIDING:
+    if name in WINDOWED:
         return Reach(read_int(config, "sliding_window"))
     return Reach(read_int(config, "attention_chunk_size"), is_chunked=True) if name == CHUNKED else FULL
 

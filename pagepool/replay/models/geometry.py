@@ -1,7 +1,7 @@
 """The keys and values of one layer: fields of its own, and the number of elements that it keeps for a token."""
 
 from pagepool.errors import ArgumentError
-from pagepool.replay.models.layers import SLIDING
+from pagepool.replay.models.layers import WINDOWED
 from pagepool.replay.models.values import Config, read_int
 from pagepool.specs import dtype_bits
 
@@ -30,7 +30,7 @@ LAYER_LISTS = {"num_key_value_heads": "num_key_value_heads", "sliding_windows": 
 def read_layer(config: Config, name: str, layer: int) -> Config:
     """Return the fields of a layer of type `name`: those of its type, and of itself, replace those of the model."""
     own: Config = {}
-    if name == SLIDING:
+    if name in WINDOWED:
         own = _pick(config, SLIDING_NAMES)
         if "head_dim" in own:
             own.setdefault("v_head_dim", None)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pagepool.arguments import require_int
 from pagepool.errors import ArgumentError, shown
 from pagepool.replay.models.geometry import count_keys_and_values, count_scaled, is_latent
-from pagepool.replay.models.layers import CHUNKED, INDEXED, SLIDING, list_attention_layers
+from pagepool.replay.models.layers import CHUNKED, INDEXED, WINDOWED, list_attention_layers
 from pagepool.replay.models.values import WHOLE, Config, find_dtype, is_set, read_int, read_layer_list
 from pagepool.specs import num_bytes
 
@@ -40,7 +40,7 @@ class Indexer(NamedTuple):
 
 def find_indexer(config: Config, types: list[str]) -> Indexer | None:
     """Return the indexer of the model, None without one. Raise ArgumentError for fields that are not understood."""
-    full_layers = [layer for layer in list_attention_layers(config, types) if types[layer] not in (SLIDING, CHUNKED)]
+    full_layers = [layer for layer in list_attention_layers(config, types) if types[layer] not in WINDOWED | {CHUNKED}]
     indexed = frozenset(layer for layer in full_layers if types[layer] == INDEXED)
     summaries = config.get("summary_config")
     if summaries is not None:

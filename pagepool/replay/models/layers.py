@@ -11,6 +11,8 @@ from pagepool.replay.models.values import MAX_LAYERS, Config, is_set, read_int, 
 Reader: TypeAlias = Callable[[Config], list[str] | None]
 
 SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
+HYBRID_SLIDING = "hybrid_sliding"
+WINDOWED = frozenset({SLIDING, HYBRID_SLIDING})
 CROSS = "cross_attention"
 INDEXED, REFERENCE = "indexed_attention", "reference_sliding_attention"
 COMPRESSED = {0: SLIDING, 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
@@ -20,13 +22,12 @@ POOLED = {0: SLIDING, 1: "single_sparse_attention", 2: "paired_sparse_attention"
 SYNONYMS = dict.fromkeys(
     ("deepseek_sparse_attention", "qwen_sparse_attention", "minimax_m3_sparse", "sparse_attention", "sparse"), INDEXED
 )
-CONVOLVED = {"hybrid": "full_attention", "hybrid_sliding": SLIDING}
+CONVOLVED = {"hybrid": "full_attention", HYBRID_SLIDING: SLIDING}
 """Layer types of a model whose short convolutions keep past inputs in windows, as in Inkling."""
 # A layer of a parallel hybrid has both attention and a state.
-ATTENTION_TYPES = frozenset(
-    {"full_attention", "attention", CHUNKED, "hybrid", INDEXED, REFERENCE, *COMPRESSED.values(), *POOLED.values()}
-)
-STATE_TYPES = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
+ATTENTION_TYPES = frozenset({"full_attention", "attention", CHUNKED, "hybrid", HYBRID_SLIDING, INDEXED, REFERENCE})
+ATTENTION_TYPES |= {*COMPRESSED.values(), *POOLED.values()}
+STATE_TYPES = frozenset({"linear_attention", "mamba", "conv", "hybrid", HYBRID_SLIDING})
 TYPES_WITHOUT = frozenset({"mlp", "moe", CROSS})
 TYPE_LISTS = ("layer_types", "layers_block_type")
 LISTS = (  # lists by layer, read or ignored
@@ -67,7 +68,7 @@ def list_types(config: Config) -> list[str]:
         config,
         has_listed_layers=has_listed_layers,
         has_states=bool(list_state_layers(types)),
-        has_windows=SLIDING in types,
+        has_windows=not WINDOWED.isdisjoint(types),
     )
     if not has_listed_layers:
         for name in ("global_head_dim", "num_global_key_value_heads"):

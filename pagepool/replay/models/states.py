@@ -127,6 +127,13 @@ def _read_bailing(config: Config) -> State:
     return State(3 * num_heads * size * _read_past(config, "short_conv_kernel_size"), num_heads * size * size, "float32")
 
 
+def _read_zaya(config: Config) -> State:
+    """Read Zaya, whose queries and keys pass through two convolutions, and whose values have a half of the token before."""
+    num_heads, num_kv_heads = read_int(config, "num_attention_heads"), read_int(config, "num_key_value_heads")
+    size, num_past = read_int(config, "head_dim"), _read_past(config, "cca_time0") + _read_past(config, "cca_time1")
+    return State((num_heads + num_kv_heads) * size * num_past, num_kv_heads * size // 2)
+
+
 def count_side_states(config: Config) -> tuple[int, int]:
     """Return the number of layers of Qwen4 with an embedding of n-grams, and the bytes of the past inputs that each keeps for
     its convolution, which skips tokens.
@@ -154,5 +161,6 @@ READERS: dict[str, Callable[[Config], State]] = {
     "mamba_d_state": _read_jamba,
     "state_size": _read_mamba,
     "conv_L_cache": _read_short_conv,
+    "cca_time0": _read_zaya,
 }
 """Reader of a state, by a field found only in models of its kind."""
