@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
-from command_line import figures_of, invoke, write_config
+from command_line import figures_of, invoke, write_config, write_trace
 from model_families import (
     COHERE_ASR,
     DEEPSEEK_V41,
@@ -24,6 +24,7 @@ from model_families import (
 )
 
 from pagepool.errors import ArgumentError
+from pagepool.replay import TraceRecord
 from pagepool.replay.models.fixed import Fixed, FixedCaches
 from pagepool.replay.models.pages import read_model
 from pagepool.replay.models.pools import read_pools
@@ -73,6 +74,13 @@ def test_what_a_plan_tells(tmp_path: Path) -> None:
         options = ["plan", "--mean-tokens", 400, "--memory", "40GiB", "--model-config", write_config(tmp_path, config)]
         assert sentence in invoke(*options).output
         assert key in figures_of(*options)
+
+
+def test_what_a_plan_of_a_trace_tells(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", [TraceRecord(i, 64, 8, (1, 2, 3, 4)) for i in range(3)])
+    options = ["plan", trace, "--block-size", 16, "--replays", 0, "--model-config", write_config(tmp_path, WHISPER)]
+    assert "An encoder's keys and values of 1,504 tokens in 4 layers take 29.4 MiB a request" in invoke(*options).output
+    assert figures_of(*options)["encoder"] == {"num_bytes": 30_801_920, "num_tokens": 1504, "num_layers": 4}
 
 
 def test_requests_that_fit(tmp_path: Path) -> None:

@@ -298,6 +298,7 @@ class Plan:
         plan |= {
             name: None if value is None else value._asdict() for name, value in (("host", self.host), ("speed", self.speed))
         }
+        plan |= self.model.fixed.as_dict()
         plan["store"] = None if self.store is None else self.store.as_dict(self.token_bytes)
         runs, host_runs = self.runs_by_policy, {run.hits.pool.num_pages: run.as_dict(self.speed) for run in self.host_runs}
         for fields, pool in zip(plan["pools"], self.pools, strict=True):
