@@ -143,6 +143,7 @@ QWEN4: dict[str, Any] = base(40, 16, 2, 2048, model_type="qwen4_exp_text", head_
     output_gate_type="sigmoid", ple_conv_kernel_size=4, ple_embed_dim=2048, ple_layer_ids=[2, 20], split_ngram_parts=512, **GDN)
 GLM5_NEXT: dict[str, Any] = base(8, 64, 64, 4096, model_type="glm5_next_text", head_dim=0, kv_lora_rank=512, q_lora_rank=1536,
     qk_nope_head_dim=256, qk_rope_head_dim=0, v_head_dim=256, index_kpool=16, index_kpool_always_select_tail=True,
+    index_kpool_compress=True, index_share_for_mtp_iteration=True,
     indexer_types=["full"] * 8, layer_types=(["linear_attention"] * 3 + [INDEXED]) * 2, linear_conv_kernel_dim=4,
     linear_head_dim=128, linear_lower_bound=-5.0, linear_num_heads=64, **DSA)
 SUMMARIES = {"apply_to_layer_types": [FULL], "attention_impl": "sparse_gqa", "compression_method": "csa_block_compress",
@@ -157,6 +158,7 @@ DEEPSEEK_V41: dict[str, Any] = {"model_type": "deepseek_v41", "text_config": bas
     q_lora_rank=1536, qk_rope_head_dim=64, index_head_dim=128, index_n_heads=64, index_topk=1024, sliding_window=128,
     candidate_block_size=64, candidate_source_layer_id=2, candidate_topk_blocks=64, compress_ratios=[0, 0, 2, 2, 2, 1, 1, 1, 0],
     kv_source_layer_ids=[2, 3, 5], index_source_layer_ids=[2, 4, 5], engram_layer_ids=[1], dspark_target_layer_ids=[4],
+    engram_compressed_vocab_size=99092, engram_head_dim=256, engram_n_heads=8, engram_num_embeddings=[384006168],
     o_groups=8, o_lora_rank=1024, num_hash_layers=3)}
 M3_SPARSE = {"use_sparse_attention": True, "sparse_attention_freq": [0] * 3 + [1] * 57, "sparse_block_size": 128,
     "sparse_disable_index_value": [0] * 3 + [1] * 57, "sparse_index_dim": 128, "sparse_init_block": 0, "sparse_local_block": 1,
@@ -169,9 +171,8 @@ WHISPER: dict[str, Any] = {"model_type": "whisper", "activation_dropout": 0.0, "
     "decoder_ffn_dim": 5120, "decoder_layerdrop": 0.0, "decoder_layers": 4, "encoder_attention_heads": 20, "encoder_layers": 32,
     "is_encoder_decoder": True, "max_source_positions": 1500, "max_target_positions": 448, "num_hidden_layers": 32,
     "torch_dtype": "float16", "use_weighted_layer_sum": False}
-COHERE_ASR: dict[str, Any] = {"is_encoder_decoder": True, "encoder": {"d_model": 1280, "n_heads": 8, "n_layers": 48,
-    "subsampling_factor": 8}, "max_audio_clip_s": 35, "preprocessor": {"window_stride": 0.01}, "transf_decoder": {"config_dict":
-    {"attn_layer_dropout": 0.0, "hidden_size": 1024, "num_attention_heads": 8, "num_layers": 8}}, "torch_dtype": "bfloat16"}
+COHERE_ASR: dict[str, Any] = {"encoder": {"d_model": 1280, "n_heads": 8, "n_layers": 48, "subsampling_factor": 8},
+    "max_audio_clip_s": 35.0, "preprocessor": {"window_stride": 0.01}, "transf_decoder": {"config_dict": {"attn_layer_dropout": 0.0, "hidden_size": 1024, "num_attention_heads": 8, "num_layers": 8}}, "torch_dtype": "bfloat16"}
 MLLAMA: dict[str, Any] = {"text_config": base(40, 32, 8, 4096, model_type="mllama_text_model", cross_attention_layers=[3, 8, 13,
     18, 23, 28, 33, 38]), "vision_config": {"image_size": 560, "max_num_tiles": 4, "patch_size": 14}}
 UNLIMITED_OCR: dict[str, Any] = {"model_type": "unlimited_ocr", "text_config": base(12, 10, 10, 1280, head_dim=128,

@@ -54,6 +54,8 @@ def read_config(path: str) -> Config:
 
 def _find_text_model(config: Config) -> Config:
     """Return the fields of the text model, with the dtype of the whole model unless it has its own."""
+    if isinstance(config.get("transf_decoder"), dict):  # of Cohere Transcribe, which does not say what it is
+        config = config | {"is_encoder_decoder": True}
     dtypes, whole = [get_dtype(config)], config
     quantization = config.get("quantization_config")
     places = NESTED + DECODERS if config.get("is_encoder_decoder") else NESTED

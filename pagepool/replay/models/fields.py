@@ -43,14 +43,15 @@ UNDERSTOOD = _names(
 _SWA_FIELDS = _names("swa_head_dim swa_num_key_value_heads swa_v_head_dim")
 BESIDE: dict[str, frozenset[str]] = {
     "index_topk": _names(
-        "index_kpool index_kpool_always_select_tail index_skip_topk_offset index_topk_freq index_topk_pattern indexer_types"
+        "index_kpool index_kpool_always_select_tail index_kpool_compress index_share_for_mtp_iteration index_skip_topk_offset"
+        " index_topk_freq index_topk_pattern indexer_types"
     ),
     "index_topk_blocks": _names("index_block_size index_local_blocks index_topk_blocks"),
     "indexer_head_dim": _names("indexer_budget indexer_compress_ratio indexer_kv_heads indexer_n_heads"),
     "kv_source_layer_ids": _names(
         "candidate_block_size candidate_source_layer_id candidate_topk_blocks index_source_layer_ids"
     ),
-    "engram_layer_ids": _names("engram_head_dim engram_n_heads engram_num_embeddings"),
+    "engram_layer_ids": _names("engram_compressed_vocab_size engram_head_dim engram_n_heads engram_num_embeddings"),
     "hybrid_layer_pattern": _SWA_FIELDS,
     "layernorm_num_groups": _names("rope_head_dim"),
     "local_layer_ids": _SWA_FIELDS,
@@ -86,17 +87,18 @@ STATE_FIELDS = _names(
     mamba_d_state mamba_dt_init_floor mamba_dt_max mamba_dt_min mamba_dt_rank mamba_expand mamba_head_dim mamba_headdim
     mamba_hidden_act mamba_inner_layernorms mamba_n_groups mamba_n_heads mamba_ngroups mamba_norm_before_gate mamba_num_heads
     mamba_rms_norm mamba_ssm_cache_dtype mamba_ssm_dtype mamba_use_mlp n_groups n_mamba_heads no_kda_lora num_heads
-    num_mem_blocks number_of_conv_states short_conv_kernel_size ssm_multipliers ssm_state_size state_size use_linear_silu
-    use_mamba_kernels use_mambapy use_mem_eff_path use_mem_rope use_shared_attention_adapter use_shared_attention_lora
-    use_shared_mlp_adapter use_shared_mlp_lora
+    num_mem_blocks number_of_conv_states short_conv_kernel_size ssm_multipliers ssm_state_size state_size use_kda_lora
+    use_linear_silu use_mamba_kernels use_mambapy use_mem_eff_path use_mem_rope use_shared_attention_adapter
+    use_shared_attention_lora use_shared_mlp_adapter use_shared_mlp_lora
     """
 )
 """Fields of models with states, or with listed layers, which `layers` and `states` read or may ignore."""
 
 LISTED_FIELDS = _names(
     """
-    attention_other_setting global_attn_every_n_layers layer_types_with_mtp order_of_interleaved_layers
-    prefix_dense_sliding_window_pattern
+    attention_other_setting global_attn_every_n_layers head_dim_full_attention head_dim_sliding_attention
+    layer_types_with_mtp num_attention_groups_full_attention num_attention_groups_sliding_attention
+    order_of_interleaved_layers prefix_dense_sliding_window_pattern
     """
 )
 """Fields with the same content as `layer_types`, or that refine it."""

@@ -126,13 +126,19 @@ def _count_encoder_tokens(whole: Config, decoder: Config) -> int:
     encoder: Config = next((whole[name] for name in ("encoder_config", "encoder") if isinstance(whole.get(name), dict)), {})
     encoder = encoder["text_config"] if isinstance(encoder.get("text_config"), dict) else encoder
     if whole.get("max_audio_clip_s") is not None and encoder.get(SUBSAMPLING) is not None:
-        num_frames = round(read_int(whole, "max_audio_clip_s") / _read_stride(whole.get("preprocessor")))
+        seconds = read_int(whole | {"max_audio_clip_s": _as_int(whole["max_audio_clip_s"])}, "max_audio_clip_s")
+        num_frames = round(seconds / _read_stride(whole.get("preprocessor")))
         return cdiv(num_frames, read_int(encoder, SUBSAMPLING))
     for fields in (whole, encoder, *([] if encoder else [decoder])):
         for name in ("max_source_positions", "max_position_embeddings", "n_positions"):
             if fields.get(name) is not None and not (encoder and fields is whole):
                 return read_int(fields, name)
     raise ArgumentError("has is_encoder_decoder, but lacks max_source_positions: how long its encoder's output is, is unknown")
+
+
+def _as_int(number: object) -> object:
+    """Return a whole number as an int, and anything else as it is."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def _read_stride(features: object) -> float:

@@ -1,14 +1,19 @@
 """The keys and values of one layer: fields of its own, and the number of elements that it keeps for a token."""
 
 from pagepool.errors import ArgumentError
-from pagepool.replay.models.layers import WINDOWED
+from pagepool.replay.models.layers import SLIDING, WINDOWED
 from pagepool.replay.models.values import Config, read_int
 from pagepool.specs import dtype_bits
 
 SCALED = 128  # elements per 4-byte scale of an indexer key or of a packed latent vector
 PACKED_BITS = 8
 OWN_HEAD_SIZES = ("gemma", "vaultgemma", "qwen3", "glm", "gpt_oss", "seed_oss", "ernie4_5", "helium")  # model types
-FULL_NAMES = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
+FULL_NAMES = {
+    "global_head_dim": "head_dim",
+    "num_global_key_value_heads": "num_key_value_heads",
+    "head_dim_full_attention": "head_dim",
+    "num_attention_groups_full_attention": "num_key_value_heads",
+}
 """Fields of layers with full attention, and the fields of the model that they replace."""
 
 SLIDING_NAMES = {
@@ -17,6 +22,8 @@ SLIDING_NAMES = {
     "swa_v_head_dim": "v_head_dim",
     "swa_kv_lora_rank": "kv_lora_rank",
     "swa_qk_rope_head_dim": "qk_rope_head_dim",
+    "head_dim_sliding_attention": "head_dim",
+    "num_attention_groups_sliding_attention": "num_key_value_heads",
 }
 """Fields of layers with windows, and the fields of the model that they replace."""
 
@@ -39,7 +46,7 @@ def read_layer(config: Config, name: str, layer: int) -> Config:
         if config.get("attention_k_eq_v") is False:
             own.pop("num_key_value_heads", None)
     other = config.get("attention_other_setting")
-    if isinstance(other, dict) and other.get("attention_type") == name:
+    if isinstance(other, dict) and other.get("attention_type", SLIDING) == name:
         own |= _pick(other, OTHER_NAMES)
     for items, field in LAYER_LISTS.items():
         if isinstance(config.get(items), list):

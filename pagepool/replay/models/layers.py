@@ -200,14 +200,13 @@ def _read_period(config: Config) -> list[str] | None:
 
 
 def _read_groups(config: Config) -> list[str] | None:
-    """Read the layers of Ling 2.5 and 3: the last of each group has attention; in Ling 3 so have layers of an open group."""
+    """Read the layers of Ling 2.5 and 3: the last of each group has attention, and so have those of a group that is not full."""
     if config.get("layer_group_size") is None or config.get("kv_lora_rank") is None:
         return None
-    types = _repeat(config, "linear_attention", read_int(config, "layer_group_size"))
-    if config.get("short_conv_kernel_size") is None:
-        return types
-    num_grouped = len(types) - len(types) % config["layer_group_size"]
-    return types[:num_grouped] + ["full_attention"] * (len(types) - num_grouped)
+    size, num_layers = read_int(config, "layer_group_size"), _count_layers(config)
+    num_grouped = num_layers - num_layers % size
+    types = _repeat(config, "linear_attention", size)
+    return types[:num_grouped] + ["full_attention"] * (num_layers - num_grouped)
 
 
 def _read_indices(config: Config) -> list[str] | None:

@@ -253,8 +253,9 @@ def _read_blocks(config: Config) -> None:
 
 def _read_answer_window(config: Config) -> None:
     """Read the window of answers of Unlimited-OCR, whose layers always see the prompt."""
-    windows = [config[WHOLE].get("rswa_window"), config.get("sliding_window"), config[WHOLE].get("sliding_window")]
-    config["sliding_window"] = next((window for window in windows if window is not None), ANSWER_WINDOW)
+    whole, window = config[WHOLE], config.get("sliding_window")
+    windows = [whole.get("rswa_window"), window, whole.get("sliding_window"), whole.get("sliding_window_size")]
+    config["sliding_window"] = next((each for each in windows if each is not None), ANSWER_WINDOW)
     config["layer_types"] = ["reference_sliding_attention"] * read_int(config, "num_hidden_layers", MAX_LAYERS)
 
 
