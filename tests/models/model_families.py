@@ -172,7 +172,9 @@ WHISPER: dict[str, Any] = {"model_type": "whisper", "activation_dropout": 0.0, "
     "is_encoder_decoder": True, "max_source_positions": 1500, "max_target_positions": 448, "num_hidden_layers": 32,
     "torch_dtype": "float16", "use_weighted_layer_sum": False}
 COHERE_ASR: dict[str, Any] = {"encoder": {"d_model": 1280, "n_heads": 8, "n_layers": 48, "subsampling_factor": 8},
-    "max_audio_clip_s": 35.0, "preprocessor": {"window_stride": 0.01}, "transf_decoder": {"config_dict": {"attn_layer_dropout": 0.0, "hidden_size": 1024, "num_attention_heads": 8, "num_layers": 8}}, "torch_dtype": "bfloat16"}
+    "max_audio_clip_s": 35.0, "preprocessor": {"window_stride": 0.01}, "torch_dtype": "bfloat16",
+    "transf_decoder": {"config_dict": {"attn_layer_dropout": 0.0, "hidden_size": 1024, "num_attention_heads": 8,
+        "num_layers": 8}}}
 MLLAMA: dict[str, Any] = {"text_config": base(40, 32, 8, 4096, model_type="mllama_text_model", cross_attention_layers=[3, 8, 13,
     18, 23, 28, 33, 38]), "vision_config": {"image_size": 560, "max_num_tiles": 4, "patch_size": 14}}
 UNLIMITED_OCR: dict[str, Any] = {"model_type": "unlimited_ocr", "text_config": base(12, 10, 10, 1280, head_dim=128,
@@ -352,7 +354,7 @@ KEPT: dict[str, tuple[dict[str, Any], Kept]] = {
     "Voxtral Realtime": (VOXTRAL, (0, keeps(26, 8, 128) + 4 * keeps(32, 32, 64), 0)),
     "Unlimited OCR": (UNLIMITED_OCR, (keeps(12, 10, 128), 0, 0)),
     "Ling 2.5": (base(8, 32, 32, 4096, head_dim=128, kv_lora_rank=512, qk_rope_head_dim=64, layer_group_size=3,
-        group_norm_size=4, linear_silu=False), (2 * 576 * 2, 0, 6)),
+        group_norm_size=4, linear_silu=False), (4 * 576 * 2, 0, 4)),
     "Ling 3": (LING3, (4 * 576 * 2, 0, 4)),
     "dots3": (DOTS3, (2 * (1088 * 2 + 132), 4 * 1088 * 2, 0)),
     "IQuest LoopCoder": (base(80, 40, 8, 5120, loop_num=2, loop_window_size=64), (keeps(80, 8, 128), keeps(80, 8, 128), 0)),

@@ -200,7 +200,7 @@ def _read_period(config: Config) -> list[str] | None:
 
 
 def _read_groups(config: Config) -> list[str] | None:
-    """Read the layers of Ling 2.5 and 3: the last of each group has attention, and so have those of a group that is not full."""
+    """Read the layers of Ling 2.5 and 3: attention ends each group, and fills a last group that is short."""
     if config.get("layer_group_size") is None or config.get("kv_lora_rank") is None:
         return None
     size, num_layers = read_int(config, "layer_group_size"), _count_layers(config)
