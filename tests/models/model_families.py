@@ -105,6 +105,8 @@ NEMOTRON_H = {"attention_head_dim": 128, "chunk_size": 128, "conv_kernel": 4, "e
     "hybrid_override_pattern": "M-M*-M", "mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 128,
     "mamba_proj_bias": False, "mtp_hybrid_override_pattern": "*E", "n_groups": 8, "residual_in_fp32": False,
     "sliding_window": None, "ssm_state_size": 128, "use_conv_bias": True, "use_mamba_kernels": True}
+PUZZLE = [{"block_type": kind} | ({"moe_intermediate_size": 1280, "n_routed_experts": 96, "num_experts_per_tok": 6}
+    if kind == "moe" else {}) for kind in ("mamba", "moe", "mamba", "attention", "moe", "mamba")]
 FALCON_H1 = MAMBA2 | {"attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9, "attn_layer_indices": None,
     "key_multiplier": 0.4, "mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128, "mamba_norm_before_gate": False,
     "mamba_rms_norm": False, "mamba_use_mlp": True, "mlp_multipliers": [0.9, 0.2], "ssm_in_multiplier": 1.25,
@@ -269,6 +271,10 @@ KEPT: dict[str, tuple[dict[str, Any], Kept]] = {
         shared_moe_mode="sigmoid"), (keeps(10, 8, 128), 0, 70)),
     "MiniMax M2": (base(62, 48, 8, 3072, head_dim=128, **MINIMAX_M2), (keeps(62, 8, 128), 0, 0)),
     "Nemotron-H": (base(6, 32, 8, 4096, **NEMOTRON_H), (keeps(1, 8, 128), 0, 3)),
+    "Nemotron-H Puzzle": (base(6, 32, 8, 4096, **NEMOTRON_H | {"hybrid_override_pattern": "MEM*EM", "block_configs": PUZZLE}),
+        (keeps(1, 8, 128), 0, 3)),
+    "Intern-S2 Mobius": ({"text_config": base(8, 16, 2, 2048, head_dim=256, layer_types=(["linear_attention"] * 3 + [FULL]) * 2,
+        num_blocks=4, num_experts=256, shared_expert_intermediate_size=512, **GDN), **VISION}, (keeps(2, 2, 256), 0, 6)),
     "Nemotron-NAS": (NAS, (2 * (4 + 2 + 4 + 8) * 64 * 2, 0, 0)),
     "DeciLM": (base(4, 32, None, 4096, num_key_value_heads_per_layer=[4, 2, 4, 1]), (keeps(1, 11, 128), 0, 0)),
     "Jamba": (base(32, 32, 8, 4096, model_type="jamba", **JAMBA), (keeps(4, 8, 128), 0, 28)),
@@ -465,6 +471,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "chunks of an unknown model": (base(32, 32, 8, 4096, attention_chunk_size=8192), "attention_chunk_size"),
     "too few KV heads": (base(32, 32, None, 4096, num_key_value_heads=[8] * 31), "num_key_value_heads"),
     "KV heads of 0": (base(4, 32, None, 4096, num_key_value_heads=[8, 0, 8, 8]), "num_key_value_heads"),
+    "blocks with KV heads of their own": (base(6, 32, 8, 4096, **NEMOTRON_H | {"block_configs": [
+        {"block_type": "attention", "num_key_value_heads": 2}] * 6}), "num_key_value_heads"),
     "too few letters": (base(8, 32, 8, 4096, **NEMOTRON_H), "hybrid_override_pattern"),
     "too few kinds": (base(62, 48, 8, 3072, attn_type_list=[1] * 61), "attn_type_list"),
     "a layer that is none": (base(32, 32, 8, 4096, attn_layer_indices=[9, 32], **MAMBA2), "attn_layer_indices"),

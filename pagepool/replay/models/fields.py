@@ -65,6 +65,7 @@ BESIDE: dict[str, frozenset[str]] = {
         "n_input_layers n_output_layers n_recurrent_layers n_recurrent_loops recurrent_kv_cache_mode"
     ),
     "sconv_kernel_size": _names("use_sconv"),
+    "shared_expert_intermediate_size": _names("num_blocks"),
 }
 """Fields understood beside another one, which they refine; the first one may be empty."""
 
@@ -106,7 +107,7 @@ LISTED_FIELDS = _names(
 INSIDE: dict[str, frozenset[str]] = {
     "attention": BLOCK_FIELDS,
     "attention_other_setting": _names("attention_type head_dim num_attention_groups num_attention_heads true_head_dim"),
-    "block_configs": _names("attention ffn"),
+    "block_configs": _names("attention block_type ffn"),
     "ffn": _names("replace_with_linear"),
     "compress_rates": _names("compressed_sparse_attention heavily_compressed_attention"),
     "dual_chunk_attention_config": _names(

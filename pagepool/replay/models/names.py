@@ -227,8 +227,13 @@ def _read_overrides(config: Config) -> None:
 
 
 def _read_blocks(config: Config) -> None:
-    """Read Nemotron-NAS: each block has no attention, a linear layer instead, or a number of heads per KV head."""
+    """Read Nemotron-H Puzzle, whose blocks have a type each and experts of their own number; or Nemotron-NAS: each block has no
+    attention, a linear layer instead, or a number of heads per KV head.
+    """
     blocks, types, num_kv_heads = read_layer_list(config, "block_configs"), [], []
+    if all(isinstance(block, dict) and "block_type" in block for block in blocks):
+        config["layers_block_type"] = [block["block_type"] for block in blocks]
+        return
     for layer, block in enumerate(blocks):
         attention = block.get("attention") if isinstance(block, dict) else None
         if not isinstance(attention, dict):
