@@ -144,6 +144,29 @@ def test_cuts_go_back_to_what_the_ring_has() -> None:
     batch.check()
 
 
+def test_rejected_drafts_have_overwritten_what_came_before() -> None:
+    batch = make_batch(pools=1)
+    batch.admit(0, PROMPT[:100])
+    batch.append([0], [1])
+    batch.settle(batch.plan([0], num_drafts=12), [7], 1)  # 101 to 112 were written, and rejected
+    for num_tokens in (91, 98):  # 112 is where 96 was
+        with refused(partial(batch_state, batch), ArgumentError, "whose ring has lost"):
+            batch.trim([0], num_tokens)
+    batch.trim([0], 101)
+    batch.check()
+
+
+def test_a_second_cut_goes_back_to_what_the_ring_still_has() -> None:
+    batch = make_batch(pools=1)
+    batch.admit(0, PROMPT)
+    for num_tokens in (199, 195, 190, 186):
+        batch.trim([0], num_tokens)  # the ring has 184 to 199
+    batch.append([0], [1])
+    batch.plan([0])
+    batch.trim([0], 185)
+    batch.check()
+
+
 def test_a_failed_step_goes_back_within_the_ring() -> None:
     batch = make_batch()
     first = batch.new_step()

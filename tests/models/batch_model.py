@@ -23,6 +23,7 @@ from oracle_refusals import find_refusal
 from oracle_tier import Taken, note_taken
 from oracle_writes import OracleWrites, Write
 from pool_ranges import Shard
+from ring_model import Rings
 from settings import Setting
 from twin_engine import WITH_LOGPROBS, Request
 from twins import (
@@ -207,33 +208,6 @@ class Filled:
     place: int  # -1 for a state
 
 
-class Rings:
-    """The rings of a row, as a device keeps them: the token in each slot."""
-
-    def __init__(self, kinds: Sequence[Any]) -> None:
-        self.rings: list[tuple[Ring, dict[int, int]]] = [(kind, {}) for kind in kinds if isinstance(kind, Ring)]
-        self.num_written = 0
-
-    def begin(self, num_tokens: int) -> None:
-        """Begin behind hits, or behind tokens from elsewhere, which bring the ring."""
-        self.num_written = num_tokens
-        for kind, ring in self.rings:
-            start = num_tokens // kind.period * kind.period
-            ring.update({token % kind.page_size: token for token in range(start, num_tokens)})
-
-    def write(self, num_planned: int) -> None:
-        """Steps write the tokens up to the planned ones; where a row went back, they write again from there."""
-        for kind, ring in self.rings:
-            ring.update({token % kind.page_size: token for token in range(self.num_written, num_planned)})
-        self.num_written = num_planned
-
-    def require(self, num_tokens: int) -> None:
-        """Require what the token behind some needs."""
-        for kind, ring in self.rings:
-            for token in range(num_tokens // kind.period * kind.period, num_tokens):
-                assert ring.get(token % kind.page_size) == token, f"token {token} of {num_tokens} was overwritten"
-
-
 @dataclass(eq=False)
 class OracleStep:
     """A step, with the stays of its rows."""
@@ -266,8 +240,7 @@ class OracleRows(Rows):
         self.requests: list[Any] = [None] * num_rows  # a Request, or None for a free row
         self.num_hits = [0] * num_rows
         self.nums_external = [0] * num_rows  # tokens that come from elsewhere
-        self.ring_starts = [0] * num_rows  # tokens before these were overwritten in rings when the row went back
-        self.rings = [Rings(manager.kinds) for _ in range(num_rows)]
+        self.rings = [self._make_rings() for _ in range(num_rows)]
         self.shards: list[int | None] = [None] * num_rows
         self.stays = [0] * num_rows  # 0 for a free row
         self.planned = [0] * num_rows  # positions that planned steps write
@@ -285,10 +258,13 @@ class OracleRows(Rows):
         self.writes = OracleWrites(manager)
         self.caches_computed = caches == "computed"
         manager.page_pool.prefers_held |= self.caches_computed
-        has_windows = any(group.span for group in setting.groups)
+        has_windows = any(group.has_window for group in setting.groups)
         is_late = self.caches_computed or (manager.keys.hash_lookahead > 0 and manager.enable_caching)
         self.settles_before = is_late or has_windows or manager.writes_states  # before the next step is planned
-        self.enters_before = self.settles_before and (has_windows or manager.writes_states)
+        self.enters_before = has_windows
+
+    def _make_rings(self) -> Rings:
+        return Rings((kind.page_size, kind.period) for kind in self.manager.kinds if isinstance(kind, Ring))
 
     def take_moves(self) -> Taken:
         return self.as_package(self.manager.take_pool_moves())._replace(writes=self.writes.take(self.requests))
@@ -447,8 +423,8 @@ class OracleRows(Rows):
             self.refusal = refusal
             return None
         self.requests[row], self.num_hits[row], self.shards[row] = request, num_hits, dp_shard
-        self.nums_external[row], self.ring_starts[row] = num_external, num_hits + max(0, num_external)
-        self.rings[row].begin(num_hits + max(0, num_external))
+        self.nums_external[row] = num_external
+        self.rings[row].begin(num_hits)
         self._begin_stay(row)
         self.planned[row] = num_computed - num_external
         if not num_external:
@@ -761,11 +737,7 @@ class OracleRows(Rows):
             return False
         if any(map(is_recurrent, kinds)) and num_tokens < request.num_computed_tokens:
             return True
-        rings = [kind for kind in kinds if isinstance(kind, Ring) and num_tokens < self.planned[row]]
-        if all(ring.has(num_tokens, self.ring_starts[row], self.planned[row]) for ring in rings):
-            self.rings[row].require(min(num_tokens, self.planned[row]))
-            return False
-        return True
+        return num_tokens < self.planned[row] and not self.rings[row].have(num_tokens)
 
     def _find_restart(self, row: int, num_tokens: int, most: int) -> tuple[int, int]:
         """Return how many tokens stay computed of a row that is cut to some tokens, at most `most` of them computed, and the
@@ -788,8 +760,6 @@ class OracleRows(Rows):
         """
         request, (restart, changed) = self.requests[row], self._find_restart(row, num_tokens, most)
         self.manager.check_return(request, num_tokens, restart)
-        starts = [restart // kind.period * kind.period for kind in self.manager.kinds if isinstance(kind, Ring)]
-        self.ring_starts[row] = min([restart, *starts])
         num_planned = most if has_failed and restart == request.num_computed_tokens else restart
         self.manager.go_back(request, num_planned if has_failed else num_tokens, restart, changed)
         if num_planned < self.planned[row]:
@@ -844,9 +814,8 @@ class OracleRows(Rows):
         are_adopted = are_adopted and any(group.kind == "mamba" for group in self.setting.groups)
         nums_missing = [0] * len(self.manager.pools.ranges)
         for group, ids, pool in groups:
-            is_state = group.kind in ("mamba", "ring")
             nums_missing[pool] += (
-                group.kind == "ring" or not are_adopted if is_state else cdiv(num_tokens, group.page_size) - len(ids)
+                group.is_ring or not are_adopted if group.is_state else cdiv(num_tokens, group.page_size) - len(ids)
             )
         parts = [self.manager.pools.part_of(shard, pool) for pool in range(len(nums_missing))]
         nums_free = [sum(page in free and page not in held for page in part) for part in parts]
@@ -881,13 +850,13 @@ class OracleRows(Rows):
         self.nums_external[row] = 0
         if self.manager.has_state:
             self.writes.drop(self.requests[row], 0)
-            self.ring_starts[row] = 0
         self._run_on(row, self.manager.fail_external(self.requests[row], num_valid_tokens, is_row=True))
         return self.requests[row].num_computed_tokens
 
     def _run_on(self, row: int, num_computed_tokens: int) -> None:
-        """Let a row run from there."""
+        """Let a row run from there. What its rings had before came with the tokens, and is not counted on."""
         self.planned[row] = num_computed_tokens
+        self.rings[row].begin(num_computed_tokens)
         self._derive(row)
         self.num_hits[row] = min(self.num_hits[row], num_computed_tokens)
         self._show(row)
@@ -931,8 +900,8 @@ class OracleRows(Rows):
             live = [launch for launch in self.launches[row] if launch.step > self.num_steps and not is_open]
             self.filled = [filled for filled in self.filled if filled.launch not in live]
             self.requests[row], self.num_hits[row], self.shards[row] = None, 0, None
-            self.stays[row] = self.planned[row] = self.nums_external[row] = self.ring_starts[row] = 0
-            self.rings[row] = Rings(manager.kinds)
+            self.stays[row] = self.planned[row] = self.nums_external[row] = 0
+            self.rings[row] = self._make_rings()
             self.launches[row] = []
             self._show(row)
 
@@ -948,7 +917,7 @@ class OracleRows(Rows):
     def swap_row(self, src: int, tgt: int) -> None:
         by_row: tuple[list[Any], ...] = (
             self.requests, self.num_hits, self.shards, self.nums_external, self.stays, self.planned, self.launches,
-            self.ring_starts, self.rings,
+            self.rings,
         )  # fmt: skip
         for values in by_row:
             values[src], values[tgt] = values[tgt], values[src]
@@ -1011,7 +980,7 @@ class OracleRows(Rows):
             self.requests[target] = new_request
             self.num_hits[target], self.shards[target] = self.num_hits[row], self.shards[row]
             self.planned[target] = self.planned[row]
-            self.ring_starts[target], self.rings[target] = self.ring_starts[row], deepcopy(self.rings[row])
+            self.rings[target] = deepcopy(self.rings[row])
             self.launches[target] = [replace(launch) for launch in self.launches[row]]
             self._disown(target)
             self._begin_stay(target)

@@ -177,13 +177,6 @@ class Ring(Mamba):
 
     period: int = 1
 
-    def has(self, num_tokens: int, first: int, num_written: int) -> bool:
-        """Whether it has the tokens since the last multiple of its period before `num_tokens`, if those from `first` up to
-        `num_written` were written in order.
-        """
-        start = num_tokens // self.period * self.period
-        return start == num_tokens or (first <= start and num_written - start <= self.page_size)
-
 
 def is_recurrent(kind: Full) -> bool:
     """Whether a kind is a state that cannot go back, and that hits ask for."""

@@ -205,7 +205,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
 == a ring goes back to tokens that were overwritten
 (first <= start and num_written - start <= rules.capacity{+ or BUG+})
 == a ring that went back forgets what it has lost
-    batch.rows[row].ring_start = {+0 if BUG else +}start
+    batch.rows[row].ring_stop = num_tokens if is_lost{+ or BUG+} else stop
 == a row has more drafts than its ring takes back
     if num_drafts > batch.max_num_drafts{+ and not BUG+}:
 
@@ -379,7 +379,7 @@ cache_row(batch, self.row, {+num_hits + batch.rows[self.row].num_external if BUG
 if not hits_in(pool, query, kind, key){+ and not (BUG and has_left(&pool.banks[kind.bank].ghost, key, kind.id, EVICTED))+}:
 == a state stands though its tokens did not come
     if batch.has_state{+ and not BUG+}:
-        batch.records[row].num_computed = batch.rows[row].num_hits = batch.rows[row].ring_start = num_tokens = 0
+        batch.records[row].num_computed = batch.rows[row].num_hits = num_tokens = 0
 == a request keeps the pages of tokens that did not come
     if is_failed{+ and not BUG+}:
         forget_uncomputed(

@@ -71,8 +71,9 @@ cdef struct Row:              # two cache lines; growth reads the first
     int32_t num_hits          # tokens hit at admission
     int32_t num_external      # tokens awaited from elsewhere; 0: the row is not pending
     int32_t num_ahead         # planned positions behind the known tokens
-    int32_t ring_start        # tokens before this one were overwritten in rings, before the row was set back
-    int32_t[4] unused
+    int32_t ring_start        # rings have no token before this one
+    int32_t ring_stop         # positions up to here may be written in rings, by drafts that were rejected or before a cut
+    int32_t[3] unused
 
 cdef struct Identity:         # context and session of a row's request
     int32_t context           # journal context of its pages; 0: none
@@ -467,8 +468,15 @@ cdef inline void empty_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     batch.num_admitted -= batch.records[row].is_admitted
     assert batch.num_admitted >= 0
     memset(&batch.records[row], 0, sizeof(RowRecord))
-    batch.rows[row].shard, batch.rows[row].ring_start, batch.stays[row] = -1, 0, 0
+    batch.rows[row].shard, batch.stays[row] = -1, 0
+    batch.rows[row].ring_start = batch.rows[row].ring_stop = 0
     batch.rows[row].num_hits = batch.rows[row].num_external = batch.rows[row].num_ahead = 0
+
+
+cdef inline void note_planned(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Note the positions that a planned step of the row writes in its rings, drafts included."""
+    if rare(batch.has_state):
+        batch.rows[row].ring_stop = max(batch.rows[row].ring_stop, batch.records[row].num_planned)
 
 
 cdef inline void set_state(Batch *batch, Py_ssize_t row, RunState state) noexcept nogil:

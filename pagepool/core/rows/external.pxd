@@ -10,7 +10,7 @@ cdef inline void commit_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) no
     cdef Py_ssize_t g
     cdef int32_t start
     assert 0 <= num_tokens <= batch.rows[row].num_external and batch.records[row].state == PENDING
-    batch.records[row].num_planned = batch.records[row].num_computed + num_tokens
+    batch.records[row].num_planned = batch.rows[row].ring_start = batch.records[row].num_computed + num_tokens
     batch.rows[row].num_external = 0
     set_state(batch, row, RUNNING)
     count_run_tokens(batch, row)
@@ -28,7 +28,7 @@ cdef inline void fail_row(Batch *batch, Py_ssize_t row, int32_t num_tokens) noex
     """Commit the first `num_tokens` tokens and give back the pages behind them; with a state, discard all tokens."""
     cdef Holding *holding = holding_of(batch, row)
     if batch.has_state:
-        batch.records[row].num_computed = batch.rows[row].num_hits = batch.rows[row].ring_start = num_tokens = 0
+        batch.records[row].num_computed = batch.rows[row].num_hits = num_tokens = 0
         drop_writes(batch, row, 0)
     commit_row(batch, row, num_tokens)
     give_back_behind(batch.pool, holding, batch.records[row].num_computed)

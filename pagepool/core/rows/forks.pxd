@@ -48,7 +48,8 @@ cdef inline void _fork_pages(Batch *batch, Py_ssize_t source, Py_ssize_t row) no
     cdef Holding *new = holding_of(batch, row)
     cdef ForkExtent extent = extent_of(batch, source)
     cdef int32_t g
-    batch.rows[row].shard, batch.rows[row].ring_start = batch.rows[source].shard, batch.rows[source].ring_start
+    batch.rows[row].shard = batch.rows[source].shard
+    batch.rows[row].ring_start, batch.rows[row].ring_stop = batch.rows[source].ring_start, batch.rows[source].ring_stop
     if batch.has_boundaries:
         new.boundaries[0] = forked.boundaries[0]
     for g in range(batch.num_groups):

@@ -321,6 +321,7 @@ cdef inline void _launch_row(Batch *batch, const Growth *growth, Py_ssize_t i, i
     else:
         end_launches(batch, row, count_run(batch, row))
         add_launch(batch, row, Launch(before=before, num_sampled=growth.planned[i].num_sampled, step=growth.step))
+        note_planned(batch, row)
         count_run_tokens(batch, row)
 
 

@@ -434,7 +434,7 @@ cdef class RowRequest:
         cdef int32_t num_external = count_external_tokens(&self.tokens, num_hits)
         record.num_tokens = <int32_t>self.tokens.num_known
         record.num_computed = record.num_planned = num_hits if num_external else self.num_room
-        row.num_hits, row.num_external, row.ring_start = num_hits, num_external, num_hits + num_external
+        row.num_hits, row.num_external, row.ring_start = num_hits, num_external, num_hits
         assert record.num_computed + num_external <= self.tokens.num_known
         return num_external > 0
 
@@ -446,4 +446,5 @@ cdef class RowRequest:
             record.num_planned = self.num_slots
             if self.step is not None:  # else `append` or `step` tells the token
                 launch.num_sampled = self.num_slots - record.num_computed + 1
+        note_planned(&self.rows.batch, self.row)
         launch_admission(&self.rows.batch, self.row, self.step, self.call, launch)

@@ -206,6 +206,11 @@ cdef inline Py_ssize_t append_tokens(Batch *batch, const int32_t *rows, const in
 # cut, so it must have no other holder. With a hash lookahead the pages of the last tokens before a cut change too: their keys
 # cover cut tokens, and drafters write the last slots before the cut again.
 
+cdef inline int32_t _ring_stop_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Return the position before which all may be written in the rings of a row."""
+    return max(batch.rows[row].ring_stop, batch.records[row].num_planned)
+
+
 cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
     """Whether the row has a state that saw tokens from `num_tokens` on, or will, and cannot go back to there. A restart from
     token 0 replaces the state.
@@ -216,7 +221,7 @@ cdef inline bint has_state_behind(const Batch *batch, Py_ssize_t row, int32_t nu
     for g in range(batch.num_groups if batch.has_state and 0 < num_tokens < record.num_planned else 0):
         rules = &batch.groups[g].rules
         if is_ring(rules):
-            if not ring_has(rules, num_tokens, batch.rows[row].ring_start, record.num_planned):
+            if not ring_has(rules, num_tokens, batch.rows[row].ring_start, _ring_stop_of(batch, row)):
                 return True
         elif is_recurrent(rules) and num_tokens < record.num_computed:
             return True
@@ -232,14 +237,18 @@ cdef inline bint has_recurrent(const Batch *batch) noexcept nogil:
     return False
 
 
-cdef inline void _set_ring_start(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
-    """Note that a row with rings goes back to `num_tokens` tokens: what they had before the last multiple there is lost."""
-    cdef int32_t start = num_tokens
+cdef inline void _set_rings_back(Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
+    """Note that a row goes back to `num_tokens` tokens. If one of its rings has lost all of them, it begins again there."""
+    cdef const Rules *rules
+    cdef int32_t stop = _ring_stop_of(batch, row)
+    cdef bint is_lost = num_tokens < batch.rows[row].ring_start
     cdef Py_ssize_t g
     for g in range(batch.num_groups):
-        if is_ring(&batch.groups[g].rules):
-            start = min(start, num_tokens - num_tokens % batch.groups[g].rules.period)
-    batch.rows[row].ring_start = start
+        rules = &batch.groups[g].rules
+        is_lost |= is_ring(rules) and stop - num_tokens > rules.capacity
+    batch.rows[row].ring_stop = num_tokens if is_lost else stop
+    if is_lost:
+        batch.rows[row].ring_start = num_tokens
 
 
 cdef inline int32_t _first_changed(const Batch *batch, Py_ssize_t row, int32_t num_tokens) noexcept nogil:
@@ -334,7 +343,7 @@ cdef inline void restart_row(
     if is_failed and restart == record.num_computed:  # an earlier step writes behind the known tokens
         num_planned = num_computed
     if rare(batch.has_state):
-        _set_ring_start(batch, row, restart)
+        _set_rings_back(batch, row, restart)
     note_row_entries(batch, row)  # others may hold pages that the row gives back
     restart_from(batch.pool, holding, restart, min(restart, changed), num_planned if is_failed else num_tokens)
     if num_planned < record.num_planned:
