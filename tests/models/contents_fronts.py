@@ -696,7 +696,7 @@ class BatchFront(Front):
         options = {"data_parallel_size": size, "max_steps_ahead": self.depth}
         self.batch = pagepool.RunningBatch(world.manager, tables, **options)
         self.steps: list[Any] = []  # those being scheduled, or in flight
-        has_windows = any(group.span for group in self.setting.groups)  # a row is settled before it takes pages
+        has_windows = any(group.has_window for group in self.setting.groups)  # a row is settled before it takes pages
         self.is_settled_first = (
             has_windows or self.caches_computed or self.setting.hash_lookahead > 0 or bool(self.books.state_ids)
         )
@@ -967,7 +967,7 @@ class BatchFront(Front):
                     is_back
                     and not job.loading
                     and self.books.tier is None
-                    and not any(group.span for group in self.setting.groups)
+                    and not any(group.has_window for group in self.setting.groups)
                 )
                 require(not is_back, "a row that can go back is released", job, first)
                 ended.append(self.leave(job, None, 0))

@@ -261,7 +261,7 @@ class Books:
                     held = [other for other in others if self.holders[other]]
                     require(not held, "a free page hits beside a held one", job, page_id, held)
                 self.holders[page_id] += 1
-                if self.windows is not None and group.span:
+                if self.windows is not None and group.has_window:
                     self.kept.add(page_id)
             job.pages.append(list(page_ids))
             job.num_cached_pages.append(num_pages)
@@ -412,7 +412,7 @@ class Books:
         before. Junctions, ends of answers and leases may keep more.
         """
         group, page_id = self.groups[group_id], job.pages[group_id][page]
-        if self.windows is None or not group.span or page_id not in self.index.entries:
+        if self.windows is None or not group.has_window or page_id not in self.index.entries:
             return
         eagle, kinds = self.setting.drops_pages, self._list_attention()
         num_behind = eagle * (len(kinds) - 1 - kinds.index(group)) * self.hit_step  # what kinds drop that are looked up later
@@ -498,7 +498,7 @@ class Books:
         if key is not None:
             self.tier.note_entry(page_id, key, content, not self.index.has(content, None))
         self.index.enter(page_id, content, job.stay)
-        if self.windows is not None and self.groups[content[0]].span:
+        if self.windows is not None and self.groups[content[0]].has_window:
             group = copy_records(self.store, "pages")["pages"]["group"][page_id]
             require(not group & KEPT or page_id in self.skipped, "a page stays that left no window", job, page_id, content)
 

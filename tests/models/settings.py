@@ -31,9 +31,23 @@ class Group:
     interval: int | None = None
     pool: str = field(default="kv", compare=False)
 
+    @property
+    def is_ring(self) -> bool:
+        return self.kind == "ring"
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it has one page for all tokens, as rings do too."""
+        return self.kind in ("mamba", "ring")
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a window or chunk leaves pages behind."""
+        return self.span > 0 and not self.is_ring
+
     def spec(self, specs: ModuleType, dtype: Any) -> Any:
         """Build the spec with the classes of a module: the package's, or the engine's."""
-        if self.kind == "ring":
+        if self.is_ring:
             return specs.RingSpec(page_size=self.page_size, period=self.span, shape=(2,), dtype=dtype)
         if self.kind == "mamba":
             options: dict[str, Any] = {} if self.interval is None else {"checkpoint_interval": self.interval}
@@ -98,7 +112,7 @@ class Setting:
     @property
     def page_size(self) -> int:
         """The largest page that fills up, or interval, in tokens."""
-        page_sizes = [group.page_size for group in self.groups if group.kind not in ("mamba", "ring")]
+        page_sizes = [group.page_size for group in self.groups if not group.is_state]
         return max([1, *page_sizes, *(group.interval or 1 for group in self.groups)])
 
     @property
@@ -121,7 +135,7 @@ class Setting:
 
     def pools(self, num_pages: NumPages) -> Pools:
         """Return the pools of so many pages."""
-        return Pools.of(num_pages, [(group.pool, group.kind in ("mamba", "ring")) for group in self.groups])
+        return Pools.of(num_pages, [(group.pool, group.is_state) for group in self.groups])
 
     @property
     def max_model_len(self) -> int:
@@ -366,7 +380,7 @@ ENDS_SETTINGS = [
     for i, setting in enumerate(
         setting
         for setting in [*SETTINGS, *STATE_SETTINGS, *MORE_ENDS]
-        if setting.enable_caching and any(group.span for group in setting.groups)
+        if setting.enable_caching and any(group.has_window for group in setting.groups)
     )
 ]
 

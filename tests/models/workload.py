@@ -356,7 +356,7 @@ class RandomWorkload(Workload):
         if not self.pending:
             return
         request, num_external = self.rng.choice(list(self.pending.items()))
-        has_state = any(group.kind in ("mamba", "ring") for group in self.setting.groups)
+        has_state = any(group.is_state for group in self.setting.groups)
         nums = (num_external,) if has_state and name == "commit_external" else (*range(num_external), num_external, 10**6)
         num_computed_tokens = self.twins.call(name, request, self.rng.choice((num_external, self.rng.choice(nums))))
         if num_computed_tokens is None:

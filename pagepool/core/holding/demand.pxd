@@ -392,8 +392,6 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
     assert demand.hits == NULL or count_places(holding) == 0
     if count_places(holding) == 0:
         count_request(pool)
-    if rare(pool.children != NULL):
-        _continue_runs(pool, holding, demand)
     for g in range(holding.num_groups if demand.hits != NULL else 0):
         held, hits = &holding.held[g], &demand.hits[g]
         number = max(number, find_load_number(pool, hits.ids, hits.num))
@@ -403,6 +401,8 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
             held.num_pages = hits.num
             memcpy(held.ids, hits.ids, hits.num * sizeof(int32_t))
         _begin_held(pool, holding, g, hits)
+    if rare(pool.children != NULL):  # once the terms of hits have ended, and before an adopted checkpoint loses its entry
+        _continue_runs(pool, holding, demand)
     record_loads(pool, holding, number)
     for g in range(holding.num_groups if demand.num_adopted else 0):
         held, hits = &holding.held[g], &demand.hits[g]
