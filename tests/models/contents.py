@@ -35,7 +35,17 @@ from contents_request import Job
 from contents_states import StateBooks
 from contents_store import STORE_MODULES, StoreBooks
 from contents_tier import InFlight, TierBooks, draw_tier
-from settings import ENDS_SETTINGS, HASHING, POOL_SETTINGS, SETTINGS, STATE_SETTINGS, Group, Setting, kept
+from settings import (
+    ENDS_SETTINGS,
+    HASHING,
+    POOL_SETTINGS,
+    RING_SETTINGS,
+    SETTINGS,
+    STATE_SETTINGS,
+    Group,
+    Setting,
+    kept,
+)
 from twin_engine import NUM_FAMILIES, VOCABULARY, WITH_LOGPROBS, Feature
 from twins import free_ids_of, ref_counts_of
 
@@ -61,7 +71,7 @@ MORE_SETTINGS = [
     Setting("full 16 and 8, chunk of 8, states",
             (Group("full", 16), Group("full", 8), Group("chunked", 8, 24), kept(16), kept(8)), (24, 64)),
 ]  # fmt: skip
-ALL_SETTINGS = [*SETTINGS, *STATE_SETTINGS, *MORE_SETTINGS, *ENDS_SETTINGS, *POOL_SETTINGS]
+ALL_SETTINGS = [*SETTINGS, *STATE_SETTINGS, *MORE_SETTINGS, *ENDS_SETTINGS, *POOL_SETTINGS, *RING_SETTINGS]
 CONTENTS_SETTINGS = [setting for start in range(7) for setting in ALL_SETTINGS[start::7]]
 """In an order in which the kinds alternate, so that a short run has all of them."""
 
@@ -465,7 +475,7 @@ class Simulation:
         for group_id, group in enumerate(self.setting.groups):
             if group.kind == "mamba" and is_state_kept:
                 continue
-            slots = work.find_slots(group_id, start, stop)
+            slots = work.find_slots(group_id, start, min(stop, work.num_planned) if group.is_ring else stop)
             if group.kind != "mamba":
                 page_ids = [int(slot) // group.page_size for slot in slots]
                 slots = slots[[self.books.pools.record_of(page_id, group_id) not in spared for page_id in page_ids]]
@@ -478,11 +488,12 @@ class Simulation:
         """Compare the states with which a step begins."""
         if not 0 < work.start < work.stop:
             return True
-        states = [group_id for group_id, group in enumerate(self.setting.groups) if group.kind == "mamba"]
-        last = slice(work.start - 1, work.start)
-        are_right = all(self._compare(work, group_id, work.slots[group_id], last) for group_id in states)
-        for group_id in states if are_right else ():
-            self._compare_drafts(work.job, group_id, work.slots[group_id], last.start, last.stop)
+        states = [(group_id, group) for group_id, group in enumerate(self.setting.groups) if group.is_state]
+        firsts = {i: find_first_read(group, work.start) if group.is_ring else work.start - 1 for i, group in states}
+        slots = {i: work.find_slots(i, first, work.start) for i, first in firsts.items()}
+        are_right = all(self._compare(work, i, slots[i], slice(first, work.start)) for i, first in firsts.items())
+        for group_id, first in firsts.items() if are_right else ():
+            self._compare_drafts(work.job, group_id, slots[group_id], first, work.start)
         return are_right
 
     def _reads_right(self, work: Work) -> bool:
@@ -490,6 +501,10 @@ class Simulation:
         start, found = work.start + work.num_transferred, []
         for group_id, group in enumerate(self.setting.groups if start < work.stop else ()):
             first = work.stop - 1 if group.kind == "mamba" else find_first_read(group, start)
+            if group.is_ring:
+                first = max(first, work.num_planned - group.page_size)
+            if first >= work.stop:  # a ring has nothing but drafts
+                continue
             slots = work.find_slots(group_id, first, work.stop)
             found.append(self._compare(work, group_id, slots, slice(first, work.stop)))
             if found[-1]:
@@ -502,6 +517,7 @@ class Simulation:
         is_state = self.setting.groups[group_id].kind == "mamba"
         if (
             self.setting.hash_lookahead
+            and not self.setting.groups[group_id].is_ring
             and first < num_drafted
             and not self._is_doubtful(job)
             and not (is_state and num_drafted < stop)
@@ -592,7 +608,7 @@ class Simulation:
         """Write garbage into pages of a transfer to which no token from `num_tokens` on attends: they need not come."""
         for group_id, group in enumerate(self.setting.groups):
             stop = find_first_read(group, num_tokens) // group.page_size * group.page_size
-            if group.kind != "mamba" and work.start < stop:
+            if not group.is_state and work.start < stop:
                 slots = work.find_slots(group_id, work.start, stop)
                 self.device.write(group_id, slots, [self.histories.make_garbage()] * len(slots))
 
@@ -642,10 +658,10 @@ class Simulation:
                 return cuts
 
     def _list_places(self, job: Job) -> list[tuple[range, int]]:
-        """Return the tokens of each page that a job holds, with the page."""
+        """Return the tokens of each page that a job holds, with the page, other than rings, which are written again."""
         places = []
         for group, pages in zip(self.setting.groups, job.pages, strict=True):
-            for page, page_id in enumerate(pages):
+            for page, page_id in enumerate(pages if not group.is_ring else ()):
                 if page_id != NULL_PAGE:
                     stop = self.setting.max_model_len if group.kind == "mamba" else (page + 1) * group.page_size
                     places.append((range(page * group.page_size, stop), page_id))

@@ -168,9 +168,9 @@ class Device:
 
 
 def find_first_read(group: Group, position: int) -> int:
-    """Return the first of the tokens that the token at `position` attends to."""
+    """Return the first of the tokens that the token at `position` attends to, or whose raw keys it needs."""
     if group.kind == "sliding":
         return max(0, position - group.span + 1)
-    if group.kind == "chunked":
+    if group.kind == "chunked" or group.is_ring:
         return position // group.span * group.span
     return 0

@@ -145,6 +145,8 @@ class World:
             return
         histories = self.books.list_known(job, stop)
         for group_id, group in enumerate(self.setting.groups):
+            if group.is_ring:
+                continue
             if group.kind != "mamba":
                 slots = work.find_slots(group_id, start, stop)
                 write(group_id, slots, histories[start + hash_lookahead :])
@@ -221,6 +223,7 @@ class Work:
     start: int
     histories: list[int]  # of all tokens up to the last computed one
     num_room_tokens: int
+    num_planned: int  # tokens that the step writes, drafts included
     num_before: int  # tokens computed before this step, and before the job's other steps in flight
     num_transferred: int = 0
     drafts: list[int] = field(default_factory=list)
@@ -271,6 +274,12 @@ class Front(ABC):
         self.tables = tables
         self.jobs: dict[int, Job] = {}  # by row
         self.plan: list[Entry] = []  # of the step; the simulation sets it
+        self.max_num_drafts = self.count_drafts(0)
+
+    def count_drafts(self, max_steps_ahead: int) -> int:
+        """Return how many drafts rings take back from each of so many steps, and another one."""
+        left = [group.page_size - group.span - max_steps_ahead for group in self.setting.groups if group.is_ring]
+        return min([self.setting.max_model_len, *(max(0, num) // (max_steps_ahead + 1) for num in left)])
 
     def copy_of(self, job: Job) -> Job:
         """Return a job with the same computed tokens, and others behind those that are known."""
@@ -314,8 +323,9 @@ class Front(ABC):
         table = self.tables[group_id]
         if self.setting.groups[group_id].kind == "mamba":
             return table.page_table_cpu[job.row, :1].copy()
-        rows = np.full(len(positions), job.row, dtype=np.int32)
-        return table.slot_mapping(rows, np.asarray(positions, dtype=np.int32), self.setting.groups[group_id].page_size)
+        group, places = self.setting.groups[group_id], np.asarray(positions, dtype=np.int32)
+        places = places % group.page_size if group.is_ring else places
+        return table.slot_mapping(np.full(len(places), job.row, dtype=np.int32), places, group.page_size)
 
     def start(self, job: Job, row: int) -> None:
         job.front, job.row, job.status = self, row, RUNNING
@@ -336,7 +346,7 @@ class Front(ABC):
     @staticmethod
     def has_pages(group: Group, pages: Sequence[int], num_computed_tokens: int) -> bool:
         """Whether all pages are held that tokens from `num_computed_tokens` on attend to."""
-        first = find_first_read(group, num_computed_tokens) // group.page_size
+        first = 0 if group.is_state else find_first_read(group, num_computed_tokens) // group.page_size
         return NULL_PAGE not in pages[first:]
 
     def list_due(self) -> list[Job]:
@@ -353,9 +363,9 @@ class Front(ABC):
         return num_left if self.rng.random() < 0.6 else self.rng.randint(1, num_left)
 
     def draw_drafts(self, job: Job) -> list[int]:
-        """Return draft tokens; none if there is a state, which would include the rejected ones."""
-        most = min(3, self.setting.max_model_len - job.num_tokens)
-        if self.books.has_state or most <= 0 or self.rng.random() < 0.6:
+        """Return draft tokens; none if there is a recurrent state, which would include the rejected ones."""
+        most = min(3, self.setting.max_model_len - job.num_tokens, self.max_num_drafts)
+        if self.setting.has_state or most <= 0 or self.rng.random() < 0.6:
             return []
         return self.rng.choices(VOCABULARY, k=self.rng.randint(1, most))
 
@@ -364,7 +374,8 @@ class Front(ABC):
         histories = job.list_histories(min(stop, job.num_tokens)) + job.list_draft_histories(drafts)
         num_room_tokens = min(len(histories) + num_ahead, self.setting.max_model_len)
         in_flight = [work.num_before for entry in self.plan for work in entry.works if work.job is job]
-        work = Work(job, start, histories, num_room_tokens, [*in_flight, start][0], drafts=list(drafts))
+        num_planned = num_room_tokens if len(histories) >= job.num_tokens else len(histories)
+        work = Work(job, start, histories, num_room_tokens, num_planned, [*in_flight, start][0], drafts=list(drafts))
         work.num_pages_before = [len(pages) for pages in job.pages]
         work.is_second = self.world.is_second
         return work
@@ -372,6 +383,8 @@ class Front(ABC):
     def finish(self, work: Work, histories: Sequence[int]) -> None:
         """Record the slots of a call's tokens, and what it cached: full pages of these histories."""
         self.books.require_room(work.job, work.num_room_tokens)
+        work.job.rings.write(work.start)
+        work.job.rings.write(work.num_planned)
         self.find_slots(work)
         if not work.is_delayed and not self.caches_computed:
             work.made = self.books.enter(work.job, histories[: work.job.num_tokens])
@@ -385,7 +398,9 @@ class Front(ABC):
     def find_slots(self, work: Work) -> None:
         """Record the slots of the tokens of a step, of those to which these attend, and of those that drafters may lack."""
         for group_id, group in enumerate(self.setting.groups):
-            first = min(find_first_read(group, work.start), max(0, work.start - self.setting.hash_lookahead))
+            first = find_first_read(group, work.start)
+            if not group.is_state:
+                first = min(first, max(0, work.start - self.setting.hash_lookahead))
             first = first if group.kind != "mamba" else -1
             work.slots.append(self.map_slots(work.job, group_id, range(max(0, first), work.num_room_tokens)))
             work.first_tokens.append(first)
@@ -530,10 +545,10 @@ class ManagerFront(Front):
         size = self.setting.data_parallel_size
         return {} if size is None else {"dp_shard_hint": dp_shard, "data_parallel_size": size}
 
-    def _options(self, placement: dict[str, Any]) -> dict[str, Any]:
+    def _options(self, placement: dict[str, Any], num_drafts: int = 0) -> dict[str, Any]:
         rng, options = self.rng, dict(placement)
         if rng.random() < 0.2:
-            options["num_lookahead_tokens"] = rng.randint(1, self.setting.page_size + 1)
+            options["num_lookahead_tokens"] = min(rng.randint(1, self.setting.page_size + 1), self.max_num_drafts - num_drafts)
         if rng.random() < 0.2:
             options["delay_cache_pages"] = True
         if rng.random() < 0.05:
@@ -552,7 +567,7 @@ class ManagerFront(Front):
         num_new = self.draw_count(num_left)
         drafts = self.draw_drafts(job) if num_new == num_left else []
         dp_shard = self.rng.choice((None, 0, 1, 2))
-        options = self._options(self._placement(dp_shard))
+        options = self._options(self._placement(dp_shard), len(drafts))
         num_ahead = options.get("num_lookahead_tokens", 0)
         start = job.num_computed_tokens
         work = self.note(job, start, start + num_new, drafts, num_ahead)
@@ -679,6 +694,8 @@ class ManagerFront(Front):
         for group, pages in zip(self.setting.groups, job.pages, strict=True):
             if group.kind == "mamba" or not self.has_pages(group, pages, num_computed_tokens):
                 return False
+        if not job.rings.have(num_computed_tokens):
+            return False
         job.num_computed_tokens = min(job.num_computed_tokens, num_computed_tokens)
         return True
 
@@ -694,6 +711,7 @@ class BatchFront(Front):
         self.depth = self.rng.choice((0, 1))
         self.caches_computed = caches == "computed"
         options = {"data_parallel_size": size, "max_steps_ahead": self.depth}
+        self.max_num_drafts = self.count_drafts(self.depth)
         self.batch = pagepool.RunningBatch(world.manager, tables, **options)
         self.steps: list[Any] = []  # those being scheduled, or in flight
         has_windows = any(group.has_window for group in self.setting.groups)  # a row is settled before it takes pages
@@ -722,7 +740,7 @@ class BatchFront(Front):
         require(num_external == most, "tokens from elsewhere", job, num_external, most)
         stop = num_hit_tokens + num_external if num_external else int(self.batch.num_computed_tokens[row])
         held = self.records(self.batch.get_page_ids(row))
-        nums_hits = [0 if group.kind == "mamba" else num_hit_tokens // group.page_size for group in self.setting.groups]
+        nums_hits = [0 if group.is_state else num_hit_tokens // group.page_size for group in self.setting.groups]
         hits = [ids[:num] for ids, num in zip(held, nums_hits, strict=True)]
         new_ids = [ids[num:] for ids, num in zip(held, nums_hits, strict=True)]
         self.look_up(job, num_hit_tokens, expected, {page_id for ids in new_ids for page_id in ids})
@@ -755,7 +773,7 @@ class BatchFront(Front):
         if rng.random() < 0.3:
             options["max_num_new_tokens"] = rng.randint(1, job.num_tokens)
         if rng.random() < 0.2:
-            options["num_drafts"] = rng.randint(1, self.setting.page_size + 1)
+            options["num_drafts"] = min(rng.randint(1, self.setting.page_size + 1), self.max_num_drafts)
         if rng.random() < 0.15:
             options["reserve"] = "prompt"
         if rng.random() < 0.05:
@@ -800,7 +818,8 @@ class BatchFront(Front):
                 continue
             num_new = self.draw_count(left)
             drafts = self.draw_drafts(job) if num_new == left and may_draft else []
-            amounts[job] = num_new, drafts, self.rng.choice((0, 0, 0, 1, 5)) * may_draft
+            num_ahead = min(self.rng.choice((0, 0, 0, 1, 5)), self.max_num_drafts - len(drafts))
+            amounts[job] = num_new, drafts, num_ahead * may_draft
             told = job.all_token_ids[job.num_known_tokens :]
             if told:
                 self.call("append", self.batch, [job.row] * len(told), told)
@@ -962,7 +981,7 @@ class BatchFront(Front):
             first = is_hit[job]
             if row in released:
                 require(first < sys.maxsize, "a row is released that no failed step concerns", job)
-                is_back = not self.books.has_state or first == 0
+                is_back = (first == 0 or not self.setting.has_state) and not self._sets_back_state(job, first, first)
                 is_back = (
                     is_back
                     and not job.loading
@@ -972,7 +991,7 @@ class BatchFront(Front):
                 require(not is_back, "a row that can go back is released", job, first)
                 ended.append(self.leave(job, None, 0))
             elif first < sys.maxsize:
-                require(not self.books.has_state or first == 0, "a state went back", job, first)
+                require(not self.setting.has_state or first == 0, "a state went back", job, first)
                 job.num_known_tokens = int(self.batch.num_tokens[row])
                 job.num_computed_tokens = job.num_settled_tokens = int(self.batch.num_computed_tokens[row])
                 require(job.num_computed_tokens <= first, "a row that does not go back", job, first)
@@ -1019,10 +1038,13 @@ class BatchFront(Front):
 
     def _sets_back_state(self, job: Job, num_tokens: int, changed: int) -> bool:
         """Whether a state has seen tokens from `num_tokens` on, or such that are computed again if slots change from `changed`
-        on, some of them after others that stay.
+        on, some of them after others that stay, and a ring lacks what was before.
         """
         restart = self.books.find_restart(job, min(num_tokens, job.num_computed_tokens), changed)
-        return self.books.has_state and any(0 < num < job.num_computed_tokens for num in (num_tokens, restart))
+        places = {num_tokens, restart} - {0}
+        if self.setting.has_state and min(places, default=job.num_computed_tokens) < job.num_computed_tokens:
+            return True
+        return any(num < job.rings.num_written and not job.rings.have(num) for num in places)
 
     def fork(self, job: Job, rows: list[int]) -> list[Job]:
         """Let free rows go on where a job is; none if there are too few pages for all."""
@@ -1041,10 +1063,12 @@ class BatchFront(Front):
         self.call("commit_external", self.batch, job.row, num_came)
         job.num_computed_tokens += num_came
         job.num_settled_tokens = job.num_computed_tokens
+        job.rings.begin(job.num_computed_tokens)
         self.books.commit(job, job.num_computed_tokens)
 
     def fail(self, job: Job, num_came: int) -> int:
         job.num_computed_tokens = job.num_settled_tokens = self.call("fail_external", self.batch, job.row, num_came)
+        job.rings.begin(job.num_computed_tokens)
         self.books.fail(job, job.num_computed_tokens)
         return job.num_computed_tokens
 

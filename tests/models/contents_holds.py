@@ -50,7 +50,7 @@ class Holds:
             return
         job = self.rng.choice(jobs)
         self.world.settle()
-        groups = [(i, group) for i, group in enumerate(self.world.setting.groups) if group.kind != "mamba"]
+        groups = [(i, group) for i, group in enumerate(self.world.setting.groups) if not group.is_state]
         places = [(group, i, record) for g, group in groups for i, record in enumerate(job.pages[g]) if record != NULL_PAGE]
         parts = self.books.pools.part(record for _, _, record in places)
         if not parts:
@@ -168,6 +168,8 @@ class Holds:
         stop = num_tokens if span[1] is None else span[1]
         histories, contents = job.list_histories(num_tokens), set()
         for group_id, group in enumerate(self.world.setting.groups if self.books.setting.enable_caching else ()):
+            if group.is_ring:
+                continue
             size = group.interval and self.books.hit_step if group.kind == "mamba" else group.page_size
             ends = range(size, stop + 1, size) if size else ()
             contents |= {self.books.name(group_id, histories, end) for end in ends if end - size >= start}

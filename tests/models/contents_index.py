@@ -19,6 +19,7 @@ from contents_device import NOTHING, Content, find_first_read, require
 from contents_request import Job, Write
 from contents_tier import TierBooks
 from pool_ranges import Shard
+from ring_model import Rings
 from settings import Group, NumPages, Setting
 
 from pagepool._core import copy_records
@@ -94,10 +95,10 @@ class Books:
         self.prefers_held = False  # of pages with one content, a held one hits
         self.skipped: set[int] = set()  # pages that rows gave back in the call that is recorded
         self.reached: Collection[Content] = ()  # contents of the tier, while these hit too
-        cached = [group for group in self.groups if group.kind != "mamba"]
-        self.has_state = len(cached) < len(self.groups)
+        cached = [group for group in self.groups if not group.is_state]
+        self.has_state = len(cached) < len(self.groups)  # rings are states, but for hits and where requests may go back
         self.hash_lookahead = setting.hash_lookahead
-        self.may_hit = setting.enable_caching and (setting.writes_states or not self.has_state)
+        self.may_hit = setting.enable_caching and (setting.writes_states or not setting.has_state)
         intervals = [group.interval for group in self.groups if group.interval and setting.writes_states]
         self.hit_step = math.lcm(*(group.page_size for group in cached), *(math.gcd(STATE_STEP, each) for each in intervals))
         self.state_ids = [i for i, group in enumerate(self.groups) if group.interval and self.may_hit]  # states that are kept
@@ -241,8 +242,11 @@ class Books:
         histories = self.list_known(job, num_hit_tokens)
         job.stay, job.num_hit_tokens, job.num_drafted_tokens = next(STAYS), num_hit_tokens, num_hit_tokens
         job.boundaries = self.list_boundaries(job)
+        job.rings = Rings((group.page_size, group.span) for group in self.groups if group.is_ring)
+        job.rings.begin(num_hit_tokens)
         for group_id, (group, page_ids) in enumerate(zip(self.groups, hits, strict=True)):
-            if group.kind == "mamba":
+            if group.is_state:
+                require(not group.is_ring or num_hit_tokens % group.span == 0, "a hit needs a ring", job, num_hit_tokens)
                 job.pages.append([])
                 job.num_cached_pages.append(num_hit_tokens // self.hit_step)
                 continue
@@ -344,7 +348,7 @@ class Books:
         for pool, pages in enumerate(self.pools.ranges):
             ids, kept = self.pools.groups_of(pool), 0 if pool else num_reserved
             groups = [self.groups[i] for i in ids]
-            num_pages = sum(1 if group.kind == "mamba" else -(-num_tokens // group.page_size) for group in groups)
+            num_pages = sum(1 if group.is_state else -(-num_tokens // group.page_size) for group in groups)
             num_pages += min(most_held, sum(i in self.state_ids for i in ids))
             free = [page_id for page_id in pages if not self.holders[page_id]]
             num_there = sum(shard is None or page_id in shard for page_id in free)
@@ -357,12 +361,12 @@ class Books:
         """Raise unless the pages have a slot for each token."""
         for group, pages in zip(self.groups, job.pages, strict=True):
             room = len(pages) * group.page_size
-            require(room >= num_tokens or (group.kind == "mamba" and len(pages) == 1), "no slot", job, group, num_tokens)
+            require(room >= num_tokens or (group.is_state and len(pages) == 1), "no slot", job, group, num_tokens)
 
     def skip(self, job: Job, held: Sequence[Sequence[int]], num_computed_tokens: int) -> None:
         """Record which pages of a request the pool released; no coming token may need them."""
         for group_id, (group, pages, held_ids) in enumerate(zip(self.groups, job.pages, held, strict=True)):
-            if pages == held_ids or group.kind == "mamba":
+            if pages == held_ids or group.is_state:
                 continue
             require(len(pages) == len(held_ids), "a row of another length", job, group, pages, held_ids)
             first_read = find_first_read(group, num_computed_tokens)
@@ -378,7 +382,7 @@ class Books:
 
     def list_computed(self, job: Job) -> list[int]:
         """Return the pages of a request with computed tokens, other than states."""
-        groups = [(group, pages) for group, pages in zip(self.groups, job.pages, strict=False) if group.kind != "mamba"]
+        groups = [(group, pages) for group, pages in zip(self.groups, job.pages, strict=False) if not group.is_state]
         return [page_id for group, pages in groups for page_id in pages[: -(-job.num_computed_tokens // group.page_size)]]
 
     def let_go(self, page_id: int) -> None:
@@ -467,7 +471,7 @@ class Books:
             return entered
         for group_id, (group, pages) in enumerate(zip(self.groups, job.pages, strict=True)):
             is_copied = self.hash_lookahead and job.forked_lists.get(group_id) == self.num_taken
-            if group.kind == "mamba" or is_copied:
+            if group.is_state or is_copied:
                 continue
             for page in range(job.num_cached_pages[group_id], min(num_tokens // group.page_size, len(pages))):
                 content = self.name(group_id, histories, (page + 1) * group.page_size)
@@ -510,7 +514,7 @@ class Books:
     def _lower_cached_pages(self, job: Job, num_computed_tokens: int, num_hit_tokens: int = 0) -> None:
         """Let pages of tokens be cached again, other than states that were hit, or are those of the job that was forked."""
         for group_id, group in enumerate(self.groups):
-            is_state = group.kind == "mamba"
+            is_state = group.is_state
             num_tokens = max(num_computed_tokens, num_hit_tokens) if is_state else num_computed_tokens
             num_pages = num_tokens // (self.hit_step if is_state else group.page_size)
             job.num_cached_pages[group_id] = min(job.num_cached_pages[group_id], num_pages)
@@ -520,6 +524,8 @@ class Books:
         dropped too, as may its hits, and pages equal to one that fell out of a window: the pool tells.
         """
         for group_id, (group, pages, num_cached) in enumerate(zip(self.groups, job.pages, job.num_cached_pages, strict=True)):
+            if group.is_ring:
+                continue
             size = self.hit_step if group.kind == "mamba" else group.page_size
             own = range(max(num_computed_tokens, job.num_hit_tokens) // size, num_cached)
             for page in own if group.kind == "mamba" else range(num_computed_tokens // size, len(pages)):
@@ -594,7 +600,7 @@ class Books:
         """Return the pages of a request that its tokens from `num_tokens` on were to fill, other than states and hits."""
         pages = []
         for group, page_ids in zip(self.groups, job.pages, strict=True):
-            first = max(num_tokens, 0) // group.page_size if group.kind != "mamba" else len(page_ids)
+            first = max(num_tokens, 0) // group.page_size if not group.is_state else len(page_ids)
             pages += [page_id for page_id in page_ids[first:] if page_id != NULL_PAGE]
         return pages
 
@@ -603,9 +609,7 @@ class Books:
         firsts = [sys.maxsize]
         for group, pages in zip(self.groups, job.pages, strict=True):
             stop = len(pages) if start is None else start // group.page_size
-            firsts += [
-                i * group.page_size for i, page_id in enumerate(pages[:stop]) if group.kind != "mamba" and page_id in lost
-            ]
+            firsts += [i * group.page_size for i, page_id in enumerate(pages[:stop]) if not group.is_state and page_id in lost]
         return min(firsts)
 
     def list_lost(self, works: Iterable[Any]) -> list[tuple[int, Content]]:
@@ -651,7 +655,7 @@ class Books:
     @staticmethod
     def find_size(group: Group) -> int:
         """Return the number of tokens of a page; a state is one of all tokens."""
-        return sys.maxsize if group.kind == "mamba" else group.page_size
+        return sys.maxsize if group.is_state else group.page_size
 
     def count_pages(self, group: Group, num_tokens: int) -> int:
         """Return the number of pages that tokens need."""
@@ -669,7 +673,7 @@ class Books:
     def commit(self, job: Job, num_computed_tokens: int) -> None:
         """Record that tokens came: pages that no later token attends to go without an entry, the others get one."""
         for group_id, (group, pages) in enumerate(zip(self.groups, job.pages, strict=True)):
-            stop = 0 if group.kind == "mamba" else find_first_read(group, num_computed_tokens) // group.page_size
+            stop = 0 if group.is_state else find_first_read(group, num_computed_tokens) // group.page_size
             for page in range(min(stop, len(pages))):
                 self.let_go(pages[page])
                 pages[page] = NULL_PAGE

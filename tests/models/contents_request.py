@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contents_device import NOTHING, Histories
+from ring_model import Rings
 from twin_engine import WAITING, Feature
 
 _SERIALS = itertools.count()
@@ -61,6 +62,7 @@ class Job:
     boundaries: Sequence[range] = ()  # numbers of tokens at which others may resume, since its admission
     load_number: int = 0  # the last list of transfers that loads what it has hit
     writes: list[Write] = field(default_factory=list)  # taken, and neither cached nor dropped
+    rings: Rings = field(default_factory=Rings)
     ends: Collection[int] = ()  # numbers of tokens behind which its states may be written; junctions are in the prompt
     num_prompt_tokens: int = 0  # tokens at its current admission
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 from contents_device import Content, require
@@ -29,7 +30,8 @@ class StateBooks(Books):
                 require(len(page_ids) * self.hit_step == num_hit_tokens, "a checkpoint at another place", job, page_ids)
                 require(found == content, "a wrong checkpoint", job, page_ids, found)
                 require(shard is None or page_ids[-1] in shard, "a checkpoint in another shard", job, page_ids, shard)
-            attached.append([] if group.kind == "mamba" else list(page_ids))
+            require(not (group.is_ring and page_ids), "a ring is hit", job, page_ids)
+            attached.append([] if group.is_state else list(page_ids))
         return attached
 
     def note_state_hits(self, job: Job, new_ids: PagesByGroup, num_hit_tokens: int, shard: range | Shard | None) -> None:
@@ -132,18 +134,19 @@ class StateBooks(Books):
         target.num_drafted_tokens = min(job.num_drafted_tokens, num_shared)
         target.stay, target.num_hit_tokens, target.pages, target.num_cached_pages = next(STAYS), num_tokens, [], []
         target.boundaries, target.ends, target.writes = job.boundaries, job.ends, []
+        target.rings = deepcopy(job.rings)
         loading = self.tier.loading if self.tier is not None else {}
         for group_id, (group, pages, page_ids) in enumerate(zip(self.groups, job.pages, pages_by_group, strict=True)):
-            num_full = 0 if group.kind == "mamba" else num_shared // group.page_size
+            num_full = 0 if group.is_state else num_shared // group.page_size
             num_full = max(num_full, self._count_gone(pages[: -(-num_tokens // group.page_size)]))
-            num_all = min(1, num_tokens) if group.kind == "mamba" else -(-num_tokens // group.page_size)
+            num_all = min(1, num_tokens) if group.is_state else -(-num_tokens // group.page_size)
             require(list(page_ids[:num_full]) == pages[:num_full], "a fork with other pages", job, target, page_ids)
             require(len(page_ids) == num_all, "a fork with more pages, or less", job, target, page_ids)
             for page_id in page_ids[:num_full]:
                 self.holders[page_id] += page_id != NULL_PAGE
             target.pages.append(list(page_ids[:num_full]))
-            size = self.hit_step if group.kind == "mamba" else group.page_size
-            num_kept = num_tokens if group.kind == "mamba" else num_shared
+            size = self.hit_step if group.is_state else group.page_size
+            num_kept = num_tokens if group.is_state else num_shared
             target.num_cached_pages.append(min(job.num_cached_pages[group_id], num_kept // size))
             new_ids.append(page_ids[num_full:])
             self.copies.update(zip(page_ids[num_full:], pages[num_full:num_all], strict=True))
@@ -172,7 +175,7 @@ class StateBooks(Books):
         """Whether a full page of a request that a fork copies, since its lookahead is not computed, is being loaded."""
         num_shared, copied = max(0, job.num_computed_tokens - self.hash_lookahead), []
         for group, pages in zip(self.groups, job.pages, strict=True):
-            if group.kind != "mamba":
+            if not group.is_state:
                 copied += pages[num_shared // group.page_size : -(-job.num_computed_tokens // group.page_size)]
         return self.tier is not None and self.tier.find_load_number(copied) > 0
 

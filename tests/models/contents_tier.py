@@ -66,10 +66,10 @@ class TierBooks:
         sizes = tier.num_pages
         if isinstance(sizes, Mapping):
             sizes = {name: sizes[name] for name in device.pools.names}
-        of_attention = {group.pool for group in device.groups if group.kind != "mamba"}
+        of_attention = {group.pool for group in device.groups if not group.is_state}
         # States in pools of their own are not saved once they are left, or as long as they are replaced.
         self.may_be_lost = {i for i, group in enumerate(device.groups) if group.pool not in of_attention}
-        self.pools = Pools.of(sizes, [(group.pool, group.kind == "mamba") for group in device.groups])
+        self.pools = Pools.of(sizes, [(group.pool, group.is_state) for group in device.groups])
         ranges = zip(self.pools.ranges, device.pools.ranges, strict=True)
         self.writes_through = tier.policy == "write_through" and all(len(own) >= 2 * len(pages) for own, pages in ranges)
         self.histories = device.histories
