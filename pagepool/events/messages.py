@@ -33,12 +33,12 @@ class BlockStored(Event):
     cached without the manager. ``block_size``: tokens of a page. ``lora_id``, ``lora_name``: the request's ``lora_id``, as an
     int or a string; for a pair its name. ``extra_keys``: for each page the keys hashed with its tokens (LoRA's name, features
     as ``(hash, offset)``, salt) or None; None if no page has any. LoRA is a key of every page with ``sha256_cbor``, as in vLLM,
-    and of the first page with other algorithms. ``group_idx``: the cache group; ``kv_cache_spec_kind``,
+    and of the first page with other algorithms. ``group_idx``: the cache group, rings not counted; ``kv_cache_spec_kind``,
     ``kv_cache_spec_sliding_window`` (tokens): its kind of attention. ``session_id``: the session of the request or row that
     cached the pages, None in the host tier; other sessions may hit them too. ``num_groups``: the manager's number of cache
-    groups; None for one. ``lookahead_token_ids``: for each page the tokens after it that its hash covers; None without a
-    `hash_lookahead`, and where ``token_ids`` is empty. ``hit_tokens``: hits are multiples of this many tokens; None for one
-    group.
+    groups without rings, which are never cached; None for one. ``lookahead_token_ids``: for each page the tokens after it that
+    its hash covers; None without a `hash_lookahead`, and where ``token_ids`` is empty. ``hit_tokens``: hits are multiples of
+    this many tokens; None for one group.
     """
 
     block_hashes: Any

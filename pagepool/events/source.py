@@ -13,7 +13,7 @@ from pagepool.events.messages import AllBlocksCleared, BlockRemoved, BlockStored
 from pagepool.hashing import LORA, RequestExtraKeys
 from pagepool.page_hashing import PageHasher
 from pagepool.process_forks import ProcessLock
-from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+from pagepool.specs import CacheGroupSpec, CacheSpec, ChunkedLocalAttentionSpec, MambaSpec, RingSpec, SlidingWindowSpec
 
 GPU, CPU = "GPU", "CPU"  # the media: the pool, and the host tier
 NO_TOKENS = np.empty(0, np.int32)
@@ -94,10 +94,12 @@ class EventSource:
         self._store = store
         self._num_digest_bytes, self._lookahead = hasher.num_digest_bytes, hasher.hash_lookahead
         self._num_words = hasher.num_digest_bytes // 8
-        no_session, no_lookahead, has_groups = None, None, len(groups) > 1
-        of_all = no_session, len(groups) if has_groups else None, no_lookahead, hit_tokens if has_groups else None
+        specs = {i: group.kv_cache_spec for i, group in enumerate(groups) if not isinstance(group.kv_cache_spec, RingSpec)}
+        self._numbers = {i: number for number, i in enumerate(specs)}
+        no_session, no_lookahead, has_groups = None, None, len(specs) > 1
+        of_all = no_session, len(specs) if has_groups else None, no_lookahead, hit_tokens if has_groups else None
         self._described = {
-            medium: [(*_describe(group.kv_cache_spec, i, hasher.page_size, medium), *of_all) for i, group in enumerate(groups)]
+            medium: {i: (*_describe(spec, self._numbers[i], hasher.page_size, medium), *of_all) for i, spec in specs.items()}
             for medium in (GPU, CPU)
         }
         self._lock = threading.RLock()
@@ -142,7 +144,7 @@ class EventSource:
                     return snapshot, snapshot
                 events: list[Event] = [AllBlocksCleared()] if is_cleared else []
                 for keys, medium in ((removed, GPU), (tier_removed, CPU)):
-                    events += [BlockRemoved(hashes, medium, group) for group, hashes in self._split(keys)]
+                    events += [BlockRemoved(hashes, medium, self._numbers[group]) for group, hashes in self._split(keys)]
                 return [*events, *self._list_entries(new, tier_new)], snapshot
             finally:
                 self._journal.end_report()
@@ -156,7 +158,7 @@ class EventSource:
         page, token = 0, 0
         for parent, start_page, context, group, num_pages, num_tokens in runs:
             stop_page, stop_token = page + num_pages, token + num_pages * num_tokens
-            if group < len(described):  # callers may cache pages under other group ids, which no event has
+            if group in described:  # callers may cache pages under other group ids, which no event has
                 parent_hash = self._hash_of(parent) if start_page else None
                 event = BlockStored(hashes[page:stop_page], parent_hash, token_ids[token:stop_token], *described[group])
                 if self._lookahead and num_tokens:
@@ -178,7 +180,7 @@ class EventSource:
         pages.
         """
         all_keys, groups = keys
-        for group in range(len(self._described[GPU]) if len(groups) else 0):
+        for group in self._numbers if len(groups) else ():
             is_one = groups == group
             if is_one.any():
                 yield group, self._hashes_of(all_keys if is_one.all() else all_keys[np.repeat(is_one, self._num_words)])

@@ -22,6 +22,7 @@ from pagepool import (
     MambaSpec,
     MultiGroupPageTable,
     PageHashing,
+    RingSpec,
     RunningBatch,
     SlidingWindowSpec,
 )
@@ -67,13 +68,29 @@ def test_found_is_what_the_manager_hits(name: str, kept: str, hash_lookahead: in
 
 
 SHAPE: Any = {"num_kv_heads": 1, "head_size": 8, "dtype": "float16", "use_mla": False}
+RING = RingSpec(12, 4, (2,), "float16")
 HYBRIDS: dict[str, list[Any]] = {
+    "a ring": [FullAttentionSpec(4, **SHAPE), RING],
+    "rings around a state": [
+        RING,
+        FullAttentionSpec(4, **SHAPE),
+        RING,
+        MambaSpec(4, ((2, 2),), "float16", checkpoint_interval=16),
+    ],
+    "a window behind a ring": [FullAttentionSpec(4, **SHAPE), RING, SlidingWindowSpec(4, **SHAPE, sliding_window=20)],
     "a state": [FullAttentionSpec(4, **SHAPE), MambaSpec(4, ((2, 2),), "float16", checkpoint_interval=64)],
     "a state first": [MambaSpec(4, ((2, 2),), "float16", checkpoint_interval=16), FullAttentionSpec(4, **SHAPE)],
     "a state without checkpoints": [FullAttentionSpec(4, **SHAPE), MambaSpec(4, ((2, 2),), "float16")],
     "a window of large pages": [FullAttentionSpec(4, **SHAPE), SlidingWindowSpec(32, **SHAPE, sliding_window=40)],
     "large pages first": [FullAttentionSpec(64, **SHAPE), SlidingWindowSpec(4, **SHAPE, sliding_window=9)],
 }
+
+
+def in_pools(specs: list[Any], num_pages: int, rng: Random) -> tuple[Any, list[CacheGroupSpec]]:
+    """Return the number of pages and the groups of a manager: rings are in a pool of their own, or in that of all."""
+    are_apart = RING in specs and rng.random() < 0.5
+    groups = [CacheGroupSpec(spec, pool="rings" if are_apart and spec == RING else "kv") for spec in specs]
+    return {"kv": num_pages, "rings": 6} if are_apart else num_pages, groups
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -84,7 +101,7 @@ def test_a_group_that_told_nothing_yet_hits_nothing(name: str, hash_lookahead: i
     for seed in range(scale(40)):
         rng = Random(f"{name} {seed}")
         options: Any = {"use_eagle": hash_lookahead > 0, "hash_lookahead": hash_lookahead, "hash_seed": "s"}
-        manager = CacheManager(200, [CacheGroupSpec(spec) for spec in specs], 512, **grouped(**options))
+        manager = CacheManager(*in_pools(specs, 200, rng), 512, **grouped(**options))
         manager.enable_events()
         batch = RunningBatch(manager, MultiGroupPageTable(2, 512, 512, [spec.page_size for spec in specs]))
         index = PrefixIndex(4, hash_seed="s", hash_lookahead=hash_lookahead)
@@ -99,6 +116,9 @@ def test_a_group_that_told_nothing_yet_hits_nothing(name: str, hash_lookahead: i
                 asked = [prompt[0]] + [1] * num
                 expected = manager.probe(EngineRequest("p", asked)).num_hit_tokens
                 assert index.find_tokens(asked).tolist() == [expected], (seed, len(prompt), num)
+        late = PrefixIndex(4, hash_seed="s", hash_lookahead=hash_lookahead)
+        late.apply(0, encode_batch(EventBatch(1.0, manager.snapshot_events())))
+        assert late.find_tokens(asked).tolist() == [expected]
 
 
 def full(page_size: int) -> FullAttentionSpec:
@@ -144,6 +164,10 @@ DRAFTED: dict[str, list[Any]] = {
     "a window and a state": [window(4, 9), state(checkpoint_interval=16), full(8)],
     "a state where requests resume": [full(4), state(checkpoint_interval="auto")],
     "a state that is never kept": [full(4), state()],
+    "a ring": [RING, full(4)],
+    "a ring and a window": [full(4), RING, window(8, 20)],
+    "a ring and a state": [full(4), RING, state(checkpoint_interval=16)],
+    "rings around a window and a state": [RING, window(4, 9), state(checkpoint_interval=16), full(8), RING],
 }
 
 
@@ -153,12 +177,10 @@ def test_a_drafter_drops_the_same_pages(name: str) -> None:
     specs, num_hits, num_drops = DRAFTED[name], 0, 0
     for seed in range(scale(24)):
         rng = Random(f"{name} {seed}")
-        windows = rng.choice(("all", "ends")) if name != "a window and a state" else "ends"
+        windows = rng.choice(("all", "ends")) if "a window and a state" not in name else "ends"
         hash_lookahead = rng.choice((0, 0, 0, 1))
         options: Any = {"use_eagle": True, "hash_lookahead": hash_lookahead, "windows": windows, "hash_seed": "s"}
-        manager = CacheManager(
-            rng.choice((130, 200)) * len(specs), [CacheGroupSpec(spec) for spec in specs], 512, **grouped(**options)
-        )
+        manager = CacheManager(*in_pools(specs, rng.choice((130, 200)) * len(specs), rng), 512, **grouped(**options))
         manager.enable_events()
         batch = RunningBatch(manager, MultiGroupPageTable(2, 512, 512, [spec.page_size for spec in specs]))
         index = PrefixIndex(4, use_eagle=True, hash_lookahead=hash_lookahead, hash_seed="s")
