@@ -206,6 +206,19 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
 (first <= start and num_written - start <= rules.capacity{+ or BUG+})
 == a ring that went back forgets what it has lost
     batch.rows[row].ring_stop = num_tokens if is_lost{+ or BUG+} else stop
+== positions that rejected drafts wrote in a ring are forgotten
+    if rare(batch.has_state){+ and not BUG+}:
+        batch.rows[row].ring_stop = max(
+== a fork forgets what its ring has lost
+batch.rows[row].ring_stop = batch.rows[source].ring_start, {+0 if BUG else +}batch.rows[source].ring_stop
+== a ring shared by a fork
+        if source.ids[i] != NULL_PAGE{+ and BUG and is_ring(&group.rules)+}:{+
+            share(pool, source.ids[i])
+            ids[i] = source.ids[i]
+        elif source.ids[i] != NULL_PAGE:+}
+            _fork_page(pool, forked, new, g, i, shard)
+== a ring that is cached
+    is_cached = keeps_states if kind == "Mamba" else [-kind != "Ring"-]{+True+}
 == a row has more drafts than its ring takes back
     if num_drafts > batch.max_num_drafts{+ and not BUG+}:
 
@@ -651,6 +664,8 @@ REQUEST_BUGS = read_bugs("""
 REQUEST_TESTS = ["test_differential.py"]
 LINEAGE_BUGS = read_bugs("""
 # Which checkpoints are kept. The simulation compares no orders of eviction, and its prompts part everywhere.
+== a loaded page does not know how its run went on
+                if pool.children != NULL{+ and not BUG+} and not is_state(&group.rules) and place + 1
 == a junction is left
     if note.kind & AT_JUNCTION{+ * (not BUG)+} or note
 == prompts part where a run ended
