@@ -30,13 +30,15 @@ PAGE_SIZE = 16
 FULL = CacheGroupSpec(FullAttentionSpec(PAGE_SIZE, 8, 128, "bfloat16", use_mla=False))
 
 
-def make_both(num_states: int, num_rows: int = 1, num_groups: int = 1, **options: Any) -> tuple[CacheManager, RunningBatch]:
+def make_both(
+    num_states: int, num_rows: int = 1, num_groups: int = 1, num_pages: int = 20_000, **options: Any
+) -> tuple[CacheManager, RunningBatch]:
     """Make a manager and a batch of a hybrid whose states have a pool of their own, with pages for so many checkpoints beside
     the rows.
     """
     state = MambaSpec(PAGE_SIZE, ((32, 128, 128),), "float32", checkpoint_interval=1 << 16)
     groups = [FULL, *[CacheGroupSpec(state, pool="states")] * num_groups]
-    sizes = {"kv": 20_000, "states": 1 + num_groups * (num_rows + num_states)}
+    sizes = {"kv": num_pages, "states": 1 + num_groups * (num_rows + num_states)}
     manager = CacheManager(sizes, groups, MAX_LEN, **options)
     table = MultiGroupPageTable(num_rows, MAX_LEN, MAX_LEN, page_sizes=[PAGE_SIZE] * len(groups))
     return manager, RunningBatch(manager, table)
@@ -78,7 +80,7 @@ def run(batch: RunningBatch, prompt: Sequence[int], answer: Sequence[int] = (), 
 def test_chats_are_kept_as_the_oracle_keeps_them(kind: type[RowChats | RequestChats], setting: ChatSetting) -> None:
     reached: Counter[str] = Counter()
     for seed in range(scale(6, 3)):
-        reached += kind(setting, seed).run(60).oracle.manager.page_pool.counts
+        reached += kind(setting, seed).run(40).oracle.manager.page_pool.counts
     hit = {int(name.split()[-1]) for name, count in reached.items() if name.startswith("hits of class") and count}
     evicted = {int(name.split()[-1]) for name, count in reached.items() if name.startswith("evicted of class") and count}
     assert (hit >= {0} and evicted >= {0, 1}) or setting.name == "one pool"
@@ -303,6 +305,16 @@ def test_a_state_of_an_answer_is_saved_at_its_eviction_though_its_page_was_saved
             run_beside_tier(manager, batch, tokens(rng, 200), [])  # evicts all states
         assert batch.probe(0, [*chat, *[1] * 20]) == before > len(chat) - 128
         chat += tokens(rng, 100)
+
+
+def test_prompts_part_at_pages_that_were_loaded() -> None:
+    (manager, batch), rng = make_both(8, num_pages=60, host_tier=HostTier({"kv": 500, "states": 60})), Random(1)
+    shared = tokens(rng, 400)
+    first = shared + tokens(rng, 300)
+    for prompt in (first, *(tokens(rng, 900) for _ in range(8)), first):
+        run_beside_tier(manager, batch, prompt, [])
+    assert manager.stats().host_tier.num_loaded_pages == 37  # 576 tokens, and their state
+    assert run(batch, shared + tokens(rng, 300)) == (0, [384, 576])
 
 
 def test_a_leased_state_of_an_answer_stays() -> None:

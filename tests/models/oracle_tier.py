@@ -175,10 +175,13 @@ class OracleTier:
         for load, page in zip(loads, new_pages, strict=True):
             load.page = page
             self.loading[page] = self.last_number + 1
+        following = {entry: other for entry, other in itertools.pairwise(entries) if entry[1] == other[1]}
         for load in loads:
             session_id = holder.session_id
             self.device.cache_full_pages([load.page], [load.entry[0]], 0, 1, load.entry[1], session=session_id)
             self.device.expected.own(load.page, holder)
+            if load.entry in following and self.device.checkpoints.ranks_of(load.page) is None:
+                self.device.checkpoints.children[load.page] = following[load.entry][0]
         return True
 
     def note_copied(self, page: int, copy: int) -> None:

@@ -54,8 +54,8 @@ cdef inline void _compare_ends(
 cdef inline void learn_of_state(
     Pool *pool, const Group *group, const PrefixEnd *end, int32_t page_id, int64_t num_hit_tokens, bint is_first
 ) noexcept nogil:
-    """Let the bank of a state learn from a request that is admitted, before it hits the checkpoint `page_id`. Ends of answers
-    are compared for the first state of a model.
+    """Let the bank of a state learn from a request that is admitted, before its run continues from the checkpoint `page_id`.
+    Ends of answers are compared for the first state of a model.
     """
     cdef Bank *bank = &pool.banks[group.bank]
     cdef uint64_t lost = hash_key(end.lost_key, group.id)

@@ -30,6 +30,11 @@ cdef inline void note_child(Pool *pool, int32_t page_id, int32_t parent, Digest 
         pool.children[parent] = pool.children[parent] & RUN_END | child_word(key)
 
 
+cdef inline void restore_child(Pool *pool, int32_t page_id, Digest key) noexcept nogil:
+    """Note the key of the page that comes next in the run with which a page is loaded; other ways to go on are forgotten."""
+    pool.children[page_id] = child_word(key)
+
+
 cdef inline bint parts_at(const Pool *pool, int32_t page_id, const Digest *child) noexcept nogil:
     """Whether runs went on from a page of tokens in another way than with `child`; NULL: the next page is not known yet."""
     cdef uint32_t word = pool.children[page_id] & ~<uint32_t>RUN_END

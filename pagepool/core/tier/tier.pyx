@@ -11,11 +11,11 @@ from libc.string cimport memset
 from pagepool.core.base cimport MAX_TOKENS, NEVER
 from pagepool.core.holding cimport (
     FoundPrefix, cache_page, can_restart, contents_of, count_hit_places, fetch_hits, find_end, find_restart, find_short_bank,
-    find_wrong, has_copies, prefix_of, restart_from,
+    find_wrong, has_copies, is_state, prefix_of, restart_from,
 )
 from pagepool.core.pool cimport (
     MAX_BANKS, NO_BANK, SAVED, UNSAVED, Bank, Entry, FreshPage, Range, bank_of, bare_entry, cache_alone, count_free,
-    count_pages_in, counted_bank, enqueue, is_free, pull_unused, term_of, uncache, uncache_in_tier,
+    count_pages_in, counted_bank, enqueue, is_free, pull_unused, restore_child, term_of, uncache, uncache_in_tier,
 )
 from pagepool.core.values cimport new_ids, require_instance
 
@@ -645,14 +645,18 @@ cdef void hold_hits(Pool *pool, tuple hits, bint is_held) noexcept:
 cdef void cache_loads(
     Pool *pool, const Query *query, tuple hits, const Contents *contents, const int32_t *taken
 ) noexcept:
-    """Cache the pages taken for loads, and add them to the hits."""
+    """Cache the pages taken for loads, and add them to the hits. Runs went on from a loaded page with the next one of the hit.
+    """
+    cdef const Group *group
     cdef Py_ssize_t g, place, num_loads = 0
     cdef PageIds found
     for g in range(query.num_groups):
-        found = hits[g]
-        for place in range(find_first_hit_page(query, &query.groups[g], query.num_reachable), found.num):
+        group, found = &query.groups[g], hits[g]
+        for place in range(find_first_hit_page(query, group, query.num_reachable), found.num):
             if found.ids[place] == NULL_PAGE:
                 assert pool.pages[taken[num_loads]].group == NO_GROUP
                 found.ids[place] = taken[num_loads]
                 num_loads += 1
-                cache_page(pool, &query.groups[g], found.ids[place], <int32_t>place, contents)
+                cache_page(pool, group, found.ids[place], <int32_t>place, contents)
+                if pool.children != NULL and not is_state(&group.rules) and place + 1 < found.num:
+                    restore_child(pool, found.ids[place], query.digests[last_hash(group, place + 1)])
