@@ -14,6 +14,7 @@ from pagepool import (
     CacheManager,
     EngineRequest,
     FullAttentionSpec,
+    HostTier,
     MultiGroupPageTable,
     RingSpec,
     RunningBatch,
@@ -109,6 +110,29 @@ def test_admissions_wait_for_a_ring_alone_if_rings_are_short() -> None:
     manager.check()
     with pytest.raises(ArgumentError, match=r"num_pages\['rings'\]: got 3, allowed for 4 rows: at least 5"):
         RunningBatch(manager, MultiGroupPageTable(4, MAX_LEN, MAX_LEN, page_sizes=[16, 16]))
+
+
+@pytest.mark.parametrize("policy", ["write_back", "write_through"])
+def test_rings_are_not_saved(policy: str) -> None:
+    """A request whose hit is loaded begins with a blank ring, as any other."""
+    tier = HostTier({"kv": 100, "rings": 10}, policy=policy)
+    groups = [FULL, CacheGroupSpec(ring(), pool="rings")]
+    manager = CacheManager({"kv": 20, "rings": 5}, groups, MAX_LEN, host_tier=tier)
+    batch = RunningBatch(manager, MultiGroupPageTable(4, MAX_LEN, MAX_LEN, page_sizes=[16, 16]))
+    moved: list[int] = []
+    for prompt in (PROMPT, list(range(1000, 1200)), PROMPT):
+        num_hits = batch.admit(0, prompt)
+        for _ in range(3):
+            moves = batch.take_moves()
+            moved += [*moves.saves.group.tolist(), *moves.loads.group.tolist()]
+            assert len(moves.copies) == 0
+            if moves.number:
+                manager.complete(moves.number)
+        batch.release([0])
+    assert num_hits == 192
+    assert set(moved) == {0}
+    assert manager.stats().host_pools["rings"].num_cached_pages == 0
+    batch.check()
 
 
 # --- going back ---------------------------------------------------------------------------------------------------
