@@ -88,8 +88,6 @@ class StateBooks(Books):
         require(write is not None and write.job in (None, job), "a write to a page that was not taken", job, page_id)
         require(group_id in self.state_ids and num_tokens % self.hit_step == 0, "a wrong write", job, group_id, num_tokens)
         require(shard is None or page_id in shard, "a write in another shard", job, page_id, shard)
-        is_boundary = num_tokens <= job.num_prompt_tokens or num_tokens in job.ends
-        require(is_boundary, "a state is written in an answer", job, num_tokens, job.ends)
         same = [other for other in job.writes if (other.group, other.num_tokens) == (group_id, num_tokens)]
         require(not same, "a state is written twice", job, group_id, num_tokens)
         write.job, write.group, write.num_tokens = job, group_id, num_tokens
@@ -123,7 +121,16 @@ class StateBooks(Books):
             if is_entered:
                 key = (find_key(job, write.num_tokens), write.group) if self.tier is not None else None
                 self.note_entry(write.page, content, job, key)
+                if write.num_tokens > job.num_prompt_tokens and write.num_tokens not in job.ends:
+                    self._drop_outrun(job, write.group)
             self.let_go(write.page)
+
+    def _drop_outrun(self, job: Job, group_id: int) -> None:
+        """Drop an earlier state of the answer of a job, if the pool did: the next one takes its place."""
+        own = [i for i, entry in self.index.entries.items() if (entry.content[0], entry.stay) == (group_id, job.stay)]
+        for page_id in own:
+            if not self.is_cached(page_id):
+                self.drop(page_id)
 
     def fork(self, job: Job, target: Job, pages_by_group: PagesByGroup, shard: range | Shard | None) -> None:
         """Record that a job goes on where another one is: it shares full pages with their lookahead, and has pages of its own
