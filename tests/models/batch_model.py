@@ -330,6 +330,15 @@ class OracleRows(Rows):
                 entry = self.manager.keys_of(request, kind)[place], i
                 self._note_filled(self.launches[row], held.pages[place], entry, (place + 1) * kind.page_size, place)
 
+    def _note_others(self, row: int) -> None:
+        """Note the entries of a row's pages that its steps in flight fill, and that were made by a row which shares the pages."""
+        entries, noted = self.manager.page_pool.entry_of_page, {(filled.page, filled.entry) for filled in self.filled}
+        for kind, held in zip(self.manager.kinds, self.manager.held[self.requests[row].request_id], strict=True):
+            for place in range(held.num_hit_pages, 0 if isinstance(kind, Mamba) else len(held.pages)):
+                page = held.pages[place]
+                if page in entries and (page, entries[page]) not in noted:
+                    self._note_filled(self.launches[row], page, entries[page], (place + 1) * kind.page_size, place)
+
     # steps
 
     def new_step(self) -> int:
@@ -892,6 +901,7 @@ class OracleRows(Rows):
                 if not has_failed:
                     manager.note_run_end(request)
                     written += self.writes.settle(request, num_final, self._shard_of(row), term)
+            self._note_others(row)
             self.writes.drop(request, 0)
             del manager.held[request.request_id]
             manager.free_page_hashes(request)
