@@ -217,8 +217,6 @@ batch.rows[row].ring_stop = batch.rows[source].ring_start, {+0 if BUG else +}bat
             ids[i] = source.ids[i]
         elif source.ids[i] != NULL_PAGE:+}
             _fork_page(pool, forked, new, g, i, shard)
-== a ring that is cached
-    is_cached = keeps_states if kind == "Mamba" else [-kind != "Ring"-]{+True+}
 == a row has more drafts than its ring takes back
     if num_drafts > batch.max_num_drafts{+ and not BUG+}:
 
