@@ -308,13 +308,14 @@ def test_a_state_of_an_answer_is_saved_at_its_eviction_though_its_page_was_saved
 
 
 def test_prompts_part_at_pages_that_were_loaded() -> None:
-    (manager, batch), rng = make_both(8, num_pages=60, host_tier=HostTier({"kv": 500, "states": 60})), Random(1)
+    """So the state there is at a junction, and stays; one at a lone place would be evicted first."""
+    (manager, batch), rng = make_both(8, num_pages=60, host_tier=HostTier({"kv": 3000, "states": 2})), Random(1)
     shared = tokens(rng, 400)
-    first = shared + tokens(rng, 300)
-    for prompt in (first, *(tokens(rng, 900) for _ in range(8)), first):
+    first, second = (shared + tokens(rng, 300) for _ in range(2))
+    for prompt in (first, *(tokens(rng, 900) for _ in range(8)), first, second, *(tokens(rng, 300) for _ in range(5))):
         run_beside_tier(manager, batch, prompt, [])
     assert manager.stats().host_tier.num_loaded_pages == 37  # 576 tokens, and their state
-    assert run(batch, shared + tokens(rng, 300)) == (0, [384, 576])
+    assert batch.probe(0, [*shared, *tokens(rng, 99)]) == 384
 
 
 def test_a_leased_state_of_an_answer_stays() -> None:
