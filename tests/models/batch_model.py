@@ -331,7 +331,7 @@ class OracleRows(Rows):
                 self._note_filled(self.launches[row], held.pages[place], entry, (place + 1) * kind.page_size, place)
 
     def _note_others(self, row: int) -> None:
-        """Note the entries of a row's pages that its steps in flight fill, and that were made by a row which shares the pages."""
+        """Note the entries of a row's pages that its steps in flight fill, and that a row which shares the pages has made."""
         entries, noted = self.manager.page_pool.entry_of_page, {(filled.page, filled.entry) for filled in self.filled}
         for kind, held in zip(self.manager.kinds, self.manager.held[self.requests[row].request_id], strict=True):
             for place in range(held.num_hit_pages, 0 if isinstance(kind, Mamba) else len(held.pages)):
