@@ -173,10 +173,12 @@ def test_rejected_drafts_have_overwritten_what_came_before() -> None:
     batch.admit(0, PROMPT[:100])
     batch.append([0], [1])
     batch.settle(batch.plan([0], num_drafts=12), [7], 1)  # 101 to 112 were written, and rejected
-    for num_tokens in (91, 98):  # 112 is where 96 was
+    batch.fork(0, [1])
+    batch.take_moves()
+    for row, num_tokens in ((0, 91), (0, 98), (1, 98)):  # 112 is where 96 was
         with refused(partial(batch_state, batch), ArgumentError, "whose ring has lost"):
-            batch.trim([0], num_tokens)
-    batch.trim([0], 101)
+            batch.trim([row], num_tokens)
+    batch.trim([0, 1], 101)
     batch.check()
 
 

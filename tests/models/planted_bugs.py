@@ -202,23 +202,6 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
     held.num_hits = min(held.num_hits, place){+ if not BUG else held.num_hits+}
 == a state may go back
         elif is_recurrent(rules) and num_tokens < record.num_computed{+ and not BUG+}:
-== a ring goes back to tokens that were overwritten
-(first <= start and num_written - start <= rules.capacity{+ or BUG+})
-== a ring that went back forgets what it has lost
-    batch.rows[row].ring_stop = num_tokens if is_lost{+ or BUG+} else stop
-== positions that rejected drafts wrote in a ring are forgotten
-    if rare(batch.has_state){+ and not BUG+}:
-        batch.rows[row].ring_stop = max(
-== a fork forgets what its ring has lost
-batch.rows[row].ring_stop = batch.rows[source].ring_start, {+0 if BUG else +}batch.rows[source].ring_stop
-== a ring shared by a fork
-        if source.ids[i] != NULL_PAGE{+ and BUG and is_ring(&group.rules)+}:{+
-            share(pool, source.ids[i])
-            ids[i] = source.ids[i]
-        elif source.ids[i] != NULL_PAGE:+}
-            _fork_page(pool, forked, new, g, i, shard)
-== a row has more drafts than its ring takes back
-    if num_drafts > batch.max_num_drafts{+ and not BUG+}:
 
 # Checkpoints, copies and forks.
 == the source of a copy is handed out before it is made
@@ -660,6 +643,28 @@ REQUEST_BUGS = read_bugs("""
             if BUG and is_state(&group.rules): continue+}
 """)
 REQUEST_TESTS = ["test_differential.py"]
+RING_TESTS = ["test_rings.py"]
+RING_BUGS = read_bugs("""
+# The simulation finds them too, with rings alone, but most of its rounds have none.
+== a ring goes back to tokens that were overwritten
+(first <= start and num_written - start <= rules.capacity{+ or BUG+})
+== a ring that went back forgets what it has lost
+    batch.rows[row].ring_stop = num_tokens if is_lost{+ or BUG+} else stop
+== positions that rejected drafts wrote in a ring are forgotten
+    if rare(batch.has_state){+ and not BUG+}:
+        batch.rows[row].ring_stop = max(
+== a fork forgets what its ring has lost
+batch.rows[row].ring_stop = batch.rows[source].ring_start, {+0 if BUG else +}batch.rows[source].ring_stop
+== a ring shared by a fork
+        if source.ids[i] != NULL_PAGE{+ and BUG and is_ring(&group.rules)+}:{+
+            share(pool, source.ids[i])
+            ids[i] = source.ids[i]
+        elif source.ids[i] != NULL_PAGE:+}
+            _fork_page(pool, forked, new, g, i, shard)
+== a row has more drafts than its ring takes back
+    if num_drafts > batch.max_num_drafts{+ and not BUG+}:
+""")
+
 LINEAGE_BUGS = read_bugs("""
 # Which checkpoints are kept. The simulation compares no orders of eviction, and its prompts part everywhere.
 == a loaded page does not know how its run went on
@@ -728,6 +733,7 @@ TESTED_BUGS = [
     (LOOKAHEAD_BUGS, LOOKAHEAD_TESTS),
     (REQUEST_BUGS, REQUEST_TESTS),
     (LINEAGE_BUGS, LINEAGE_TESTS),
+    (RING_BUGS, RING_TESTS),
     (KIND_BUGS, KIND_TESTS),
     (RARE_BUGS, RARE_TESTS),
 ]

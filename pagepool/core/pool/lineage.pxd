@@ -4,8 +4,8 @@
 # the next turn of the chat continues from the last one. Checkpoints at junctions are never left.
 #
 # `Pool.children` has a word for each cached page of tokens. Its lowest bit says that a run ended with the page. The other bits
-# are bits of the key of the page that was cached last behind it, or, once it was loaded, of the page behind it in that hit; 0 if
-# there was none. So a look-up whose hits end with the page sees whether prompts part there.
+# are bits of the key of the page that was cached last behind it, or, once it was loaded, of the page behind it in that hit; 0
+# if there was none. So a look-up whose hits end with the page sees whether prompts part there.
 #
 # Always: the words of checkpoints and of pages without an entry are never read.
 
