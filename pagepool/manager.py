@@ -14,7 +14,7 @@ Native methods of `CacheManager`, and the native work of others:
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -69,7 +69,7 @@ from pagepool.media import Media, Medium, count_others
 from pagepool.page_hashing import PageHashing
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import Configuration, EvictionPolicy, choose_pool
-from pagepool.pools import MIN_PAGES, link_checkpoints, make_pools, read_host_sizes, read_sizes
+from pagepool.pools import MIN_PAGES, link_checkpoints, list_unsaved, make_pools, read_host_sizes, read_sizes
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.request_registry import RequestRegistry
 from pagepool.retention import Retention
@@ -121,6 +121,8 @@ class HostTier:
         """`num_pages` includes a null page. Behind several pools it maps the name of each pool to a size: pages of a pool are
         saved in its part of the tier, where ids count from 0.
 
+        Pools of rings or media alone, which are never saved, may be left out.
+
         ``"write_back"`` saves a page when it is evicted from the pool, ``"write_through"`` in the step after the one that
         computed it, if the tier has at least twice as many pages as each pool: a smaller tier would evict the page before the
         pool does, so it writes back instead, with a warning. The tier evicts by LRU. Raise ArgumentError for other values.
@@ -133,34 +135,39 @@ class HostTier:
         )
         self.policy = policy
         self._bound: tuple[PageTier, PageStore] | None = None
+        self._sizes: dict[str, int] = {}  # by pool, once it is bound
 
-    def bind(self, store: PageStore, num_groups: int) -> None:
-        """Put the tier behind the pools of a store, for pages of `num_groups` groups; those of further groups are not saved. Raise ArgumentError if the tier is behind pools already, if the store has a
-        tier already, or if the sizes are for other pools.
+    def bind(self, store: PageStore, num_groups: int | None = None, unsaved_pools: Collection[str] = ()) -> None:
+        """Put the tier behind the pools of a store, for pages of `num_groups` groups (None: all); no page of `unsaved_pools` is
+        ever saved. Raise ArgumentError if the tier is behind pools already, if the store has a tier already, or if the sizes
+        are for other pools.
         """
         if self._bound is not None:
             raise ArgumentError("host_tier: got one that is behind another pool, allowed: a new one")
-        first, *further = sizes = read_host_sizes(self.num_pages, store.bank_names)
+        names = store.bank_names
+        first, *further = sizes = read_host_sizes(self.num_pages, names, unsaved_pools)
         nums = [(usable_pages_count(size), store.count_pages(bank)) for bank, size in enumerate(sizes)]
-        small = [bank for bank, (num_pages, num_device_pages) in enumerate(nums) if num_pages < 2 * num_device_pages]
+        saved = [bank for bank, name in enumerate(names) if name not in unsaved_pools]
+        small = [bank for bank in saved if nums[bank][0] < 2 * nums[bank][1]]
         writes_through = self.policy == "write_through" and not small
         tier = PageTier(store, first, writes_through, [size - 1 for size in further])
         add_tier(store, tier)
-        tier.limit_groups(store, num_groups)
+        if num_groups is not None:
+            tier.limit_groups(store, num_groups)
         if self.policy == "write_through" and small:
             num_pages, num_device_pages = nums[small[0]]
-            of_pool = f"{num_device_pages} of the pool {store.bank_names[small[0]]!r}"
+            of_pool = f"{num_device_pages} of the pool {names[small[0]]!r}"
             logger.warning(
                 "host_tier: %d pages are fewer than twice the %s, so it writes back, in place of write_through",
                 num_pages,
                 of_pool if len(sizes) > 1 else f"pool's {num_device_pages}",
             )
-        self._bound = tier, store
+        self._bound, self._sizes = (tier, store), dict(zip(names, sizes, strict=True))
 
     def stats(self) -> HostTierStats:
         """Return the tier's counters. O(1)."""
-        sizes = self.num_pages.values() if isinstance(self.num_pages, Mapping) else [self.num_pages]
-        num_pages = sum(map(usable_pages_count, sizes))
+        sizes = self.num_pages if isinstance(self.num_pages, Mapping) else {"": self.num_pages}
+        num_pages = sum(map(usable_pages_count, (self._sizes or sizes).values()))
         if self._bound is None:
             return HostTierStats(num_pages, num_pages)
         tier, store = self._bound
@@ -168,6 +175,8 @@ class HostTier:
 
     def count_pages(self, pool: str) -> int:
         """Return the number of pages, with the null page, behind the pool of this name."""
+        if pool in self._sizes:
+            return self._sizes[pool]
         return self.num_pages[pool] if isinstance(self.num_pages, Mapping) else self.num_pages
 
     def _count_pools(self) -> dict[str, PoolStats]:
@@ -343,7 +352,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         self._caches_computed = caches == "computed" and self.enable_caching
         super().__init__(self.registry, self.max_model_len, self._on_too_large, self._caches_computed)
         if host_tier is not None:
-            host_tier.bind(self._store, num_others)
+            host_tier.bind(self._store, num_others, list_unsaved(every_group))
         self.host_tier = host_tier
         self._storage: Storage | None = None
         self._advisor = Advisor(self.stats(), self._store.counters["num_queried_tokens"])

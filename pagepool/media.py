@@ -304,8 +304,9 @@ class RowMedia:
         """Let rows that were forked from a row share its medium."""
         with self._lock:
             medium = self._media[row]
-            for target in targets if medium is not None else ():
-                self._place(target, self._all.share(medium))
+            if medium is not None:
+                for target in targets:
+                    self._place(target, self._all.share(medium))
 
     def list_in_flight(self) -> list[Medium]:
         """Return the media whose encoders run in steps that were not settled."""

@@ -1,6 +1,6 @@
 """Pools by kind of layer: their names and sizes, the groups that take pages from each, and what several do not support."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -8,8 +8,8 @@ import numpy as np
 from pagepool._core import PageStore, drop_dependents
 from pagepool.arguments import require_int, require_name
 from pagepool.errors import ArgumentError, shown
+from pagepool.group_rules import FULL, kind_of
 from pagepool.group_rules import STATES as STATE_KINDS
-from pagepool.group_rules import kind_of
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import EvictionPolicy, require_eviction, require_pool
 from pagepool.specs import CacheGroupSpec
@@ -17,6 +17,7 @@ from pagepool.specs import CacheGroupSpec
 MAX_POOLS = 4
 MIN_PAGES = 2  # the null page and one more
 MAX_PAGES = 1 << 30
+UNSAVED = "Ring", "CrossAttention"  # kinds whose pages no tier saves
 
 
 class PoolSizes(NamedTuple):
@@ -63,19 +64,27 @@ def read_sizes(
     return PoolSizes(tuple(ordered), sizes, [ordered.index(name) for name in names])
 
 
-def read_host_sizes(num_pages: int | Mapping[str, int], names: Sequence[str]) -> list[int]:
-    """Return the pages of a host tier behind each of these pools. Raise ArgumentError unless `num_pages` names the same pools;
-    an int is the size behind one pool.
+def list_unsaved(groups: Sequence[CacheGroupSpec]) -> set[str]:
+    """Return the names of the pools whose groups are all rings or media, so that no tier saves their pages."""
+    names = {getattr(group, "pool", "kv") for group in groups}
+    saved = {getattr(group, "pool", "kv") for group in groups if kind_of(group.kv_cache_spec) not in UNSAVED}
+    return names - saved
+
+
+def read_host_sizes(num_pages: int | Mapping[str, int], names: Sequence[str], unsaved_pools: Collection[str] = ()) -> list[int]:
+    """Return the pages of a host tier behind each of these pools. Raise ArgumentError unless `num_pages` names the same pools,
+    perhaps without `unsaved_pools`; an int is the size behind the only pool that is saved.
     """
+    saved = [name for name in names if name not in unsaved_pools]
     if not isinstance(num_pages, Mapping):
-        if len(names) > 1:
+        if len(saved) > 1:
             allowed = f"a size for each, such as {dict.fromkeys(names, 1024)}"
             raise ArgumentError(f"host_tier: got {num_pages} pages, allowed with several pools: {allowed}")
-        return [num_pages]
-    if set(num_pages) != set(names):
+        return [num_pages if name in saved or len(names) == 1 else MIN_PAGES for name in names]
+    if not set(saved) <= set(num_pages) <= set(names):
         got = sorted(num_pages, key=str)
         raise ArgumentError(f"host_tier: got pools {got}, allowed: those of the groups, {sorted(names)}")
-    return [num_pages[name] for name in names]
+    return [num_pages.get(name, MIN_PAGES) for name in names]
 
 
 def _has_state(group: CacheGroupSpec) -> bool:
@@ -111,7 +120,7 @@ def make_pools(
 def link_checkpoints(store: PageStore, groups: Sequence[CacheGroupSpec], pool_of_group: Sequence[int]) -> None:
     """Let checkpoints in later pools lose their entries when a policy evicts the page of full attention that ends with them."""
     pairs = list(zip(groups, pool_of_group, strict=True))
-    full = [i for i, (group, pool) in enumerate(pairs) if pool == 0 and kind_of(group.kv_cache_spec) == "FullAttention"]
+    full = [i for i, (group, pool) in enumerate(pairs) if pool == 0 and kind_of(group.kv_cache_spec) in FULL]
     states = [i for i, (group, pool) in enumerate(pairs) if pool > 0 and kind_of(group.kv_cache_spec) == "Mamba"]
     if full and states:
         drop_dependents(store, full[0], states)

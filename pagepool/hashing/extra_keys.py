@@ -137,7 +137,7 @@ class RequestExtraKeys:
         cross_key = getattr(request, "cross_key", None) if num_encoder_tokens else None
         has_vision = getattr(request, "has_vision", None)
         is_nameless = not mm_features and has_vision is not None and require_flag("has_vision", has_vision)
-        is_nameless = is_nameless or (num_encoder_tokens and cross_key is None)
+        is_nameless = is_nameless or (bool(num_encoder_tokens) and cross_key is None)
         embedded: tuple[bytes, ...] = ()
         whole: tuple[bytes, ...] = ()
         if may_have_contents(type(request)):

@@ -237,3 +237,22 @@ def test_inputs_have_the_page_of_a_ring() -> None:
     assert inputs.slots[1] is None
     assert inputs.state_pages[1][:2].tolist() == [batch.get_page_ids(row)[1][0] for row in (0, 1)]
     batch.check()
+
+
+# --- inputs -------------------------------------------------------------------------------------------------------
+
+
+def test_slots_of_a_ring() -> None:
+    """Position p is at p % capacity; tokens that a later one of the step overwrites have the slot of padding."""
+    batch = make_batch(ring(16, 4))
+    inputs = StepInputs(batch, num_tokens=64, num_reqs=4, fields=["slots", "state_pages", "positions"], pad_slot=-5)
+    batch.admit(0, PROMPT[:40])
+    batch.admit(1, PROMPT[:3])
+    batch.inputs(rows=[1, 0], starts=[0, 0], stops=[3, 40], out=inputs)
+    pages = inputs.state_pages[1].tolist()
+    assert pages[:2] == [batch.get_page_ids(1)[1][0], batch.get_page_ids(0)[1][0]]
+    expected = [*(16 * pages[0] + position for position in range(3)), *[-5] * 24]
+    expected += [16 * pages[1] + position % 16 for position in range(24, 40)]
+    assert inputs.slots[1].tolist() == [*expected, *[-5] * 21]
+    batch.inputs(batch.step([0, 1], [7, 8]), out=inputs, num_tokens=2)
+    assert inputs.slots[1][:2].tolist() == [16 * pages[1] + 40 % 16, 16 * pages[0] + 3]

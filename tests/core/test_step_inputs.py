@@ -31,6 +31,7 @@ NUM_ROWS = 6
 MAX_LEN = 96
 NUM_TOKENS = 160
 CANARY = -77
+PLAIN_FIELDS = [name for name in INPUT_FIELDS if name not in ("cross_page_ids", "encoder_lens")]
 BY_GROUP = ("slots", "page_ids", "state_pages")
 FULL = FullAttentionSpec(page_size=4, num_kv_heads=1, head_size=1, dtype="float16", use_mla=False)
 WINDOW = SlidingWindowSpec(page_size=6, num_kv_heads=1, head_size=1, dtype="float16", sliding_window=7, use_mla=False)
@@ -54,7 +55,7 @@ class Checked:
         self.page_sizes = [None if isinstance(spec, MambaSpec) else spec.page_size for spec in specs]
         self.widths = [table.max_num_pages_per_req for table in batch.group_tables]
         has_state = None in self.page_sizes
-        self.fields = [name for name in INPUT_FIELDS if has_state or name != "state_pages"]
+        self.fields = [name for name in PLAIN_FIELDS if has_state or name != "state_pages"]
         rng.shuffle(self.fields)
         self.dtypes = {name: rng.choice(["int32", "int64"]) for name in self.fields}
         self.depth = rng.choice([1, 2, 3])
@@ -500,7 +501,7 @@ def test_calls_allocate_nothing() -> None:
     rows = np.arange(3, dtype=np.int32)
     for row in range(3):
         batch.admit(row, list(range(10)))
-    inputs = make_inputs(batch, [name for name in INPUT_FIELDS if name != "state_pages"], order="decodes")
+    inputs = make_inputs(batch, [name for name in PLAIN_FIELDS if name != "state_pages"], order="decodes")
     result = batch.step(rows, rows)
     drafts, starts, stops = np.zeros((3, 2), np.int32), rows + 4, rows + 6
 

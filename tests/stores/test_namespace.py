@@ -21,6 +21,7 @@ from pagepool import (
     CacheGroupSpec,
     CacheManager,
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     HostTier,
     MambaSpec,
@@ -39,6 +40,7 @@ SPECS = (
     ChunkedLocalAttentionSpec(4, 8, 16, "float16", use_mla=False, attention_chunk_size=16),
     SlidingWindowSpec(4, 8, 16, "float16", use_mla=False, sliding_window=9),
     MambaSpec(4, shapes=((4, 2), (3,)), dtype="float32", checkpoint_interval=8),
+    CrossAttentionSpec(4, 8, 16, "float16", use_mla=False, max_num_encoder_tokens=30),
     ReferenceWindowSpec(4, 8, 16, "float16", use_mla=False, sliding_window=9),
     RingSpec(4, period=2, shape=(4, 2), dtype="float16"),
 )

@@ -251,24 +251,21 @@ cdef class RequestPages:
         """Give `num_tokens` tokens slots in one transaction. Return the new pages of each group; None if the pool has too few
         free pages. The steps: give back the pages that no token from `num_computed_tokens` on attends to (they stay given back
         even after None); make `hits`, found under `chain`, the first pages; take the missing pages; keep the states that are
-        due after `num_computed_tokens` tokens; cache the pages that `num_tokens_to_cache` tokens fill. With a `shard` of
-        `num_shards`, into which the pool is divided, new pages come from there.
-
-        Errors, after which nothing has changed: PageHashError for a hit with other content by now, and for a page that was
+        due after `num_computed_tokens` tokens; cache the pages that `num_tokens_to_cache` tokens fill. New pages come from the
+        `shard` of `num_shards`. Errors, after which nothing has changed: PageHashError for a hit with other content by now, and for a page that was
         cached under another hash; ArgumentError for hits of a request that holds pages; MovesDueError while moves
         of its pages are due; DoubleFreeError if another caller gave back a page due to be given back. O(pages).
         """
         cdef tuple checked = checked_hits(self.store, hits, &self.holding)
         cdef tuple new = new_ids(self.holding.num_groups)
-        cdef Step step
         cdef Outcome outcome
+        cdef Step step
         memset(&step, 0, sizeof(Step))
         step.num_computed = step.num_final = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX)
         step.num_to_cache = size_of(num_tokens_to_cache, "num_tokens_to_cache", 0, INT64_MAX)
-        step.demand.num_tokens, step.demand.shard = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS), -1
+        step.demand.num_tokens = size_of(num_tokens, "num_tokens", 0, INT64_MAX - MAX_TOKENS)
         step.num_shards = <int32_t>size_of(num_shards, "num_shards", 0, MAX_TOKENS)
-        if shard is not None:
-            step.demand.shard = <int32_t>size_of(shard, "shard", 0, step.num_shards - 1)
+        step.demand.shard = -1 if shard is None else <int32_t>size_of(shard, "shard", 0, step.num_shards - 1)
         step.may_be_too_large, step.may_overwrite = True, step.num_to_cache == 0
         if chain is None and checked:
             chain = HashChain.__new__(HashChain, 1, bytes(16))

@@ -1,8 +1,6 @@
 """Running rows."""
 
 cimport cython
-from cpython.mem cimport PyMem_RawCalloc as calloc
-from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport INT64_MAX
 
 from pagepool.core.holding cimport (
@@ -10,10 +8,10 @@ from pagepool.core.holding cimport (
 )
 from pagepool.core.rows.external cimport *
 from pagepool.core.rows.forks cimport *
-from pagepool.core.rows.step_end cimport fail_step, settle_step
+from pagepool.core.rows.step_end cimport *
 from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport NO_WRITES, FailedLoads, Moves, StateWrites, take_with, writes_of
-from pagepool.core.values cimport array_of, hashing_of, require_instance
+from pagepool.core.values cimport hashing_of, require_instance
 
 import numpy as np
 
@@ -67,13 +65,14 @@ cdef class RunningRows:
         show_arrays(self)
 
     def show_media(self, tables, encoder_lens, media) -> None:
-        """Let `media`, a `RowMedia`, follow the rows, and inputs show its pages: `tables` are `TableRows`, one for each group of
-        cross-attention, and `encoder_lens` the rows' numbers of encoder tokens, int32 ``[num_rows]``.
+        """Let `media`, a `RowMedia`, follow the rows, and inputs show its pages: `tables` are `TableRows`, one for each group
+        of cross-attention, and `encoder_lens` the rows' numbers of encoder tokens, int32 ``[num_rows]``.
         """
         cdef tuple checked = checked_tables(tables)
         cdef int32_t[::1] lens = encoder_lens
-        if lens.shape[0] != self.rows.batch.num_rows or not checked or (<TableRows>checked[0]).table.num_rows != lens.shape[0]:
-            raise ArgumentError(f"encoder_lens: got {lens.shape[0]} rows, allowed: {self.rows.batch.num_rows}, as in the tables")
+        cdef Py_ssize_t n = self.rows.batch.num_rows
+        if lens.shape[0] != n or not checked or (<TableRows>checked[0]).table.num_rows != n:
+            raise ArgumentError(f"encoder_lens: got {lens.shape[0]} rows, allowed: {n}, as in the tables")
         self.rows.cross_tables, self.rows.encoder_lens, self.rows.media = checked, lens, media
 
     def get_medium(self, row) -> object:
