@@ -152,6 +152,7 @@ class PageStore(PageRecords):
     def require_one_bank(self, what: str) -> None: ...
     def name_banks(self, names: Sequence[str]) -> None: ...
     def take(self, n: int, shard: int | None = None, num_shards: int = 0, bank: int = 0) -> PageIds: ...
+    def set_aside(self, n: int, bank: int = 0) -> PageIds: ...
     def put_blank_first(self) -> None: ...
     def prefer_held(self) -> None: ...
     def set_shards(self, num_shards: int) -> None: ...
@@ -933,14 +934,17 @@ def pack_dirty_segments(
 class TableRows:
     page_table_cpu: Final[npt.NDArray[np.int32]]
     num_pages_per_row: Final[npt.NDArray[np.int32]]
-    def __init__(self, num_rows: int, num_columns: int) -> None:
-        """Make a table of zeros; both sizes are at least 1."""
+    sink_page_ids: Final[tuple[int, ...]]
+    def __init__(self, num_rows: int, num_columns: int, sink_page_ids: _Ids = ()) -> None:
+        """Make a table of empty rows, each with room for `num_columns` pages behind the pages `sink_page_ids`; both sizes are
+        at least 1.
+        """
     @property
     def max_num_reqs(self) -> int:
         """Number of rows."""
     @property
     def max_num_pages_per_req(self) -> int:
-        """Number of columns."""
+        """Number of columns, with those of sinks."""
     @property
     def cpu_version(self) -> int:
         """A number that grows with each change of the host table."""

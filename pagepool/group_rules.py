@@ -179,7 +179,8 @@ def _describe_group(group_id: int, spec: Any, num_hit_tokens: int, hash_page_siz
     is_cached = keeps_states if kind == "Mamba" else kind != "Ring"
     entry_size = num_hit_tokens if kind in STATES else int(spec.page_size)
     described: dict[str, Any] = {"kind": kind}
-    for name in ("page_size", "sliding_window", "attention_chunk_size", *["period"] * (kind == "Ring")):
+    own = ["period"] if kind == "Ring" else ["num_sink_tokens"] if getattr(spec, "num_sink_tokens", 0) else []
+    for name in ("page_size", "sliding_window", "attention_chunk_size", *own):
         size = getattr(spec, name, None)
         described[name] = None if size is None else int(size)
     return described | {

@@ -11,6 +11,7 @@ import numpy as np
 
 from pagepool._core import GroupedRows, TableRows
 from pagepool.arguments import MAX_SIZE, as_list, require_int
+from pagepool.errors import ArgumentError
 from pagepool.specs import cdiv
 
 SEGMENT = 64
@@ -40,12 +41,24 @@ class HostTable(TableRows):
 class HostTables(GroupedRows):
     """The host tables of several groups: the base of both `MultiGroupPageTable` classes."""
 
-    def __init__(self, max_model_len: int, page_sizes: Sequence[int], make_table: Callable[[int], HostTable]) -> None:
-        """Call `make_table` with the number of columns of each group, ``ceil(max_model_len / page_size)``."""
+    def __init__(
+        self,
+        max_model_len: int,
+        page_sizes: Sequence[int],
+        make_table: Callable[[int, Sequence[int]], HostTable],
+        sink_page_ids: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Call `make_table` with the number of columns of each group, ``ceil(max_model_len / page_size)``, and its sinks."""
         max_model_len = require_int("max_model_len", max_model_len, 1, MAX_SIZE)
         listed = as_list("page_sizes", page_sizes, "a list of ints")
         self.page_sizes = [require_int("page_sizes", page_size, 1, MAX_SIZE) for page_size in listed]
-        super().__init__(make_table(cdiv(max_model_len, page_size)) for page_size in self.page_sizes)
+        sinks = (
+            [()] * len(listed) if sink_page_ids is None else as_list("sink_page_ids", sink_page_ids, "a list for each group")
+        )
+        if len(sinks) != len(listed):
+            raise ArgumentError(f"sink_page_ids: got {len(sinks)} groups, allowed: {len(listed)}, as many as page_sizes")
+        columns = [cdiv(max_model_len, page_size) for page_size in self.page_sizes]
+        super().__init__(make_table(*each) for each in zip(columns, sinks, strict=True))
 
     def __repr__(self) -> str:
         """Describe the page size and the table of each group."""

@@ -69,7 +69,15 @@ from pagepool.media import Media, Medium, count_others
 from pagepool.page_hashing import PageHashing
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import Configuration, EvictionPolicy, choose_pool
-from pagepool.pools import MIN_PAGES, link_checkpoints, list_unsaved, make_pools, read_host_sizes, read_sizes
+from pagepool.pools import (
+    MIN_PAGES,
+    link_checkpoints,
+    list_unsaved,
+    make_pools,
+    read_host_sizes,
+    read_sizes,
+    set_sinks_aside,
+)
 from pagepool.request import EngineRequestStatus, Request
 from pagepool.request_registry import RequestRegistry
 from pagepool.retention import Retention
@@ -238,6 +246,8 @@ class CacheManager(KeyHolder, SlotAllocator):
     `max_num_batched_tokens`, the largest number of tokens in a step, only matters to `require_capacity`; None lets a step
     compute a whole request.
 
+    ``sink_page_ids`` has a tuple of page ids for each group: those that its learned sinks fill, in front of every row's pages.
+
     The attribute ``registry`` is shared with running batches and stores. It is no part of the API: its names may change.
 
     >>> from pagepool import CacheGroupSpec, EngineRequest, FullAttentionSpec
@@ -322,6 +332,10 @@ class CacheManager(KeyHolder, SlotAllocator):
         )
         self._store = self._page_pool.store
         self._store.name_banks(sizes.names)
+        self.sink_page_ids = set_sinks_aside(self._store, kv_cache_groups, sizes.pool_of_group)
+        self._num_set_aside = [0] * len(self.pools)
+        for bank, sinks in zip(sizes.pool_of_group, self.sink_page_ids, strict=False):
+            self._num_set_aside[bank] += len(sinks)
         self.num_pages = self._store.num_pages
         max_leased = [int(retention.max_leased_share * (pool.num_pages - 1)) for pool in self.pools.values()]
         self.max_num_leased_pages = sum(max_leased)
@@ -488,7 +502,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         steps = f" in steps of up to {num_new_tokens:,}" if num_new_tokens < num_tokens else ""
         ahead = f", with slots for {num_ahead:,} more," if num_ahead else ""
         for bank, (name, pool) in enumerate(self.pools.items()):
-            num_usable, num_kept = usable_pages_count(pool.num_pages), 0 if bank else num_reserved
+            num_usable, num_kept = usable_pages_count(pool.num_pages) - self._num_set_aside[bank], 0 if bank else num_reserved
             start, stop = find_shard_bounds(pool.num_pages, 0 if dp_shard_hint is None else dp_shard_hint, size)
             num_here = num_usable if stop is None else stop - start
             count_peak_pages = partial(self._rules.groups.count_peak_pages, num_tokens, bank=bank)

@@ -192,8 +192,8 @@ class Media:
     # Requests.
 
     def begin(self, request: Any, dp_shard_hint: int | None, data_parallel_size: int | None, is_late: bool) -> bool:
-        """Hold the medium of a new request; False if too few pages are free. Where pages are cached late, so is the medium: once
-        a token of the request was computed.
+        """Hold the medium of a new request; False if too few pages are free. If pages are cached late, so is the medium: once a
+        token of the request was computed.
         """
         self.end(request)  # of an earlier turn, whose pages were given back without `free`
         medium = self.take(request, dp_shard_hint, data_parallel_size)
@@ -323,8 +323,8 @@ class RowMedia:
 
 
 def count_others(groups: Sequence[CacheGroupSpec]) -> int:
-    """Return the number of groups before those of cross-attention. Raise ArgumentError if one of these stands before others, and
-    if there are no others.
+    """Return the number of groups before those of cross-attention. Raise ArgumentError if one of these stands before others,
+    and if there are no others.
     """
     are_cross = [kind_of(group.kv_cache_spec) == "CrossAttention" for group in groups]
     num_others = len(groups) - sum(are_cross)

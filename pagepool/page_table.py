@@ -71,8 +71,12 @@ class PageTable(HostTable):
         sharding: jax.sharding.Sharding | None = None,
         *,
         donate: bool = True,
+        sink_page_ids: Sequence[int] = (),
     ) -> None:
-        """`sharding` None means the first device. With `donate` False the arrays of earlier commits stay valid, and each commit
+        """Pages `sink_page_ids`, those of `CacheManager.sink_page_ids` for a group with sinks, stand in front of each row, in
+        columns of their own: ``num_pages_per_row`` and positions do not count them.
+
+        `sharding` None means the first device. With `donate` False the arrays of earlier commits stay valid, and each commit
         copies the table. `max_num_batched_tokens`, the engine's token limit per step, is only stored.
 
         Making a table neither imports jax nor makes an array; reading `page_table` does.
@@ -80,7 +84,7 @@ class PageTable(HostTable):
         if sharding is not None and not hasattr(sharding, "is_fully_addressable"):
             raise ArgumentTypeError(f"sharding: got {type(sharding).__name__}, allowed: a jax.sharding.Sharding, or None")
         donate = require_flag("donate", donate)
-        super().__init__(max_num_reqs, max_num_pages_per_req)
+        super().__init__(max_num_reqs, max_num_pages_per_req, sink_page_ids)
         self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, 0, MAX_SIZE)
         self._donate = donate
         self._sharding = sharding
@@ -178,12 +182,18 @@ class MultiGroupPageTable(HostTables):
         sharding: jax.sharding.Sharding | None = None,
         *,
         donate: bool = True,
+        sink_page_ids: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """`page_sizes` are in tokens, one for each group: group ``g`` has ``ceil(max_model_len / page_sizes[g])`` columns."""
+        """`page_sizes` are in tokens, one a group: group ``g`` has ``ceil(max_model_len / page_sizes[g])`` columns behind
+        those of ``sink_page_ids[g]``; None: no group has sinks.
+        """
         super().__init__(
             max_model_len,
             page_sizes,
-            lambda num_columns: PageTable(max_num_reqs, num_columns, max_num_batched_tokens, sharding, donate=donate),
+            lambda num_columns, sinks: PageTable(
+                max_num_reqs, num_columns, max_num_batched_tokens, sharding, donate=donate, sink_page_ids=sinks
+            ),
+            sink_page_ids,
         )
 
     if TYPE_CHECKING:
@@ -208,7 +218,8 @@ class MultiGroupPageTable(HostTables):
 def device_slot_mapping(page_table: Any, rows: Any, positions: Any, page_size: int) -> Any:
     """Return the slots of tokens, int32 ``[num_tokens]``, computed on the device inside the caller's jit.
 
-    `page_table` is a device array ``[max_num_reqs, max_num_pages_per_req]``; `rows` and `positions` are int32 ``[num_tokens]``.
+    `page_table` is a device array ``[max_num_reqs, max_num_pages_per_req]``; `rows` and `positions` are int32 ``[num_tokens]``,
+    and count from the first sink in a table that has any.
     In jax, indices outside the table are clamped and not reported; torch indexes tensors by its own rules.
     """
     return page_table[rows, positions // page_size] * page_size + positions % page_size

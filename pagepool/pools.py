@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagepool._core import PageStore, drop_dependents
+from pagepool._core import PageIds, PageStore, drop_dependents
 from pagepool.arguments import require_int, require_name
 from pagepool.errors import ArgumentError, shown
 from pagepool.group_rules import FULL, kind_of
@@ -69,6 +69,18 @@ def list_unsaved(groups: Sequence[CacheGroupSpec]) -> set[str]:
     names = {getattr(group, "pool", "kv") for group in groups}
     saved = {getattr(group, "pool", "kv") for group in groups if kind_of(group.kv_cache_spec) not in UNSAVED}
     return names - saved
+
+
+def set_sinks_aside(
+    store: PageStore, groups: Sequence[CacheGroupSpec], pool_of_group: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Set the pages of each group's sinks aside, and return their ids in their pools. Raise OutOfPagesError for too few."""
+    sinks: list[tuple[int, ...]] = []
+    for group, bank in zip(groups, pool_of_group, strict=False):
+        num_tokens, page_size = getattr(group.kv_cache_spec, "num_sink_tokens", 0), group.kv_cache_spec.page_size
+        ids = store.set_aside(num_tokens // page_size, bank) if num_tokens else PageIds()
+        sinks.append(tuple(*store.lists_in_banks((ids,))))
+    return tuple(sinks)
 
 
 def read_host_sizes(num_pages: int | Mapping[str, int], names: Sequence[str], unsaved_pools: Collection[str] = ()) -> list[int]:

@@ -469,6 +469,11 @@ def _tables_of(page_table: HostTable | HostTables, manager: CacheManager) -> tup
         raise ArgumentTypeError(f"page_table: got {type(page_table).__name__}, allowed: PageTable or MultiGroupPageTable")
     if not page_sizes or len(tables) != len(page_sizes):
         raise ArgumentError(f"page_table: got {len(tables)} tables for {len(page_sizes)} groups, allowed: one each, at least 1")
+    for i, (table, sinks) in enumerate(zip(tables, manager.sink_page_ids, strict=True)):
+        if table.sink_page_ids != sinks:
+            raise ArgumentError(
+                f"page_table: got sink_page_ids {table.sink_page_ids} for group {i}, allowed: the manager's, {sinks}"
+            )
     _require_unbound(tables)
     return tables
 

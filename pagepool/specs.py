@@ -270,6 +270,9 @@ class FullAttentionSpec(AttentionSpec):
     `sliding_window` or `attention_chunk_size` (at most one, in tokens) records that the layer attends to fewer tokens than it
     keeps. Pages are handled as for full attention.
 
+    With `num_sink_tokens`, a multiple of the page size, learned keys of that many tokens stand in front of every sequence.
+    Their pages are set aside once, `CacheManager.sink_page_ids`, and are the first in each row's table.
+
     >>> spec = FullAttentionSpec(page_size=16, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
     >>> spec.page_size_bytes, spec.type_id
     (65536, 'full_attention_16_65536')
@@ -279,17 +282,23 @@ class FullAttentionSpec(AttentionSpec):
 
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
+    num_sink_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
+        object.__setattr__(self, "num_sink_tokens", require_int("num_sink_tokens", self.num_sink_tokens, 0, MAX_SIZE))
+        if self.num_sink_tokens % self.page_size:
+            allowed = f"a multiple of page_size, {self.page_size}"
+            raise ArgumentError(f"num_sink_tokens: got {self.num_sink_tokens}, allowed: {allowed}")
         if self.sliding_window is not None and self.attention_chunk_size is not None:
             raise ArgumentError("sliding_window and attention_chunk_size: got both, allowed: one of them")
 
     @property
     def type_id(self) -> str:
-        """Kind, page size in tokens, page size in bytes."""
-        return f"full_attention_{self.page_size}_{self.page_size_bytes}"
+        """Kind, page size in tokens, page size in bytes, and the number of sink tokens, if there are any."""
+        sinks = f"_{self.num_sink_tokens}_sinks" if self.num_sink_tokens else ""
+        return f"full_attention_{self.page_size}_{self.page_size_bytes}{sinks}"
 
     def max_memory_usage_bytes(self, max_model_len: int, **_: object) -> int:
         """Return the bytes of all pages of a request of `max_model_len` tokens."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,12 +57,14 @@ class PageTable(HostTable):
         *,
         device: torch.device | str | None = None,
         tensor: torch.Tensor | None = None,
+        sink_page_ids: Sequence[int] = (),
     ) -> None:
         """`device` None means torch's default device. `tensor` is the engine's own table, used instead of a new one: int32,
-        contiguous, ``[max_num_reqs, columns]`` with at least `max_num_pages_per_req` columns; it is zeroed. Commits are fastest
-        if the number of columns is a multiple of 64. Raise ArgumentError or ArgumentTypeError for another device or tensor.
+        contiguous, ``[max_num_reqs, columns]`` with columns for `max_num_pages_per_req` pages and the sinks at least; it is
+        zeroed. Commits are fastest if the number of columns is a multiple of 64. Pages `sink_page_ids` stand in front of each
+        row, as in `pagepool.PageTable`. Raise ArgumentError or ArgumentTypeError for another device or tensor.
         """
-        super().__init__(max_num_reqs, max_num_pages_per_req)
+        super().__init__(max_num_reqs, max_num_pages_per_req, sink_page_ids)
         attach((self,), device, None if tensor is None else [tensor])
 
     _buffers: Buffers
@@ -148,11 +151,12 @@ class MultiGroupPageTable(HostTables):
         *,
         device: torch.device | str | None = None,
         tensors: Sequence[torch.Tensor] | None = None,
+        sink_page_ids: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """`page_sizes` are in tokens, one for each group: group ``g`` has ``ceil(max_model_len / page_sizes[g])`` columns.
         `tensors` are the engine's own tables, one for each group, as in `PageTable`; each is committed by a kernel of its own.
         """
-        super().__init__(max_model_len, page_sizes, lambda num_columns: make_host_half(max_num_reqs, num_columns))
+        super().__init__(max_model_len, page_sizes, partial(make_host_half, max_num_reqs), sink_page_ids)
         attach(self.page_tables, device, tensors)
 
     if TYPE_CHECKING:
@@ -372,10 +376,10 @@ def split_payload(memory: torch.Tensor, num_lines: int, width: int) -> tuple[tor
     return memory[: 2 * num_lines].view(torch.int64), memory[2 * num_lines :].view(num_lines, width)
 
 
-def make_host_half(num_rows: int, num_columns: int) -> PageTable:
+def make_host_half(num_rows: int, num_columns: int, sink_page_ids: Sequence[int]) -> PageTable:
     """Return a table that is not yet attached to a device."""
     table = PageTable.__new__(PageTable)
-    HostTable.__init__(table, num_rows, num_columns)
+    HostTable.__init__(table, num_rows, num_columns, sink_page_ids)
     return table
 
 

@@ -106,9 +106,9 @@ class RequestExtraKeys:
     A ``cache_salt`` and a ``lora_id`` enter the first page; each multimodal feature enters the pages it overlaps. Since hashes
     are chained, they affect every later page. A feature is any object with ``mm_hash`` (or ``identifier``) and a position
     ``placeholder_range`` (or ``mm_position``) with ``offset`` and ``length`` in tokens; one without a position enters the first
-    page. The ``cross_key`` of an encoder's output of ``num_encoder_tokens`` tokens enters the first page, too; without a key
-    there is a nonce. A request with ``has_vision``, or with media such as ``pixel_values``, and without features has a nonce in its first
-    page, new for each call of `of`: only hashes made with the same `RequestExtraKeys` share pages. ``request_keys`` are
+    page. The ``cross_key`` of an encoder's output of ``num_encoder_tokens`` tokens enters the first page, too. A request with
+    such tokens and no key, with ``has_vision``, or with media such as ``pixel_values``, and without features has a nonce in its
+    first page, new for each call of `of`: only hashes made with the same `RequestExtraKeys` share pages. ``request_keys`` are
     all keys but those for parts of the prompt.
 
     Embeddings, such as ``prompt_embeds``, are compared by their bytes, type and shape. If there is a row for each of the first

@@ -61,7 +61,9 @@ def make_namespace(manager: CacheManager, layout: str, model: bytes, rank: int =
     warn_of_seed(manager)
     num_ranks = require_int("num_ranks", num_ranks, 1)
     rank = require_int("rank", rank, 0, num_ranks - 1)
-    groups = [describe(f"kv_cache_groups[{i}]", group) for i, group in enumerate(manager.kv_cache_groups)]
+    groups = [
+        describe(f"kv_cache_groups[{i}]", group) for i, group in enumerate([*manager.kv_cache_groups, *manager.cross_groups])
+    ]
     content = [VERSION, sys.byteorder, manager.registry.configuration, groups, layout, model.hex(), num_ranks]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
     return f"{digest[:12].hex()}/{rank}-of-{num_ranks}"

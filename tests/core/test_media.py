@@ -6,7 +6,6 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 from refusing import refused
 

@@ -476,3 +476,19 @@ def test_shard_map_is_found_where_older_versions_have_it(monkeypatch: pytest.Mon
     monkeypatch.delattr(jax, "shard_map", raising=False)
     assert device.get_shard_map() is older.shard_map
     assert device.get_shard_map(is_checked=False).func is older.shard_map
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (3, 100)], ids=str)
+def test_sinks_reach_the_device(shape: tuple[int, int]) -> None:
+    """With the first commit and after `clear`, in all rows that are committed."""
+    num_rows, num_columns = shape
+    table = PageTable(num_rows, num_columns, 64, sink_page_ids=[7, 8])
+    table.add_row([3, 4], 1)
+    for _ in range(2):
+        assert read(table.commit(num_rows)).tolist() == table.page_table_cpu.tolist()
+        assert table.page_table_cpu[:, :2].tolist() == [[7, 8]] * num_rows
+        table.check()
+        table.append_row([5], 1)
+        assert read(table.commit(num_rows))[1, :5].tolist() == [7, 8, *table.page_table_cpu[1, 2:5].tolist()]
+        table.clear()
+        assert table.num_pages_per_row.tolist() == [0] * num_rows

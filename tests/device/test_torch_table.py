@@ -525,3 +525,16 @@ def test_cuda_commits_on_several_streams() -> None:
         copied = table.page_table.clone()
     reader.synchronize()
     np.testing.assert_array_equal(copied.cpu().numpy(), table.page_table_cpu)
+
+
+@each_device
+def test_sinks_reach_the_device(device: str) -> None:
+    """With the first commit and after `clear`."""
+    table = PageTable(4, 100, device=device, sink_page_ids=[7, 8])
+    table.add_row([3, 4], 1)
+    for _ in range(2):
+        committed = table.commit(4).cpu().numpy()[:, :102]
+        assert committed.tolist() == table.page_table_cpu.tolist()
+        assert committed[:, :2].tolist() == [[7, 8]] * 4
+        table.check()
+        table.clear()

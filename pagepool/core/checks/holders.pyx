@@ -15,7 +15,7 @@ from pagepool.core.rows cimport (
     OTHER_PAGES, PENDING, RUNNING, Batch, ExtraKey, RowRecord, RowStore, RunningRows, StateWrite, WriteList, count_hashable,
     digests_of, end_of, find_extra_key, held_by, holding_of, launch_of, plan_next, tokens_of,
 )
-from pagepool.core.tables cimport Table
+from pagepool.core.tables cimport Table, count_table_places, ids_at
 from pagepool.core.values cimport as_list
 
 import numpy as np
@@ -220,7 +220,7 @@ cdef str find_flaw_in_rows(RowStore rows, int32_t *counts):
             return flaw
         holding = holding_of(&rows.batch, row)
         for g in range(rows.batch.num_groups):
-            flaw = find_flaw_in_held(&rows.store.pool, holding, g, rows.batch.tables[g].num_columns, counts)
+            flaw = find_flaw_in_held(&rows.store.pool, holding, g, count_table_places(rows.batch.tables[g]), counts)
             if flaw is None:
                 flaw = find_flaw_in_table(rows, row, g)
             if flaw is not None:
@@ -358,14 +358,14 @@ cdef str find_flaw_in_table(RowStore rows, Py_ssize_t row, Py_ssize_t g):
     """Describe a row with too few pages for its tokens, or with other pages than in the table."""
     cdef Held *held = held_by(&rows.batch, row, g)
     cdef Table *table = rows.batch.tables[g]
-    cdef int32_t *ids = table.page_ids + row * table.num_columns
+    cdef int32_t *ids = ids_at(table, row)
     cdef Py_ssize_t i
     cdef int32_t page_id, num_computed = rows.batch.records[row].num_computed + rows.batch.rows[row].num_external
     if not pages_for(&rows.batch.groups[g].rules, num_computed) <= held.num_pages:
         return f"{held.num_pages} pages for {num_computed} tokens"
     if table.num_pages[row] != held.num_pages:
         return f"{held.num_pages} pages, the table says {table.num_pages[row]}"
-    for i in range(table.num_columns):
+    for i in range(count_table_places(table)):
         page_id = id_in_bank(&rows.store.pool, held.ids[i]) if i < held.num_pages else 0
         if ids[i] != page_id:
             return f"page {page_id} (at {i}), the table says {ids[i]}"

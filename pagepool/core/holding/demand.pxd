@@ -15,7 +15,7 @@ from pagepool.core.base cimport GUARDS, Digest
 from pagepool.core.holding.learning cimport *
 from pagepool.core.holding.skipping cimport *
 from pagepool.core.pool cimport (
-    FLAGS, NOT_FREE, NO_BANK, Page, bank_of_queue, continue_from, count_pages_in, count_request, has_free_pages, hit,
+    FLAGS, NOT_FREE, NO_BANK, Page, bank_of_queue, continue_from, count_request, count_usable_in, has_free_pages, hit,
     ids_in_queue, queue_in, queue_of_bank, take, take_this,
 )
 
@@ -68,7 +68,7 @@ cdef inline Shortage shortage_in(
     """Return the shortage in a bank or shard as it is now."""
     return Shortage(
         num_needed=num_needed, num_free=count_free_in(pool, queue), num_reserved=num_reserved, num_hit_tokens=num_hit_tokens,
-        queue=queue, can_wait=count_free_in(pool, queue) < count_pages_in(pool, queue),
+        queue=queue, can_wait=count_free_in(pool, queue) < count_usable_in(pool, queue),
     )
 
 
@@ -309,7 +309,7 @@ cdef inline int64_t find_excess(
         count += holding.held[g].num_pages
         if hits != NULL and not is_state(&holding.groups[g].rules):
             count += hits[g].num
-    if count <= count_pages_in(pool, queue):  # null pages included
+    if count <= count_usable_in(pool, queue):  # null pages included
         return 0
     count, inside = num_new, ids_in_queue(pool, queue)
     for g in range(holding.num_groups):
@@ -325,7 +325,7 @@ cdef inline int64_t find_excess(
         if hits != NULL and not is_state(&holding.groups[g].rules):
             count += _count_inside(hits[g].ids, 0, hits[g].num, inside)
     assert count >= num_new
-    return count if count > count_pages_in(pool, queue) else 0
+    return count if count > count_usable_in(pool, queue) else 0
 
 
 cdef inline int64_t find_any_excess(

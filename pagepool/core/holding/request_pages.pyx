@@ -252,8 +252,8 @@ cdef class RequestPages:
         free pages. The steps: give back the pages that no token from `num_computed_tokens` on attends to (they stay given back
         even after None); make `hits`, found under `chain`, the first pages; take the missing pages; keep the states that are
         due after `num_computed_tokens` tokens; cache the pages that `num_tokens_to_cache` tokens fill. New pages come from the
-        `shard` of `num_shards`. Errors, after which nothing has changed: PageHashError for a hit with other content by now, and for a page that was
-        cached under another hash; ArgumentError for hits of a request that holds pages; MovesDueError while moves
+        `shard` of `num_shards`. Errors, after which nothing has changed: PageHashError for a hit with other content by now, and
+        for a page cached under another hash; ArgumentError for hits of a request that holds pages; MovesDueError while moves
         of its pages are due; DoubleFreeError if another caller gave back a page due to be given back. O(pages).
         """
         cdef tuple checked = checked_hits(self.store, hits, &self.holding)

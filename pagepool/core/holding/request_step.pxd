@@ -92,7 +92,7 @@ cdef inline bint is_too_large(const Pool *pool, const Holding *holding, Step *st
             step.wrong_num = find_any_excess(
                 pool, holding, demand.hits, demand.num_new_in, num_computed, &step.wrong_shard
             )
-    assert step.wrong_num == 0 or step.wrong_num > count_pages_in(pool, step.wrong_shard)
+    assert step.wrong_num == 0 or step.wrong_num > count_usable_in(pool, step.wrong_shard)
     return step.wrong_num > 0
 
 

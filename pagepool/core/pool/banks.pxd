@@ -108,6 +108,19 @@ cdef inline int32_t count_pages_in(const Pool *pool, int32_t queue) noexcept nog
     return pool.banks[bank_of_queue(pool, queue)].pages_per_shard - (queue % pool.num_shards == 0)
 
 
+cdef inline int32_t count_set_aside(const Pool *pool) noexcept nogil:
+    """Count the pages that no request can have, in all banks."""
+    cdef int32_t bank, count = 0
+    for bank in range(pool.num_banks):
+        count += pool.banks[bank].num_set_aside
+    return count
+
+
+cdef inline int32_t count_usable_in(const Pool *pool, int32_t queue) noexcept nogil:
+    """Count the pages of a bank or shard that requests can have. Banks with pages set aside are not divided."""
+    return count_pages_in(pool, queue) - pool.banks[bank_of_queue(pool, queue)].num_set_aside
+
+
 cdef inline Py_ssize_t count_queue_links(const Pool *pool, Py_ssize_t num_shards) noexcept nogil:
     """Count the links of the queues of shards: one for each page, for the end of each queue, and for each of its parts."""
     return pool.num_pages + pool.num_banks * num_shards * (1 + pool.num_parts)

@@ -52,6 +52,7 @@ cdef struct Bank:             # records ``[start, stop)``; unless noted, later f
     int32_t stop
     int32_t pages_per_shard   # ids in each shard, including the null page in the first one; also kept in a single bank
     int32_t num_free
+    int32_t num_set_aside     # pages that no request can have, such as sinks; also kept in a single bank
     int32_t num_entries
     int64_t num_allocated_pages
     int64_t num_evicted_pages

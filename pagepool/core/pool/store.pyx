@@ -352,6 +352,8 @@ cdef class PageStore(PageRecords):
         if data_parallel_size is None:
             return
         n = size_of(data_parallel_size, "data_parallel_size", 1, INT64_MAX)
+        if n > 1 and count_set_aside(pool):
+            raise ArgumentError(f"data_parallel_size: got {n}, allowed with pages set aside, as for sinks: 1")
         if pool.num_banks == 1:
             return
         sizes = {name: count_pages_in(pool, queue_of_bank(<int32_t>i)) + 1 for i, name in enumerate(self.bank_names)}
@@ -426,6 +428,16 @@ cdef class PageStore(PageRecords):
         self.check_untaken(bad)
         return ids
 
+    def set_aside(self, n, bank=0) -> PageIds:
+        """Take `n` pages of a bank for good: requests can never have them, and no shard of the pool can be made. O(n)."""
+        cdef PageIds ids
+        if self.pool.num_shards > 1:
+            raise ArgumentError(f"set_aside: got a pool of {self.pool.num_shards} shards, allowed: one that is not divided")
+        ids = self.take(n, bank=bank)
+        with self.own_lock()[0]:
+            self.pool.banks[self.checked_bank(bank)].num_set_aside += <int32_t>ids.num
+        return ids
+
     cdef str shown_queue(self, int32_t queue):
         """Name a pool or shard in an error."""
         cdef int32_t bank = bank_of_queue(&self.pool, queue)
@@ -443,7 +455,7 @@ cdef class PageStore(PageRecords):
         """Raise the error for a request or row larger than a shard or bank, given by its queue."""
         raise RequestTooLargeError(
             f"{what} needs {num_pages:,} pages at once, {self.shown_queue(queue)} has "
-            f"{count_pages_in(&self.pool, queue):,}: no waiting helps, fewer tokens a step may "
+            f"{count_usable_in(&self.pool, queue):,}: no waiting helps, fewer tokens a step may "
             "(see CacheManager.require_capacity)"
         )
 
@@ -638,7 +650,7 @@ cdef class PageStore(PageRecords):
         """
         cdef int32_t num_held, following, page_id, bank, queue
         with self.own_lock()[0]:
-            num_held = self.pool.num_pages - 1 - self.pool.num_free
+            num_held = self.pool.num_pages - 1 - self.pool.num_free - count_set_aside(&self.pool)
             for bank in range(self.pool.num_banks if num_held == 0 else 0):
                 queue = queue_of_bank(bank)
                 page_id = page_behind(&self.pool, end_of_queue(&self.pool, queue), queue)

@@ -34,7 +34,7 @@ from pagepool.core.pool cimport (
 )
 from pagepool.core.rows.fills cimport *
 from pagepool.core.rows.run cimport *
-from pagepool.core.tables cimport Table, blank, clear_from, write_ids
+from pagepool.core.tables cimport Table, blank, clear_from, count_table_places, ids_at, write_ids
 
 
 cdef struct ExtraKey:         # bytes hashed with a page's tokens
@@ -444,7 +444,7 @@ cdef inline void show_end(Batch *batch, Py_ssize_t row) noexcept nogil:
     cdef Py_ssize_t g
     for g in range(batch.num_groups):
         table = batch.tables[g]
-        assert 0 <= held_by(batch, row, g).num_skipped <= held_by(batch, row, g).num_pages <= table.num_columns
+        assert 0 <= held_by(batch, row, g).num_skipped <= held_by(batch, row, g).num_pages <= count_table_places(table)
         table.num_pages[row] = held_by(batch, row, g).num_pages
         clear_from(table, row, table.num_pages[row])
         table.version += 1

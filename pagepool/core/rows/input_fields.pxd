@@ -114,11 +114,11 @@ cdef inline void write_slots(
         for i in range(step.num_rows):
             start = spans.starts[i]
             page = page_at(start, page_size, shift)
-            ids = table.page_ids + spans.rows[i] * table.num_columns
+            ids = ids_at(table, spans.rows[i])
             out[i] = <Value>(ids[page] * <int64_t>size + (<uint32_t>start - page * size))
         return
     for i in range(step.num_rows):
-        ids = table.page_ids + spans.rows[i] * table.num_columns
+        ids = ids_at(table, spans.rows[i])
         start, stop = spans.starts[i], spans.stops[i]
         if size == 1:
             copy_values(out, ids + start, stop - start)
@@ -154,7 +154,7 @@ cdef inline void write_page_ids(Value *out, const Table *table, int32_t *extents
     for i in range(step.num_padded_rows):
         num = 0
         if i < step.num_rows:
-            num = max(0, min(table.num_pages[step.spans.rows[i]], <int32_t>table.num_columns))
+            num = <int32_t>max(0, min(table.num_sinks + table.num_pages[step.spans.rows[i]], table.num_columns))
             copy_values(out, table.page_ids + step.spans.rows[i] * table.num_columns, num)
         repeat_value(out + num, 0, extents[i] - num)
         extents[i] = num

@@ -179,9 +179,9 @@ cdef inline bint find_wrong_page(
     cdef bint is_single = step.num_single == n, is_any_wrong = not is_single
     for i in range(n if is_single else 0):  # no early exit, so that it is fast
         page = page_at(starts[i], page_size, shift)
-        is_any_wrong |= <uint32_t>table.page_ids[rows[i] * table.num_columns + page] - <uint32_t>1 >= <uint32_t>last_id
+        is_any_wrong |= <uint32_t>ids_at(table, rows[i])[page] - <uint32_t>1 >= <uint32_t>last_id
     for i in range(n if is_any_wrong else 0):
-        ids = table.page_ids + spans.rows[i] * table.num_columns
+        ids = ids_at(table, spans.rows[i])
         page = page_at(spans.starts[i], page_size, shift)
         stop_page = page + 1
         if spans.stops[i] - spans.starts[i] > 1:

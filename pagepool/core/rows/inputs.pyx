@@ -174,7 +174,7 @@ cdef class InputArrays:
         for g in range(checked_sizes.num):
             self.source.tables[g] = &(<TableRows>by_group[g]).table
             self.source.max_num_tokens = <int32_t>min(
-                <int64_t>self.source.max_num_tokens, self.source.tables[g].num_columns * <int64_t>checked_sizes.ids[g]
+                <int64_t>self.source.max_num_tokens, count_table_places(self.source.tables[g]) * <int64_t>checked_sizes.ids[g]
             )
         for g in range(self.source.num_cross):
             by_group += (running.rows.cross_tables[g],)

@@ -216,7 +216,7 @@ cdef class RowStore:
                     f"{group.rules.entry_size}, allowed: as many as make a page"
                 )
             batch.max_num_tokens = <int32_t>min(
-                <int64_t>batch.max_num_tokens, <int64_t>group.rules.page_size * table.num_columns
+                <int64_t>batch.max_num_tokens, <int64_t>group.rules.page_size * count_table_places(table)
             )
             batch.skips_pages |= group.rules.leaves_pages > 0
             batch.has_state |= is_state(&group.rules)
@@ -318,7 +318,7 @@ cdef int make_pages(RowStore rows, Py_ssize_t n) except -1:
             batch.rows[row].holding.boundaries = boundaries + row
     for g in range(num_groups):
         batch.tables[g] = &(<TableRows>rows.tables[g]).table
-        stride = odd_lines(batch.tables[g].num_columns, sizeof(int32_t))
+        stride = odd_lines(count_table_places(batch.tables[g]), sizeof(int32_t))
         page_ids = <int32_t *>new_array(rows, n, stride * sizeof(int32_t))
         for row in range(n):
             held[row * num_groups + g].ids = page_ids + row * stride

@@ -24,6 +24,7 @@ cdef class TableRows(TableGroup):
     cdef PyObject *itself
     cdef readonly object page_table_cpu         # these buffers are pinned by the memoryviews below
     cdef readonly object num_pages_per_row
+    cdef readonly tuple sink_page_ids
     cdef int32_t[:, ::1] table_view
     cdef int32_t[::1] num_pages_view
     cdef int32_t[::1] extent_view

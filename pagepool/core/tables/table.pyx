@@ -25,7 +25,7 @@ cdef int64_t MAX_LINE = 1 << 61
 cdef struct Put:              # ids to put into a row
     Table *table
     Py_ssize_t row
-    Py_ssize_t start          # column of the first id
+    Py_ssize_t start          # place of the first id
     const int32_t *ids
     Py_ssize_t n
 
@@ -33,7 +33,8 @@ cdef struct Put:              # ids to put into a row
 cdef inline bint fits(const Put *put) noexcept nogil:
     """Whether there is room, no id is negative, and the user did not overwrite the row's count with a wrong one."""
     cdef const Table *table = put.table
-    cdef bint has_room = 0 <= table.num_pages[put.row] <= table.num_columns and put.n <= table.num_columns - put.start
+    cdef Py_ssize_t num_places = count_table_places(table)
+    cdef bint has_room = 0 <= table.num_pages[put.row] <= num_places and put.n <= num_places - put.start
     return not GUARDS or (has_room and find_negative(put.ids, put.n) < 0)
 
 
@@ -74,13 +75,13 @@ cdef inline void clear_row(Table *table, Py_ssize_t row, Py_ssize_t _) noexcept 
 
 
 cdef inline void copy_row(Table *table, Py_ssize_t src, Py_ssize_t tgt) noexcept nogil:
-    cdef Py_ssize_t n = max(0, min(table.num_pages[src], table.num_columns))  # the user may overwrite the count during the call
+    cdef Py_ssize_t n = max(0, min(table.num_pages[src], count_table_places(table)))  # the user may overwrite it meanwhile
     assert 0 <= src < table.num_rows and 0 <= tgt < table.num_rows
     table.version += 1
     if src != tgt:
-        memcpy(table.page_ids + tgt * table.num_columns, table.page_ids + src * table.num_columns, n * sizeof(int32_t))
+        memcpy(ids_at(table, tgt), ids_at(table, src), n * sizeof(int32_t))
         table.num_pages[tgt] = <int32_t>n
-        set_dirty(table, tgt, 0, n)
+        set_dirty(table, tgt, table.num_sinks, table.num_sinks + n)
         clear_from(table, tgt, n)
 
 
@@ -110,12 +111,12 @@ cdef inline Py_ssize_t map_slots(
     """Write the slots of tokens. Return the index of the first one outside the table, or with a slot beyond int32, or `n`."""
     cdef Py_ssize_t i
     cdef uint32_t page, size = <uint32_t>page_size
-    cdef int64_t slot, stop = page_size * table.num_columns
+    cdef int64_t slot, stop = page_size * count_table_places(table)
     for i in range(n):
         if GUARDS and not (0 <= row_ids[i] < table.num_rows and 0 <= positions[i] < stop):
             return i
         page = <uint32_t>positions[i] // size
-        slot = table.page_ids[row_ids[i] * table.num_columns + page] * page_size + <uint32_t>positions[i] - page * size
+        slot = ids_at(table, row_ids[i])[page] * page_size + <uint32_t>positions[i] - page * size
         if GUARDS and not INT32_MIN <= slot <= INT32_MAX:
             return i
         slots[i] = <int32_t>slot
@@ -154,6 +155,13 @@ cdef inline void clean(Table *table, Py_ssize_t stop) noexcept nogil:
     assert 0 <= stop <= table.num_rows
     memset(table.is_dirty, 0, stop * table.num_segments)
     memset(table.is_row_dirty, 0, stop)
+
+
+cdef inline void show_sinks(Table *table) noexcept nogil:
+    """Set the dirty flags of the sinks in all rows."""
+    cdef Py_ssize_t row
+    for row in range(table.num_rows):
+        set_dirty(table, row, 0, table.num_sinks)
 
 
 cdef inline bint find_dirty(Table *table, Py_ssize_t stop, Py_ssize_t *row, Py_ssize_t *segment) noexcept nogil:
@@ -238,9 +246,10 @@ cdef int require_made(const Table *table) except -1:
 
 cdef int check_count(const Table *table, Py_ssize_t row) except -1:
     """Raise IntegrityError if the row's count is outside the table: the user may have overwritten `num_pages_per_row`."""
-    if not 0 <= table.num_pages[row] <= table.num_columns:
+    if not 0 <= table.num_pages[row] <= count_table_places(table):
         raise IntegrityError(
-            f"row {row} has {table.num_pages[row]} pages, allowed: 0 to {table.num_columns}; num_pages_per_row was overwritten"
+            f"row {row} has {table.num_pages[row]} pages, allowed: 0 to {count_table_places(table)}; "
+            "num_pages_per_row was overwritten"
         )
     return 0
 
@@ -252,7 +261,7 @@ cdef int refuse_put(const Put *put) except -1:
     if bad >= 0:
         raise PageIdError(f"page id: got {put.ids[bad]} (at {bad}), allowed: at least 0")
     raise RowOverflowError(
-        f"row {put.row}: got {put.n} pages behind {put.start} that it has, allowed: {put.table.num_columns} in all"
+        f"row {put.row}: got {put.n} pages behind {put.start} that it has, allowed: {count_table_places(put.table)} in all"
     )
 
 
@@ -403,15 +412,23 @@ cdef class TableRows(TableGroup):
         self.process = process_number
         require_allocated(&self.lock)
 
-    def __init__(self, num_rows, num_columns):
-        """Make a table of zeros; both sizes are at least 1."""
+    def __init__(self, num_rows, num_columns, sink_page_ids=()):
+        """Make a table of empty rows, each with room for `num_columns` pages behind the pages `sink_page_ids`; both sizes are
+        at least 1.
+        """
+        cdef PageIds sinks = as_page_ids(sink_page_ids, "sink_page_ids")
+        cdef Py_ssize_t bad = find_negative(sinks.ids, sinks.num)
         cdef Py_ssize_t n = size_of(num_rows, "max_num_reqs", 1)
-        cdef Py_ssize_t columns = size_of(num_columns, "max_num_pages_per_req", 1)
+        cdef Py_ssize_t columns = size_of(num_columns, "max_num_pages_per_req", 1) + sinks.num
         cdef Py_ssize_t num_segments = (columns + SEGMENT - 1) // SEGMENT
         if n * columns > MAX_PAGES:
             raise ArgumentError(f"page table: got {n} x {columns}, allowed: {MAX_PAGES} ids in all")
+        if bad >= 0:
+            raise PageIdError(f"sink_page_ids: got {sinks.ids[bad]} (at {bad}), allowed: at least 0")
         page_table, num_pages = make_aligned_zeros(n, columns), np.zeros(n, dtype=INT32)
-        extent, flags = np.zeros(n, dtype=INT32), np.zeros(n * (num_segments + 1), dtype=np.uint8)
+        self.sink_page_ids = tuple(sinks.to_list())
+        page_table[:, :sinks.num] = self.sink_page_ids
+        extent, flags = np.full(n, sinks.num, dtype=INT32), np.zeros(n * (num_segments + 1), dtype=np.uint8)
         if self.table.num_rows:  # checked after everything that may run Python code
             raise made_twice("rows of a table")
         self.page_table_cpu, self.num_pages_per_row = page_table, num_pages
@@ -420,7 +437,9 @@ cdef class TableRows(TableGroup):
             page_ids=&self.table_view[0, 0], num_pages=&self.num_pages_view[0], extent=&self.extent_view[0],
             is_row_dirty=&self.flags_view[0], is_dirty=&self.flags_view[n],
             num_rows=n, num_columns=columns, num_segments=num_segments, width=min(columns, SEGMENT), version=0,
+            num_sinks=sinks.num,
         )
+        show_sinks(&self.table)
 
     @property
     def max_num_reqs(self) -> int:
@@ -429,7 +448,7 @@ cdef class TableRows(TableGroup):
 
     @property
     def max_num_pages_per_req(self) -> int:
-        """Number of columns."""
+        """Number of columns, with those of sinks."""
         return self.table.num_columns
 
     @property
@@ -448,14 +467,14 @@ cdef class TableRows(TableGroup):
 
     def slot_mapping(self, rows, positions, page_size) -> np.ndarray:
         """Return the slots of tokens, ``table[row, position // page_size] * page_size + position % page_size``, as int32
-        ``[num_tokens]``.
+        ``[num_tokens]``. Positions count from the first token behind the sinks.
 
         `rows` and `positions` are int arrays or lists of one length. RowIndexError for a token outside the table, ArgumentError
         for a slot that does not fit int32. O(tokens), native.
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows"), at = as_page_ids(positions, "positions")
         cdef int64_t size = size_of(page_size, "page_size", 1)
-        cdef Py_ssize_t bad, num_rows = self.table.num_rows, stop = size * self.table.num_columns
+        cdef Py_ssize_t bad, num_rows = self.table.num_rows, stop = size * count_table_places(&self.table)
         cdef int32_t[::1] slots
         if row_ids.num != at.num:
             raise ArgumentError(f"positions: got {at.num}, allowed: as many as rows, {row_ids.num}")
@@ -521,13 +540,16 @@ cdef class TableRows(TableGroup):
         return copied
 
     def clear_rows(self) -> None:
-        """Empty all rows and clear their dirty flags, before the device copy is made anew. O(pages in the table)."""
+        """Empty all rows, and clear all dirty flags but those of sinks, before the device copy is made anew. O(pages in the
+        table).
+        """
         cdef Py_ssize_t row
         require_made(&self.table)
         with self.own_lock()[0]:
             for row in range(self.table.num_rows):
                 clear_row(&self.table, row, row)
             clean(&self.table, self.table.num_rows)
+            show_sinks(&self.table)
 
 
 cdef str find_row_flaw(const Table *table, Py_ssize_t row):
@@ -535,10 +557,10 @@ cdef str find_row_flaw(const Table *table, Py_ssize_t row):
     cdef const int32_t *ids = table.page_ids + row * table.num_columns
     cdef Py_ssize_t i, num_dirty = 0
     cdef int32_t num_pages = table.num_pages[row], extent = table.extent[row]
-    if not 0 <= num_pages <= extent <= table.num_columns:
+    if not table.num_sinks <= table.num_sinks + num_pages <= extent <= table.num_columns:
         return f"row {row} has {num_pages} pages, reaches to {extent} of {table.num_columns} columns"
     for i in range(table.num_columns):
-        if ids[i] < 0 and i < num_pages:
+        if ids[i] < 0 and i < table.num_sinks + num_pages:
             return f"row {row}: page {ids[i]} (at {i}), allowed: at least 0"
         if ids[i] != 0 and i >= extent:
             return f"row {row}: page {ids[i]} (at {i}) behind the row's reach, {extent}; no mark_dirty?"

@@ -15,7 +15,7 @@ from pagepool.core.holding cimport (
 )
 from pagepool.core.pool cimport (
     MAX_BANKS, NO_BANK, SAVED, UNSAVED, Bank, Entry, FreshPage, Range, bank_of, bare_entry, cache_alone, count_free,
-    count_pages_in, counted_bank, enqueue, is_free, pull_unused, restore_child, term_of, uncache, uncache_in_tier,
+    count_usable_in, counted_bank, enqueue, is_free, pull_unused, restore_child, term_of, uncache, uncache_in_tier,
 )
 from pagepool.core.values cimport new_ids, require_instance
 
@@ -523,7 +523,7 @@ cdef bint has_pages_of_hit(const Pool *pool, const Query *query, Py_ssize_t num_
         assert find_first_hit_page(query, group, num_hashes) <= count_hit_places(group, num_hashes)
         counts[group.bank] += count_hit_places(group, num_hashes) - find_first_hit_page(query, group, num_hashes)
     for bank in range(pool.num_banks):
-        if counts[bank] > count_pages_in(pool, queue_in(pool, bank, shard)):
+        if counts[bank] > count_usable_in(pool, queue_in(pool, bank, shard)):
             return False
     return True
 
