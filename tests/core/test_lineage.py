@@ -169,6 +169,20 @@ def test_a_junction_is_never_left() -> None:
     assert batch.probe(0, system + tokens(rng, 300)) == 256
 
 
+def test_a_state_that_comes_back_late_counts_as_late() -> None:
+    """A run that goes on from a free checkpoint makes it a recent one, but not a punctual one."""
+    (manager, batch), rng = make_both(3), Random(1)
+    prompt = tokens(rng, 300)
+    manager._store.set_time(1000)
+    batch.admit(0, prompt)
+    batch.take_moves()
+    batch.release([0], 1)
+    manager._store.set_time(1100)
+    assert run(batch, [*prompt, 1, 2])[0] == 192
+    expectations = manager.stats().expectations
+    assert (expectations.num_pages_in_time, expectations.num_late_pages) == (0, 192 // PAGE_SIZE + 1)
+
+
 def test_left_states_of_several_groups_go_together() -> None:
     batch, rng = make_batch(6, num_groups=2), Random(2)
     other, chat = tokens(rng, 400), tokens(rng, 400)
