@@ -206,6 +206,7 @@ class Filled:
     page: int
     entry: tuple[int, int]  # content and group
     place: int  # -1 for a state
+    is_noted: bool  # apart from its row, which may give the page back: only its own step can tell that it is right
 
 
 @dataclass(eq=False)
@@ -297,15 +298,15 @@ class OracleRows(Rows):
         self.requests[row].num_computed_tokens = min(self.requests[row].num_tokens, self.planned[row])
 
     def _end_launches(self, row: int, num: int) -> None:
-        """Let the first steps of a row have run: their entries are right."""
+        """Let the first steps of a row have run: the entries of its pages are right."""
         ended, self.launches[row] = self.launches[row][:num], self.launches[row][num:]
-        self.filled = [filled for filled in self.filled if filled.launch not in ended]
+        self.filled = [filled for filled in self.filled if filled.launch not in ended or filled.is_noted]
 
     def _note_filled(self, launches: list[Launch], page: int, entry: tuple[int, int], end: int, place: int) -> None:
         """Note an entry that was made for tokens up to `end`, if a step in flight computes the last of them."""
         launch = next((launch for launch in reversed(launches) if launch.before < end), None)
         if launch is not None:
-            self.filled.append(Filled(launch, page, entry, place))
+            self.filled.append(Filled(launch, page, entry, place, is_noted=place < 0))
 
     @contextmanager
     def _noting_filled(self, row: int, num_run: int = 0) -> Iterator[list[Write]]:
@@ -543,9 +544,7 @@ class OracleRows(Rows):
         ended, held = self.launches[plan.row][: plan.num_ended], self.manager.held[self.requests[plan.row].request_id]
         pages = {page for group in held for page in group.pages}
         self.filled = [
-            filled
-            for filled in self.filled
-            if filled.launch not in ended or filled.page in pages or filled.place < 0  # a state
+            filled for filled in self.filled if filled.launch not in ended or filled.page in pages or filled.is_noted
         ]
 
     def _resolved_before(self, plan: Plan) -> int:
@@ -654,7 +653,11 @@ class OracleRows(Rows):
                 if launch is not None:
                     self._settle_row(self.stays.index(stay), launch, [] if launch.is_nobodys else sampled)
         live = [launch for launches in self.launches for launch in launches]
-        self.filled = [filled for filled in self.filled if filled.launch.step != settled.number or filled.launch in live]
+        self.filled = [
+            filled
+            for filled in self.filled
+            if filled.launch.step != settled.number or (filled.launch in live and not filled.is_noted)
+        ]
         return places
 
     def _check_settled(self, row: int, launch: Launch, count: int) -> None:
@@ -769,6 +772,7 @@ class OracleRows(Rows):
         """
         request, (restart, changed) = self.requests[row], self._find_restart(row, num_tokens, most)
         self.manager.check_return(request, num_tokens, restart)
+        self._order_filled(row)
         num_planned = most if has_failed and restart == request.num_computed_tokens else restart
         self.manager.go_back(request, num_planned if has_failed else num_tokens, restart, changed)
         if num_planned < self.planned[row]:
@@ -906,9 +910,8 @@ class OracleRows(Rows):
             del manager.held[request.request_id]
             manager.free_page_hashes(request)
             # A step that was not planned cannot fail, except with an earlier one.
-            is_open = any(step.number is not None and not step.is_settled for step in self.steps)
-            live = [launch for launch in self.launches[row] if launch.step > self.num_steps and not is_open]
-            self.filled = [filled for filled in self.filled if filled.launch not in live]
+            sure = [launch for launch in self.launches[row] if launch.step > self.num_steps and not self._may_fail(launch)]
+            self.filled = [filled for filled in self.filled if filled.launch not in sure]
             self.requests[row], self.num_hits[row], self.shards[row] = None, 0, None
             self.stays[row] = self.planned[row] = self.nums_external[row] = 0
             self.rings[row] = self._make_rings()
@@ -916,10 +919,16 @@ class OracleRows(Rows):
             self._show(row)
 
     def _order_filled(self, row: int) -> None:
-        """Put the entries of a row's pages, in the order of groups, behind those of rows that ended before."""
-        own = [filled for filled in self.filled if filled.launch in self.launches[row] and filled.place >= 0]
+        """Note the entries of a row's pages, in the order of groups, behind those of rows that ended or went back before."""
+        own = [filled for filled in self.filled if filled.launch in self.launches[row] and not filled.is_noted]
         others = [filled for filled in self.filled if filled not in own]
+        for filled in own:
+            filled.is_noted = self._may_fail(filled.launch)
         self.filled = others + sorted(own, key=lambda filled: (filled.entry[1], filled.place))
+
+    def _may_fail(self, launch: Launch) -> bool:
+        """Whether a step that was planned by now may fail, and a launch with it."""
+        return any(step.number is not None and step.number <= launch.step and not step.is_settled for step in self.steps)
 
     def move_row(self, src: int, tgt: int) -> None:
         self.swap_row(src, tgt)

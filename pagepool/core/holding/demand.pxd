@@ -404,8 +404,6 @@ cdef inline void attach(Pool *pool, const Holding *holding, const Demand *demand
     if rare(pool.children != NULL):  # once the terms of hits have ended, and before an adopted checkpoint loses its entry
         _continue_runs(pool, holding, demand)
     record_loads(pool, holding, number)
-    if rare(pool.children != NULL):  # only now: a free checkpoint that changes its class is queued anew, and no longer late
-        _continue_runs(pool, holding, demand)
     for g in range(holding.num_groups if demand.num_adopted else 0):
         held, hits = &holding.held[g], &demand.hits[g]
         if is_state(&holding.groups[g].rules) and hits.num:
