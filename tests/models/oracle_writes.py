@@ -75,6 +75,18 @@ class OracleWrites:
 
     def _plan_at(self, request: Any, num_tokens: int, shard: range | Shard | None) -> None:
         """Take a page for each state that is not cached, if all pools have enough beside those that are reserved."""
+        has_room, kind = self._has_room(shard), self.manager.windows.kind_at(request, num_tokens)
+        for i in self.state_ids:
+            is_known = num_tokens <= self.num_hashed and num_tokens <= self.manager.keys.count_known(request.num_tokens)
+            if (is_known and self._is_cached(request, num_tokens, i, shard, kind)) or not has_room:
+                continue
+            held = self.manager.held[request.request_id][i]
+            [page] = self.manager.page_pool.take(1, self.manager.source_of(i, shard), held.holder)
+            note_taken(self.manager.page_pool, [held])
+            self.open.append(Write(request, num_tokens, page, i, kind))
+
+    def _has_room(self, shard: range | Shard | None) -> bool:
+        """Whether all pools have a page for each state beside those that are reserved."""
         num_free_rows, num_reserved_pages = self.nums_reserved
         pools, pool = self.manager.pools, self.manager.page_pool
         for i in self.state_ids:
@@ -82,16 +94,8 @@ class OracleWrites:
             free, source = pool.free_in(pools.range_of(i)), pool.free_page_ids(self.manager.source_of(i, shard))
             num_reserved = num_free_rows * len(states) if pools.of_group[i] else num_reserved_pages
             if len(free) < len(states) + num_reserved or len(source) < len(states):
-                return
-        kind = self.manager.windows.kind_at(request, num_tokens)
-        for i in self.state_ids:
-            is_known = num_tokens <= self.num_hashed and num_tokens <= self.manager.keys.count_known(request.num_tokens)
-            if is_known and self._is_cached(request, num_tokens, i, shard, kind):
-                continue
-            held = self.manager.held[request.request_id][i]
-            [page] = pool.take(1, self.manager.source_of(i, shard), held.holder)
-            note_taken(pool, [held])
-            self.open.append(Write(request, num_tokens, page, i, kind))
+                return False
+        return True
 
     def _key(self, request: Any, num_tokens: int, group_id: int) -> int:
         return self.manager.keys_of(request, self.manager.kinds[group_id])[num_tokens // self.manager.hit_step - 1]
