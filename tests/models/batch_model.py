@@ -215,6 +215,7 @@ class OracleStep:
 
     number: int | None = None  # None while it has no rows
     members: list[tuple[int, int]] = field(default_factory=list)  # stay, and row at the time of the call
+    ends: list[int] = field(default_factory=list)  # number of members after each call
     is_settled: bool = False
     has_failed: bool = False  # with an earlier step, or itself
 
@@ -368,6 +369,7 @@ class OracleRows(Rows):
             step.number = self._number(step)
             self.num_steps = max(self.num_steps, step.number)
         step.members += [(self.stays[row], row) for row in rows]
+        step.ends.append(len(step.members))
 
     # admission
 
@@ -652,6 +654,8 @@ class OracleRows(Rows):
                 places.append(-1 if launch is None or launch.is_nobodys else self.stays.index(stay))
                 if launch is not None:
                     self._settle_row(self.stays.index(stay), launch, [] if launch.is_nobodys else sampled)
+                if len(places) in settled.ends:
+                    self.manager._enter_waiting()
         live = [launch for launches in self.launches for launch in launches]
         self.filled = [
             filled
