@@ -124,6 +124,19 @@ def test_a_row_without_room_is_not_planned() -> None:
     batch.check()
 
 
+def test_a_row_that_is_in_a_step_twice_gets_a_token_once() -> None:
+    """A later step that was settled has ended the row's first part of the step, so the row could join it again."""
+    batch = make_batch()
+    batch.settle(start(batch), [50])
+    early = batch.new_step()
+    batch.plan([0], step=early)
+    batch.settle(batch.step([0], [51]), [52])
+    batch.plan([0], step=early)
+    assert batch.settle(early, [53, 54]).tolist() == [0, -1]
+    assert counts_of(batch) == (10, 9, 0)
+    batch.check()
+
+
 def test_a_step_has_the_rows_of_all_its_calls_in_order() -> None:
     batch = make_batch()
     first = batch.new_step()

@@ -152,6 +152,9 @@ cdef inline const int32_t *settle_rows(
         row, num = places[i], amount(&counts, i)
         if row != GONE:
             record, at = &batch.records[row], find_launch(batch, row, step)
+            if at < 0:  # an earlier call of the step has settled the row, which is in it twice
+                places[i], token_ids = GONE, token_ids + num
+                continue
             if launch_of(batch, row, at).num_sampled == NOBODYS:
                 places[i], token_ids, num = GONE, token_ids + num, 0
             if num == 1:  # a copy of known size
