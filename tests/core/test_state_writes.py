@@ -285,3 +285,20 @@ def test_checkpoints_of_requests_are_left_out_of_a_full_pool() -> None:
     run(manager, request, 4)
     assert count_hits(manager) == 16
     manager.check()
+
+
+def test_a_request_that_did_not_run_leaves_the_states_of_others() -> None:
+    """It wrote none of these, so its entries are not among them."""
+    manager = make_manager()
+    first, second = make_request("first"), make_request("second")
+    assert manager.allocate_slots(first, 40) is not None
+    manager.take_moves()
+    first.num_computed_tokens = 40
+    manager.free(first)
+    num_hits = count_hits(manager, PROMPT[:40])
+    assert num_hits > 0
+    assert manager.allocate_slots(second, 40) is not None
+    manager.take_moves()
+    manager.free(second, num_computed_tokens=0)
+    assert count_hits(manager, PROMPT[:40]) == num_hits
+    manager.check()

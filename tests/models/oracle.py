@@ -929,7 +929,7 @@ class OracleManager:
         """
         for group_id, (kind, held) in enumerate(zip(self.kinds, self.held.get(request.request_id, ()), strict=False)):
             num_once = held.num_once_cached_tokens // self._entry_size(kind) if self._entry_size(kind) else 0
-            stop = max(held.num_cached_pages, num_once if isinstance(kind, Mamba) else min(num_once, len(held.pages)))
+            stop = held.num_written if isinstance(kind, Mamba) else max(held.num_cached_pages, min(num_once, len(held.pages)))
             keys = self.keys_of(request, kind) if stop else []
             for i in range(max(kind.num_places(num_computed_tokens), held.num_hit_pages), stop):
                 if isinstance(kind, Mamba) and not self.states.is_checkpoint(request, (i + 1) * self.hit_step):

@@ -235,6 +235,7 @@ class HeldPages:
     lineage: Lineage = field(default_factory=Lineage)
     num_prompt_tokens: int = 0  # of the request
     num_once_cached_tokens: int = 0  # of the request, in any group, before it was set back
+    num_written: int = 0  # checkpoints up to the last one that was written and cached, or found cached
 
     def go_back(self, num_full_pages: int) -> None:
         """Let pages from there on be entered, and ranked, again."""

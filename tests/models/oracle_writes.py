@@ -162,16 +162,17 @@ class OracleWrites:
         return [write for write in written if self._enter(write, shard, term)]
 
     def _enter(self, write: Write, shard: range | Shard | None, term: int) -> bool:
-        pool, holder = self.manager.page_pool, self.manager.held[write.request.request_id][write.group_id].holder
+        held = self.manager.held[write.request.request_id][write.group_id]
+        held.num_written = max(held.num_written, write.num_tokens // self.manager.hit_step)
+        pool, holder = self.manager.page_pool, held.holder
         is_new = not self._is_cached(write.request, write.num_tokens, write.group_id, shard, write.kind)
         if is_new:
             key = self._key(write.request, write.num_tokens, write.group_id)
-            lineage = self.manager.held[write.request.request_id][write.group_id].lineage
 
             def enter(new: New) -> None:
                 pool.cache_full_pages([write.page], {0: key}, 0, 1, write.group_id, None, holder.session_id, new)
 
-            pool.checkpoints.make(write.page, key, New(lineage, write.num_tokens, write.kind), enter)
+            pool.checkpoints.make(write.page, key, New(held.lineage, write.num_tokens, write.kind), enter)
             pool.expected.own(write.page, holder)
         pool.free_pages([write.page])
         if is_new and term != UNKNOWN:

@@ -101,6 +101,7 @@ cdef inline void _limit_counts(
     target.num_skipped, target.next_needed = min(source.num_skipped, target.num_pages), 0
     if is_state(&group.rules):
         target.num_cached, target.num_hits = min(source.num_cached, num_entries), num_entries
+        target.num_written = 0
         share_run(&target.lineage)
     else:
         num_passed = num_shared if rare(group.rules.answer_window) else max(num_shared, target.num_skipped)

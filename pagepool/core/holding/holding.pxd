@@ -27,6 +27,7 @@ cdef struct Held:             # pages of one group
     Lineage lineage           # its checkpoints, for a state
     int32_t next_needed       # no boundary needs a page between `num_skipped` and this place
     int32_t num_prompt        # tokens of the prompt, with a reference window: their pages are not skipped, and no others cached
+    int32_t num_written       # checkpoints of a state up to the last one whose write was cached, or found cached
     int64_t read_list         # last list of moves with a copy from one of the pages; see `Pool.list_number`
     int64_t due_list          # last list with moves into the pages, or with saves of what they had before they were taken
     int64_t load_number       # last list that loads hits; 0: none does

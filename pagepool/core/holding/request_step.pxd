@@ -310,6 +310,7 @@ cdef inline void cache_writes(
     O(writes).
     """
     cdef StateWrite write
+    cdef Held *held
     cdef int32_t shard
     cdef Py_ssize_t i
     assert 0 <= writes.num_taken <= writes.num <= writes.capacity
@@ -319,6 +320,8 @@ cdef inline void cache_writes(
         write = writes.items[i]
         remove_write(writes, i)
         shard = shard_of(pool, write.page_id) if pool.num_shards else -1
-        cache_written(pool, &holding.groups[write.group], &holding.held[write.group].lineage, &write, contents, shard)
+        held = &holding.held[write.group]
+        cache_written(pool, &holding.groups[write.group], &held.lineage, &write, contents, shard)
+        held.num_written = max(held.num_written, full_entries(&holding.groups[write.group].rules, write.num_tokens))
         give_back_written(pool, write.page_id, term)
         i = find_final(pool, holding, writes, i, 0, num_final)

@@ -24,10 +24,11 @@ cdef inline int32_t count_once_cached(const Holding *holding, Py_ssize_t g) noex
     """Count the leading pages or checkpoints of a group that may have prefix entries, also those of tokens set back."""
     cdef const Group *group = &holding.groups[g]
     cdef const Held *held = &holding.held[g]
-    cdef int32_t num = full_entries(&group.rules, holding.num_once_cached)
     if group.id == NO_GROUP:
         return 0
-    return max(held.num_cached, num if is_state(&group.rules) else min(num, held.num_pages))
+    if is_state(&group.rules):
+        return held.num_written
+    return max(held.num_cached, min(full_entries(&group.rules, holding.num_once_cached), held.num_pages))
 
 
 cdef inline bint _is_checkpoint(const Holding *holding, int64_t num_tokens) noexcept nogil:
