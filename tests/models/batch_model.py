@@ -320,9 +320,8 @@ class OracleRows(Rows):
         yield written
         self._note_pages(row, nums_cached)
         for write in written:
-            entry = self.manager.page_pool.entry_of_page.get(write.page)
-            if entry is not None:  # else the page was taken again
-                self._note_filled(launches, write.page, entry, write.num_tokens, -1)
+            entry = self.writes.key_of(request, write.num_tokens, write.group_id), write.group_id
+            self._note_filled(launches, write.page, entry, write.num_tokens, -1)  # though the page may have been taken again
 
     def _note_pages(self, row: int, starts: list[int]) -> None:
         """Note the entries of a row's pages from a place of each group on."""

@@ -97,13 +97,13 @@ class OracleWrites:
                 return False
         return True
 
-    def _key(self, request: Any, num_tokens: int, group_id: int) -> int:
+    def key_of(self, request: Any, num_tokens: int, group_id: int) -> int:
         return self.manager.keys_of(request, self.manager.kinds[group_id])[num_tokens // self.manager.hit_step - 1]
 
     def _is_cached(self, request: Any, num_tokens: int, group_id: int, shard: range | Shard | None, kind: int) -> bool:
         """Whether an equal checkpoint is cached, which is then also kept for the reasons `kind`."""
         pool = self.manager.page_pool
-        page = pool.first_entered(self._key(request, num_tokens, group_id), group_id, shard)
+        page = pool.first_entered(self.key_of(request, num_tokens, group_id), group_id, shard)
         ranks = None if page is None else pool.checkpoints.ranks_of(page)
         if ranks is not None:
             ranks.add_kind(page, kind)
@@ -167,7 +167,7 @@ class OracleWrites:
         pool, holder = self.manager.page_pool, held.holder
         is_new = not self._is_cached(write.request, write.num_tokens, write.group_id, shard, write.kind)
         if is_new:
-            key = self._key(write.request, write.num_tokens, write.group_id)
+            key = self.key_of(write.request, write.num_tokens, write.group_id)
 
             def enter(new: New) -> None:
                 pool.cache_full_pages([write.page], {0: key}, 0, 1, write.group_id, None, holder.session_id, new)
