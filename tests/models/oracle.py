@@ -260,6 +260,8 @@ class OracleManager:
         if not self._takes_hits(request):
             return self._no_pages(), 0
         shard = self.pools.shard_of_hint(dp_shard_hint, data_parallel_size)
+        if self.pools.are_several:
+            self.states.divide(shard)
         hits, length = self._load_hits(request, shard, num_reserved_pages)
         if self.windows is not None:
             self.windows.prefix_ends[request.request_id] = request, self.windows.last_end
