@@ -42,6 +42,7 @@ class Tenants:
         self.are_used = False
         self.shares: dict[str | None, float] = {COMMON: 1}
         self.numbers: dict[str | None, int] = {COMMON: 0}  # of equal ones the first is chosen
+        self.names: list[str] = []  # of those with shares, in the order in which they got them
         self.of_page: dict[int, str | None] = {}
         self.counts: Counter[str] = Counter()
 
@@ -60,7 +61,8 @@ class Tenants:
             return
         self.pool.expected.begin()
         self.are_used = True
-        left = [name for name in self.numbers if name is not COMMON and name not in shares]
+        left = [name for name in self.names if name not in shares]
+        self.names = [name for name in self.names if name in shares] + [name for name in shares if name not in self.names]
         for name in left:
             self._join_common(name)
             del self.numbers[name]
