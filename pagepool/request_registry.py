@@ -69,8 +69,8 @@ class RequestRegistry(KeyHolder, RequestMaps):
             self.refuse_nested(request.request_id)
 
     def read_query(self, request: Request) -> tuple[int, bool] | None:
-        """Return the number of a request's tokens that are looked up, though the last may not hit, and whether it was preempted;
-        None if it may not hit. The lock is not needed.
+        """Return how many of a request's tokens are looked up, though the last may not hit, and whether it was preempted; None
+        if it may not hit. The lock is not needed.
         """
         try:
             num_tokens, is_preempted = request.num_tokens, request.status == EngineRequestStatus.PREEMPTED

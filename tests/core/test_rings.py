@@ -226,6 +226,9 @@ def test_tokens_from_elsewhere_that_fail_leave_no_ring() -> None:
     batch.check()
 
 
+# --- inputs -------------------------------------------------------------------------------------------------------
+
+
 def test_inputs_have_the_page_of_a_ring() -> None:
     batch = make_batch()
     inputs = StepInputs(batch, num_tokens=256, num_reqs=4, fields=("slots", "state_pages"))
@@ -234,12 +237,8 @@ def test_inputs_have_the_page_of_a_ring() -> None:
     batch.admit(1, PROMPT, step=step)
     batch.inputs(step, out=inputs)
     assert inputs.state_pages[0] is None
-    assert inputs.slots[1] is None
     assert inputs.state_pages[1][:2].tolist() == [batch.get_page_ids(row)[1][0] for row in (0, 1)]
     batch.check()
-
-
-# --- inputs -------------------------------------------------------------------------------------------------------
 
 
 def test_slots_of_a_ring() -> None:

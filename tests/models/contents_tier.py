@@ -70,8 +70,10 @@ class TierBooks:
         # States in pools of their own are not saved once they are left, or as long as they are replaced.
         self.may_be_lost = {i for i, group in enumerate(device.groups) if group.pool not in of_attention}
         self.pools = Pools.of(sizes, [(group.pool, group.is_state) for group in device.groups])
-        ranges = zip(self.pools.ranges, device.pools.ranges, strict=True)
-        self.writes_through = tier.policy == "write_through" and all(len(own) >= 2 * len(pages) for own, pages in ranges)
+        saved = {group.pool for group in device.groups if not group.is_ring}
+        ranges = zip(device.pools.names, self.pools.ranges, device.pools.ranges, strict=True)
+        has_room = all(len(own) >= 2 * len(pages) for name, own, pages in ranges if name in saved)
+        self.writes_through = tier.policy == "write_through" and has_room
         self.histories = device.histories
         self.host = Device(self.pools, device.groups, device.histories, device.hash_lookahead)
         self.entries: dict[int, Content] = {}

@@ -166,6 +166,27 @@ def ids_by_group(world: World) -> list[Any]:
     return [ints(world) for _ in (grouped[0].page_tables if grouped else ())]
 
 
+class Follower:
+    """Media that follow rows, and do nothing."""
+
+    def __getitem__(self, row: int) -> None:
+        """Return no medium."""
+
+    def collect(self, *_: Any) -> None:
+        """Follow a call."""
+
+    exchange = fork = forget = collect
+
+    def list_in_flight(self) -> list[Any]:
+        return []
+
+
+def num_rows_of_focus(world: World) -> int:
+    """Return the rows of the called batch; some number for another object."""
+    stays = getattr(world.focus, "stays", None)
+    return 4 if stays is None else int(stays.size)
+
+
 ids = one_of(ints, ints, int32_array, live(_core.PageIds), array)
 row = constant(0, 1, 2, 3, 0, 1, 2, 4)
 rows = one_of(some(row), some(row), int32_array, constant([0], [1], [2, 0], [0, 1, 2, 3]))
@@ -314,6 +335,9 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "page_ids_per_req": one_of(as_many(ints), as_many(ids_by_group), nested),
     "page_size": constant(4, 4, 8, 1, None),
     "page_tables": table_lists,
+    "show_media.tables": lambda world: [_core.TableRows(num_rows_of_focus(world), 4)],
+    "encoder_lens": lambda world: np.zeros(num_rows_of_focus(world), np.int32),
+    "media": lambda world: Follower(),
     "pages": some(live(_core.CachePage)),
     "prompt": one_of(tokens, tokens, tokens, ids),
     "req_indices": as_many(row),

@@ -123,8 +123,10 @@ def make_managers(
         share_hashes(oracle, manager)
     if features.tier:
         tier_pools = setting.pools(tier_sizes)
-        ranges = zip(tier_pools.ranges, oracle.pools.ranges, strict=True)
-        writes_through = tier_policy == "write_through" and all(len(pages) >= 2 * len(device) for pages, device in ranges)
+        saved = {group.pool for group in setting.groups if not group.is_ring}
+        ranges = zip(oracle.pools.names, tier_pools.ranges, oracle.pools.ranges, strict=True)
+        has_room = all(len(pages) >= 2 * len(device) for name, pages, device in ranges if name in saved)
+        writes_through = tier_policy == "write_through" and has_room
         OracleTier(oracle.page_pool, oracle.pools, tier_pools, writes_through)
     return oracle, manager
 

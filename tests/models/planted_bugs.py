@@ -689,7 +689,7 @@ LINEAGE_BUGS = read_bugs("""
 == a lost checkpoint is counted twice
     entry.mark |= {+0 if BUG else +}NO_CLASS << CLASS_SHIFT
 == a checkpoint that may be replaced is written through
-    if may_be_replaced{+ and not BUG+}:
+    if may_be_replaced{+ and not BUG+} or (pool.pages[page_id].group
 == a leased checkpoint of an answer loses its entry
     if pool.pages[page_id].ref_cnt{+ and not BUG+}:  # a lease
 == a checkpoint of an answer is not kept for others

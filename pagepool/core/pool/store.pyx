@@ -430,12 +430,12 @@ cdef class PageStore(PageRecords):
 
     def set_aside(self, n, bank=0) -> PageIds:
         """Take `n` pages of a bank for good: requests can never have them, and no shard of the pool can be made. O(n)."""
-        cdef PageIds ids
+        cdef int32_t checked = self.checked_bank(bank)
         if self.pool.num_shards > 1:
             raise ArgumentError(f"set_aside: got a pool of {self.pool.num_shards} shards, allowed: one that is not divided")
-        ids = self.take(n, bank=bank)
+        ids = self.take(n, bank=checked)
         with self.own_lock()[0]:
-            self.pool.banks[self.checked_bank(bank)].num_set_aside += <int32_t>ids.num
+            self.pool.banks[checked].num_set_aside += <int32_t>len(ids)
         return ids
 
     cdef str shown_queue(self, int32_t queue):

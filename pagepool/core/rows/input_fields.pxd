@@ -178,13 +178,13 @@ cdef inline void write_field(
     elif field.kind == ROWS:
         write_rows(out, step)
         repeat_value(out + step.num_tokens, 0, num_left)
-    elif field.kind == SLOTS and source.capacities[field.group]:
-        write_ring_slots(out, source.tables[field.group], source.capacities[field.group], step)
-        repeat_value(out + step.num_tokens, step.pad_slot, num_left)
     elif field.kind == SLOTS:
-        write_slots(
-            out, source.tables[field.group], source.page_sizes[field.group], source.shifts[field.group], step
-        )
+        if source.capacities[field.group]:
+            write_ring_slots(out, source.tables[field.group], source.capacities[field.group], step)
+        else:
+            write_slots(
+                out, source.tables[field.group], source.page_sizes[field.group], source.shifts[field.group], step
+            )
         repeat_value(out + step.num_tokens, step.pad_slot, num_left)
     elif field.kind == QUERY_START_LOC:
         copy_values(out, step.begins, n + 1)

@@ -174,7 +174,8 @@ cdef inline bint find_wrong_page(
     cdef const int32_t *rows = spans.rows
     cdef const int32_t *starts = spans.starts
     cdef int32_t page_size = source.page_sizes[group], shift = source.shifts[group]
-    cdef int64_t last_id = INT32_MAX if is_wide else (INT32_MAX - page_size + <int64_t>1) // page_size
+    cdef int32_t num_slots = source.capacities[group] or page_size
+    cdef int64_t last_id = INT32_MAX if is_wide else (INT32_MAX - num_slots + <int64_t>1) // num_slots
     cdef Py_ssize_t i, page, stop_page, n = step.num_rows
     cdef bint is_single = step.num_single == n, is_any_wrong = not is_single
     for i in range(n if is_single else 0):  # no early exit, so that it is fast

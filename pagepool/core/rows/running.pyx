@@ -20,6 +20,9 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, made_twice
 from pagepool.refusal import Refusal
 
 
+MEDIA_CALLS = "collect", "exchange", "fork", "list_in_flight", "forget"
+
+
 @cython.auto_pickle(False)
 cdef class RunningRows:
     """The rows of a running batch: their tokens and pages. `pagepool.RunningBatch` adds the manager.
@@ -69,8 +72,15 @@ cdef class RunningRows:
         of cross-attention, and `encoder_lens` the rows' numbers of encoder tokens, int32 ``[num_rows]``.
         """
         cdef tuple checked = checked_tables(tables)
-        cdef int32_t[::1] lens = encoder_lens
         cdef Py_ssize_t n = self.rows.batch.num_rows
+        cdef int32_t[::1] lens
+        self.rows.check_made()
+        try:
+            lens = encoder_lens
+        except (BufferError, TypeError, ValueError):
+            raise ArgumentTypeError(f"encoder_lens: got {type(encoder_lens).__name__}, allowed: an int32 array") from None
+        if not all([callable(getattr(media, name, None)) for name in MEDIA_CALLS]):
+            raise ArgumentTypeError(f"media: got {type(media).__name__}, allowed: RowMedia")
         if lens.shape[0] != n or not checked or (<TableRows>checked[0]).table.num_rows != n:
             raise ArgumentError(f"encoder_lens: got {lens.shape[0]} rows, allowed: {n}, as in the tables")
         self.rows.cross_tables, self.rows.encoder_lens, self.rows.media = checked, lens, media

@@ -137,9 +137,10 @@ cdef class PageTier:
 
     def limit_groups(self, PageStore store not None, num_groups) -> None:
         """Save no pages of groups from the number `num_groups` on. O(1)."""
+        cdef int32_t num = <int32_t>size_of(num_groups, "num_groups", 0, INT32_MAX)
         self.check_behind(store)
         with store.own_lock()[0]:
-            self.tier.num_groups = <int32_t>size_of(num_groups, "num_groups", 0, INT32_MAX)
+            self.tier.num_groups = num
 
     def counters(self, PageStore store not None) -> dict:
         """Return the `TierCounters` by name, and the numbers of free, cached and evicted pages and of unfinished transfers."""
