@@ -81,8 +81,10 @@ cdef class RunningRows:
             raise ArgumentTypeError(f"encoder_lens: got {type(encoder_lens).__name__}, allowed: an int32 array") from None
         if not all([callable(getattr(media, name, None)) for name in MEDIA_CALLS]):
             raise ArgumentTypeError(f"media: got {type(media).__name__}, allowed: RowMedia")
-        if lens.shape[0] != n or not checked or (<TableRows>checked[0]).table.num_rows != n:
-            raise ArgumentError(f"encoder_lens: got {lens.shape[0]} rows, allowed: {n}, as in the tables")
+        if lens is None or lens.shape[0] != n or not checked or (<TableRows>checked[0]).table.num_rows != n:
+            raise ArgumentError(f"encoder_lens: got other rows than in the tables, allowed: {n} in all")
+        if self.rows.media is not None:
+            raise made_twice("media of rows")
         self.rows.cross_tables, self.rows.encoder_lens, self.rows.media = checked, lens, media
 
     def get_medium(self, row) -> object:
