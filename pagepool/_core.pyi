@@ -697,6 +697,9 @@ class RunningRows:
         array over the same memory, where a sample is compared; O(tokens) for others.
         """
     @property
+    def max_num_drafts(self) -> int | None:
+        """Most draft tokens of a row in a step, so that its rings can take them back; None: any number, without rings."""
+    @property
     def max_num_tokens(self) -> int:
         """The most tokens that a row can have: the model's limit, or the table's if that is less."""
     def new_step(self) -> StepResult:

@@ -235,7 +235,7 @@ class RunningBatch(RunningRows):
                 look_up,
                 num_external,
                 named.num_prompt_tokens,
-                (named.cross_key, named.num_encoder_tokens) if named.num_encoder_tokens else None,
+                named.num_encoder_tokens and (named.num_encoder_tokens, named.cross_key),
             )
             reserves_prompt = reserve is not None
             if reserves_prompt and not (type(reserve) is str and reserve == "prompt"):
@@ -270,18 +270,19 @@ class RunningBatch(RunningRows):
             counter = self._counters[named.is_preempted] if look_up else None
             session_id, tenant = named.session_id, named.tenant
             session = context = 0
-            medium, is_admitted = self._take_medium(named), False
-            if medium is None and self._media is not None:
-                return None
+            medium = num_hit_tokens = None
+            if self._media is not None or named.num_encoder_tokens:
+                medium = self._take_medium(named)
+                if medium is None:
+                    return None
             try:
                 session = 0 if session_id is tenant is None else self._registry.hold_session(session_id, tenant)
                 context = self._registry.hold_context(keys, session_id)
                 num_hit_tokens = request.admit(keyed, look_up, shard, context, counter, session, step)
-                is_admitted = num_hit_tokens is not None
                 return num_hit_tokens
             finally:
                 if medium is not None and self._media is not None:
-                    self._media.settle_admission(medium, row if is_admitted else None, step)
+                    self._media.settle_admission(medium, None if num_hit_tokens is None else row, step)
                 if context:
                     self._registry.release_context(context)
                 self._registry.release_session(session)
@@ -313,11 +314,9 @@ class RunningBatch(RunningRows):
         return None if found is None else found[0]
 
     def _take_medium(self, traits: RequestTraits) -> Medium | None:
-        """Hold the pages of a request's medium, if the model has cross-attention; None if too few are free."""
+        """Hold the pages of a request's medium; None if too few are free."""
         if self._media is None:
-            if traits.num_encoder_tokens:
-                raise ArgumentError(f"num_encoder_tokens: got {traits.num_encoder_tokens}, allowed without cross-attention: 0")
-            return None
+            raise ArgumentError(f"num_encoder_tokens: got {traits.num_encoder_tokens}, allowed without cross-attention: 0")
         medium = self._media.take(traits, self._data_parallel_size)
         if medium is None:
             self._forget_refusal()

@@ -112,7 +112,7 @@ def test_a_probe_keeps_a_refusal_that_it_does_not_change() -> None:
     batch = make_batch(make_manager(FULL, num_pages=9))
     batch.admit(0, PROMPT[:20])
     tokens = [*PROMPT[:8], *[9] * 16]
-    options = None, None, None, None, True, 0, None, None
+    options = None, None, None, None, True, 0, None, 0
 
     def is_kept() -> bool:
         return batch._is_refused_still(1, tokens, None, None, 0, options)

@@ -143,6 +143,7 @@ def test_drafts_that_a_ring_takes_back(num_steps_ahead: int, most: int) -> None:
     batch = make_batch(pools=1, max_steps_ahead=num_steps_ahead)
     batch.admit(0, PROMPT[:20])
     batch.append([0], [1])
+    assert batch.max_num_drafts == most
     with refused(partial(batch_state, batch), ArgumentError, f"num_drafts: got {most + 1}, .*: up to {most}$"):
         batch.plan([0], num_drafts=most + 1)
     with refused(partial(batch_state, batch), ArgumentError, f"num_drafts: got {most + 1}, .*: up to {most}$"):

@@ -1,7 +1,7 @@
 """Running rows."""
 
 cimport cython
-from libc.stdint cimport INT64_MAX
+from libc.stdint cimport INT32_MAX, INT64_MAX
 
 from pagepool.core.holding cimport (
     FORKED, SHORT_OF_MEMORY, awaits_moves, copy_ids, find_wrong, prepare_fork, require_banks, shortage_beside,
@@ -98,6 +98,12 @@ cdef class RunningRows:
 
     def __reduce__(self):
         raise ArgumentTypeError("a running batch cannot be pickled")
+
+    @property
+    def max_num_drafts(self) -> int | None:
+        """Most draft tokens of a row in a step, so that its rings can take them back; None: any number, without rings."""
+        self.rows.check_made()
+        return self.rows.batch.max_num_drafts if self.rows.batch.max_num_drafts < INT32_MAX else None
 
     @property
     def max_num_tokens(self) -> int:
