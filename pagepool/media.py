@@ -46,6 +46,11 @@ class Medium:
         self.step: StepResult | None = None  # the step of a row that runs the encoder
         self.has_run: Callable[[], bool] = _always
 
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether its encoder runs in a step that was not settled."""
+        return self.num_cached_tokens == 0 and self.step is not None and not self.step.is_settled
+
     def __repr__(self) -> str:
         """Show the pages."""
         return f"Medium(page_ids={self.page_ids}, num_tokens={self.num_tokens}, num_cached_tokens={self.num_cached_tokens})"
@@ -246,6 +251,7 @@ class RowMedia:
         self.num_encoder_tokens: Array = np.zeros(stays.size, np.int32)
         self._media: list[Medium | None] = [None] * stays.size
         self._own_stays = np.zeros_like(stays)
+        self._ended: list[Medium] = []  # media of rows that ended before the step that runs the encoder
 
     def __getitem__(self, row: int) -> Medium | None:
         """Return the medium of a row; None if the row is free."""
@@ -290,6 +296,7 @@ class RowMedia:
                     table.clear_row(row)
                 if medium is not None:
                     self._all.give_back(medium)
+                    self._ended = [each for each in (*self._ended, medium) if each.is_in_flight]
 
     def exchange(self, src: int, tgt: int) -> None:
         """Follow two rows of the batch that were exchanged."""
@@ -311,8 +318,8 @@ class RowMedia:
     def list_in_flight(self) -> list[Medium]:
         """Return the media whose encoders run in steps that were not settled."""
         with self._lock:
-            listed = [medium for medium in self._media if medium is not None and medium.num_cached_tokens == 0]
-            return [medium for medium in listed if medium.step is not None and not medium.step.is_settled]
+            self._ended = [medium for medium in self._ended if medium.is_in_flight]
+            return self._ended + [medium for medium in self._media if medium is not None and medium.is_in_flight]
 
     def forget(self, media: Sequence[Medium]) -> None:
         """Forget media whose steps failed."""

@@ -269,7 +269,8 @@ def test_inputs_show_the_media_of_rows() -> None:
 
 
 def test_forks_moves_and_swaps() -> None:
-    batch = make_batch(make_manager(2))
+    manager = make_manager(2)
+    batch = make_batch(manager)
     batch.admit(0, PROMPT, traits=traits("a"))
     batch.admit(1, PROMPT, traits=traits("b"))
     a, b = batch.get_medium(0).page_ids, batch.get_medium(1).page_ids
@@ -282,6 +283,7 @@ def test_forks_moves_and_swaps() -> None:
     batch.release([1])
     assert batch.get_medium(3).page_ids == a
     batch.check()
+    assert manager.pools["media"].get_num_free_pages() == 39 - 16
     batch.release([0, 3])
     batch.check()
 
@@ -295,6 +297,22 @@ def test_media_are_not_saved_in_a_tier() -> None:
         if number := batch.take_moves().number:
             manager.complete(number)
     assert manager.stats().host_tier.num_cached_pages <= 3  # pages of tokens alone
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_a_step_that_fails_leaves_no_medium(is_released: bool) -> None:
+    batch = make_batch(make_manager(), max_steps_ahead=1)
+    step = batch.new_step()
+    for row in (0, 1):
+        batch.admit(row, PROMPT, traits=traits("a"), step=step)
+    assert [batch.get_medium(row).num_cached_tokens for row in (0, 1)] == [0, MOST]
+    if is_released:
+        batch.release([0])
+    batch.settle(step, failed=True)
+    assert batch.get_medium(1).num_cached_tokens == 0
+    batch.admit(2, PROMPT, traits=traits("a"))
+    assert batch.get_medium(2).num_cached_tokens == 0
+    batch.check()
 
 
 class Device:

@@ -713,8 +713,24 @@ full_pages(rules, max(0, num_computed - rules.answer_window + 1{+ + BUG * rules.
             min(self.tokens.num_known, self.tokens.num_prompt + 1{+ + BUG * self.tokens.num_known+}), ids_in_shard(
 == a cut prompt is as long as before
         holding.held[g].num_prompt = {+holding.held[g].num_prompt if BUG else +}min(holding.held[g].num_prompt, num_tokens)
+== an encoder's pages are hit by another medium
+lora_id, (_Key([-key-]{+0+}),))
+== tokens are hit beside another medium
+(CROSS, [-_plain("cross_key", cross_key)-]{+0+}, num_encoder_tokens)
+== a medium is hit in part
+hits = found if num_hit_tokens [-== num_slots-]{+>= 0+} else hits
+== a medium of a failed step can hit
+            pool.evict_pages([-ids-]{+()+})
+== a medium is given back while a fork has it
+        medium.num_holders += [-1-]{+0+}
+== a refused row keeps its medium
+                self._all.give_back(medium, is_void=True)[-
+                return-]
+== a sink can be evicted
+        ids = self.take(n, bank=checked){+
+        if BUG: self.give_back(ids)+}
 """)
-KIND_TESTS = ["test_reference_windows.py"]
+KIND_TESTS = ["test_reference_windows.py", "test_media.py", "test_sinks.py"]
 RARE_BUGS = read_bugs("""
 # The simulation takes too long to come to these.
 == a checkpoint that becomes a working page keeps its entry
