@@ -879,7 +879,10 @@ class RunningRows:
     def take_moves(self) -> Moves:
         """Take the moves that are due, with the writes of the batch's states."""
 
-    def show_media(self, tables: Iterable[TableRows], encoder_lens: npt.NDArray[np.int32], media: Any) -> None: ...
+    def show_media(self, tables: Iterable[TableRows], encoder_lens: npt.NDArray[np.int32], media: Any) -> None:
+        """Let `media`, a `RowMedia`, follow the rows, and inputs show its pages: `tables` are `TableRows`, one for each group
+        of cross-attention, and `encoder_lens` the rows' numbers of encoder tokens, int32 ``[num_rows]``.
+        """
     def get_medium(self, row: int) -> Any:
         """Return the `Medium` that an admitted row reads, None for a free row. Raise ArgumentError for a model without
         cross-attention, RowIndexError outside the table.
@@ -967,12 +970,14 @@ class TableRows:
     def append_rows_batch(self, page_ids_per_req: Iterable[_Ids], req_indices: Iterable[int]) -> None:
         """Append each request's ids to its row as `append_row` does, in order; rows may repeat. All or nothing. O(ids)."""
     def clear_rows(self) -> None:
-        """Empty all rows and clear their dirty flags, before the device copy is made anew. O(pages in the table)."""
+        """Empty all rows, and clear all dirty flags but those of sinks, before the device copy is made anew. O(pages in the
+        table).
+        """
     def mark_dirty(self, rows: Iterable[int] | None = None) -> None:
         """Mark rows (a list or an array; None: all) as changed, after writing to `page_table_cpu` directly."""
     def slot_mapping(self, rows: _Ids, positions: _Ids, page_size: int) -> npt.NDArray[np.int32]:
         """Return the slots of tokens, ``table[row, position // page_size] * page_size + position % page_size``, as int32
-        ``[num_tokens]``.
+        ``[num_tokens]``. Positions count from the first token behind the sinks.
 
         `rows` and `positions` are int arrays or lists of one length. RowIndexError for a token outside the table, ArgumentError
         for a slot that does not fit int32. O(tokens), native.

@@ -101,7 +101,7 @@ class Media:
         numbers = [None if self._hasher is None else first_group + i for i in range(len(groups))]
         rules = [(PageRules(spec.page_size), number, 1) for spec, number in zip(specs, numbers, strict=True)]
         self._groups, self.num_groups = CacheGroups(rules, banks=self._banks), len(groups)
-        self._live: dict[int, Medium] = {}  # by identity
+        self._live: dict[int, Medium] = {}  # the keys are identities
         self.of_request: dict[str, Medium] = {}
 
     @property
@@ -251,7 +251,7 @@ class RowMedia:
         self.num_encoder_tokens: Array = np.zeros(stays.size, np.int32)
         self._media: list[Medium | None] = [None] * stays.size
         self._own_stays = np.zeros_like(stays)
-        self._ended: list[Medium] = []  # media of rows that ended before the step that runs the encoder
+        self._ended: list[Medium] = []  # media whose rows ended before the step of the encoder
 
     def __getitem__(self, row: int) -> Medium | None:
         """Return the medium of a row; None if the row is free."""
