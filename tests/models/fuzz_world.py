@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from fuzz_arguments import fitting
+from fuzz_arguments import Follower, fitting
 from fuzz_entries import CALLS, FORBIDDEN, MENU, OVERWRITE, SHARE, SPOILS_BATCHES, SPOILS_POOLS, Entry, public_classes
 from fuzz_source import Raised, Source, interesting, leave_garbage, small, wild
 
@@ -126,6 +126,8 @@ class World:
         options = {"max_steps_ahead": source.pick((0, 1, 1, 2)), "caches_computed": source.below(3) == 0, "algorithm": hashing}
         arguments = (store, tables, groups, 32, 4 * store.enable_caching, key, source.pick((0, 0, 1)))
         batch = _core.RunningRows(*arguments, **options)
+        if source.below(2):
+            batch.show_media([_core.TableRows(batch.stays.size, 4)], np.zeros(batch.stays.size, np.int32), Follower())
         self.note_batch(batch, arguments)
         self.keep(batch)
         context = source.below(2)
