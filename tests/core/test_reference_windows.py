@@ -10,8 +10,10 @@ from refusing import refused
 from pagepool import (
     CacheGroupSpec,
     CacheManager,
+    ChunkedLocalAttentionSpec,
     EngineRequest,
     FullAttentionSpec,
+    MambaSpec,
     MultiGroupPageTable,
     ReferenceWindowSpec,
     RequestTraits,
@@ -128,6 +130,43 @@ def test_a_prompt_of_whole_pages_hits_whole_where_an_answer_follows() -> None:
     assert batch.probe(1, [*PROMPT[:28], 7], traits=RequestTraits(num_prompt_tokens=28)) == 28
 
 
+@pytest.mark.parametrize("caches", ["scheduled", "computed"])
+def test_no_group_hits_an_answer(caches: str) -> None:
+    """What full attention computes in an answer comes of layers that saw less than they do in a prompt."""
+    batch = make_batch(FULL, REFERENCE, caches=caches)
+    run_row(batch, 0, PROMPT, ANSWER[:30])
+    batch.release([0])
+    whole = [*PROMPT, *ANSWER[:30]]
+    assert run_row(batch, 1, whole, [1]) == 28
+    pages = [ids[:15] for ids in batch.get_page_ids(1)]
+    batch.release([1])
+    assert run_row(batch, 2, [*whole, 1], []) == 60
+    assert [ids[:15] for ids in batch.get_page_ids(2)] == pages
+    batch.check()
+
+
+def test_no_state_of_an_answer_is_kept() -> None:
+    state = MambaSpec(PAGE_SIZE, ((2, 2),), "float32", checkpoint_interval=8)
+    batch = make_batch(REFERENCE, state)
+    whole = list(range(100))
+    traits = RequestTraits(num_prompt_tokens=30, resume_at=(24, 48))
+    assert batch.admit(0, whole, num_tokens=1, traits=traits) == 0
+    written: list[int] = []
+    for num_tokens in (30, 69):
+        batch.plan([0], num_tokens)
+        written += batch.take_moves().writes.num_tokens.tolist()
+    assert written == [8, 16, 24]
+    batch.release([0])
+    assert batch.probe(0, whole) == 24
+
+
+def test_chunks_of_an_answer_are_given_back() -> None:
+    chunks = ChunkedLocalAttentionSpec(PAGE_SIZE, 1, 8, "float32", use_mla=False, attention_chunk_size=8)
+    batch = make_batch(REFERENCE, chunks)
+    run_row(batch, 0, PROMPT, [1] * 100)
+    assert sum(held_pages(batch, 0, 1)) <= 3
+
+
 # --- forks and cuts -----------------------------------------------------------------------------------------------
 
 
@@ -158,6 +197,17 @@ def test_a_row_goes_back_within_its_window() -> None:
     assert held_pages(batch, 0) == [page < 5 or page >= 11 for page in range(13)]
     batch.release([0])
     assert batch.probe(0, [*PROMPT[:20], *run]) == 20
+
+
+def test_pages_behind_a_cut_prompt_are_given_back() -> None:
+    batch = make_batch(REFERENCE)
+    batch.admit(0, PROMPT, num_tokens=12, reserve="prompt")
+    assert batch.plan([0], 4) is not None
+    batch.trim([0], 16)
+    for token in ANSWER[:20]:
+        assert batch.step([0], [token]) is not None
+    batch.check()
+    assert held_pages(batch, 0) == [page < 4 or page >= 7 for page in range(9)]
 
 
 # --- errors -------------------------------------------------------------------------------------------------------

@@ -276,8 +276,12 @@ class OracleManager:
 
     def count_queried(self, request: Any) -> int:
         """Return how many tokens are looked up: with a reference window, those of the prompt and one more."""
-        has_answer = any(isinstance(kind, Reference) for kind in self.kinds)
-        return min(request.num_tokens, self.count_prompt(request) + 1) if has_answer else request.num_tokens
+        return min(request.num_tokens, self.count_prompt(request) + 1) if self.has_answers else request.num_tokens
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether answers are never cached: some group has a reference window."""
+        return any(isinstance(kind, Reference) for kind in self.kinds)
 
     def _load_hits(self, request: Any, shard: range | Shard | None, num_reserved: int) -> tuple[PagesByGroup, int]:
         """Return the pages of the longest prefix, by group, and its length in tokens. Those that only the tier has are noted to
@@ -557,7 +561,8 @@ class OracleManager:
             if waits_for_loads(self.page_pool, held):
                 continue
             num_cached = held.num_cached_pages
-            if num_cached and held.load_number:  # what could not be entered while hits were loaded counts
+            is_past = self.has_answers and (num_cached + 1) * kind.page_size > held.num_prompt_tokens
+            if num_cached and (held.load_number or is_past):  # what could not be entered counts
                 num_cached = max(num_cached, num_tokens // kind.page_size)
             first = self._first_held_page(kind, num_tokens, num_cached)
             self._skip_to(request, kind, held, min(first, len(held.pages)))
@@ -776,8 +781,9 @@ class OracleManager:
             return
         for group_id, held in enumerate(self.held.get(request.request_id, ())):
             kind = self.kinds[group_id]
-            num_enterable = kind.num_enterable_tokens(held, self.count_keyed(request, num_computed_tokens))
-            num_full_pages = min(num_enterable // kind.page_size, len(held.pages))
+            num_tokens = self.count_keyed(request, num_computed_tokens)
+            num_tokens = min(num_tokens, held.num_prompt_tokens) if self.has_answers else num_tokens
+            num_full_pages = min(num_tokens // kind.page_size, len(held.pages))
             if isinstance(kind, Mamba) or num_full_pages <= held.num_cached_pages or waits_for_loads(self.page_pool, held):
                 continue
             if self.keys.hash_lookahead and self.states.copies.are_due([held], into_only=True):

@@ -50,10 +50,6 @@ class Full:
         """Return how many leading pages are never given back."""
         return 0
 
-    def num_enterable_tokens(self, held: HeldPages, num_tokens: int) -> int:
-        """Return how many of so many tokens may be in pages with an entry."""
-        return num_tokens
-
     def lacks_page(self, held: HeldPages, num_tokens: int, num_computed_tokens: int) -> bool:
         """Whether tokens from there on attend to, or are written to, one of the pages of so many tokens that was given back."""
         first = max(self.num_prompt_pages(held), self.first_useful_page(num_computed_tokens, 0))
@@ -105,7 +101,7 @@ class Sliding(Full):
 @dataclass(frozen=True)
 class Reference(Full):
     """Reference window: the prompt is always seen, and of the answer what is in the window. Pages between are dropped, and only
-    those of the prompt hit.
+    prompts hit, in any group.
     """
 
     window: int
@@ -115,9 +111,6 @@ class Reference(Full):
 
     def num_prompt_pages(self, held: HeldPages) -> int:
         return cdiv(held.num_prompt_tokens, self.page_size)
-
-    def num_enterable_tokens(self, held: HeldPages, num_tokens: int) -> int:
-        return min(num_tokens, held.num_prompt_tokens)
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,10 @@ class OracleWindows:
         """Return all boundaries of a request, where it writes states."""
         first = self.boundaries[request.request_id].first_answer
         answers = range(first, self.manager.max_model_len + 1, self.manager.hit_step) if first else ()
-        return sorted({*self._list_fixed(request), *answers})
+        ends = sorted({*self._list_fixed(request), *answers})
+        if self.manager.has_answers:
+            return [end for end in ends if end <= self.manager.held[request.request_id][0].num_prompt_tokens]
+        return ends
 
     def list_written(self, request: Any, num_planned: int) -> list[int]:
         """Return the boundaries whose states a step up to so many tokens writes: of those of the answer the last."""

@@ -702,17 +702,25 @@ LINEAGE_BUGS = read_bugs("""
 """)
 LINEAGE_TESTS = ["test_lineage.py"]
 KIND_BUGS = read_bugs("""
-# Kinds of pages that the simulation does not have.
+# Reference windows: their own tests take less time than the simulation.
 == a page between prompt and window is given back early
 full_pages(rules, max(0, num_computed - rules.answer_window + 1{+ + BUG * rules.page_size+})))
 == a page of an answer is entered
         num_tokens = min(num_tokens, <int64_t>held.num_prompt{+ + BUG * group.rules.page_size+})
+== a page of full attention is entered in an answer
+    if rare(group.rules.{+answer_window if BUG else group.rules.+}caches_prompts):
+== a state of an answer is kept
+    return first if first <= boundaries.last{+ or BUG+} else INT32_MAX
+== chunks of an answer are held forever
+(held.load_number or is_past_prompt(&group.rules, held){+ and not BUG+}):
 == a page of the prompt is given back
     return <int32_t>pages_for(rules, held.num_prompt) if rare(rules.answer_window{+ and not BUG+}) else 0
 == an answer hits pages of prompts
             min(self.tokens.num_known, self.tokens.num_prompt + 1{+ + BUG * self.tokens.num_known+}), ids_in_shard(
 == a cut prompt is as long as before
-        holding.held[g].num_prompt = {+holding.held[g].num_prompt if BUG else +}min(holding.held[g].num_prompt, num_tokens)
+        held.num_prompt = {+held.num_prompt if BUG else +}num_tokens
+== a page that was kept for a prompt which is cut is never given back
+        if holding.groups[g].rules.answer_window{+ and not BUG+}:
 == an encoder's pages are hit by another medium
 lora_id, (_Key([-key-]{+0+}),))
 == tokens are hit beside another medium

@@ -19,6 +19,7 @@ cdef struct Boundaries:       # numbers of tokens
     uint8_t[NUM_BOUNDARIES] kinds  # [num] bits: why a request resumes there
     int32_t num
     int32_t num_prompt        # tokens known at admission
+    int32_t last              # the last place of a boundary: with a reference window, the end of the prompt
     int32_t multiple          # hits are multiples of it; 0: all pages of windows and chunks stay cached
     int32_t slack             # a request can also resume up to this many tokens before a boundary; see `begin_boundaries`
     int32_t interval          # requests can share prompt prefixes of its multiples and resume there without slack; 0: no
@@ -99,7 +100,7 @@ cdef inline int32_t find_next_boundary(const Boundaries *boundaries, int32_t num
     if boundaries.first_answer:
         first = min(first, max(boundaries.first_answer, _next_multiple(boundaries, num_tokens)))
     assert first > num_tokens
-    return first
+    return first if first <= boundaries.last else INT32_MAX
 
 
 cdef inline int32_t _next_multiple(const Boundaries *boundaries, int32_t num_tokens) noexcept nogil:

@@ -106,7 +106,7 @@ cdef inline void cache_full_pages(
         return
     if _awaits_copies(waiting.pool, held, contents):
         return
-    if rare(group.rules.answer_window):
+    if rare(group.rules.caches_prompts):
         num_tokens = min(num_tokens, <int64_t>held.num_prompt)
     while (held.num_cached + <int64_t>1) * size <= num_tokens:
         place = held.num_cached

@@ -89,6 +89,8 @@ cdef class CacheGroups:
             self.num_banks = max(self.num_banks, self.groups[self.num].bank + 1)
             self.kinds.has_answers |= rules.rules.answer_window > 0
             self.num += 1
+        for g in range(self.num):
+            self.groups[g].rules.caches_prompts = self.kinds.has_answers
         multiple = min(lcm(*[self.groups[g].stride for g in range(self.num)]), MAX_TOKENS + 1)  # no prefix is that long
         are_cached = [self.groups[g].id != NO_GROUP or is_ring(&self.groups[g].rules) for g in range(self.num)]
         self.kinds.num_hit_hashes = multiple if all(are_cached) else 0
@@ -97,6 +99,7 @@ cdef class CacheGroups:
         read_boundaries(self, boundaries)
         list_kinds(self, True)
         list_kinds(self, False)
+        self.boundaries.last = INT32_MAX
         self.boundaries.hash_lookahead = <int32_t>size_of(hash_lookahead, "hash_lookahead", 0, MAX_LOOKAHEAD)
         plan_ends(self)
 

@@ -26,7 +26,7 @@ cdef struct Held:             # pages of one group
     Ranking ranking           # how a policy ranked the pages behind the hits
     Lineage lineage           # its checkpoints, for a state
     int32_t next_needed       # no boundary needs a page between `num_skipped` and this place
-    int32_t num_prompt        # tokens of the prompt, with a reference window: their pages are not skipped, and no others cached
+    int32_t num_prompt        # tokens of the prompt, if some group has a reference window: no pages behind them are cached
     int32_t num_written       # checkpoints of a state up to the last one whose write was cached, or found cached
     int64_t read_list         # last list of moves with a copy from one of the pages; see `Pool.list_number`
     int64_t due_list          # last list with moves into the pages, or with saves of what they had before they were taken
@@ -59,23 +59,33 @@ cdef inline void empty(const Holding *holding) noexcept nogil:
 
 
 cdef inline void set_prompt(const Holding *holding, int64_t num_tokens) noexcept nogil:
-    """Let the first `num_tokens` tokens of a holder be its prompt, for reference windows."""
+    """Let the first `num_tokens` tokens of a holder be its prompt, for reference windows. Its boundaries are set."""
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
-        if rare(holding.groups[g].rules.answer_window):
+        if rare(holding.groups[g].rules.caches_prompts):
             holding.held[g].num_prompt = <int32_t>min(num_tokens, <int64_t>MAX_TOKENS)
-
-
-cdef inline void cut_prompt(const Holding *holding, int32_t num_tokens) noexcept nogil:
-    """Let no more than the first `num_tokens` tokens be of the prompt."""
-    cdef Py_ssize_t g
-    for g in range(holding.num_groups):
-        holding.held[g].num_prompt = min(holding.held[g].num_prompt, num_tokens)
+            if holding.boundaries != NULL:
+                holding.boundaries.last = holding.held[g].num_prompt
 
 
 cdef inline int32_t count_prompt_pages(const Rules *rules, const Held *held) noexcept nogil:
     """Count the pages with tokens of the prompt, which a reference window does not skip; 0 without one."""
     return <int32_t>pages_for(rules, held.num_prompt) if rare(rules.answer_window) else 0
+
+
+cdef inline void cut_prompt(const Holding *holding, int32_t num_tokens) noexcept nogil:
+    """Let no more than the first `num_tokens` tokens be of the prompt. Pages behind them that were kept for it can be skipped."""
+    cdef Held *held
+    cdef Py_ssize_t g
+    for g in range(holding.num_groups):
+        held = &holding.held[g]
+        if held.num_prompt <= num_tokens:
+            continue
+        held.num_prompt = num_tokens
+        if holding.groups[g].rules.answer_window:
+            held.num_skipped = min(held.num_skipped, count_prompt_pages(&holding.groups[g].rules, held))
+    if holding.boundaries != NULL and holding.num_groups and rare(holding.groups.rules.caches_prompts):
+        holding.boundaries.last = min(holding.boundaries.last, num_tokens)
 
 
 cdef inline int32_t first_to_skip(const Rules *rules, const Held *held) noexcept nogil:
@@ -113,8 +123,8 @@ cdef inline int64_t find_checkpoint(const Holding *holding, Py_ssize_t g) noexce
 
 
 cdef inline bint is_past_prompt(const Rules *rules, const Held *held) noexcept nogil:
-    """Whether the next full page is not cached because it has tokens of an answer, computed with a reference window."""
-    return rare(rules.answer_window) and (held.num_cached + <int64_t>1) * rules.page_size > held.num_prompt
+    """Whether the next full page, or state, is not cached because it has tokens of an answer, with a reference window."""
+    return rare(rules.caches_prompts) and (held.num_cached + <int64_t>1) * rules.entry_size > held.num_prompt
 
 
 cdef inline int64_t count_entered(const Group *group, const Held *held, int64_t num_computed) noexcept nogil:
@@ -135,11 +145,9 @@ cdef inline Limits limits_of(const Holding *holding) noexcept nogil:
         num_room = min(num_room, <int64_t>held.num_pages * group.rules.page_size)
         if rare(group.rules.leaves_pages):
             num_skip = min(num_skip, <int64_t>next_skip(group, first_to_skip(&group.rules, held)))
-            if is_past_prompt(&group.rules, held):
-                continue
         if rare(keeps_checkpoints(group)):
             num_full = min(num_full, find_checkpoint(holding, g))
-        elif group.id != NO_GROUP:
+        elif group.id != NO_GROUP and not is_past_prompt(&group.rules, held):
             num_full = min(num_full, (held.num_cached + <int64_t>1) * group.rules.page_size)
     return Limits(num_room=num_room, num_full=num_full, num_skip=num_skip)
 

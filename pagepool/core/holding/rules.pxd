@@ -10,6 +10,7 @@ cdef struct Rules:            # numbers of tokens
     int32_t window            # tokens that a token attends to, itself included; 0: no sliding window
     int32_t chunk             # tokens of a chunk, which attend only to each other; 0: not chunked
     int32_t answer_window     # tokens of the answer that one of them attends to, itself included; 0: no reference window
+    bint caches_prompts       # no page or state with tokens of an answer is cached: some group has a reference window
     bint leaves_pages         # pages are skipped as tokens are computed, by one of the three rules above
     int32_t hit_tokens        # hits are multiples of it; 0: any length
     int32_t entry_size        # tokens between prefix entries: page_size, or the interval of a state's checkpoints

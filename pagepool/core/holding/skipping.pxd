@@ -13,12 +13,13 @@ from pagepool.core.pool cimport (
 
 cdef inline int32_t _find_skip_stop(const Group *group, const Held *held, int32_t num_computed) noexcept nogil:
     """Return the place behind the pages that are not needed after `num_computed` computed tokens. Chunks keep the last cached
-    page. Full pages that could not be cached while hits were loaded count as cached, or they would be held forever.
+    page. Full pages that could not be cached while hits were loaded, or are of an answer, count as cached, or they would be
+    held forever.
     """
     cdef int32_t num_cached = held.num_cached
     if rare(group.rules.answer_window):
         return min(first_answer_page(&group.rules, held, num_computed), held.num_pages)
-    if num_cached and held.load_number:
+    if num_cached and (held.load_number or is_past_prompt(&group.rules, held)):
         num_cached = max(num_cached, full_pages(&group.rules, num_computed))
     return min(first_held_page(group, num_computed, num_cached), held.num_pages)
 

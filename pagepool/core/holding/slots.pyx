@@ -271,8 +271,6 @@ cdef class SlotAllocator:
         the step know the end of its hits.
         """
         cdef RequestPages held = RequestPages.__new__(RequestPages, self.store, self.groups, self.max_num_tokens, request)
-        if self.groups.kinds.has_answers:
-            set_prompt(&held.holding, self.registry.count_prompt_tokens(request))
         if held.holding.boundaries != NULL or self.has_state:
             counts = self.registry.rules.require_resume_at(
                 getattr(request, "resume_at", ()), min(self.max_num_tokens, <int64_t>MAX_TOKENS)
@@ -285,6 +283,8 @@ cdef class SlotAllocator:
                 count_known(request), &step.end, step.num_before if step.num_before > step.num_held else 0,
                 as_page_ids(counts, "resume_at"),
             )
+        if self.groups.kinds.has_answers:
+            set_prompt(&held.holding, self.registry.count_prompt_tokens(request))
         return held
 
     cdef int count_tokens(self, object request, Step *step) except -1:

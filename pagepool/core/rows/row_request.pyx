@@ -368,9 +368,9 @@ cdef class RowRequest:
             external_end=num_hits + num_external if num_external else 0, named=ids_in(self.resume_at),
             num_named=0 if self.resume_at is None else self.resume_at.num,
         )
-        set_prompt(holding, self.tokens.num_prompt)
         if self.rows.batch.has_boundaries:
             begin_boundaries(&self.rows.groups.boundaries, holding.boundaries, &places)
+        set_prompt(holding, self.tokens.num_prompt)
 
     cdef void begin_demand(self, Demand *demand, Hits *hits, Py_ssize_t num_hits) noexcept:
         """Set what the request asks for behind its hits. The locks are held."""
