@@ -27,7 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from contents_device import ContentsError, Device, Histories, find_first_read, require
+from contents_device import ContentsError, Device, Histories, find_first_read, find_unread, find_unread_pages, require
 from contents_fronts import NUM_ROWS, BatchFront, Entry, Front, ManagerFront, Work, World
 from contents_holds import Holds
 from contents_index import NULL_PAGE
@@ -39,6 +39,7 @@ from settings import (
     ENDS_SETTINGS,
     HASHING,
     POOL_SETTINGS,
+    REFERENCE_SETTINGS,
     RING_SETTINGS,
     SETTINGS,
     STATE_SETTINGS,
@@ -71,7 +72,8 @@ MORE_SETTINGS = [
     Setting("full 16 and 8, chunk of 8, states",
             (Group("full", 16), Group("full", 8), Group("chunked", 8, 24), kept(16), kept(8)), (24, 64)),
 ]  # fmt: skip
-ALL_SETTINGS = [*SETTINGS, *STATE_SETTINGS, *MORE_SETTINGS, *ENDS_SETTINGS, *POOL_SETTINGS, *RING_SETTINGS]
+ALL_SETTINGS = [*SETTINGS, *STATE_SETTINGS, *MORE_SETTINGS, *ENDS_SETTINGS, *POOL_SETTINGS]
+ALL_SETTINGS += [*RING_SETTINGS, *REFERENCE_SETTINGS]
 CONTENTS_SETTINGS = [setting for start in range(7) for setting in ALL_SETTINGS[start::7]]
 """In an order in which the kinds alternate, so that a short run has all of them."""
 
@@ -223,6 +225,8 @@ class Simulation:
         job = Job(name, tokens, num_final_tokens, self.histories)
         if "expectations" in self.features:
             job.session_id, job.tenant = self.rng.choice(("a", "b", None)), self.rng.choice(("x", "y", None))
+        if self.setting.has_reference_window:
+            job.num_prompt_tokens = rng.choice((None, None, len(tokens), rng.randint(0, len(tokens))))
         if rng.random() < 0.35:
             self._make_special(job)
         has_places = self.setting.writes_states or (self.setting.windows is not None and not self.setting.has_state)
@@ -459,14 +463,16 @@ class Simulation:
 
     def _write_range(self, work: Work, start: int, stop: int) -> None:
         for group_id, group in enumerate(self.setting.groups):
-            written = work.histories[start:stop]
+            written = work.list_values(start, stop)
             if group.kind == "mamba":
                 written = written[-1:]
             if written:
                 self.device.write(group_id, work.find_slots(group_id, start, stop), written)
         for write in work.writes:
             if start < write.num_tokens <= stop:
-                self.device.write(write.group, self.world.slot_of(write), [work.histories[write.num_tokens - 1]])
+                self.device.write(
+                    write.group, self.world.slot_of(write), work.list_values(write.num_tokens - 1, write.num_tokens)
+                )
 
     def _spoil(self, work: Work, start: int, stop: int, spared: Collection[int] = (), is_state_kept: bool = False) -> None:
         """Write garbage into slots, some pages spared."""
@@ -491,7 +497,7 @@ class Simulation:
         states = [(group_id, group) for group_id, group in enumerate(self.setting.groups) if group.is_state]
         firsts = {i: find_first_read(group, work.start) if group.is_ring else work.start - 1 for i, group in states}
         slots = {i: work.find_slots(i, first, work.start) for i, first in firsts.items()}
-        are_right = all(self._compare(work, i, slots[i], slice(first, work.start)) for i, first in firsts.items())
+        are_right = all(self._compare(work, i, slots[i], first, work.start) for i, first in firsts.items())
         for group_id, first in firsts.items() if are_right else ():
             self._compare_drafts(work.job, group_id, slots[group_id], first, work.start)
         return are_right
@@ -506,10 +512,20 @@ class Simulation:
             if first >= work.stop:  # a ring has nothing but drafts
                 continue
             slots = work.find_slots(group_id, first, work.stop)
-            found.append(self._compare(work, group_id, slots, slice(first, work.stop)))
-            if found[-1]:
-                self._compare_drafts(work.job, group_id, slots, first, work.stop)
+            for tokens in self._list_read(work.job, group_id, first, start, work.stop):
+                read = slots[tokens.start - first : tokens.stop - first]
+                found.append(self._compare(work, group_id, read, tokens.start, tokens.stop))
+                if found[-1]:
+                    self._compare_drafts(work.job, group_id, read, tokens.start, tokens.stop)
         return all(found)
+
+    def _list_read(self, job: Job, group_id: int, first: int, start: int, stop: int) -> list[range]:
+        """Part the tokens from `first` on to which some of those from `start` up to `stop` attend: with a reference window, not
+        all between.
+        """
+        group = self.setting.groups[group_id]
+        unread = find_unread(group, start, job.prompt_end) if group.kind == "reference" else range(first, first)
+        return [tokens for tokens in (range(first, min(unread.start, stop)), range(unread.stop, stop)) if tokens]
 
     def _compare_drafts(self, job: Job, group_id: int, slots: Any, first: int, stop: int) -> None:
         """Compare what the drafter of a job has for tokens up to `stop`, whose slots begin at `first`."""
@@ -525,11 +541,11 @@ class Simulation:
             drafts = self.books.list_known(job, num_drafted)[first + self.setting.hash_lookahead :]
             self.device.compare_drafts(group_id, slots[: len(drafts)], drafts, f"read of {job}")
 
-    def _compare(self, work: Work, group_id: int, slots: Any, tokens: slice) -> bool:
+    def _compare(self, work: Work, group_id: int, slots: Any, start: int, stop: int) -> bool:
         """Compare what a step reads. It may be wrong only where a load has failed; what is computed with it is garbage."""
         if self._is_doubtful(work.job):
-            return self.device.holds(group_id, slots, work.histories[tokens])
-        self.device.compare(group_id, slots, work.histories[tokens], f"read of {work.job}")
+            return self.device.holds(group_id, slots, work.list_values(start, stop))
+        self.device.compare(group_id, slots, work.list_values(start, stop), f"read of {work.job}")
         return True
 
     def _compare_held(self, job: Job) -> None:
@@ -540,8 +556,11 @@ class Simulation:
             first = num_tokens - 1 if group.kind == "mamba" else find_first_read(group, num_tokens)
             if first < num_tokens:
                 slots = job.front.map_slots(job, group_id, range(first, num_tokens))
-                self.device.compare(group_id, slots, histories[first:], f"audit of {job}")
-                self._compare_drafts(job, group_id, slots, first, num_tokens)
+                for tokens in self._list_read(job, group_id, first, num_tokens, num_tokens):
+                    values = job.list_values(histories, tokens.start, tokens.stop)
+                    read = slots[tokens.start - first : tokens.stop - first]
+                    self.device.compare(group_id, read, values, f"audit of {job}")
+                    self._compare_drafts(job, group_id, read, tokens.start, tokens.stop)
 
     def _count(self, work: Work) -> None:
         """Count computed tokens, keep some drafts, cache delayed pages; continue or end."""
@@ -607,9 +626,10 @@ class Simulation:
     def _spoil_unread(self, work: Work, num_tokens: int) -> None:
         """Write garbage into pages of a transfer to which no token from `num_tokens` on attends: they need not come."""
         for group_id, group in enumerate(self.setting.groups):
-            stop = find_first_read(group, num_tokens) // group.page_size * group.page_size
-            if not group.is_state and work.start < stop:
-                slots = work.find_slots(group_id, work.start, stop)
+            unread = range(0) if group.is_state else find_unread_pages(group, num_tokens, work.job.prompt_end)
+            start, stop = max(work.start, unread.start * group.page_size), unread.stop * group.page_size
+            if start < stop:
+                slots = work.find_slots(group_id, start, stop)
                 self.device.write(group_id, slots, [self.histories.make_garbage()] * len(slots))
 
     def end_transfers(self, are_all: bool = False) -> None:

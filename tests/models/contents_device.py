@@ -168,9 +168,24 @@ class Device:
 
 
 def find_first_read(group: Group, position: int) -> int:
-    """Return the first of the tokens that the token at `position` attends to, or whose raw keys it needs."""
+    """Return the first of the tokens that the token at `position` attends to, or whose raw keys it needs. With a reference
+    window, see `find_unread`.
+    """
     if group.kind == "sliding":
         return max(0, position - group.span + 1)
     if group.kind == "chunked" or group.is_ring:
         return position // group.span * group.span
     return 0
+
+
+def find_unread(group: Group, position: int, prompt_end: int) -> range:
+    """Return the tokens before `position` to which no token from there on attends."""
+    start = prompt_end if group.kind == "reference" else 0
+    first = position - group.span + 1 if group.kind == "reference" else find_first_read(group, position)
+    return range(start, max(start, first))
+
+
+def find_unread_pages(group: Group, position: int, prompt_end: int) -> range:
+    """Return the pages to which no token from `position` on attends."""
+    unread = find_unread(group, position, prompt_end)
+    return range(-(-unread.start // group.page_size), unread.stop // group.page_size)

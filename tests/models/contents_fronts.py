@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from admissions import admission
-from contents_device import Device, find_first_read, require
+from contents_device import Device, find_first_read, find_unread_pages, require
 from contents_index import NULL_PAGE
 from contents_request import Job, Write
 from contents_states import StateBooks
@@ -241,6 +241,10 @@ class Work:
     def stop(self) -> int:
         return len(self.histories)
 
+    def list_values(self, start: int, stop: int) -> list[int]:
+        """Return what the device has of tokens once they are computed."""
+        return self.job.list_values(self.histories, start, stop)
+
     def find_slots(self, group_id: int, start: int, stop: int) -> Any:
         """Return the slots of tokens, or the page of a state, as they were when the call returned."""
         first = self.first_tokens[group_id]
@@ -341,13 +345,20 @@ class Front(ABC):
         del self.jobs[job.row]
         job.front, job.num_computed_tokens, job.num_known_tokens, job.status, job.loading = None, 0, 0, PREEMPTED, None
         job.forked_lists, job.awaited_copies, job.load_number, job.num_settled_tokens = {}, 0, 0, 0
+        if self.setting.has_reference_window and job.num_prompt_tokens is None and self.rng.random() < 0.7:
+            job.num_prompt_tokens = job.prompt_end
         return job
 
+    def fix_prompt(self, job: Job) -> None:
+        """Fix where the prompt of a job ends that has no pages yet: it says so, or knows nothing else."""
+        if self.setting.has_reference_window:
+            job.prompt_end = job.num_tokens if job.num_prompt_tokens is None else min(job.num_tokens, job.num_prompt_tokens)
+
     @staticmethod
-    def has_pages(group: Group, pages: Sequence[int], num_computed_tokens: int) -> bool:
-        """Whether all pages are held that tokens from `num_computed_tokens` on attend to."""
-        first = 0 if group.is_state else find_first_read(group, num_computed_tokens) // group.page_size
-        return NULL_PAGE not in pages[first:]
+    def has_pages(job: Job, group: Group, pages: Sequence[int], num_computed_tokens: int) -> bool:
+        """Whether all these pages of a job are held that tokens from `num_computed_tokens` on attend to, or are written to."""
+        unread = range(0) if group.is_state else find_unread_pages(group, num_computed_tokens, job.prompt_end)
+        return NULL_PAGE not in [*pages[: unread.start], *pages[unread.stop :]]
 
     def list_due(self) -> list[Job]:
         """Return most of the jobs not yet scheduled in this step, in random order."""
@@ -491,6 +502,7 @@ class ManagerFront(Front):
         self.world.counts["pages cached once computed"] += len(entered)
 
     def admit(self, job: Job, row: int, dp_shard: int | None) -> bool:
+        self.fix_prompt(job)
         placement = self._placement(dp_shard)
         expected = self.expect(job, self.books.find_shard(dp_shard), not job.sampling_params)
         hits, num_hit_tokens = self.call("get_computed_pages", self.manager, job, **placement)
@@ -585,6 +597,7 @@ class ManagerFront(Front):
         shard = self.books.find_shard_of([page_id for pages in job.pages for page_id in pages], dp_shard)
         new_ids = self.records(added.get_page_ids())
         if not any(job.pages):  # it went back to its start, and is admitted again
+            self.fix_prompt(job)
             job.boundaries = self.books.list_boundaries(job)
         self.books.take(job, new_ids, shard)
         self.books.find_writes(job, start + num_new)
@@ -654,7 +667,7 @@ class ManagerFront(Front):
         if restart is None:
             return True
         groups = zip(self.setting.groups, job.pages, strict=True)
-        if not has_copies and all(self.has_pages(group, pages, restart) for group, pages in groups):
+        if not has_copies and all(self.has_pages(job, group, pages, restart) for group, pages in groups):
             self.books.cut(job, self.setting.max_model_len, restart)
             if not any(job.pages):
                 job.load_number = 0  # of a request that holds nothing the manager knows nothing
@@ -692,7 +705,7 @@ class ManagerFront(Front):
     def go_back(self, job: Job, num_computed_tokens: int) -> bool:
         """Let tokens be computed again; False if pages that they need are gone."""
         for group, pages in zip(self.setting.groups, job.pages, strict=True):
-            if group.kind == "mamba" or not self.has_pages(group, pages, num_computed_tokens):
+            if group.kind == "mamba" or not self.has_pages(job, group, pages, num_computed_tokens):
                 return False
         if not job.rings.have(num_computed_tokens):
             return False
@@ -724,6 +737,7 @@ class BatchFront(Front):
         self.steps.append(self.batch.new_step())
 
     def admit(self, job: Job, row: int, dp_shard: int | None) -> bool:
+        self.fix_prompt(job)
         options = self._options(job, dp_shard)
         shard, num_reserved = self.books.find_shard(dp_shard), options.get("num_reserved_pages", 0)
         num_ahead = options.get("num_drafts", 0)
@@ -767,7 +781,8 @@ class BatchFront(Front):
             options |= {"cache_salt": job.cache_salt, "lora_id": job.lora_id, "mm_features": job.mm_features}
         if job.resume_at:
             options["resume_at"] = job.resume_at
-        options |= {name: value for name in ("session_id", "tenant") if (value := getattr(job, name)) is not None}
+        named = ("session_id", "tenant", "num_prompt_tokens")
+        options |= {name: value for name in named if (value := getattr(job, name)) is not None}
         if rng.random() < 0.4:
             options["num_tokens"] = rng.randint(1, job.num_tokens)
         if rng.random() < 0.3:
@@ -1007,6 +1022,8 @@ class BatchFront(Front):
             job.num_computed_tokens = self.books.cut(job, num_tokens, min(job.num_computed_tokens, num_tokens), changed)
             job.num_settled_tokens = min(job.num_settled_tokens, job.num_computed_tokens)
         job.num_known_tokens = num_tokens
+        if self.setting.has_reference_window:
+            job.prompt_end = min(job.prompt_end, num_tokens)
         counts = int(self.batch.num_tokens[job.row]), int(self.batch.num_computed_tokens[job.row])
         require(counts == (num_tokens, job.num_computed_tokens), "a row after trim", job, counts, job.num_computed_tokens)
 
@@ -1028,7 +1045,11 @@ class BatchFront(Front):
         except ArgumentError:
             restart = self.books.find_restart(job, num_computed_tokens, max(0, num_computed_tokens - self.books.hash_lookahead))
             groups = zip(self.setting.groups, job.pages, strict=True)
-            is_lost = not all(self.has_pages(group, pages, restart) for group, pages in groups)
+            nums_kept = [self.books.count_pages(group, num_computed_tokens) for group in self.setting.groups]
+            is_lost = not all(
+                self.has_pages(job, group, pages[:num_kept], restart)
+                for (group, pages), num_kept in zip(groups, nums_kept, strict=True)
+            )
             is_back = num_computed_tokens - self.books.hash_lookahead < int(self.batch.num_computed_tokens[job.row])
             changed = max(0, num_computed_tokens - self.books.hash_lookahead)
             is_right = is_back and (is_lost or self._sets_back_state(job, num_computed_tokens, changed))

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from contents_device import MAX_GROUPS, Cells, Content, require
 from contents_fronts import BatchFront, World
-from contents_index import NULL_PAGE
+from contents_index import LEADING, NULL_PAGE
 from contents_request import Job
 
 from pagepool.errors import ArgumentError, LeaseBudgetError
@@ -183,7 +183,7 @@ class Holds:
 
     def _find_gone(self, job: Job, stop: int, contents: set[Content]) -> set[Content]:
         """Find lost pages of full attention in a span, and lost ones of other kinds with which a request resumes at its end."""
-        full = {group_id for group_id, group in enumerate(self.world.setting.groups) if group.kind == "full"}
+        full = {group_id for group_id, group in enumerate(self.world.setting.groups) if group.kind in LEADING}
         needed = {content for content in contents if content[0] in full}
         needed |= {content for content in self.books.list_needed(job, stop) if content[0] not in full}
         return {content for content in needed if not self.books.index.has(content, None)}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from contents_device import NOTHING, Content, find_first_read, require
+from contents_device import NOTHING, Content, find_first_read, find_unread_pages, require
 from contents_request import Job, Write
 from contents_tier import TierBooks
 from pool_ranges import Shard
@@ -25,6 +25,7 @@ from settings import Group, NumPages, Setting
 from pagepool._core import copy_records
 
 NULL_PAGE = 0
+LEADING = "full", "reference"  # kinds of which any leading pages hit
 KEPT = 1 << 28  # flag of a page that stays when it leaves a window
 STATE_STEP = 64  # tokens between those behind which a kernel has states, and before the end of a prompt where one is kept
 STAYS = itertools.count(1)
@@ -111,7 +112,7 @@ class Books:
         self.is_between = False  # moves are taken next for a fork, or for a call that was refused, and begin no step
         self.num_taken = 1  # lists of copies, and the one that is due
         kinds = dict.fromkeys([*cached, *(self.groups[i] for i in self.state_ids)])
-        self.kinds = sorted(kinds, key=lambda group: group.kind != "full")
+        self.kinds = sorted(kinds, key=lambda group: group.kind not in LEADING)
         self.groups_of_kind = {kind: [i for i, group in enumerate(self.groups) if group == kind] for kind in kinds}
 
     # Shards.
@@ -146,12 +147,13 @@ class Books:
 
     def find_hit_length(self, job: Job, shard: range | Shard | None, reached: Collection[Content] = ()) -> int:
         """Return the longest prefix, in tokens, from which a request can go on, one token being left to compute: all that
-        the next token attends to is cached, or `reached` in the tier.
+        the next token attends to is cached, or `reached` in the tier. With a reference window it ends with the prompt.
         """
         if not self.may_hit:
             return 0
         self.reached = reached
-        length = max(0, self._floor(job.num_tokens - max(1, self.hash_lookahead)))
+        num_tokens = min(job.prompt_end, job.num_tokens - max(1, self.hash_lookahead))
+        length = max(0, self._floor(num_tokens))
         histories = self.list_known(job, length)
         if self.setting.drops_pages:
             for kind in self._list_attention():
@@ -284,7 +286,7 @@ class Books:
         ends = [self._find_boundary(num_tokens) for num_tokens in (num_prompt, *job.resume_at)]
         parts = [self._find_boundary(part) for part in (range(interval, job.num_tokens + 1, interval) if interval else ())]
         places = [range(max(0, end - slack), end + 1) for end in ends]
-        job.ends, job.num_prompt_tokens = {*ends, *parts}, job.num_tokens
+        job.ends, job.num_admitted_tokens = {*ends, *parts}, job.num_tokens
         return [*places, *(range(max(0, end - uncertain), end + 1) for end in parts)]
 
     def _find_boundary(self, num_tokens: int) -> int:
@@ -317,7 +319,7 @@ class Books:
         drops them.
         """
         groups = list(enumerate(zip(self.groups, self.pools.of_group, strict=True)))
-        full = [i for i, (group, pool) in groups if group.kind == "full" and pool == 0]
+        full = [i for i, (group, pool) in groups if group.kind in LEADING and pool == 0]
         if self.store.eviction == "adaptive" and full[:1] == [content[0]]:
             for state_group in [i for i, (group, pool) in groups if group.kind == "mamba" and pool > 0]:
                 self._forget_equal((state_group, content[1]), False)
@@ -369,12 +371,12 @@ class Books:
             if pages == held_ids or group.is_state:
                 continue
             require(len(pages) == len(held_ids), "a row of another length", job, group, pages, held_ids)
-            first_read = find_first_read(group, num_computed_tokens)
+            unread = find_unread_pages(group, num_computed_tokens, job.prompt_end)
             for page, (page_id, held_id) in enumerate(zip(pages, held_ids, strict=True)):
                 if page_id == held_id:
                     continue
                 require(held_id == NULL_PAGE, "a row of other pages", job, group, pages, held_ids)
-                require((page + 1) * group.page_size <= first_read, "a page was skipped too early", job, group, page)
+                require(page in unread, "a page was skipped too early", job, group, page)
                 self._keep(job, group_id, page)
                 self.let_go(page_id)
                 self.skipped.add(page_id)  # it left the window of a fork, perhaps right after this call cached it
@@ -460,13 +462,13 @@ class Books:
     def enter(
         self, job: Job, histories: Sequence[int], num_known_tokens: int | None = None, find_key: FindKey | None = None
     ) -> list[int]:
-        """Cache the pages that tokens fill and whose lookahead is known, except those passed before; return those that were not
-        cached.
+        """Cache the pages that tokens fill and whose lookahead is known, except those passed before, and of answers with a
+        reference window; return those that were not cached.
         """
         entered: list[int] = []
         if self.hash_lookahead:
             histories = self.list_known(job, len(histories))[:num_known_tokens]
-        num_tokens = len(histories) - self.hash_lookahead
+        num_tokens = min(len(histories) - self.hash_lookahead, job.prompt_end)
         if not self.setting.enable_caching or self.waits(job):
             return entered
         for group_id, (group, pages) in enumerate(zip(self.groups, job.pages, strict=True)):
@@ -673,11 +675,12 @@ class Books:
     def commit(self, job: Job, num_computed_tokens: int) -> None:
         """Record that tokens came: pages that no later token attends to go without an entry, the others get one."""
         for group_id, (group, pages) in enumerate(zip(self.groups, job.pages, strict=True)):
-            stop = 0 if group.is_state else find_first_read(group, num_computed_tokens) // group.page_size
-            for page in range(min(stop, len(pages))):
+            unread = range(0) if group.is_state else find_unread_pages(group, num_computed_tokens, job.prompt_end)
+            for page in unread[: max(0, len(pages) - unread.start)]:
                 self.let_go(pages[page])
                 pages[page] = NULL_PAGE
-            job.num_cached_pages[group_id] = max(job.num_cached_pages[group_id], min(stop, len(pages)))
+            if unread.start == 0:
+                job.num_cached_pages[group_id] = max(job.num_cached_pages[group_id], min(unread.stop, len(pages)))
         self.enter(job, job.list_histories(num_computed_tokens))
 
     def fail(self, job: Job, num_computed_tokens: int) -> None:

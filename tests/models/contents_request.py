@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,11 +43,13 @@ class Job:
     resume_at: Sequence[int] = ()
     session_id: str | None = None
     tenant: str | None = None
+    num_prompt_tokens: int | None = None
     num_computed_tokens: int = 0
     status: int = WAITING
 
     front: Any = None  # the front in which it runs
     row: int = -1
+    prompt_end: int = sys.maxsize  # with a reference window: tokens behind it are of the answer
     num_known_tokens: int = 0  # tokens that a batch knows
     num_settled_tokens: int = 0  # computed tokens whose step is settled in a batch, or has run before the last one
     num_drafted_tokens: int = 0  # tokens for which a drafter with lookahead has its values
@@ -64,7 +67,7 @@ class Job:
     writes: list[Write] = field(default_factory=list)  # taken, and neither cached nor dropped
     rings: Rings = field(default_factory=Rings)
     ends: Collection[int] = ()  # numbers of tokens behind which its states may be written; junctions are in the prompt
-    num_prompt_tokens: int = 0  # tokens at its current admission
+    num_admitted_tokens: int = 0  # tokens at its current admission
 
     def __post_init__(self) -> None:
         self.renew()
@@ -96,6 +99,13 @@ class Job:
             parent = self._known[-1] if position else NOTHING
             self._known.append(self.histories.follow(parent, self._inputs(position, self.all_token_ids[position])))
         return self._known[:stop]
+
+    def list_values(self, histories: Sequence[int], start: int, stop: int) -> list[int]:
+        """Return what is computed for tokens with these histories: those of an answer do not see all that is before them."""
+        values = list(histories[start:stop])
+        for i in range(max(0, self.prompt_end - start), len(values)):
+            values[i] = self.histories.follow(values[i], ("of an answer", self.prompt_end))
+        return values
 
     def list_draft_histories(self, token_ids: Sequence[int]) -> list[int]:
         """Return the histories of tokens that may follow."""

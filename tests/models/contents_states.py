@@ -87,6 +87,7 @@ class StateBooks(Books):
         [write] = [write for write in self.due_writes if write.page == page_id] or [None]
         require(write is not None and write.job in (None, job), "a write to a page that was not taken", job, page_id)
         require(group_id in self.state_ids and num_tokens % self.hit_step == 0, "a wrong write", job, group_id, num_tokens)
+        require(num_tokens <= job.prompt_end, "a state of an answer is kept", job, num_tokens)
         require(shard is None or page_id in shard, "a write in another shard", job, page_id, shard)
         same = [other for other in job.writes if (other.group, other.num_tokens) == (group_id, num_tokens)]
         require(not same, "a state is written twice", job, group_id, num_tokens)
@@ -121,7 +122,7 @@ class StateBooks(Books):
             if is_entered:
                 key = (find_key(job, write.num_tokens), write.group) if self.tier is not None else None
                 self.note_entry(write.page, content, job, key)
-                if write.num_tokens > job.num_prompt_tokens and write.num_tokens not in job.ends:
+                if write.num_tokens > job.num_admitted_tokens and write.num_tokens not in job.ends:
                     self._drop_outrun(job, write.group)
             self.let_go(write.page)
 
@@ -167,8 +168,8 @@ class StateBooks(Books):
 
     @staticmethod
     def _count_gone(pages: Sequence[int]) -> int:
-        """Return how many leading pages a window has left."""
-        return next((i for i, page_id in enumerate(pages) if page_id != NULL_PAGE), len(pages))
+        """Return how many leading pages end with the last one that a window has left."""
+        return max((i + 1 for i, page_id in enumerate(pages) if page_id == NULL_PAGE), default=0)
 
     # Loads that failed.
 
