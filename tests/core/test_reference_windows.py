@@ -15,6 +15,7 @@ from pagepool import (
     FullAttentionSpec,
     MambaSpec,
     MultiGroupPageTable,
+    PageHashing,
     ReferenceWindowSpec,
     RequestTraits,
     RunningBatch,
@@ -55,10 +56,11 @@ def held_pages(batch: RunningBatch, row: int, group: int = 0) -> list[bool]:
 
 @pytest.mark.parametrize("specs", [(REFERENCE,), (FULL, REFERENCE)])
 @pytest.mark.parametrize("pools", [1, 2])
-def test_pages_between_prompt_and_window_are_given_back(specs: tuple[Any, ...], pools: int) -> None:
+@pytest.mark.parametrize("num_tokens", [36, 40])
+def test_pages_between_prompt_and_window_are_given_back(specs: tuple[Any, ...], pools: int, num_tokens: int) -> None:
     batch = make_batch(*specs, pools=pools)
-    run_row(batch, 0, PROMPT, ANSWER[:40])
-    last = len(PROMPT) + 39  # the position of the last token, whose own slot is written by the last step
+    run_row(batch, 0, PROMPT, ANSWER[:num_tokens])
+    last = len(PROMPT) + num_tokens - 1  # the position of the last token, whose own slot is written by the last step
     expected = [page < 8 or (page + 1) * PAGE_SIZE > last - WINDOW + 1 for page in range(last // PAGE_SIZE + 1)]
     assert held_pages(batch, 0, len(specs) - 1) == expected
     assert sum(expected) == 8 + 2
@@ -130,13 +132,18 @@ def test_a_prompt_of_whole_pages_hits_whole_where_an_answer_follows() -> None:
     assert batch.probe(1, [*PROMPT[:28], 7], traits=RequestTraits(num_prompt_tokens=28)) == 28
 
 
+@pytest.mark.parametrize("specs", [(REFERENCE,), (FULL, REFERENCE)])
 @pytest.mark.parametrize("caches", ["scheduled", "computed"])
-def test_no_group_hits_an_answer(caches: str) -> None:
+@pytest.mark.parametrize("is_back", [False, True])
+def test_no_group_hits_an_answer(specs: tuple[Any, ...], caches: str, is_back: bool) -> None:
     """What full attention computes in an answer comes of layers that saw less than they do in a prompt."""
-    batch = make_batch(FULL, REFERENCE, caches=caches)
-    run_row(batch, 0, PROMPT, ANSWER[:30])
-    batch.release([0])
+    batch = make_batch(*specs, caches=caches)
     whole = [*PROMPT, *ANSWER[:30]]
+    if is_back:  # it was preempted
+        run_row(batch, 0, whole, [1], num_prompt_tokens=len(PROMPT))
+    else:
+        run_row(batch, 0, PROMPT, ANSWER[:30])
+    batch.release([0])
     assert run_row(batch, 1, whole, [1]) == 28
     pages = [ids[:15] for ids in batch.get_page_ids(1)]
     batch.release([1])
@@ -165,6 +172,15 @@ def test_chunks_of_an_answer_are_given_back() -> None:
     batch = make_batch(REFERENCE, chunks)
     run_row(batch, 0, PROMPT, [1] * 100)
     assert sum(held_pages(batch, 0, 1)) <= 3
+
+
+@pytest.mark.parametrize("specs", [(REFERENCE,), (FULL, REFERENCE), (REFERENCE, FULL, REFERENCE)])
+def test_a_drafter_drops_one_page(specs: tuple[Any, ...]) -> None:
+    """Groups that hit leading pages are looked up together."""
+    batch = make_batch(*specs, hashing=PageHashing(use_eagle=True))
+    run_row(batch, 0, PROMPT, ANSWER[:5])
+    batch.release([0])
+    assert run_row(batch, 0, PROMPT, ANSWER[:5]) == 24
 
 
 # --- forks and cuts -----------------------------------------------------------------------------------------------

@@ -111,9 +111,16 @@ class Books:
         self.are_copies_due = False  # perhaps
         self.is_between = False  # moves are taken next for a fork, or for a call that was refused, and begin no step
         self.num_taken = 1  # lists of copies, and the one that is due
-        kinds = dict.fromkeys([*cached, *(self.groups[i] for i in self.state_ids)])
-        self.kinds = sorted(kinds, key=lambda group: group.kind not in LEADING)
-        self.groups_of_kind = {kind: [i for i, group in enumerate(self.groups) if group == kind] for kind in kinds}
+        kinds = dict.fromkeys(self._kind_of(group) for group in [*cached, *(self.groups[i] for i in self.state_ids)])
+        self.kinds = sorted(kinds, key=lambda group: group.kind != "full")
+        self.groups_of_kind = {
+            kind: [i for i, group in enumerate(self.groups) if self._kind_of(group) == kind] for kind in kinds
+        }
+
+    @staticmethod
+    def _kind_of(group: Group) -> Group:
+        """Return a group that hits as this one does."""
+        return Group("full", group.page_size) if group.kind in LEADING else group
 
     # Shards.
 
@@ -418,7 +425,7 @@ class Books:
         before. Junctions, ends of answers and leases may keep more.
         """
         group, page_id = self.groups[group_id], job.pages[group_id][page]
-        if self.windows is None or not group.has_window or page_id not in self.index.entries:
+        if self.windows is None or not group.has_window or group.kind in LEADING or page_id not in self.index.entries:
             return
         eagle, kinds = self.setting.drops_pages, self._list_attention()
         num_behind = eagle * (len(kinds) - 1 - kinds.index(group)) * self.hit_step  # what kinds drop that are looked up later

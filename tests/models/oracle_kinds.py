@@ -205,12 +205,14 @@ def kind_of(spec: Any) -> Kind:
 
 
 def group_ids_by_kind(kinds: Sequence[Kind]) -> dict[Kind, list[int]]:
-    """Group equal groups that hits ask for: those that hit leading pages first, then in order of first appearance."""
+    """Group the groups that hits ask for, equal ones, or those that hit leading pages of one size: the latter first, then in
+    order of first appearance.
+    """
     classes: dict[Kind, list[int]] = {}
     for group_id, kind in enumerate(kinds):
         if isinstance(kind, Ring):
             continue
-        classes.setdefault(kind, []).append(group_id)
+        classes.setdefault(Full(kind.page_size) if is_leading(kind) else kind, []).append(group_id)
     return dict(sorted(classes.items(), key=lambda item: not is_leading(item[0])))
 
 

@@ -221,7 +221,7 @@ class OracleWindows:
     def leave(self, request: Any, kind: Kind, place: int, page: int) -> None:
         """Free a page that a window has left."""
         pool = self.manager.page_pool
-        if self.is_at_boundary(kind, self.boundaries[request.request_id], place):
+        if self.has_window(kind) and self.is_at_boundary(kind, self.boundaries[request.request_id], place):
             pool.keep(page)
         if pool.is_worthless(page):
             pool.give_back([], [page])

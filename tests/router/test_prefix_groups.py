@@ -22,6 +22,8 @@ from pagepool import (
     MambaSpec,
     MultiGroupPageTable,
     PageHashing,
+    ReferenceWindowSpec,
+    RequestTraits,
     RingSpec,
     RunningBatch,
     SlidingWindowSpec,
@@ -69,6 +71,7 @@ def test_found_is_what_the_manager_hits(name: str, kept: str, hash_lookahead: in
 
 SHAPE: Any = {"num_kv_heads": 1, "head_size": 8, "dtype": "float16", "use_mla": False}
 RING = RingSpec(12, 4, (2,), "float16")
+REFERENCE = ReferenceWindowSpec(4, **SHAPE, sliding_window=6)
 HYBRIDS: dict[str, list[Any]] = {
     "a ring": [FullAttentionSpec(4, **SHAPE), RING],
     "rings around a state": [
@@ -81,6 +84,7 @@ HYBRIDS: dict[str, list[Any]] = {
     "a state": [FullAttentionSpec(4, **SHAPE), MambaSpec(4, ((2, 2),), "float16", checkpoint_interval=64)],
     "a state first": [MambaSpec(4, ((2, 2),), "float16", checkpoint_interval=16), FullAttentionSpec(4, **SHAPE)],
     "a state without checkpoints": [FullAttentionSpec(4, **SHAPE), MambaSpec(4, ((2, 2),), "float16")],
+    "a reference window": [FullAttentionSpec(4, **SHAPE), REFERENCE],
     "a window of large pages": [FullAttentionSpec(4, **SHAPE), SlidingWindowSpec(32, **SHAPE, sliding_window=40)],
     "large pages first": [FullAttentionSpec(64, **SHAPE), SlidingWindowSpec(4, **SHAPE, sliding_window=9)],
 }
@@ -91,6 +95,10 @@ def in_pools(specs: list[Any], num_pages: int, rng: Random) -> tuple[Any, list[C
     are_apart = RING in specs and rng.random() < 0.5
     groups = [CacheGroupSpec(spec, pool="rings" if are_apart and spec == RING else "kv") for spec in specs]
     return {"kv": num_pages, "rings": 6} if are_apart else num_pages, groups
+
+
+def in_groups(specs: list[Any]) -> list[CacheGroupSpec]:
+    return [CacheGroupSpec(spec) for spec in specs]
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -119,6 +127,45 @@ def test_a_group_that_told_nothing_yet_hits_nothing(name: str, hash_lookahead: i
         late = PrefixIndex(4, hash_seed="s", hash_lookahead=hash_lookahead)
         late.apply(0, encode_batch(EventBatch(1.0, manager.snapshot_events())))
         assert late.find_tokens(asked).tolist() == [expected]
+
+
+@pytest.mark.parametrize("specs", [[REFERENCE], HYBRIDS["a reference window"]], ids=len)
+@pytest.mark.parametrize("drafting", [{}, {"use_eagle": True}, {"use_eagle": True, "hash_lookahead": 1}], ids=str)
+def test_answers_behind_a_reference_window_are_not_found(specs: list[Any], drafting: dict[str, Any]) -> None:
+    """Until they are part of a prompt. In pools that evict, with conversations, some of which return after a preemption."""
+    num_hits = num_answers = 0
+    for seed in range(scale(40)):
+        rng = Random(seed)
+        options: Any = {**drafting, "hash_seed": "s", "caches": rng.choice(("scheduled", "computed"))}
+        manager = CacheManager(rng.choice((60, 100)) * len(specs), in_groups(specs), 512, **grouped(**options))
+        manager.enable_events()
+        batch = RunningBatch(manager, MultiGroupPageTable(2, 512, 512, [spec.page_size for spec in specs]))
+        index = PrefixIndex(4, **drafting, hash_seed="s")
+        known = [[0], [1]]
+        for _ in range(12):
+            prompt = rng.choice(known)[: rng.choice((4, 50, 150))] + [2] * rng.choice((1, 7, 20, 60))
+            num_prompt = rng.choice((None, rng.randint(0, len(prompt))))
+            traits = RequestTraits(num_prompt_tokens=num_prompt)
+            if batch.admit(0, prompt, traits=traits) is None:
+                continue
+            batch.take_moves()
+            answer = [rng.randrange(3) for _ in range(rng.choice((0, 1, 30)))]
+            for token in answer:
+                batch.settle(batch.step([0], [token]))
+            batch.release([0])
+            index.apply(0, encode_batch(EventBatch(1.0, manager.take_events())))
+            whole = [*prompt, *answer]
+            known.append(whole)
+            for num in (len(prompt), len(prompt) + 1, len(whole), len(whole) + 9):
+                asked = [*whole, *[1] * 9][:num]
+                expected = manager.probe(EngineRequest("p", asked)).num_hit_tokens
+                assert index.find_tokens(asked).tolist() == [expected], (seed, len(prompt), num)
+                num_hits += expected > 0
+                num_answers += expected < num - 9
+        index.check()
+        assert index.num_skipped == 0
+    assert num_hits > 0
+    assert num_answers > 0
 
 
 def full(page_size: int) -> FullAttentionSpec:
@@ -164,6 +211,8 @@ DRAFTED: dict[str, list[Any]] = {
     "a window and a state": [window(4, 9), state(checkpoint_interval=16), full(8)],
     "a state where requests resume": [full(4), state(checkpoint_interval="auto")],
     "a state that is never kept": [full(4), state()],
+    "a reference window": [full(4), REFERENCE],
+    "a reference window and a window": [REFERENCE, window(4, 9)],
     "a ring": [RING, full(4)],
     "a ring and a window": [full(4), RING, window(8, 20)],
     "a ring and a state": [full(4), RING, state(checkpoint_interval=16)],

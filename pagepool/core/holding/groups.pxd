@@ -6,7 +6,7 @@ from pagepool.core.holding.boundaries cimport *
 from pagepool.core.pool cimport PageStore
 from pagepool.core.values cimport HashChain, PageIds, as_list, as_long_long, as_page_ids, new_ids, size_of
 
-cdef struct Kinds:            # groups of one kind have equal rules, and hit alike
+cdef struct Kinds:            # groups of one kind have equal rules, or hit leading pages alike
     const Group **items       # [num] first group of each kind; full attention first: it bounds all hits at the least cost
     Py_ssize_t num
     Py_ssize_t num_hit_hashes  # hits are multiples of this many hashes; 0: nothing hits, because a group is never cached

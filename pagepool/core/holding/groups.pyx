@@ -210,6 +210,15 @@ cdef int64_t bound_peak(const Peak *peak) noexcept nogil:
     return most
 
 
+cdef bint are_alike(const Group *first, const Group *other, bint are_leading) noexcept:
+    """Whether two groups have equal rules, or both hit leading pages of one size, so that a drafter drops one page for both."""
+    if first.stride != other.stride:
+        return False
+    if are_leading:
+        return first.rules.page_size == other.rules.page_size
+    return memcmp(&first.rules, &other.rules, sizeof(Rules)) == 0
+
+
 cdef void list_kinds(CacheGroups groups, bint are_leading) noexcept:
     """Add the groups that hit leading pages, or else all other groups, to the list of kinds."""
     cdef Kinds *kinds = &groups.kinds
@@ -222,7 +231,7 @@ cdef void list_kinds(CacheGroups groups, bint are_leading) noexcept:
             continue
         for kind in range(kinds.num + 1):
             first = kinds.items[kind]  # NULL for the last: no group is of this kind yet
-            if first == NULL or first.stride == group.stride and memcmp(&first.rules, &group.rules, sizeof(Rules)) == 0:
+            if first == NULL or are_alike(first, group, are_leading):
                 break
         group.next_alike = first
         kinds.items[kind] = group
