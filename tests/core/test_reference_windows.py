@@ -56,14 +56,14 @@ def held_pages(batch: RunningBatch, row: int, group: int = 0) -> list[bool]:
 
 @pytest.mark.parametrize("specs", [(REFERENCE,), (FULL, REFERENCE)])
 @pytest.mark.parametrize("pools", [1, 2])
-@pytest.mark.parametrize("num_tokens", [36, 40])
+@pytest.mark.parametrize("num_tokens", [35, 40])
 def test_pages_between_prompt_and_window_are_given_back(specs: tuple[Any, ...], pools: int, num_tokens: int) -> None:
     batch = make_batch(*specs, pools=pools)
     run_row(batch, 0, PROMPT, ANSWER[:num_tokens])
     last = len(PROMPT) + num_tokens - 1  # the position of the last token, whose own slot is written by the last step
     expected = [page < 8 or (page + 1) * PAGE_SIZE > last - WINDOW + 1 for page in range(last // PAGE_SIZE + 1)]
     assert held_pages(batch, 0, len(specs) - 1) == expected
-    assert sum(expected) == 8 + 2
+    assert sum(expected) == 8 + (3 if num_tokens == 35 else 2)
     batch.release([0])
     batch.check()
 
