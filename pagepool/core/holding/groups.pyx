@@ -91,6 +91,7 @@ cdef class CacheGroups:
             self.num += 1
         for g in range(self.num):
             self.groups[g].rules.caches_prompts = self.kinds.has_answers
+            self.groups[g].rules.leaves_pages |= self.kinds.has_answers
         multiple = min(lcm(*[self.groups[g].stride for g in range(self.num)]), MAX_TOKENS + 1)  # no prefix is that long
         are_cached = [self.groups[g].id != NO_GROUP or is_ring(&self.groups[g].rules) for g in range(self.num)]
         self.kinds.num_hit_hashes = multiple if all(are_cached) else 0

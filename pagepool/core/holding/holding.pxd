@@ -145,9 +145,11 @@ cdef inline Limits limits_of(const Holding *holding) noexcept nogil:
         num_room = min(num_room, <int64_t>held.num_pages * group.rules.page_size)
         if rare(group.rules.leaves_pages):
             num_skip = min(num_skip, <int64_t>next_skip(group, first_to_skip(&group.rules, held)))
+            if is_past_prompt(&group.rules, held):
+                continue
         if rare(keeps_checkpoints(group)):
             num_full = min(num_full, find_checkpoint(holding, g))
-        elif group.id != NO_GROUP and not is_past_prompt(&group.rules, held):
+        elif group.id != NO_GROUP:
             num_full = min(num_full, (held.num_cached + <int64_t>1) * group.rules.page_size)
     return Limits(num_room=num_room, num_full=num_full, num_skip=num_skip)
 

@@ -1,6 +1,6 @@
 # Which pages a request needs in a cache group, by the kind of attention.
 
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
 
 from pagepool.core.base cimport MAX_TOKENS
 from pagepool.core.pool cimport NO_GROUP
@@ -10,8 +10,8 @@ cdef struct Rules:            # numbers of tokens
     int32_t window            # tokens that a token attends to, itself included; 0: no sliding window
     int32_t chunk             # tokens of a chunk, which attend only to each other; 0: not chunked
     int32_t answer_window     # tokens of the answer that one of them attends to, itself included; 0: no reference window
-    bint caches_prompts       # no page or state with tokens of an answer is cached: some group has a reference window
-    bint leaves_pages         # pages are skipped as tokens are computed, by one of the three rules above
+    uint8_t caches_prompts    # no page or state with tokens of an answer is cached: some group has a reference window
+    uint8_t leaves_pages      # pages are skipped, or not cached behind a prompt, by one of the four rules above
     int32_t hit_tokens        # hits are multiples of it; 0: any length
     int32_t entry_size        # tokens between prefix entries: page_size, or the interval of a state's checkpoints
     int32_t period            # of a ring: nothing of it is needed at multiples of this many tokens, where hits end; 0: no ring
