@@ -74,7 +74,7 @@ cdef inline int32_t count_prompt_pages(const Rules *rules, const Held *held) noe
 
 
 cdef inline void cut_prompt(const Holding *holding, int32_t num_tokens) noexcept nogil:
-    """Let no more than the first `num_tokens` tokens be of the prompt. Pages behind them that were kept for it can be skipped."""
+    """Let no more than the first `num_tokens` tokens be of the prompt. Pages behind that were kept for it can be skipped."""
     cdef Held *held
     cdef Py_ssize_t g
     for g in range(holding.num_groups):
