@@ -376,3 +376,42 @@ def test_rows_read_their_own_media(seed: int) -> None:
             batch.swap_row(src, tgt)
         batch.check()
     assert num_hits
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_requests_read_their_own_media(seed: int) -> None:
+    """Pages that a medium hits have been written for its key; nothing is held once all requests are free."""
+    rng = Random(seed)
+    tier = {"host_tier": HostTier(60)} if seed % 2 else {}
+    manager = make_manager(1 + seed % 2, 1, 50, 24, caches=rng.choice(("scheduled", "computed")), **tier)
+    running: dict[str, EngineRequest] = {}
+    contents: dict[int, Any] = {}
+    for number in range(200):
+        action, name = rng.random(), f"r{number}"
+        if action < 0.4:
+            options: dict[str, Any] = {"num_encoder_tokens": rng.choice((0, 5, 20)), "cross_key": rng.choice(("a", "b", None))}
+            request = EngineRequest(name, [rng.randrange(2) for _ in range(rng.randint(1, 20))], **options)
+            hits, num_hits = manager.get_computed_pages(request)
+            if manager.allocate_slots(request, request.num_tokens - num_hits, num_hits, hits) is None:
+                assert manager.get_medium(name) is None
+                continue
+            running[name], medium = request, manager.get_medium(name)
+            content = request.cross_key or name, medium.num_tokens
+            assert medium.num_cached_tokens == 0 or {contents[page] for page in medium.page_ids[0]} == {content}
+            contents |= dict.fromkeys(medium.page_ids[0], content)
+            request.num_computed_tokens = request.num_tokens
+        elif running and action < 0.6:
+            request = running[rng.choice([*running])]
+            options = {"num_encoder_tokens": request.num_encoder_tokens, "cross_key": request.cross_key}
+            child = EngineRequest(name, request.all_token_ids, num_computed_tokens=request.num_computed_tokens, **options)
+            if (request.cross_key or not request.num_encoder_tokens) and manager.fork(request, child) is not None:
+                running[name] = child
+                assert manager.get_medium(name) is manager.get_medium(request.request_id)
+        elif running:
+            manager.free(running.pop(rng.choice([*running])))
+        if moves := manager.take_moves().number:
+            manager.complete(moves)
+        manager.check()
+    for request in running.values():
+        manager.free(request)
+    assert manager.stats().num_held_pages == 0
