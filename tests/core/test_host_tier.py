@@ -305,3 +305,20 @@ def test_a_damaged_tier_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integrity, "copy_records", copy_damaged)
     with pytest.raises(IntegrityError, match=r"^host tier: page 3"):
         manager.check()
+
+
+def test_a_refused_load_does_not_refuse_another_request_of_the_same_id() -> None:
+    """A look-up whose loads had no room belongs to its request, and not to a later one with this id."""
+    manager = make_tiered(FULL)
+    for name, num_tokens in (("first", 16), ("held", 24)):
+        request = EngineRequest(name, list(range(len(name), len(name) + num_tokens)))
+        manager.allocate_slots(request, num_tokens)
+        if name == "first":
+            manager.free(request)
+        if number := manager.take_moves().number:
+            manager.complete(number)
+    waiting = EngineRequest("again", [*range(5, 21), 0])
+    hits, num_hits = manager.get_computed_pages(waiting)
+    assert manager.allocate_slots(waiting, 17 - num_hits, num_hits, hits) is None
+    assert manager.allocate_slots(EngineRequest("again", [7] * 3), 3) is not None
+    manager.check()

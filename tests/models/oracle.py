@@ -222,7 +222,7 @@ class OracleManager:
         self.queries: dict[str, dict[str, int]] = {}
         self.counted: set[str] = set()
         self.leases: list[OracleLease] = []  # the oldest first
-        self.short: set[str] = set()  # requests for whose loads too few pages were free when they were looked up last
+        self.short: dict[str, Any] = {}  # requests for whose loads too few pages were free when they were looked up last
         self.waiting: list[tuple[HeldPages, int, int, int]] = []  # pages to enter: holder, place, content, group
         self.enters_later = False
         if self.writes_states:
@@ -288,7 +288,7 @@ class OracleManager:
         be loaded; if too few pages are free for them, that is noted, and the prefix is the longest in the pool.
         """
         tier = self.page_pool.tier
-        self.short.discard(request.request_id)
+        self.short.pop(request.request_id, None)
         length = self._hit_length(request, shard, reaches_tier=True)
         if tier is None or length == self._hit_length(request, shard):
             return self._hits_of(request, length, shard), length
@@ -298,7 +298,7 @@ class OracleManager:
         if tier.load(entries, shard, num_reserved, self.page_pool.tenants.holder_of(request)):
             return self._hits_of(request, length, shard), length
         if self._may_hold(entries, shard):  # else no waiting helps
-            self.short.add(request.request_id)
+            self.short[request.request_id] = request
         return self._find_hits(request, shard)
 
     def find_reachable(self, request: Any, shard: range | Shard | None) -> tuple[PagesByGroup, int]:
@@ -416,7 +416,7 @@ class OracleManager:
         if num_computed + num_new_tokens > self.max_model_len:
             raise ValueError("longer than the model allows")
         is_row = may_add_nothing
-        if request.request_id in self.short and request.request_id not in self.held:
+        if self.short.get(request.request_id) is request and request.request_id not in self.held:
             return None
         self.states.copies.require_none(self.held.get(request.request_id, ()))
         self.writes.require_none_due(request)
@@ -1004,7 +1004,7 @@ class OracleManager:
         """Drop the contents of a finished request's pages, and its counted look-up."""
         self.keys.forget(request.request_id)
         self.counted.discard(request.request_id)
-        self.short.discard(request.request_id)
+        self.short.pop(request.request_id, None)
         self.queries.pop(request.request_id, None)
 
     def get_page_ids(self, request_id: str) -> PagesByGroup:

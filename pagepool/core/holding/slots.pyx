@@ -250,8 +250,9 @@ cdef class SlotAllocator:
         if needs_hashes:
             hashes = self.cut_unsure(request, hashes, held, step)
             tokens = self.read_tokens(request, hashes, step.num_hashed // self.hash_page_size)
-        if step.is_new and hashes is not None and hashes.query is not None and hashes.query.is_short:
-            return None
+        if step.is_new and hashes is not None and hashes.request is request and hashes.query is not None:
+            if hashes.query.is_short:
+                return None
         known = hashes if step.is_new or (needs_hashes and writes_states(&held.holding)) else None
         if step.is_new and self.has_media:
             is_late = self.caches_computed or step.num_to_cache == 0
