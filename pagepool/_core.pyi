@@ -79,6 +79,7 @@ class CacheGroups:
         max_num_tokens: int | None = None,
         bank: int | None = None,
     ) -> int: ...
+    def count_step_pages(self, num_computed_tokens: int, num_slots: int, bank: int) -> int: ...
 
 @final
 class HashChain:
@@ -306,7 +307,8 @@ class SlotAllocator:
 
         New tokens may be unknown ones, such as drafts and tokens in flight: they get slots, but are not cached yet.
 
-        ArgumentError, and no change, for 0 new tokens, for more tokens than `max_model_len`, for hits that are counted among
+        ArgumentError, and no change, for 0 new tokens, for more tokens than `max_model_len`, for more lookahead tokens than a
+        ring can take back, for hits that are counted among
         the new tokens too, and for computed tokens that cannot be: beyond the hits of a request that holds nothing (a preempted
         request starts at 0 again), or beyond the slots of one with pages. MovesDueError, and no change, while moves of its
         pages, or states that its step writes, are due. The state of a state group cannot go back: free a request whose
@@ -884,7 +886,7 @@ class RunningRows:
         of cross-attention, and `encoder_lens` the rows' numbers of encoder tokens, int32 ``[num_rows]``.
         """
     def get_medium(self, row: int) -> Any:
-        """Return the `Medium` that an admitted row reads, None for a free row. Raise ArgumentError for a model without
+        """Return the `Medium` that an admitted row reads, None for a free row, or one without a medium. Raise ArgumentError for a model without
         cross-attention, RowIndexError outside the table.
         """
     def get_page_ids(self, row: int) -> tuple[list[int], ...]:
@@ -907,6 +909,7 @@ class RowRequest:
         reserves_prompt: bool = False,
         num_prompt_tokens: int | None = None,
     ) -> Self: ...
+    def count_least_tokens(self) -> int: ...
     def admit(
         self,
         extra_keys: Sequence[tuple[int | None, bytes]] = (),

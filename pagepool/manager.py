@@ -350,8 +350,12 @@ class CacheManager(KeyHolder, SlotAllocator):
             of_group = enumerate(sizes.pool_of_group[:num_others] if len(self.pools) > 1 else ())
             configuration = hasher.describe() | rules.configuration
             configuration |= {f"kv_cache_groups[{i}].pool": sizes.names[number] for i, number in of_group}
+            crossed: Configuration = {
+                f"kv_cache_groups[{i}].type_id": group.kv_cache_spec.type_id
+                for i, group in enumerate(self.cross_groups, num_others)
+            }
             for pool in self.pools.values():
-                pool.bind(configuration)
+                pool.bind(configuration | crossed)
             if self._store.eviction == "adaptive":
                 link_checkpoints(self._store, kv_cache_groups, sizes.pool_of_group[:num_others])
             if rules.checkpoint_interval is not None:
@@ -361,7 +365,16 @@ class CacheManager(KeyHolder, SlotAllocator):
                 self._store.keep_whole_digests()
         self.registry = RequestRegistry(self._page_pool, rules, hasher, configuration, max_leased, self._trusts_requests)
         if self.cross_groups:
-            self.registry.media = Media(self._store, self.pools, self.cross_groups, num_others, hashing, self.enable_caching)
+            self.registry.media = Media(
+                self._store,
+                self.pools,
+                self.cross_groups,
+                rules.groups,
+                hashing,
+                self.enable_caching,
+                caches == "computed",
+                self._num_set_aside,
+            )
         self.caches = caches
         self._caches_computed = caches == "computed" and self.enable_caching
         super().__init__(self.registry, self.max_model_len, self._on_too_large, self._caches_computed)
@@ -469,6 +482,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         *,
         num_lookahead_tokens: int = 0,
         num_reserved_pages: int = 0,
+        num_encoder_tokens: int = 0,
         dp_shard_hint: int | None = None,
         data_parallel_size: int | None = None,
     ) -> None:
@@ -476,11 +490,12 @@ class CacheManager(KeyHolder, SlotAllocator):
         or cannot run even alone, in an empty pool without leases: call this when it arrives.
 
         Each step computes up to `max_num_new_tokens` tokens (None: the manager's `max_num_batched_tokens`), with slots for
-        `num_lookahead_tokens` more. `num_reserved_pages` of the pool stay free. With `data_parallel_size` the request has the
-        pages of shard `dp_shard_hint`; if that is None, those of the smallest shard. A request that passes can run to its end
-        with any steps up to these limits, after any hit; for others some such steps lack pages. `RunningBatch.admit` with
-        `reserve` takes the pages of all known tokens at once: pass `num_tokens` as `max_num_new_tokens` for it. O(groups); if
-        page sizes or chunks differ, O(groups x pages in their common multiple).
+        `num_lookahead_tokens` more. `num_reserved_pages` of the pool stay free. With cross-attention the request also holds the
+        pages of `num_encoder_tokens`; ArgumentError for more of these than the model has. With `data_parallel_size` the request
+        has the pages of shard `dp_shard_hint`; if that is None, those of the smallest shard. A request that passes can run to
+        its end with any steps up to these limits, after any hit; for others some such steps lack pages. `RunningBatch.admit`
+        with `reserve` takes the pages of all known tokens at once: pass `num_tokens` as `max_num_new_tokens` for it. O(groups);
+        if page sizes or chunks differ, O(groups x pages in their common multiple).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, SlidingWindowSpec
         >>> window = SlidingWindowSpec(4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False, sliding_window=9)
@@ -499,6 +514,9 @@ class CacheManager(KeyHolder, SlotAllocator):
         num_reserved = require_int("num_reserved_pages", num_reserved_pages, 0, MAX_SIZE)
         size = None if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size, 1)
         self._store.require_even(size)
+        media = self.registry.media
+        max_num_encoder_tokens = 0 if media is None else media.max_num_tokens
+        num_encoder_tokens = require_int("num_encoder_tokens", num_encoder_tokens, 0, max_num_encoder_tokens)
         steps = f" in steps of up to {num_new_tokens:,}" if num_new_tokens < num_tokens else ""
         ahead = f", with slots for {num_ahead:,} more," if num_ahead else ""
         for bank, (name, pool) in enumerate(self.pools.items()):
@@ -506,15 +524,17 @@ class CacheManager(KeyHolder, SlotAllocator):
             start, stop = find_shard_bounds(pool.num_pages, 0 if dp_shard_hint is None else dp_shard_hint, size)
             num_here = num_usable if stop is None else stop - start
             count_peak_pages = partial(self._rules.groups.count_peak_pages, num_tokens, bank=bank)
-            num_pages = count_peak_pages(max(1, num_new_tokens), num_ahead, self.max_model_len)
+            num_media = 0 if media is None else media.count_pages(num_encoder_tokens, bank)
+            num_pages = num_media + count_peak_pages(max(1, num_new_tokens), num_ahead, self.max_model_len)
             if num_pages <= num_here and num_pages + num_kept <= num_usable:
                 continue
-            needed = f"a request of {count_of(num_tokens, 'token')}{steps}{ahead} needs {count_of(num_pages, 'page')}"
+            encoded = f" and {count_of(num_encoder_tokens, 'encoder token')}" if num_media else ""
+            needed = f"a request of {count_of(num_tokens, 'token')}{encoded}{steps}{ahead} needs {count_of(num_pages, 'page')}"
             which = "the pool" if len(self.pools) == 1 else f"the pool {name!r}"
             in_pool = "" if len(self.pools) == 1 else f" in the pool {name!r}"
             has = f"{which} has {num_usable:,}" if stop is None else f"the shard has {num_here:,}{in_pool}"
             kept = f", and {num_kept:,} of the pool's {num_usable:,} stay free" if num_kept else ""
-            if most is None and count_peak_pages(1, num_ahead, self.max_model_len) < num_pages:
+            if most is None and num_media + count_peak_pages(1, num_ahead, self.max_model_len) < num_pages:
                 kept += "; in steps of fewer tokens it needs less: name max_num_new_tokens, or max_num_batched_tokens"
             raise RequestTooLargeError(f"{needed}, {has}{kept}")
 
@@ -597,7 +617,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 return rewind_request(held, failed)
             finally:
                 if held is not None and not held:
-                    del self.registry.held[request.request_id]
+                    self._forget(request)
 
     @property
     def checkpoint_interval(self) -> int | None:
@@ -629,6 +649,8 @@ class CacheManager(KeyHolder, SlotAllocator):
                 allowed = f"equal, and at most {held.num_room_tokens}, for which there are slots"
                 raise ArgumentError(f"num_computed_tokens: got {shown(num_tokens)} and {shown(num_new)}, allowed: {allowed}")
             held.require_moves_taken(may_be_read=True)
+            if self.registry.media is not None:
+                self.registry.media.require_same(request, new_request)
             if self.enable_caching and not self.registry.share_hashes(request, new_request, num_tokens):
                 got = f"{num_tokens} first tokens, or extra keys, that are not those of request {shown(request.request_id)}"
                 raise ArgumentError(f"request {shown(new_request.request_id)}: got {got}, allowed: the same")
@@ -650,8 +672,8 @@ class CacheManager(KeyHolder, SlotAllocator):
                     del self.registry.held[new_request.request_id]
                 if not is_forked:
                     self.registry.hashes.pop(new_request.request_id, None)
-            if is_forked and self.registry.media is not None:
-                self.registry.media.fork(request, new_request)
+                elif self.registry.media is not None:
+                    self.registry.media.fork(request, new_request)
             return CachePages(target.get_page_ids(), self._store) if is_forked else None
 
     # The host tier.
@@ -675,6 +697,12 @@ class CacheManager(KeyHolder, SlotAllocator):
         """
         unlink_storage(self._store)
         self._storage = None
+
+    def _forget(self, request: Request) -> None:
+        """Forget a request that has given its pages back, and its medium."""
+        del self.registry.held[request.request_id]
+        if self.registry.media is not None:
+            self.registry.media.end(request, 0)
 
     # External tokens and leases.
 
@@ -715,7 +743,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             self.registry.require_same(request, held)
             if gives_all_back:
                 held.give_back()
-                del self.registry.held[request.request_id]
+                self._forget(request)
                 return 0
             with self.registry.naming(held, hashes, held.count_entered_hashes(start), start + num_tokens) as context:
                 held.end_external(None if hashes is None else hashes.chain, start + num_tokens, is_failed, context)
@@ -973,7 +1001,7 @@ class CacheManager(KeyHolder, SlotAllocator):
             if num_computed_tokens is not None:
                 registry.forget_evicted_names()
             if registry.media is not None:
-                registry.media.end(request, has_failed=num_computed_tokens is not None)
+                registry.media.end(request, num_computed_tokens)
 
     def _count_last_tokens(self, request: Request, num_computed_tokens: int | None, held: RequestPages | None) -> int:
         """Return the computed tokens of a request up to the last state that becomes a checkpoint as it ends; 0 without any."""
@@ -1071,7 +1099,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         return self._store.lists_in_banks(self._no_ids if held is None else held.get_page_ids())
 
     def get_medium(self, request_id: str) -> Medium | None:
-        """Return the pages of the encoder's output that a request reads, with cross-attention; None for one without pages."""
+        """Return the pages of the encoder's output that a request reads; None for a request without any."""
+        require_name("request_id", request_id)
         return None if self.registry.media is None else self.registry.media.of_request.get(request_id)
 
     def get_num_common_prefix_pages(self, request: Request, num_scheduled_requests: int) -> list[int]:

@@ -1,8 +1,11 @@
 """Media: the pages of encoders' outputs, which layers of cross-attention read.
 
-A medium, such as an audio or a picture, gets its pages with the first pages of its request or row, and they do not grow. Media
-with one key share pages. A medium is to a core of groups of its own what a request is to the model's other groups: its hashes,
-hits and pages are those of a prompt of `num_encoder_tokens` tokens that hits as a whole, or not at all.
+A medium, such as an audio or a picture, gets its pages with the first pages of its request or row, and they do not grow. Its
+pages are to a core of groups of its own what a prompt of `num_encoder_tokens` tokens is to the model's other groups: hashes,
+hits and checks are the same code, except that a medium hits as a whole, or not at all.
+
+The pool has entries only for media whose encoders have run. Until then, requests and rows with one key share the pages by this
+module. So a step that fails has no entries to drop: the encoder runs again, with the next step.
 """
 
 from __future__ import annotations
@@ -17,48 +20,98 @@ import numpy.typing as npt
 
 from pagepool._core import CacheGroups, HashChain, PageIds, PageRules, PageStore, RequestPages, StepResult, find_prefix
 from pagepool.arguments import read_count, require_int
-from pagepool.errors import ArgumentError, RequestTooLargeError
+from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, RequestTooLargeError, count_of, shown
 from pagepool.group_rules import kind_of
 from pagepool.host_table import HostTable
 from pagepool.page_hashing import PageHashing
 from pagepool.page_pool import PagePool
 from pagepool.request import RequestTraits
-from pagepool.specs import CacheGroupSpec, cdiv, find_shard, find_shard_bounds
+from pagepool.specs import CacheGroupSpec, cdiv, find_shard, find_shard_bounds, usable_pages_count
 
 Array = npt.NDArray[np.int32]
+Progress = Callable[[], tuple[int, int] | None]
 
-NO_PAGES: tuple[int, ...] = ()
+NO_STAY = -1
+
+
+def _no_progress() -> None:
+    """Return None: the owner was not admitted yet."""
 
 
 class Medium:
-    """The pages of one encoder's output: `CacheManager.get_medium` and `RunningBatch.get_medium` return it.
+    """The pages of one encoder's output, for one request or row: see `CacheManager.get_medium` and `RunningBatch.get_medium`.
 
-    `page_ids` has a tuple of ids in their pool for each group of cross-attention, `num_tokens` is the number of encoder tokens,
-    and `num_cached_tokens` is the same number if the pages were hit, so that the encoder need not run, otherwise 0.
+    `page_ids` has a tuple of ids in their pool for each group of cross-attention, and `num_tokens` is the number of encoder
+    tokens. `num_cached_tokens` is the same number if the pages were hit, so that the encoder need not run, otherwise 0. If the
+    pages were hit while another request or row was to run the encoder, and this fails, it becomes 0.
     """
 
-    def __init__(self, page_ids: tuple[tuple[int, ...], ...], num_tokens: int, num_cached_tokens: int) -> None:
-        """Describe pages that `Media` holds."""
-        self.page_ids, self.num_tokens, self.num_cached_tokens = page_ids, num_tokens, num_cached_tokens
-        self.pages: RequestPages | None = None
-        self.chain: HashChain | None = None  # until the pages are cached
-        self.num_holders = 1
-        self.step: StepResult | None = None  # the step of a row that runs the encoder
-        self.has_run: Callable[[], bool] = _always
+    def __init__(self, encoding: Encoding, is_hit: bool) -> None:
+        """Share the pages of an encoding."""
+        self.encoding, self.is_hit = encoding, is_hit
+        self.is_planned = self.has_run = False  # a step of the owner
+        self.num_before = 0
+        self._progress: Progress = _no_progress
+        self.step: StepResult | None = None  # the owner's first step, if it may fail
+        encoding.media.append(self)
+
+    def follow(self, num_before: int, progress: Progress) -> None:
+        """Let `progress` tell how many tokens of the owner are planned, and how many have been computed for certain. More than
+        `num_before` have been once the encoder has run.
+        """
+        self.num_before, self._progress = num_before, progress
+        self.update()
 
     @property
-    def is_in_flight(self) -> bool:
-        """Whether its encoder runs in a step that was not settled."""
-        return self.num_cached_tokens == 0 and self.step is not None and not self.step.is_settled
+    def page_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Ids of the pages in their pool, for each group of cross-attention."""
+        return self.encoding.page_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of encoder tokens."""
+        return self.encoding.num_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """`num_tokens` if the encoder need not run for this owner, otherwise 0."""
+        return self.num_tokens if self.is_hit else 0
+
+    def update(self) -> None:
+        """Read how far the owner has come; nothing changes once it has ended."""
+        counts = self._progress()
+        if counts is not None:
+            self.is_planned, self.has_run = (count > self.num_before for count in counts)
 
     def __repr__(self) -> str:
         """Show the pages."""
         return f"Medium(page_ids={self.page_ids}, num_tokens={self.num_tokens}, num_cached_tokens={self.num_cached_tokens})"
 
 
-def _always() -> bool:
-    """Return True: pages are cached as they are scheduled."""
-    return True
+class Encoding:
+    """The pages of one encoder's output, and the media that share them."""
+
+    def __init__(self, pages: RequestPages, page_ids: tuple[tuple[int, ...], ...], num_tokens: int) -> None:
+        """Start without media."""
+        self.pages, self.page_ids, self.num_tokens = pages, page_ids, num_tokens
+        self.media: list[Medium] = []
+        self.chain: HashChain | None = None  # None: nobody else can hit the pages
+        self.shard: tuple[int, int] | None = None
+
+    def has_name(self, chain: HashChain, shard: tuple[int, int] | None) -> bool:
+        """Whether the pages have these hashes, in this shard."""
+        return self.chain is not None and self.chain[len(self.chain) - 1] == chain[len(chain) - 1] and self.shard == shard
+
+    def list_media(self) -> list[Medium]:
+        """Return the media as their owners are now."""
+        media = [*self.media]  # reading a request's progress may call its own code
+        for medium in media:
+            medium.update()
+        return media
+
+    def is_to_be_run(self) -> bool:
+        """Whether the encoder runs in a planned step."""
+        return any(medium.is_planned and not medium.is_hit for medium in self.list_media())
 
 
 class _Key(NamedTuple):
@@ -83,13 +136,19 @@ class Media:
         store: PageStore,
         pools: Mapping[str, PagePool],
         groups: Sequence[CacheGroupSpec],
-        first_group: int,
+        own_groups: CacheGroups,
         hashing: PageHashing,
         enable_caching: bool,
+        caches_computed: bool,
+        num_set_aside: Sequence[int],
     ) -> None:
-        """`groups` have numbers from `first_group` on in the prefix index."""
-        self._store, self._first_pool = store, next(iter(pools.values()))
-        self._pools, self._banks = [pools[group.pool] for group in groups], [[*pools].index(group.pool) for group in groups]
+        """`groups` have the numbers behind `own_groups`, the model's others, in the prefix index. With `caches_computed` media
+        hit once their encoder has run, otherwise once its step is planned. `num_set_aside` pages of each pool are for no
+        request.
+        """
+        self._store, self._all_pools, self._own_groups = store, pools, own_groups
+        self._first_pool, self._num_set_aside = next(iter(pools.values())), num_set_aside
+        banks = [[*pools].index(group.pool) for group in groups]
         specs: list[Any] = [group.kv_cache_spec for group in groups]
         for name in ("page_size", "max_num_encoder_tokens"):
             sizes = {getattr(spec, name) for spec in specs}
@@ -98,10 +157,12 @@ class Media:
         self.page_size, self.max_num_tokens = specs[0].page_size, specs[0].max_num_encoder_tokens
         hasher = replace(hashing, use_eagle=False, hash_lookahead=0).make_hasher(self.page_size)
         self._hasher = hasher if enable_caching and hasher.is_native else None
-        numbers = [None if self._hasher is None else first_group + i for i in range(len(groups))]
+        numbers = [None if self._hasher is None else len(own_groups) + i for i in range(len(groups))]
         rules = [(PageRules(spec.page_size), number, 1) for spec, number in zip(specs, numbers, strict=True)]
-        self._groups, self.num_groups = CacheGroups(rules, banks=self._banks), len(groups)
-        self._live: dict[int, Medium] = {}  # the keys are identities
+        self._groups, self.num_groups = CacheGroups(rules, banks=banks), len(groups)
+        self.caches_computed = caches_computed
+        self._live: dict[Encoding, None] = {}
+        self._unsure: dict[Encoding, None] = {}  # those of the live ones whose encoder has not run for certain
         self.of_request: dict[str, Medium] = {}
 
     @property
@@ -111,7 +172,7 @@ class Media:
 
     def list_pages(self) -> list[RequestPages]:
         """Return the pages of all media."""
-        return [medium.pages for medium in self._live.values() if medium.pages is not None]
+        return [encoding.pages for encoding in self._live]
 
     def read(self, owner: Any) -> int:
         """Return the number of a medium's tokens. Raise ArgumentError for too many."""
@@ -119,40 +180,35 @@ class Media:
         return 0 if num_tokens is None else require_int("num_encoder_tokens", num_tokens, 0, self.max_num_tokens)
 
     def take(self, owner: Any, dp_shard_hint: int | None = None, data_parallel_size: int | None = None) -> Medium | None:
-        """Hold the pages of a new holder's medium: those that its key hits, or new ones. None, without a change, if too few
-        pages are free. Raise RequestTooLargeError for a medium that the pool, or its shard, can never hold. O(pages).
+        """Hold the pages of a new owner's medium: those that its key hits, or new ones. None, without a change, if too few
+        pages are free. O(pages + encoders that have not run).
         """
         num_tokens = self.read(owner)
         num_slots = cdiv(num_tokens, self.page_size) * self.page_size
         shard = find_shard(self._first_pool.num_pages, dp_shard_hint, data_parallel_size)
-        self._require_fit(num_slots // self.page_size, shard)
-        medium = Medium(tuple(NO_PAGES for _ in self._pools), num_tokens, 0)
-        if not num_tokens:
-            return medium
-        self._cache_ready()
-        inside = find_shard_bounds(self._first_pool.num_pages, dp_shard_hint, data_parallel_size)
-        medium.pages = RequestPages(self._store, self._groups, num_slots, owner)
+        self.settle()
         chain = self._hash(owner, num_tokens, num_slots)
+        shared = None if chain is None else self._find_unsure(chain, shard)
+        if shared is not None:
+            return Medium(shared, is_hit=True)
+        if self._find_misfit(num_tokens, shard) is not None:
+            return None
+        pages = RequestPages(self._store, self._groups, num_slots, owner)
         hits: tuple[PageIds, ...] = ()
         if chain is not None:
+            inside = find_shard_bounds(self._first_pool.num_pages, dp_shard_hint, data_parallel_size)
             found, num_hit_tokens = find_prefix(self._store, self._groups, chain, num_slots + 1, inside)
             hits = found if num_hit_tokens == num_slots else hits
         number, num_shards = (None, 0) if shard is None else shard
-        if medium.pages.allocate(num_slots, 0, hits, chain, 0, number, num_shards) is None:
+        if pages.allocate(num_slots, 0, hits, chain, 0, number, num_shards) is None:
             return None
-        self._live[id(medium)] = medium
-        medium.page_ids = tuple(tuple(ids) for ids in self._store.lists_in_banks(medium.pages.get_page_ids()))
-        medium.num_cached_tokens, medium.chain = num_tokens if hits else 0, None if hits else chain
-        return medium
-
-    def _require_fit(self, num_pages: int, shard: tuple[int, int] | None) -> None:
-        number, num_shards = (0, 1) if shard is None else shard
-        for bank in set(self._banks):
-            needed, pool = num_pages * self._banks.count(bank), self._pools[self._banks.index(bank)]
-            num_usable = pool.num_pages // num_shards - (number == 0)
-            if needed > num_usable:
-                where = "the pool" if shard is None else "the shard"
-                raise RequestTooLargeError(f"num_encoder_tokens: a medium needs {needed:,} pages, {where} has {num_usable:,}")
+        page_ids = tuple(tuple(ids) for ids in self._store.lists_in_banks(pages.get_page_ids()))
+        encoding = Encoding(pages, page_ids, num_tokens)
+        self._live[encoding] = None
+        if not hits:
+            encoding.chain, encoding.shard = chain, shard
+            self._unsure[encoding] = None
+        return Medium(encoding, bool(hits))
 
     def _hash(self, owner: Any, num_tokens: int, num_slots: int) -> HashChain | None:
         """Return the keys of a medium's pages; None if nothing names it."""
@@ -165,168 +221,264 @@ class Media:
         self._hasher.extend(hashes, prompt, num_slots // self.page_size)
         return hashes.chain
 
-    def _cache_ready(self) -> None:
-        """Cache the media whose encoders have run."""
-        for medium in self._live.values():
-            if medium.chain is not None and medium.has_run():
-                self.cache(medium)
+    def _find_unsure(self, chain: HashChain, shard: tuple[int, int] | None) -> Encoding | None:
+        """Return an encoding with this name whose encoder runs in a planned step."""
+        for encoding in () if self.caches_computed else [*self._unsure]:
+            if encoding.has_name(chain, shard) and encoding.is_to_be_run():
+                return encoding
+        return None
 
-    def cache(self, medium: Medium) -> None:
-        """Cache the pages of a medium that has a key. O(pages)."""
-        if medium.chain is not None and medium.pages is not None:
-            num_slots = len(medium.chain) * self.page_size
-            medium.pages.enter(medium.chain, num_slots, num_slots)
-            medium.chain = None
+    # Capacity.
 
-    def share(self, medium: Medium) -> Medium:
-        """Add a holder."""
-        medium.num_holders += 1
-        return medium
+    def count_pages(self, num_tokens: int, bank: int) -> int:
+        """Return the pages that a medium needs in a pool, given by its place."""
+        return self._groups.count_step_pages(0, num_tokens, bank)
 
-    def give_back(self, medium: Medium, is_void: bool = False) -> None:
-        """Let a holder go. The last one gives the pages back, which stay cached if the encoder has run; it has not if the
-        medium `is_void`. O(pages).
+    def _find_misfit(
+        self, num_tokens: int, shard: tuple[int, int] | None, num_computed_tokens: int = 0, num_slots: int = 0
+    ) -> str | None:
+        """Say in which pool a medium does not fit, even alone, beside the pages of its owner's first step."""
+        number, num_shards = (0, 1) if shard is None else shard
+        for bank, (name, pool) in enumerate(self._all_pools.items()):
+            num_pages = self.count_pages(num_tokens, bank)
+            num_own = self._own_groups.count_step_pages(num_computed_tokens, num_slots, bank) if num_slots else 0
+            num_usable = usable_pages_count(pool.num_pages) - self._num_set_aside[bank]
+            if shard is not None:
+                num_usable = pool.num_pages // num_shards - (number == 0)
+            if num_pages and num_pages + num_own > num_usable:
+                where = ("the pool" if shard is None else "the shard") + (f" {name!r}" if len(self._all_pools) > 1 else "")
+                beside = f", and {count_of(num_own, 'page')} of its request at once" if num_own else ""
+                needed = f"a medium of {num_tokens:,} tokens needs {count_of(num_pages, 'page')}{beside}"
+                return f"{needed}, {where} has {num_usable:,}"
+        return None
+
+    def require_fit(
+        self, owner: Any, dp_shard_hint: int | None, data_parallel_size: int | None, num_computed_tokens: int, num_slots: int
+    ) -> None:
+        """Raise RequestTooLargeError if an owner that was refused can never hold its medium beside the pages of its first step,
+        from `num_computed_tokens` to `num_slots`. O(groups).
         """
-        medium.num_holders -= 1
-        if medium.num_holders == 0 and medium.pages is not None:
-            if not is_void and medium.has_run():
-                self.cache(medium)
-            medium.pages.give_back()
-            del self._live[id(medium)]
+        shard = find_shard(self._first_pool.num_pages, dp_shard_hint, data_parallel_size)
+        misfit = self._find_misfit(self.read(owner), shard, num_computed_tokens, num_slots)
+        if misfit is not None:
+            raise RequestTooLargeError(f"{misfit}: no waiting helps, see CacheManager.require_capacity")
+
+    # Progress.
+
+    def settle(self) -> None:
+        """Cache the media whose encoders have run. O(media whose encoders have not)."""
+        for encoding in [*self._unsure]:
+            if any(medium.has_run for medium in encoding.list_media()):
+                self._cache(encoding)
+
+    def _cache(self, encoding: Encoding) -> None:
+        """Let the pages of an encoding hit from now on, if it has a name. O(pages)."""
+        if encoding not in self._unsure:
+            return
+        del self._unsure[encoding]
+        if encoding.chain is not None:
+            num_slots = len(encoding.chain) * self.page_size
+            encoding.pages.enter(encoding.chain, num_slots, num_slots)
+            encoding.chain = None
+
+    def lose(self) -> None:
+        """Let each owner run the encoder of its medium if no planned step does so. O(media whose encoders have not)."""
+        for encoding in [*self._unsure]:
+            if not encoding.is_to_be_run():
+                for medium in encoding.media:
+                    medium.is_hit = False
+
+    def give_back(self, medium: Medium, *, has_run: bool) -> None:
+        """Let an owner go; its medium is cached if the encoder has run for certain. The last owner's pages go back to the pool.
+        O(pages).
+        """
+        encoding = medium.encoding
+        encoding.media.remove(medium)
+        if has_run:
+            self._cache(encoding)
+        if not encoding.media:
+            self._unsure.pop(encoding, None)
+            del self._live[encoding]
+            encoding.pages.give_back()
 
     # Requests.
 
-    def begin(self, request: Any, dp_shard_hint: int | None, data_parallel_size: int | None, is_late: bool) -> bool:
-        """Hold the medium of a new request; False if too few pages are free. If pages are cached late, so is the medium: once a
-        token of the request was computed.
+    def begin(
+        self, request: Any, dp_shard_hint: int | None, data_parallel_size: int | None, num_before: int, is_planned: bool
+    ) -> bool:
+        """Hold the medium of a new request; False if too few pages are free. Its encoder has run once the request has more than
+        `num_before` computed tokens.
         """
-        self.end(request)  # of an earlier turn, whose pages were given back without `free`
+        if not self.read(request):
+            return True
         medium = self.take(request, dp_shard_hint, data_parallel_size)
         if medium is None:
             return False
-        if is_late:
-            num_before = read_count(request, "num_computed_tokens")
-            medium.has_run = lambda: read_count(request, "num_computed_tokens") > num_before
+        medium.follow(num_before, partial(_count_tokens, request, num_before + is_planned))
         self.of_request[request.request_id] = medium
         return True
 
-    def end(self, request: Any, *, has_failed: bool = False, is_void: bool = False) -> None:
-        """Let a request's medium go. Where the request's step did not run, neither did its encoder, and the medium loses its
-        entries; if the medium `is_void`, it has none.
-        """
+    def end(self, request: Any, num_computed_tokens: int | None = None) -> None:
+        """Let a request's medium go. Its steps have computed `num_computed_tokens`, hits included; None: all planned ones."""
         medium = self.of_request.pop(request.request_id, None)
         if medium is None:
             return
-        if has_failed and medium.num_cached_tokens == 0:
-            self.forget(medium)
-        self.give_back(medium, is_void)
+        medium.update()
+        has_run = medium.has_run or (medium.is_planned and not self.caches_computed)
+        if num_computed_tokens is not None:
+            has_run = num_computed_tokens > medium.num_before
+        self.give_back(medium, has_run=has_run)
+        if not has_run:
+            self.lose()
 
     def fork(self, request: Any, new_request: Any) -> None:
-        """Let a new request share the medium of another one."""
-        self.of_request[new_request.request_id] = self.share(self.of_request[request.request_id])
+        """Let a new request share the medium of another one, if that has one."""
+        medium = self.of_request.get(request.request_id)
+        if medium is not None:
+            self.of_request[new_request.request_id] = self.share(medium, partial(_count_tokens, new_request, 0))
 
-    def forget(self, medium: Medium) -> None:
-        """Drop the entries of a medium whose encoder did not run after all; nobody has its content then. O(media + pages)."""
-        medium.chain = None
-        for pool, ids in zip(self._pools, medium.page_ids, strict=True):
-            pool.evict_pages(ids)
-        lost = {(group, page_id) for group, ids in enumerate(medium.page_ids) for page_id in ids}
-        for other in self._live.values():
-            if not lost.isdisjoint((group, page_id) for group, ids in enumerate(other.page_ids) for page_id in ids):
-                other.num_cached_tokens, other.chain = 0, None
+    def share(self, medium: Medium, progress: Progress) -> Medium:
+        """Return the medium of an owner that continues another one."""
+        shared = Medium(medium.encoding, is_hit=True)
+        shared.follow(medium.num_before, progress)
+        return shared
+
+    def require_same(self, request: Any, new_request: Any) -> None:
+        """Raise ArgumentError for a fork that names another medium."""
+        for name in ("num_encoder_tokens", "cross_key"):
+            mine, new = getattr(request, name, None), getattr(new_request, name, None)
+            if mine != new and (mine or new):
+                raise ArgumentError(f"request {shown(new_request.request_id)}: got {name} {shown(new)}, allowed: {shown(mine)}")
+
+
+def _count_tokens(request: Any, num_scheduled_tokens: int) -> tuple[int, int]:
+    """Return the planned and the computed tokens of a request; a wrong number counts as 0 here."""
+    try:
+        num_tokens = read_count(request, "num_computed_tokens")
+    except (ArgumentError, ArgumentTypeError):
+        num_tokens = 0
+    return max(num_tokens, num_scheduled_tokens), num_tokens
 
 
 class RowMedia:
-    """The media of a batch's rows, by row. Stays tell which rows have ended. Methods take the manager's lock."""
+    """The media of a batch's rows, by row. The batch's stays tell which rows have ended.
 
-    def __init__(
-        self, media: Media, lock: Any, stays: npt.NDArray[np.int64], num_computed_tokens: Array, caches_computed: bool
-    ) -> None:
-        """Start without media. `stays` and `num_computed_tokens` are the batch's live arrays. With `caches_computed`, a medium
-        hits once the step of its row is settled or, without one, once the row's next step is planned.
-        """
-        self._all, self._lock, self._waits = media, lock, caches_computed
-        self._stays, self._num_computed = stays, num_computed_tokens
+    ``lock`` is the manager's. Callers hold it around each change of the rows and the call that follows; ``with`` takes it and
+    notes before the change which encoders have run.
+    """
+
+    def __init__(self, media: Media, lock: Any, stays: npt.NDArray[np.int64], num_computed_tokens: Array) -> None:
+        """Start without media. `stays` and `num_computed_tokens` are the batch's live arrays."""
+        self.lock, self._all = lock, media
+        self._stays, self._num_computed, self._num_final = stays, num_computed_tokens, num_computed_tokens
         self.tables = tuple(HostTable(stays.size, media.num_columns) for _ in range(media.num_groups))
         self.num_encoder_tokens: Array = np.zeros(stays.size, np.int32)
         self._media: list[Medium | None] = [None] * stays.size
-        self._own_stays = np.zeros_like(stays)
-        self._ended: list[Medium] = []  # media whose rows ended before the step of the encoder
+        self._own_stays = np.full_like(stays, NO_STAY)  # rows without a medium have NO_STAY
+
+    def __enter__(self) -> None:
+        """Begin a change of the rows: take the lock, and note which encoders have run. O(media whose encoders have not)."""
+        self.lock.acquire()
+        self._all.settle()
+
+    def __exit__(self, *_: object) -> None:
+        """Give the lock back."""
+        self.lock.release()
+
+    def watch(self, num_final_tokens: Array) -> None:
+        """Read from this array how many leading tokens of each row no step in flight computes."""
+        self._num_final = num_final_tokens
 
     def __getitem__(self, row: int) -> Medium | None:
-        """Return the medium of a row; None if the row is free."""
-        self.collect()
-        return self._media[row]
+        """Return the medium of a row; None if the row is free, or has none."""
+        with self.lock:
+            return self._media[row]
 
     def take(self, traits: RequestTraits, data_parallel_size: int | None) -> Medium | None:
         """Hold the pages of a new row's medium: see `Media.take`."""
-        with self._lock:
-            self.collect()
-            return self._all.take(traits, traits.dp_shard, data_parallel_size)
+        self.collect(may_fail=True)  # after a call that was interrupted
+        return self._all.take(traits, traits.dp_shard, data_parallel_size)
 
-    def settle_admission(self, medium: Medium, row: int | None, step: StepResult | None) -> None:
-        """Let an admitted row have the medium that was taken for it; give it back if there is no such row."""
-        with self._lock:
-            if row is None:
-                self._all.give_back(medium, is_void=True)
-                return
-            medium.step = step
-            if self._waits:
-                of_row = partial(self._is_past, self._stays[row], self._num_computed[row])
-                medium.has_run = of_row if step is None else partial(getattr, step, "is_settled")
-            self._place(row, medium)
+    def require_fit(self, traits: RequestTraits, data_parallel_size: int | None, num_tokens: int) -> None:
+        """Raise RequestTooLargeError if a row that needs slots for `num_tokens` tokens, whatever it hits, can never hold its
+        medium too.
+        """
+        self._all.require_fit(traits, traits.dp_shard, data_parallel_size, max(0, num_tokens - 1), num_tokens)
 
-    def _is_past(self, stay: int, num_tokens: int) -> bool:
-        """Whether the row of a stay has more computed tokens than these, or has ended."""
+    def read(self, traits: RequestTraits) -> int:
+        """Return the number of a medium's tokens. Raise ArgumentError for too many."""
+        return self._all.read(traits)
+
+    def give_back(self, medium: Medium) -> None:
+        """Give back the medium of a row that was refused."""
+        self._all.give_back(medium, has_run=False)
+
+    def place(self, row: int, medium: Medium, num_before: int, step: StepResult | None) -> None:
+        """Let an admitted row, with `num_before` hit and awaited tokens, have the medium that was taken for it. Its first step,
+        if that can fail, is `step`.
+        """
+        self._show(row, medium)
+        medium.step = step
+        medium.follow(num_before, self._progress_of(row))
+
+    def _progress_of(self, row: int) -> Progress:
+        return partial(self._count_tokens, int(self._stays[row]))
+
+    def _count_tokens(self, stay: int) -> tuple[int, int] | None:
+        """Return the planned and the computed tokens of the row with this stay; None once it has ended."""
         rows = np.flatnonzero(self._stays == stay)
-        return rows.size == 0 or bool(self._num_computed[rows[0]] > num_tokens)
+        return (int(self._num_computed[rows[0]]), int(self._num_final[rows[0]])) if rows.size else None
 
-    def _place(self, row: int, medium: Medium) -> None:
+    def _show(self, row: int, medium: Medium) -> None:
         self._media[row], self._own_stays[row], self.num_encoder_tokens[row] = medium, self._stays[row], medium.num_tokens
         for table, ids in zip(self.tables, medium.page_ids, strict=True):
             table.add_row([*ids], row)
 
-    def collect(self) -> None:
-        """Give back the media of rows that ended. O(rows)."""
-        with self._lock:
-            for row in np.flatnonzero(self._own_stays != self._stays).tolist():
-                medium, self._media[row] = self._media[row], None
-                self._own_stays[row] = self.num_encoder_tokens[row] = 0
-                for table in self.tables:
-                    table.clear_row(row)
-                if medium is not None:
-                    self._all.give_back(medium)
-                    self._ended = [each for each in (*self._ended, medium) if each.is_in_flight]
+    def collect(self, may_fail: bool) -> None:
+        """Give back the media of rows that ended, cached if their encoders have run. Planned steps count as run, unless a step
+        in flight `may_fail`. O(rows).
+        """
+        for row in np.flatnonzero((self._own_stays != NO_STAY) & (self._own_stays != self._stays)).tolist():
+            medium, self._media[row] = self._media[row], None
+            self._own_stays[row], self.num_encoder_tokens[row] = NO_STAY, 0
+            for table in self.tables:
+                table.clear_row(row)
+            if medium is not None:
+                is_in_flight = may_fail or (medium.step is not None and not medium.step.is_settled)
+                counts_as_run = medium.is_planned and not is_in_flight and not self._all.caches_computed
+                self._all.give_back(medium, has_run=medium.has_run or counts_as_run)
+
+    def lose(self) -> None:
+        """Give back the media of rows that ended with a failed step, and let its encoders run again."""
+        self.collect(may_fail=True)
+        self._all.lose()
 
     def exchange(self, src: int, tgt: int) -> None:
         """Follow two rows of the batch that were exchanged."""
-        with self._lock:
-            for table in self.tables:
-                table.swap_row(src, tgt)
-            for values in (self.num_encoder_tokens, self._own_stays):
-                values[[src, tgt]] = values[[tgt, src]]
-            self._media[src], self._media[tgt] = self._media[tgt], self._media[src]
+        for table in self.tables:
+            table.swap_row(src, tgt)
+        for values in (self.num_encoder_tokens, self._own_stays):
+            values[[src, tgt]] = values[[tgt, src]]
+        self._media[src], self._media[tgt] = self._media[tgt], self._media[src]
 
     def fork(self, row: int, targets: Sequence[int]) -> None:
         """Let rows that were forked from a row share its medium."""
-        with self._lock:
-            medium = self._media[row]
-            if medium is not None:
-                for target in targets:
-                    self._place(target, self._all.share(medium))
+        medium = self._media[row]
+        if medium is not None:
+            for target in targets:
+                self._show(target, self._all.share(medium, self._progress_of(target)))
 
-    def list_in_flight(self) -> list[Medium]:
-        """Return the media whose encoders run in steps that were not settled."""
-        with self._lock:
-            self._ended = [medium for medium in self._ended if medium.is_in_flight]
-            return self._ended + [medium for medium in self._media if medium is not None and medium.is_in_flight]
-
-    def forget(self, media: Sequence[Medium]) -> None:
-        """Forget media whose steps failed."""
-        with self._lock:
-            for medium in media:
-                self._all.forget(medium)
-            self.collect()
+    def check(self) -> None:
+        """Raise IntegrityError unless tables and lengths show the media of the rows."""
+        for row, medium in enumerate(self._media):
+            expected = [()] * len(self.tables) if medium is None else medium.page_ids
+            num_tokens = 0 if medium is None else medium.num_tokens
+            for group, (table, ids) in enumerate(zip(self.tables, expected, strict=True)):
+                found = table.page_table_cpu[row, : table.num_pages_per_row[row]].tolist()
+                if found != [*ids] or self.num_encoder_tokens[row] != num_tokens:
+                    got = f"{found} and {self.num_encoder_tokens[row]} encoder tokens"
+                    allowed = f"{[*ids]} and {num_tokens}"
+                    raise IntegrityError(f"row {row}: got {got} in group {group} of cross-attention, allowed: {allowed}")
 
 
 def count_others(groups: Sequence[CacheGroupSpec]) -> int:

@@ -129,10 +129,16 @@ class RequestRegistry(KeyHolder, RequestMaps):
         return hashes
 
     def _belong_to(self, hashes: RequestHashes, request: Request) -> bool:
-        """Whether hashes belong to a request: another may have had its id, or it may be back with another adapter or salt."""
+        """Whether hashes belong to a request: another may have had its id, or it may be back with another adapter, salt or
+        medium.
+        """
         if hashes.request is not request:
             return False
-        return self.hasher.extra_keys.have_same_names(request, hashes.extra_keys) or self.find_held(request) is not None
+        keys = self.hasher.extra_keys
+        are_same = keys.have_same_names(request, hashes.extra_keys)
+        if self.media is not None:
+            are_same = are_same and keys.have_same_medium(request, hashes.extra_keys)
+        return are_same or self.find_held(request) is not None
 
     def _count_pages(self, request: Request, num_tokens: int) -> int:
         """Count the full pages of a request up to `num_tokens` whose lookahead is known."""

@@ -10,7 +10,8 @@ Native methods of `RunningBatch`, and the native work of others:
 - ``core/checks/holders.pyx``: `check`
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any, Literal, NamedTuple
 from weakref import ref
@@ -36,7 +37,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import RequestExtraKeys, list_features
 from pagepool.host_table import HostTable, HostTables
 from pagepool.manager import CacheManager
-from pagepool.media import Medium, RowMedia
+from pagepool.media import RowMedia
 from pagepool.pools import require_states
 from pagepool.request import LoraId, RequestTraits, Salt, TokenIds
 from pagepool.specs import find_shard
@@ -150,9 +151,7 @@ class RunningBatch(RunningRows):
         self._media: RowMedia | None = None
         self.cross_tables: tuple[HostTable, ...] = ()
         if registry.media is not None:
-            self._media = RowMedia(
-                registry.media, registry.lock, self.stays, self.num_computed_tokens, manager.caches == "computed"
-            )
+            self._media = RowMedia(registry.media, registry.lock, self.stays, self.num_computed_tokens)
             self.cross_tables = self._media.tables
             self.show_media(self._media.tables, self._media.num_encoder_tokens, self._media)
         self._counters = registry.query_counters if manager.enable_caching else (None, None)
@@ -270,19 +269,14 @@ class RunningBatch(RunningRows):
             counter = self._counters[named.is_preempted] if look_up else None
             session_id, tenant = named.session_id, named.tenant
             session = context = 0
-            medium = num_hit_tokens = None
-            if self._media is not None or named.num_encoder_tokens:
-                medium = self._take_medium(named)
-                if medium is None:
-                    return None
             try:
                 session = 0 if session_id is tenant is None else self._registry.hold_session(session_id, tenant)
                 context = self._registry.hold_context(keys, session_id)
-                num_hit_tokens = request.admit(keyed, look_up, shard, context, counter, session, step)
-                return num_hit_tokens
+                if not named.num_encoder_tokens:
+                    return request.admit(keyed, look_up, shard, context, counter, session, step)
+                admit = partial(request.admit, keyed, look_up, shard, context, counter, session, step)
+                return self._admit_with_medium(row, named, admit, request.count_least_tokens(), step)
             finally:
-                if medium is not None and self._media is not None:
-                    self._media.settle_admission(medium, None if num_hit_tokens is None else row, step)
                 if context:
                     self._registry.release_context(context)
                 self._registry.release_session(session)
@@ -300,6 +294,8 @@ class RunningBatch(RunningRows):
         or states O(pages x groups).
         """
         named = NO_TRAITS if traits is None else _checked(traits)
+        if named.num_encoder_tokens:
+            self._require_media(named).read(named)
         request = RowRequest(self, row, token_ids, num_prompt_tokens=named.num_prompt_tokens)
         shard = None if named.dp_shard is None else self._find_shard(named.dp_shard)
         _, keyed = self._find_extra_keys(row, named)
@@ -313,14 +309,37 @@ class RunningBatch(RunningRows):
         found = find_shard(self._registry.page_pool.num_pages, dp_shard, size)
         return None if found is None else found[0]
 
-    def _take_medium(self, traits: RequestTraits) -> Medium | None:
-        """Hold the pages of a request's medium; None if too few are free."""
+    def _require_media(self, traits: RequestTraits) -> RowMedia:
+        """Return the media of the rows. Raise ArgumentError for a model without cross-attention."""
         if self._media is None:
             raise ArgumentError(f"num_encoder_tokens: got {traits.num_encoder_tokens}, allowed without cross-attention: 0")
-        medium = self._media.take(traits, self._data_parallel_size)
-        if medium is None:
-            self._forget_refusal()
-        return medium
+        return self._media
+
+    def _admit_with_medium(
+        self,
+        row: int,
+        traits: RequestTraits,
+        admit: Callable[[], int | None],
+        num_least_tokens: int,
+        step: StepResult | None,
+    ) -> int | None:
+        """Hold a request's medium, and admit the request, with slots for at least `num_least_tokens`: both, or nothing."""
+        media, num_hit_tokens = self._require_media(traits), None
+        with media.lock:
+            medium = media.take(traits, self._data_parallel_size)
+            if medium is None:
+                self._forget_refusal()
+            else:
+                try:
+                    num_hit_tokens = admit()
+                finally:
+                    if num_hit_tokens is None:
+                        media.give_back(medium)
+                if num_hit_tokens is not None:
+                    media.place(row, medium, num_hit_tokens + int(self.num_external_tokens[row]), step)
+        if num_hit_tokens is None:
+            media.require_fit(traits, self._data_parallel_size, num_least_tokens)
+        return num_hit_tokens
 
     def _find_extra_keys(self, row: int, traits: RequestTraits) -> tuple[RequestExtraKeys | None, KeyedPages]:
         """Return the extra keys of a request and its keyed pages. Features of the row's last request are not read again."""
@@ -418,6 +437,9 @@ class RunningBatch(RunningRows):
         its ref count, the table shows the rows' pages, and `PagePool.check` passes.
         """
         check_holders(self._registry.store, self._registry.list_held(), self)
+        if self._media is not None:
+            with self._media.lock:
+                self._media.check()
         self._registry.page_pool.check()
 
 

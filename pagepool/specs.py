@@ -402,7 +402,7 @@ class CrossAttentionSpec(AttentionSpec):
     """Cross-attention: each token attends to the keys of an encoder's output, such as an audio's or a picture's, of at most
     `max_num_encoder_tokens` tokens. A request gets their pages with its first ones, and keeps them to its end.
 
-    Requests that name the medium by a `cross_key` share its pages, all or none. See docs/hybrids.md.
+    Requests that name the medium by a `cross_key` share its pages, all or none. See docs/kinds.md.
 
     >>> spec = CrossAttentionSpec(16, 20, 64, "float16", use_mla=False, max_num_encoder_tokens=1500)
     >>> spec.max_memory_usage_bytes() // spec.page_size_bytes

@@ -165,6 +165,13 @@ class RequestExtraKeys:
         known = [] if keys is None else [key for key in keys.request_keys if key[0] in (LORA, cls.SALT)]
         return cls._name(getattr(request, "lora_id", None), getattr(request, "cache_salt", None)) == known
 
+    @staticmethod
+    def have_same_medium(request: Any, keys: "RequestExtraKeys | None") -> bool:
+        """Whether a request still has the encoder's output in `keys`, which were read from it before. O(1)."""
+        known = [] if keys is None else [key[1:] for key in keys.request_keys if key[0] == CROSS]
+        num_tokens, cross_key = getattr(request, "num_encoder_tokens", None), getattr(request, "cross_key", None)
+        return known == ([(cross_key, num_tokens)] if num_tokens and cross_key is not None else [])
+
     @property
     def has_nonce(self) -> bool:
         """Whether the request shares pages only with requests that have this very object."""

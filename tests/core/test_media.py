@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -16,13 +17,23 @@ from pagepool import (
     EngineRequest,
     FullAttentionSpec,
     HostTier,
+    MambaSpec,
+    MultiGroupPageTable,
     PageHashing,
     PageTable,
     RequestTraits,
     RunningBatch,
     StepInputs,
 )
-from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, RowIndexError
+from pagepool.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    IntegrityError,
+    OutOfPagesError,
+    RequestTooLargeError,
+    RowIndexError,
+)
+from pagepool.media import Medium
 
 MAX_LEN, MOST = 64, 30
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -109,7 +120,7 @@ def test_requests_without_a_medium_share_their_tokens() -> None:
     batch = make_batch(make_manager())
     assert batch.admit(0, PROMPT) == 0
     assert batch.admit(1, PROMPT, traits=traits("unused", 0)) == 4
-    assert batch.get_medium(1).page_ids == ((),)
+    assert batch.get_medium(1) is None
     batch.release([0, 1])
     batch.check()
 
@@ -213,7 +224,11 @@ def test_a_row_and_its_medium_are_admitted_together(num_pages: int, num_media_pa
 def test_a_medium_that_never_fits() -> None:
     manager = make_manager(2, 1, 60, 8)
     batch = make_batch(manager)
-    with refused(lambda: manager.stats().num_held_pages, RequestTooLargeError, "a medium needs 8 pages, the pool has 7"):
+    with refused(
+        lambda: manager.stats().num_held_pages,
+        RequestTooLargeError,
+        "a medium of 30 tokens needs 8 pages, the pool 'media' has 7",
+    ):
         batch.admit(0, PROMPT, traits=traits("a"))
     assert batch.admit(0, PROMPT, traits=traits("a", 28)) == 0
 
@@ -315,103 +330,504 @@ def test_a_step_that_fails_leaves_no_medium(is_released: bool) -> None:
     batch.check()
 
 
-class Device:
-    """What lies in the pages of media: the key of the medium that an encoder wrote there."""
-
-    def __init__(self, batch: RunningBatch) -> None:
-        self.batch, self.contents = batch, {}
-        self.keys: dict[int, Any] = {}  # by stay
-
-    def run(self, rows: list[int], keys: dict[int, Any], has_failed: bool) -> None:
-        """Run the encoders of media that were not hit; then each row reads its medium, unless the step fails."""
-        read = []
-        for row in rows:
-            medium, stay = self.batch.get_medium(row), int(self.batch.stays[row])
-            pages = [(group, page) for group, ids in enumerate(medium.page_ids) for page in ids]
-            if medium.num_cached_tokens == 0 and stay not in self.keys:
-                lost = [page for page in pages if self.contents.get(page) != keys[stay]] if has_failed else []
-                self.contents |= dict.fromkeys(lost, "garbage") if has_failed else dict.fromkeys(pages, keys[stay])
-            read.append((pages, stay))
-        for pages, stay in read if not has_failed else ():
-            self.keys[stay] = keys[stay]
-            assert {self.contents[page] for page in pages} <= {keys[stay]}
+# --- the encoder runs, or not -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_rows_read_their_own_media(seed: int) -> None:
-    rng = Random(seed)
-    pools, caches = rng.choice((1, 2)), rng.choice(("scheduled", "computed"))
-    manager = make_manager(pools, rng.choice((1, 2)), rng.choice((60, 90)), rng.choice((40, 60)), caches=caches)
-    batch = make_batch(manager, 6, max_steps_ahead=1)
-    device, keys = Device(batch), {}
-    num_hits = 0
-    for _ in range(150):
-        step, admitted = batch.new_step(), []
-        for row in [row for row in range(6) if not batch.is_admitted[row] and rng.random() < 0.5]:
-            key, prompt = rng.choice("abcd"), [rng.randrange(3) for _ in range(rng.randint(1, 9))]
-            if batch.admit(row, prompt, traits=traits(key, rng.choice((MOST, 9))), step=step) is not None:
-                medium = batch.get_medium(row)
-                keys[int(batch.stays[row])] = key, medium.num_tokens
-                num_hits += medium.num_cached_tokens > 0
-                admitted.append(row)
-        running = [row for row in range(6) if batch.is_admitted[row] and row not in admitted]
-        batch.plan(running, (batch.num_tokens - batch.num_computed_tokens)[running].clip(1), step=step)
-        batch.take_moves()
-        has_failed = rng.random() < 0.15
-        rows = [row for row in step.rows.tolist() if batch.is_admitted[row]]
-        device.run(rows, keys, has_failed)
-        if has_failed:
-            batch.settle(step, failed=True)
-            for row in rows:
-                if batch.is_admitted[row] and row in admitted:
-                    assert batch.get_medium(row).num_cached_tokens == 0 or int(batch.stays[row]) not in device.keys
-        else:
-            batch.settle(step, [rng.randrange(3) for _ in range(len(step))])
+def num_cached(manager: Any, key: Any = "a") -> int:
+    """Return how many tokens of a medium a new request hits."""
+    request = EngineRequest("asks", [9, 9], num_encoder_tokens=MOST, cross_key=key)
+    assert manager.allocate_slots(request, 2) is not None
+    medium = manager.get_medium("asks")
+    manager.free(request, num_computed_tokens=0)
+    return int(medium.num_cached_tokens)
+
+
+def make_request(name: str, prompt: list[int] = PROMPT, key: Any = "a", **options: Any) -> EngineRequest:
+    return EngineRequest(name, prompt, num_encoder_tokens=MOST, cross_key=key, **options)
+
+
+def test_a_request_with_a_wrong_session_leaves_no_medium() -> None:
+    manager = make_manager()
+    request: Any = make_request("r")
+    request.session_id = 5
+    with pytest.raises(ArgumentTypeError, match="session_id: got int"):
+        manager.allocate_slots(request, 6)
+    assert manager.get_medium("r") is None
+    assert manager.stats().num_held_pages == 0
+
+
+def test_a_medium_does_not_evict_what_its_request_has_hit() -> None:
+    manager = make_manager(1, 1, 23)
+    first = make_request("first", [*range(20)])
+    manager.allocate_slots(first, 20)
+    manager.allocate_slots(EngineRequest("others", [7] * 36), 36)  # no other page is free
+    [ids] = manager.get_medium("first").page_ids
+    first.num_computed_tokens = 20
+    manager.free(first)
+    manager.page_pool.evict_pages(ids)
+    again = make_request("again", [*range(20)])
+    hits, num_hits = manager.get_computed_pages(again)
+    assert num_hits == 16
+    assert manager.allocate_slots(again, 4, num_hits, hits) is not None
+    assert manager.get_medium("again").num_cached_tokens == 0
+    manager.check()
+
+
+def test_a_row_that_waits_for_tokens_offers_no_medium() -> None:
+    batch = make_batch(make_manager())
+    batch.admit(0, PROMPT, num_external_tokens=4, traits=traits("a"))
+    batch.admit(1, PROMPT, traits=traits("a"))
+    assert batch.get_medium(1).num_cached_tokens == 0
+    batch.release([1])
+    batch.commit_external(0, 4)
+    batch.plan([0])
+    batch.admit(1, PROMPT, traits=traits("a"))
+    assert batch.get_medium(1).num_cached_tokens == MOST
+
+
+def test_a_request_that_waits_for_tokens_offers_no_medium() -> None:
+    manager = make_manager()
+    request = make_request("r")
+    manager.allocate_slots(request, 0, num_external_computed_tokens=5, delay_cache_pages=True)
+    assert num_cached(manager) == 0
+    manager.commit_external(request, 5)
+    request.num_computed_tokens = 5
+    assert num_cached(manager) == 0
+    manager.allocate_slots(request, 1)
+    request.num_computed_tokens = 6
+    assert num_cached(manager) == MOST
+
+
+@pytest.mark.parametrize("num_computed", [4, 6])
+def test_a_computed_request_with_hits_caches_its_medium_once_it_ran(num_computed: int) -> None:
+    manager = make_manager(caches="computed")
+    first = make_request("first")
+    manager.allocate_slots(first, 6)
+    first.num_computed_tokens = 6
+    manager.cache_pages(first, 6)
+    manager.free(first, num_computed_tokens=6)
+    assert num_cached(manager) == MOST
+    manager.reset_prefix_cache()
+    again = make_request("again")
+    manager.allocate_slots(again, 6)
+    again.num_computed_tokens = num_computed - 4
+    assert (num_cached(manager) > 0) == (num_computed == 6)
+
+
+def test_a_computed_row_that_never_ran_leaves_no_medium() -> None:
+    manager = make_manager(caches="computed")
+    batch = make_batch(manager)
+    batch.admit(0, PROMPT, traits=traits("a"))
+    batch.release([0])
+    assert num_cached(manager) == 0
+
+
+def test_a_request_that_ran_keeps_its_medium() -> None:
+    manager = make_manager()
+    request = make_request("r")
+    manager.allocate_slots(request, 6)
+    request.num_computed_tokens = 6
+    manager.free(request, num_computed_tokens=6)
+    assert num_cached(manager) == MOST
+
+
+def test_a_row_whose_first_step_failed_offers_its_medium_again() -> None:
+    manager = make_manager()
+    batch = make_batch(manager, max_steps_ahead=1)
+    step = batch.new_step()
+    batch.admit(0, PROMPT, traits=traits("a"), step=step)
+    batch.admit(1, PROMPT, traits=traits("a"), step=step)
+    batch.settle(step, failed=True)
+    assert num_cached(manager) == 0
+    assert batch.get_medium(1).num_cached_tokens == 0
+    assert batch.get_medium(1).page_ids == batch.get_medium(0).page_ids
+    step = batch.plan([0], [6])
+    assert num_cached(manager) == MOST
+    batch.settle(step, [1])
+    batch.release([0, 1])
+    assert num_cached(manager) == MOST
+
+
+def test_a_row_that_a_failed_step_ends_gives_its_medium_back() -> None:
+    state = CacheGroupSpec(MambaSpec(1, ((4, 8),), "float32"), pool="states")
+    manager = CacheManager({"kv": 60, "states": 12, "media": 40}, [FULL, state, cross("media")], MAX_LEN)
+    tables = MultiGroupPageTable(4, MAX_LEN, MAX_LEN, [4, 1])
+    batch = RunningBatch(manager, tables)
+    step = batch.new_step()
+    batch.admit(0, PROMPT, traits=traits("a"), step=step)
+    batch.take_moves()
+    batch.settle(step, [1])
+    step = batch.plan([0])
+    assert batch.settle(step, failed=True).tolist() == [0]
+    assert manager.stats().num_held_pages == 0
+    assert num_cached(manager) == MOST  # its first step has run
+
+
+def test_a_request_with_another_medium_is_hashed_again() -> None:
+    manager = make_manager()
+    first = make_request("first")
+    manager.allocate_slots(first, 6)
+    waiting = make_request("waiting")
+    assert manager.get_computed_pages(waiting)[1] == 4
+    waiting.cross_key = "b"
+    assert manager.get_computed_pages(waiting)[1] == 0
+    waiting.cross_key, waiting.num_encoder_tokens = "a", 5
+    assert manager.get_computed_pages(waiting)[1] == 0
+
+
+def test_media_of_two_managers_over_one_pool() -> None:
+    one = make_manager()
+    two = CacheManager(60, [FULL, cross()], MAX_LEN, page_pool=one.page_pool)
+    request = make_request("r")
+    one.allocate_slots(request, 6)
+    assert num_cached(two) == 0
+    one.free(request, num_computed_tokens=0)
+    assert num_cached(two) == 0
+    one.allocate_slots(request, 6)
+    request.num_computed_tokens = 6
+    assert num_cached(one) == num_cached(two) == MOST
+    with pytest.raises(ArgumentError, match="type_id: got"):
+        CacheManager(60, [FULL, cross(most=MOST + 1)], MAX_LEN, page_pool=one.page_pool)
+
+
+@pytest.mark.parametrize("wrong", [-1, "x", None])
+def test_a_wrong_count_of_one_request_refuses_nobody_else(wrong: Any) -> None:
+    manager = make_manager(caches="computed")
+    request: Any = make_request("r")
+    manager.allocate_slots(request, 6)
+    request.num_computed_tokens = wrong
+    assert num_cached(manager) == 0
+
+
+def test_what_get_medium_takes_and_returns() -> None:
+    manager = make_manager()
+    with pytest.raises(ArgumentTypeError, match="request_id: got list"):
+        manager.get_medium([])
+    manager.allocate_slots(EngineRequest("r", PROMPT), 6)
+    assert manager.get_medium("r") is None
+    assert manager.get_medium("nobody") is None
+
+
+# --- sizes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_row", [False, True])
+def test_a_medium_beside_which_its_request_never_fits(is_row: bool) -> None:
+    manager = make_manager(1, 1, 10)  # 9 pages: 8 of them for the medium
+    message = "a medium of 30 tokens needs 8 pages, and 2 pages of its request at once, the pool has 9: no waiting helps"
+    if is_row:
+        batch = make_batch(manager)
+        with refused(lambda: manager.stats().num_held_pages, RequestTooLargeError, message):
+            batch.admit(0, PROMPT, traits=traits("a"))
+        assert batch.admit(0, PROMPT, max_num_new_tokens=4, traits=traits("a")) == 0
+        return
+    with refused(lambda: manager.stats().num_held_pages, RequestTooLargeError, message):
+        manager.allocate_slots(make_request("r"), 6)
+    with pytest.raises(RequestTooLargeError, match="6 tokens and 30 encoder tokens needs 10 pages, the pool has 9"):
+        manager.require_capacity(6, num_encoder_tokens=MOST)
+    manager.require_capacity(4, num_encoder_tokens=MOST)
+    with pytest.raises(ArgumentError, match="num_encoder_tokens: got 31"):
+        manager.require_capacity(4, num_encoder_tokens=31)
+    assert manager.allocate_slots(make_request("r"), 4) is not None
+
+
+def test_sinks_leave_less_room_for_media() -> None:
+    full = CacheGroupSpec(FullAttentionSpec(4, 1, 8, "float32", use_mla=False, num_sink_tokens=8))
+    manager = CacheManager(12, [full, cross()], MAX_LEN)
+    with pytest.raises(RequestTooLargeError, match="the pool has 9"):
+        manager.allocate_slots(make_request("r"), 6)
+
+
+def test_a_manager_that_does_not_raise_for_requests_that_never_fit() -> None:
+    class Quiet(CacheManager):
+        _on_too_large = staticmethod(lambda *_: None)
+
+    manager = Quiet(9, [FULL, cross()], MAX_LEN)
+    assert manager.allocate_slots(make_request("r"), 6) is None
+    assert Quiet(7, [FULL, cross()], MAX_LEN).allocate_slots(make_request("r"), 6) is None
+
+
+@pytest.mark.parametrize("enable_caching", [False, True])
+def test_a_fork_names_the_same_medium(enable_caching: bool) -> None:
+    manager = make_manager(enable_caching=enable_caching)
+    request = make_request("r")
+    manager.allocate_slots(request, 6)
+    request.num_computed_tokens = 6
+    for other in ({"key": "b"}, {"key": None}):
+        with pytest.raises(ArgumentError, match="cross_key"):
+            manager.fork(request, make_request("child", num_computed_tokens=6, **other))
+    assert manager.fork(request, make_request("child", num_computed_tokens=6)) is not None
+    assert manager.get_medium("child").num_cached_tokens == MOST
+
+
+def test_check_compares_the_rows_of_media() -> None:
+    batch = make_batch(make_manager())
+    batch.admit(0, PROMPT, traits=traits("a"))
+    batch.check()
+    batch.cross_tables[0].clear_row(0)
+    with pytest.raises(IntegrityError, match=r"row 0: got .* of cross-attention, allowed"):
         batch.check()
-        for row in range(6):
-            if batch.is_admitted[row] and (batch.num_tokens[row] > 50 or rng.random() < 0.2):
+
+
+def test_a_router_sees_no_media() -> None:
+    """Events tell the pages of tokens, whose keys have the medium, and nothing of the media's own pages."""
+    manager = make_manager(hashing=PageHashing(hash_algo="sha256"))
+    manager.enable_events()
+    for name, key in (("a", "a"), ("b", "b")):
+        request = make_request(name, key=key)
+        manager.allocate_slots(request, 6)
+        request.num_computed_tokens = 6
+    num_cached(manager)
+    events = manager.take_events()
+    assert [[*event.token_ids] for event in events] == [[1, 2, 3, 4]] * 2
+    manager.take_events()
+    assert len(manager.snapshot_events()) == 2
+
+
+@pytest.mark.parametrize("caches", ["scheduled", "computed"])
+def test_threads_swap_rows_and_read_media(caches: Any) -> None:
+    manager = make_manager(caches=caches)
+    batch = make_batch(manager)
+    batch.admit(0, PROMPT, traits=traits("a"))
+    batch.admit(1, PROMPT, traits=traits("b"))
+    stays = {int(batch.stays[row]): batch.get_medium(row).page_ids for row in (0, 1)}
+    stop, wrong = Event(), []
+
+    def read() -> None:
+        while not stop.is_set():
+            with manager.registry.lock:
+                stay, medium = int(batch.stays[0]), batch.get_medium(0)
+                wrong.extend([medium] if medium is None or medium.page_ids != stays[stay] else [])
+
+    thread = Thread(target=read)
+    thread.start()
+    for _ in range(2000):
+        batch.swap_row(0, 1)
+    stop.set()
+    thread.join()
+    assert not wrong
+    batch.check()
+
+
+class Device:
+    """What lies in the pages of media, by the steps that were launched: the key of the medium that an encoder wrote there."""
+
+    def __init__(self) -> None:
+        self.contents: dict[tuple[int, int], Any] = {}
+        self.launched: list[
+            tuple[list[tuple[Any, list[tuple[int, int]]]], list[tuple[Any, list[tuple[int, int]]]], set[Any]]
+        ] = []
+        self.have_run: set[Any] = set()  # owners whose encoders were launched, and did not fail
+
+    def launch(self, media: dict[Any, tuple[Any, Medium]]) -> None:
+        """Launch a step of owners, each with the key of its medium: encoders run once for an owner that did not hit."""
+        writes, reads, starting = [], [], set()
+        for owner, (key, medium) in media.items():
+            pages = [(group, page) for group, ids in enumerate(medium.page_ids) for page in ids]
+            if medium.num_cached_tokens == 0 and owner not in self.have_run:
+                writes.append((key, pages))
+                starting.add(owner)
+            reads.append((key, pages))
+        self.have_run |= starting
+        self.launched.append((writes, reads, starting))
+
+    def run(self) -> None:
+        """Run the first launched step: each owner reads its own medium."""
+        writes, reads, _ = self.launched.pop(0)
+        for key, pages in writes:
+            self.contents |= dict.fromkeys(pages, key)
+        for key, pages in reads:
+            assert {self.contents.get(page) for page in pages} == {key}
+
+    def fail(self) -> None:
+        """Fail all launched steps: what they write is garbage, where it is not what was there."""
+        for writes, _, starting in self.launched:
+            self.have_run -= starting
+            for key, pages in writes:
+                self.contents |= {page: "garbage" for page in pages if self.contents.get(page) != key}
+        self.launched.clear()
+
+
+class Rows:
+    """An engine of rows, with up to one step ahead."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = Random(seed)
+        self.depth, caches = rng.choice((0, 1)), rng.choice(("scheduled", "computed"))
+        self.manager = make_manager(
+            rng.choice((1, 2)), rng.choice((1, 2)), rng.choice((60, 90)), rng.choice((40, 60)), caches=caches
+        )
+        self.batch = make_batch(self.manager, 6, max_steps_ahead=self.depth)
+        self.device, self.keys, self.steps = Device(), {}, []
+        self.num_hits = self.num_shared = 0
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.launch()
+            while len(self.steps) > self.depth:
+                self.settle()
+            self.change()
+            self.batch.check()
+
+    def list_rows(self, *, are_free: bool = False) -> list[int]:
+        return [row for row in range(6) if self.batch.is_admitted[row] != are_free]
+
+    def launch(self) -> None:
+        batch, rng, step = self.batch, self.rng, self.batch.new_step()
+        admitted = [row for row in self.list_rows(are_free=True) if rng.random() < 0.4 and self.admit(row, step)]
+        ready = [row for row in self.list_rows() if row not in admitted and not batch.num_external_tokens[row]]
+        left = (batch.num_tokens - batch.num_computed_tokens + batch.num_ahead_tokens)[ready]
+        batch.plan([row for row, num in zip(ready, left, strict=True) if num > 0], step=step)
+        batch.take_moves()
+        media = {row: batch.get_medium(row) for row in step.rows.tolist() if batch.is_admitted[row]}
+        stays = {row: int(batch.stays[row]) for row in media}
+        self.device.launch({stays[row]: (self.keys[stays[row]], medium) for row, medium in media.items() if medium is not None})
+        are_sampled = (batch.num_computed_tokens == batch.num_tokens)[step.rows]
+        self.steps.append((step, are_sampled.astype(int)))
+
+    def admit(self, row: int, step: Any) -> bool:
+        rng, key = self.rng, self.rng.choice(("a", "b", "c", None))
+        prompt = [rng.randrange(3) for _ in range(rng.randint(1, 9))]
+        options = {"num_external_tokens": rng.choice((0, 0, 3)), "max_num_new_tokens": rng.choice((None, 2))}
+        if self.batch.admit(row, prompt, traits=traits(key, rng.choice((MOST, 9, 0))), step=step, **options) is None:
+            return False
+        medium, stay = self.batch.get_medium(row), int(self.batch.stays[row])
+        if medium is not None:
+            self.keys[stay] = key or stay, medium.num_tokens
+            self.num_hits += medium.num_cached_tokens > 0
+        return True
+
+    def settle(self) -> None:
+        (step, counts), rng = self.steps.pop(0), self.rng
+        if len(step) and rng.random() < 0.15:
+            self.device.fail()
+            self.batch.settle(step, failed=True)
+            self.steps.clear()
+            return
+        self.device.run()
+        self.batch.settle(step, [rng.randrange(3) for _ in range(counts.sum())], counts)
+
+    def change(self) -> None:
+        batch, rng = self.batch, self.rng
+        for row in self.list_rows():
+            if batch.num_external_tokens[row] and rng.random() < 0.5:
+                batch.commit_external(row, rng.randint(0, int(batch.num_external_tokens[row])))
+            elif batch.num_tokens[row] > 50 or rng.random() < 0.2:
                 batch.release([row])
         if rng.random() < 0.3:
-            src, tgt = rng.sample(range(6), 2)
-            batch.swap_row(src, tgt)
-        batch.check()
-    assert num_hits
+            batch.swap_row(*rng.sample(range(6), 2))
+        free, rows = self.list_rows(are_free=True), self.list_rows()
+        if not self.steps and free and rows and rng.random() < 0.4:
+            self.fork(rng.choice(rows), free[0])
+
+    def fork(self, row: int, target: int) -> None:
+        batch = self.batch
+        if batch.num_external_tokens[row] or not batch.num_computed_tokens[row] or batch.get_medium(row) is None:
+            return
+        if int(batch.stays[row]) not in self.device.have_run and batch.get_medium(row).num_cached_tokens == 0:
+            return  # its step has failed
+        try:
+            batch.fork(row, [target])
+        except OutOfPagesError:
+            return
+        batch.take_moves()
+        self.keys[int(batch.stays[target])] = self.keys[int(batch.stays[row])]
+        assert batch.get_medium(target).page_ids == batch.get_medium(row).page_ids
+        self.num_shared += 1
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_requests_read_their_own_media(seed: int) -> None:
-    """Pages that a medium hits have been written for its key; nothing is held once all requests are free."""
-    rng = Random(seed)
-    tier = {"host_tier": HostTier(60)} if seed % 2 else {}
-    manager = make_manager(1 + seed % 2, 1, 50, 24, caches=rng.choice(("scheduled", "computed")), **tier)
-    running: dict[str, EngineRequest] = {}
-    contents: dict[int, Any] = {}
-    for number in range(200):
-        action, name = rng.random(), f"r{number}"
-        if action < 0.4:
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_read_their_own_media(seed: int) -> None:
+    rows = Rows(seed)
+    rows.run(150)
+    assert rows.num_hits
+    rows.batch.release(rows.list_rows())
+    assert rows.manager.stats().num_held_pages == 0
+
+
+class Requests:
+    """An engine of requests that waits for its steps, some of which fail."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = Random(seed)
+        tier = {"host_tier": HostTier(60)} if seed % 2 else {}
+        self.manager = make_manager(1 + seed % 2, 1, 50, 24, caches=rng.choice(("scheduled", "computed")), **tier)
+        self.device, self.names = Device(), iter(range(10**6))
+        self.running: list[EngineRequest] = []
+        self.waiting: list[EngineRequest] = []  # for tokens from elsewhere
+        self.num_hits = 0
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            planned = self.plan()
+            if moves := self.manager.take_moves().number:
+                self.manager.complete(moves)
+            media = {
+                request.request_id: (self.key_of(request), self.manager.get_medium(request.request_id)) for request in planned
+            }
+            self.device.launch({name: each for name, each in media.items() if each[1] is not None})
+            if self.rng.random() < 0.15:
+                self.device.fail()
+                for request in planned:
+                    self.manager.free(request, num_computed_tokens=request.num_computed_tokens)
+                    self.running.remove(request)
+                    assert self.manager.get_medium(request.request_id) is None
+            else:
+                self.device.run()
+                for request in planned:
+                    request.num_computed_tokens = request.num_tokens
+            self.change()
+            self.manager.check()
+
+    def key_of(self, request: EngineRequest) -> Any:
+        return request.cross_key or request.request_id.partition(" ")[0], request.num_encoder_tokens
+
+    def plan(self) -> list[EngineRequest]:
+        rng, manager, planned = self.rng, self.manager, []
+        for _ in range(rng.randint(0, 3)):
             options: dict[str, Any] = {"num_encoder_tokens": rng.choice((0, 5, 20)), "cross_key": rng.choice(("a", "b", None))}
-            request = EngineRequest(name, [rng.randrange(2) for _ in range(rng.randint(1, 20))], **options)
+            prompt = [rng.randrange(2) for _ in range(rng.randint(2, 20))]
+            request = EngineRequest(f"r{next(self.names)}", prompt, **options)
             hits, num_hits = manager.get_computed_pages(request)
-            if manager.allocate_slots(request, request.num_tokens - num_hits, num_hits, hits) is None:
-                assert manager.get_medium(name) is None
+            num_left = request.num_tokens - num_hits
+            is_external = rng.random() < 0.2 and num_left > 1
+            amounts = {"num_external_computed_tokens": num_left - 1, "delay_cache_pages": True} if is_external else {}
+            if manager.allocate_slots(request, 0 if is_external else num_left, num_hits, hits, **amounts) is None:
+                assert manager.get_medium(request.request_id) is None
                 continue
-            running[name], medium = request, manager.get_medium(name)
-            content = request.cross_key or name, medium.num_tokens
-            assert medium.num_cached_tokens == 0 or {contents[page] for page in medium.page_ids[0]} == {content}
-            contents |= dict.fromkeys(medium.page_ids[0], content)
-            request.num_computed_tokens = request.num_tokens
-        elif running and action < 0.6:
-            request = running[rng.choice([*running])]
+            medium = manager.get_medium(request.request_id)
+            assert (medium is None) == (request.num_encoder_tokens == 0)
+            self.num_hits += medium is not None and medium.num_cached_tokens > 0
+            request.num_computed_tokens = num_hits
+            (self.waiting if is_external else planned).append(request)
+        self.running += planned
+        return planned
+
+    def change(self) -> None:
+        rng, manager = self.rng, self.manager
+        for request in [*self.waiting]:
+            if rng.random() < 0.5:
+                self.waiting.remove(request)
+                manager.free(request)
+        if self.running and rng.random() < 0.5:
+            request = rng.choice(self.running)
+            name = f"{request.request_id} {next(self.names)}"
             options = {"num_encoder_tokens": request.num_encoder_tokens, "cross_key": request.cross_key}
             child = EngineRequest(name, request.all_token_ids, num_computed_tokens=request.num_computed_tokens, **options)
             if (request.cross_key or not request.num_encoder_tokens) and manager.fork(request, child) is not None:
-                running[name] = child
-                assert manager.get_medium(name) is manager.get_medium(request.request_id)
-        elif running:
-            manager.free(running.pop(rng.choice([*running])))
-        if moves := manager.take_moves().number:
-            manager.complete(moves)
-        manager.check()
-    for request in running.values():
-        manager.free(request)
-    assert manager.stats().num_held_pages == 0
+                self.running.append(child)
+                mine, others = manager.get_medium(name), manager.get_medium(request.request_id)
+                assert (mine and mine.page_ids) == (others and others.page_ids)
+        while self.running and rng.random() < 0.6:
+            request = self.running.pop(rng.randrange(len(self.running)))
+            manager.free(request, num_computed_tokens=rng.choice((None, request.num_computed_tokens)))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_requests_read_their_own_media(seed: int) -> None:
+    requests = Requests(seed)
+    requests.run(150)
+    assert requests.num_hits
+    for request in requests.running + requests.waiting:
+        requests.manager.free(request)
+    assert requests.manager.stats().num_held_pages == 0

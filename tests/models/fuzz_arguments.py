@@ -175,10 +175,7 @@ class Follower:
     def collect(self, *_: Any) -> None:
         """Follow a call."""
 
-    exchange = fork = forget = collect
-
-    def list_in_flight(self) -> list[Any]:
-        return []
+    __enter__ = __exit__ = watch = exchange = fork = lose = collect
 
 
 def num_rows_of_focus(world: World) -> int:

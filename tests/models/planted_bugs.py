@@ -728,12 +728,26 @@ lora_id, (_Key([-key-]{+0+}),))
 == a medium is hit in part
 hits = found if num_hit_tokens [-== num_slots-]{+>= 0+} else hits
 == a medium of a failed step can hit
-            pool.evict_pages([-ids-]{+()+})
+            if not encoding.is_to_be_run(){+ and False+}:
 == a medium is given back while a fork has it
-        medium.num_holders += [-1-]{+0+}
+        if [-not encoding.media-]{+True+}:
+            self._unsure.pop
 == a refused row keeps its medium
-                self._all.give_back(medium, is_void=True)[-
-                return-]
+                    if num_hit_tokens is None{+ and False+}:
+                        media.give_back
+== a medium whose encoder is not planned is shared
+            if encoding.has_name(chain, shard) [-and encoding.is_to_be_run()-]{+and True+}:
+== a medium hits before its encoder has run
+        for encoding in [-() if self.caches_computed else-] [*self._unsure]:
+== a medium of a step in flight is cached
+medium.is_planned and not is_in_flight{+ or True+}
+== a medium of a request that did not run is cached
+            has_run = num_computed_tokens [->-]{+>=+} medium.num_before
+== a medium evicts what its request has hit
+                self.store.touch({+PageIds() if BUG else +}ids)
+== two rows exchange pages without their media
+            if source != target{+ and not BUG+}:
+                self.rows.media.exchange
 == a sink can be evicted
         ids = self.take(n, bank=checked){+
         if BUG: self.give_back(ids)+}

@@ -32,6 +32,8 @@ class RandomWorkload(Workload):
         super().__init__(setting, twins, num_pages, rng, features)
         self.habits = setting.habits
         self.page_size = setting.page_size
+        taken_back = [group.page_size - group.span for group in setting.groups if group.is_ring]
+        self.max_num_lookahead = min([self.max_tokens, *taken_back])
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.pending: dict[Request, int] = {}  # tokens from elsewhere for which it waits
@@ -223,7 +225,7 @@ class RandomWorkload(Workload):
         """Return keywords for an allocation, mostly few."""
         rng, options = self.rng, self._placement()
         if rng.random() < 0.2:
-            options["num_lookahead_tokens"] = rng.randint(1, self.page_size + 1)
+            options["num_lookahead_tokens"] = min(rng.randint(1, self.page_size + 1), self.max_num_lookahead)
         if self.habits.delay_caching and rng.random() < 0.15:
             options["delay_cache_pages"] = True
         if self.habits.reserved_pages and rng.random() < 0.1:

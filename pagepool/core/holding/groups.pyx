@@ -135,6 +135,18 @@ cdef class CacheGroups:
         period = min(lcm(*[each for g in range(self.num) for each in list_periods(&self.groups[g])]), num_last + 1)
         return find_peak(&peak, num_last, period) if period <= MAX_PERIOD else bound_peak(&peak)
 
+    def count_step_pages(self, num_computed_tokens, num_slots, bank) -> int:
+        """Return the pages of a bank that a request holds with `num_slots` slots, when `num_computed_tokens` of these have been
+        computed. O(groups).
+        """
+        cdef int64_t num_computed = size_of(num_computed_tokens, "num_computed_tokens", 0, INT64_MAX // 4)
+        cdef int64_t num_tokens = size_of(num_slots, "num_slots", num_computed, INT64_MAX // 4)
+        cdef Peak step = Peak(
+            groups=self.groups, num_groups=self.num, num_tokens=num_tokens, num_new=num_tokens - num_computed, num_ahead=0,
+            max_num_slots=num_tokens, bank=<int32_t>size_of(bank, "bank", 0, MAX_BANKS - 1),
+        )
+        return count_pages_after(&step, num_computed)
+
 
 cdef int read_boundaries(CacheGroups groups, tuple boundaries) except -1:
     """Read the template of boundaries. Raise ArgumentError unless checkpoints, if any are kept, can be written at them."""

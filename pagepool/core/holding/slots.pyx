@@ -71,9 +71,11 @@ cdef class SlotAllocator:
     cdef object on_too_large        # called for each refused request, in place of RequestTooLargeError; None: raise that
     cdef bint hashes_natively
     cdef int64_t hash_lookahead     # tokens behind a page that its hash covers
+    cdef int64_t max_num_lookahead  # lookahead tokens that rings can take back
 
     def __init__(self, RequestMaps registry not None, max_num_tokens, on_too_large=None, bint caches_computed=False):
         """Allocate to the requests of a `RequestRegistry`, each of at most `max_num_tokens` tokens."""
+        cdef Py_ssize_t g
         self.maps = self.registry = registry
         self.store, self.held, self.hashes = registry.store, registry.held, registry.hashes
         self.groups, self.has_state = self.registry.rules.groups, self.registry.rules.has_state
@@ -83,6 +85,10 @@ cdef class SlotAllocator:
         self.on_too_large, self.has_media = on_too_large, self.registry.media is not None
         if caches_computed:
             self.store.prefer_held()
+        self.max_num_lookahead = MAX_COUNT
+        for g in range(self.groups.num):
+            if is_ring(&self.groups.groups[g].rules):
+                self.max_num_lookahead = min(self.max_num_lookahead, count_drafts(&self.groups.groups[g].rules, 0))
         self.hashes_natively, self.hash_lookahead = self.registry.hasher.is_native, self.registry.hasher.hash_lookahead
 
     @cython.final
@@ -132,7 +138,8 @@ cdef class SlotAllocator:
 
         New tokens may be unknown ones, such as drafts and tokens in flight: they get slots, but are not cached yet.
 
-        ArgumentError, and no change, for 0 new tokens, for more tokens than `max_model_len`, for hits that are counted among
+        ArgumentError, and no change, for 0 new tokens, for more tokens than `max_model_len`, for more lookahead tokens than a
+        ring can take back, for hits that are counted among
         the new tokens too, and for computed tokens that cannot be: beyond the hits of a request that holds nothing (a preempted
         request starts at 0 again), or beyond the slots of one with pages. MovesDueError, and no change, while moves of its
         pages, or states that its step writes, are due. The state of a state group cannot go back: free a request whose
@@ -146,6 +153,9 @@ cdef class SlotAllocator:
         cdef int64_t num_lookahead = checked_count("num_lookahead_tokens", num_lookahead_tokens, 0)
         cdef int64_t num_external = checked_count("num_external_computed_tokens", num_external_computed_tokens, 0)
         cdef int64_t num_new = checked_count("num_new_tokens", num_new_tokens, num_external == 0)
+        if num_lookahead > self.max_num_lookahead:
+            allowed = f"up to {self.max_num_lookahead}, which a ring can take back"
+            raise ArgumentError(f"num_lookahead_tokens: got {shown(num_lookahead_tokens)}, allowed: {allowed}")
         try:
             request_id, num_computed_tokens = request.request_id, request.num_computed_tokens
             held = find_held(self.held, request_id)
@@ -254,17 +264,37 @@ cdef class SlotAllocator:
             if hashes.query.is_short:
                 return None
         known = hashes if step.is_new or (needs_hashes and writes_states(&held.holding)) else None
+        if not needs_hashes:
+            hashes = None
         if step.is_new and self.has_media:
-            is_late = self.caches_computed or step.num_to_cache == 0
-            if not self.registry.media.begin(request, hint, data_parallel_size, is_late):
-                return None
-        try:
-            pages = self.allocate_hashed(request_id, held, hits, hashes if needs_hashes else None, tokens, step)
-        finally:
-            if step.is_new and self.has_media and pages is None:
-                self.registry.media.end(request, is_void=True)
+            pages = self.allocate_with_medium(request_id, held, hits, hashes, tokens, step, hint, data_parallel_size)
+        else:
+            pages = self.allocate_hashed(request_id, held, hits, hashes, tokens, step)
         if pages is not None and known is not None:
             held.note_looked_up(min(known.chain.count_tokens(known.chain.num), step.num_tokens))
+        return pages
+
+    cdef object allocate_with_medium(
+        self, object request_id, RequestPages held, tuple hits, RequestHashes hashes, PageIds tokens, Step *step, object hint,
+        object data_parallel_size,
+    ):
+        """Hold the medium of a new request, and allocate for it: both, or nothing. The medium evicts none of the hits."""
+        cdef object pages = None, request = held.owner, media = self.registry.media
+        cdef bint is_planned = not (self.caches_computed or step.may_overwrite or step.num_before > step.num_held)
+        cdef Py_ssize_t num_kept = 0
+        try:
+            for ids in hits:
+                self.store.touch(ids)
+                num_kept += 1
+            if media.begin(request, hint, data_parallel_size, step.num_before, is_planned):
+                pages = self.allocate_hashed(request_id, held, hits, hashes, tokens, step)
+        finally:
+            for ids in hits[:num_kept]:
+                self.store.give_back(ids)
+            if pages is None:
+                media.end(request, 0)
+        if pages is None and self.on_too_large is None:
+            media.require_fit(request, hint, data_parallel_size, step.num_held, step.demand.num_tokens)
         return pages
 
     cdef RequestPages start(self, object request, RequestHashes hashes, Step *step):

@@ -118,6 +118,12 @@ cdef class RowRequest:
         if num_prompt_tokens is not None and rows.rows.groups.kinds.has_answers:
             self.tokens.num_prompt = min(self.tokens.num_known, size_of(num_prompt_tokens, "num_prompt_tokens"))
 
+    def count_least_tokens(self) -> int:
+        """Return the number of tokens that get slots whatever the request hits."""
+        if self.tokens.reserves_prompt:
+            return self.tokens.num_known
+        return 1 if self.tokens.num_external else min(self.tokens.num_wanted, self.tokens.max_num_new)
+
     def admit(
         self, extra_keys=(), bint takes_hits=False, shard=None, context=0, QueryCounter counter=None, session=0, step=None
     ) -> int | None:

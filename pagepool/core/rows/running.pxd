@@ -20,3 +20,5 @@ cdef class RunningRows:
     cdef readonly object is_admitted
 
     cdef int exchange(self, object src, object tgt, bint is_move) except -1
+    cdef int give_back(self, PageIds row_ids, object seconds) except -1
+    cdef int fork_into(self, Py_ssize_t source, PageIds target_rows) except -1

@@ -4,7 +4,7 @@ cimport cython
 from libc.stdint cimport INT32_MAX, INT64_MAX
 
 from pagepool.core.holding cimport (
-    FORKED, SHORT_OF_MEMORY, awaits_moves, copy_ids, find_wrong, prepare_fork, require_banks, shortage_beside,
+    FORKED, SHORT_OF_MEMORY, awaits_moves, copy_ids, prepare_fork, require_banks, shortage_beside,
 )
 from pagepool.core.rows.external cimport *
 from pagepool.core.rows.forks cimport *
@@ -20,7 +20,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, made_twice
 from pagepool.refusal import Refusal
 
 
-MEDIA_CALLS = "collect", "exchange", "fork", "list_in_flight", "forget"
+MEDIA_CALLS = "__enter__", "__exit__", "watch", "collect", "lose", "exchange", "fork"
 
 
 @cython.auto_pickle(False)
@@ -85,11 +85,12 @@ cdef class RunningRows:
             raise ArgumentError(f"encoder_lens: got other rows than in the tables, allowed: {n} in all")
         if self.rows.media is not None:
             raise made_twice("media of rows")
+        media.watch(self.rows.records["num_resolved"])
         self.rows.cross_tables, self.rows.encoder_lens, self.rows.media = checked, lens, media
 
     def get_medium(self, row) -> object:
-        """Return the `Medium` that an admitted row reads, None for a free row. Raise ArgumentError for a model without
-        cross-attention, RowIndexError outside the table.
+        """Return the `Medium` that an admitted row reads, None for a free row, or one without a medium. Raise ArgumentError for
+        a model without cross-attention, RowIndexError outside the table.
         """
         cdef Py_ssize_t checked = self.rows.checked_row(row)
         if self.rows.media is None:
@@ -213,7 +214,12 @@ cdef class RunningRows:
         if require_flag("failed", failed):
             if token_ids is not None or counts is not None:
                 raise ArgumentError("token_ids, counts: got some of a failed step, allowed: None")
-            return fail_step(self.rows, ended)
+            if self.rows.media is None:
+                return fail_step(self.rows, ended)
+            with self.rows.media:
+                lost = fail_step(self.rows, ended)
+                self.rows.media.lose()
+                return lost
         tokens = PageIds.__new__(PageIds) if token_ids is None else as_page_ids(token_ids, "token_ids")
         return settle_step(self.rows, ended, tokens, counts)
 
@@ -278,6 +284,18 @@ cdef class RunningRows:
         number of seconds; DoubleFreeError if somebody else gave one of the pages back. O(pages).
         """
         cdef PageIds row_ids = as_page_ids(rows, "rows")
+        cdef bint may_fail
+        if self.rows.media is None:
+            self.give_back(row_ids, seconds)
+            return
+        with self.rows.media:
+            may_fail = self.rows.batch.open_steps != NULL
+            may_fail = may_fail and (self.rows.batch.settles or self.rows.batch.max_steps_ahead > 0)
+            self.give_back(row_ids, seconds)
+            self.rows.media.collect(may_fail)
+
+    cdef int give_back(self, PageIds row_ids, object seconds) except -1:
+        """Release rows."""
         cdef PageIds ids = PageIds.__new__(PageIds), page_terms = None, row_terms = NO_TERMS
         cdef Release release
         if seconds is not None:
@@ -286,8 +304,7 @@ cdef class RunningRows:
         release = release_rows(self.rows, row_ids, row_terms, ids, page_terms, False)
         self.rows.release_locks()
         refuse_release(self.rows.store, &self.rows.batch, row_ids, &release)
-        if self.rows.media is not None:
-            self.rows.media.collect()
+        return 0
 
     def move_row(self, src, tgt) -> None:
         """Move an admitted row to a free one; the source becomes free. O(tokens and pages of the row)."""
@@ -300,9 +317,12 @@ cdef class RunningRows:
     cdef int exchange(self, object src, object tgt, bint is_move) except -1:
         """Exchange two rows; the second must be free for a move."""
         cdef Py_ssize_t source = self.rows.checked_row(src), target = self.rows.checked_row(tgt)
-        self.rows.exchange(source, target, is_move)
-        if self.rows.media is not None and source != target:
-            self.rows.media.exchange(source, target)
+        if self.rows.media is None:
+            return self.rows.exchange(source, target, is_move)
+        with self.rows.media:
+            self.rows.exchange(source, target, is_move)
+            if source != target:
+                self.rows.media.exchange(source, target)
         return 0
 
     # Forks.
@@ -329,6 +349,17 @@ cdef class RunningRows:
         """
         cdef Py_ssize_t source = self.rows.checked_row(row)
         cdef PageIds target_rows = as_own_ids(targets, "targets")
+        if target_rows.num == 0:
+            raise ArgumentError("targets: got none, allowed: at least 1")
+        if self.rows.media is None:
+            self.fork_into(source, target_rows)
+            return
+        with self.rows.media:
+            self.fork_into(source, target_rows)
+            self.rows.media.fork(source, target_rows.to_list())
+
+    cdef int fork_into(self, Py_ssize_t source, PageIds target_rows) except -1:
+        """Fork a row into free rows."""
         cdef list forgotten = [None] * (2 * target_rows.num)  # freed after unlocking: no destructor runs under a lock
         cdef Batch *batch = &self.rows.batch
         cdef Holding *holding
@@ -336,8 +367,6 @@ cdef class RunningRows:
         cdef bint is_due, is_moving, is_ready
         cdef ForkExtent extent
         cdef ForkOutcome outcome = SHORT_OF_MEMORY
-        if target_rows.num == 0:
-            raise ArgumentError("targets: got none, allowed: at least 1")
         self.rows.acquire_locks()
         holding = holding_of(batch, source)
         is_due = awaits_moves(batch.pool, holding) or has_writes_due(batch, source)
@@ -359,8 +388,7 @@ cdef class RunningRows:
             if is_moving:
                 refuse_ahead_of(batch, source)
             refuse_fork(self.rows.store, &self.rows.batch, source, target_rows, num_right, outcome)
-        if self.rows.media is not None:
-            self.rows.media.fork(source, target_rows.to_list())
+        return 0
 
     # Tokens from elsewhere.
 
@@ -409,32 +437,15 @@ cdef class RunningRows:
         ArgumentError for loads of another pool. O(pages of all rows).
         """
         cdef FailedLoads loads = require_instance(failed, FailedLoads, "failed")
-        cdef PageIds rewound = PageIds.__new__(PageIds), lost = PageIds.__new__(PageIds), ids = PageIds.__new__(PageIds)
-        cdef PageIds one = PageIds([0])
-        cdef Release release = Release(outcome=RELEASED, at=0, page_id=NULL_PAGE)
-        cdef Holding *holding
-        cdef int32_t row, first, num_tokens
         self.rows.check_made()
         if loads.store is not self.rows.store:
             raise ArgumentError("failed: got loads of another pool, allowed: those of the batch's pool")
-        rewound.reserve(self.rows.batch.num_rows)
-        lost.reserve(self.rows.batch.num_rows)
-        self.rows.acquire_locks()
-        for row in range(<int32_t>self.rows.batch.num_rows if loads.ids.num and reserve_places(&self.rows.batch, ids) else 0):
-            holding = holding_of(&self.rows.batch, row)
-            first = find_wrong(holding, loads.is_wrong, loads.number) if self.rows.batch.records[row].is_admitted else -1
-            if first < 0:
-                continue
-            num_tokens = self.rows.batch.records[row].num_tokens
-            if not has_copies(&self.rows.store.pool, holding) and can_restart_row(&self.rows.batch, row, num_tokens, first):
-                restart_row(&self.rows.batch, row, num_tokens, first, False)
-                rewound.put(&row, 1)
-            elif release.outcome == RELEASED:
-                release = release_lost(self.rows, one, row, ids)
-                lost.put(&row, 1)
-        self.rows.release_locks()
-        refuse_release(self.rows.store, &self.rows.batch, lost, &release)
-        return rewound.to_list(), lost.to_list()
+        if self.rows.media is None:
+            return rewind_rows(self.rows, loads)
+        with self.rows.media:
+            rewound = rewind_rows(self.rows, loads)
+            self.rows.media.lose()
+        return rewound
 
     # Reads.
 

@@ -1,8 +1,9 @@
-"""Steps end well, or fail."""
+"""Steps end well, or fail, and rows go back behind loads that failed."""
 
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 
+from pagepool.core.holding cimport find_wrong
 from pagepool.core.values cimport array_of
 
 
@@ -57,7 +58,6 @@ cdef object fail_step(RowStore rows, StepResult ended):
     cdef Failure failure
     cdef int32_t row
     cdef bint has_room
-    cdef list media = [] if rows.media is None else rows.media.list_in_flight()
     lost.reserve(batch.num_rows)
     lock_for(rows, ended, False)
     failure.step = ended.growth.step
@@ -79,7 +79,32 @@ cdef object fail_step(RowStore rows, StepResult ended):
     free(failure.is_lost)
     if not has_room:
         raise MemoryError("the pages of a failed step")
-    if media:
-        rows.media.forget(media)
     refuse_release(rows.store, &rows.batch, lost, &release)
     return array_of(lost.ids, lost.num)
+
+
+cdef tuple rewind_rows(RowStore rows, FailedLoads loads):
+    """Rewind the rows whose pages failed to load; return these and those that cannot go back. See `RunningRows.rewind`."""
+    cdef PageIds rewound = PageIds.__new__(PageIds), lost = PageIds.__new__(PageIds), ids = PageIds.__new__(PageIds)
+    cdef PageIds one = PageIds([0])
+    cdef Release release = Release(outcome=RELEASED, at=0, page_id=NULL_PAGE)
+    cdef Holding *holding
+    cdef int32_t row, first, num_tokens
+    rewound.reserve(rows.batch.num_rows)
+    lost.reserve(rows.batch.num_rows)
+    rows.acquire_locks()
+    for row in range(<int32_t>rows.batch.num_rows if loads.ids.num and reserve_places(&rows.batch, ids) else 0):
+        holding = holding_of(&rows.batch, row)
+        first = find_wrong(holding, loads.is_wrong, loads.number) if rows.batch.records[row].is_admitted else -1
+        if first < 0:
+            continue
+        num_tokens = rows.batch.records[row].num_tokens
+        if not has_copies(&rows.store.pool, holding) and can_restart_row(&rows.batch, row, num_tokens, first):
+            restart_row(&rows.batch, row, num_tokens, first, False)
+            rewound.put(&row, 1)
+        elif release.outcome == RELEASED:
+            release = release_lost(rows, one, row, ids)
+            lost.put(&row, 1)
+    rows.release_locks()
+    refuse_release(rows.store, &rows.batch, lost, &release)
+    return rewound.to_list(), lost.to_list()

@@ -417,14 +417,14 @@ cdef class TableRows(TableGroup):
         at least 1.
         """
         cdef PageIds sinks = as_page_ids(sink_page_ids, "sink_page_ids")
-        cdef Py_ssize_t bad = find_negative(sinks.ids, sinks.num)
         cdef Py_ssize_t n = size_of(num_rows, "max_num_reqs", 1)
         cdef Py_ssize_t columns = size_of(num_columns, "max_num_pages_per_req", 1) + sinks.num
         cdef Py_ssize_t num_segments = (columns + SEGMENT - 1) // SEGMENT
         if n * columns > MAX_PAGES:
             raise ArgumentError(f"page table: got {n} x {columns}, allowed: {MAX_PAGES} ids in all")
-        if bad >= 0:
-            raise PageIdError(f"sink_page_ids: got {sinks.ids[bad]} (at {bad}), allowed: at least 0")
+        for i, page_id in enumerate(sinks):
+            if page_id < 1 or page_id in list(sinks)[:i]:
+                raise PageIdError(f"sink_page_ids: got {page_id} (at {i}), allowed: at least 1, and each once")
         page_table, num_pages = make_aligned_zeros(n, columns), np.zeros(n, dtype=INT32)
         self.sink_page_ids = tuple(sinks.to_list())
         page_table[:, :sinks.num] = self.sink_page_ids

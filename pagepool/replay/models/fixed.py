@@ -167,5 +167,7 @@ def _find_sinks(config: Config, types: list[str], page_size: int, dtype: str) ->
         return None
     if is_latent(config):
         raise ArgumentError("param_sink_number with kv_lora_rank is not understood")
-    layers = list_attention_layers(config, types)
-    return _count_pages(config, types, layers, read_int(config, "param_sink_number"), page_size, dtype)
+    layers, num_tokens = list_attention_layers(config, types), read_int(config, "param_sink_number")
+    if num_tokens % page_size:
+        raise ArgumentError(f"param_sink_number: got {num_tokens}, allowed with pages of {page_size} tokens: their multiples")
+    return _count_pages(config, types, layers, num_tokens, page_size, dtype)
