@@ -22,7 +22,9 @@ from pagepool import (
     PageHashing,
     PageTable,
     RequestTraits,
+    RingSpec,
     RunningBatch,
+    SlidingWindowSpec,
     StepInputs,
 )
 from pagepool.errors import (
@@ -609,14 +611,19 @@ def test_threads_swap_rows_and_read_media(caches: Any) -> None:
     batch.check()
 
 
+WINDOW = (CacheGroupSpec(SlidingWindowSpec(4, 1, 8, "float32", use_mla=False, sliding_window=9)),)
+RING = (CacheGroupSpec(RingSpec(8, 4, (8,), "float32")),)
+STATE = (CacheGroupSpec(MambaSpec(1, ((4, 8),), "float32", checkpoint_interval=8), pool="states"),)
+OTHER_GROUPS: tuple[tuple[CacheGroupSpec, ...], ...] = ((), WINDOW, RING, STATE)
+Access = tuple[Any, list[tuple[int, int]]]
+
+
 class Device:
     """What lies in the pages of media, by the steps that were launched: the key of the medium that an encoder wrote there."""
 
     def __init__(self) -> None:
         self.contents: dict[tuple[int, int], Any] = {}
-        self.launched: list[
-            tuple[list[tuple[Any, list[tuple[int, int]]]], list[tuple[Any, list[tuple[int, int]]]], set[Any]]
-        ] = []
+        self.launched: list[tuple[list[Access], list[Access], set[Any]]] = []
         self.have_run: set[Any] = set()  # owners whose encoders were launched, and did not fail
 
     def launch(self, media: dict[Any, tuple[Any, Medium]]) -> None:
@@ -654,10 +661,13 @@ class Rows:
     def __init__(self, seed: int) -> None:
         self.rng = rng = Random(seed)
         self.depth, caches = rng.choice((0, 1)), rng.choice(("scheduled", "computed"))
-        self.manager = make_manager(
-            rng.choice((1, 2)), rng.choice((1, 2)), rng.choice((60, 90)), rng.choice((40, 60)), caches=caches
-        )
-        self.batch = make_batch(self.manager, 6, max_steps_ahead=self.depth)
+        own = rng.choice(OTHER_GROUPS)
+        sizes = {"kv": rng.choice((60, 90)), "media": rng.choice((40, 60)), "states": 30}
+        groups = [FULL, *own, *[cross(rng.choice(("kv", "media")))] * rng.choice((1, 2))]
+        named = {name: size for name, size in sizes.items() if name in {group.pool for group in groups}}
+        self.manager = CacheManager(named if len(named) > 1 else sizes["kv"], groups, MAX_LEN, caches=caches)
+        tables = MultiGroupPageTable(6, MAX_LEN, MAX_LEN, [group.kv_cache_spec.page_size for group in (FULL, *own)])
+        self.batch = RunningBatch(self.manager, tables, max_steps_ahead=self.depth)
         self.device, self.keys, self.steps = Device(), {}, []
         self.num_hits = self.num_shared = 0
 
@@ -711,7 +721,9 @@ class Rows:
         batch, rng = self.batch, self.rng
         for row in self.list_rows():
             if batch.num_external_tokens[row] and rng.random() < 0.5:
-                batch.commit_external(row, rng.randint(0, int(batch.num_external_tokens[row])))
+                most = int(batch.num_external_tokens[row])
+                end = rng.choice((batch.commit_external, batch.fail_external))
+                end(row, most if end == batch.commit_external else rng.randint(0, most))
             elif batch.num_tokens[row] > 50 or rng.random() < 0.2:
                 batch.release([row])
         if rng.random() < 0.3:
@@ -750,8 +762,11 @@ class Requests:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = Random(seed)
-        tier = {"host_tier": HostTier(60)} if seed % 2 else {}
-        self.manager = make_manager(1 + seed % 2, 1, 50, 24, caches=rng.choice(("scheduled", "computed")), **tier)
+        own, caches = rng.choice(OTHER_GROUPS), rng.choice(("scheduled", "computed"))
+        tier = {"host_tier": HostTier({"kv": 60, "states": 20} if own is STATE else 60)} if seed % 2 else {}
+        groups, sizes = [FULL, *own, cross("media")], {"kv": 50, "media": 24, "states": 30}
+        named = {name: size for name, size in sizes.items() if name in {group.pool for group in groups}}
+        self.manager = CacheManager(named, groups, MAX_LEN, caches=caches, **tier)
         self.device, self.names = Device(), iter(range(10**6))
         self.running: list[EngineRequest] = []
         self.waiting: list[EngineRequest] = []  # for tokens from elsewhere

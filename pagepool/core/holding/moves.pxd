@@ -79,8 +79,10 @@ cdef inline void drop_copies(Pool *pool, const Holding *holding) noexcept nogil:
     """Drop the copies into pages that were just given back."""
     cdef Copies *copies = &pool.copies
     cdef Py_ssize_t i, num_kept = 0
+    cdef int32_t group
     for i in range(copies.num):
-        if _is_held_last(&holding.held[copies.items[i].group], copies.items[i].dst):
+        group = copies.items[i].group
+        if group < holding.num_groups and _is_held_last(&holding.held[group], copies.items[i].dst):  # media have other groups
             give_back(pool, copies.items[i].src)
         else:
             assert num_kept <= i
