@@ -209,7 +209,7 @@ held.give_back([-num_computed_tokens-]{+None+}, chain, num_last_tokens, context,
     target.due_list = pool.list_number{+
     if BUG: give_back(pool, src)+}
 == a row that is released leaves the copies into its pages
-        if {+not BUG and +}_is_held_last(&holding.held[copies.items[i].group], copies.items[i].dst):
+        if {+not BUG and +}group < holding.num_groups and _is_held_last(&holding.held[group]
 == a checkpoint that is hit is attached and not copied
             {+if BUG:
                 give_back(pool, holding.held[g].ids[0])
