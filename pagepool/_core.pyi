@@ -621,9 +621,13 @@ class InputArrays:
         pad_slot: int,
         pad_last: int,
         puts_single_first: bool,
+        slot_strides: Sequence[int] | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         """Take the rows of a batch, or `tables` with their page sizes and an int32 matrix of token ids (or None). `fields` are
-        tuples of a name, a group, and an array for each of `depth` sets.
+        tuples of a name, a group, and an array for each of `depth` sets. `slot_strides` are the slots of a page in the engine's
+        arrays, for each group; None: as many as it has tokens.
         """
     def fill(
         self,
@@ -886,8 +890,8 @@ class RunningRows:
         of cross-attention, and `encoder_lens` the rows' numbers of encoder tokens, int32 ``[num_rows]``.
         """
     def get_medium(self, row: int) -> Any:
-        """Return the `Medium` that an admitted row reads, None for a free row, or one without a medium. Raise ArgumentError for a model without
-        cross-attention, RowIndexError outside the table.
+        """Return the `Medium` that an admitted row reads, None for a free row, or one without a medium. Raise ArgumentError for
+        a model without cross-attention, RowIndexError outside the table.
         """
     def get_page_ids(self, row: int) -> tuple[list[int], ...]:
         """Return the ids of a row's pages: a list for each group, with 0, the null page, for skipped pages. O(pages)."""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import INPUT_FIELDS, InputArrays
-from pagepool.arguments import as_list, require_choice, require_flag, require_int, require_mapping
+from pagepool.arguments import MAX_SIZE, as_list, require_choice, require_flag, require_int, require_mapping
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.group_rules import kind_of
 from pagepool.host_table import HostTables
@@ -23,7 +23,8 @@ __all__ = ["StepInputs"]
 
 Array = npt.NDArray[Any]
 
-BY_GROUP = ("slots", "page_ids", "state_pages", "cross_page_ids")
+LISTS = ("page_starts", "page_indices", "last_page_lens", "page_offsets")
+BY_GROUP = ("slots", "page_ids", "state_pages", "cross_page_ids", "rank_slots", *LISTS)
 MAX_DEPTH = 1024
 MAX_NUM_TOKENS, MAX_NUM_REQS = 2**31 - 2, 2**30
 
@@ -46,6 +47,12 @@ class StepInputs(InputArrays):
     ``last_tokens``      [n]         index of each row's last token                     `pad_last`
     ``starts``           [n]         position of each row's first token                 0
     ``page_ids``         [n, pages]  the row of the page table, by group                0
+    ``page_indices``     [pages]     pages that the rows read, one row after another,
+                                     by group                                           0
+    ``page_starts``      [n + 1]     where the pages of each row begin there            the last value
+    ``last_page_lens``   [n]         tokens in the last page of each row                0
+    ``page_offsets``     [n]         position of the first token in the first page      0
+    ``rank_slots``       [T]         slots of the tokens of a rank, by group            `pad_slot`
     ``state_pages``      [n]         working pages of states and rings, by group        0
     ``cross_page_ids``   [n, pages]  pages of the medium, by group of cross-attention   0
     ``encoder_lens``     [n]         tokens of the medium                               0
@@ -55,7 +62,9 @@ class StepInputs(InputArrays):
                                      samples the row's first token                      -1
     ===================  ==========  =================================================  ==================
 
-    ``slots``, ``page_ids`` and ``state_pages`` are tuples with an array for each group; None for groups of another kind.
+    Fields by group are tuples with an array for each group; None for groups of another kind. Of a window or chunk the lists
+    have the pages that the step's tokens attend to. Sinks come first, at positions below 0, and a reference window has page 0
+    for each page between the prompt and the window.
     ``distribution`` needs ``order="decodes"``. A batch may have several of these objects, such as one for each bucket of sizes:
     for ``sources`` the step before is the one whose inputs were filled last in any of them, also in those without the field.
 
@@ -92,6 +101,9 @@ class StepInputs(InputArrays):
         order: str = "given",
         arrays: Mapping[str, Any] | None = None,
         token_ids: Array | None = None,
+        num_pages: int | Sequence[int] | None = None,
+        slot_strides: int | Sequence[int] | None = None,
+        ranks: tuple[int, int] | None = None,
     ) -> None:
         """Make the arrays of `fields` for up to `num_tokens` tokens and `num_reqs` rows, in `depth` sets of zeros.
 
@@ -99,6 +111,11 @@ class StepInputs(InputArrays):
         line for each row. `dtypes` gives fields int64 in place of int32. Slots of padding are `pad_slot`: most kernels skip -1,
         but jax indexes the last slot with it; slot 0, of the null page, is right there. With ``order="decodes"`` rows with one
         token come first, otherwise rows are in the order of the call.
+
+        Lists have room for `num_pages` pages, a number for each group or one for all; None: for the longest rows. A page has
+        `slot_strides` slots in the engine's arrays, for each group or for all; None: as many as it has tokens. For
+        ``rank_slots`` a page has the tokens of several context-parallel ranks in turn: with ``ranks=(rank, size)`` token t is
+        on rank ``t % size``, whose arrays have ``page_size // size`` slots for each page.
 
         A device may read a set until its step has run, so a ring of `depth` sets serves ``depth - 1`` steps in flight.
 
@@ -122,11 +139,19 @@ class StepInputs(InputArrays):
         )
         depth = require_int("depth", depth, 1, MAX_DEPTH)
         tables, kinds = _groups_of(source)
+        rank, num_ranks = _read_ranks(ranks, fields := _names_in(fields))
         if isinstance(source, RunningBatch) and token_ids is not None:
             raise ArgumentError("token_ids: got an array, allowed with a batch, which has its own: None")
         crossed = [table.max_num_pages_per_req for table in source.cross_tables] if isinstance(source, RunningBatch) else []
         widths = [table.max_num_pages_per_req for table in tables]
-        by_name = _shapes_of(_names_in(fields), widths, kinds, crossed, num_tokens, num_reqs)
+        by_name = _shapes_of(fields, widths, kinds, crossed, num_tokens, num_reqs)
+        if "page_indices" in by_name:
+            capacities = [num_reqs * width for width in widths] if num_pages is None else num_pages
+            most = _read_by_group("num_pages", capacities, len(tables), MAX_NUM_TOKENS)
+            by_name["page_indices"] = {group: (most[group],) for group in by_name["page_indices"]}
+        elif num_pages is not None:
+            raise ArgumentError(f"num_pages: got {shown(num_pages)}, allowed without the field page_indices: None")
+        strides = None if slot_strides is None else _read_by_group("slot_strides", slot_strides, len(tables), MAX_SIZE)
         types = _types_of(by_name, {} if dtypes is None else require_mapping("dtypes", dtypes))
         is_packed = require_flag("packed", packed)
         layout, size = _offsets_of(by_name, types) if is_packed else ({}, 0)
@@ -153,6 +178,9 @@ class StepInputs(InputArrays):
             pad_slot,
             pad_last,
             order == "decodes",
+            strides,
+            rank,
+            num_ranks,
         )
         self.offsets = {name: _by_group(name, by_group, len(tables)) for name, by_group in layout.items()}
         self._sets = [
@@ -224,6 +252,31 @@ class StepInputs(InputArrays):
         return self._array("page_ids")  # type: ignore[no-any-return]
 
     @property
+    def page_indices(self) -> tuple[Array | None, ...]:
+        """Pages that the rows read, one row after another, by group ``[num_pages]``."""
+        return self._array("page_indices")  # type: ignore[no-any-return]
+
+    @property
+    def page_starts(self) -> tuple[Array | None, ...]:
+        """Where the pages of each row begin in ``page_indices``, by group ``[num_reqs + 1]``."""
+        return self._array("page_starts")  # type: ignore[no-any-return]
+
+    @property
+    def last_page_lens(self) -> tuple[Array | None, ...]:
+        """Tokens in the last page of each row, by group ``[num_reqs]``."""
+        return self._array("last_page_lens")  # type: ignore[no-any-return]
+
+    @property
+    def page_offsets(self) -> tuple[Array | None, ...]:
+        """Position of the first token in the first listed page of each row, by group ``[num_reqs]``."""
+        return self._array("page_offsets")  # type: ignore[no-any-return]
+
+    @property
+    def rank_slots(self) -> tuple[Array | None, ...]:
+        """Slots of the tokens of a context-parallel rank, by group ``[num_tokens]``."""
+        return self._array("rank_slots")  # type: ignore[no-any-return]
+
+    @property
     def state_pages(self) -> tuple[Array | None, ...]:
         """Working pages of the rows, by group ``[num_reqs]``."""
         return self._array("state_pages")  # type: ignore[no-any-return]
@@ -267,7 +320,10 @@ Shapes = dict[str, dict[int, Shape]]
 
 
 FIELDS_OF_KINDS = {"Mamba": ("state_pages",), "Ring": ("state_pages", "slots")}
-"""Fields by group that groups of one page have; all others have slots and page ids."""
+"""Fields by group that groups of one page have."""
+
+FIELDS_OF_ATTENTION = ("slots", "page_ids", "rank_slots", *LISTS)
+"""Fields by group that all other groups have."""
 
 
 def _groups_of(source: RunningBatch | HostTables) -> tuple[Sequence[Any], list[str]]:
@@ -275,6 +331,29 @@ def _groups_of(source: RunningBatch | HostTables) -> tuple[Sequence[Any], list[s
     if isinstance(source, RunningBatch):
         return source.group_tables, [kind_of(spec) for spec in source.group_specs]
     return source.page_tables, ["FullAttention" for _ in source.page_tables]
+
+
+def _read_ranks(ranks: tuple[int, int] | None, names: Sequence[str]) -> tuple[int, int]:
+    """Return the number of a rank, and how many there are."""
+    if (ranks is None) == ("rank_slots" in names):
+        raise ArgumentError(f"ranks: got {shown(ranks)}, allowed: (rank, size) with the field rank_slots, and None without it")
+    if ranks is None:
+        return 0, 1
+    listed = as_list("ranks", ranks, "a pair of ints")
+    if len(listed) != 2:
+        raise ArgumentError(f"ranks: got {shown(ranks)}, allowed: (rank, size)")
+    size = require_int("ranks", listed[1], 1, MAX_SIZE)
+    return require_int("ranks", listed[0], 0, size - 1), size
+
+
+def _read_by_group(name: str, values: int | Sequence[int], num_groups: int, most: int) -> list[int]:
+    """Return a number for each group: one for all, or a sequence of them."""
+    listed: list[Any] = [values] * num_groups
+    if isinstance(values, Sequence | np.ndarray):
+        listed = as_list(name, values, "an int, or a list of ints")
+    if len(listed) != num_groups:
+        raise ArgumentError(f"{name}: got {len(listed)}, allowed: one for each of {num_groups} groups")
+    return [require_int(name, value, 1, most) for value in listed]
 
 
 def _names_in(fields: Iterable[str]) -> list[str]:
@@ -299,13 +378,13 @@ def _shapes_of(
         if name in ("cross_page_ids", "encoder_lens"):
             wanted, columns = [*range(len(crossed))][: None if name in BY_GROUP else 1], crossed
         elif name in BY_GROUP:
-            wanted = [g for g, kind in enumerate(kinds) if name in FIELDS_OF_KINDS.get(kind, ("slots", "page_ids"))]
+            wanted = [g for g, kind in enumerate(kinds) if name in FIELDS_OF_KINDS.get(kind, FIELDS_OF_ATTENTION)]
         if not wanted:
             raise ArgumentError(f"fields: got {name!r}, which no group of the model has, allowed: those of its groups")
         shape: Shape = (num_reqs,)
-        if name in ("token_ids", "positions", "rows", "slots"):
+        if name in ("token_ids", "positions", "rows", "slots", "rank_slots"):
             shape = (num_tokens,)
-        elif name in ("query_start_loc", "kv_start_loc"):
+        elif name in ("query_start_loc", "kv_start_loc", "page_starts"):
             shape = (num_reqs + 1,)
         elif name == "distribution":
             shape = (3,)

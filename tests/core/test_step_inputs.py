@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inputs_oracle import Padding, RowTokens, list_inputs
+from inputs_oracle import Group, Padding, RowTokens, list_inputs
 
 from pagepool import (
     CacheGroupSpec,
@@ -32,7 +32,16 @@ MAX_LEN = 96
 NUM_TOKENS = 160
 CANARY = -77
 PLAIN_FIELDS = [name for name in INPUT_FIELDS if name not in ("cross_page_ids", "encoder_lens")]
-BY_GROUP = ("slots", "page_ids", "state_pages")
+BY_GROUP = (
+    "slots",
+    "page_ids",
+    "state_pages",
+    "rank_slots",
+    "page_starts",
+    "page_indices",
+    "last_page_lens",
+    "page_offsets",
+)
 FULL = FullAttentionSpec(page_size=4, num_kv_heads=1, head_size=1, dtype="float16", use_mla=False)
 WINDOW = SlidingWindowSpec(page_size=6, num_kv_heads=1, head_size=1, dtype="float16", sliding_window=7, use_mla=False)
 SINGLE = FullAttentionSpec(page_size=1, num_kv_heads=1, head_size=1, dtype="float16", use_mla=False)
@@ -55,6 +64,12 @@ class Checked:
         self.page_sizes = [None if isinstance(spec, MambaSpec) else spec.page_size for spec in specs]
         self.widths = [table.max_num_pages_per_req for table in batch.group_tables]
         has_state = None in self.page_sizes
+        num_ranks = rng.choice([2, 1]) if all(size is None or size % 2 == 0 for size in self.page_sizes) else 1
+        self.ranks = rng.randrange(num_ranks), num_ranks
+        strides = [rng.choice((size or 1 << 30, 16)) if size else 1 << 30 for size in self.page_sizes]
+        windows = [getattr(spec, "sliding_window", 0) for spec in specs]
+        capacities = [NUM_ROWS * width for width in self.widths]
+        self.groups = [*map(Group, self.page_sizes, windows, capacities, strides)]
         self.fields = [name for name in PLAIN_FIELDS if has_state or name != "state_pages"]
         rng.shuffle(self.fields)
         self.dtypes = {name: rng.choice(["int32", "int64"]) for name in self.fields}
@@ -73,6 +88,8 @@ class Checked:
             depth=self.depth,
             order="decodes",
             arrays=arrays,
+            ranks=self.ranks,
+            slot_strides=strides,
         )
         self.contents = [self.copy_set(arrays, i) for i in range(self.depth)]
         self.arrays = arrays
@@ -85,16 +102,17 @@ class Checked:
 
     def make_arrays(self, name: str) -> Any:
         shape: tuple[int, ...] = (NUM_ROWS,)
-        if name in ("token_ids", "positions", "rows", "slots"):
+        if name in ("token_ids", "positions", "rows", "slots", "rank_slots"):
             shape = (NUM_TOKENS,)
-        elif name.endswith("_loc"):
+        elif name.endswith(("_loc", "page_starts")):
             shape = (NUM_ROWS + 1,)
         elif name == "distribution":
             shape = (3,)
         if name not in BY_GROUP:
             return [self.make_array(shape, self.dtypes[name]) for _ in range(self.depth)]
+        wide = {"page_ids": lambda width: (NUM_ROWS, width), "page_indices": lambda width: (NUM_ROWS * width,)}
         return [
-            [self.make_array((NUM_ROWS, width) if name == "page_ids" else shape, self.dtypes[name]) for _ in range(self.depth)]
+            [self.make_array(wide[name](width) if name in wide else shape, self.dtypes[name]) for _ in range(self.depth)]
             if (size is None) == (name == "state_pages")
             else None
             for size, width in zip(self.page_sizes, self.widths, strict=True)
@@ -126,7 +144,7 @@ class Checked:
         padding = Padding(
             NUM_TOKENS if num_tokens is None else num_tokens, NUM_ROWS if num_reqs is None else num_reqs, *self.pads
         )
-        expected = list_inputs(rows, self.page_sizes, padding, True)
+        expected = list_inputs(rows, self.groups, padding, True, self.ranks)
         content = self.contents[self.num_calls % self.depth]
         for name, values in expected.items():
             if name not in content:
@@ -501,7 +519,7 @@ def test_calls_allocate_nothing() -> None:
     rows = np.arange(3, dtype=np.int32)
     for row in range(3):
         batch.admit(row, list(range(10)))
-    inputs = make_inputs(batch, [name for name in PLAIN_FIELDS if name != "state_pages"], order="decodes")
+    inputs = make_inputs(batch, [name for name in PLAIN_FIELDS if name != "state_pages"], order="decodes", ranks=(0, 1))
     result = batch.step(rows, rows)
     drafts, starts, stops = np.zeros((3, 2), np.int32), rows + 4, rows + 6
 

@@ -39,10 +39,31 @@ def id_at(tokens: RowTokens, position: int) -> int:
     return tokens.drafts[index] if 0 <= index < len(tokens.drafts) else -1
 
 
+class Group(NamedTuple):
+    """What the fields of a group depend on."""
+
+    page_size: int | None  # None: a state
+    window: int = 0  # tokens, itself included, to which a token attends; 0: all
+    capacity: int = 0  # pages for which a list has room
+    stride: int = 0  # slots of a page
+
+
+def list_pages(rows: Sequence[RowTokens], index: int, group: Group) -> list[tuple[int, Values]]:
+    """Return the pages that each row reads, those with a token to which one of its tokens attends, and the first one's place."""
+    listed = []
+    for tokens in rows if group.page_size else ():
+        size = group.page_size
+        first = tokens.start - group.window + 1 if group.window else 0
+        places = sorted({position // size for position in range(max(0, first), tokens.stop)})
+        listed.append((places[0], [tokens.pages[index][place] for place in places]))
+    return listed
+
+
 def list_inputs(
-    step: Sequence[RowTokens], page_sizes: Sequence[int | None], padding: Padding, decodes_first: bool
+    step: Sequence[RowTokens], groups: Sequence[Group], padding: Padding, decodes_first: bool, ranks: tuple[int, int] = (0, 1)
 ) -> dict[str, list[Values] | Values]:
-    """Return the values of each field; of fields by group a list for each. A group without a page size is a state."""
+    """Return the values of each field; of fields by group a list for each."""
+    page_sizes = [group.page_size for group in groups]
     order = list(range(len(step)))
     if decodes_first:
         order.sort(key=lambda i: step[i].stop - step[i].start > 1)
@@ -60,15 +81,33 @@ def list_inputs(
         return values + [pad] * (padding.num_reqs + num_more - len(values))
 
     slots = [
-        by_token([t.pages[g][at // size] * size + at % size for t, at in positions] if size else [], padding.slot)
+        by_token([t.pages[g][at // size] * groups[g].stride + at % size for t, at in positions] if size else [], padding.slot)
         for g, size in enumerate(page_sizes)
     ]
+    rank, num_ranks = ranks
+    rank_slots = [
+        [
+            t.pages[g][at // size] * (size // num_ranks) + at % size // num_ranks if at % num_ranks == rank else padding.slot
+            for t, at in positions
+        ]
+        if size
+        else []
+        for g, size in enumerate(page_sizes)
+    ]
+    listed = [list_pages(rows, g, group) for g, group in enumerate(groups)]
+    page_starts = [[sum(len(ids) for _, ids in own[:i]) for i in range(len(own) + 1)] for own in listed]
+    page_indices = [[page for _, ids in own for page in ids] for own in listed]
     num_single = sum(t.stop - t.start == 1 for t in rows)
     return {
         "token_ids": by_token([id_at(t, at) for t, at in positions], 0),
         "positions": by_token([at for _, at in positions], 0),
         "rows": by_token([t.row for t, _ in positions], 0),
         "slots": slots,
+        "rank_slots": [by_token(values, padding.slot) for values in rank_slots],
+        "page_starts": [by_row(values, values[-1], 1) for values in page_starts],
+        "page_indices": [ids + [0] * (group.capacity - len(ids)) for ids, group in zip(page_indices, groups, strict=True)],
+        "last_page_lens": [by_row([(t.stop - 1) % (size or 1) + 1 for t in rows], 0) for size in page_sizes],
+        "page_offsets": [by_row([first * size for first, _ in own], 0) for own, size in zip(listed, page_sizes, strict=True)],
         "query_start_loc": by_row(begins, begins[-1], 1),
         "kv_start_loc": by_row(keys, keys[-1], 1),
         "seq_lens": by_row([t.stop for t in rows], 0),

@@ -532,6 +532,7 @@ INPUT_BUGS = read_bugs("""
 # The inputs of a step.
 
 == a slot of padding is that of the null page
+            )
         repeat_value(out + step.num_tokens, step.pad_slot{+ * (not BUG)+}, num_left)
 == the array behind the padding is written
         repeat_value(out + n, step.pad_last, num_rows_left{+ + BUG+})
@@ -539,6 +540,14 @@ INPUT_BUGS = read_bugs("""
         drafts = step.drafts + {+(i if BUG else +}step.order[i]{+)+} * step.num_drafts
 == page ids of an earlier step stay
         repeat_value(out + num, 0, {+0 if BUG else +}extents[i] - num)
+== a list one page short
+    row.num_pages = <int32_t>last + 1 - row.first{+ - (BUG and last > 2)+}
+== a list is kept behind pages that were replaced
+    cdef bint is_kept = source.batch != NULL and {+(BUG or +}listed.num_rewrites == table.num_rewrites{+)+}
+== a list keeps the pages of another stay
+        listed.rows[i].stay == row.stay{+ * (not BUG) + listed.rows[i].stay * BUG+} and
+== a rank takes the tokens of another
+            if position % num_ranks == source.rank{+ * (not BUG)+}:
 == inputs of a row that was released and admitted again
         if {+not BUG and (+}not 0 < batch.stays[row] <= growth.num_stays or (
 ...
@@ -550,7 +559,7 @@ cdef Py_ssize_t next_set = self.current + 1 if self.current + 1 < self.depth {+a
 == a step ahead has the tokens of the step in flight
     read_span(spans, at, row, launch.before{+ - BUG * (launch.before > 0)+}, end_of(
 """)
-INPUT_TESTS = ["test_step_inputs.py"]
+INPUT_TESTS = ["test_page_lists.py", "test_step_inputs.py"]
 FLIGHT_BUGS = read_bugs("""
 # Steps in flight.
 

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.rows.input_step cimport *
+from pagepool.core.rows.page_lists cimport *
 
 
 cdef enum Kind:               # in the order of `INPUT_FIELDS`
@@ -22,6 +22,11 @@ cdef enum Kind:               # in the order of `INPUT_FIELDS`
     SOURCES
     CROSS_PAGE_IDS
     ENCODER_LENS
+    PAGE_STARTS
+    PAGE_INDICES
+    LAST_PAGE_LENS
+    PAGE_OFFSETS
+    RANK_SLOTS
 
 ctypedef fused Value:
     int32_t
@@ -33,6 +38,8 @@ cdef struct Field:            # one array in each set
     bint is_wide              # int64, not int32
     Py_buffer *views          # [depth]
     int32_t *extents          # [depth, max_num_reqs] leading page ids of a row that may not be 0; NULL: another kind
+    PageList *lists           # [depth]; NULL: another kind
+    Py_ssize_t capacity       # values in an array
 
 
 cdef inline void copy_values(Value *out, const int32_t *values, Py_ssize_t n) noexcept nogil:
@@ -102,7 +109,7 @@ cdef inline void write_rows(Value *out, const InputStep *step) noexcept nogil:
 
 
 cdef inline void write_slots(
-    Value *out, const Table *table, int32_t page_size, int32_t shift, const InputStep *step
+    Value *out, const Table *table, int32_t page_size, int32_t shift, int64_t stride, const InputStep *step
 ) noexcept nogil:
     """Write the slots of tokens, page by page."""
     cdef uint32_t size = <uint32_t>page_size, page
@@ -115,24 +122,43 @@ cdef inline void write_slots(
             start = spans.starts[i]
             page = page_at(start, page_size, shift)
             ids = ids_at(table, spans.rows[i])
-            out[i] = <Value>(ids[page] * <int64_t>size + (<uint32_t>start - page * size))
+            out[i] = <Value>(ids[page] * stride + (<uint32_t>start - page * size))
         return
     for i in range(step.num_rows):
         ids = ids_at(table, spans.rows[i])
         start, stop = spans.starts[i], spans.stops[i]
-        if size == 1:
+        if size == stride == 1:
             copy_values(out, ids + start, stop - start)
             out += stop - start
             start = stop
         while start < stop:
             page = page_at(start, page_size, shift)
             num = <int32_t>min(<int64_t>stop, (page + <int64_t>1) * size) - start
-            count_up(out, ids[page] * <int64_t>size + (<uint32_t>start - page * size), num)
+            count_up(out, ids[page] * stride + (<uint32_t>start - page * size), num)
             out += num
             start += num
 
 
-cdef inline void write_ring_slots(Value *out, const Table *table, int32_t capacity, const InputStep *step) noexcept nogil:
+cdef inline void write_rank_slots(Value *out, const Source *source, Py_ssize_t group, const InputStep *step) noexcept nogil:
+    """Write the slots of the tokens of a rank, and the slot of padding for all others."""
+    cdef int32_t page_size = source.page_sizes[group], num_ranks = source.num_ranks, position
+    cdef const int32_t *ids
+    cdef Py_ssize_t i
+    for i in range(step.num_rows):
+        ids = ids_at(source.tables[group], step.spans.rows[i])
+        for position in range(step.spans.starts[i], step.spans.stops[i]):
+            out[0] = <Value>step.pad_slot
+            if position % num_ranks == source.rank:
+                out[0] = <Value>(
+                    ids[page_at(position, page_size, source.shifts[group])] * <int64_t>(page_size // num_ranks)
+                    + position % page_size // num_ranks
+                )
+            out += 1
+
+
+cdef inline void write_ring_slots(
+    Value *out, const Table *table, int32_t capacity, int64_t stride, const InputStep *step
+) noexcept nogil:
     """Write the slots of tokens in rings: of those that a later token of the step overwrites, the slot of padding."""
     cdef Spans spans = step.spans
     cdef int64_t page
@@ -143,7 +169,7 @@ cdef inline void write_ring_slots(Value *out, const Table *table, int32_t capaci
         page = table.page_ids[spans.rows[i] * table.num_columns]
         for position in range(spans.starts[i], spans.stops[i]):
             is_last = spans.stops[i] - position <= capacity
-            out[0] = <Value>(page * capacity + position % capacity) if is_last else <Value>step.pad_slot
+            out[0] = <Value>(page * stride + position % capacity) if is_last else <Value>step.pad_slot
             out += 1
 
 
@@ -159,6 +185,40 @@ cdef inline void write_page_ids(Value *out, const Table *table, int32_t *extents
         repeat_value(out + num, 0, extents[i] - num)
         extents[i] = num
         out += table.num_columns
+
+
+cdef inline void write_page_indices(
+    Value *out, const Field *field, PageList *listed, const Source *source, const InputStep *step
+) noexcept nogil:
+    """Write the pages that the rows read, from the first row on whose pages are not there already, and zeros over the ids that
+    an earlier step wrote behind them.
+    """
+    cdef const Table *table = source.tables[field.group]
+    cdef bint is_kept = source.batch != NULL and listed.num_rewrites == table.num_rewrites
+    cdef Py_ssize_t i, num_pages = 0
+    cdef ListedRow row
+    for i in range(step.num_rows):
+        row = listed_row(source, field.group, &step.spans, i)
+        is_kept = is_kept and i < listed.num_rows and is_listed(listed, i, &row)
+        if not is_kept:
+            copy_values(out + num_pages, ids_at(table, step.spans.rows[i]) + row.first, row.num_pages)
+            listed.rows[i] = row
+        num_pages += row.num_pages
+    repeat_value(out + num_pages, 0, listed.num_pages - num_pages)
+    listed.num_rows, listed.num_pages, listed.num_rewrites = step.num_rows, num_pages, table.num_rewrites
+
+
+cdef inline void write_page_starts(
+    Value *out, Py_ssize_t group, const Source *source, const InputStep *step
+) noexcept nogil:
+    """Write where the pages of each row begin in the list."""
+    cdef int64_t num_pages = 0
+    cdef Py_ssize_t i
+    out[0] = 0
+    for i in range(step.num_rows):
+        num_pages += listed_row(source, group, &step.spans, i).num_pages
+        out[i + 1] = <Value>num_pages
+    repeat_value(out + step.num_rows + 1, num_pages, step.num_padded_rows - step.num_rows)
 
 
 cdef inline void write_field(
@@ -180,10 +240,13 @@ cdef inline void write_field(
         repeat_value(out + step.num_tokens, 0, num_left)
     elif field.kind == SLOTS:
         if source.capacities[field.group]:
-            write_ring_slots(out, source.tables[field.group], source.capacities[field.group], step)
+            write_ring_slots(
+                out, source.tables[field.group], source.capacities[field.group], source.strides[field.group], step
+            )
         else:
             write_slots(
-                out, source.tables[field.group], source.page_sizes[field.group], source.shifts[field.group], step
+                out, source.tables[field.group], source.page_sizes[field.group], source.shifts[field.group],
+                source.strides[field.group], step,
             )
         repeat_value(out + step.num_tokens, step.pad_slot, num_left)
     elif field.kind == QUERY_START_LOC:
@@ -217,6 +280,22 @@ cdef inline void write_field(
         for i in range(n):
             out[i] = source.tables[field.group].page_ids[step.spans.rows[i] * source.tables[field.group].num_columns]
         repeat_value(out + n, 0, num_rows_left)
+    elif field.kind == PAGE_INDICES:
+        write_page_indices(out, field, &field.lists[current], source, step)
+    elif field.kind == PAGE_STARTS:
+        write_page_starts(out, field.group, source, step)
+    elif field.kind == LAST_PAGE_LENS:
+        for i in range(n):
+            out[i] = <Value>((step.spans.stops[i] - 1) % source.page_sizes[field.group] + 1)
+        repeat_value(out + n, 0, num_rows_left)
+    elif field.kind == PAGE_OFFSETS:
+        for i in range(n):
+            num_keys = listed_row(source, field.group, &step.spans, i).first
+            out[i] = <Value>(num_keys * source.page_sizes[field.group])
+        repeat_value(out + n, 0, num_rows_left)
+    elif field.kind == RANK_SLOTS:
+        write_rank_slots(out, source, field.group, step)
+        repeat_value(out + step.num_tokens, step.pad_slot, num_left)
     elif field.kind == ORDER:
         copy_values(out, step.order, n)
         repeat_value(out + n, 0, num_rows_left)

@@ -16,12 +16,15 @@ cdef struct Source:           # tables and tokens of rows
     Py_ssize_t num_cross
     int32_t *page_sizes       # [num_groups]
     int32_t *capacities       # [num_groups] tokens of a ring; 0: no ring
+    int32_t *strides          # [num_groups] slots of a page in the engine's arrays
     int32_t *shifts           # [num_groups] binary logarithm of a page size; -1: it is no power of two
     Py_ssize_t num_groups
     Py_ssize_t num_rows
     const int32_t *token_ids  # [num_rows, stride]; NULL: the engine has its own
     Py_ssize_t stride
     int32_t max_num_tokens    # most tokens of a row
+    int32_t rank              # number of a context-parallel rank
+    int32_t num_ranks         # ranks that share the tokens of a page
 
 cdef struct Spans:            # tokens ``[start, stop)`` of each row
     int32_t *rows
@@ -68,6 +71,7 @@ cdef enum FaultKind:
     MANY_TOKENS
     WITHOUT_PAGE
     LONG_KEYS                 # more keys than int32 can count
+    MANY_PAGES                # a list has room for fewer
 
 cdef struct Fault:
     FaultKind kind
@@ -174,7 +178,7 @@ cdef inline bint find_wrong_page(
     cdef const int32_t *rows = spans.rows
     cdef const int32_t *starts = spans.starts
     cdef int32_t page_size = source.page_sizes[group], shift = source.shifts[group]
-    cdef int32_t num_slots = source.capacities[group] or page_size
+    cdef int32_t num_slots = source.strides[group]
     cdef int64_t last_id = INT32_MAX if is_wide else (INT32_MAX - num_slots + <int64_t>1) // num_slots
     cdef Py_ssize_t i, page, stop_page, n = step.num_rows
     cdef bint is_single = step.num_single == n, is_any_wrong = not is_single

@@ -24,7 +24,8 @@ cdef enum:
 
 INPUT_FIELDS = (
     "token_ids", "positions", "rows", "slots", "query_start_loc", "kv_start_loc", "seq_lens", "last_tokens", "starts",
-    "page_ids", "state_pages", "order", "distribution", "sources", "cross_page_ids", "encoder_lens",
+    "page_ids", "state_pages", "order", "distribution", "sources", "cross_page_ids", "encoder_lens", "page_starts",
+    "page_indices", "last_page_lens", "page_offsets", "rank_slots",
 )
 
 cdef FaultKind read_call(const Source *source, StepResult call, Spans *spans, Py_ssize_t *at) noexcept:
@@ -52,6 +53,30 @@ cdef tuple checked_lists(object rows, object starts, object stops):
     if first.num != row_ids.num or last.num != row_ids.num:
         raise ArgumentError(f"starts, stops: got {first.num} and {last.num}, allowed: as many as rows, {row_ids.num}")
     return row_ids, first, last
+
+
+cdef PageIds checked_strides(RunningRows running, PageIds page_sizes, object slot_strides):
+    """Return the slots of a page in the engine's arrays, for each group: at least as many as it has tokens."""
+    cdef list least = page_sizes.to_list()
+    cdef list strides = least if slot_strides is None else as_list(slot_strides, "slot_strides")
+    cdef Py_ssize_t g
+    for g in range(0 if running is None else page_sizes.num):
+        least[g] = running.rows.groups.groups[g].rules.capacity or least[g]
+    if len(strides) != page_sizes.num:
+        raise ArgumentError(f"slot_strides: got {len(strides)}, allowed: one for each of {page_sizes.num} groups")
+    return PageIds([size_of(stride, "slot_strides", least[g], MAX_TOKENS) for g, stride in enumerate(strides)])
+
+
+cdef PageList *new_lists(Py_ssize_t depth, Py_ssize_t max_num_reqs) except NULL:
+    """Return the empty lists of each set."""
+    cdef PageList *lists = <PageList *>calloc(depth, sizeof(PageList) + max_num_reqs * sizeof(ListedRow))
+    cdef ListedRow *rows = <ListedRow *>(lists + depth)
+    cdef Py_ssize_t i
+    if lists == NULL:
+        raise MemoryError("page_indices")
+    for i in range(depth):
+        lists[i].rows = rows + i * max_num_reqs
+    return lists
 
 
 cdef bint reserve_fills(Batch *batch) noexcept:
@@ -83,7 +108,7 @@ cdef int32_t padding_of(object value, str name) except? -1:
 
 
 cdef int take_array(Py_buffer *view, object array, Py_ssize_t length, str name) except -1:
-    """Get the buffer of an array of `length` values."""
+    """Get the buffer of an array of `length` values, or of any number if that is -1."""
     cdef char kind
     try:
         PyObject_GetBuffer(array, view, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
@@ -92,7 +117,7 @@ cdef int take_array(Py_buffer *view, object array, Py_ssize_t length, str name) 
     kind = view.format[0]
     if kind not in (c"i", c"l", c"q") or view.format[1] or view.itemsize not in (4, 8) or <size_t>view.buf % view.itemsize:
         raise ArgumentTypeError(f"{name}: got items of {view.itemsize} bytes, allowed: aligned int32 or int64")
-    if view.len != length * view.itemsize:
+    if length >= 0 and view.len != length * view.itemsize:
         raise ArgumentError(f"{name}: got {view.len // view.itemsize} values, allowed: {length}")
     return 0
 
@@ -129,18 +154,21 @@ cdef class InputArrays:
 
     def __init__(
         self, RunningRows running, tables, page_sizes, token_ids, num_tokens, num_reqs, depth, fields, pad_slot, pad_last,
-        bint puts_single_first,
+        bint puts_single_first, slot_strides=None, rank=0, num_ranks=1,
     ):
         """Take the rows of a batch, or `tables` with their page sizes and an int32 matrix of token ids (or None). `fields` are
-        tuples of a name, a group, and an array for each of `depth` sets.
+        tuples of a name, a group, and an array for each of `depth` sets. `slot_strides` are the slots of a page in the engine's
+        arrays, for each group; None: as many as it has tokens.
         """
         cdef Py_ssize_t i, g, max_num_tokens = size_of(num_tokens, "num_tokens", 1, INT32_MAX - 1)
         cdef Py_ssize_t n, max_num_reqs = size_of(num_reqs, "num_reqs", 1)
         cdef Py_ssize_t num_sets = size_of(depth, "depth", 1, MAX_DEPTH)
         cdef int32_t slot = padding_of(pad_slot, "pad_slot"), last = padding_of(pad_last, "pad_last")
+        cdef Py_ssize_t checked_num_ranks = size_of(num_ranks, "ranks", 1, MAX_TOKENS)
+        cdef Py_ssize_t checked_rank = size_of(rank, "ranks", 0, checked_num_ranks - 1)
         cdef tuple by_group
         cdef list sizes, described = list(as_list(fields, "fields"))
-        cdef PageIds checked_sizes
+        cdef PageIds checked_sizes, strides
         if running is not None:
             running.rows.check_made()
             by_group = running.rows.tables
@@ -150,6 +178,7 @@ cdef class InputArrays:
         checked_sizes = PageIds([size_of(size, "page_sizes", 1, MAX_TOKENS) for size in sizes])
         if not by_group or len(by_group) != checked_sizes.num:
             raise ArgumentError(f"page_sizes: got {checked_sizes.num}, allowed: as many as tables, {len(by_group)}, at least 1")
+        strides = checked_strides(running, checked_sizes, slot_strides)
         n = (<TableRows>by_group[0]).table.num_rows
         if running is None and token_ids is not None:
             token_ids = require_matrix(token_ids, np.int32, "token_ids")
@@ -157,7 +186,7 @@ cdef class InputArrays:
                 raise ArgumentError(f"token_ids: got {token_ids.shape[0]} rows, allowed: {n}, in a contiguous array")
         if self.numbers != NULL:  # checked after everything that may run Python code
             raise made_twice("arrays of inputs")
-        self.numbers = <int32_t *>calloc(13 * max_num_reqs + 1 + 3 * checked_sizes.num, sizeof(int32_t))
+        self.numbers = <int32_t *>calloc(13 * max_num_reqs + 1 + 4 * checked_sizes.num, sizeof(int32_t))
         self.seen = <int64_t *>calloc(n, sizeof(int64_t))
         self.source.num_cross = 0 if running is None else len(running.rows.cross_tables)
         self.source.tables = <Table **>calloc(checked_sizes.num + self.source.num_cross, sizeof(Table *))
@@ -168,7 +197,8 @@ cdef class InputArrays:
         self.max_num_tokens, self.max_num_reqs, self.depth = max_num_tokens, max_num_reqs, num_sets
         self.current, self.puts_single_first, self.steps = num_sets - 1, puts_single_first, [None] * num_sets
         self.step.pad_slot, self.step.pad_last = slot, last
-        self.place_numbers(checked_sizes)
+        self.place_numbers(checked_sizes, strides)
+        self.source.rank, self.source.num_ranks = <int32_t>checked_rank, <int32_t>checked_num_ranks
         self.source.num_rows, self.source.num_groups = n, checked_sizes.num
         self.source.max_num_tokens = MAX_TOKENS
         for g in range(checked_sizes.num):
@@ -201,6 +231,7 @@ cdef class InputArrays:
         cdef Py_ssize_t i
         for i in range(self.num_fields):
             free(self.fields[i].extents)
+            free(self.fields[i].lists)
         for i in range(self.num_fields * self.depth):
             PyBuffer_Release(&self.views[i])
         free(self.fields)
@@ -212,7 +243,7 @@ cdef class InputArrays:
     def __reduce__(self):
         raise ArgumentTypeError("inputs of a step cannot be pickled")
 
-    cdef void place_numbers(self, PageIds page_sizes) noexcept:
+    cdef void place_numbers(self, PageIds page_sizes, PageIds strides) noexcept:
         """Point the vectors of the read rows and of the step into `numbers`."""
         cdef Py_ssize_t i, n = self.max_num_reqs
         cdef int32_t *at = self.numbers
@@ -225,6 +256,8 @@ cdef class InputArrays:
         self.source.page_sizes = at + 8 * n + 1
         self.source.shifts = self.source.page_sizes + page_sizes.num
         self.source.capacities = self.source.shifts + page_sizes.num
+        self.source.strides = self.source.capacities + page_sizes.num
+        copy_bytes(self.source.strides, strides.ids, strides.num * sizeof(int32_t))
         for i in range(n):
             self.step.order[i] = <int32_t>i
         for i in range(page_sizes.num):
@@ -266,6 +299,11 @@ cdef class InputArrays:
             if not has_room:
                 raise MemoryError(name)
             self.has_sources = True
+        if field.kind == RANK_SLOTS and self.source.page_sizes[group] % self.source.num_ranks:
+            size = self.source.page_sizes[group]
+            raise ArgumentError(f"ranks: got {self.source.num_ranks}, allowed with pages of {size} tokens: their divisors")
+        if field.kind == PAGE_INDICES:
+            field.lists = new_lists(self.depth, self.max_num_reqs)
         if field.kind in (PAGE_IDS, CROSS_PAGE_IDS):
             field.extents = <int32_t *>calloc(self.depth * self.max_num_reqs, sizeof(int32_t))
             if field.extents == NULL:
@@ -275,24 +313,31 @@ cdef class InputArrays:
                 take_array(&field.views[i], given[i], length, name)
                 if field.views[i].itemsize != field.views[0].itemsize:
                     raise ArgumentTypeError(f"{name}: got arrays of two types, allowed: one type")
+                if field.views[i].len != field.views[0].len:
+                    raise ArgumentError(f"{name}: got arrays of two lengths, allowed: one length")
         except BaseException:
             for i in range(self.depth):
                 PyBuffer_Release(&field.views[i])
             free(field.extents)
+            free(field.lists)
+            field.extents, field.lists = NULL, NULL
             raise
         for i in range(self.depth):
             memset(field.views[i].buf, 0, field.views[i].len)
         self.num_fields += 1
         field.is_wide = field.views[0].itemsize == 8
+        field.capacity = field.views[0].len // field.views[0].itemsize
         self.has_narrow_keys |= field.kind == KV_START_LOC and not field.is_wide
         return 0
 
     cdef Py_ssize_t length_of(self, const Field *field) noexcept:
-        """Return the number of values in an array of a field."""
-        if field.kind in (TOKEN_IDS, POSITIONS, ROWS, SLOTS):
+        """Return the number of values in an array of a field; -1: any number."""
+        if field.kind in (TOKEN_IDS, POSITIONS, ROWS, SLOTS, RANK_SLOTS):
             return self.max_num_tokens
-        if field.kind in (QUERY_START_LOC, KV_START_LOC):
+        if field.kind in (QUERY_START_LOC, KV_START_LOC, PAGE_STARTS):
             return self.max_num_reqs + 1
+        if field.kind == PAGE_INDICES:
+            return -1
         if field.kind == PAGE_IDS:
             return self.max_num_reqs * self.source.tables[field.group].num_columns
         if field.kind == CROSS_PAGE_IDS:
@@ -383,6 +428,8 @@ cdef class InputArrays:
         cdef const Field *field
         cdef Listed listed
         cdef Py_ssize_t i, n = self.step.num_rows, at = 0
+        cdef int64_t num_pages
+        cdef bint is_wide
         cdef FaultKind kind
         if result is not None:
             kind = self.read_calls(result, &at)
@@ -402,11 +449,16 @@ cdef class InputArrays:
         fault = Fault(kind=kind, at=at, row=0, start=0, stop=0, group=0, page_id=0)
         for i in range(self.num_fields if kind == FAULTLESS else 0):
             field = &self.fields[i]
-            if field.kind != SLOTS or fault.kind != FAULTLESS:
+            if field.kind not in (SLOTS, RANK_SLOTS, PAGE_INDICES) or fault.kind != FAULTLESS:
                 continue
-            if find_wrong_page(&self.source, field.group, field.is_wide, &self.step, &self.read, &fault):
+            is_wide = field.is_wide or field.kind == PAGE_INDICES  # a list has page ids, which are small
+            if find_wrong_page(&self.source, field.group, is_wide, &self.step, &self.read, &fault):
                 fault.kind, fault.group = WITHOUT_PAGE, field.group
-        if fault.kind != FAULTLESS and n:
+            elif field.kind == PAGE_INDICES:
+                num_pages = count_listed(&self.source, field.group, &self.read, n)
+                if num_pages > field.capacity:
+                    fault.kind, fault.group, fault.start, fault.stop = MANY_PAGES, field.group, field.capacity, num_pages
+        if fault.kind not in (FAULTLESS, MANY_PAGES) and n:
             fault.row, fault.stop = self.read.rows[fault.at], self.read.stops[fault.at]
             if fault.kind != WITHOUT_PAGE:
                 fault.start = self.read.starts[fault.at]
@@ -516,6 +568,10 @@ cdef class InputArrays:
             raise ArgumentError(f"draft_token_ids: got {num_drafts} a row, allowed: at least the unknown tokens of {name}")
         if fault.kind == MANY_TOKENS:
             raise ArgumentError(f"tokens: got {fault.stop}, allowed: {num_tokens}, which is num_tokens")
+        if fault.kind == MANY_PAGES:
+            raise ArgumentError(
+                f"page_indices: got {fault.stop} pages in group {fault.group}, allowed: {fault.start}, which is num_pages"
+            )
         if fault.kind == LONG_KEYS:
             raise ArgumentError("kv_start_loc: got more keys than int32 can count, allowed: with int64 in `dtypes`")
         raise ArgumentError(

@@ -27,6 +27,7 @@ cdef struct Table:
     Py_ssize_t num_segments   # segments in a row
     Py_ssize_t width          # columns of a segment: SEGMENT, or fewer in a narrower table
     int64_t version           # grows with each change
+    int64_t num_rewrites      # grows when ids in a row are replaced or cleared, not when ids are appended
 
 
 cdef inline void set_dirty(Table *table, Py_ssize_t row, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
@@ -66,6 +67,7 @@ cdef inline void write_ids(
         places[0] = ids[0]
     else:
         copy_bytes(places, ids, n * sizeof(int32_t))
+    table.num_rewrites += start < table.num_pages[row]
     table.num_pages[row] = <int32_t>(start + n)
     set_dirty(table, row, table.num_sinks + start, table.num_sinks + start + n)
 
@@ -76,6 +78,7 @@ cdef inline void blank(Table *table, Py_ssize_t row, Py_ssize_t start, Py_ssize_
     memset(ids_at(table, row) + start, 0, (stop - start) * sizeof(int32_t))
     set_dirty(table, row, table.num_sinks + start, table.num_sinks + stop)
     table.version += 1
+    table.num_rewrites += 1
 
 
 cdef inline void clear_from(Table *table, Py_ssize_t row, Py_ssize_t start) noexcept nogil:
@@ -85,4 +88,5 @@ cdef inline void clear_from(Table *table, Py_ssize_t row, Py_ssize_t start) noex
     if first < stop:
         memset(table.page_ids + row * table.num_columns + first, 0, (stop - first) * sizeof(int32_t))
         set_dirty(table, row, first, stop)
+        table.num_rewrites += 1
     table.extent[row] = <int32_t>first

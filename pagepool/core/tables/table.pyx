@@ -436,7 +436,7 @@ cdef class TableRows(TableGroup):
         self.table = Table(
             page_ids=&self.table_view[0, 0], num_pages=&self.num_pages_view[0], extent=&self.extent_view[0],
             is_row_dirty=&self.flags_view[0], is_dirty=&self.flags_view[n],
-            num_rows=n, num_columns=columns, num_segments=num_segments, width=min(columns, SEGMENT), version=0,
+            num_rows=n, num_columns=columns, num_segments=num_segments, width=min(columns, SEGMENT), version=0, num_rewrites=0,
             num_sinks=sinks.num,
         )
         show_sinks(&self.table)
