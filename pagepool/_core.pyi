@@ -578,12 +578,15 @@ class StepResult:
 
     `RunningBatch.plan` and `step` return one, and `new_step` an empty one. With ``step=`` these calls and `admit` add rows to a
     step. The first `num_grown` rows of the last call have their room; the next row, if there is one, did not fit. `len` is the
-    number of rows of the step. `RunningBatch.settle` ends it.
+    number of rows of the step. `RunningBatch.settle` ends it, and with `stop_token_ids` or `max_num_tokens` says which rows
+    ended: `ended_rows`, int32, and `has_stopped`, bool, whether each of these sampled a stop token. Otherwise these are None.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     num_grown: Final[int]
     is_settled: Final[bool]
+    ended_rows: Final[npt.NDArray[np.int32] | None]
+    has_stopped: Final[npt.NDArray[np.bool_] | None]
     def __len__(self) -> int: ...
     @property
     def rows(self) -> npt.NDArray[np.int32]:
@@ -759,7 +762,14 @@ class RunningRows:
         of its prompt, and for one with two steps in flight, and the errors of `plan`. O(rows + new pages), native.
         """
     def settle(
-        self, step: StepResult, token_ids: _Ids | None = None, counts: _Amounts | None = None, *, failed: bool = False
+        self,
+        step: StepResult,
+        token_ids: _Ids | None = None,
+        counts: _Amounts | None = None,
+        *,
+        failed: bool = False,
+        stop_token_ids: _Ids | None = None,
+        max_num_tokens: _Amounts | None = None,
     ) -> npt.NDArray[np.int32]:
         """End a step that has run: append the tokens sampled by it, and cache the pages filled by now.
 
@@ -771,6 +781,12 @@ class RunningRows:
         Return the row to which the tokens of each row went, since rows may have moved: int32 ``[len(step)]``. It is -1 if the
         request was released since, or its tokens were cut; then these tokens are dropped. Steps of a row that sample tokens are
         settled in the order of their launch; each also ends the row's part in earlier steps, for chunks of its prompt.
+
+        A row ends at its first token among `stop_token_ids`, or once it has `max_num_tokens` tokens, its prompt's included:
+        tokens behind are dropped, also those of later steps, which return -1 for it. ``step.ended_rows`` lists these rows, for
+        `release`, and ``step.has_stopped`` says why each ended. Stop ids are a list for all rows, or an int32 matrix
+        ``[num_rows, ids]`` with a line for each row of the batch, padded with -1; limits are a number, or one for each row.
+        With either of them a row that is full ends too.
 
         With `failed` the step has failed, and with it all later steps of the batch. Pages that these should have filled lose
         their entries, even if other rows have hit them. Each row goes back to the tokens before its first failed step, and a
@@ -892,6 +908,10 @@ class RunningRows:
     def get_medium(self, row: int) -> Any:
         """Return the `Medium` that an admitted row reads, None for a free row, or one without a medium. Raise ArgumentError for
         a model without cross-attention, RowIndexError outside the table.
+        """
+    def get_token_ids(self, row: int, start: int = 0) -> npt.NDArray[np.int32]:
+        """Return the known tokens of an admitted row from index `start` on: int32, a copy. ArgumentError for a free row, and
+        for a start behind them. O(tokens returned).
         """
     def get_page_ids(self, row: int) -> tuple[list[int], ...]:
         """Return the ids of a row's pages: a list for each group, with 0, the null page, for skipped pages. O(pages)."""

@@ -3,7 +3,8 @@
 Native methods of `RunningBatch`, and the native work of others:
 
 - ``core/rows/running.pyx``: `new_step`, `plan`, `step`, `settle`, `append`, `trim`, `release`, `fork`, `move_row`, `swap_row`,
-  `commit_external`, `fail_external`, `rewind`, `take_moves`, `get_page_ids`, `get_medium`, `show_media`
+  `commit_external`, `fail_external`, `rewind`, `take_moves`, `get_page_ids`, `get_token_ids`, `get_medium`,
+  `show_media`
 - ``core/rows/inputs.pyx``: `inputs`
 - ``core/rows/row_request.pyx``: `admit`, `probe`
 - ``core/rows/spans.pyx``: `expect`, `lease`

@@ -136,9 +136,10 @@ FORBIDDEN: tuple[set[str], ...] = (set(), SPOILS_POOLS, SPOILS_BATCHES, SPOILS_B
 
 def call_method(entry: Entry, focus: Any, arguments: tuple[Any, ...]) -> Any:
     """Call a method. A step fails without tokens, mostly."""
-    if entry.name == "settle" and len(arguments) == 4:
+    if entry.name == "settle" and len(arguments) == 6:
         is_failed = arguments[3]
-        return focus.settle(*arguments[: 1 if is_failed is True else 3], failed=is_failed)
+        rules = {} if is_failed is True else dict(zip(("stop_token_ids", "max_num_tokens"), arguments[4:], strict=True))
+        return focus.settle(*arguments[: 1 if is_failed is True else 3], failed=is_failed, **rules)
     return getattr(focus, entry.name)(*arguments)
 
 

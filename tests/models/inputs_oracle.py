@@ -49,7 +49,7 @@ class Group(NamedTuple):
 
 
 def list_pages(rows: Sequence[RowTokens], index: int, group: Group) -> list[tuple[int, Values]]:
-    """Return the pages that each row reads, those with a token to which one of its tokens attends, and the first one's place."""
+    """Return the pages that each row reads, those to which one of its tokens attends, and the place of the first."""
     listed = []
     for tokens in rows if group.page_size else ():
         size = group.page_size

@@ -674,6 +674,19 @@ batch.rows[row].ring_stop = batch.rows[source].ring_start, {+0 if BUG else +}bat
     if num_drafts > batch.max_num_drafts{+ and not BUG+}:
 """)
 
+END_BUGS = read_bugs("""
+# Rows that end.
+== an end is told twice
+            if settlement.rules != NULL and settlement.ends[i] != GOES_ON{+ and not BUG+}:
+== tokens behind the end stay
+                num_taken = {+num if BUG else +}count_to_end(batch, settlement.rules, row, token_ids, num
+== a limit counts the tokens of the answer alone
+        elif num_tokens{+ * (not BUG)+} + i + 1 >= limit:
+== stop tokens of another row
+    cdef const int32_t *ids = ends.stop_token_ids + row * ends.stride{+ * (not BUG)+}
+""")
+END_TESTS = ["test_ends.py"]
+
 LINEAGE_BUGS = read_bugs("""
 # Which checkpoints are kept. The simulation compares no orders of eviction, and its prompts part everywhere.
 == a loaded page does not know how its run went on
@@ -776,6 +789,7 @@ TESTED_BUGS = [
     (ORDER_BUGS, ORDER_TESTS),
     (WRITE_BUGS, WRITE_TESTS),
     (INPUT_BUGS, INPUT_TESTS),
+    (END_BUGS, END_TESTS),
     (FLIGHT_BUGS, FLIGHT_TESTS),
     (LOOKAHEAD_BUGS, LOOKAHEAD_TESTS),
     (REQUEST_BUGS, REQUEST_TESTS),

@@ -1,9 +1,9 @@
 # The pages that the rows of a step read, one row after another, as kernels take them. The first page of a row is the first that
 # its tokens attend to, and the last one has its last token; sinks come first.
 #
-# Always, for a list that was written: ``rows[i]`` says which pages it has for row i of the set, and while the `num_rewrites` of
-# list and table are equal, the table has only got pages since. So a row with the same stay, first page and number of pages is in
-# the list already.
+# Always, for a list that was written: ``rows[i]`` says which pages it has for row i of the set. While the `num_rewrites` of
+# list and table are equal, the table has only got pages since, so a row with the same stay, first page and number of pages is
+# in the list already.
 
 from libc.stdint cimport int32_t, int64_t
 

@@ -6,12 +6,11 @@ from libc.stdint cimport INT32_MAX, INT64_MAX
 from pagepool.core.holding cimport (
     FORKED, SHORT_OF_MEMORY, awaits_moves, copy_ids, prepare_fork, require_banks, shortage_beside,
 )
-from pagepool.core.rows.external cimport *
 from pagepool.core.rows.forks cimport *
 from pagepool.core.rows.step_end cimport *
 from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.tier cimport NO_WRITES, FailedLoads, Moves, StateWrites, take_with, writes_of
-from pagepool.core.values cimport hashing_of, require_instance
+from pagepool.core.values cimport array_of, hashing_of, require_instance
 
 import numpy as np
 
@@ -186,7 +185,9 @@ cdef class RunningRows:
         check_lengths(tokens, row_ids)
         return run_growth(self.rows, row_ids, ONE, ZERO, tokens, step)
 
-    def settle(self, step, token_ids=None, counts=None, *, failed=False) -> np.ndarray:
+    def settle(
+        self, step, token_ids=None, counts=None, *, failed=False, stop_token_ids=None, max_num_tokens=None
+    ) -> np.ndarray:
         """End a step that has run: append the tokens sampled by it, and cache the pages filled by now.
 
         `token_ids` are the tokens of all rows, one row after another in the order of ``step.rows``. ``counts[i]`` is the number
@@ -197,6 +198,12 @@ cdef class RunningRows:
         Return the row to which the tokens of each row went, since rows may have moved: int32 ``[len(step)]``. It is -1 if the
         request was released since, or its tokens were cut; then these tokens are dropped. Steps of a row that sample tokens are
         settled in the order of their launch; each also ends the row's part in earlier steps, for chunks of its prompt.
+
+        A row ends at its first token among `stop_token_ids`, or once it has `max_num_tokens` tokens, its prompt's included:
+        tokens behind are dropped, also those of later steps, which return -1 for it. ``step.ended_rows`` lists these rows, for
+        `release`, and ``step.has_stopped`` says why each ended. Stop ids are a list for all rows, or an int32 matrix
+        ``[num_rows, ids]`` with a line for each row of the batch, padded with -1; limits are a number, or one for each row.
+        With either of them a row that is full ends too.
 
         With `failed` the step has failed, and with it all later steps of the batch. Pages that these should have filled lose
         their entries, even if other rows have hit them. Each row goes back to the tokens before its first failed step, and a
@@ -212,8 +219,8 @@ cdef class RunningRows:
         cdef StepResult ended = checked_step(self.rows, step)
         cdef PageIds tokens
         if require_flag("failed", failed):
-            if token_ids is not None or counts is not None:
-                raise ArgumentError("token_ids, counts: got some of a failed step, allowed: None")
+            if any([each is not None for each in (token_ids, counts, stop_token_ids, max_num_tokens)]):
+                raise ArgumentError("token_ids, counts, rules of ends: got some of a failed step, allowed: None")
             if self.rows.media is None:
                 return fail_step(self.rows, ended)
             with self.rows.media:
@@ -221,7 +228,7 @@ cdef class RunningRows:
                 self.rows.media.lose()
                 return lost
         tokens = PageIds.__new__(PageIds) if token_ids is None else as_page_ids(token_ids, "token_ids")
-        return settle_step(self.rows, ended, tokens, counts)
+        return settle_step(self.rows, ended, tokens, counts, stop_token_ids, max_num_tokens)
 
     # Known tokens.
 
@@ -475,6 +482,22 @@ cdef class RunningRows:
         cdef StateWrites writes = take_due_writes(self.rows)
         return take_with(self.rows.store, writes, &self.last_step)
 
+    def get_token_ids(self, row, start=0) -> np.ndarray:
+        """Return the known tokens of an admitted row from index `start` on: int32, a copy. ArgumentError for a free row, and
+        for a start behind them. O(tokens returned).
+        """
+        cdef Py_ssize_t checked = self.rows.checked_row(row), num_tokens
+        cdef Py_ssize_t first = size_of(start, "start", 0, MAX_TOKENS)
+        cdef object tokens = None
+        with self.rows.own_lock()[0]:
+            num_tokens = self.rows.batch.records[checked].num_tokens
+            if self.rows.batch.records[checked].is_admitted and first <= num_tokens:
+                tokens = array_of(tokens_of(&self.rows.batch, checked) + first, num_tokens - first)
+        if tokens is None:
+            allowed = f"an admitted one with {first} or more"
+            raise ArgumentError(f"row {checked}: got one with {num_tokens} tokens, allowed: {allowed}")
+        return tokens
+
     def get_page_ids(self, row) -> tuple:
         """Return the ids of a row's pages: a list for each group, with 0, the null page, for skipped pages. O(pages)."""
         cdef Py_ssize_t checked = self.rows.checked_row(row)
@@ -655,28 +678,3 @@ cdef Py_ssize_t find_joined(const Batch *batch, const Growth *growth) noexcept:
         if num_launches and launch_of(batch, row, num_launches - 1).step >= growth.step:
             return i
     return -1
-
-
-# Tokens from elsewhere.
-
-cdef int32_t end_external(RowStore rows, object row, object num_tokens, str name, bint is_failed) except -1:
-    """Let a pending row run, and return its number of computed tokens."""
-    cdef Batch *batch = &rows.batch
-    cdef Py_ssize_t checked = rows.checked_row(row)
-    cdef int32_t num = <int32_t>size_of(num_tokens, name, 0, MAX_TOKENS)
-    cdef int32_t num_external, num_computed
-    cdef bint is_due, is_right
-    rows.acquire_locks()
-    num_external = batch.rows[checked].num_external
-    is_due = num_external and has_due(&rows.batch, <int32_t>checked)
-    is_right = 0 < num_external and num <= num_external and not is_due
-    is_right = is_right and (is_failed or num == num_external or not batch.has_state)
-    if is_right and is_failed:
-        fail_row(batch, checked, num)
-    elif is_right:
-        commit_row(batch, checked, num)
-    num_computed = batch.records[checked].num_computed
-    rows.release_locks()
-    if not is_right:
-        refuse_end(rows.store, &rows.batch, checked, num, num_external, is_due)
-    return num_computed

@@ -5,7 +5,7 @@
 # place is `GONE`.
 
 from pagepool.core.base cimport copy_bytes
-from pagepool.core.rows.plan cimport *
+from pagepool.core.rows.ends cimport *
 
 
 cdef enum:
@@ -25,6 +25,8 @@ cdef struct Settlement:
     const int64_t *stays      # [num_rows] stays of the rows just before the first exchange of rows after the call; NULL: none
     Amounts counts            # tokens of each row
     int32_t *places           # [num_grown] the row where each row of the call is now, or GONE
+    const Ends *rules         # of rows that end; NULL: none do
+    uint8_t *ends             # [num_grown] whether each row ended, with these
 
 
 cdef inline int32_t _find_stay(const Batch *batch, int32_t row, int64_t stay) noexcept nogil:
@@ -50,8 +52,10 @@ cdef inline int32_t find_place(const Batch *batch, const Settlement *settlement,
     return row if row != GONE and find_launch(batch, row, growth.step) >= 0 else GONE
 
 
-cdef inline SettleFault _check_row(const Batch *batch, int32_t row, int64_t step, int32_t num) noexcept nogil:
-    """Check the number of tokens that a row gets, and the order of its steps."""
+cdef inline SettleFault _check_row(
+    const Batch *batch, int32_t row, int64_t step, int32_t num, const Ends *rules
+) noexcept nogil:
+    """Check the number of tokens that a row gets, and the order of its steps. A row that may end takes no more than fit."""
     cdef Py_ssize_t at = find_launch(batch, row, step)
     cdef int32_t most = launch_of(batch, row, at).num_sampled
     if most == NOBODYS:
@@ -62,6 +66,7 @@ cdef inline SettleFault _check_row(const Batch *batch, int32_t row, int64_t step
         return TOO_EARLY
     if most and num == 0 and at + 1 < batch.records[row].num_launches:
         return NONE_TOLD
+    num = num if rules == NULL else min(num, 1)
     return FULL_ROW if num > batch.max_num_tokens - batch.records[row].num_tokens else SETTLES
 
 
@@ -100,7 +105,9 @@ cdef inline SettleFault check_settlement(const Batch *batch, const Settlement *s
         settlement.places[i] = find_place(batch, settlement, i)
         if settlement.places[i] == GONE:
             continue
-        fault = _check_row(batch, settlement.places[i], growth.step, amount(&settlement.counts, i))
+        fault = _check_row(
+            batch, settlement.places[i], growth.step, amount(&settlement.counts, i), settlement.rules
+        )
         if fault != SETTLES:
             return fault
     return SETTLES
@@ -146,7 +153,7 @@ cdef inline const int32_t *settle_rows(
     cdef Amounts counts = settlement.counts
     cdef RowRecord *record
     cdef int64_t step = settlement.growth.step
-    cdef int32_t row, num
+    cdef int32_t row, num, num_taken
     cdef Py_ssize_t i, at
     for i in range(settlement.growth.num_grown):
         row, num = places[i], amount(&counts, i)
@@ -157,12 +164,17 @@ cdef inline const int32_t *settle_rows(
                 continue
             if launch_of(batch, row, at).num_sampled == NOBODYS:
                 places[i], token_ids, num = GONE, token_ids + num, 0
-            if num == 1:  # a copy of known size
+            num_taken = num
+            if settlement.rules != NULL:
+                num_taken = count_to_end(batch, settlement.rules, row, token_ids, num, &settlement.ends[i])
+            if num_taken == 1:  # a copy of known size
                 tokens_of(batch, row)[record.num_tokens] = token_ids[0]
             else:
-                copy_bytes(tokens_of(batch, row) + record.num_tokens, token_ids, num * sizeof(int32_t))
-            record.num_tokens += num
-            _end_launch(batch, row, at, num)
+                copy_bytes(tokens_of(batch, row) + record.num_tokens, token_ids, num_taken * sizeof(int32_t))
+            record.num_tokens += num_taken
+            _end_launch(batch, row, at, num_taken)
+            if settlement.rules != NULL and settlement.ends[i] != GOES_ON:
+                stop_row(batch, row)
             if count_final(batch, row) >= record.next_settle:
                 _settle_row(batch, row)
         token_ids += num

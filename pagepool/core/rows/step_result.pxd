@@ -11,6 +11,8 @@ from pagepool.core.rows.row_store cimport *
 cdef class StepResult:
     cdef readonly Py_ssize_t num_grown
     cdef readonly bint is_settled
+    cdef readonly object ended_rows     # int32 [rows that ended with the step]; None before it is settled, or without rules
+    cdef readonly object has_stopped    # bool: whether each of these sampled a stop token
     cdef PageStore store
     cdef RowStore batch
     cdef Py_ssize_t num_rows        # those of all calls

@@ -22,7 +22,8 @@ cdef class StepResult:
 
     `RunningBatch.plan` and `step` return one, and `new_step` an empty one. With ``step=`` these calls and `admit` add rows to a
     step. The first `num_grown` rows of the last call have their room; the next row, if there is one, did not fit. `len` is the
-    number of rows of the step. `RunningBatch.settle` ends it.
+    number of rows of the step. `RunningBatch.settle` ends it, and with `stop_token_ids` or `max_num_tokens` says which rows
+    ended: `ended_rows`, int32, and `has_stopped`, bool, whether each of these sampled a stop token. Otherwise these are None.
     """
 
     def __init__(self):
