@@ -45,7 +45,7 @@ from pagepool.specs import (
     SlidingWindowSpec,
 )
 from pagepool.stats import CacheStats, HostTierStats, PagePoolStats, PoolStats, QueryCounts, StoreStats, TimeHistogram
-from pagepool.step_inputs import StepInputs
+from pagepool.step_inputs import SharedPrefixes, StepInputs
 
 __all__ = [
     "NONE_HASH",
@@ -89,6 +89,7 @@ __all__ = [
     "Retention",
     "RingSpec",
     "RunningBatch",
+    "SharedPrefixes",
     "SlidingWindowSpec",
     "StateWrites",
     "StepInputs",

@@ -611,6 +611,9 @@ INPUT_FIELDS: Final[tuple[str, ...]]
 class InputArrays:
     current: Final[int]
     batch: Final[RunningRows | None]
+    @property
+    def num_saved_pages(self) -> int:
+        """Pages of the group with full attention that the step filled last need not read again, with ``order="prefixes"``."""
     def __init__(
         self,
         running: RunningRows | None,
@@ -627,10 +630,12 @@ class InputArrays:
         slot_strides: Sequence[int] | None = None,
         rank: int = 0,
         num_ranks: int = 1,
+        prefixes: Sequence[int] | None = None,
     ) -> None:
         """Take the rows of a batch, or `tables` with their page sizes and an int32 matrix of token ids (or None). `fields` are
         tuples of a name, a group, and an array for each of `depth` sets. `slot_strides` are the slots of a page in the engine's
-        arrays, for each group; None: as many as it has tokens.
+        arrays, for each group; None: as many as it has tokens. With `prefixes` rows that share a prefix are neighbours: the
+        levels of shared pages, the most groups, pages of a group and rows of a group, and the fewest pages that a group saves.
         """
     def fill(
         self,

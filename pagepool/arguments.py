@@ -124,10 +124,10 @@ def require_callable(name: str, value: T) -> T:
     return value
 
 
-def require_choice(name: str, value: Any, first: str, second: str) -> str:
-    """Return `value`. Raise ArgumentError unless it is one of two words."""
-    if not isinstance(value, str) or value not in (first, second):
-        raise ArgumentError(f"{name}: got {shown(value)}, allowed: {first} or {second}")
+def require_choice(name: str, value: Any, *words: str) -> str:
+    """Return `value`. Raise ArgumentError unless it is one of the words."""
+    if not isinstance(value, str) or value not in words:
+        raise ArgumentError(f"{name}: got {shown(value)}, allowed: {', '.join(words[:-1])} or {words[-1]}")
     return value
 
 

@@ -6,6 +6,7 @@ Native methods of `StepInputs`:
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -19,14 +20,46 @@ from pagepool.group_rules import kind_of
 from pagepool.host_table import HostTables
 from pagepool.running_batch import RunningBatch
 
-__all__ = ["StepInputs"]
+__all__ = ["SharedPrefixes", "StepInputs"]
 
 Array = npt.NDArray[Any]
 
 LISTS = ("page_starts", "page_indices", "last_page_lens", "page_offsets")
-BY_GROUP = ("slots", "page_ids", "state_pages", "cross_page_ids", "rank_slots", *LISTS)
+OF_PREFIXES = ("level_page_starts", "level_page_indices", "level_last_page_lens", "prefix_page_ids")
+BY_GROUP = ("slots", "page_ids", "state_pages", "cross_page_ids", "rank_slots", *LISTS, *OF_PREFIXES)
 MAX_DEPTH = 1024
 MAX_NUM_TOKENS, MAX_NUM_REQS = 2**31 - 2, 2**30
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Sizes of the groups of rows that share a prefix, for ``StepInputs(order="prefixes")``.
+
+    Shared pages lie in up to `num_levels` levels, 1 to 4. There are at most `num_groups` groups (None: as many as rows), each
+    of at most `num_pages` pages and `num_rows` rows (None: those of the longest row, and all rows); longer prefixes are shared
+    in part, and more rows are several groups. A group saves at least `min_saved_pages` pages.
+    """
+
+    num_levels: int = 1
+    num_groups: int | None = None
+    num_pages: int | None = None
+    num_rows: int | None = None
+    min_saved_pages: int = 8
+
+    def __post_init__(self) -> None:
+        """Raise ArgumentError for sizes out of range."""
+        object.__setattr__(self, "num_levels", require_int("num_levels", self.num_levels, 1, 4))
+        object.__setattr__(self, "min_saved_pages", require_int("min_saved_pages", self.min_saved_pages, 0, MAX_SIZE))
+        for name in ("num_groups", "num_pages", "num_rows"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, require_int(name, value, 1, MAX_NUM_REQS))
+
+    def list_sizes(self, num_reqs: int, width: int) -> list[int]:
+        """Return levels, groups, pages and rows of a group, and the fewest pages saved, for tables of `width` pages."""
+        num_groups = min(self.num_groups or num_reqs, num_reqs)
+        num_pages, num_rows = self.num_pages or width, min(self.num_rows or num_reqs, num_reqs)
+        return [self.num_levels, num_groups, min(num_pages, width), num_rows, self.min_saved_pages]
 
 
 class StepInputs(InputArrays):
@@ -53,6 +86,10 @@ class StepInputs(InputArrays):
     ``last_page_lens``   [n]         tokens in the last page of each row                0
     ``page_offsets``     [n]         position of the first token in the first page      0
     ``rank_slots``       [T]         slots of the tokens of a rank, by group            `pad_slot`
+    ``own_starts``       [n]         position of the first token that a row reads
+                                     alone                                              0
+    ``prefix_page_ids``  [g, pages]  pages that the rows of a group share, by group     0
+    ``prefix_rows``      [g, rows]   indices of these rows in the arrays by row         -1
     ``state_pages``      [n]         working pages of states and rings, by group        0
     ``cross_page_ids``   [n, pages]  pages of the medium, by group of cross-attention   0
     ``encoder_lens``     [n]         tokens of the medium                               0
@@ -65,7 +102,13 @@ class StepInputs(InputArrays):
     Fields by group are tuples with an array for each group; None for groups of another kind. Of a window or chunk the lists
     have the pages that the step's tokens attend to. Sinks come first, at positions below 0, and a reference window has page 0
     for each page between the prompt and the window.
-    ``distribution`` needs ``order="decodes"``. A batch may have several of these objects, such as one for each bucket of sizes:
+    ``distribution`` needs ``order="decodes"``. With ``order="prefixes"`` rows that share pages are neighbours, and these pages
+    can be read once. ``own_starts``, ``prefix_page_ids`` and ``prefix_rows`` say which, and so do lists by level, as cascades
+    of FlashInfer take them: ``level_query_starts`` ``[levels + 1, n + 1]``, ``level_page_starts`` of the same shape,
+    ``level_page_indices`` ``[levels + 1, pages]`` and ``level_last_page_lens`` ``[levels + 1, n]``. Each level covers all
+    tokens in runs: a run has the shared pages of its rows, or none, and in the last level each row is a run with its own pages.
+    ``num_saved_pages`` counts the pages that need not be read again. Groups are searched again only where rows come, go or
+    are cut. A batch may have several of these objects, such as one for each bucket of sizes:
     for ``sources`` the step before is the one whose inputs were filled last in any of them, also in those without the field.
 
     >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch, StepInputs
@@ -104,13 +147,15 @@ class StepInputs(InputArrays):
         num_pages: int | Sequence[int] | None = None,
         slot_strides: int | Sequence[int] | None = None,
         ranks: tuple[int, int] | None = None,
+        prefixes: SharedPrefixes | None = None,
     ) -> None:
         """Make the arrays of `fields` for up to `num_tokens` tokens and `num_reqs` rows, in `depth` sets of zeros.
 
         `source` is the batch. An engine that uses `CacheManager` passes its tables, and as `token_ids` its int32 matrix with a
         line for each row. `dtypes` gives fields int64 in place of int32. Slots of padding are `pad_slot`: most kernels skip -1,
         but jax indexes the last slot with it; slot 0, of the null page, is right there. With ``order="decodes"`` rows with one
-        token come first, otherwise rows are in the order of the call.
+        token come first, with ``"prefixes"`` rows that share pages are neighbours, in groups of the sizes in `prefixes`, and
+        otherwise rows are in the order of the call.
 
         Lists have room for `num_pages` pages, a number for each group or one for all; None: for the longest rows. A page has
         `slot_strides` slots in the engine's arrays, for each group or for all; None: as many as it has tokens. For
@@ -132,7 +177,9 @@ class StepInputs(InputArrays):
         """
         if not isinstance(source, RunningBatch | HostTables):
             raise ArgumentTypeError(f"source: got {type(source).__name__}, allowed: RunningBatch or MultiGroupPageTable")
-        require_choice("order", order, "given", "decodes")
+        require_choice("order", order, "given", "decodes", "prefixes")
+        if prefixes is not None and (order != "prefixes" or not isinstance(prefixes, SharedPrefixes)):
+            raise ArgumentError(f"prefixes: got {shown(prefixes)}, allowed: SharedPrefixes with order='prefixes', or None")
         num_tokens, num_reqs = (
             require_int("num_tokens", num_tokens, 1, MAX_NUM_TOKENS),
             require_int("num_reqs", num_reqs, 1, MAX_NUM_REQS),
@@ -144,12 +191,16 @@ class StepInputs(InputArrays):
             raise ArgumentError("token_ids: got an array, allowed with a batch, which has its own: None")
         crossed = [table.max_num_pages_per_req for table in source.cross_tables] if isinstance(source, RunningBatch) else []
         widths = [table.max_num_pages_per_req for table in tables]
-        by_name = _shapes_of(fields, widths, kinds, crossed, num_tokens, num_reqs)
-        if "page_indices" in by_name:
-            capacities = [num_reqs * width for width in widths] if num_pages is None else num_pages
+        sizes = None
+        if order == "prefixes":
+            sizes = (prefixes or SharedPrefixes()).list_sizes(num_reqs, _width_of_full(tables, kinds))
+        by_name = _shapes_of(fields, widths, kinds, crossed, num_tokens, num_reqs, sizes)
+        lists = [name for name in ("page_indices", "level_page_indices") if name in by_name]
+        capacities = [num_reqs * width for width in widths] if num_pages is None else num_pages
+        for listed in lists:
             most = _read_by_group("num_pages", capacities, len(tables), MAX_NUM_TOKENS)
-            by_name["page_indices"] = {group: (most[group],) for group in by_name["page_indices"]}
-        elif num_pages is not None:
+            by_name[listed] = {g: (*shape[:-1], most[g]) for g, shape in by_name[listed].items()}
+        if num_pages is not None and not lists:
             raise ArgumentError(f"num_pages: got {shown(num_pages)}, allowed without the field page_indices: None")
         strides = None if slot_strides is None else _read_by_group("slot_strides", slot_strides, len(tables), MAX_SIZE)
         types = _types_of(by_name, {} if dtypes is None else require_mapping("dtypes", dtypes))
@@ -181,6 +232,7 @@ class StepInputs(InputArrays):
             strides,
             rank,
             num_ranks,
+            sizes,
         )
         self.offsets = {name: _by_group(name, by_group, len(tables)) for name, by_group in layout.items()}
         self._sets = [
@@ -277,6 +329,41 @@ class StepInputs(InputArrays):
         return self._array("rank_slots")  # type: ignore[no-any-return]
 
     @property
+    def own_starts(self) -> Array:
+        """Position of the first token that each row reads alone ``[num_reqs]``."""
+        return self._array("own_starts")  # type: ignore[no-any-return]
+
+    @property
+    def prefix_page_ids(self) -> tuple[Array | None, ...]:
+        """Pages that the rows of a group share, by cache group ``[num_groups, num_pages]``."""
+        return self._array("prefix_page_ids")  # type: ignore[no-any-return]
+
+    @property
+    def prefix_rows(self) -> Array:
+        """Indices of the rows of each group ``[num_groups, num_rows]``."""
+        return self._array("prefix_rows")  # type: ignore[no-any-return]
+
+    @property
+    def level_query_starts(self) -> Array:
+        """Where the tokens of each run begin, by level ``[levels + 1, num_reqs + 1]``."""
+        return self._array("level_query_starts")  # type: ignore[no-any-return]
+
+    @property
+    def level_page_starts(self) -> tuple[Array | None, ...]:
+        """Where the pages of each run begin, by cache group and level ``[levels + 1, num_reqs + 1]``."""
+        return self._array("level_page_starts")  # type: ignore[no-any-return]
+
+    @property
+    def level_page_indices(self) -> tuple[Array | None, ...]:
+        """Pages of the runs, one after another, by cache group and level ``[levels + 1, num_pages]``."""
+        return self._array("level_page_indices")  # type: ignore[no-any-return]
+
+    @property
+    def level_last_page_lens(self) -> tuple[Array | None, ...]:
+        """Tokens in the last page of each run, by cache group and level ``[levels + 1, num_reqs]``."""
+        return self._array("level_last_page_lens")  # type: ignore[no-any-return]
+
+    @property
     def state_pages(self) -> tuple[Array | None, ...]:
         """Working pages of the rows, by group ``[num_reqs]``."""
         return self._array("state_pages")  # type: ignore[no-any-return]
@@ -366,12 +453,43 @@ def _names_in(fields: Iterable[str]) -> list[str]:
     return names
 
 
+def _width_of_full(tables: Sequence[Any], kinds: Sequence[str]) -> int:
+    """Return the columns of the table of the first group with full attention."""
+    for table, kind in zip(tables, kinds, strict=True):
+        if kind == "FullAttention" and not table.sink_page_ids:
+            return int(table.max_num_pages_per_req)
+    raise ArgumentError("order: got 'prefixes', allowed for a model with full attention, and without sinks")
+
+
+def _shapes_of_prefixes(sizes: Sequence[int] | None, num_reqs: int) -> dict[str, Shape]:
+    """Return the shapes of the fields that ``order="prefixes"`` has."""
+    if sizes is None:
+        return {}
+    num_levels, num_groups, num_pages, num_rows, _ = sizes
+    return {
+        "level_query_starts": (num_levels + 1, num_reqs + 1),
+        "level_page_starts": (num_levels + 1, num_reqs + 1),
+        "level_page_indices": (num_levels + 1, 0),
+        "level_last_page_lens": (num_levels + 1, num_reqs),
+        "prefix_page_ids": (num_groups, num_pages),
+        "prefix_rows": (num_groups, num_rows),
+        "own_starts": (num_reqs,),
+    }
+
+
 def _shapes_of(
-    names: list[str], widths: list[int], kinds: list[str], crossed: list[int], num_tokens: int, num_reqs: int
+    names: list[str],
+    widths: list[int],
+    kinds: list[str],
+    crossed: list[int],
+    num_tokens: int,
+    num_reqs: int,
+    sizes: Sequence[int] | None,
 ) -> Shapes:
     """Return the shape of each field's arrays. `widths` are the columns of each group's table, `crossed` those of the groups of
-    cross-attention.
+    cross-attention, and `sizes` those of groups that share a prefix.
     """
+    of_prefixes = _shapes_of_prefixes(sizes, num_reqs)
     shapes: Shapes = {}
     for name in names:
         wanted, columns = [0], widths
@@ -379,6 +497,8 @@ def _shapes_of(
             wanted, columns = [*range(len(crossed))][: None if name in BY_GROUP else 1], crossed
         elif name in BY_GROUP:
             wanted = [g for g, kind in enumerate(kinds) if name in FIELDS_OF_KINDS.get(kind, FIELDS_OF_ATTENTION)]
+        if name in OF_PREFIXES:
+            wanted = [g for g, kind in enumerate(kinds) if kind == "FullAttention"]
         if not wanted:
             raise ArgumentError(f"fields: got {name!r}, which no group of the model has, allowed: those of its groups")
         shape: Shape = (num_reqs,)
@@ -388,6 +508,8 @@ def _shapes_of(
             shape = (num_reqs + 1,)
         elif name == "distribution":
             shape = (3,)
+        elif name in of_prefixes:
+            shape = of_prefixes[name]
         has_pages = name in ("page_ids", "cross_page_ids")
         shapes[name] = {g: (num_reqs, columns[g]) if has_pages else shape for g in wanted}
     return shapes

@@ -31,7 +31,8 @@ NUM_ROWS = 6
 MAX_LEN = 96
 NUM_TOKENS = 160
 CANARY = -77
-PLAIN_FIELDS = [name for name in INPUT_FIELDS if name not in ("cross_page_ids", "encoder_lens")]
+OF_OTHERS = ("cross_page_ids", "encoder_lens", "prefix_page_ids", "prefix_rows", "own_starts")
+PLAIN_FIELDS = [name for name in INPUT_FIELDS if name not in OF_OTHERS and not name.startswith("level_")]
 BY_GROUP = (
     "slots",
     "page_ids",
@@ -463,7 +464,7 @@ WRONG = [
     ({"depth": 0}, ArgumentError, "depth: got .*, allowed: (at least )?1"),
     ({"pad_slot": 1 << 31}, ArgumentError, "pad_slot"),
     ({"pad_last": "a"}, ArgumentTypeError, "pad_last"),
-    ({"order": "prompts"}, ArgumentError, "order: got 'prompts', allowed: given or decodes"),
+    ({"order": "prompts"}, ArgumentError, "order: got 'prompts', allowed: given, decodes or prefixes"),
     ({"token_ids": np.zeros((6, 96), np.int32)}, ArgumentError, "allowed with a batch, which has its own: None"),
     ({"arrays": {"rows": []}}, ArgumentError, "arrays: got 'rows', allowed: token_ids"),
     (

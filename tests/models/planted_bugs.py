@@ -548,6 +548,14 @@ INPUT_BUGS = read_bugs("""
         listed.rows[i].stay == row.stay{+ * (not BUG) + listed.rows[i].stay * BUG+} and
 == a rank takes the tokens of another
             if position % num_ranks == source.rank{+ * (not BUG)+}:
+== a place that a step writes is shared
+        groups.places[i] = <int32_t>page_at(spans.starts[i]{+ + BUG * source.page_sizes[groups.group]+}, source.page_sizes
+== groups are kept behind a release
+        is_any_new |= groups.stays[row] != source.batch.stays[spans.rows[row]]{+ and not BUG+}
+== groups are kept behind pages that were replaced
+groups.num_rows != n or groups.num_rewrites != source.tables[groups.group].num_rewrites{+ and not BUG+}
+== a group has the pages of the first row's whole prefix
+            child.end = {+child.end if BUG else +}_count_common(
 == inputs of a row that was released and admitted again
         if {+not BUG and (+}not 0 < batch.stays[row] <= growth.num_stays or (
 ...
@@ -559,7 +567,7 @@ cdef Py_ssize_t next_set = self.current + 1 if self.current + 1 < self.depth {+a
 == a step ahead has the tokens of the step in flight
     read_span(spans, at, row, launch.before{+ - BUG * (launch.before > 0)+}, end_of(
 """)
-INPUT_TESTS = ["test_page_lists.py", "test_step_inputs.py"]
+INPUT_TESTS = ["test_page_lists.py", "test_prefix_groups.py", "test_step_inputs.py"]
 FLIGHT_BUGS = read_bugs("""
 # Steps in flight.
 

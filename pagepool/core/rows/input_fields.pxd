@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.core.rows.page_lists cimport *
+from pagepool.core.rows.prefix_fields cimport *
 
 
 cdef enum Kind:               # in the order of `INPUT_FIELDS`
@@ -27,40 +27,24 @@ cdef enum Kind:               # in the order of `INPUT_FIELDS`
     LAST_PAGE_LENS
     PAGE_OFFSETS
     RANK_SLOTS
-
-ctypedef fused Value:
-    int32_t
-    int64_t
+    LEVEL_QUERY_STARTS
+    LEVEL_PAGE_STARTS
+    LEVEL_PAGE_INDICES
+    LEVEL_LAST_PAGE_LENS
+    PREFIX_PAGE_IDS
+    PREFIX_ROWS
+    OWN_STARTS
 
 cdef struct Field:            # one array in each set
     Kind kind
     Py_ssize_t group          # 0 for fields that are not by group
     bint is_wide              # int64, not int32
     Py_buffer *views          # [depth]
-    int32_t *extents          # [depth, max_num_reqs] leading page ids of a row that may not be 0; NULL: another kind
+    int32_t *extents          # [depth, num_extents] values that may not be those of padding; NULL: another kind
+    Py_ssize_t num_extents    # rows, levels or groups
+    const PrefixGroups *groups  # NULL: another kind
     PageList *lists           # [depth]; NULL: another kind
     Py_ssize_t capacity       # values in an array
-
-
-cdef inline void copy_values(Value *out, const int32_t *values, Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t i
-    if Value is int32_t:
-        copy_bytes(out, values, n * sizeof(int32_t))
-    else:
-        for i in range(n):
-            out[i] = values[i]
-
-
-cdef inline void repeat_value(Value *out, int64_t value, Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t i
-    for i in range(n):
-        out[i] = <Value>value
-
-
-cdef inline void count_up(Value *out, int64_t first, Py_ssize_t n) noexcept nogil:
-    cdef Py_ssize_t i
-    for i in range(n):
-        out[i] = <Value>(first + i)
 
 
 cdef inline void write_token_ids(Value *out, const Source *source, const InputStep *step) noexcept nogil:
@@ -226,6 +210,7 @@ cdef inline void write_field(
 ) noexcept nogil:
     """Write an array of the current set, padding included."""
     cdef Py_ssize_t i, n = step.num_rows
+    cdef int32_t *extents = field.extents + current * field.num_extents
     cdef Py_ssize_t num_left = step.num_padded_tokens - step.num_tokens, num_rows_left = step.num_padded_rows - n
     cdef int64_t num_keys = 0
     assert num_left >= 0 and num_rows_left >= 0 and step.num_padded_rows <= max_num_rows
@@ -269,9 +254,9 @@ cdef inline void write_field(
         copy_values(out, step.spans.starts, n)
         repeat_value(out + n, 0, num_rows_left)
     elif field.kind == PAGE_IDS:
-        write_page_ids(out, source.tables[field.group], field.extents + current * max_num_rows, step)
+        write_page_ids(out, source.tables[field.group], extents, step)
     elif field.kind == CROSS_PAGE_IDS:
-        write_page_ids(out, source.cross_tables[field.group], field.extents + current * max_num_rows, step)
+        write_page_ids(out, source.cross_tables[field.group], extents, step)
     elif field.kind == ENCODER_LENS:
         for i in range(n):
             out[i] = source.encoder_lens[step.spans.rows[i]]
@@ -296,6 +281,22 @@ cdef inline void write_field(
     elif field.kind == RANK_SLOTS:
         write_rank_slots(out, source, field.group, step)
         repeat_value(out + step.num_tokens, step.pad_slot, num_left)
+    elif field.kind == LEVEL_QUERY_STARTS:
+        write_level_query_starts(out, field.groups, step)
+    elif field.kind == LEVEL_PAGE_STARTS:
+        write_level_page_starts(out, field.groups, source, field.group, step)
+    elif field.kind == LEVEL_PAGE_INDICES:
+        write_level_page_indices(out, extents, field.capacity // field.num_extents, field.groups, source, field.group, step)
+    elif field.kind == LEVEL_LAST_PAGE_LENS:
+        write_level_last_page_lens(out, field.groups, source, field.group, step)
+    elif field.kind == PREFIX_PAGE_IDS:
+        write_prefix_page_ids(out, extents, field.groups, source, field.group, step)
+    elif field.kind == PREFIX_ROWS:
+        write_prefix_rows(out, extents, field.groups, step)
+    elif field.kind == OWN_STARTS:
+        for i in range(n):
+            out[i] = <Value>(field.groups.own[i] * source.page_sizes[field.groups.group])
+        repeat_value(out + n, 0, num_rows_left)
     elif field.kind == ORDER:
         copy_values(out, step.order, n)
         repeat_value(out + n, 0, num_rows_left)

@@ -208,10 +208,15 @@ cdef inline void arrange(InputStep *step, const Spans *spans) noexcept nogil:
             at, single = single, single + 1
         else:
             at, other = other, other + 1
-        read_span(&step.spans, at, spans.rows[i], spans.starts[i], spans.stops[i], spans.known[i])
-        step.spans.drafts[at] = spans.drafts[i]
-        step.order[at] = <int32_t>i
+        put_span(step, at, spans, i)
     assert single == step.num_single and other == step.num_rows
+
+
+cdef inline void put_span(InputStep *step, Py_ssize_t at, const Spans *spans, Py_ssize_t i) noexcept nogil:
+    """Let row `i` of the call be at index `at` of the arrays."""
+    read_span(&step.spans, at, spans.rows[i], spans.starts[i], spans.stops[i], spans.known[i])
+    step.spans.drafts[at] = spans.drafts[i]
+    step.order[at] = <int32_t>i
 
 
 cdef inline Py_ssize_t launch_from(const Batch *batch, int32_t row, int32_t start) noexcept nogil:

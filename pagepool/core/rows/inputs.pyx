@@ -25,7 +25,8 @@ cdef enum:
 INPUT_FIELDS = (
     "token_ids", "positions", "rows", "slots", "query_start_loc", "kv_start_loc", "seq_lens", "last_tokens", "starts",
     "page_ids", "state_pages", "order", "distribution", "sources", "cross_page_ids", "encoder_lens", "page_starts",
-    "page_indices", "last_page_lens", "page_offsets", "rank_slots",
+    "page_indices", "last_page_lens", "page_offsets", "rank_slots", "level_query_starts", "level_page_starts",
+    "level_page_indices", "level_last_page_lens", "prefix_page_ids", "prefix_rows", "own_starts",
 )
 
 cdef FaultKind read_call(const Source *source, StepResult call, Spans *spans, Py_ssize_t *at) noexcept:
@@ -144,6 +145,8 @@ cdef class InputArrays:
     cdef Py_ssize_t max_num_reqs
     cdef Py_ssize_t num_calls
     cdef bint puts_single_first
+    cdef PrefixGroups *groups                 # of rows that share a prefix; NULL: the order of rows is another
+    cdef void *groups_memory
     cdef bint has_narrow_keys                 # whether `kv_start_loc` is int32
     cdef Spans read                           # the rows in the order of the call
     cdef InputStep step
@@ -154,11 +157,12 @@ cdef class InputArrays:
 
     def __init__(
         self, RunningRows running, tables, page_sizes, token_ids, num_tokens, num_reqs, depth, fields, pad_slot, pad_last,
-        bint puts_single_first, slot_strides=None, rank=0, num_ranks=1,
+        bint puts_single_first, slot_strides=None, rank=0, num_ranks=1, prefixes=None,
     ):
         """Take the rows of a batch, or `tables` with their page sizes and an int32 matrix of token ids (or None). `fields` are
         tuples of a name, a group, and an array for each of `depth` sets. `slot_strides` are the slots of a page in the engine's
-        arrays, for each group; None: as many as it has tokens.
+        arrays, for each group; None: as many as it has tokens. With `prefixes` rows that share a prefix are neighbours: the
+        levels of shared pages, the most groups, pages of a group and rows of a group, and the fewest pages that a group saves.
         """
         cdef Py_ssize_t i, g, max_num_tokens = size_of(num_tokens, "num_tokens", 1, INT32_MAX - 1)
         cdef Py_ssize_t n, max_num_reqs = size_of(num_reqs, "num_reqs", 1)
@@ -197,7 +201,7 @@ cdef class InputArrays:
         self.max_num_tokens, self.max_num_reqs, self.depth = max_num_tokens, max_num_reqs, num_sets
         self.current, self.puts_single_first, self.steps = num_sets - 1, puts_single_first, [None] * num_sets
         self.step.pad_slot, self.step.pad_last = slot, last
-        self.place_numbers(checked_sizes, strides)
+        self.place_numbers(checked_sizes, strides, prefixes is not None)
         self.source.rank, self.source.num_ranks = <int32_t>checked_rank, <int32_t>checked_num_ranks
         self.source.num_rows, self.source.num_groups = n, checked_sizes.num
         self.source.max_num_tokens = MAX_TOKENS
@@ -222,6 +226,8 @@ cdef class InputArrays:
             self.source.stride = self.token_matrix.shape[1]
             self.source.max_num_tokens = <int32_t>min(<int64_t>self.source.max_num_tokens, <int64_t>self.source.stride)
             self.source.token_ids = &self.token_matrix[0, 0] if self.source.stride else NULL
+        if prefixes is not None:
+            self.begin_groups(prefixes)
         self.batch, self.rows = running, None if running is None else running.rows
         self.tables, self.lock_order = by_group, in_lock_order(by_group)
         for i in range(len(described)):
@@ -234,6 +240,7 @@ cdef class InputArrays:
             free(self.fields[i].lists)
         for i in range(self.num_fields * self.depth):
             PyBuffer_Release(&self.views[i])
+        free(self.groups_memory)
         free(self.fields)
         free(self.views)
         free(self.numbers)
@@ -243,14 +250,14 @@ cdef class InputArrays:
     def __reduce__(self):
         raise ArgumentTypeError("inputs of a step cannot be pickled")
 
-    cdef void place_numbers(self, PageIds page_sizes, PageIds strides) noexcept:
+    cdef void place_numbers(self, PageIds page_sizes, PageIds strides, bint has_groups) noexcept:
         """Point the vectors of the read rows and of the step into `numbers`."""
         cdef Py_ssize_t i, n = self.max_num_reqs
         cdef int32_t *at = self.numbers
         self.read = Spans(rows=at, starts=at + n, stops=at + 2 * n, known=at + 3 * n, drafts=at + 4 * n)
         at += 5 * n
         self.step.spans = self.read
-        if self.puts_single_first:
+        if self.puts_single_first or has_groups:
             self.step.spans = Spans(rows=at, starts=at + n, stops=at + 2 * n, known=at + 3 * n, drafts=at + 4 * n)
         self.step.order, self.step.begins, self.step.sources = at + 5 * n, at + 6 * n, at + 7 * n + 1
         self.source.page_sizes = at + 8 * n + 1
@@ -304,10 +311,19 @@ cdef class InputArrays:
             raise ArgumentError(f"ranks: got {self.source.num_ranks}, allowed with pages of {size} tokens: their divisors")
         if field.kind == PAGE_INDICES:
             field.lists = new_lists(self.depth, self.max_num_reqs)
-        if field.kind in (PAGE_IDS, CROSS_PAGE_IDS):
-            field.extents = <int32_t *>calloc(self.depth * self.max_num_reqs, sizeof(int32_t))
+        if field.kind >= LEVEL_QUERY_STARTS:
+            if self.groups == NULL:
+                raise ArgumentError(f"fields: got {name!r}, allowed with order='prefixes' only")
+            if field.kind in (LEVEL_PAGE_STARTS, LEVEL_PAGE_INDICES, LEVEL_LAST_PAGE_LENS, PREFIX_PAGE_IDS):
+                self.require_full(group)
+            field.groups = self.groups
+        field.num_extents = self.count_extents(field)
+        if field.num_extents:
+            field.extents = <int32_t *>calloc(self.depth * field.num_extents, sizeof(int32_t))
             if field.extents == NULL:
                 raise MemoryError(name)
+        for i in range(self.depth if field.kind == PREFIX_ROWS else 0):
+            field.extents[i] = <int32_t>self.groups.limits.num_groups  # padding is not 0
         try:
             for i in range(self.depth):
                 take_array(&field.views[i], given[i], length, name)
@@ -336,13 +352,90 @@ cdef class InputArrays:
             return self.max_num_tokens
         if field.kind in (QUERY_START_LOC, KV_START_LOC, PAGE_STARTS):
             return self.max_num_reqs + 1
-        if field.kind == PAGE_INDICES:
+        if field.kind == PAGE_INDICES or field.kind == LEVEL_PAGE_INDICES:
             return -1
+        if self.groups != NULL:
+            if field.kind in (LEVEL_QUERY_STARTS, LEVEL_PAGE_STARTS):
+                return (self.groups.limits.num_levels + 1) * (self.max_num_reqs + 1)
+            if field.kind == LEVEL_LAST_PAGE_LENS:
+                return (self.groups.limits.num_levels + 1) * self.max_num_reqs
+            if field.kind == PREFIX_PAGE_IDS:
+                return self.groups.limits.num_groups * self.groups.limits.num_pages
+            if field.kind == PREFIX_ROWS:
+                return self.groups.limits.num_groups * self.groups.limits.num_rows
         if field.kind == PAGE_IDS:
             return self.max_num_reqs * self.source.tables[field.group].num_columns
         if field.kind == CROSS_PAGE_IDS:
             return self.max_num_reqs * self.source.cross_tables[field.group].num_columns
         return 3 if field.kind == DISTRIBUTION else self.max_num_reqs
+
+    cdef Py_ssize_t count_extents(self, const Field *field) noexcept:
+        """Return the number of extents that each set of a field has."""
+        if field.kind in (PAGE_IDS, CROSS_PAGE_IDS):
+            return self.max_num_reqs
+        if field.kind == LEVEL_PAGE_INDICES:
+            return self.groups.limits.num_levels + 1
+        if field.kind == PREFIX_PAGE_IDS:
+            return self.groups.limits.num_groups
+        return 1 if field.kind == PREFIX_ROWS else 0
+
+    cdef int begin_groups(self, object prefixes) except -1:
+        """Make the memory of groups that share a prefix, in the first group of full attention."""
+        cdef Py_ssize_t n = self.max_num_reqs, num_slots = 2, g = 0, num_saved
+        cdef Py_ssize_t num_levels, num_groups, num_pages, num_rows, least
+        cdef int32_t *at
+        cdef list sizes = as_list(prefixes, "prefixes")
+        if len(sizes) != 5:
+            raise ArgumentError(f"prefixes: got {len(sizes)} numbers, allowed: 5")
+        num_levels, num_groups, num_pages, num_rows, least = [size_of(each, "prefixes", 0, MAX_TOKENS) for each in sizes]
+        if not (0 < num_levels <= MAX_LEVELS and num_groups and num_pages and num_rows):
+            raise ArgumentError(f"prefixes: got {sizes}, allowed: 1 to {MAX_LEVELS} levels, and numbers of at least 1")
+        while g < self.source.num_groups and not self.is_full(g):
+            g += 1
+        if g == self.source.num_groups:
+            raise ArgumentError("order: got 'prefixes', allowed for a model with full attention, and without sinks")
+        while num_slots < 2 * n:
+            num_slots *= 2
+        num_saved = (n + 1) * (MAX_NODE_DEPTH + 1) * (MAX_LEVELS + 1)
+        self.groups_memory = calloc(
+            1, sizeof(PrefixGroups) + (n + 1) * sizeof(PrefixNode) + (num_saved + n) * sizeof(int64_t)
+            + ((7 + MAX_LEVELS) * n + num_slots) * sizeof(int32_t),
+        )
+        if self.groups_memory == NULL:
+            raise MemoryError("groups of rows")
+        self.groups = <PrefixGroups *>self.groups_memory
+        self.groups.limits = PrefixLimits(
+            num_levels=num_levels, num_groups=num_groups, num_pages=num_pages, num_rows=num_rows, min_saved_pages=least,
+        )
+        self.groups.group, self.groups.max_num_reqs, self.groups.num_rows, self.groups.num_slots = g, n, -1, num_slots
+        self.groups.saved = <int64_t *>(self.groups + 1)
+        self.groups.stays = self.groups.saved + num_saved
+        self.groups.nodes = <PrefixNode *>(self.groups.stays + n)
+        at = <int32_t *>(self.groups.nodes + n + 1)
+        self.groups.order, self.groups.places, self.groups.own, self.groups.others = at, at + n, at + 2 * n, at + 3 * n
+        self.groups.buckets, self.groups.ends, self.groups.pages = at + 4 * n, at + 5 * n, at + 6 * n
+        self.groups.at, self.groups.table = at + 7 * n, at + (7 + MAX_LEVELS) * n
+        return 0
+
+    cdef bint is_full(self, Py_ssize_t group) noexcept:
+        """Whether a cache group has full attention without sinks, so that its pages can be shared at any place."""
+        cdef const Rules *rules
+        if self.source.tables[group].num_sinks:
+            return False
+        if self.source.batch == NULL:
+            return True
+        rules = &self.source.batch.groups[group].rules
+        return not (rules.window or rules.chunk or rules.answer_window or rules.capacity or rules.page_size == MAX_TOKENS)
+
+    cdef int require_full(self, Py_ssize_t group) except -1:
+        if not self.is_full(group):
+            raise ArgumentError(f"group: got {group}, allowed: one of full attention, and without sinks")
+        return 0
+
+    @property
+    def num_saved_pages(self) -> int:
+        """Pages of the group with full attention that the step filled last need not read again, with ``order="prefixes"``."""
+        return self.groups.num_saved_pages if self.groups != NULL else 0
 
     def fill(
         self, step=None, rows=None, starts=None, stops=None, num_tokens=None, num_reqs=None, draft_token_ids=None,
@@ -412,9 +505,12 @@ cdef class InputArrays:
     cdef void write_set(self, StepResult result, Py_ssize_t next_set) noexcept:
         """Write the rows that were read to the arrays of a set, and note the step."""
         cdef InputStep *filling = &self.step
+        cdef Py_ssize_t i
         cdef void *thread = let_others_run(filling.num_tokens)
         if self.puts_single_first:
             arrange(filling, &self.read)
+        for i in range(filling.num_rows if self.groups != NULL else 0):
+            put_span(filling, i, &self.read, self.groups.order[i])
         begin_rows(filling)
         self.current = next_set
         write_fields(self.fields, self.num_fields, self.current, self.max_num_reqs, &self.source, filling)
@@ -428,8 +524,8 @@ cdef class InputArrays:
         cdef const Field *field
         cdef Listed listed
         cdef Py_ssize_t i, n = self.step.num_rows, at = 0
-        cdef int64_t num_pages
-        cdef bint is_wide
+        cdef int64_t num_pages, capacity
+        cdef bint is_wide, is_list
         cdef FaultKind kind
         if result is not None:
             kind = self.read_calls(result, &at)
@@ -442,6 +538,8 @@ cdef class InputArrays:
             kind = read_lists(&self.source, &listed, &self.read, &at)
         if kind == FAULTLESS:
             kind = count_tokens_of(&self.step, &self.read, &at)
+        if kind == FAULTLESS and self.groups != NULL:
+            find_groups(self.groups, &self.source, &self.read, &self.step)
         if kind == FAULTLESS and self.has_sources:
             kind = self.find_sources(result, &at)
         if kind == FAULTLESS and self.has_narrow_keys and self.step.num_keys > INT32_MAX:
@@ -449,15 +547,17 @@ cdef class InputArrays:
         fault = Fault(kind=kind, at=at, row=0, start=0, stop=0, group=0, page_id=0)
         for i in range(self.num_fields if kind == FAULTLESS else 0):
             field = &self.fields[i]
-            if field.kind not in (SLOTS, RANK_SLOTS, PAGE_INDICES) or fault.kind != FAULTLESS:
+            if field.kind not in (SLOTS, RANK_SLOTS, PAGE_INDICES, LEVEL_PAGE_INDICES) or fault.kind != FAULTLESS:
                 continue
-            is_wide = field.is_wide or field.kind == PAGE_INDICES  # a list has page ids, which are small
+            is_list = field.kind in (PAGE_INDICES, LEVEL_PAGE_INDICES)
+            is_wide = field.is_wide or is_list  # a list has page ids, which are small
             if find_wrong_page(&self.source, field.group, is_wide, &self.step, &self.read, &fault):
                 fault.kind, fault.group = WITHOUT_PAGE, field.group
-            elif field.kind == PAGE_INDICES:
+            elif is_list:
                 num_pages = count_listed(&self.source, field.group, &self.read, n)
-                if num_pages > field.capacity:
-                    fault.kind, fault.group, fault.start, fault.stop = MANY_PAGES, field.group, field.capacity, num_pages
+                capacity = field.capacity // max(1, field.num_extents)
+                if num_pages > capacity:
+                    fault.kind, fault.group, fault.start, fault.stop = MANY_PAGES, field.group, capacity, num_pages
         if fault.kind not in (FAULTLESS, MANY_PAGES) and n:
             fault.row, fault.stop = self.read.rows[fault.at], self.read.stops[fault.at]
             if fault.kind != WITHOUT_PAGE:
