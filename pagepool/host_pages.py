@@ -14,46 +14,49 @@ is imported by the first `HostPages`.
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pagepool._core import copy_rows
-from pagepool.arguments import MAX_SIZE, require_int
+from pagepool.arguments import require_int
 from pagepool.device import call_with_payload, get_shard_map, import_jax
-from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, PageIdError, shown
-from pagepool.host_rows import Rows, Staging, alias_rows, align, as_bytes, describe_pages, make_memory, place_rows, touch
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.host_rows import Rows, Staging, alias_rows, align, as_bytes, describe_pages
 from pagepool.page_copies import (
     Axes,
-    Columns,
     cast_bits,
     check_arrays,
     check_different,
-    check_moves,
     find_crossing,
-    find_places,
     get_page_axes,
     get_part_size,
     list_programs,
     pad,
-    read_copies,
     read_in_part,
     write_in_part,
+)
+from pagepool.transfers import (
+    MAX_PAGES_PER_CALL,
+    Copies,
+    Copy,
+    FinishedTransfers,
+    GroupArguments,
+    GroupTransfers,
+    LoadsAndSaves,
+    Transfers,
+    divide,
+    read_groups,
 )
 
 if TYPE_CHECKING:
     import jax
 
 __all__ = ["FinishedTransfers", "HostPages"]
-
-MAX_PAGES_PER_CALL, MAX_BYTES_PER_CALL = 64, 16 << 20
-"""Most pages, and most bytes on each device, that one call of a program moves; a single page may have more bytes."""
 
 NOWHERE = np.iinfo(np.int32).max
 """A page outside every array: writes to it are dropped."""
@@ -69,27 +72,7 @@ Int32Array = npt.NDArray[np.int32]
 Arrays = TypeVar("Arrays")
 
 
-class LoadsAndSaves(Protocol):
-    """The attributes of `pagepool.Moves` read by `HostPages.run`."""
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def loads(self) -> Columns: ...
-    @property
-    def saves(self) -> Columns: ...
-
-
-class FinishedTransfers(NamedTuple):
-    """The finished transfers of a number, for `CacheManager.fail`: indices of failed saves and loads, and the first error."""
-
-    number: int
-    failed_saves: list[int]
-    failed_loads: list[int]
-    error: Exception | None
-
-
-class HostPages:
+class HostPages(Transfers):
     """Host memory for `num_pages` pages of an engine's arrays, as many as in the manager's `HostTier`; with several pools a
     number for each group, as many as the tier has behind the group's pool.
 
@@ -143,37 +126,16 @@ class HostPages:
         Raise ArgumentTypeError for other types and shardings; ArgumentError for other values, arrays that span processes, and
         too small buffers; OSError if there is not enough memory.
         """
-        self.num_pages, self.groups = num_pages, groups
-        jax = import_jax()
-        leaves, self._tree = jax.tree_util.tree_flatten(arrays)
-        if groups is not None and not isinstance(arrays, list | tuple):
-            raise ArgumentTypeError(f"arrays: got {type(arrays).__name__}, allowed with groups: a list or tuple")
-        trees = [arrays] if groups is None else arrays
-        axes = page_axis if isinstance(page_axis, Sequence) else [page_axis] * len(trees)
-        nums = num_pages if isinstance(num_pages, Sequence) else [num_pages] * len(trees)
-        chosen = [None] if groups is None else [require_int("group", group, 0) for group in groups]
-        if not len(trees) == len(axes) == len(chosen):
-            got = f"{len(trees)} arrays, {len(chosen)} groups, {len(axes)} page axes"
-            raise ArgumentError(f"groups: got {got}, allowed: as many of each")
-        if len(nums) != len(trees):
-            raise ArgumentError(f"num_pages: got {len(nums)} numbers, allowed for {len(trees)} groups: {len(trees)}")
-        nums = [require_int("num_pages", num, 2, MAX_SIZE) for num in nums]
-        buffers = [memory] if groups is None else [None] * len(trees) if memory is None else memory
-        if not isinstance(buffers, list | tuple) or len(buffers) != len(trees):
-            raise ArgumentTypeError(f"memory: got {type(memory).__name__}, allowed: a buffer for each of {len(trees)} groups")
-        self._num_threads = require_int("num_copy_threads", num_copy_threads, 1)
-        sizes = [len(jax.tree_util.tree_leaves(tree)) for tree in trees]
-        self._stops = np.cumsum(sizes).tolist()
+        leaves, self._tree = import_jax().tree_util.tree_flatten(arrays)
+        read = read_groups(arrays, num_pages, groups, page_axis, memory)
+        num_threads = require_int("num_copy_threads", num_copy_threads, 1)
+        sizes = [len(import_jax().tree_util.tree_leaves(each.arrays)) for each in read]
         self.memory_kind = find_memory_kind(leaves, memory_kind)
-        self._groups = [
-            GroupPages(own, group, num, axis, self.memory_kind, buffer)
-            for own, group, num, axis, buffer in zip(self._divide(leaves), chosen, nums, axes, buffers, strict=True)
-        ]
-        self.rows = [group.rows.reshape(len(group.rows), -1) for group in self._groups]
-        self.layout = "; ".join([group.describe(own) for group, own in zip(self._groups, self._divide(leaves), strict=True)])
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="pagepool-host-pages")
-        self._process = os.getpid()
-        self._pending: dict[int, tuple[Copies, Copies]] = {}
+        grouped = divide(leaves, sizes)
+        made = [GroupPages(own, each, self.memory_kind, num_threads) for own, each in zip(grouped, read, strict=True)]
+        super().__init__(num_pages, groups, made, grouped)
+
+    _groups: Sequence[GroupPages]
 
     def run(self, arrays: Arrays, moves: LoadsAndSaves) -> Arrays:
         """Start loads and saves, and return the arrays for the next step. All saves are read before any load is written.
@@ -194,38 +156,8 @@ class HostPages:
         the arrays or the host, and for null pages; ArgumentError for a page written twice, a group without arrays, a number
         still in flight, unequal lengths, and arrays that are deleted or unlike the first; IntegrityError in a forked process.
         """
-        self._require_own_process()
-        if not hasattr(moves, "saves") or not hasattr(moves, "loads"):
-            raise ArgumentTypeError(f"moves: got {type(moves).__name__}, allowed: Moves")
-        saves, loads = read_copies(moves.saves, "moves.saves"), read_copies(moves.loads, "moves.loads")
-        if saves.shape[1] + loads.shape[1] == 0:
-            return arrays
-        number = require_int("number", moves.number, 1)
-        if number in self._pending:
-            raise ArgumentError(f"number: got {number}, allowed: one that is not in flight")
-        grouped = self._split(arrays)
-        save_places, load_places = self._check(saves, "saves"), self._check(loads, "loads")
-        pending: tuple[Copies, Copies] = [], []
-        submit = partial(self._copier.submit, num_threads=self._num_threads)
-        for group, leaves, places in zip(self._groups, grouped, save_places, strict=True):
-            pending[0].extend((places[own], copy) for own, copy in group.save(leaves, saves[:2, places], submit))
-        for group, leaves, places in zip(self._groups, grouped, load_places, strict=True):
-            pending[1].extend((places[own], copy) for own, copy in group.load(leaves, loads[:2, places], self._num_threads))
-        self._pending[number] = pending
-        return self._join(grouped)  # type: ignore[no-any-return]
-
-    def poll(self) -> list[FinishedTransfers]:
-        """Return finished transfers, each once, in the order of their start, without blocking. A save is finished when its
-        row is written. O(programs in flight).
-        """
-        self._require_own_process()
-        ready = [n for n, both in self._pending.items() if all(copy.is_ready() for copies in both for _, copy in copies)]
-        return [self._finish(number) for number in ready]
-
-    def wait(self) -> list[FinishedTransfers]:
-        """Wait for all transfers, and return those not reported before."""
-        self._require_own_process()
-        return [self._finish(number) for number in list(self._pending)]
+        grouped = self._start(arrays, moves)
+        return arrays if grouped is None else self._join(grouped)
 
     def warmup(self, arrays: Arrays, max_num_pages: int = MAX_PAGES_PER_CALL) -> Arrays:
         """Compile the programs for transfers of up to `max_num_pages` pages each way. Return the arrays, unchanged. The system
@@ -241,76 +173,28 @@ class HostPages:
             group.warmup(leaves, max_num_pages)
         return self._join(grouped)  # type: ignore[no-any-return]
 
-    def mark_saved(self, page_ids: Sequence[int], *, group: int | None = None) -> None:
-        """Mark rows of a group as written by others: from now on they can be loaded like saved pages. O(pages).
-
-        The rows must have the `layout`, and while they were written no transfer of these pages may have been under way. Raise
-        PageIdError for pages beyond the host, and null pages; ArgumentError for another group, and for a group whose page axis
-        is divided among devices: its rows do not show which device's part is valid.
-        """
-        self._require_own_process()
-        found = [own for own in self._groups if own.group == group]
-        if not found or found[0].is_divided:
-            raise ArgumentError(f"group: got {group}, allowed: a group of this object, whose page axis is not divided")
-        ids = np.array([require_int("page_ids", page_id, -MAX_SIZE) for page_id in page_ids], dtype=np.int64)
-        wrong = ids[(ids < 1) | (ids >= found[0].num_host_pages)]
-        if wrong.size:
-            raise PageIdError(f"page_ids: got page {wrong[0]}, allowed: 1 to {found[0].num_host_pages - 1}")
-        for page_id in ids.tolist():
-            found[0].savings[page_id] = WRITTEN
-
     def close(self) -> None:
         """Wait until no row is written or read any more, end the thread, and take the rows back from jax, so that `memory` can
         be closed once this object is gone. After a load jax's own threads may hold `memory` for some ms more: ``mmap.close``
         raises BufferError until they have released it and a garbage collection has run. Later saves fail; `poll` and `wait`
         still report. In a forked process do nothing.
         """
-        if os.getpid() != self._process:
+        if not self._is_own_process:
             return
         self._copier.shutdown()
         for group in self._groups:
             group.close()
         gc.collect(0)  # makes jax release NumPy's memory
 
-    def _require_own_process(self) -> None:
-        if os.getpid() != self._process:
-            raise IntegrityError("HostPages: got a call in a forked process, allowed: calls in the process that made it")
-
     def _split(self, arrays: Any) -> list[list[Any]]:
         leaves, tree = import_jax().tree_util.tree_flatten(arrays)
         if tree != self._tree:
             raise ArgumentError(f"arrays: got the pytree {tree}, allowed: as at first, {self._tree}")
         check_different(leaves)
-        grouped = self._divide(leaves)
-        for group, own in zip(self._groups, grouped, strict=True):
-            group.check(own)
-        return grouped
-
-    def _divide(self, leaves: list[Any]) -> list[list[Any]]:
-        return [leaves[start:stop] for start, stop in zip([0, *self._stops], self._stops, strict=False)]
+        return self._check_groups(leaves)
 
     def _join(self, grouped: Sequence[Sequence[Any]]) -> Any:
         return self._tree.unflatten([leaf for leaves in grouped for leaf in leaves])
-
-    def _check(self, columns: Int32Array, way: str) -> list[npt.NDArray[np.intp]]:
-        """Check saves or loads. Return the indices of each group's transfers."""
-        if columns.shape[1] == 0:
-            return [np.zeros(0, np.intp)] * len(self._groups)
-        places = [find_places(columns[2], group.group) for group in self._groups]
-        wrong = np.delete(columns[2], np.concatenate(places))
-        if wrong.size:
-            allowed = ", ".join(str(group.group) for group in self._groups)
-            raise ArgumentError(f"moves.{way}.group: got {wrong[0]}, allowed: {allowed}")
-        for group, own in zip(self._groups, places, strict=True):
-            sizes = group.num_pages, group.num_host_pages
-            check_moves(f"moves.{way}.", columns[:2, own], *(sizes if way == "saves" else sizes[::-1]))
-        return places
-
-    def _finish(self, number: int) -> FinishedTransfers:
-        waited = [[(places, copy.wait()) for places, copy in copies] for copies in self._pending.pop(number)]
-        failed_saves, failed_loads = (sorted(int(i) for places, error in ended if error for i in places) for ended in waited)
-        error = next((error for ended in waited for _, error in ended if error), None)
-        return FinishedTransfers(number, failed_saves, failed_loads, error)
 
 
 def put(items: list[Any], places: Any, values: Sequence[Any]) -> None:
@@ -330,120 +214,27 @@ def find_memory_kind(leaves: Sequence[Any], memory_kind: str | None) -> str | No
         return None
 
 
-class Copy:
-    """A call of a program with its transfer, under way or ended, or the error that prevented it. `fences`, arrays or `Written`,
-    are ready when the transfer has ended. The engine's arrays do not show this: the next step donates them.
+class GroupPages(GroupTransfers):
+    """The host pages of a cache group's arrays. `aliases` are the rows as jax arrays, one for each pack, if programs can read
+    them; `readers` are the loads that read them.
     """
 
-    def __init__(self, fences: Sequence[Any] = (), error: Exception | None = None) -> None:
-        self.fences, self.error = fences, error
-
-    def is_ready(self) -> bool:
-        """Whether `wait` would return immediately."""
-        return all(fence.is_ready() for fence in self.fences)
-
-    def wait(self) -> Exception | None:
-        """Wait for the end, and return its error."""
-        try:
-            for fence in self.fences:
-                fence.block_until_ready()
-        except Exception as error:
-            self.error = error
-        return self.error
-
-
-class Saving:
-    """The last save of some pages. `pages` has an array on the devices for each pack, until the rows are written. Then the
-    copying thread may set `error`, and sets `pages` to None last: a reader of None finds the page in its row, or the error.
-    """
-
-    __slots__ = ("error", "pages")
-
-    def __init__(self, pages: Sequence[Any] | None = None, error: Exception | None = None) -> None:
-        self.pages, self.error = pages, error
-
-    def write_rows(
-        self,
-        packs: Sequence[Pack],
-        arrays: Sequence[Any],
-        rows: Rows,
-        dst: Int32Array,
-        readers: Sequence[Copy],
-        num_threads: int,
-    ) -> None:
-        """Wait until the pages have arrived in `arrays` on the host, and until no program in `readers` reads rows any more.
-        Then copy the pages into rows.
-        """
-        try:
-            for reader in readers:
-                reader.wait()
-            with import_jax().transfer_guard_device_to_host("allow"):
-                for pack, pages in zip(packs, arrays, strict=True):
-                    pack.write_rows(pages, rows, dst, num_threads)
-        except Exception as error:
-            self.error = error.with_traceback(None)  # frames of the traceback would keep the pages
-        finally:
-            self.pages = None
-
-
-class Written(NamedTuple):
-    """The end of a call of `Saving.write_rows`, with the methods of jax arrays that `Copy` uses."""
-
-    saving: Saving
-    end: Future[None]
-
-    def is_ready(self) -> bool:
-        return self.end.done()
-
-    def block_until_ready(self) -> None:
-        self.end.result()
-        if self.saving.error:
-            raise self.saving.error
-
-
-WRITTEN = Saving()
-"""The save of a page whose row others wrote."""
-
-Copies = list[tuple[npt.NDArray[np.intp], Copy]]
-"""Copies with the indices of their transfers."""
-
-
-class GroupPages:
-    """The host pages of a cache group's arrays; group None stands for all groups. For each host page `savings` has its last
-    save or None, `places` its index in the arrays of the save, and `origins` the device page that was saved. `aliases` are the
-    rows as jax arrays, one for each pack, if programs can read them; `readers` are the loads that read them.
-    """
-
-    def __init__(
-        self,
-        leaves: Sequence[Any],
-        group: int | None,
-        num_host_pages: int,
-        page_axis: int,
-        memory_kind: str | None,
-        memory: Any,
-    ) -> None:
-        self.group, self.page_axis, self.num_host_pages = group, page_axis, num_host_pages
-        self.num_pages = check_arrays(leaves, page_axis) if leaves or group is None else 0
-        self.is_divided = any(get_part_size(leaf, page_axis) < leaf.shape[page_axis] for leaf in leaves)
+    def __init__(self, leaves: Sequence[Any], arguments: GroupArguments, memory_kind: str | None, num_threads: int) -> None:
+        page_axis = arguments.page_axis
+        num_pages = check_arrays(leaves, page_axis) if leaves or arguments.group is None else 0
+        is_divided = any(get_part_size(leaf, page_axis) < leaf.shape[page_axis] for leaf in leaves)
         self.layout = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves]
         self.packs = make_packs(leaves, page_axis, memory_kind)
         num_bytes = align(self.packs[-1].stop) if self.packs else 0
-        shape = num_host_pages, len(self.packs[0].list_devices()) if self.packs else 1, num_bytes
-        self.is_own_memory = memory is None
-        self.rows = place_rows(make_memory(prod(shape)) if memory is None else memory, shape)
-        self.max_num_pages = min(MAX_PAGES_PER_CALL, 1 << max(MAX_BYTES_PER_CALL // max(num_bytes, 1), 1).bit_length() - 1)
-        self.staging = Staging(self.max_num_pages * prod(shape[1:]))
+        row_shape = len(self.packs[0].list_devices()) if self.packs else 1, num_bytes
+        super().__init__(arguments, num_pages, row_shape, num_threads, is_divided)
+        self.staging = Staging(self.max_num_pages * prod(row_shape))
         self.aliases = alias_rows(self.rows, [pack.dtype for pack in self.packs], self.packs[0].device) if self.packs else []
         self.readers: list[Copy] = []
-        self.savings: list[Saving | None] = [None] * num_host_pages
-        self.places, self.origins = np.zeros((2, num_host_pages), np.int32)
 
-    def describe(self, leaves: Sequence[Any]) -> str:
-        """Return the text of `HostPages.layout` for this group: devices, bytes, and arrays in the order of a row."""
-        packs = [describe_pages([leaves[i] for i in pack.places], self.page_axis, pack.list_devices()) for pack in self.packs]
-        name = "all groups" if self.group is None else f"group {self.group}"
-        return ", ".join([f"{name}: {self.rows.shape[1]} x {self.rows.shape[2]} bytes", *packs])
+    def describe_arrays(self, leaves: Sequence[Any]) -> list[str]:
+        """Return the text of each pack."""
+        return [describe_pages([leaves[i] for i in pack.places], self.page_axis, pack.list_devices()) for pack in self.packs]
 
     def check(self, leaves: Sequence[Any]) -> None:
         """Check that the arrays are like the first ones, and can be donated."""
@@ -455,69 +246,53 @@ class GroupPages:
                 got = f"{leaf.dtype} {leaf.shape} {leaf.sharding}"
                 raise ArgumentError(f"arrays: got {got}, allowed: as at first, {dtype} {shape} {sharding}")
 
-    def save(self, leaves: Sequence[Any], pairs: Int32Array, submit: Callable[..., Future[None]]) -> Copies:
-        """Start saves, from device pages to host pages. `submit` calls a function in the copying thread."""
+    def start_save(self, leaves: Sequence[Any], src: Int32Array, dst: Int32Array) -> tuple[Any, Callable[[], None]]:
+        """Return an array on the devices for each pack, and the function that writes the rows."""
+        saved = [pack.save(leaves, src) for pack in self.packs]
+        return [pages for pages, _ in saved], partial(self._write_rows, [array for _, array in saved], dst, self.readers)
+
+    def _write_rows(self, arrays: Sequence[Any], dst: Int32Array, readers: Sequence[Copy]) -> None:
+        """Wait until the pages have arrived in `arrays` on the host, and until no program in `readers` reads rows any more.
+        Then copy the pages into rows.
+        """
+        for reader in readers:
+            reader.wait()
+        with import_jax().transfer_guard_device_to_host("allow"):
+            for pack, pages in zip(self.packs, arrays, strict=True):
+                pack.write_rows(pages, self.rows, dst, self.num_threads)
+
+    def load_gathered(self, leaves: list[Any], pages: Any, pairs: Int32Array) -> Copies:
+        """Scatter pages from the arrays of a save. A host page may be loaded into several device pages, one in each call."""
         copies: Copies = []
-        for own in self._divide(np.arange(pairs.shape[1])):
-            src, dst = pairs[:, own]
-            try:
-                saved = [pack.save(leaves, src) for pack in self.packs]
-                saving = Saving([pages for pages, _ in saved])
-                arrays = [array for _, array in saved]
-                end = submit(saving.write_rows, self.packs, arrays, self.rows, dst, self.readers)
-                copy = Copy([Written(saving, end)])
-            except Exception as error:
-                saving, copy = Saving(error=error), Copy(error=error)
-            self.places[dst], self.origins[dst] = np.arange(len(dst)), src
-            for page_id in dst.tolist():
-                self.savings[page_id] = saving
-            copies.append((own, copy))
+        left = np.arange(pairs.shape[1])
+        while left.size:
+            places, first = np.unique(self.places[pairs[0, left]], return_index=True)
+            chosen = left[first]
+            moves = np.full((2, pages[0].shape[1]), NOWHERE, dtype=np.int32)
+            moves[:, places] = self.origins[pairs[0, chosen]], pairs[1, chosen]
+            copies.append((chosen, self._load(leaves, partial(list, pages), moves)))
+            left = np.delete(left, first)
         return copies
 
-    def load(self, leaves: list[Any], pairs: Int32Array, num_threads: int) -> Copies:
-        """Start loads, from host pages to device pages, and replace the arrays in `leaves`."""
-        copies: Copies = []
-        in_rows: list[int] = []
-        under_way: dict[Saving, tuple[Sequence[Any], list[int]]] = {}
-        for i, page_id in enumerate(pairs[0].tolist()):
-            saving = self.savings[page_id]
-            pages = saving.pages if saving else None  # read once: the copying thread may drop them
-            if saving and pages is not None:
-                under_way.setdefault(saving, (pages, []))[1].append(i)
-            elif saving and saving.error is None:
-                in_rows.append(i)
-            else:
-                error = PageIdError(f"page {page_id} of the host: got one that was not saved, allowed: pages that were saved")
-                copies.append((np.array([i]), Copy(error=saving.error if saving else error)))
-        for pages, own in under_way.values():
-            left = np.array(own)
-            while left.size:  # a host page may be loaded into several device pages
-                places, first = np.unique(self.places[pairs[0, left]], return_index=True)
-                chosen = left[first]
-                moves = np.full((2, pages[0].shape[1]), NOWHERE, dtype=np.int32)
-                moves[:, places] = self.origins[pairs[0, chosen]], pairs[1, chosen]
-                copies.append((chosen, self._load(leaves, partial(list, pages), moves)))
-                left = np.delete(left, first)
+    def load_rows(self, leaves: list[Any], pairs: Int32Array) -> Copy:
+        """Let programs read the rows in place if they can, or stage them."""
         can_read_rows = bool(self.aliases) and not any(alias.is_deleted() for alias in self.aliases)
-        load = self._load_in_place if can_read_rows else partial(self._load_staged, num_threads=num_threads)
-        for chosen in self._divide(np.array(in_rows, dtype=np.intp)):
-            copies.append((chosen, load(leaves, pairs[:, chosen])))
-        return copies
+        return self._load_in_place(leaves, pairs) if can_read_rows else self._load_staged(leaves, pairs)
 
     def _load_in_place(self, leaves: list[Any], pairs: Int32Array) -> Copy:
         copy = self._load(leaves, partial(list, self.aliases), pad(pairs, NOWHERE), True)
         self.readers = [*(reader for reader in self.readers if not reader.is_ready()), copy]  # new: saves keep the old list
         return copy
 
-    def _load_staged(self, leaves: list[Any], pairs: Int32Array, num_threads: int) -> Copy:
+    def _load_staged(self, leaves: list[Any], pairs: Int32Array) -> Copy:
         memory = self.staging.take()
-        stage = partial(self._stage, pairs[0], memory, num_threads)
+        stage = partial(self._stage, pairs[0], memory)
         copy = self._load(leaves, stage, pad(np.stack([self.origins[pairs[0]], pairs[1]]), NOWHERE))
         self.staging.keep(memory, copy)
         return copy
 
-    def _stage(self, src: Int32Array, memory: Rows, num_threads: int) -> list[Any]:
-        return [pack.stage(self.rows, src, memory, num_threads) for pack in self.packs]
+    def _stage(self, src: Int32Array, memory: Rows) -> list[Any]:
+        return [pack.stage(self.rows, src, memory, self.num_threads) for pack in self.packs]
 
     def _load(
         self, leaves: list[Any], get_pages: Callable[[], Sequence[Any]], moves: Int32Array, are_in_rows: bool = False
@@ -532,11 +307,6 @@ class GroupPages:
                 raise
             return Copy(error=error)
 
-    def _divide(self, places: npt.NDArray[np.intp]) -> Iterator[npt.NDArray[np.intp]]:
-        """Divide transfers into pieces, one for each call of a program."""
-        for start in range(0, len(places), self.max_num_pages):
-            yield places[start : start + self.max_num_pages]
-
     def close(self) -> None:
         """Wait until no program reads rows any more, and delete the jax arrays that alias them."""
         for reader in self.readers:
@@ -547,8 +317,7 @@ class GroupPages:
 
     def warmup(self, leaves: list[Any], max_num_pages: int) -> None:
         """Run all programs for up to `max_num_pages` pages: they read null pages and drop their writes."""
-        if self.is_own_memory and not any(self.savings):
-            touch(self.rows)
+        self.allocate_rows()
         programs = list_programs(leaves, self.page_axis, min(max_num_pages, self.max_num_pages))
         for i, pack in enumerate(self.packs):
             pack.commit(leaves)

@@ -129,10 +129,23 @@ class Staging:
             self._used.popleft()
 
 
+def count_equal(texts: Sequence[str]) -> str:
+    """Return texts with the number of equal neighbours.
+
+    >>> count_equal(["int8[2]", "int8[2]", "int8[3]"])
+    '2 x int8[2], 1 x int8[3]'
+    """
+    return ", ".join(f"{len(list(equal))} x {text}" for text, equal in groupby(texts))
+
+
+def show_page(dtype: str, shape: Sequence[int]) -> str:
+    """Return the text of an array's page in a layout, such as ``"bfloat16[4,2]"``."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
 def describe_pages(leaves: Iterable[jax.Array], page_axis: int, devices: Sequence[jax.Device]) -> str:
     """Return dtype and shape of each array's page, counting equal ones, and each device's part if it is not the whole page."""
-    texts = [describe_page(leaf, page_axis, devices) for leaf in leaves]
-    return ", ".join(f"{len(list(equal))} x {text}" for text, equal in groupby(texts))
+    return count_equal([describe_page(leaf, page_axis, devices) for leaf in leaves])
 
 
 def describe_page(leaf: jax.Array, page_axis: int, devices: Sequence[jax.Device]) -> str:
@@ -146,4 +159,4 @@ def describe_page(leaf: jax.Array, page_axis: int, devices: Sequence[jax.Device]
         parts.append(",".join(f"{start}:{stop}" for start, stop in part) + pages)
     page = leaf.shape[:page_axis] + leaf.shape[page_axis + 1 :]
     whole = ",".join(f"0:{size}" for size in page)
-    return f"{leaf.dtype}[{','.join(map(str, page))}]" + (f"({' | '.join(parts)})" if {*parts} != {whole} else "")
+    return show_page(str(leaf.dtype), page) + (f"({' | '.join(parts)})" if {*parts} != {whole} else "")

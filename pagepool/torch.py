@@ -1,4 +1,4 @@
-"""Page tables on a torch device. Needs the extra ``pagepool[torch]``.
+"""Page tables on a torch device, and host memory behind its pages. Needs the extra ``pagepool[torch]``.
 
 The device's tables of all groups are one tensor of windows, int32 ``[num_windows + 1, 64]``, so a commit is one copy of the
 changed windows and one `index_copy_`. The last window takes the padding of a payload. Each table is a view at a fixed address,
@@ -32,10 +32,12 @@ from pagepool.process_forks import ProcessLock
 
 try:
     import torch
-except ImportError as error:
-    raise ImportError("page tables on a torch device need torch: pip install 'pagepool[torch]'") from error
 
-__all__ = ["MultiGroupPageTable", "PageTable"]
+    from pagepool.torch_pages import HostPages
+except ImportError as error:
+    raise ImportError("page tables and host pages on a torch device need torch: pip install 'pagepool[torch]'") from error
+
+__all__ = ["HostPages", "MultiGroupPageTable", "PageTable"]
 
 NUM_BUFFERS = 4
 """Pinned buffers: the number of commits in flight before the next one waits for the oldest."""
