@@ -267,14 +267,15 @@ test-stores:  ## the tests of stores, also against an S3 server that they start,
 	$(STORES_VENV)/bin/pip install --quiet --group s3
 	$(RUN) $(STORES_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/stores
 
-# The tests of the table and of the example, and their page of the documents.
+# The tests of the table, of host memory and of the example, and their page of the documents.
 TORCH_TESTS = $(RUN) $(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS) --doctest-modules --doctest-glob='*.md' \
-    --pyargs pagepool.torch $(CURDIR)/tests/device/test_torch_table.py $(CURDIR)/tests/engines/test_torch_engine.py $(CURDIR)/docs/torch.md
+    --pyargs pagepool.torch pagepool.torch_pages $(CURDIR)/tests/device/test_torch_table.py \
+    $(CURDIR)/tests/device/test_torch_host_pages.py $(CURDIR)/tests/engines/test_torch_engine.py $(CURDIR)/docs/torch.md
 
 test-torch: torch-environment  ## the tests with torch, which is large, in an environment of its own; on a GPU too, if there is one
 	$(TORCH_TESTS)
 
-torch-gpu: torch-environment  ## those on a GPU alone: CUDA graphs, streams
+torch-gpu: torch-environment  ## those on a GPU alone: CUDA graphs, streams, transfers
 	@if $(TORCH_VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	    $(TORCH_TESTS) -k cuda; \
 	else \
@@ -283,7 +284,7 @@ torch-gpu: torch-environment  ## those on a GPU alone: CUDA graphs, streams
 
 torch-environment:  ## the environment of test-torch and torch-gpu
 	mkdir -p $(TORCH_VENV) && echo 'torch==$(TORCH_VERSION)' > $(TORCH_VENV)/torch.txt
-	PIP_CONSTRAINT=$(TORCH_VENV)/torch.txt $(MAKE) $(TORCH_VENV)/with-test VENV=$(TORCH_VENV) TEST_EXTRAS=torch
+	PIP_CONSTRAINT=$(TORCH_VENV)/torch.txt $(MAKE) $(TORCH_VENV)/with-test VENV=$(TORCH_VENV) TEST_EXTRAS=store,torch
 
 # VLLM_TESTS=folder also runs vLLM's own tests, by VLLM_OWN_TESTS: the folder tests of its source distribution of the same
 # version.

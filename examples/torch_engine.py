@@ -1,18 +1,34 @@
-"""An engine on torch: scheduler, inputs of a step, page table, CUDA graphs, one step ahead. docs/torch.md describes a step."""
+"""An engine on torch: scheduler, inputs of a step, page table, CUDA graphs, one step ahead, host memory and a store behind the
+pool. docs/torch.md describes a step.
+"""
 
 from argparse import ArgumentParser, Namespace
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from time import sleep
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention as attend_to
 
-from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, RequestTraits, RunningBatch, StepInputs, StepResult
-from pagepool.torch import PageTable
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    EngineRequest,
+    FullAttentionSpec,
+    HostTier,
+    PageHashing,
+    RequestTraits,
+    RunningBatch,
+    StepInputs,
+    StepResult,
+)
+from pagepool.stores import FileStore, StoreTier, make_namespace
+from pagepool.torch import HostPages, PageTable
 
 VOCAB, WIDTH, LAYERS, HEADS, HEAD_SIZE, PAGE_SIZE, MAX_MODEL_LEN, STOP_TOKEN = 64, 32, 2, 4, 8, 4, 96, 20
 HAS_GPU = torch.cuda.is_available()
@@ -27,6 +43,11 @@ class Request:
     prompt: list[int]
     max_tokens: int
     answer: list[int] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str:
+        """The name by which the store's tier knows the request."""
+        return str(id(self))
 
     @property
     def num_left(self) -> int:
@@ -70,7 +91,11 @@ class Engine:
         """Make an empty cache, and the tensors of a step: graphs need them where they are. Capture decodes on a GPU."""
         num_tokens, num_reqs, depth, num_pages = args.num_tokens, args.num_reqs, args.steps_ahead + 1, args.num_pages
         spec = FullAttentionSpec(PAGE_SIZE, HEADS, HEAD_SIZE, DTYPE, use_mla=False)
-        self.model, self.manager = Model(args.seed), CacheManager(num_pages, [CacheGroupSpec(spec)], MAX_MODEL_LEN)
+        num_host_pages = max(args.host_pages, 2 * num_pages if args.store else 0)  # twice the pool, to write through
+        tier = HostTier(num_host_pages, policy="write_through" if args.store else "write_back") if num_host_pages else None
+        hashing = PageHashing(hash_algo="sha256" if args.store else "siphash128")  # keys that all processes have
+        self.manager = CacheManager(num_pages, [CacheGroupSpec(spec)], MAX_MODEL_LEN, host_tier=tier, hashing=hashing)
+        self.model = Model(args.seed)
         self.table = PageTable(num_reqs, MAX_MODEL_LEN // PAGE_SIZE, device=DEVICE)
         self.batch = RunningBatch(self.manager, self.table, max_steps_ahead=args.steps_ahead)
         self.max_num_tokens, self.waiting, self.is_short = num_tokens, deque[Request](), False
@@ -85,6 +110,9 @@ class Engine:
         self.inputs = dict(zip(fields, self.packed.split(list(fields.values())), strict=True))
         self.page_ids = torch.zeros(num_reqs, MAX_MODEL_LEN // PAGE_SIZE, dtype=torch.int32, device=DEVICE)
         self.cache = torch.zeros(2, LAYERS, HEADS, num_pages * PAGE_SIZE, HEAD_SIZE, device=DEVICE, dtype=DTYPE)
+        self.pages, self.has_loads = self.cache.unflatten(3, (num_pages, PAGE_SIZE)), False
+        self.host_pages = HostPages(self.pages, num_host_pages, page_axis=3) if num_host_pages else None
+        self.store = make_store_tier(self.manager, self.host_pages, args) if args.store else None
         self.sampled = torch.zeros(num_reqs, dtype=torch.int32, device=DEVICE)
         self.results = torch.zeros(depth, num_reqs, dtype=torch.int32, pin_memory=HAS_GPU)
         self.graphs = {1 << i: torch.cuda.CUDAGraph() for i in range(min(num_reqs, num_tokens).bit_length()) if HAS_GPU}
@@ -112,7 +140,8 @@ class Engine:
         self.sampled[:num_reqs] = logits.argmax(1)
 
     def launch(self, step: StepResult) -> None:
-        """Start a planned step on the current stream."""
+        """Start a planned step on the current stream, behind the transfers of its pages."""
+        self.move_pages()
         num_tokens = self.batch.inputs(step, out=self.host)
         size, result = min(1 << (num_tokens - 1).bit_length(), self.max_num_tokens), self.results[self.host.current]
         self.table.commit(self.table.max_num_reqs)
@@ -123,6 +152,20 @@ class Engine:
         is_sampled = self.batch.num_computed_tokens[step.rows] == self.batch.num_tokens[step.rows]
         wait = torch.cuda.current_stream().record_event().synchronize if HAS_GPU else lambda: None
         self.in_flight.append((step, is_sampled, result, wait))
+
+    def move_pages(self) -> None:
+        """Start the saves and loads that are due."""
+        if self.host_pages is not None:
+            self.host_pages.run(self.pages, moves := self.batch.take_moves())
+            self.has_loads |= len(moves.loads) > 0
+
+    def end_transfers(self, must_wait: bool) -> None:
+        """Answer finished transfers. A row whose pages failed to load goes back to them, or its request waits again."""
+        if self.host_pages is not None:
+            self.has_loads &= not must_wait
+            for number, saves, loads, _ in self.host_pages.wait() if must_wait else self.host_pages.poll():
+                _, lost = self.batch.rewind(self.manager.fail(number, saves=saves, loads=loads))
+                self.waiting.extendleft([self.running.pop(row) for row in lost])
 
     def end(self) -> None:
         """Wait for the oldest step in flight, and continue its requests."""
@@ -157,6 +200,8 @@ class Engine:
             rows = [row for row in rows if row != newest]
         for row in np.flatnonzero(~batch.is_admitted)[: len(self.waiting) * (not self.is_short)].tolist():
             request = self.waiting[0]
+            if self.store is not None and not self.store.is_ready(request):
+                break
             tokens, traits = request.prompt + request.answer, RequestTraits(is_preempted=bool(request.answer))
             options = {"max_num_new_tokens": budget, "reserve": "prompt", "traits": traits}
             num_cached = batch.admit(row, tokens, step=step, **options) if budget else None
@@ -167,27 +212,47 @@ class Engine:
         return step
 
     def run(self, requests: list[Request]) -> None:
-        """Answer requests."""
-        self.waiting += requests
+        """Answer requests. Pages of the last steps are then saved too."""
+        for request in requests:
+            if self.store is not None:
+                self.store.fetch(EngineRequest(request.request_id, request.prompt))
+            self.waiting.append(request)
         while self.waiting or self.running:
             if len(step := self.plan()):
                 self.launch(step)
-            if len(self.in_flight) == len(self.results) or not len(step):
+            elif not self.in_flight:  # the store or the transfers hold what is missing
+                sleep(0.001)
+                self.move_pages()
+            self.end_transfers(must_wait=self.has_loads or not self.in_flight)  # tokens of wrong pages do not count
+            if len(self.in_flight) == len(self.results) or (self.in_flight and not len(step)):
                 self.end()
+        for _ in range(2 + len(self.results)):  # a store gets pages once the steps that may follow have begun
+            self.move_pages()
+            self.end_transfers(must_wait=True)
+
+
+def make_store_tier(manager: CacheManager, host_pages: HostPages, args: Namespace) -> StoreTier:
+    """Put files behind the pages of the host. Engines with the same weights share them."""
+    namespace = make_namespace(manager, host_pages.layout, f"seed {args.seed}, {DEVICE}".encode())
+    return StoreTier(manager, FileStore(args.store, namespace), host_pages, namespace, write="through")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line: requests with random prompts, which have common beginnings."""
     parser = ArgumentParser(description=__doc__)
-    for name, default in {"seed": 0, "num-requests": 24, "num-pages": 48, "num-reqs": 8, "num-tokens": 32}.items():
+    sizes = {"num-requests": 24, "num-pages": 48, "num-reqs": 8, "num-tokens": 32, "host-pages": 0}
+    for name, default in {"seed": 0, **sizes}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     parser.add_argument("--steps-ahead", type=int, default=1, choices=(0, 1), help="default: 1")
+    parser.add_argument("--store", type=Path, metavar="FOLDER", help="keep pages in files, for later runs and other engines")
     parser.add_argument("--check", action="store_true", help="compare the answers with those of the model without a cache")
     args = parser.parse_args(arguments)
     engine, rng = Engine(args), np.random.default_rng(args.seed)
     tokens = rng.integers(0, VOCAB, (args.num_requests, 64)).tolist()
     prompts = [tokens[i % 3][: 13 * (i % 3 + 1)] + own[: rng.integers(1, 24)] for i, own in enumerate(tokens)]
     engine.run(requests := [Request(prompt, int(rng.integers(1, 32))) for prompt in prompts])
+    if engine.store is not None:
+        engine.store.close(drain_seconds=10)
     print(*(f"{len(each.prompt)} tokens -> {' '.join(map(str, each.answer))}" for each in requests), sep="\n")
     print(f"All: {(stats := engine.manager.stats()).queries}\nPreempted: {stats.preempted_queries}")
     if args.check and any(request.answer != engine.model.answer(request.prompt, request.max_tokens) for request in requests):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from contents_store import STORE_MODULES
 
 torch = pytest.importorskip("torch")
 
@@ -15,9 +19,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 example = pytest.importorskip("torch_engine", reason="examples/ is not here")
 
+from pagepool.torch_pages import GroupPages  # noqa: E402
+
 torch.set_num_threads(1)  # its tensors are small
 
 ROOMY, SHORT = ("--num-pages", "400"), ("--num-pages", "32")
+HOST = ("--host-pages", "200")
 
 
 def run(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[list[str], int, int]:
@@ -86,6 +93,61 @@ def test_rows_of_the_table_in_another_order_are_found(
     assert "differs" in capsys.readouterr().err
 
 
+# Pages behind the pool.
+
+
+def fail_at_random(call: Callable[..., Any], random: Random) -> Callable[..., Any]:
+    """Let half of the calls raise."""
+
+    def fail_or_call(*args: Any) -> Any:
+        if random.random() < 0.5:
+            raise MemoryError("at random")
+        return call(*args)
+
+    return fail_or_call
+
+
+@pytest.mark.parametrize("name", [None, "_gather", "_scatter", "_write_rows"])
+@pytest.mark.parametrize("steps_ahead", ["0", "1"])
+@pytest.mark.parametrize("seed", range(2), ids=lambda seed: f"{example.DEVICE}-{seed}")
+def test_answers_are_the_same_with_pages_on_the_host(
+    seed: int, steps_ahead: str, name: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if transfers fail: gathers of saves, scatters of loads, or copies into rows."""
+    options = ["--seed", str(seed), "--steps-ahead", steps_ahead, *SHORT]
+    answers, num_hits, _ = run(capsys, *options)
+    if name is not None:
+        monkeypatch.setattr(GroupPages, name, fail_at_random(getattr(GroupPages, name), Random(seed)))
+    failed, fail = [], example.CacheManager.fail
+
+    def count_failed(manager: Any, number: int, saves: Any, loads: Any) -> Any:
+        failed.extend([*saves, *loads])
+        return fail(manager, number, saves=saves, loads=loads)
+
+    monkeypatch.setattr(example.CacheManager, "fail", count_failed)
+    with_host, num_host_hits, _ = run(capsys, *options, *HOST)
+    assert with_host == answers
+    assert (len(failed) > 0) == (name is not None)
+    assert num_host_hits > num_hits or failed
+
+
+def test_another_engine_hits_the_pages_of_the_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of another seed have pages of their own."""
+    pytest.importorskip("xxhash")
+    for module in STORE_MODULES:  # requests wait until the store has answered, on slow machines too
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    answers, num_hits, _ = run(capsys, *ROOMY)
+    store = ("--store", str(tmp_path))
+    assert run(capsys, *ROOMY, *store)[:2] == (answers, num_hits)
+    again, num_stored_hits, _ = run(capsys, *ROOMY, *store)
+    assert (again, num_stored_hits > num_hits + 100) == (answers, True)
+    assert run(capsys, *SHORT, *store, "--steps-ahead", "0")[0] == answers
+    others, num_hits, _ = run(capsys, *ROOMY, "--seed", "1")
+    assert run(capsys, *ROOMY, *store, "--seed", "1")[:2] == (others, num_hits)
+
+
 def test_it_is_short() -> None:
     """An example is read."""
-    assert len(Path(example.__file__).read_text().splitlines()) <= 200
+    assert len(Path(example.__file__).read_text().splitlines()) <= 270
