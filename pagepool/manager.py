@@ -117,7 +117,8 @@ class PrefixProbe(NamedTuple):
 class HostTier:
     """Pages in host memory behind the pool of one manager: ``CacheManager(..., host_tier=HostTier(100_000))``.
 
-    Pages evicted from the pool are saved here and can hit. See `CacheManager.take_moves` and `pagepool.host_pages`.
+    Pages evicted from the pool are saved here and can hit. See `CacheManager.take_moves`, `pagepool.host_pages` for jax and
+    `pagepool.torch`.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 `pagepool.host_pages` moves the bytes of jax arrays, and `pagepool.torch` those of tensors. Everything else is here: which
 transfers belong to which group, which of them are in flight, and from where a page is loaded. A page is loaded from its row
-once the row is written, and before that from the memory of the device that its save gathered. So no load waits for a save.
+once the row is written, and until then from the pages gathered by its save on the device. So no load waits for a save.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ SECTIONS = (
     Section("Requests", "request"),
     Section("Cache groups", "specs"),
     Section("Page tables", "page_table"),
-    Section("Page tables with torch", "torch", False),
+    Section("Page tables and host memory with torch", "torch", False),
     Section("Page pool", "page_pool"),
     Section("Statistics", "stats"),
     Section("Hashes", "hashing"),

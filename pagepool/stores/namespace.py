@@ -36,10 +36,10 @@ def make_namespace(manager: CacheManager, layout: str, model: bytes, rank: int =
     """Return the namespace of a manager's pages, such as ``"5f1b9c0d8e7a6b5c4d3e2f1a/0-of-1"``: a digest of everything that
     decides what a stored page contains.
 
-    `layout` describes a row of host memory exactly, as `pagepool.host_pages.HostPages.layout` does. `model` identifies the
-    weights: the digest of a checkpoint, with the adapters that its requests do not name. Of `num_ranks` processes that each
-    hold a part of a page, each gives its `rank`. The manager's hash algorithm and seed, the byte order of the machine, and all
-    fields of its cache groups and their specs are included, also fields of an engine's own classes.
+    `layout` describes a row of host memory exactly, as the `layout` of `HostPages` does. `model` identifies the weights: the
+    digest of a checkpoint, with the adapters that its requests do not name. Of `num_ranks` processes that each hold a part of a
+    page, each gives its `rank`. The manager's hash algorithm and seed, the byte order of the machine, and all fields of its
+    cache groups and their specs are included, also fields of an engine's own classes.
 
     Log a warning, once for a manager, if its keys follow PYTHONHASHSEED: processes with another value share no pages.
 

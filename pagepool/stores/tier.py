@@ -40,7 +40,7 @@ SECONDS_BETWEEN_POLLS = 0.001
 
 @runtime_checkable
 class HostRows(Protocol):
-    """Host memory that records which of its pages were written, as `pagepool.host_pages.HostPages` does."""
+    """Host memory that records which of its pages were written, as both classes `HostPages` do."""
 
     @property
     def rows(self) -> Sequence[Rows]:

@@ -534,4 +534,6 @@ def test_the_host_side_needs_no_jax(code: str) -> None:
 def test_the_tables_of_torch_need_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import pagepool.torch"
     process = run_python("-c", code)
-    assert process.stderr.endswith("ImportError: page tables and host pages on a torch device need torch: pip install 'pagepool[torch]'\n")
+    assert process.stderr.endswith(
+        "ImportError: page tables and host pages on a torch device need torch: pip install 'pagepool[torch]'\n"
+    )

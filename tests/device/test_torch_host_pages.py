@@ -226,7 +226,7 @@ def test_jax_reads_the_rows_of_torch() -> None:
     rng = np.random.default_rng(4)
     dtypes = ["float32", "bfloat16", "float8_e4m3fn", "int8", "bool", "complex64"]
     numbers = torch.from_numpy(rng.integers(0, 9, (NUM_PAGES, 3, 5)))
-    tensors = {key: numbers.to(getattr(torch, dtype)) for key, dtype in zip("fbadce", dtypes, strict=True)}  # jax sorts the keys
+    tensors = {key: numbers.to(getattr(torch, dtype)) for key, dtype in zip("fbadce", dtypes, strict=True)}  # any order
     arrays = {key: jax.numpy.zeros(tensors[key].shape, str(tensors[key].dtype)[6:]) for key in tensors}
     ours, theirs = HostPages(tensors, 9), JaxHostPages(arrays, 9)
     assert ours.layout == theirs.layout
