@@ -62,8 +62,9 @@ class HostPages(Transfers):
     >>> for finished in host_pages.poll():
     ...     failed = manager.fail(finished.number, saves=finished.failed_saves, loads=finished.failed_loads)
 
-    `run` starts copies on the current stream and returns; `poll` reports finished ones, as `pagepool.host_pages`'s
-    ``FinishedTransfers``. Tensors are updated in place. One thread at a time may call.
+    `run` starts copies on the current stream and returns; `poll` reports finished ones, as `FinishedTransfers` of
+    `pagepool.host_pages`. Tensors are updated in place. One thread at a time may call. While another thread captures a CUDA
+    graph, no transfer may be under way: `wait` before.
 
     `rows` has an array of bytes ``[num_pages, bytes of a row]`` for each group, `layout` a text that describes these rows. The
     rows of jax arrays of the same shapes and dtypes have the same meaning, and the same text. ``rows[group][page_id]`` has the
@@ -114,8 +115,9 @@ class HostPages(Transfers):
         On CUDA the current stream reads saved pages and writes loaded ones, behind the work launched there before and ahead of
         later work. It waits for loads to cross, not for saves. The device keeps a copy of the pages until the transfers are
         done. The call waits for nothing there; for loads it copies rows, with up to `num_copy_threads` threads. On the CPU it
-        returns once all is done but the rows of saves. Up to 64 pages, or 16 MiB, cross in one piece. A page that was never
-        saved, or whose save failed, is not loaded; `poll` reports this, and errors of torch in a copy.
+        returns once all is done but the rows of saves. Up to 64 pages, or 16 MiB, cross in one piece, which costs the calling
+        thread about 0.1 ms, and 10 us more for each tensor. A page that was never saved, or whose save failed, is not loaded;
+        `poll` reports this, and errors of torch in a copy.
 
         Before anything is done, raise ArgumentTypeError for arguments of other types; PageIdError for pages beyond the tensors
         or the host, and for null pages; ArgumentError for a page written twice, a group without tensors, a number still in

@@ -265,14 +265,13 @@ def test_pools_have_tensors_of_their_own_lengths(device: str) -> None:
 @pytest.mark.parametrize("is_inference", [False, True])
 def test_tensors_of_inference_and_of_training(is_inference: bool) -> None:
     with torch.inference_mode(is_inference):
-        arrays = [torch.arange(5.0), torch.ones(5, 2)]
-        arrays[1].requires_grad_(not is_inference)
+        arrays = [torch.arange(5.0), torch.ones(5, 2, requires_grad=not is_inference), torch.arange(5, dtype=torch.int32)]
     host_pages = HostPages(arrays, 4)
     host_pages.run(host_pages.warmup(arrays), make_transfers([(3, 1)], [(1, 2)]))
-    assert arrays[0].tolist() == [0, 1, 3, 3, 4]
+    assert arrays[0].tolist() == arrays[2].tolist() == [0, 1, 3, 3, 4]
     with torch.inference_mode():
         host_pages.run(arrays, make_transfers([], [(1, 4)]))
-    assert arrays[0].tolist() == [0, 1, 3, 3, 3]
+    assert arrays[0].tolist() == arrays[2].tolist() == [0, 1, 3, 3, 3]
 
 
 @each_device
