@@ -62,6 +62,7 @@ def make_parser() -> ArgumentParser:
         0,
         "tokens that are guessed behind each token, from what followed the last tokens before, and verified with it",
     )
+    parser.add_argument("--no-sharing", action="store_true", help="let each row read the pages of a shared prefix")
     parser.add_argument("--store", type=Path, metavar="FOLDER", help="keep pages in files, for later runs and other engines")
     add("--max-num-reqs", 6, "maximum number of requests running at once")
     add("--max-num-batched-tokens", 64, "maximum number of tokens computed in a step")
@@ -131,6 +132,7 @@ def make_engine(args: Namespace) -> Engine:
             max_steps_ahead=args.steps_ahead,
             num_drafts=args.drafts,
             store=args.store,
+            shares_prefixes=not args.no_sharing and args.attention == "gather",
         )
     except jax.errors.JaxRuntimeError as error:  # the device has not enough memory
         raise ValueError(f"the cache: {error}") from None

@@ -17,6 +17,7 @@ from request import Chunk, Request, SamplingParams
 from runner import ModelRunner, pack
 from sampling import NextTokens
 from scheduler import Scheduler
+from shared_prefix import Shared, count_pages, list_shared, list_widths
 
 from pagepool import (
     CacheGroupSpec,
@@ -59,6 +60,7 @@ class Engine:
         max_steps_ahead: int = 0,
         num_drafts: int = 0,
         store: Path | None = None,
+        shares_prefixes: bool = True,
     ) -> None:
         """The cache has `num_pages` pages of `page_size` tokens; at most `max_num_reqs` requests run at once. A hybrid keeps
         its states where requests resume, and in prompts at multiples of `checkpoint_interval` tokens, in a pool of
@@ -67,7 +69,8 @@ class Engine:
         Up to `max_steps_ahead` steps are planned and started before the tokens of the one that runs are known. Up to
         `num_drafts` drafts are verified with a token. Routers must hash prompts with the same `hash_seed`. Computed pages are
         also kept in files below the folder `store`, for later engines and others with the same weights; then the host has twice
-        the pages of the pool, or more. Raise ValueError for values that cannot work.
+        the pages of the pool, or more. With `shares_prefixes` decode steps read the pages of a shared prefix once, where that
+        saves a tenth. Raise ValueError for values that cannot work.
         """
         sizes = {
             "num_pages": (num_pages, 2),
@@ -124,6 +127,11 @@ class Engine:
         lengths = {"num_tokens": self.padded_sizes[-1], "num_reqs": max_num_reqs, "depth": max_steps_ahead + 1}
         fields = ["token_ids", "rows", "positions", "last_tokens", "starts", "seq_lens"]
         self.inputs = StepInputs(self.scheduler.batch, fields=fields, **lengths)
+        self.shares_prefixes = shares_prefixes
+        fields = ["order", "seq_lens", "own_starts", "prefix_page_ids", "prefix_rows"]
+        self.groups = StepInputs(self.scheduler.batch, fields=fields, order="prefixes", **lengths)
+        self.widths = list_widths(self.table[0].max_num_pages_per_req)
+        self.num_read_pages = self.num_saved_pages = 0  # by decode steps, which share pages
         self.in_flight: deque[Step] = deque()  # the oldest first
         self.numbers = count()
         self.num_copied_pages = 0
@@ -181,9 +189,12 @@ class Engine:
         """Compile all programs: the table's commits, copies, and a step for each padded size."""
         self.table.warmup()
         self.runner.warmup(max_num_copies=min(self.num_rows - 1, self.manager.num_pages))
+        decode_size = next(size for size in self.padded_sizes if size >= min(self.num_rows - 1, self.padded_sizes[-1]))
         for padded_size in self.padded_sizes:
             packed = pack(self.inputs, 0, padded_size, self.num_rows, [], self.scheduler.batch.take_moves().writes)
             self.runner.run(self.table.commit(self.num_rows), *packed)
+            for width in self.widths if self.shares_prefixes and padded_size <= decode_size else ():
+                self.runner.run(self.table.commit(self.num_rows), *packed, list_shared(self.groups, padded_size, width))
         self.runner.wait()  # the first step is as fast as others
 
     @property
@@ -245,12 +256,25 @@ class Engine:
             writes = self.move_pages()
             page_tables = self.table.commit(self.num_rows)
             packed = pack(inputs, num_tokens, padded_size, self.num_rows, requests, writes)
+            shared = self.find_shared(step, padded_size) if num_tokens == len(requests) else None
             if not self.in_flight:
                 self.busy_since = perf_counter()
-            self.in_flight.append((step, chunks, self.runner.run(page_tables, *packed)))
+            self.in_flight.append((step, chunks, self.runner.run(page_tables, *packed, shared)))
         except BaseException:
             self.take_back([*self.in_flight, (step, chunks, None)])
             raise
+
+    def find_shared(self, step: StepResult, padded_size: int) -> Shared | None:
+        """Return the groups of a decode step whose rows share pages; None if reading them once would save less than a tenth, or
+        the engine was made without. The hidden states of drafters and of a hybrid's other layers are not concerned.
+        """
+        self.scheduler.batch.inputs(step, out=self.groups)
+        num_pages, most = count_pages(self.groups, self.table.page_sizes[0])
+        num_saved = self.groups.num_saved_pages
+        is_shared = self.shares_prefixes and num_saved > 0 and 10 * num_saved >= num_pages
+        self.num_read_pages += num_pages
+        self.num_saved_pages += num_saved if is_shared else 0
+        return list_shared(self.groups, padded_size, next(w for w in self.widths if w >= most)) if is_shared else None
 
     def end_step(self) -> list[tuple[Request, int]]:
         """Wait for the oldest step, and continue the requests for which it counts."""

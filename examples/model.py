@@ -51,8 +51,8 @@ class Cache(NamedTuple):
     row_pages: list[tuple[jax.Array, ...]]
 
 
-Attention = Callable[[Any, Any, Any, Any, Any], Any]
-"""Paged attention: the signature of the functions in attention.py."""
+Attention = Callable[..., Any]
+"""Paged attention: the functions in attention.py, and in shared_prefix.py."""
 
 
 def make_weights(seed: int, sizes: Mapping[str, int] = DEFAULT_SIZES, kind: str = "attention") -> Weights:

@@ -13,6 +13,7 @@ from layers import Tokens, Weights
 from model import Attention, Cache, find_mixer, forward, get_axes, get_sizes
 from request import Request
 from sampling import NextTokens, SamplingRows, find_next
+from shared_prefix import Shared, attend_once
 
 from pagepool import Moves, StateWrites, StepInputs, page_copies
 from pagepool.host_pages import FinishedTransfers, HostPages
@@ -64,10 +65,11 @@ class ModelRunner:
             self.host_pages = HostPages(self.cache, num_host_pages, groups=(0, 1), page_axis=1)
         self.last_tokens: LastTokens | None = None
         shardings = (self.replicated, self.replicated, jax.tree.map(lambda pages: pages.sharding, self.cache))
-        self._program: Callable[..., Any] = jax.jit(
-            partial(step, num_drafts=num_drafts, attend=divide_attention(attend, self.mesh)),
-            donate_argnums=1,
-            out_shardings=shardings,
+        make = partial(jax.jit, donate_argnums=1, out_shardings=shardings)
+        run_step = partial(step, num_drafts=num_drafts)
+        self._program: Callable[..., Any] = make(partial(run_step, attend=divide_attention(attend, self.mesh)))
+        self._sharing_program: Callable[..., Any] = make(
+            partial(run_step, attend=divide_attention(attend_once, self.mesh, shares=True))
         )
 
     def _make_pages(self, axes: str) -> Any:
@@ -79,12 +81,17 @@ class ModelRunner:
         spec = PartitionSpec(*("tensor" if axis in SPLIT_AXES else None for axis in axes.split()))
         return NamedSharding(self.mesh, spec)
 
-    def run(self, page_tables: Sequence[jax.Array], tokens: Tokens, params: SamplingRows) -> NextTokens:
-        """Start to compute a step's tokens, and return the next tokens of each row, on the device."""
+    def run(
+        self, page_tables: Sequence[jax.Array], tokens: Tokens, params: SamplingRows, shared: Shared | None = None
+    ) -> NextTokens:
+        """Start to compute a step's tokens, and return the next tokens of each row, on the device. Pages of groups in `shared`
+        are read once.
+        """
         if self.last_tokens is None:
             self.last_tokens = jax.device_put(LastTokens(*np.zeros((2, len(tokens.last)), np.int32)), self.replicated)
-        next_tokens, self.last_tokens, self.cache = self._program(
-            self.weights, self.cache, page_tables, tokens, params, self.last_tokens
+        program, others = (self._program, ()) if shared is None else (self._sharing_program, (shared,))
+        next_tokens, self.last_tokens, self.cache = program(
+            self.weights, self.cache, page_tables, tokens, params, self.last_tokens, *others
         )
         return next_tokens
 
@@ -130,10 +137,12 @@ def make_mesh(num_devices: int, sizes: dict[str, int]) -> Mesh:
     return Mesh(np.array(devices[:num_devices]), ("tensor",))
 
 
-def divide_attention(attend: Attention, mesh: Mesh) -> Attention:
-    """Let each device attend with its own heads to its own part of the pages. XLA cannot divide a kernel."""
+def divide_attention(attend: Attention, mesh: Mesh, *, shares: bool = False) -> Attention:
+    """Let each device attend with its own heads to its own part of the pages. XLA cannot divide a kernel. A function that
+    `shares` pages takes groups too.
+    """
     by_head, by_kv_head, whole = PartitionSpec(None, "tensor"), PartitionSpec("tensor"), PartitionSpec()
-    in_specs = (by_head, by_kv_head, by_kv_head, whole, whole)
+    in_specs = (by_head, by_kv_head, by_kv_head, whole, whole, *((Shared(*[whole] * 4),) if shares else ()))
     divided: Attention = jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=by_head, check_vma=False)
     return divided
 
@@ -154,6 +163,7 @@ def step(
     tokens: Tokens,
     params: SamplingRows,
     last: LastTokens,
+    *shared: Shared,
     num_drafts: int,
     attend: Attention,
 ) -> tuple[NextTokens, LastTokens, Cache]:
@@ -168,6 +178,7 @@ def step(
     offsets = jnp.arange(num_drafts + 1)
     places = jnp.minimum(tokens.last[:, None] - tokens.num_drafts[:, None] + offsets, tokens.last[:, None])
     drafts = jnp.where(offsets[:-1] < tokens.num_drafts[:, None], token_ids[places[:, 1:]], -1)
+    attend = partial(_attend_with, attend, shared)
     logits, cache = forward(weights, cache, page_tables, tokens, places, attend)
     next_tokens = find_next(logits, tokens.positions[places], drafts, params)
     num_rejected = jnp.where(is_ahead, last.num_rejected, 0) + tokens.num_drafts - next_tokens.num_accepted
@@ -175,6 +186,11 @@ def step(
     is_in_step = jnp.zeros(len(sampled), bool).at[tokens.rows].set(True)
     kept = jax.tree.map(partial(jnp.where, is_in_step), LastTokens(sampled, num_rejected), last)
     return next_tokens, kept, cache
+
+
+def _attend_with(attend: Attention, shared: tuple[Shared, ...], *arguments: Any) -> Any:
+    """Call an attention function, with the groups of a step that has any."""
+    return attend(*arguments, *shared)
 
 
 def pack(

@@ -71,11 +71,13 @@ class CheckingRunner(runner.ModelRunner):
 
     lengths: tuple[int, int]
 
-    def run(self, page_tables: Any, tokens: Any, params: Any) -> Any:
+    def run(self, page_tables: Any, tokens: Any, params: Any, shared: Any = None) -> Any:
         check_ids(np.asarray(tokens.checkpoint_ids), self.lengths[1])
         for page_table, length in zip(page_tables, self.lengths, strict=False):
             check_ids(np.asarray(page_table), length)
-        return super().run(page_tables, tokens, params)
+        if shared is not None:
+            check_ids(shared.page_ids, self.lengths[0])
+        return super().run(page_tables, tokens, params, shared)
 
     def copy_pages(self, copies: Any) -> None:
         for group, length in enumerate(self.lengths):
@@ -118,9 +120,9 @@ def make_runner(
 
 
 def make_engine(weights: Weights = WEIGHTS, kind: type[Engine] = Engine, *args: Any, **options: Any) -> Any:
-    """Return an engine that has compiled all its programs."""
+    """Return an engine that has compiled all its programs: those that share pages only where `options` say so."""
     with patch("engine.ModelRunner", make_runner):
-        engine = kind(weights, *args, **{**LIMITS, **options})
+        engine = kind(weights, *args, **{**LIMITS, "shares_prefixes": False, **options})
     engine.warmup()
     return engine
 
