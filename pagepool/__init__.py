@@ -43,6 +43,7 @@ from pagepool.specs import (
     ReferenceWindowSpec,
     RingSpec,
     SlidingWindowSpec,
+    local_page_ids,
 )
 from pagepool.stats import CacheStats, HostTierStats, PagePoolStats, PoolStats, QueryCounts, StoreStats, TimeHistogram
 from pagepool.step_inputs import SharedPrefixes, StepInputs
@@ -102,6 +103,7 @@ __all__ = [
     "hash_page_tokens",
     "hash_request_tokens",
     "init_none_hash",
+    "local_page_ids",
 ]
 
 

@@ -687,10 +687,11 @@ class RunningRows:
         caches_computed: bool = False,
         algorithm: str = "siphash128",
         hash_lookahead: int = 0,
+        has_local_ids: bool = False,
     ) -> None:
         """`tables` are `TableRows`, one for each of the `groups`; these are `CacheGroups`, or an argument for them. With
         `caches_computed` pages are cached once the steps that computed them are settled. `key`, `algorithm` and
-        `hash_lookahead` are as in `HashChain`.
+        `hash_lookahead` are as in `HashChain`. With `has_local_ids` the tables count the pages of each shard from 1.
         """
     def _forget_refusal(self) -> None:
         """Reset `refusal` to None, after an error."""

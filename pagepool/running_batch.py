@@ -33,7 +33,7 @@ from pagepool._core import (
     TokenSpan,
     check_holders,
 )
-from pagepool.arguments import MAX_SIZE, require_int
+from pagepool.arguments import MAX_SIZE, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import RequestExtraKeys, list_features
 from pagepool.host_table import HostTable, HostTables
@@ -95,11 +95,15 @@ class RunningBatch(RunningRows):
         *,
         data_parallel_size: int | None = None,
         max_steps_ahead: int = 0,
+        local_ids: bool = False,
     ) -> None:
         """`page_table`, a table of pagepool or of `pagepool.torch`, has a table for each group of the manager; a `PageTable`
         serves one group. A table serves one batch at a time; while another batch fills it, ArgumentError is raised.
 
-        `data_parallel_size` divides the pool into shards for ``RequestTraits.dp_shard``.
+        `data_parallel_size` divides the pool into shards for ``RequestTraits.dp_shard``. With `local_ids` tables and inputs
+        have the ids of a rank's own array, of one page more than the shard: 0 is its null page, and the shard's pages count
+        from 1. Each request then names its `dp_shard`. `get_page_ids`, new pages and moves keep the pool's ids: see
+        `local_page_ids`.
 
         With `max_steps_ahead`, at most 254, an engine plans up to this many steps before it knows the tokens of the running
         step (see docs/one_step_ahead.md).
@@ -122,6 +126,10 @@ class RunningBatch(RunningRows):
         registry.store.require_even(size or None)
         is_divided = size > 0 and find_shard(registry.page_pool.num_pages, 0, size) is not None
         hash_page_size = manager.hash_page_size if manager.enable_caching else 0
+        self._has_local_ids = require_flag("local_ids", local_ids)
+        if self._has_local_ids and (not is_divided or registry.media is not None):
+            got = "a model with cross-attention" if is_divided else "a pool that is not divided"
+            raise ArgumentError(f"local_ids: got True for {got}, allowed: False")
         tables = _tables_of(page_table, manager)
         require_states(manager.pools, manager.kv_cache_groups, tables[0].page_table_cpu.shape[0])
         hasher = registry.hasher
@@ -140,6 +148,7 @@ class RunningBatch(RunningRows):
             manager.caches == "computed",
             hasher.chain_algorithm,
             hasher.hash_lookahead,
+            self._has_local_ids,
         )
         _bind(tables, self)
         self._manager = manager
@@ -266,6 +275,8 @@ class RunningBatch(RunningRows):
                 named.num_prompt_tokens,
             )
             shard = None if named.dp_shard is None else self._find_shard(named.dp_shard)
+            if shard is None and self._has_local_ids:
+                raise ArgumentError("dp_shard: got None, allowed with local_ids: a shard")
             keys, keyed = self._find_extra_keys(row, named)
             counter = self._counters[named.is_preempted] if look_up else None
             session_id, tenant = named.session_id, named.tenant

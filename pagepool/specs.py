@@ -15,9 +15,10 @@ from math import prod
 from typing import Any, Literal, Self, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from pagepool.arguments import MAX_SIZE, as_list, require_flag, require_int
-from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, shown
 
 __all__ = [
     "AttentionSpec",
@@ -36,6 +37,7 @@ __all__ = [
     "dtype_bits",
     "find_shard",
     "find_shard_bounds",
+    "local_page_ids",
     "pages_per_dp_shard",
     "usable_pages_count",
 ]
@@ -197,6 +199,29 @@ def find_shard_bounds(num_pages: int, dp_shard_hint: int | None, data_parallel_s
         return 0, None
     shard_index, num_shards = shard
     return dp_shard_page_bounds(shard_index, num_pages // num_shards)
+
+
+def local_page_ids(
+    page_ids: npt.ArrayLike, num_pages: int, data_parallel_size: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Return the shard of each page of a pool, and its id in the shard's own array, which has a null page 0 and one page more
+    than the shard: for `Moves` and `RunningBatch.get_page_ids` beside tables with ``local_ids``. int32, of the shape of
+    `page_ids`. Raise ArgumentError unless the size divides `num_pages`, PageIdError for ids outside the pool. O(ids).
+
+    >>> local_page_ids([0, 1, 7, 8, 15], num_pages=16, data_parallel_size=2)
+    (array([0, 0, 0, 1, 1], dtype=int32), array([0, 1, 7, 1, 8], dtype=int32))
+    """
+    num_pages, size = require_int("num_pages", num_pages, 1), require_int("data_parallel_size", data_parallel_size, 1)
+    if num_pages % size:
+        raise ArgumentError(f"data_parallel_size: got {size}, allowed: a divisor of {num_pages} pages")
+    ids = np.asarray(page_ids)
+    if ids.dtype.kind not in "iu" and ids.size:
+        raise ArgumentTypeError(f"page_ids: got an array of {ids.dtype}, allowed: ints")
+    wrong = ids[(ids < 0) | (ids >= num_pages)]
+    if wrong.size:
+        raise PageIdError(f"page_ids: got {wrong.flat[0]}, allowed: 0 to {num_pages - 1}")
+    shards = (ids // (num_pages // size)).astype(np.int32)
+    return shards, (ids - np.maximum(0, shards * (num_pages // size) - 1)).astype(np.int32)
 
 
 SIZES = ("page_size", "num_kv_heads", "head_size", "sliding_window", "attention_chunk_size", "max_num_encoder_tokens")

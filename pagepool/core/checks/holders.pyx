@@ -13,7 +13,7 @@ from pagepool.core.pool cimport (
 )
 from pagepool.core.rows cimport (
     OTHER_PAGES, PENDING, RUNNING, Batch, ExtraKey, RowRecord, RowStore, RunningRows, StateWrite, WriteList, count_hashable,
-    digests_of, end_of, find_extra_key, held_by, holding_of, launch_of, plan_next, tokens_of,
+    digests_of, end_of, find_extra_key, held_by, holding_of, launch_of, plan_next, shown_offset_of, tokens_of,
 )
 from pagepool.core.tables cimport Table, count_table_places, ids_at
 from pagepool.core.values cimport as_list
@@ -366,7 +366,7 @@ cdef str find_flaw_in_table(RowStore rows, Py_ssize_t row, Py_ssize_t g):
     if table.num_pages[row] != held.num_pages:
         return f"{held.num_pages} pages, the table says {table.num_pages[row]}"
     for i in range(count_table_places(table)):
-        page_id = id_in_bank(&rows.store.pool, held.ids[i]) if i < held.num_pages else 0
+        page_id = max(0, held.ids[i] - shown_offset_of(&rows.batch, row, g)) if i < held.num_pages else 0
         if ids[i] != page_id:
             return f"page {page_id} (at {i}), the table says {ids[i]}"
     return None

@@ -98,6 +98,7 @@ cdef struct Batch:            # rows that run together
     Table **tables            # [num_groups]
     Py_ssize_t num_rows
     int32_t max_num_tokens    # limit for each row
+    int32_t num_local_shards  # shards whose pages count from 1 in the tables; 0: tables have the ids of the pool
     int32_t hash_page_size    # tokens; 0: no prefix caching
     RowRecord *records        # [num_rows] counts that each step reads
     Launch *launches          # [num_rows, ring_size]
@@ -185,6 +186,16 @@ cdef inline Held *held_by(const Batch *batch, Py_ssize_t row, Py_ssize_t g) noex
 cdef inline int32_t offset_of(const Batch *batch, Py_ssize_t g) noexcept nogil:
     """Return the number that turns the id of a group's page into the index of its record, by addition."""
     return batch.pool.banks[batch.groups[g].bank].start - 1
+
+
+cdef inline int32_t shown_offset_of(const Batch *batch, Py_ssize_t row, Py_ssize_t g) noexcept nogil:
+    """Return the number that turns an id in the row's table into the index of its record, by addition. With local ids the pages
+    of each shard count from 1.
+    """
+    cdef int32_t offset = offset_of(batch, g), shard = batch.rows[row].shard
+    if not batch.num_local_shards or shard <= 0:
+        return offset
+    return offset + shard * ((batch.pool.banks[batch.groups[g].bank].stop - offset) // batch.num_local_shards) - 1
 
 
 cdef inline int32_t *tokens_of(const Batch *batch, Py_ssize_t row) noexcept nogil:
@@ -454,7 +465,10 @@ cdef inline void show_row(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Write the row's pages to the tables."""
     cdef Py_ssize_t g
     for g in range(batch.num_groups):
-        write_ids(batch.tables[g], row, 0, held_by(batch, row, g).ids, held_by(batch, row, g).num_pages, offset_of(batch, g))
+        write_ids(
+            batch.tables[g], row, 0, held_by(batch, row, g).ids, held_by(batch, row, g).num_pages,
+            shown_offset_of(batch, row, g),
+        )
     show_end(batch, row)
 
 

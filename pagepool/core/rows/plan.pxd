@@ -31,7 +31,10 @@ cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Gr
         if not n:
             continue
         ids, offset = held.ids + held.num_pages - n, offset_of(batch, g)
-        write_ids(batch.tables[g], row, held.num_pages - n, ids, n, offset)
+        write_ids(
+            batch.tables[g], row, held.num_pages - n, ids, n,
+            shown_offset_of(batch, row, g) if rare(batch.num_local_shards != 0) else offset,
+        )
         batch.tables[g].version += 1
         if growth != NULL:
             _list_new_pages(growth, ids, n, offset, <int32_t>row, <int32_t>g)

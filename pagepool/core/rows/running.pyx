@@ -37,10 +37,11 @@ cdef class RunningRows:
     def __init__(
         self, PageStore store not None, tables, groups, max_num_tokens, hash_page_size, bytes key not None, num_shards,
         max_steps_ahead=0, bint caches_computed=False, str algorithm not None="siphash128", hash_lookahead=0,
+        bint has_local_ids=False,
     ):
         """`tables` are `TableRows`, one for each of the `groups`; these are `CacheGroups`, or an argument for them. With
         `caches_computed` pages are cached once the steps that computed them are settled. `key`, `algorithm` and
-        `hash_lookahead` are as in `HashChain`.
+        `hash_lookahead` are as in `HashChain`. With `has_local_ids` the tables count the pages of each shard from 1.
         """
         cdef RowStore rows = self.rows
         cdef Hashing hashing = hashing_of(algorithm, key, hash_lookahead)
@@ -60,6 +61,7 @@ cdef class RunningRows:
         require_banks(store, checked)
         rows.store, rows.groups, rows.tables, rows.lock_order = store, checked, by_group, in_lock_order(by_group)
         rows.num_shards, rows.cross_tables = <int32_t>num_pool_shards, ()
+        rows.batch.num_local_shards = rows.num_shards if has_local_ids else 0
         rows.batch.max_num_tokens, rows.batch.max_steps_ahead = <int32_t>num_tokens, <int32_t>num_steps_ahead
         rows.begin_caching(&hashing, <int32_t>num_hash_tokens, caches_computed)
         rows.begin_groups()
