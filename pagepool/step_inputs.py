@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 
 LISTS = ("page_starts", "page_indices", "last_page_lens", "page_offsets")
 OF_PREFIXES = ("level_page_starts", "level_page_indices", "level_last_page_lens", "prefix_page_ids")
-BY_GROUP = ("slots", "page_ids", "state_pages", "cross_page_ids", "rank_slots", *LISTS, *OF_PREFIXES)
+BY_GROUP = ("slots", "page_ids", "state_pages", "write_pages", "cross_page_ids", "rank_slots", *LISTS, *OF_PREFIXES)
 MAX_DEPTH = 1024
 MAX_NUM_TOKENS, MAX_NUM_REQS = 2**31 - 2, 2**30
 
@@ -91,6 +91,8 @@ class StepInputs(InputArrays):
     ``prefix_page_ids``  [g, pages]  pages that the rows of a group share, by group     0
     ``prefix_rows``      [g, rows]   indices of these rows in the arrays by row         -1
     ``state_pages``      [n]         working pages of states and rings, by group        0
+    ``write_pages``      [T]         pages to which the step writes the state after
+                                     a token (see `take_moves`), by group               0
     ``cross_page_ids``   [n, pages]  pages of the medium, by group of cross-attention   0
     ``encoder_lens``     [n]         tokens of the medium                               0
     ``order``            [n]         index of each row in ``step.rows``                 0
@@ -369,6 +371,11 @@ class StepInputs(InputArrays):
         return self._array("state_pages")  # type: ignore[no-any-return]
 
     @property
+    def write_pages(self) -> tuple[Array | None, ...]:
+        """Pages to which the step writes the state after each token, by group ``[num_tokens]``."""
+        return self._array("write_pages")  # type: ignore[no-any-return]
+
+    @property
     def cross_page_ids(self) -> tuple[Array, ...]:
         """Pages of each row's medium, by group of cross-attention ``[num_reqs, pages]``."""
         return self._array("cross_page_ids")  # type: ignore[no-any-return]
@@ -406,7 +413,7 @@ Shapes = dict[str, dict[int, Shape]]
 """The shape of each field's arrays, by group; group 0 alone for fields that are not by group."""
 
 
-FIELDS_OF_KINDS = {"Mamba": ("state_pages",), "Ring": ("state_pages", "slots")}
+FIELDS_OF_KINDS = {"Mamba": ("state_pages", "write_pages"), "Ring": ("state_pages", "slots")}
 """Fields by group that groups of one page have."""
 
 FIELDS_OF_ATTENTION = ("slots", "page_ids", "rank_slots", *LISTS)
@@ -502,7 +509,7 @@ def _shapes_of(
         if not wanted:
             raise ArgumentError(f"fields: got {name!r}, which no group of the model has, allowed: those of its groups")
         shape: Shape = (num_reqs,)
-        if name in ("token_ids", "positions", "rows", "slots", "rank_slots"):
+        if name in ("token_ids", "positions", "rows", "slots", "rank_slots", "write_pages"):
             shape = (num_tokens,)
         elif name in ("query_start_loc", "kv_start_loc", "page_starts"):
             shape = (num_reqs + 1,)

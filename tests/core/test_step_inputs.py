@@ -31,7 +31,7 @@ NUM_ROWS = 6
 MAX_LEN = 96
 NUM_TOKENS = 160
 CANARY = -77
-OF_OTHERS = ("cross_page_ids", "encoder_lens", "prefix_page_ids", "prefix_rows", "own_starts")
+OF_OTHERS = ("write_pages", "cross_page_ids", "encoder_lens", "prefix_page_ids", "prefix_rows", "own_starts")
 PLAIN_FIELDS = [name for name in INPUT_FIELDS if name not in OF_OTHERS and not name.startswith("level_")]
 BY_GROUP = (
     "slots",
@@ -281,6 +281,37 @@ def test_arrays_are_those_of_the_oracle(model: str, seed: int) -> None:
 
 def make_inputs(source: Any, fields: Iterable[str] = ("token_ids", "slots", "seq_lens"), **options: Any) -> StepInputs:
     return StepInputs(source, **{"num_tokens": 16, "num_reqs": 3, "fields": fields} | options)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_states_are_written_where_the_moves_say(is_ahead: bool) -> None:
+    rng = Random(3)
+    state = CacheGroupSpec(MambaSpec(1, ((4, 4),), "float32", checkpoint_interval=8), pool="states")
+    manager = CacheManager({"kv": 300, "states": 80}, [CacheGroupSpec(FULL), state], MAX_LEN)
+    tables = MultiGroupPageTable(NUM_ROWS, MAX_LEN, NUM_TOKENS, [4, 1])
+    batch = RunningBatch(manager, tables, max_steps_ahead=int(is_ahead))
+    inputs = make_inputs(batch, ["write_pages", "rows", "positions"], num_tokens=NUM_TOKENS, num_reqs=NUM_ROWS)
+    num_writes = 0
+    for _ in range(60):
+        step = batch.new_step()
+        for row in range(NUM_ROWS):
+            if not batch.is_admitted[row]:
+                batch.admit(row, [rng.randrange(2) for _ in range(rng.randint(1, 30))], max_num_new_tokens=12, step=step)
+        rows = [row for row in range(NUM_ROWS) if batch.is_admitted[row] and row not in step.rows]
+        left = (batch.num_tokens - batch.num_computed_tokens)[rows]
+        batch.plan(rows, [max(1, min(int(num), 9)) for num in left], step=step)
+        moves = batch.take_moves()
+        num_tokens = batch.inputs(step, out=inputs)
+        expected = np.zeros(num_tokens, np.int32)
+        for row, num, page in zip(moves.writes.rows, moves.writes.num_tokens, moves.writes.page_ids, strict=True):
+            expected[(inputs.rows[:num_tokens] == row) & (inputs.positions[:num_tokens] == num - 1)] = page
+        assert inputs.write_pages[1][:num_tokens].tolist() == expected.tolist()
+        assert inputs.write_pages[0] is None
+        num_writes += np.count_nonzero(expected)
+        counts = [int(batch.num_computed_tokens[row] == batch.num_tokens[row]) for row in step.rows]
+        batch.settle(step, [rng.randrange(2) for _ in range(sum(counts))], counts)
+        batch.release([row for row in range(NUM_ROWS) if batch.num_tokens[row] > 40])
+    assert num_writes > 20
 
 
 def test_the_order_of_the_call_is_kept_unless_decodes_come_first() -> None:

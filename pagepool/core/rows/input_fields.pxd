@@ -27,6 +27,7 @@ cdef enum Kind:               # in the order of `INPUT_FIELDS`
     LAST_PAGE_LENS
     PAGE_OFFSETS
     RANK_SLOTS
+    WRITE_PAGES
     LEVEL_QUERY_STARTS
     LEVEL_PAGE_STARTS
     LEVEL_PAGE_INDICES
@@ -157,6 +158,22 @@ cdef inline void write_ring_slots(
             out += 1
 
 
+cdef inline void write_write_pages(Value *out, const Source *source, Py_ssize_t group, const InputStep *step) noexcept nogil:
+    """Write the page to which the state after each token is written, of those that the batch lists."""
+    cdef const WriteList *writes = &source.batch.writes
+    cdef const StateWrite *write
+    cdef Spans spans = step.spans
+    cdef Py_ssize_t i, k
+    repeat_value(out, 0, step.num_padded_tokens)
+    for k in range(writes.num):
+        write = &writes.items[k]
+        for i in range(step.num_rows if write.group == group else 0):
+            if spans.rows[i] == write.row and spans.starts[i] < write.num_tokens <= spans.stops[i]:
+                out[step.begins[i] + write.num_tokens - 1 - spans.starts[i]] = <Value>(
+                    write.page_id - shown_offset_of(source.batch, write.row, group)
+                )
+
+
 cdef inline void write_page_ids(Value *out, const Table *table, int32_t *extents, const InputStep *step) noexcept nogil:
     """Write the page ids of each row, and zeros over the ids that an earlier step wrote behind them."""
     cdef int32_t num
@@ -281,6 +298,8 @@ cdef inline void write_field(
     elif field.kind == RANK_SLOTS:
         write_rank_slots(out, source, field.group, step)
         repeat_value(out + step.num_tokens, step.pad_slot, num_left)
+    elif field.kind == WRITE_PAGES:
+        write_write_pages(out, source, field.group, step)
     elif field.kind == LEVEL_QUERY_STARTS:
         write_level_query_starts(out, field.groups, step)
     elif field.kind == LEVEL_PAGE_STARTS:
