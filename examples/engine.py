@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, count
+from itertools import chain, count, product
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -193,8 +193,8 @@ class Engine:
         for padded_size in self.padded_sizes:
             packed = pack(self.inputs, 0, padded_size, self.num_rows, [], self.scheduler.batch.take_moves().writes)
             self.runner.run(self.table.commit(self.num_rows), *packed)
-            for width in self.widths if self.shares_prefixes and padded_size <= decode_size else ():
-                self.runner.run(self.table.commit(self.num_rows), *packed, list_shared(self.groups, padded_size, width))
+            for widths in product(self.widths, repeat=2) if self.shares_prefixes and padded_size <= decode_size else ():
+                self.runner.run(self.table.commit(self.num_rows), *packed, list_shared(self.groups, padded_size, *widths))
         self.runner.wait()  # the first step is as fast as others
 
     @property
@@ -269,12 +269,13 @@ class Engine:
         the engine was made without. The hidden states of drafters and of a hybrid's other layers are not concerned.
         """
         self.scheduler.batch.inputs(step, out=self.groups)
-        num_pages, most = count_pages(self.groups, self.table.page_sizes[0])
+        num_pages, *most = count_pages(self.groups, self.table.page_sizes[0])
         num_saved = self.groups.num_saved_pages
         is_shared = self.shares_prefixes and num_saved > 0 and 10 * num_saved >= num_pages
         self.num_read_pages += num_pages
         self.num_saved_pages += num_saved if is_shared else 0
-        return list_shared(self.groups, padded_size, next(w for w in self.widths if w >= most)) if is_shared else None
+        widths = [next(width for width in self.widths if width >= num) for num in most]
+        return list_shared(self.groups, padded_size, *widths) if is_shared else None
 
     def end_step(self) -> list[tuple[Request, int]]:
         """Wait for the oldest step, and continue the requests for which it counts."""

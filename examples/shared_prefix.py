@@ -37,22 +37,24 @@ def list_widths(num_columns: int) -> list[int]:
     return widths
 
 
-def list_shared(inputs: StepInputs, padded_size: int, width: int) -> Shared:
-    """Return the groups of a step in which each row has one token, with room for `width` pages."""
+def list_shared(inputs: StepInputs, padded_size: int, num_shared: int, num_own: int) -> Shared:
+    """Return the groups of a step in which each row has one token. There is room for `num_shared` pages of a group, and for
+    `num_own` of a row alone.
+    """
     num_tokens, rows = int(np.count_nonzero(inputs.seq_lens)), inputs.prefix_rows
     places, own_starts = inputs.order[:num_tokens], np.zeros(padded_size, np.int32)
     own_starts[places] = inputs.own_starts[:num_tokens]
     tokens = np.where(rows >= 0, np.append(places, padded_size)[rows], padded_size).astype(np.int32)
-    page_ids = np.zeros((len(rows), width), np.int32)
-    found = inputs.prefix_page_ids[0][:, :width]
+    page_ids = np.zeros((len(rows), num_shared), np.int32)
+    found = inputs.prefix_page_ids[0][:, :num_shared]
     page_ids[:, : found.shape[1]] = found
-    return Shared(page_ids, tokens, own_starts, np.arange(width, dtype=np.int32))
+    return Shared(page_ids, tokens, own_starts, np.arange(num_own, dtype=np.int32))
 
 
-def count_pages(inputs: StepInputs, page_size: int) -> tuple[int, int]:
-    """Return the pages that the rows of a step read one by one, and the most pages of a group, or of a row alone."""
+def count_pages(inputs: StepInputs, page_size: int) -> tuple[int, int, int]:
+    """Return the pages that the rows of a step read one by one, the most pages of a group, and the most of a row alone."""
     num_pages, num_shared = -(-inputs.seq_lens // page_size), np.count_nonzero(inputs.prefix_page_ids[0], axis=1)
-    return int(num_pages.sum()), int(max(num_shared.max(), (num_pages - inputs.own_starts // page_size).max()))
+    return int(num_pages.sum()), int(num_shared.max()), int((num_pages - inputs.own_starts // page_size).max())
 
 
 def attend_once(query: Any, key_pages: Any, value_pages: Any, page_ids: Any, lengths: Any, shared: Shared) -> Any:
