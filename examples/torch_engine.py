@@ -100,6 +100,7 @@ class Engine:
         self.batch = RunningBatch(self.manager, self.table, max_steps_ahead=args.steps_ahead)
         self.max_num_tokens, self.waiting, self.is_short = num_tokens, deque[Request](), False
         self.running: dict[int, Request] = {}  # by row, the newest last
+        self.limits = np.ones(args.num_reqs, np.int32)  # tokens of a prompt and its answer, by row
         self.in_flight: deque[tuple[Any, ...]] = deque()
         fields = {"token_ids": num_tokens, "positions": num_tokens, "slots": num_tokens, "query_start_loc": num_reqs + 1}
         fields |= {"last_tokens": num_reqs, "sources": num_reqs}
@@ -172,32 +173,35 @@ class Engine:
         step, is_sampled, result, wait = self.in_flight.popleft()
         wait()
         token_ids = result.numpy()[: len(step)][is_sampled]
-        rows = self.batch.settle(step, token_ids, is_sampled.astype(int))[is_sampled]
-        for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
-            if row >= 0:  # otherwise its request ended, or was preempted
-                self.running[row].answer.append(token_id)
-                if not self.running[row].num_left:
-                    self.batch.release([row])
-                    del self.running[row]
+        self.batch.settle(step, token_ids, is_sampled.astype(int), stop_token_ids=[STOP_TOKEN], max_num_tokens=self.limits)
+        for row in step.ended_rows.tolist():
+            self.leave(row)
+        self.batch.release(step.ended_rows)
+
+    def leave(self, row: int) -> Request:
+        """Take a request out of its row, with its answer so far."""
+        request = self.running.pop(row)
+        request.answer = self.batch.get_token_ids(row, len(request.prompt)).tolist()
+        return request
 
     def plan(self) -> StepResult:
         """Plan a step: rows whose last token is in flight, rows with known tokens, then waiting requests. While pages are short
         preempt the newest row that is not in the step.
         """
         batch, step, budget, self.is_short = self.batch, self.batch.new_step(), self.max_num_tokens, False
-        num_new = batch.num_tokens - batch.num_computed_tokens
-        rows = [row for row, request in self.running.items() if not num_new[row] and request.num_left > 1]
-        for row in (rows := rows + [row for row in self.running if num_new[row]]):
-            num_new[row] = min(max(num_new[row], 1), budget)
-            budget -= num_new[row]
-        rows = [row for row in rows if num_new[row]]
-        while rows and (rows := rows[batch.plan(rows, num_new[rows], step=step).num_grown :]):
+        num_new, rows = batch.num_tokens - batch.num_computed_tokens, np.array([*self.running], int)
+        is_ahead = (num_new[rows] == 0) & (self.limits[rows] - batch.num_tokens[rows] > 1)
+        rows = np.concatenate([rows[is_ahead], rows[num_new[rows] > 0]])
+        ends = np.minimum(np.maximum(num_new[rows], 1).cumsum(), budget)
+        num_new[rows], budget = np.diff(ends, prepend=0), budget - ends.max(initial=0)
+        rows = rows[num_new[rows] > 0]
+        while len(rows) and len(rows := rows[batch.plan(rows, num_new[rows], step=step).num_grown :]):
             newest, self.is_short = next(row for row in reversed(self.running) if row not in step.rows), True
             if any(newest in flight.rows for flight, *_ in self.in_flight):
                 break  # its token is on the way: plan again once that step has ended
+            self.waiting.appendleft(self.leave(newest))
             self.batch.release([newest])
-            self.waiting.appendleft(self.running.pop(newest))
-            rows = [row for row in rows if row != newest]
+            rows = rows[rows != newest]
         for row in np.flatnonzero(~batch.is_admitted)[: len(self.waiting) * (not self.is_short)].tolist():
             request = self.waiting[0]
             if self.store is not None and not self.store.is_ready(request):
@@ -208,7 +212,7 @@ class Engine:
             if num_cached is None:
                 break
             budget -= batch.num_computed_tokens[row] - num_cached
-            self.running[row] = self.waiting.popleft()
+            self.running[row], self.limits[row] = self.waiting.popleft(), len(request.prompt) + request.max_tokens
         return step
 
     def run(self, requests: list[Request]) -> None:
