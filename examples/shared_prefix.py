@@ -31,7 +31,7 @@ class Shared(NamedTuple):
 
 def list_widths(num_columns: int) -> list[int]:
     """Return the numbers of pages to which those of groups and rows are rounded up: few programs are compiled."""
-    widths = [8]
+    widths = [32]
     while widths[-1] < num_columns:
         widths.append(2 * widths[-1])
     return widths

@@ -26,7 +26,7 @@ from engine_workload import (  # noqa: E402
     [
         (WEIGHTS, {"max_steps_ahead": 1, "num_host_pages": 60}),
         (HYBRID_WEIGHTS, {}),
-        (RING_WEIGHTS, {"max_steps_ahead": 1, "num_drafts": 1}),
+        pytest.param(RING_WEIGHTS, {"max_steps_ahead": 1, "num_drafts": 1}, marks=pytest.mark.slow),
     ],
     ids=["attention, one step ahead, host", "linear", "ring, one step ahead, drafts"],
 )
@@ -40,8 +40,8 @@ def test_samples_and_beams_share_their_prompts(weights: Weights, options: dict[s
 def test_the_command_prints_the_pages_read(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     options = ["a prompt that is shared by many samples", "--samples=6", "--max-tokens=6", "--temperature=1"]
     texts = []
-    for more in ([], ["--no-sharing"]):
-        run_command(WEIGHTS, tmp_path, *options, *more)
+    for shares_prefixes in (True, False):
+        run_command(WEIGHTS, tmp_path, *options, shares_prefixes=shares_prefixes)
         texts.append(capsys.readouterr().out)
     answers = [[line for line in text.splitlines() if "->" in line] for text in texts]
     assert answers[0] == answers[1]

@@ -671,6 +671,7 @@ use.tables.move_row(src=<0>, tgt=<2>)
 use.tables.swap_row(src=<0>, tgt=<2>)
 use.tables.append_rows_batch([[[3], <[6]|list typed>]], [<1>])
 RunningBatch(manager=<use.manager>, page_table=<use.batch_table>, data_parallel_size=<1|None>)
+RunningBatch(use.manager, use.batch_table, data_parallel_size=1, local_ids=<False|flag typed>)
 use.batch.admit(row=<1>, token_ids=<[1, 2, 3, 4, 5]|list>, num_tokens=<None|None>, max_num_new_tokens=<None|None>,
     num_reserved_pages=<0>, num_external_tokens=<0>, num_drafts=<0>, traits=<None|None>)
 use.batch.admit(1, [1, 2, 3, 4, 5], num_tokens=<3|None>, num_drafts=<0>, reserve=<"prompt"|str None>)

@@ -127,12 +127,12 @@ def make_engine(weights: Weights = WEIGHTS, kind: type[Engine] = Engine, *args: 
     return engine
 
 
-def run_command(weights: Weights, folder: Path, *options: str) -> None:
-    """Run the command of examples/ in this process, with saved weights."""
+def run_command(weights: Weights, folder: Path, *options: str, shares_prefixes: bool = False) -> None:
+    """Run the command of examples/ in this process, with saved weights; few tests compile the programs that share pages."""
     np.savez(path := folder / "weights.npz", **weights)
     limits = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
     with patch("engine.ModelRunner", make_runner):
-        command.main([f"--weights={path}", *limits, *options])
+        command.main([f"--weights={path}", *limits, *([] if shares_prefixes else ["--no-sharing"]), *options])
 
 
 def make_asks(num_asks: int) -> list[Ask]:

@@ -567,7 +567,7 @@ cdef Py_ssize_t next_set = self.current + 1 if self.current + 1 < self.depth {+a
 == a step ahead has the tokens of the step in flight
     read_span(spans, at, row, launch.before{+ - BUG * (launch.before > 0)+}, end_of(
 """)
-INPUT_TESTS = ["test_page_lists.py", "test_prefix_groups.py", "test_step_inputs.py"]
+INPUT_TESTS = ["test_page_lists.py", "test_shared_pages.py", "test_step_inputs.py"]
 FLIGHT_BUGS = read_bugs("""
 # Steps in flight.
 
