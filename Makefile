@@ -270,7 +270,8 @@ test-stores:  ## the tests of stores, also against an S3 server that they start,
 # The tests of the table, of host memory and of the example, and their page of the documents.
 TORCH_TESTS = $(RUN) $(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS) --doctest-modules --doctest-glob='*.md' \
     --pyargs pagepool.torch pagepool.torch_pages $(CURDIR)/tests/device/test_torch_table.py \
-    $(CURDIR)/tests/device/test_torch_host_pages.py $(CURDIR)/tests/engines/test_torch_engine.py $(CURDIR)/docs/torch.md
+    $(CURDIR)/tests/device/test_torch_host_pages.py $(CURDIR)/tests/engines/test_torch_engine.py \
+    $(CURDIR)/tests/engines/test_ports.py $(CURDIR)/docs/torch.md
 
 test-torch: torch-environment  ## the tests with torch, which is large, in an environment of its own; on a GPU too, if there is one
 	$(TORCH_TESTS)

@@ -19,7 +19,7 @@ CONFIGURATION = ROOT / "mkdocs.yml"
 if not CONFIGURATION.exists():
     pytest.skip("the documents are not here", allow_module_level=True)
 
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 
 
@@ -61,13 +61,13 @@ def test_links_lead_somewhere() -> None:
 def test_links_to_the_site_lead_to_its_pages() -> None:
     """`mkdocs build --strict` follows them to their headings."""
     site = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Documentation"]
-    pages = re.findall(r": (\w+)\.md$", CONFIGURATION.read_text(), re.MULTILINE)
+    pages = re.findall(r": ([\w/-]+)\.md$", CONFIGURATION.read_text(), re.MULTILINE)
     links = re.findall(r"https://[^)\s]*\.html\b", "".join(path.read_text() for path in DOCUMENTS))
     assert f"{site}/api.html" in links
     assert [link for link in links if link not in {f"{site}/{page}.html" for page in pages}] == []
 
 
 def test_the_site_shows_every_page_once() -> None:
-    shown = Counter(re.findall(r": (\w+\.md)$", CONFIGURATION.read_text(), re.MULTILINE))
-    assert {path.name for path in PAGES} <= set(shown)
+    shown = Counter(re.findall(r": ([\w/-]+\.md)$", CONFIGURATION.read_text(), re.MULTILINE))
+    assert {path.relative_to(ROOT / "docs").as_posix() for path in PAGES} <= set(shown)
     assert max(shown.values()) == 1
