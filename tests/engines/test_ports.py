@@ -142,9 +142,11 @@ def run_nano(scheduler: Any, requests: list[tuple[list[int], int, bool]]) -> lis
     return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
 
 
-@pytest.mark.parametrize("name", ["nano-vllm"])
-def test_ports_are_short(name: str) -> None:
-    assert sum(len(block.splitlines()) for block in read_blocks(name)) < MAX_LINES
+@pytest.mark.parametrize("name", ["nano-vllm", "mini-sglang"])
+def test_ports_are_as_short_as_their_pages_say(name: str) -> None:
+    num_lines = sum(bool(line) for block in read_blocks(name) for line in block.splitlines())
+    assert num_lines < MAX_LINES
+    assert f"has {num_lines} lines without blank ones" in " ".join((PORTS / f"{name}.md").read_text().split())
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
@@ -161,13 +163,14 @@ def test_nano_vllm(seed: int, num_pages: int, steps_ahead: int) -> None:
     assert (stats.preempted_queries.num_requests > 3) == (num_pages < 100)
 
 
-def test_nano_vllm_computes_equal_prompts_of_a_prefill_once() -> None:
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_nano_vllm_computes_equal_prompts_of_a_prefill_once(steps_ahead: int) -> None:
     port = load(read_blocks("nano-vllm")[0])
     model = NanoModel(40)
-    scheduler = port.Scheduler(make_config(40), model)
-    requests = [([*range(9)], 1, True)] * 3
+    scheduler = port.Scheduler(make_config(40), model, steps_ahead)
+    requests = [([*range(9)], max_tokens, True) for max_tokens in (1, 2, 5)]
     assert run_nano(scheduler, requests) == [answer(*request) for request in requests]
-    assert (model.num_prefills, model.num_tokens) == (1, 9 + 1 + 1)
+    assert (model.num_prefills, model.num_tokens) == (1, 9 + 1 + 1 + (1 + 4))  # no step is for nothing
 
 
 class NanoRunner:
@@ -227,3 +230,195 @@ def test_nano_vllm_on_torch(num_pages: int, steps_ahead: int, monkeypatch: pytes
     requests = draw_requests(5)
     scheduler = port.Scheduler(make_config(num_pages), port.Model(runner), steps_ahead)
     assert run_nano(scheduler, requests) == [answer(*request) for request in requests]
+
+
+class MiniModel(Cache):
+    """What mini-sglang's Engine does with a step, from lists of pages."""
+
+    def __call__(self, inputs: Any, num_tokens: int, params: Any, is_prefill: bool) -> Callable[[], Any]:
+        num_reqs = len(params)
+        starts, lens, token_ids = inputs.query_start_loc, inputs.seq_lens[:num_reqs], inputs.token_ids[:num_tokens]
+        if (token_ids < 0).any():
+            token_ids = np.where(token_ids < 0, self.sampled[inputs.sources[:num_reqs]], token_ids)
+        rows = read_lists(inputs.page_starts[0][: num_reqs + 1], inputs.page_indices[0], inputs.last_page_lens[0], lens)
+        slots, positions = inputs.slots[0][:num_tokens].copy(), inputs.positions[:num_tokens]
+        self.num_prefills += is_prefill
+        sampled = self.sampled = self.compute(token_ids, positions, slots, starts[: num_reqs + 1], rows)
+        return lambda: sampled
+
+
+def read_lists(starts: Any, indices: Any, last_page_lens: Any, lens: Any) -> list[tuple[Any, int]]:
+    """Return the pages and the length of each row, from lists of pages as FlashInfer takes them."""
+    rows = [(indices[i:j], int(length)) for i, j, length in zip(starts[:-1], starts[1:], lens, strict=True)]
+    assert [(len(pages) - 1) * PAGE_SIZE + int(last) for (pages, _), last in zip(rows, last_page_lens, strict=False)] == [
+        length for _, length in rows
+    ]
+    return rows
+
+
+def make_mini_config(num_rows: int = 8, num_tokens: int = 24) -> SimpleNamespace:
+    return SimpleNamespace(
+        page_size=PAGE_SIZE, max_running_req=num_rows, max_extend_tokens=num_tokens, max_seq_len=MAX_MODEL_LEN
+    )
+
+
+def run_mini(scheduler: Any, arrivals: list[tuple[int, tuple[list[int], int, bool]]]) -> list[list[int]]:
+    """Answer requests that arrive once so many tokens are sampled, and return the answers."""
+    answers: list[list[int]] = [[] for _ in arrivals]
+    ended: list[int] = []
+    waiting = [*enumerate(arrivals)]
+    while waiting or scheduler.waiting or scheduler.rows.size or scheduler.in_flight:
+        while waiting and waiting[0][1][0] <= sum(map(len, answers)):
+            uid, (_, (prompt, max_tokens, ignore_eos)) = waiting.pop(0)
+            params = SimpleNamespace(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=1, top_k=-1, top_p=1)
+            params.is_greedy = uid % 2 == 0
+            scheduler.waiting.append((uid, np.array(prompt, np.int32), params))
+        for uid, token_id, has_ended in zip(*scheduler.step(), strict=True):
+            answers[uid].append(int(token_id))
+            ended += [uid] * bool(has_ended)
+        scheduler.batch.check()
+    assert sorted(ended) == [*range(len(arrivals))]
+    return answers
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize("num_pages", [24, 200])
+@pytest.mark.parametrize("seed", range(4))
+def test_mini_sglang(seed: int, num_pages: int, steps_ahead: int) -> None:
+    """No request is preempted, though pages are short."""
+    port = load(read_blocks("mini-sglang")[0])
+    scheduler = port.Scheduler(make_mini_config(), num_pages, EOS, MiniModel(num_pages + 1), steps_ahead)
+    requests = draw_requests(seed)
+    assert run_mini(scheduler, [(4 * i, request) for i, request in enumerate(requests)]) == [answer(*each) for each in requests]
+    stats = scheduler.manager.stats()
+    assert stats.queries.num_hit_tokens > 100
+    assert stats.queries.num_requests == len(requests)
+    assert not scheduler.batch.is_admitted.any()
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_mini_sglang_keeps_the_pages_of_equal_prompts(steps_ahead: int) -> None:
+    """The request that comes later takes all free pages."""
+    port = load(read_blocks("mini-sglang")[0])
+    model = MiniModel(10)
+    scheduler = port.Scheduler(make_mini_config(), 9, EOS, model, steps_ahead)
+    requests = [([*range(9)], 10, True)] * 2 + [([*range(20, 25)], 5, True)]
+    assert run_mini(scheduler, [(4 * (i > 1), request) for i, request in enumerate(requests)]) == [
+        answer(*each) for each in requests
+    ]
+    assert model.num_tokens == 9 + 1 + 2 * 9 + 5 + 4  # the second prompt hits two pages, and no step is for nothing
+
+
+def test_a_request_of_mini_sglang_is_aborted_in_flight() -> None:
+    port = load(read_blocks("mini-sglang")[0])
+    scheduler = port.Scheduler(make_mini_config(), 40, EOS, MiniModel(41))
+    params = SimpleNamespace(max_tokens=30, ignore_eos=True, temperature=1, top_k=-1, top_p=1, is_greedy=True)
+    for uid in range(2):
+        scheduler.waiting.append((uid, np.arange(uid, uid + 9, dtype=np.int32), params))
+    scheduler.step()
+    scheduler.release(scheduler.rows[scheduler.uids[scheduler.rows] == 0])
+    while scheduler.rows.size or scheduler.in_flight:
+        assert 0 not in scheduler.step()[0].tolist()
+
+
+class FakeMetadata:
+    """mini-sglang's metadata of FlashInfer, for pages of one token."""
+
+    LISTS = ("cu_seqlens_q_cpu", "cu_seqlens_k_cpu", "cu_seqlens_q_gpu", "indices", "last_page_len_cpu")
+    HEADS = ("num_qo_heads", "num_kv_heads", "head_dim", "page_size", "pos_encoding_mode")
+    NAMES = (*LISTS, *HEADS, "seq_lens_cpu", "dtype", "wrapper")
+
+    def __init__(self, *values: Any) -> None:
+        vars(self).update(zip(self.NAMES, values, strict=True))
+        assert self.page_size == 1
+        assert (self.num_qo_heads, self.num_kv_heads, self.head_dim, self.pos_encoding_mode) == (4, 2, 8, "NONE")
+
+
+class FakeBackend:
+    """mini-sglang's backend of FlashInfer, whose wrappers plan a step once."""
+
+    def _initialize_metadata_once(self, metadata: FakeMetadata) -> None:
+        metadata.wrapper.metadata = metadata
+
+
+class FakeBatch:
+    """mini-sglang's batch."""
+
+    def __init__(self, reqs: list[Any], phase: str) -> None:
+        self.reqs, self.is_prefill = reqs, phase == "prefill"
+
+    @property
+    def padded_size(self) -> int:
+        return len(self.padded_reqs)
+
+
+class FakeEngine:
+    """The parts of mini-sglang's Engine that its port calls. A key is a token, and decodes are padded to a power of 2."""
+
+    device, dummy_req = "cpu", SimpleNamespace(complete_one=lambda: None)
+
+    def __init__(self, backend_type: Any, num_pages: int) -> None:
+        self.cache, self.num_greedy = Cache(num_pages), 0
+        self.graph_runner, self.sampler = SimpleNamespace(pad_batch=self.pad), SimpleNamespace(vocab_size=VOCAB)
+        self.kvcache = SimpleNamespace(dtype="bfloat16", store_kv=self.store, k_cache=self.view, v_cache=self.view)
+        self.attn_backend = backend_type()
+        wrappers = {name: SimpleNamespace(run=self.attend) for name in ("prefill_wrapper", "decode_wrappers")}
+        vars(self.attn_backend).update(wrappers, kvcache=self.kvcache, qo_head_local=4, kv_head_local=2)
+        self.attn_backend.config = SimpleNamespace(head_dim=8)
+
+    def pad(self, batch: FakeBatch) -> None:
+        num = len(batch.reqs)
+        batch.padded_reqs = batch.reqs + [self.dummy_req] * (0 if batch.is_prefill else (1 << (num - 1).bit_length()) - num)
+
+    def store(self, keys: Any, values: Any, slots: Any, layer: int) -> None:
+        """Remember the tokens and slots of a step."""
+        self.written = keys.numpy(), slots.numpy()
+
+    def view(self, layer: int) -> Any:
+        return self.cache.token_ids
+
+    def attend(self, q: Any, paged_kv_cache: Any) -> list[int]:
+        """Write and sample. Rows of padding have no pages."""
+        metadata = self.batch.attn_metadata
+        wrapper = getattr(self.attn_backend, "prefill_wrapper" if self.batch.is_prefill else "decode_wrappers")
+        assert wrapper.metadata is metadata
+        assert metadata.page_size == PAGE_SIZE
+        assert (metadata.cu_seqlens_q_cpu == metadata.cu_seqlens_q_gpu).all()
+        num, (token_ids, slots) = len(self.batch.reqs), self.written
+        starts = metadata.cu_seqlens_q_cpu.tolist()[: num + 1]
+        page_starts, indices, last = (
+            each.numpy() for each in (metadata.cu_seqlens_k_cpu, metadata.indices, metadata.last_page_len_cpu)
+        )
+        assert page_starts[num:].tolist() == [len(indices)] * (len(page_starts) - num)
+        rows = read_lists(page_starts[: num + 1], indices, last, metadata.seq_lens_cpu[:num].tolist())
+        num_tokens = starts[-1]
+        assert not slots[num_tokens:].any()
+        return self.cache.compute(token_ids[:num_tokens], q.numpy()[:num_tokens], slots[:num_tokens], starts, rows).tolist()
+
+    def forward_batch(self, batch: FakeBatch, args: tuple[Any, ...]) -> SimpleNamespace:
+        torch, self.batch = sys.modules["torch"], batch
+        assert len(batch.input_ids) == len(batch.positions) == len(batch.out_loc)
+        self.num_greedy += args == (None,)
+        assert args == (None,) or [each.dtype for each in args] == [torch.float32, torch.int32, torch.float32]
+        sampled = torch.tensor(self.attn_backend.forward(batch.positions, batch.input_ids, None, 0, batch), dtype=torch.int32)
+        event = SimpleNamespace(synchronize=lambda: None)
+        return SimpleNamespace(next_tokens_gpu=sampled, next_tokens_cpu=sampled, copy_done_event=event)
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize("num_pages", [24, 200])
+def test_mini_sglang_on_torch(num_pages: int, steps_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    names = {"attention.fi": {"FIMetadata": FakeMetadata, "FlashInferBackend": FakeBackend}, "core": {"Batch": FakeBatch}}
+    names |= {"engine.sample": {"BatchSamplingArgs": lambda *args: args}, "attention": {}, "engine": {}}
+    monkeypatch.setitem(sys.modules, "minisgl", ModuleType("minisgl"))
+    for name, values in names.items():
+        monkeypatch.setitem(sys.modules, f"minisgl.{name}", ModuleType(name))
+        vars(sys.modules[f"minisgl.{name}"]).update(values)
+    port = load(*read_blocks("mini-sglang"))
+    engine = FakeEngine(port.PagedBackend, num_pages + 1)
+    scheduler = port.Scheduler(make_mini_config(), num_pages, EOS, port.Model(engine, PAGE_SIZE), steps_ahead)
+    requests = draw_requests(5)
+    assert run_mini(scheduler, [(4 * i, request) for i, request in enumerate(requests)]) == [answer(*each) for each in requests]
+    assert engine.num_greedy > 0
