@@ -59,8 +59,9 @@ debug:  ## make test on a build with bounds checks and asserts
 	PAGEPOOL_DEBUG=1 $(MAKE) test VENV=.venv-debug
 
 # Tests of code that could access wrong memory. jax is not installed: it aborts under AddressSanitizer when it compiles.
-CORE_TESTS ?= argument_edges batch_misuse checkpoints contents device_table differential external forks fuzz_regressions host_tier memory \
-    misuse overwritten page_table prefix_groups prefix_index prefix_router running_batch storage store_tier
+CORE_TESTS ?= argument_edges batch_misuse checkpoints contents device_table differential ends external forks fuzz_regressions \
+    host_tier local_ids media memory misuse overwritten page_lists page_table prefix_groups prefix_index prefix_router \
+    running_batch shared_pages step_inputs storage store_tier
 
 sanitize:  ## the tests of the core under AddressSanitizer and UndefinedBehaviorSanitizer: CORE_TESTS="contents memory"
 	PAGEPOOL_SANITIZE=1 $(MAKE) .venv-sanitize/with-test VENV=.venv-sanitize TEST_EXTRAS=events,store
