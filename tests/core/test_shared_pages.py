@@ -106,6 +106,8 @@ class Groups:
         left = (batch.num_tokens - batch.num_computed_tokens)[rows]
         step = batch.plan(rows, [rng.choice((1, int(num), int(num))) for num in left])
         batch.take_moves()
+        if rng.random() < 0.4:  # other steps may replace pages between two fills
+            return
         batch.inputs(step, out=self.inputs)
         self.compare(len(step))
         self.num_saved += self.inputs.num_saved_pages
@@ -237,6 +239,21 @@ def test_samples_share_their_prompt() -> None:
     assert inputs.level_query_starts.tolist() == [[0, 3, 4, 4, 4, 4], [0, 1, 2, 3, 4, 4]]
     assert inputs.level_page_starts[0].tolist() == [[0, 5, 5, 5, 5, 5], [0, 1, 2, 3, 6, 6]]
     assert inputs.level_last_page_lens[0].tolist() == [[4, 0, 0, 0, 0], [3, 3, 3, 3, 0]]
+
+
+def test_groups_are_searched_again_behind_a_cut() -> None:
+    """Steps whose inputs are not filled compute other tokens behind the cut, in other pages."""
+    batch = make_batch([FULL], 5)
+    batch.admit(0, range(22))
+    batch.admit(1, range(22))
+    inputs = make_inputs(batch, ["own_starts"], prefixes=SharedPrefixes(min_saved_pages=1))
+    batch.inputs(batch.step([0, 1], [7, 8]), out=inputs)
+    assert inputs.own_starts.tolist()[:2] == [20, 20]
+    batch.trim([1], [9])
+    batch.append([1] * 16, range(100, 116))
+    batch.plan([1], 16)
+    batch.inputs(batch.step([0, 1], [7, 8]), out=inputs)
+    assert inputs.own_starts.tolist()[:2] == [8, 8]
 
 
 def test_the_levels_are_those_that_save_most() -> None:
