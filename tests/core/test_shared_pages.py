@@ -251,7 +251,7 @@ def test_groups_are_searched_again_behind_a_cut() -> None:
     assert inputs.own_starts.tolist()[:2] == [20, 20]
     batch.trim([1], [9])
     batch.append([1] * 16, range(100, 116))
-    batch.plan([1], 16)
+    batch.plan([1], int(batch.num_tokens[1] - batch.num_computed_tokens[1]))
     batch.inputs(batch.step([0, 1], [7, 8]), out=inputs)
     assert inputs.own_starts.tolist()[:2] == [8, 8]
 
