@@ -789,10 +789,10 @@ class RunningRows:
         settled in the order of their launch; each also ends the row's part in earlier steps, for chunks of its prompt.
 
         A row ends at its first token among `stop_token_ids`, or once it has `max_num_tokens` tokens, its prompt's included:
-        tokens behind are dropped, also those of later steps, which return -1 for it. ``step.ended_rows`` lists these rows, for
-        `release`, and ``step.has_stopped`` says why each ended. Stop ids are a list for all rows, or an int32 matrix
-        ``[num_rows, ids]`` with a line for each row of the batch, padded with -1; limits are a number, or one for each row.
-        With either of them a row that is full ends too.
+        tokens behind are dropped, also those of later steps, which return -1 for it. ``step.ended_rows`` lists these rows,
+        which can only be released then, and ``step.has_stopped`` says why each ended. Stop ids are a list for all rows, or an
+        int32 matrix ``[num_rows, ids]`` with a line for each row of the batch, padded with -1; limits are a number, or one for
+        each row. With either of them a row that is full ends too.
 
         With `failed` the step has failed, and with it all later steps of the batch. Pages that these should have filled lose
         their entries, even if other rows have hit them. Each row goes back to the tokens before its first failed step, and a

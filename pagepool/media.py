@@ -338,8 +338,9 @@ class Media:
             self.of_request[new_request.request_id] = self.share(medium, partial(_count_tokens, new_request, 0))
 
     def share(self, medium: Medium, progress: Progress) -> Medium:
-        """Return the medium of an owner that continues another one."""
-        shared = Medium(medium.encoding, is_hit=True)
+        """Return the medium of an owner that continues another one. It is hit unless no step of the other one was planned."""
+        medium.update()
+        shared = Medium(medium.encoding, medium.is_hit or medium.is_planned or medium.has_run)
         shared.follow(medium.num_before, progress)
         return shared
 

@@ -214,7 +214,10 @@ def local_page_ids(
     num_pages, size = require_int("num_pages", num_pages, 1), require_int("data_parallel_size", data_parallel_size, 1)
     if num_pages % size:
         raise ArgumentError(f"data_parallel_size: got {size}, allowed: a divisor of {num_pages} pages")
-    ids = np.asarray(page_ids)
+    try:
+        ids = np.asarray(page_ids)
+    except (TypeError, ValueError):  # lists of two lengths
+        ids = np.asarray([None])
     if ids.dtype.kind not in "iu" and ids.size:
         raise ArgumentTypeError(f"page_ids: got an array of {ids.dtype}, allowed: ints")
     wrong = ids[(ids < 0) | (ids >= num_pages)]

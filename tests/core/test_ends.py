@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -16,6 +17,7 @@ from pagepool import (
     PageTable,
     RunningBatch,
     SlidingWindowSpec,
+    StepInputs,
     StepResult,
 )
 from pagepool.errors import ArgumentError, ArgumentTypeError, RowIndexError
@@ -75,6 +77,10 @@ class Engine:
 
     def settle(self) -> None:
         (step, _, most, stays), rng, batch = self.steps.pop(0), self.rng, self.batch
+        if len(step) and rng.random() < 0.1:
+            batch.settle(step, failed=True)
+            self.steps.clear()
+            return
         counts = [rng.randint(1, num) if num else 0 for num in most]
         token_ids = [[rng.randrange(6) for _ in range(num)] for num in counts]
         rules: dict[str, Any] = {"stop_token_ids": [1], "max_num_tokens": 30}
@@ -159,11 +165,54 @@ def test_tokens_of_later_steps_are_dropped() -> None:
     assert batch.settle(second, [9], stop_token_ids=[9]).tolist() == [-1]
     assert (first.ended_rows.tolist(), second.ended_rows.tolist()) == ([0], [])
     assert batch.num_tokens[0] == 4
-    batch.append([0], [5])  # the engine lets it go on
-    third = batch.plan([0])
-    assert batch.settle(third, [9], stop_token_ids=[9]).tolist() == [0]
-    assert third.ended_rows.tolist() == [0]
     batch.check()
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+def test_a_row_that_ended_can_only_be_released(num_ahead: int) -> None:
+    """Later steps may have changed its states with tokens that the host never knows."""
+    batch = make_batch(num_ahead)
+    first = batch.new_step()
+    batch.admit(0, [1, 2, 3], step=first)
+    later = [batch.plan([0], num_drafts=1) for _ in range(num_ahead)]
+    batch.settle(first, [9], stop_token_ids=[9])
+    calls: list[Callable[[], Any]] = [
+        lambda: batch.append([0], [5]),
+        lambda: batch.plan([0]),
+        lambda: batch.step([0], [5]),
+        lambda: batch.fork(0, [1]),
+        lambda: batch.trim([0], [2]),
+    ]
+    for _ in range(2):
+        for call in calls:
+            with refused(lambda: batch.num_tokens.tolist(), ArgumentError, "row 0.*: got a row that has ended"):
+                call()
+        batch.check()
+        batch.settle(later.pop(0), [5]) if later else None
+    batch.swap_row(0, 2)
+    with pytest.raises(ArgumentError, match=r"row 2.*: got a row that has ended"):
+        batch.append([2], [5])
+    for step in later:
+        batch.settle(step, [5])
+    batch.release([2])
+    batch.admit(2, [1, 2, 3])
+    batch.append([2], [5])
+    batch.check()
+
+
+def test_inputs_of_a_later_step_have_rows_that_ended() -> None:
+    batch = make_batch(1)
+    inputs = StepInputs(batch, num_tokens=8, num_reqs=5, fields=["token_ids", "positions", "sources"], depth=3)
+    first = batch.new_step()
+    for row in (0, 1):
+        batch.admit(row, [1, 2, 3 + row], step=first)
+    batch.inputs(first, out=inputs)
+    second = batch.plan([0, 1])
+    batch.settle(first, [9, 7], stop_token_ids=[9])
+    assert batch.inputs(second, out=inputs) == 2
+    assert inputs.token_ids[:2].tolist() == [9, 7]
+    batch.settle(second, [5, 6])
+    assert batch.get_token_ids(1).tolist() == [1, 2, 4, 7, 6]
 
 
 def test_a_full_row_ends_with_any_rule() -> None:

@@ -119,6 +119,7 @@ def test_ids_of_moves_are_mapped() -> None:
         (lambda: local_page_ids([1], 15, 4), ArgumentError, "data_parallel_size: got 4"),
         (lambda: local_page_ids([16], 16, 4), PageIdError, "page_ids: got 16"),
         (lambda: local_page_ids([-1], 16, 4), PageIdError, "page_ids: got -1"),
+        (lambda: local_page_ids([[1], [2, 3]], 16, 4), ArgumentTypeError, "page_ids: got an array of object"),
         (lambda: local_page_ids([1.5], 16, 4), ArgumentTypeError, "page_ids: got an array of float64"),
     ],
 )

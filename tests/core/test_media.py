@@ -562,6 +562,25 @@ def test_a_fork_names_the_same_medium(enable_caching: bool) -> None:
     assert manager.get_medium("child").num_cached_tokens == MOST
 
 
+@pytest.mark.parametrize("is_external", [False, True])
+def test_a_fork_of_a_row_whose_encoder_did_not_run_runs_it(is_external: bool) -> None:
+    manager = make_manager()
+    batch = make_batch(manager)
+    step = batch.new_step()
+    batch.admit(0, PROMPT, traits=traits("a"), step=step, num_external_tokens=5 * is_external)
+    if is_external:
+        batch.commit_external(0, 5)
+    else:
+        batch.settle(step, failed=True)
+    batch.fork(0, [1])
+    batch.take_moves()
+    assert batch.get_medium(1).num_cached_tokens == 0
+    batch.release([0])
+    batch.settle(batch.plan([1], 6 - 5 * is_external), [7])
+    batch.release([1])
+    assert num_cached(manager) == MOST
+
+
 def test_check_compares_the_rows_of_media() -> None:
     batch = make_batch(make_manager())
     batch.admit(0, PROMPT, traits=traits("a"))

@@ -14,6 +14,7 @@ from pagepool import (
     CacheManager,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     MultiGroupPageTable,
     PageTable,
     ReferenceWindowSpec,
@@ -176,6 +177,17 @@ def test_slots_with_another_stride() -> None:
     batch.inputs(rows=[0], starts=[0], stops=[6], out=inputs)
     first, second = batch.get_page_ids(0)[0]
     assert inputs.slots[0][:6].tolist() == [first * 10 + i for i in range(4)] + [second * 10, second * 10 + 1]
+
+
+def test_states_have_no_slots() -> None:
+    groups = [CacheGroupSpec(FULL), CacheGroupSpec(MambaSpec(1, ((2, 2),), "float32"), pool="states")]
+    manager = CacheManager({"kv": 60, "states": 12}, groups, MAX_LEN)
+    batch = RunningBatch(manager, MultiGroupPageTable(4, MAX_LEN, 64, [PAGE_SIZE, 1]))
+    batch.admit(0, range(3))
+    for strides in (8, (8, 1)):
+        inputs = make_inputs(batch, fields=["slots"], slot_strides=strides)
+        batch.inputs(rows=[0], starts=[0], stops=[3], out=inputs)
+        assert inputs.slots[0][:3].tolist() == [8 * batch.get_page_ids(0)[0][0] + i for i in range(3)]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

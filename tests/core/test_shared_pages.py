@@ -7,6 +7,7 @@ from functools import cache
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pagepool import (
@@ -15,6 +16,7 @@ from pagepool import (
     FullAttentionSpec,
     MultiGroupPageTable,
     PageTable,
+    RequestTraits,
     RunningBatch,
     SharedPrefixes,
     SlidingWindowSpec,
@@ -45,8 +47,10 @@ def make_batch(specs: list[Any], num_rows: int = NUM_ROWS, **options: Any) -> Ru
     return RunningBatch(manager, MultiGroupPageTable(num_rows, MAX_LEN, 256, [spec.page_size for spec in specs]))
 
 
-def count_best(lines: list[tuple[Any, ...]], num_levels: int, least: int, most: int) -> int:
-    """Return the most pages that groups in so many levels save. `lines` are the pages of each row that can be shared."""
+def count_best(lines: list[tuple[Any, ...]], num_levels: int, least: int, unit: int) -> int:
+    """Return the most pages that groups in so many levels save. `lines` are the pages of each row that can be shared, in groups
+    that end at multiples of `unit` pages.
+    """
 
     @cache
     def best(rows: tuple[int, ...], place: int, start: int, left: int) -> int:
@@ -59,8 +63,11 @@ def count_best(lines: list[tuple[Any, ...]], num_levels: int, least: int, most: 
             end = place + 1
             while all(end < len(lines[row]) for row in own) and len({lines[row][end] for row in own}) == 1:
                 end += 1
+            end -= end % unit
+            if end <= place:
+                continue
             num_saved, skipped = (len(own) - 1) * (end - start), best(own, end, start, left)
-            may = left > 0 and num_saved >= max(1, least) and end - start <= most
+            may = left > 0 and num_saved >= max(1, least)
             total += max(skipped, num_saved + best(own, end, end, left - 1)) if may else skipped
         return total
 
@@ -141,7 +148,7 @@ class Groups:
         ]
         read = [int(values[-1]) for values in inputs.level_page_starts[searched]]
         assert sum(read) + inputs.num_saved_pages == sum((stop - 1) // PAGE_SIZE + 1 for stop in stops)
-        best = count_best(lines, num_levels, self.sizes.min_saved_pages, MAX_LEN)
+        best = count_best(lines, num_levels, self.sizes.min_saved_pages, 1 + (COARSE in self.specs))
         is_kept = inputs.num_saved_pages == self.last_saved  # the groups may have grown since
         assert inputs.num_saved_pages == best or has_twins or is_kept
         self.last_saved, self.num_kept = inputs.num_saved_pages, self.num_kept + is_kept
@@ -254,6 +261,41 @@ def test_groups_are_searched_again_behind_a_cut() -> None:
     batch.plan([1], int(batch.num_tokens[1] - batch.num_computed_tokens[1]))
     batch.inputs(batch.step([0, 1], [7, 8]), out=inputs)
     assert inputs.own_starts.tolist()[:2] == [8, 8]
+
+
+def test_rows_of_two_shards_share_nothing() -> None:
+    manager = CacheManager(40, [CacheGroupSpec(FULL)], MAX_LEN)
+    batch = RunningBatch(manager, PageTable(4, 50, 64), data_parallel_size=2, local_ids=True)
+    for row, shard in ((0, 0), (1, 1), (2, 1)):
+        batch.admit(row, [*range(100 * shard, 100 * shard + 13), row], traits=RequestTraits(dp_shard=shard))
+    inputs = make_inputs(batch, ["own_starts", "prefix_rows"], num_reqs=4, prefixes=SharedPrefixes(min_saved_pages=0))
+    assert (inputs.prefix_rows == -1).all()
+    batch.inputs(batch.step([0, 1, 2], [7, 8, 9]), out=inputs)
+    assert (inputs.num_saved_pages, inputs.own_starts.tolist()) == (3, [0, 12, 12, 0])
+
+
+def test_pages_of_all_groups_end_where_rows_part() -> None:
+    batch = make_batch([FULL, COARSE], 5)
+    batch.admit(0, range(22))
+    batch.fork(0, [1])
+    batch.take_moves()
+    inputs = make_inputs(batch, ["own_starts", "prefix_page_ids"], prefixes=SharedPrefixes(min_saved_pages=0))
+    batch.inputs(batch.step([0, 1], [7, 8]), out=inputs)
+    assert inputs.own_starts.tolist()[:2] == [16, 16]
+    assert [np.count_nonzero(ids[0]) for ids in inputs.prefix_page_ids] == [4, 2]
+
+
+def test_tokens_without_a_page_are_refused() -> None:
+    batch = make_batch([FULL], 5)
+    batch.admit(0, range(22))
+    batch.admit(1, range(22))
+    inputs = make_inputs(batch, ["own_starts"], prefixes=SharedPrefixes(min_saved_pages=0))
+    batch.inputs(rows=[0, 1], starts=[21, 21], stops=[22, 22], out=inputs)
+    with pytest.raises(ArgumentError, match="token 60 in page 0 of group 0"):
+        batch.inputs(rows=[0, 1], starts=[60, 60], stops=[61, 61], out=inputs)
+    with pytest.raises(ArgumentError, match="tokens: got 22, allowed: 8"):
+        batch.inputs(rows=[0], starts=[0], stops=[22], out=inputs, num_tokens=8)
+    assert inputs.num_saved_pages == 5
 
 
 def test_the_levels_are_those_that_save_most() -> None:

@@ -308,8 +308,8 @@ cdef str find_flaw_in_run(const Batch *batch, Py_ssize_t row):
         return f"row {row}: stay {batch.stays[row]}, allowed: {f'1 to {batch.num_stays}' if record.is_admitted else 0}"
     if record.is_admitted != (record.state >= PENDING) or (record.state == PENDING) != (batch.rows[row].num_external > 0):
         return f"row {row}: state {record.state}, though it waits for {batch.rows[row].num_external} tokens"
-    if n > batch.ring_size or (n and record.state != RUNNING):
-        return f"row {row}: {n} launches, allowed: at most {batch.ring_size if record.state == RUNNING else 0}"
+    if n > batch.ring_size or (n and record.state < RUNNING):
+        return f"row {row}: {n} launches, allowed: at most {batch.ring_size if record.state >= RUNNING else 0}"
     if batch.rows[row].num_ahead != max(0, record.num_planned - record.num_tokens):
         return f"row {row}: {batch.rows[row].num_ahead} of {record.num_planned} positions lie behind {record.num_tokens} tokens"
     if record.num_computed != min(record.num_tokens, record.num_planned) or record.num_planned > batch.max_num_tokens:

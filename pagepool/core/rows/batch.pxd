@@ -338,7 +338,7 @@ cdef inline void count_run_tokens(Batch *batch, Py_ssize_t row) noexcept nogil:
     cdef RowRecord *record = &batch.records[row]
     assert 0 <= record.num_tokens <= batch.max_num_tokens and 0 <= record.num_planned <= batch.max_num_tokens
     store_launch(batch, row)
-    if record.state == RUNNING:
+    if record.state >= RUNNING:
         record.num_computed = min(record.num_tokens, record.num_planned)
     record.num_resolved = launch_of(batch, row, 0).before if record.num_launches else record.num_planned
     batch.rows[row].num_ahead = max(0, record.num_planned - record.num_tokens)

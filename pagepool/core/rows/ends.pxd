@@ -1,6 +1,7 @@
 # Rows end when they sample a stop token, or have as many tokens as they may have.
 #
-# A row that has ended takes no token behind its last one: the tokens that its later launches sample are nobody's.
+# A row that has ended takes no token behind its last one: the tokens that its later launches sample are nobody's. It can only
+# be released, since these launches may have changed its states.
 
 from pagepool.core.rows.plan cimport *
 
@@ -45,8 +46,9 @@ cdef inline int32_t count_to_end(
 
 
 cdef inline void stop_row(Batch *batch, Py_ssize_t row) noexcept nogil:
-    """Let nobody have the tokens that the launches of a row sample."""
+    """End a row: nobody has the tokens that its launches sample."""
     cdef Py_ssize_t i
     for i in range(batch.records[row].num_launches):
         launch_at(batch, row, i).num_sampled = NOBODYS
     count_run_tokens(batch, row)
+    batch.records[row].state = ENDED

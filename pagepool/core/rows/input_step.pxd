@@ -104,7 +104,7 @@ cdef inline bint read_launch(const Batch *batch, const Growth *growth, Py_ssize_
         return False
     launch = launch_of(batch, row, i)
     assert launch.before <= end_of(batch, row, i) <= batch.max_num_tokens
-    if launch.num_sampled == NOBODYS:
+    if launch.num_sampled == NOBODYS and batch.records[row].state != ENDED:
         return False
     read_span(spans, at, row, launch.before, end_of(batch, row, i), batch.records[row].num_tokens)
     spans.drafts[at] = spans.stops[at] - max(0, launch.num_sampled - 1)

@@ -14,6 +14,8 @@ from pagepool.core.rows.running cimport *
 from pagepool.core.tables cimport TableRows, checked_tables, in_lock_order
 from pagepool.core.values cimport explained, int32_of, require_matrix
 
+from math import lcm
+
 import numpy as np
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, RowIndexError, made_twice, not_made, shown
@@ -59,12 +61,15 @@ cdef tuple checked_lists(object rows, object starts, object stops):
 cdef PageIds checked_strides(RunningRows running, PageIds page_sizes, object slot_strides):
     """Return the slots of a page in the engine's arrays, for each group: at least as many as it has tokens."""
     cdef list least = page_sizes.to_list()
-    cdef list strides = least if slot_strides is None else as_list(slot_strides, "slot_strides")
+    cdef list strides
     cdef Py_ssize_t g
     for g in range(0 if running is None else page_sizes.num):
         least[g] = running.rows.groups.groups[g].rules.capacity or least[g]
+    strides = least[:] if slot_strides is None else as_list(slot_strides, "slot_strides")
     if len(strides) != page_sizes.num:
         raise ArgumentError(f"slot_strides: got {len(strides)}, allowed: one for each of {page_sizes.num} groups")
+    for g in range(page_sizes.num):
+        least[g] = 1 if least[g] == MAX_TOKENS else least[g]  # a state has no slots
     return PageIds([size_of(stride, "slot_strides", least[g], MAX_TOKENS) for g, stride in enumerate(strides)])
 
 
@@ -147,6 +152,7 @@ cdef class InputArrays:
     cdef bint puts_single_first
     cdef PrefixGroups *groups                 # of rows that share a prefix; NULL: the order of rows is another
     cdef void *groups_memory
+    cdef int64_t num_saved                    # pages that the groups of the current set save
     cdef bint has_narrow_keys                 # whether `kv_start_loc` is int32
     cdef Spans read                           # the rows in the order of the call
     cdef InputStep step
@@ -322,8 +328,6 @@ cdef class InputArrays:
             field.extents = <int32_t *>calloc(self.depth * field.num_extents, sizeof(int32_t))
             if field.extents == NULL:
                 raise MemoryError(name)
-        for i in range(self.depth if field.kind == PREFIX_ROWS else 0):
-            field.extents[i] = <int32_t>self.groups.limits.num_groups  # padding is not 0
         try:
             for i in range(self.depth):
                 take_array(&field.views[i], given[i], length, name)
@@ -339,7 +343,7 @@ cdef class InputArrays:
             field.extents, field.lists = NULL, NULL
             raise
         for i in range(self.depth):
-            memset(field.views[i].buf, 0, field.views[i].len)
+            memset(field.views[i].buf, 0xFF if field.kind == PREFIX_ROWS else 0, field.views[i].len)
         self.num_fields += 1
         field.is_wide = field.views[0].itemsize == 8
         field.capacity = field.views[0].len // field.views[0].itemsize
@@ -381,7 +385,7 @@ cdef class InputArrays:
 
     cdef int begin_groups(self, object prefixes) except -1:
         """Make the memory of groups that share a prefix, in the first group of full attention."""
-        cdef Py_ssize_t n = self.max_num_reqs, num_slots = 2, g = 0, num_saved
+        cdef Py_ssize_t n = self.max_num_reqs, num_slots = 2, g = 0, i, num_saved
         cdef Py_ssize_t num_levels, num_groups, num_pages, num_rows, least
         cdef int32_t *at
         cdef list sizes = as_list(prefixes, "prefixes")
@@ -407,6 +411,8 @@ cdef class InputArrays:
         self.groups.limits = PrefixLimits(
             num_levels=num_levels, num_groups=num_groups, num_pages=num_pages, num_rows=num_rows, min_saved_pages=least,
         )
+        self.groups.unit = lcm(*[self.source.page_sizes[i] for i in range(self.source.num_groups) if self.is_full(i)])
+        self.groups.unit //= self.source.page_sizes[g]
         self.groups.group, self.groups.max_num_reqs, self.groups.num_rows, self.groups.num_slots = g, n, -1, num_slots
         self.groups.saved = <int64_t *>(self.groups + 1)
         self.groups.stays = self.groups.saved + num_saved
@@ -435,7 +441,7 @@ cdef class InputArrays:
     @property
     def num_saved_pages(self) -> int:
         """Pages of the group with full attention that the step filled last need not read again, with ``order="prefixes"``."""
-        return self.groups.num_saved_pages if self.groups != NULL else 0
+        return self.num_saved
 
     def fill(
         self, step=None, rows=None, starts=None, stops=None, num_tokens=None, num_reqs=None, draft_token_ids=None,
@@ -513,6 +519,7 @@ cdef class InputArrays:
             put_span(filling, i, &self.read, self.groups.order[i])
         begin_rows(filling)
         self.current = next_set
+        self.num_saved = self.groups.num_saved_pages if self.groups != NULL else 0
         write_fields(self.fields, self.num_fields, self.current, self.max_num_reqs, &self.source, filling)
         go_on(thread)
         if self.rows is not None and self.rows.batch.fills.items != NULL:
@@ -538,8 +545,6 @@ cdef class InputArrays:
             kind = read_lists(&self.source, &listed, &self.read, &at)
         if kind == FAULTLESS:
             kind = count_tokens_of(&self.step, &self.read, &at)
-        if kind == FAULTLESS and self.groups != NULL:
-            find_groups(self.groups, &self.source, &self.read, &self.step)
         if kind == FAULTLESS and self.has_sources:
             kind = self.find_sources(result, &at)
         if kind == FAULTLESS and self.has_narrow_keys and self.step.num_keys > INT32_MAX:
@@ -558,6 +563,11 @@ cdef class InputArrays:
                 capacity = field.capacity // max(1, field.num_extents)
                 if num_pages > capacity:
                     fault.kind, fault.group, fault.start, fault.stop = MANY_PAGES, field.group, capacity, num_pages
+        if self.groups != NULL and fault.kind == FAULTLESS:
+            if find_wrong_page(&self.source, self.groups.group, True, &self.step, &self.read, &fault):
+                fault.kind, fault.group = WITHOUT_PAGE, self.groups.group
+            else:
+                find_groups(self.groups, &self.source, &self.read, &self.step)
         if fault.kind not in (FAULTLESS, MANY_PAGES) and n:
             fault.row, fault.stop = self.read.rows[fault.at], self.read.stops[fault.at]
             if fault.kind != WITHOUT_PAGE:
@@ -598,7 +608,7 @@ cdef class InputArrays:
                 number = number_of_source(batch, row, start)
                 if number and fill != NULL and batch.rows[row].last_cut <= fill.num_cuts:
                     place = place_in(fill, i, batch.stays[row], number)
-                if place < 0:
+                if place < 0 and batch.records[row].state != ENDED:
                     at[0] = i
                     return WITHOUT_SOURCE
             self.step.sources[i] = <int32_t>place

@@ -19,6 +19,20 @@ cdef inline void _list_new_pages(
     growth.num_new += n
 
 
+cdef inline void show_local_ids(Batch *batch, Py_ssize_t row) noexcept nogil:
+    """Write the row's last pages again, which the tables show by the ids of the pool, from the first of them on."""
+    cdef const Held *held
+    cdef Py_ssize_t g
+    cdef int32_t offset, n
+    for g in range(batch.num_groups):
+        held, offset, n = held_by(batch, row, g), shown_offset_of(batch, row, g), 0
+        while n < held.num_pages and ids_at(batch.tables[g], row)[held.num_pages - 1 - n] != (
+            max(0, held.ids[held.num_pages - 1 - n] - offset)
+        ):
+            n += 1
+        write_ids(batch.tables[g], row, held.num_pages - n, held.ids + held.num_pages - n, n, offset)
+
+
 cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Growth *growth) noexcept nogil:
     """Take the row's missing pages, group by group, and write them to the tables. Enough pages are free."""
     cdef const int32_t *ids
@@ -31,10 +45,7 @@ cdef inline void take_pages(Batch *batch, Py_ssize_t row, int32_t num_tokens, Gr
         if not n:
             continue
         ids, offset = held.ids + held.num_pages - n, offset_of(batch, g)
-        write_ids(
-            batch.tables[g], row, held.num_pages - n, ids, n,
-            shown_offset_of(batch, row, g) if rare(batch.num_local_shards != 0) else offset,
-        )
+        write_ids(batch.tables[g], row, held.num_pages - n, ids, n, offset)
         batch.tables[g].version += 1
         if growth != NULL:
             _list_new_pages(growth, ids, n, offset, <int32_t>row, <int32_t>g)

@@ -40,6 +40,7 @@ cdef struct PrefixLimits:
 cdef struct PrefixGroups:
     PrefixLimits limits
     Py_ssize_t group          # the cache group whose pages are compared
+    int32_t unit              # places after which pages of all groups with full attention end together
     Py_ssize_t max_num_reqs
     PrefixNode *nodes         # [max_num_reqs + 1]
     Py_ssize_t num_nodes
@@ -94,10 +95,11 @@ cdef inline int32_t _find_bucket(PrefixGroups *groups, int32_t page, uint32_t ma
 
 
 cdef inline int32_t _fill_buckets(
-    PrefixGroups *groups, const Table *table, const Spans *spans, const PrefixNode *node
+    PrefixGroups *groups, const Source *source, const Spans *spans, const PrefixNode *node
 ) noexcept nogil:
     """Put the rows of a node into buckets by their next page; return the number of buckets."""
     cdef const int32_t *rows = groups.order + node.first_row
+    cdef const Table *table = source.tables[groups.group]
     cdef int32_t j, i, page, num_buckets = 0
     cdef uint32_t num_slots = 2
     while num_slots < 2 * <uint32_t>node.num_rows:
@@ -108,6 +110,8 @@ cdef inline int32_t _fill_buckets(
         i = rows[j]
         page = ids_at(table, spans.rows[i])[node.end] if node.end < groups.places[i] else 0
         groups.buckets[j] = num_buckets
+        if page and source.batch != NULL and source.batch.num_local_shards:  # ids of other shards are other pages
+            page += shown_offset_of(source.batch, spans.rows[i], groups.group)
         if page:
             groups.buckets[j] = _find_bucket(groups, page, num_slots - 1, num_buckets)
         if groups.buckets[j] == num_buckets:
@@ -117,12 +121,14 @@ cdef inline int32_t _fill_buckets(
     return num_buckets
 
 
-cdef inline void _split(PrefixGroups *groups, const Table *table, const Spans *spans, Py_ssize_t k) noexcept nogil:
+cdef inline void _split(PrefixGroups *groups, const Source *source, const Spans *spans, Py_ssize_t k) noexcept nogil:
     """Order the rows of a node by their next page, and add a node for each page of several rows."""
+    cdef const Table *table = source.tables[groups.group]
     cdef PrefixNode *node = &groups.nodes[k]
     cdef PrefixNode *child
     cdef int32_t *rows = groups.order + node.first_row
-    cdef int32_t j, b, end = 0, num, num_buckets = _fill_buckets(groups, table, spans, node)
+    cdef int32_t j, b, end = 0, num, most = <int32_t>groups.limits.num_pages
+    cdef int32_t num_buckets = _fill_buckets(groups, source, spans, node)
     if num_buckets == node.num_rows:
         return
     for b in range(num_buckets):
@@ -138,14 +144,15 @@ cdef inline void _split(PrefixGroups *groups, const Table *table, const Spans *s
         if num < 2:
             continue
         child = &groups.nodes[groups.num_nodes]
-        groups.num_nodes += 1
         child.parent, child.depth, child.first_row, child.num_rows = <int32_t>k, node.depth + 1, node.first_row + j, num
         child.end = groups.places[rows[j]]
         while num > 1:
             num -= 1
             child.end = _count_common(groups, table, spans, rows[j], rows[j + num], node.end, child.end)
-        if child.end - node.end > groups.limits.num_pages:
-            child.end, child.depth = node.end + <int32_t>groups.limits.num_pages, MAX_NODE_DEPTH
+        child.end -= child.end % groups.unit
+        if child.end - node.end > most:
+            child.end, child.depth = node.end + most - most % groups.unit, MAX_NODE_DEPTH
+        groups.num_nodes += child.end > node.end
     assert groups.num_nodes <= groups.max_num_reqs + 1
 
 
@@ -266,7 +273,7 @@ cdef inline void find_groups(
     groups.num_nodes = 1
     while k < groups.num_nodes:
         if groups.nodes[k].depth < MAX_NODE_DEPTH:
-            _split(groups, table, spans, k)
+            _split(groups, source, spans, k)
         k += 1
     _count_saved(groups, least)
     _choose(groups, least)

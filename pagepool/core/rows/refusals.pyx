@@ -45,6 +45,13 @@ cdef int refuse_unready(
         )
     if is_due:
         refuse_due(store, name)
+    return 0 if may_wait else refuse_ended(batch, row, name)
+
+
+cdef int refuse_ended(const Batch *batch, Py_ssize_t row, str name) except -1:
+    """Raise ArgumentError for a row that has ended."""
+    if batch.records[row].state == ENDED:
+        raise ArgumentError(f"{name}: got a row that has ended, allowed: one that goes on; release it")
     return 0
 
 
@@ -155,6 +162,7 @@ cdef int refuse_append(PageStore store, const Batch *batch, PageIds rows, Py_ssi
     cdef Py_ssize_t i
     cdef int64_t num_tokens = 1
     cdef int32_t row = refuse_unknown(store, batch, rows.ids[at], at)
+    refuse_ended(batch, row, f"row {row} (at {at})")
     for i in range(at):
         num_tokens += rows.ids[i] == row
     if count_awaited(batch, row) > 1:
@@ -176,6 +184,7 @@ cdef int refuse_trim(
     PageStore store, const Batch *batch, PageIds rows, Py_ssize_t at, int32_t num_tokens, bint is_due
 ) except -1:
     cdef int32_t restart, row = refuse_row(store, batch, rows.ids, at)
+    refuse_ended(batch, row, f"row {row} (at {at})")
     if not 0 <= num_tokens <= batch.records[row].num_tokens:
         raise ArgumentError(f"num_tokens: got {num_tokens} (at {at}), allowed: 0 to {batch.records[row].num_tokens}")
     refuse_unready(store, batch, row, is_due, False, at)

@@ -431,6 +431,8 @@ cdef class RowRequest:
         attach(batch.pool, holding, demand)
         show_row(batch, self.row)
         take_pages(batch, self.row, <int32_t>demand.num_tokens, NULL)
+        if batch.num_local_shards:
+            show_local_ids(batch, self.row)
         copy_states(batch.pool, holding, demand)
 
     cdef bint begin_counts(self, int32_t num_hits) noexcept:

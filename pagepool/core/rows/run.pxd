@@ -33,6 +33,7 @@ cdef enum RunState:
     CLAIMED                   # a call is admitting a request
     PENDING                   # its next tokens are computed elsewhere
     RUNNING
+    ENDED                     # `settle` has told so: it takes no more tokens, and is to be released
 
 cdef enum:
     NOBODYS = -1              # a `num_sampled`: the tokens were cut, or belong to a fork's source
@@ -47,7 +48,7 @@ cdef struct RowRecord:        # 32 bytes, two to a cache line
     int32_t next_settle       # final count from which a settled step has work
     uint32_t told_step        # lower half of the number of the step that told the row; 0: the row is not told
     uint8_t state             # a `RunState`
-    uint8_t is_admitted       # whether the state is PENDING or RUNNING
+    uint8_t is_admitted       # whether the state is PENDING or later
     uint8_t first_launch      # place of the oldest launch in the ring
     uint8_t num_launches
 

@@ -202,10 +202,10 @@ cdef class RunningRows:
         settled in the order of their launch; each also ends the row's part in earlier steps, for chunks of its prompt.
 
         A row ends at its first token among `stop_token_ids`, or once it has `max_num_tokens` tokens, its prompt's included:
-        tokens behind are dropped, also those of later steps, which return -1 for it. ``step.ended_rows`` lists these rows, for
-        `release`, and ``step.has_stopped`` says why each ended. Stop ids are a list for all rows, or an int32 matrix
-        ``[num_rows, ids]`` with a line for each row of the batch, padded with -1; limits are a number, or one for each row.
-        With either of them a row that is full ends too.
+        tokens behind are dropped, also those of later steps, which return -1 for it. ``step.ended_rows`` lists these rows,
+        which can only be released then, and ``step.has_stopped`` says why each ended. Stop ids are a list for all rows, or an
+        int32 matrix ``[num_rows, ids]`` with a line for each row of the batch, padded with -1; limits are a number, or one for
+        each row. With either of them a row that is full ends too.
 
         With `failed` the step has failed, and with it all later steps of the batch. Pages that these should have filled lose
         their entries, even if other rows have hit them. Each row goes back to the tokens before its first failed step, and a
@@ -658,10 +658,13 @@ cdef void grow_checked(Batch *batch, StepResult head, StepResult result) noexcep
     cdef OpenStep *node = &result.node if head is None else &head.node
     cdef bint was_open = node.step > 0
     cdef int64_t num_steps = batch.num_steps
+    cdef Py_ssize_t i
     cdef void *thread = let_others_run(growth.num_rows + growth.max_num_new)
     open_step(batch, node, growth.step)
     batch.num_steps = max(num_steps, growth.step)
     grow_rows(batch, growth)
+    for i in range(growth.num_grown if batch.num_local_shards else 0):
+        show_local_ids(batch, growth.grown_rows[i])
     go_on(thread)
     if growth.num_grown == 0:
         batch.num_steps = num_steps

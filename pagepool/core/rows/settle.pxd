@@ -185,8 +185,10 @@ cdef inline const int32_t *settle_rows(
 # Tokens that the host chose.
 
 cdef inline bint _can_append(const Batch *batch, int32_t row) noexcept nogil:
-    """Whether the row is admitted, and no later step in flight computes the token."""
-    return is_row(batch, row) and (not batch.max_steps_ahead or count_awaited(batch, row) <= 1)
+    """Whether the row is admitted and has not ended, and no later step in flight computes the token."""
+    if not is_row(batch, row) or batch.records[row].state == ENDED:
+        return False
+    return not batch.max_steps_ahead or count_awaited(batch, row) <= 1
 
 
 cdef inline void _append_token(Batch *batch, int32_t row, int32_t token_id) noexcept nogil:
@@ -481,10 +483,15 @@ cdef inline int32_t _find_lost(const Batch *batch, const Failure *failure, Py_ss
 
 
 cdef inline bint set_back(Batch *batch, const Failure *failure, int32_t row) noexcept nogil:
-    """Set a row back if a failed step concerns it, after `lose_entries`; False if it cannot go back. O(pages)."""
+    """Set a row back if a failed step concerns it, after `lose_entries`; False if it cannot go back. A row that has ended goes
+    on to its release. O(pages).
+    """
     cdef int32_t first = _find_lost(batch, failure, row) if batch.records[row].is_admitted else INT32_MAX
     cdef int32_t num_tokens = batch.records[row].num_tokens
-    if first == INT32_MAX:
+    if batch.records[row].state == ENDED:
+        batch.records[row].num_launches = <uint8_t>_find_failed(batch, row, failure.step)
+        count_run_tokens(batch, row)
+    if first == INT32_MAX or batch.records[row].state == ENDED:
         return True
     batch.records[row].num_launches = <uint8_t>_find_failed(batch, row, failure.step)  # earlier launches still run
     if has_copies(batch.pool, holding_of(batch, row)) or (first > 0 and has_recurrent(batch)):

@@ -27,7 +27,7 @@ cdef struct Table:
     Py_ssize_t num_segments   # segments in a row
     Py_ssize_t width          # columns of a segment: SEGMENT, or fewer in a narrower table
     int64_t version           # grows with each change
-    int64_t num_rewrites      # grows when ids in a row are replaced or cleared, not when ids are appended
+    int64_t num_rewrites      # grows when ids of a row are cleared, as a batch does before it replaces them
 
 
 cdef inline void set_dirty(Table *table, Py_ssize_t row, Py_ssize_t start, Py_ssize_t stop) noexcept nogil:
@@ -67,7 +67,6 @@ cdef inline void write_ids(
         places[0] = ids[0]
     else:
         copy_bytes(places, ids, n * sizeof(int32_t))
-    table.num_rewrites += start < table.num_pages[row]
     table.num_pages[row] = <int32_t>(start + n)
     set_dirty(table, row, table.num_sinks + start, table.num_sinks + start + n)
 
