@@ -200,9 +200,9 @@ def test_two_processes_with_one_folder_at_once(tmp_path: Path) -> None:
 
 
 def put_garbage(folder: Path) -> None:
-    """Damage all files, in one of several ways each."""
+    """Damage all files, in one of several ways each; files that are being written get their names meanwhile."""
     rng = Random(SEED)
-    for path in [path for path in folder.rglob("*") if path.is_file()]:
+    for path in [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".tmp"]:
         data = bytearray(path.read_bytes())
         match rng.randrange(5):
             case 0:

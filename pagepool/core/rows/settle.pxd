@@ -488,12 +488,12 @@ cdef inline bint set_back(Batch *batch, const Failure *failure, int32_t row) noe
     """
     cdef int32_t first = _find_lost(batch, failure, row) if batch.records[row].is_admitted else INT32_MAX
     cdef int32_t num_tokens = batch.records[row].num_tokens
-    if batch.records[row].state == ENDED:
-        batch.records[row].num_launches = <uint8_t>_find_failed(batch, row, failure.step)
-        count_run_tokens(batch, row)
-    if first == INT32_MAX or batch.records[row].state == ENDED:
+    if first == INT32_MAX:
         return True
     batch.records[row].num_launches = <uint8_t>_find_failed(batch, row, failure.step)  # earlier launches still run
+    if batch.records[row].state == ENDED:
+        count_run_tokens(batch, row)
+        return True
     if has_copies(batch.pool, holding_of(batch, row)) or (first > 0 and has_recurrent(batch)):
         return False
     if not can_restart_row(batch, row, num_tokens, first):
