@@ -51,6 +51,17 @@ cdef inline int32_t count_drafts(const Rules *rules, int32_t max_steps_ahead) no
     return max(0, rules.capacity - rules.period - max_steps_ahead) // (max_steps_ahead + 1)
 
 
+cdef inline int64_t limit_drafts(
+    const Group *groups, Py_ssize_t num_groups, int32_t max_steps_ahead, int64_t max_num_drafts,
+) noexcept nogil:
+    """Return the most draft tokens of a step, at most `max_num_drafts`, that all rings can take back."""
+    cdef Py_ssize_t g
+    for g in range(num_groups):
+        if is_ring(&groups[g].rules):
+            max_num_drafts = min(max_num_drafts, <int64_t>count_drafts(&groups[g].rules, max_steps_ahead))
+    return max_num_drafts
+
+
 cdef inline bint ring_has(const Rules *rules, int32_t num_tokens, int32_t first, int32_t num_written) noexcept nogil:
     """Whether a ring, to which the tokens from `first` up to `num_written` were written in order, has all tokens since the last
     multiple of its period before `num_tokens`.

@@ -75,7 +75,6 @@ cdef class SlotAllocator:
 
     def __init__(self, RequestMaps registry not None, max_num_tokens, on_too_large=None, bint caches_computed=False):
         """Allocate to the requests of a `RequestRegistry`, each of at most `max_num_tokens` tokens."""
-        cdef Py_ssize_t g
         self.maps = self.registry = registry
         self.store, self.held, self.hashes = registry.store, registry.held, registry.hashes
         self.groups, self.has_state = self.registry.rules.groups, self.registry.rules.has_state
@@ -85,10 +84,7 @@ cdef class SlotAllocator:
         self.on_too_large, self.has_media = on_too_large, self.registry.media is not None
         if caches_computed:
             self.store.prefer_held()
-        self.max_num_lookahead = MAX_COUNT
-        for g in range(self.groups.num):
-            if is_ring(&self.groups.groups[g].rules):
-                self.max_num_lookahead = min(self.max_num_lookahead, count_drafts(&self.groups.groups[g].rules, 0))
+        self.max_num_lookahead = limit_drafts(self.groups.groups, self.groups.num, 0, MAX_COUNT)
         self.hashes_natively, self.hash_lookahead = self.registry.hasher.is_native, self.registry.hasher.hash_lookahead
 
     @cython.final

@@ -52,7 +52,6 @@ cdef class RowStore:
     cdef Py_ssize_t checked_row(self, object row) except -1
     cdef int begin_caching(self, const Hashing *hashing, int32_t hash_page_size, bint caches_computed) except -1
     cdef int begin_groups(self) except -1
-    cdef void limit_drafts(self) noexcept
     cdef int make_arrays(self) except -1
     cdef void forget_extra_keys(self, Py_ssize_t row) noexcept
     cdef bint copy_extra_keys(self, Py_ssize_t source, PageIds targets, list forgotten) noexcept

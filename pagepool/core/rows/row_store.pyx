@@ -8,7 +8,7 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.string cimport memcpy
 
 from pagepool.core.base cimport CACHE_LINE, MAX_LANES, has_avx2, keep_sparse, process_number, require_allocated
-from pagepool.core.holding cimport count_drafts
+from pagepool.core.holding cimport limit_drafts
 from pagepool.core.tables cimport TableRows
 
 import numpy as np
@@ -223,22 +223,13 @@ cdef class RowStore:
         batch.has_final = batch.caches_late or batch.skips_pages or batch.writes_states
         return 0
 
-    cdef void limit_drafts(self) noexcept:
-        """Set the most draft tokens of a row, so that rings can take them back."""
-        cdef Batch *batch = &self.batch
-        cdef Py_ssize_t g
-        batch.max_num_drafts = INT32_MAX
-        for g in range(batch.num_groups):
-            if is_ring(&batch.groups[g].rules):
-                batch.max_num_drafts = min(batch.max_num_drafts, count_drafts(&batch.groups[g].rules, batch.max_steps_ahead))
-
     cdef int make_arrays(self) except -1:
         """Allocate the arrays of a batch whose limits, hashing and groups are set; then the batch is complete."""
         cdef Batch *batch = &self.batch
         cdef Py_ssize_t n = (<TableRows>self.tables[0]).table.num_rows
         self.buffers, self.extra_key_bytes, self.refusals = (), [None] * n, [None] * n
         batch.ring_size, batch.writes.number = batch.max_steps_ahead + 1, 1
-        self.limit_drafts()
+        batch.max_num_drafts = <int32_t>limit_drafts(batch.groups, batch.num_groups, batch.max_steps_ahead, INT32_MAX)
         make_records(self, n)
         make_contents(self, n)
         make_pages(self, n)
