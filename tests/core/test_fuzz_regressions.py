@@ -29,6 +29,7 @@ from pagepool._core import (
     find_prefix,
     keep_token_ids,
     pack_dirty_segments,
+    rank_checkpoints,
 )
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, PagePoolError
 
@@ -213,6 +214,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     *((lambda bound=bound: PageStore(8).find(1, 0, bound), PagePoolError, "start: got") for bound in (2**31, "0", 0.5)),
     (lambda: PagePool(Mute(), enable_caching=False), ArgumentError, "got a Mute"),
     (lambda: setattr(PageStore(8), "names", None), AttributeError, "names"),
+    (lambda: rank_checkpoints(PageStore(8), [0]), ArgumentError, "banks: got those of a store that has one"),
 ]
 
 
@@ -250,8 +252,8 @@ def test_hits_without_an_index() -> None:
 
 WITH_FINALIZERS = """
 import gc
-from pagepool._core import CachePage, HashChain, PageIds, PageStore, PageRules, RowRequest, RunningRows
-from pagepool._core import TableRows, check_holders
+from pagepool._core import CacheGroups, CachePage, HashChain, PageIds, PageStore, PageRules, RequestPages, RowRequest
+from pagepool._core import RunningRows, TableRows, check_holders
 from pagepool.page_pool.integrity import check_store
 
 class Finalizer:
@@ -298,6 +300,11 @@ store.set_ref_count(3, 0)
 store.enter(5, 9, 0)
 store.set_ref_count(5, 1)
 refuse(check_store, store)
+uneven = PageStore(9, enable_caching=True)
+groups = CacheGroups([(PageRules(4), 0, 1)])
+refuse(RequestPages(uneven, groups, 32).allocate, 4, 4, (), chain, 0, 0, 2)
+uneven_rows = RunningRows(uneven, [TableRows(2, 8)], [(PageRules(4), 0, 1)], 32, 4, bytes(16), 2)
+refuse(RowRequest(uneven_rows, 0, [1, 2, 3, 4, 5]).admit)
 """
 
 

@@ -11,7 +11,7 @@ from libc.stdint cimport INT64_MAX
 
 from pagepool.core.base cimport GIL_DISABLED, MAX_LOOKAHEAD, process_number
 from pagepool.core.pool cimport NOBODY, count_changes, count_holders, count_refusal, give_back_all, overdrawn_page, set_session
-from pagepool.core.values cimport ids_in
+from pagepool.core.values cimport ids_in, refuse_hashed
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, MovesDueError, PageHashError, PageIdError, shown
 
@@ -27,6 +27,15 @@ cdef int lock_chain(HashChain chain, PageStore store) except -1:
 cdef void unlock_chain(HashChain chain) noexcept:
     if chain is not None:
         chain.lock.release()
+
+
+cdef Outcome hash_missing(HashChain chain, PageIds tokens, int64_t num_hashed) noexcept:
+    """Let a locked chain hash the `tokens` (None: none) that it lacks of the first `num_hashed`."""
+    if tokens is None:
+        return DONE
+    if tokens.num != chain.count_tokens(num_hashed // chain.page_size - chain.num):
+        return ALREADY_HASHED
+    return DONE if chain.extend_locked(tokens, b"") else NO_MEMORY
 
 
 cdef int refuse_due(PageStore store, str name) except -1:
@@ -284,17 +293,17 @@ cdef class RequestPages:
         cdef Outcome outcome
         if hits and array == NULL:
             return NO_MEMORY
-        lock_chain(chain, self.store)
         try:
-            if tokens is not None and not chain.extend_to(tokens, step.num_hashed // chain.page_size):
-                return NO_MEMORY
-            self.store.lock_divided(step.num_shards)
-            assert step.num_shards == 0 or self.store.pool.num_shards == step.num_shards
-            step.demand.hits = array
-            outcome = allocate_locked(self, step, chain, new)
-            self.store.lock.release()
-        finally:
+            lock_chain(chain, self.store)
+            outcome = hash_missing(chain, tokens, step.num_hashed)
+            if outcome == DONE:
+                self.store.lock_divided(step.num_shards, &chain.lock if chain is not None else <cython.pymutex *>NULL)
+                assert step.num_shards == 0 or self.store.pool.num_shards == step.num_shards
+                step.demand.hits = array
+                outcome = allocate_locked(self, step, chain, new)
+                self.store.lock.release()
             unlock_chain(chain)
+        finally:
             free(array)
         return outcome
 
@@ -368,6 +377,8 @@ cdef class RequestPages:
         """Raise the error for a step that was not done."""
         if outcome == MOVES_DUE:
             refuse_due(self.store, "request")
+        if outcome == ALREADY_HASHED:
+            refuse_hashed()
         if outcome == NOT_EMPTY:
             raise ArgumentError("hits: got some for a request that holds pages, allowed: none")
         if outcome == WRONG_HIT:

@@ -18,6 +18,7 @@ cdef enum Outcome:
     MOVES_DUE                # moves of pages of the request are due
     CACHED_OTHERWISE          # a page that was filled has an entry under another hash
     LOST_PAGE                 # another caller gave back a page that is to be skipped or kept
+    ALREADY_HASHED            # another call hashed the tokens while they were read
     NO_MEMORY
 
 cdef struct Step:             # the next tokens of a request, counted from its first one on

@@ -8,6 +8,8 @@ from libc.string cimport memcpy
 from pagepool.core.pool.arrays cimport *
 from pagepool.core.pool.store cimport *
 
+from pagepool.errors import ArgumentError
+
 
 def keep_token_ids(PageStore store not None, width) -> None:
     """Keep up to `width` tokens of each page cached from now on, at 4 bytes a token. Tokens kept so far stay; a width that
@@ -36,12 +38,14 @@ def rank_checkpoints(PageStore store not None, banks) -> None:
     """Keep the lineage of pages, and let the checkpoints in `banks`, which have no other pages, be evicted by their classes,
     from now on. The keys of the pages last evicted from these banks are remembered, about twice as many as they have pages:
     with these keys look-ups count the hits that evictions lost. 4 bytes a page of the pool, 56 a page of the banks.
-    O(num_pages), once.
+    ArgumentError in a store of one bank, which has keys and values too. O(num_pages), once.
     """
     cdef PageIds checked = PageIds([store.checked_bank(bank) for bank in as_list(banks, "banks")])
     cdef Pool *pool = &store.pool
     cdef bint has_room
     cdef Py_ssize_t i
+    if checked.num and pool.num_banks == 1:
+        raise ArgumentError("banks: got those of a store that has one, allowed: of a store that has another for keys and values")
     with store.own_lock()[0]:
         if pool.children == NULL:
             pool.children = <uint32_t *>calloc(pool.num_pages, sizeof(uint32_t))

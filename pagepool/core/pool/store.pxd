@@ -32,4 +32,4 @@ cdef class PageStore(PageRecords):
     cdef int refuse_size(self, str what, int64_t num_pages, int32_t queue) except -1
     cdef Py_ssize_t give_back_row(self, PageIds ids, Py_ssize_t num_staying, const int32_t *terms=*) noexcept
     cdef int refuse_give_back(self, PageIds ids, Py_ssize_t bad) except -1
-    cdef int lock_divided(self, int32_t num_shards) except -1
+    cdef int lock_divided(self, int32_t num_shards, cython.pymutex *outer) except -1

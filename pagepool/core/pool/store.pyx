@@ -407,7 +407,8 @@ cdef class PageStore(PageRecords):
         cdef int32_t queue, num_free, bad = NULL_PAGE
         cdef void *thread
         ids.reserve(min(num, self.pool.num_pages))
-        self.lock_divided(divided)
+        self.require_own()
+        self.lock_divided(divided, NULL)
         queue = queue_in(&self.pool, checked_bank, checked_shard)
         num_free = count_free_in(&self.pool, queue)
         if num <= num_free:
@@ -493,14 +494,19 @@ cdef class PageStore(PageRecords):
 
     # Shards.
 
-    cdef int lock_divided(self, int32_t num_shards) except -1:
+    cdef int lock_divided(self, int32_t num_shards, cython.pymutex *outer) except -1:
         """Lock the pool once it is divided into `num_shards`; 0 accepts any number. Another caller may divide it again before
-        the lock is taken, so try until it fits. Pages of expired leases are given back.
+        the lock is taken, so try until it fits. Pages of expired leases are given back. The caller holds the lock `outer`
+        (NULL: none): it is released while the pool is divided, and after an error.
         """
-        self.own_lock()[0].acquire()
+        self.lock.acquire()
         while num_shards and self.pool.num_shards != num_shards:
             self.lock.release()
+            if outer != NULL:
+                outer[0].release()  # a finalizer that runs while an error is made may wait for it
             self.set_shards(num_shards)
+            if outer != NULL:
+                outer[0].acquire()
             self.lock.acquire()
         end_leases(&self.pool)
         assert num_shards == 0 or self.pool.num_shards == num_shards

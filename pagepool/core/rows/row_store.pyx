@@ -114,12 +114,10 @@ cdef class RowStore:
     cdef int acquire_locks(self) except -1:
         """Take all locks, and divide the pool into the shards that the rows need."""
         self.check_made()
-        self.own_lock()[0].acquire()
-        try:
-            self.store.lock_divided(self.num_shards)
-        except BaseException:
-            self.lock.release()
-            raise
+        cdef cython.pymutex *lock = self.own_lock()
+        self.store.require_own()
+        lock[0].acquire()
+        self.store.lock_divided(self.num_shards, lock)
         for table in self.lock_order:
             (<TableRows>table).lock.acquire()
         return 0

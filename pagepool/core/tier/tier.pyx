@@ -464,12 +464,13 @@ def load_prefix(
     cdef FoundPrefix found
     cdef Query query
     store.require_own()
-    with chain.own_lock()[0]:
-        store.lock_divided(num_shards)
-        contents = contents_of(chain, checked_context, checked_session)
-        query = query_of(groups, chain.digests, chain.num, chain.page_size, num, inside)
-        num_hashes = find_and_load(&store.pool, &query, hits, &contents, shard, num_kept_free)
-        store.lock.release()
+    chain.own_lock()[0].acquire()
+    store.lock_divided(num_shards, &chain.lock)
+    contents = contents_of(chain, checked_context, checked_session)
+    query = query_of(groups, chain.digests, chain.num, chain.page_size, num, inside)
+    num_hashes = find_and_load(&store.pool, &query, hits, &contents, shard, num_kept_free)
+    store.lock.release()
+    chain.lock.release()
     if num_hashes < 0:
         raise MemoryError("the pages of a prefix")
     found = prefix_of(hits, num, num_hashes * chain.page_size)

@@ -9,6 +9,7 @@ from pagepool.core.base cimport Digest, Hashing, WideDigest, require_process
 from pagepool.core.values.ids cimport *
 
 
+cdef int refuse_hashed() except -1
 cdef Hashing hashing_of(str algorithm, bytes key, object hash_lookahead) except *
 
 
@@ -34,6 +35,5 @@ cdef class HashChain:
     cdef PageIds read_next(self, list token_ids, Py_ssize_t num_pages)
     cdef int cut(self, Py_ssize_t num_pages) except -1
     cdef Py_ssize_t count_tokens(self, Py_ssize_t num_pages) noexcept
-    cdef bint extend_to(self, PageIds tokens, Py_ssize_t num_pages) except -1
     cdef void keep_tokens(self, PageIds tokens) noexcept
     cdef bint extend_locked(self, PageIds tokens, bytes extra_keys) noexcept

@@ -137,14 +137,6 @@ cdef class HashChain:
         """Return the number of tokens that the digests of the first `num_pages` pages cover."""
         return num_pages * self.page_size + self.hashing.hash_lookahead
 
-    cdef bint extend_to(self, PageIds tokens, Py_ssize_t num_pages) except -1:
-        """Hash the tokens that were missing for `num_pages` pages, with the lock held; return False, with nothing changed, if
-        memory is short. ArgumentError if other pages are missing by now.
-        """
-        if tokens.num != self.count_tokens(num_pages - self.num):
-            refuse_hashed()
-        return self.extend_locked(tokens, b"")
-
     cdef void keep_tokens(self, PageIds tokens) noexcept:
         """Keep the tokens of the next pages, for which there is room, if all tokens before them are kept."""
         cdef Py_ssize_t start = self.num * self.page_size
