@@ -358,6 +358,7 @@ class Run:
     def _cut_pages(self, g, keep):
         while len(self.held[g]) > keep:
             self.index.give_back(self.held[g].pop())
+        self.cached[g] = min(self.cached[g], len(self.held[g]))
 
     def _drop_writes(self, n):
         for write in [w for w in self.writes if w.end > n]:
