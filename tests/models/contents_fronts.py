@@ -704,12 +704,13 @@ class ManagerFront(Front):
 
     def go_back(self, job: Job, num_computed_tokens: int) -> bool:
         """Let tokens be computed again; False if pages that they need are gone."""
+        num_computed_tokens = min(job.num_computed_tokens, num_computed_tokens)
         for group, pages in zip(self.setting.groups, job.pages, strict=True):
             if group.kind == "mamba" or not self.has_pages(job, group, pages, num_computed_tokens):
                 return False
         if not job.rings.have(num_computed_tokens):
             return False
-        job.num_computed_tokens = min(job.num_computed_tokens, num_computed_tokens)
+        job.num_computed_tokens = num_computed_tokens
         return True
 
 
@@ -996,7 +997,9 @@ class BatchFront(Front):
             first = is_hit[job]
             if row in released:
                 require(first < sys.maxsize, "a row is released that no failed step concerns", job)
-                is_back = (first == 0 or not self.setting.has_state) and not self._sets_back_state(job, first, first)
+                is_back = (first == 0 or not self.setting.has_state) and not self._sets_back_state(
+                    job, first, first, job.rings.num_written
+                )
                 is_back = (
                     is_back
                     and not job.loading
@@ -1018,7 +1021,8 @@ class BatchFront(Front):
         self._call("trim", [job.row], num_tokens)
         changed = max(0, num_tokens - self.books.hash_lookahead) if num_tokens < job.num_known_tokens else num_tokens
         if changed < job.num_computed_tokens:
-            require(not self._sets_back_state(job, num_tokens, changed), "a state went back", job, num_tokens)
+            is_back = self._sets_back_state(job, num_tokens, changed, job.num_computed_tokens)
+            require(not is_back, "a state went back", job, num_tokens)
             job.num_computed_tokens = self.books.cut(job, num_tokens, min(job.num_computed_tokens, num_tokens), changed)
             job.num_settled_tokens = min(job.num_settled_tokens, job.num_computed_tokens)
         job.num_known_tokens = num_tokens
@@ -1052,20 +1056,22 @@ class BatchFront(Front):
             )
             is_back = num_computed_tokens - self.books.hash_lookahead < int(self.batch.num_computed_tokens[job.row])
             changed = max(0, num_computed_tokens - self.books.hash_lookahead)
-            is_right = is_back and (is_lost or self._sets_back_state(job, num_computed_tokens, changed))
+            is_right = is_back and (
+                is_lost or self._sets_back_state(job, num_computed_tokens, changed, job.num_computed_tokens)
+            )
             require(is_right, "a row may be cut and is not", job, num_computed_tokens)
             return False
         return True
 
-    def _sets_back_state(self, job: Job, num_tokens: int, changed: int) -> bool:
+    def _sets_back_state(self, job: Job, num_tokens: int, changed: int, num_planned: int) -> bool:
         """Whether a state has seen tokens from `num_tokens` on, or such that are computed again if slots change from `changed`
-        on, some of them after others that stay, and a ring lacks what was before.
+        on, some of them after others that stay; or a ring lacks what was before such of the `num_planned` tokens.
         """
         restart = self.books.find_restart(job, min(num_tokens, job.num_computed_tokens), changed)
         places = {num_tokens, restart} - {0}
         if self.setting.has_state and min(places, default=job.num_computed_tokens) < job.num_computed_tokens:
             return True
-        return any(num < job.rings.num_written and not job.rings.have(num) for num in places)
+        return any(num < num_planned and not job.rings.have(num) for num in places)
 
     def fork(self, job: Job, rows: list[int]) -> list[Job]:
         """Let free rows go on where a job is; none if there are too few pages for all."""
