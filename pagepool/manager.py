@@ -42,6 +42,7 @@ from pagepool._core import (
     estimate_hits,
     find_prefix,
     keep_token_ids,
+    keep_whole_digests,
     link_storage,
     list_in_flight,
     list_leases,
@@ -130,7 +131,7 @@ class HostTier:
         """`num_pages` includes a null page. Behind several pools it maps the name of each pool to a size: pages of a pool are
         saved in its part of the tier, where ids count from 0.
 
-        Pools of rings or media alone, which are never saved, may be left out.
+        Pools of rings alone, which are never saved, may be left out.
 
         ``"write_back"`` saves a page when it is evicted from the pool, ``"write_through"`` in the step after the one that
         computed it, if the tier has at least twice as many pages as each pool: a smaller tier would evict the page before the
@@ -146,10 +147,9 @@ class HostTier:
         self._bound: tuple[PageTier, PageStore] | None = None
         self._sizes: dict[str, int] = {}  # by pool, once it is bound
 
-    def bind(self, store: PageStore, num_groups: int | None = None, unsaved_pools: Collection[str] = ()) -> None:
-        """Put the tier behind the pools of a store, for pages of `num_groups` groups (None: all); no page of `unsaved_pools` is
-        ever saved. Raise ArgumentError if the tier is behind pools already, if the store has a tier already, or if the sizes
-        are for other pools.
+    def bind(self, store: PageStore, unsaved_pools: Collection[str] = ()) -> None:
+        """Put the tier behind the pools of a store; no page of `unsaved_pools` is ever saved. Raise ArgumentError if the tier
+        is behind pools already, if the store has a tier already, or if the sizes are for other pools.
         """
         if self._bound is not None:
             raise ArgumentError("host_tier: got one that is behind another pool, allowed: a new one")
@@ -161,8 +161,6 @@ class HostTier:
         writes_through = self.policy == "write_through" and not small
         tier = PageTier(store, first, writes_through, [size - 1 for size in further])
         add_tier(store, tier)
-        if num_groups is not None:
-            tier.limit_groups(store, num_groups)
         if self.policy == "write_through" and small:
             num_pages, num_device_pages = nums[small[0]]
             of_pool = f"{num_device_pages} of the pool {names[small[0]]!r}"
@@ -363,7 +361,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 rank_checkpoints(self._store, sizes.list_pools_of_states(every_group))
                 self._store.put_blank_first()
             if hasher.num_digest_bytes == 32:
-                self._store.keep_whole_digests()
+                keep_whole_digests(self._store)
         self.registry = RequestRegistry(self._page_pool, rules, hasher, configuration, max_leased, self._trusts_requests)
         if self.cross_groups:
             self.registry.media = Media(
@@ -380,7 +378,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         self._caches_computed = caches == "computed" and self.enable_caching
         super().__init__(self.registry, self.max_model_len, self._on_too_large, self._caches_computed)
         if host_tier is not None:
-            host_tier.bind(self._store, num_others, list_unsaved(every_group))
+            host_tier.bind(self._store, list_unsaved(every_group))
         self.host_tier = host_tier
         self._storage: Storage | None = None
         self._advisor = Advisor(self.stats(), self._store.counters["num_queried_tokens"])

@@ -18,7 +18,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import CacheGroups, HashChain, PageIds, PageRules, PageStore, RequestPages, StepResult, find_prefix
+from pagepool._core import (
+    CacheGroups,
+    HashChain,
+    PageIds,
+    PageRules,
+    PageStore,
+    RequestPages,
+    StepResult,
+    are_loading,
+    find_prefix,
+    load_prefix,
+)
 from pagepool.arguments import read_count, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, RequestTooLargeError, count_of, shown
 from pagepool.group_rules import kind_of
@@ -181,7 +192,7 @@ class Media:
 
     def take(self, owner: Any, dp_shard_hint: int | None = None, data_parallel_size: int | None = None) -> Medium | None:
         """Hold the pages of a new owner's medium: those that its key hits, or new ones. None, without a change, if too few
-        pages are free. O(pages + encoders that have not run).
+        pages are free, and while a host tier loads those that are hit. O(pages + encoders that have not run).
         """
         num_tokens = self.read(owner)
         num_slots = cdiv(num_tokens, self.page_size) * self.page_size
@@ -194,11 +205,11 @@ class Media:
         if self._find_misfit(num_tokens, shard) is not None:
             return None
         pages = RequestPages(self._store, self._groups, num_slots, owner)
-        hits: tuple[PageIds, ...] = ()
+        hits: tuple[PageIds, ...] | None = ()
         if chain is not None:
-            inside = find_shard_bounds(self._first_pool.num_pages, dp_shard_hint, data_parallel_size)
-            found, num_hit_tokens = find_prefix(self._store, self._groups, chain, num_slots + 1, inside)
-            hits = found if num_hit_tokens == num_slots else hits
+            hits = self._find_hits(chain, find_shard_bounds(self._first_pool.num_pages, dp_shard_hint, data_parallel_size))
+        if hits is None:
+            return None
         number, num_shards = (None, 0) if shard is None else shard
         if pages.allocate(num_slots, 0, hits, chain, 0, number, num_shards) is None:
             return None
@@ -210,6 +221,13 @@ class Media:
             self._unsure[encoding] = None
         return Medium(encoding, bool(hits))
 
+    def name(self, owner: Any) -> tuple[CacheGroups, HashChain, int] | None:
+        """Return the groups, the keys and the slots of a medium; None if there is none, or nothing names it."""
+        num_tokens = self.read(owner)
+        num_slots = cdiv(num_tokens, self.page_size) * self.page_size
+        chain = self._hash(owner, num_tokens, num_slots) if num_tokens else None
+        return None if chain is None else (self._groups, chain, num_slots)
+
     def _hash(self, owner: Any, num_tokens: int, num_slots: int) -> HashChain | None:
         """Return the keys of a medium's pages; None if nothing names it."""
         key = getattr(owner, "cross_key", None)
@@ -220,6 +238,17 @@ class Media:
         hashes = self._hasher.start(prompt)
         self._hasher.extend(hashes, prompt, num_slots // self.page_size)
         return hashes.chain
+
+    def _find_hits(self, chain: HashChain, inside: tuple[int, int | None]) -> tuple[PageIds, ...] | None:
+        """Return the cached pages of a medium, within a range of ids; none unless all are cached. Those that only the host tier
+        has are loaded: None until all have come, since a load that fails would let the encoder run again behind the first step.
+        """
+        query = self._store, self._groups, chain, len(chain) * self.page_size + 1, inside
+        if find_prefix(*query, reaches_tier=True)[1] < len(chain) * self.page_size:
+            return ()
+        found = load_prefix(*query)
+        has_all = found.num_hit_tokens == len(chain) * self.page_size
+        return found.hits if has_all and not are_loading(self._store, found.hits) else None
 
     def _find_unsure(self, chain: HashChain, shard: tuple[int, int] | None) -> Encoding | None:
         """Return an encoding with this name whose encoder runs in a planned step."""

@@ -17,7 +17,6 @@ from pagepool.specs import CacheGroupSpec
 MAX_POOLS = 4
 MIN_PAGES = 2  # the null page and one more
 MAX_PAGES = 1 << 30
-UNSAVED = "Ring", "CrossAttention"  # kinds whose pages no tier saves
 
 
 class PoolSizes(NamedTuple):
@@ -65,9 +64,9 @@ def read_sizes(
 
 
 def list_unsaved(groups: Sequence[CacheGroupSpec]) -> set[str]:
-    """Return the names of the pools whose groups are all rings or media, so that no tier saves their pages."""
+    """Return the names of the pools whose groups are all rings, so that no tier saves their pages."""
     names = {getattr(group, "pool", "kv") for group in groups}
-    saved = {getattr(group, "pool", "kv") for group in groups if kind_of(group.kv_cache_spec) not in UNSAVED}
+    saved = {getattr(group, "pool", "kv") for group in groups if kind_of(group.kv_cache_spec) != "Ring"}
     return names - saved
 
 

@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import HashChain, begin_fills, end_fills, list_absent
+from pagepool._core import CacheGroups, HashChain, begin_fills, end_fills, list_absent
 from pagepool.stores.frames import HEADER_BYTES, make_header
 from pagepool.stores.pages import Pages, Tier
 from pagepool.stores.pending import Buffers, Flags, Job, Jobs, Object
@@ -24,11 +24,13 @@ MAX_LOOKUPS = 1024
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A queued request whose pages may be in the store."""
+    """The tokens or the medium of a queued request, whose pages may be in the store."""
 
+    groups: CacheGroups
     chain: HashChain
     num_tokens: int
     queued_at: float
+    num_least_tokens: int = 0  # a shorter hit is worth nothing
     num_on_the_way: int = 0  # look-ups, and pages to be loaded, that have not ended
     asked_at: float = inf  # time of the first question whether it is ready
     num_bytes: int = 0  # bytes of the pages that are looked up or loaded
@@ -70,7 +72,7 @@ class Loads:
 
     def look_up(self, fetch: Fetch) -> bool:
         """Start to look up the pages of a request. Return whether there are any to be looked up."""
-        keys, groups, num_now, _ = list_absent(self._tier.store, self._tier.groups, fetch.chain, fetch.num_tokens)
+        keys, groups, num_now, _ = list_absent(self._tier.store, fetch.groups, fetch.chain, fetch.num_tokens)
         pages = Pages(keys, groups)
         pages = pages.choose(self._saves.are_right(pages))
         if not len(pages.groups) or self._num_lookups >= MAX_LOOKUPS or not self._may_ask():
@@ -176,8 +178,9 @@ class Loads:
         are_stored &= self._saves.are_right(job.pages)  # pages may have been found to be wrong meanwhile
         self._saves.note_stored(job.pages, are_stored)
         tier, found = self._tier, job.pages.choose(are_stored).sort()
-        keys, groups, num_now, num_then = list_absent(tier.store, tier.groups, fetch.chain, fetch.num_tokens, *found)
-        if fetch.is_over or not len(groups):  # nobody waits, or the store's pages do not lengthen the hit
+        keys, groups, num_now, num_then = list_absent(tier.store, fetch.groups, fetch.chain, fetch.num_tokens, *found)
+        is_longer = len(groups) > 0 and num_then >= fetch.num_least_tokens
+        if fetch.is_over or not is_longer:  # nobody waits, or the store's pages do not lengthen the hit
             return
         needed = Pages(keys, groups)
         names = needed.name()
@@ -277,7 +280,7 @@ class Loads:
     def _fill(self, job: Job, places: npt.NDArray[np.intp]) -> None:
         """Copy loaded objects into pages of the tier, and let the pages that are intact there hit."""
         tier, loaded = self._tier, job.pages.choose(places)
-        number, page_ids = begin_fills(tier.store, tier.groups, loaded.keys, loaded.groups, job.context.chain)
+        number, page_ids = begin_fills(tier.store, tier.banks, loaded.keys, loaded.groups, job.context.chain)
         if not number:
             return
         taken = np.flatnonzero(page_ids)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import CacheGroups, PageStore
+from pagepool._core import PageStore
 
 Keys = npt.NDArray[np.uint64]
 GroupIds = npt.NDArray[np.int32]
@@ -40,10 +40,10 @@ class Pages(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A host tier: the store of its pool, the model's groups, and the rows of each group, ``[num_host_pages, row_bytes]``."""
+    """A host tier: the store of its pool, and for each group its bank there and the rows, ``[num_host_pages, row_bytes]``."""
 
     store: PageStore
-    groups: CacheGroups
+    banks: Sequence[int]
     rows: Sequence[npt.NDArray[np.uint8]]
     has_groups: bool  # the owner of the rows distinguishes groups
     mark_saved: Callable[..., None]

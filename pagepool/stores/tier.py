@@ -110,7 +110,7 @@ class StoreTier:
         self._jobs = Jobs(store)
         self._saves = Saves(tier, self._jobs, namespace, max_queued_bytes)
         self._loads = Loads(tier, self._jobs, self._saves, namespace, max_queued_bytes)
-        self._fetches: dict[str, Fetch] = {}
+        self._fetches: dict[str, list[Fetch]] = {}
         self._num_late = 0
         self._is_open, self._is_stale = True, False
         self._lock = threading.RLock()
@@ -118,9 +118,9 @@ class StoreTier:
         manager.attach_storage(self, writes_through=write == "through")
 
     def fetch(self, request: Request) -> None:
-        """Start to look up the pages of a request that was queued. Call `is_ready` at its turn, or `forget` if it ends
-        before. A second call for the same request changes nothing. A page that is on its way for another request is not read
-        again. O(pages).
+        """Start to look up the pages of a request that was queued, and those of its medium. Call `is_ready` at its turn, or
+        `forget` if it ends before. A second call for the same request changes nothing. A page that is on its way for another
+        request is not read again. O(pages).
 
         The request is as for `CacheManager.probe`, with the same errors.
         """
@@ -128,10 +128,15 @@ class StoreTier:
             request_id, query = id_of(request), self._manager.registry.read_query(request)
             if not self._is_open or self._is_stale or query is None or request_id in self._fetches:
                 return
-            chain = self._manager.registry.hash_apart(request, query[0])
-            fetch = Fetch(chain, query[0], time.monotonic())
-            if self._loads.look_up(fetch):
-                self._fetches[request_id] = fetch
+            registry, now = self._manager.registry, time.monotonic()
+            fetches = [Fetch(registry.rules.groups, registry.hash_apart(request, query[0]), query[0], now)]
+            medium = None if registry.media is None else registry.media.name(request)
+            if medium is not None:
+                groups, chain, num_slots = medium
+                fetches.append(Fetch(groups, chain, num_slots + 1, now, num_slots))
+            fetches = [fetch for fetch in fetches if self._loads.look_up(fetch)]
+            if fetches:
+                self._fetches[request_id] = fetches
 
     def is_ready(self, request: Request) -> bool:
         """Whether to admit a request whose turn it is. False while its pages are on their way: give the turn to another one,
@@ -144,25 +149,29 @@ class StoreTier:
         """
         with self._lock:
             request_id = id_of(request)
-            fetch = self._fetches.get(request_id)
-            if fetch is None:
+            fetches = self._fetches.get(request_id)
+            if fetches is None:
                 return True
             self.poll()
             now = time.monotonic()
-            self._loads.begin_turn(fetch, now)
-            is_late = fetch.num_on_the_way > 0 and now >= self._loads.find_patience(fetch, now, self._deadline)
-            if fetch.num_on_the_way and not is_late and self._is_open:
+            late = [fetch for fetch in fetches if self._is_late(fetch, now)]
+            if self._is_open and any(fetch.num_on_the_way and fetch not in late for fetch in fetches):
                 return False
-            self._num_late += is_late and (fetch.began_at is not None or now != fetch.asked_at)
-            self._loads.leave(fetch)
+            self._num_late += any(fetch.began_at is not None or now != fetch.asked_at for fetch in late)
+            for fetch in fetches:
+                self._loads.leave(fetch)
             del self._fetches[request_id]
             return True
+
+    def _is_late(self, fetch: Fetch, now: float) -> bool:
+        """Whether pages are still on their way after the time for which a request waits at its turn."""
+        self._loads.begin_turn(fetch, now)
+        return fetch.num_on_the_way > 0 and now >= self._loads.find_patience(fetch, now, self._deadline)
 
     def forget(self, request: Request) -> None:
         """Forget a request that will not be admitted. Its loads go on. O(1)."""
         with self._lock:
-            fetch = self._fetches.pop(id_of(request), None)
-            if fetch is not None:
+            for fetch in self._fetches.pop(id_of(request), ()):
                 self._loads.forget(fetch)
 
     def record_step(self, num_tokens: int, seconds: float) -> None:
@@ -247,7 +256,8 @@ def read_tier(manager: CacheManager, rows: HostRows | Sequence[Rows]) -> Tier:
     """Return the tier behind a manager, with the rows of each group. Raise ArgumentError for rows that do not fit it."""
     if manager.host_tier is None:
         raise ArgumentError("manager: got one without a host tier, allowed: CacheManager(..., host_tier=HostTier(...))")
-    num_groups = len(manager.kv_cache_groups)
+    pools = [group.pool for group in (*manager.kv_cache_groups, *manager.cross_groups)]
+    num_groups = len(pools)
     groups: Sequence[int] | None = None
     mark_saved: Callable[..., None] = ignore_saved
     if isinstance(rows, HostRows):
@@ -262,14 +272,16 @@ def read_tier(manager: CacheManager, rows: HostRows | Sequence[Rows]) -> Tier:
     if sorted(of_group) != list(range(num_groups)):
         raise ArgumentError(f"rows: got {len(arrays)} arrays, allowed: one for all groups, or one for each of {num_groups}")
     for group, array in of_group.items():
-        check_rows(f"rows[{group}]", array, manager.host_tier.count_pages(manager.kv_cache_groups[group].pool))
+        check_rows(f"rows[{group}]", array, manager.host_tier.count_pages(pools[group]))
     names: list[int | None] = [None] if groups is None else [*groups]
     for name in names:
         mark_saved([], group=name)  # raises if others cannot write the rows
     ordered = [of_group[group] for group in range(num_groups)]
     registry = manager.registry
     count_steps_ahead = partial(count_steps_of, registry)
-    return Tier(registry.store, registry.rules.groups, ordered, has_groups, mark_saved, count_steps_ahead)
+    names = [*manager.pools]
+    banks = [names.index(pool) if len(names) > 1 else 0 for pool in pools]
+    return Tier(registry.store, banks, ordered, has_groups, mark_saved, count_steps_ahead)
 
 
 def count_steps_of(registry: RequestRegistry) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from threading import Event, Thread
 from typing import Any
@@ -305,15 +306,60 @@ def test_forks_moves_and_swaps() -> None:
     batch.check()
 
 
-def test_media_are_not_saved_in_a_tier() -> None:
-    manager = make_manager(1, 1, 14, host_tier=HostTier(100))
+# --- tiers --------------------------------------------------------------------------------------------------------
+
+
+def evict_medium(policy: Any = "write_back", pools: int = 1) -> tuple[CacheManager, RunningBatch]:
+    """Return a manager whose host tier has the medium of key "a", of `MOST` tokens, and whose pool has it no longer."""
+    sizes: dict[str, int] | int = {"kv": 100, "media": 100} if pools == 2 else 100
+    manager = make_manager(pools, 1, 14 if pools == 1 else 60, 14, host_tier=HostTier(sizes, policy=policy))
     batch = make_batch(manager)
     for key in ("a", "b", "c"):
-        batch.admit(0, PROMPT[:4], traits=traits(key))
+        assert batch.admit(0, PROMPT[:4], traits=traits(key)) is not None
+        moves = batch.take_moves()
         batch.release([0])
-        if number := batch.take_moves().number:
-            manager.complete(number)
-    assert manager.stats().host_tier.num_cached_pages <= 3  # pages of tokens alone
+        if moves.number:
+            manager.complete(moves.number)
+    return manager, batch
+
+
+@pytest.mark.parametrize("policy", ["write_back", "write_through"])
+@pytest.mark.parametrize("pools", [1, 2])
+def test_a_medium_is_hit_once_its_loads_have_come(policy: Any, pools: int) -> None:
+    manager, batch = evict_medium(policy, pools)
+    assert batch.admit(0, PROMPT, traits=traits("a")) is None
+    moves = batch.take_moves()
+    assert moves.loads.group.tolist().count(1) == 8
+    assert batch.admit(0, PROMPT, traits=traits("a")) is None  # its loads have not come
+    assert manager.allocate_slots(make_request("r", key="a"), 6) is None
+    assert not len(batch.take_moves().loads)
+    manager.complete(moves.number)
+    assert batch.admit(0, PROMPT, traits=traits("a")) is not None
+    medium = batch.get_medium(0)
+    assert medium is not None
+    assert medium.num_cached_tokens == MOST
+    assert sorted(medium.page_ids[0]) == sorted(moves.loads.dst[moves.loads.group == 1].tolist())
+    batch.check()
+    manager.check()
+
+
+def test_a_medium_whose_load_fails_is_encoded_again() -> None:
+    manager, batch = evict_medium()
+    assert batch.admit(0, PROMPT, traits=traits("a")) is None
+    moves = batch.take_moves()
+    manager.fail(moves.number, loads=[3])
+    assert batch.admit(0, PROMPT, traits=traits("a")) is not None
+    medium = batch.get_medium(0)
+    assert medium is not None
+    assert medium.num_cached_tokens == 0
+    manager.check()
+
+
+def test_a_medium_of_another_length_is_not_loaded() -> None:
+    manager, batch = evict_medium()
+    assert batch.admit(0, PROMPT, traits=traits("a", 9)) is not None  # another medium, since it has another length
+    assert not len(batch.take_moves().loads)
+    manager.check()
 
 
 @pytest.mark.parametrize("is_released", [False, True])
@@ -642,11 +688,31 @@ class Device:
 
     def __init__(self) -> None:
         self.contents: dict[tuple[int, int], Any] = {}
-        self.launched: list[tuple[list[Access], list[Access], set[Any]]] = []
+        self.tier: dict[tuple[int, int], Any] = {}
+        self.num_loaded = 0
+        self.launched: list[tuple[Callable[[], None], list[Access], list[Access], set[Any]]] = []
         self.have_run: set[Any] = set()  # owners whose encoders were launched, and did not fail
 
-    def launch(self, media: dict[Any, tuple[Any, Medium]]) -> None:
-        """Launch a step of owners, each with the key of its medium: encoders run once for an owner that did not hit."""
+    def move(self, manager: Any, moves: Any, rng: Random) -> None:
+        """Make the moves of media between pool and tier; some loads fail."""
+        first = len(manager.kv_cache_groups)
+        for copies, source, target in (
+            (moves.saves, self.contents, self.tier),
+            (moves.loads, self.tier, self.contents),
+        ):
+            pages = zip(copies.src.tolist(), copies.dst.tolist(), copies.group.tolist(), strict=True)
+            of_media = [(src, dst, group - first) for src, dst, group in pages if group >= first]
+            target |= {(group, dst): source.get((group, src)) for src, dst, group in of_media}
+        if moves.number:
+            wrong = [i for i, group in enumerate(moves.loads.group.tolist()) if group >= first and rng.random() < 0.05]
+            self.contents |= {(int(moves.loads.group[i]) - first, int(moves.loads.dst[i])): "garbage" for i in wrong}
+            manager.fail(moves.number, loads=wrong)
+        self.num_loaded += moves.loads.group.tolist().count(first)
+
+    def launch(self, media: dict[Any, tuple[Any, Medium]], move: Callable[[], None]) -> None:
+        """Launch the moves before a step, and the step of owners, each with the key of its medium: encoders run once for an
+        owner that did not hit.
+        """
         writes, reads, starting = [], [], set()
         for owner, (key, medium) in media.items():
             pages = [(group, page) for group, ids in enumerate(medium.page_ids) for page in ids]
@@ -655,11 +721,12 @@ class Device:
                 starting.add(owner)
             reads.append((key, pages))
         self.have_run |= starting
-        self.launched.append((writes, reads, starting))
+        self.launched.append((move, writes, reads, starting))
 
     def run(self) -> None:
         """Run the first launched step: each owner reads its own medium."""
-        writes, reads, _ = self.launched.pop(0)
+        move, writes, reads, _ = self.launched.pop(0)
+        move()
         for key, pages in writes:
             self.contents |= dict.fromkeys(pages, key)
         for key, pages in reads:
@@ -667,7 +734,8 @@ class Device:
 
     def fail(self) -> None:
         """Fail all launched steps: what they write is garbage, where it is not what was there."""
-        for writes, _, starting in self.launched:
+        for move, writes, _, starting in self.launched:
+            move()
             self.have_run -= starting
             for key, pages in writes:
                 self.contents |= {page: "garbage" for page in pages if self.contents.get(page) != key}
@@ -684,7 +752,11 @@ class Rows:
         sizes = {"kv": rng.choice((60, 90)), "media": rng.choice((40, 60)), "states": 30}
         groups = [FULL, *own, *[cross(rng.choice(("kv", "media")))] * rng.choice((1, 2))]
         named = {name: size for name, size in sizes.items() if name in {group.pool for group in groups}}
-        self.manager = CacheManager(named if len(named) > 1 else sizes["kv"], groups, MAX_LEN, caches=caches)
+        num_pages, num_host_pages = named, {name: size // 2 for name, size in named.items()}
+        if len(named) == 1:
+            num_pages, num_host_pages = sizes["kv"], sizes["kv"] // 2
+        tier = {"host_tier": HostTier(num_host_pages)} if seed % 2 else {}
+        self.manager = CacheManager(num_pages, groups, MAX_LEN, caches=caches, **tier)
         tables = MultiGroupPageTable(6, MAX_LEN, MAX_LEN, [group.kv_cache_spec.page_size for group in (FULL, *own)])
         self.batch = RunningBatch(self.manager, tables, max_steps_ahead=self.depth)
         self.device, self.keys, self.steps = Device(), {}, []
@@ -707,10 +779,11 @@ class Rows:
         ready = [row for row in self.list_rows() if row not in admitted and not batch.num_external_tokens[row]]
         left = (batch.num_tokens - batch.num_computed_tokens + batch.num_ahead_tokens)[ready]
         batch.plan([row for row, num in zip(ready, left, strict=True) if num > 0], step=step)
-        batch.take_moves()
+        move = partial(self.device.move, self.manager, batch.take_moves(), rng)
         media = {row: batch.get_medium(row) for row in step.rows.tolist() if batch.is_admitted[row]}
         stays = {row: int(batch.stays[row]) for row in media}
-        self.device.launch({stays[row]: (self.keys[stays[row]], medium) for row, medium in media.items() if medium is not None})
+        seen = {stays[row]: (self.keys[stays[row]], medium) for row, medium in media.items() if medium is not None}
+        self.device.launch(seen, move)
         are_sampled = (batch.num_computed_tokens == batch.num_tokens)[step.rows]
         self.steps.append((step, are_sampled.astype(int)))
 
@@ -761,7 +834,7 @@ class Rows:
             batch.fork(row, [target])
         except OutOfPagesError:
             return
-        batch.take_moves()
+        self.device.move(self.manager, batch.take_moves(), self.rng)
         self.keys[int(batch.stays[target])] = self.keys[int(batch.stays[row])]
         assert batch.get_medium(target).page_ids == batch.get_medium(row).page_ids
         self.num_shared += 1
@@ -782,7 +855,8 @@ class Requests:
     def __init__(self, seed: int) -> None:
         self.rng = rng = Random(seed)
         own, caches = rng.choice(OTHER_GROUPS), rng.choice(("scheduled", "computed"))
-        tier = {"host_tier": HostTier({"kv": 60, "states": 20} if own is STATE else 60)} if seed % 2 else {}
+        tier_sizes = {"kv": 60, "media": 30} | ({"states": 20} if own is STATE else {})
+        tier = {"host_tier": HostTier(tier_sizes)} if seed % 2 else {}
         groups, sizes = [FULL, *own, cross("media")], {"kv": 50, "media": 24, "states": 30}
         named = {name: size for name, size in sizes.items() if name in {group.pool for group in groups}}
         self.manager = CacheManager(named, groups, MAX_LEN, caches=caches, **tier)
@@ -794,12 +868,11 @@ class Requests:
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
             planned = self.plan()
-            if moves := self.manager.take_moves().number:
-                self.manager.complete(moves)
+            move = partial(self.device.move, self.manager, self.manager.take_moves(), self.rng)
             media = {
                 request.request_id: (self.key_of(request), self.manager.get_medium(request.request_id)) for request in planned
             }
-            self.device.launch({name: each for name, each in media.items() if each[1] is not None})
+            self.device.launch({name: each for name, each in media.items() if each[1] is not None}, move)
             if self.rng.random() < 0.15:
                 self.device.fail()
                 for request in planned:
@@ -862,6 +935,7 @@ def test_requests_read_their_own_media(seed: int) -> None:
     requests = Requests(seed)
     requests.run(150)
     assert requests.num_hits
+    assert (requests.device.num_loaded > 0) == (seed % 2 == 1)
     for request in requests.running + requests.waiting:
         requests.manager.free(request)
     assert requests.manager.stats().num_held_pages == 0

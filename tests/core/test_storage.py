@@ -41,7 +41,7 @@ def list_keys(manager: CacheManager, token_ids: list[int], *stored: Any) -> tupl
 def fill(manager: CacheManager, token_ids: list[int], failed: Any = ()) -> list[int]:
     """Fill the pages of a request in the tier. Return them."""
     keys, groups, _, _ = list_keys(manager, token_ids)
-    number, page_ids = begin_fills(manager._store, manager._rules.groups, keys, groups)
+    number, page_ids = begin_fills(manager._store, [0], keys, groups)
     manager.check()
     end_fills(manager._store, number, failed)
     manager.check()
@@ -57,10 +57,10 @@ def test_pages_that_are_there_are_not_filled() -> None:
     request = EngineRequest("request", TOKENS)
     keys, groups, _, _ = list_keys(manager, TOKENS)
     fill(manager, TOKENS[:9])
-    number, page_ids = begin_fills(manager._store, manager._rules.groups, keys, groups)
+    number, page_ids = begin_fills(manager._store, [0], keys, groups)
     assert page_ids.tolist() == [0, 0, 3, 4]
     end_fills(manager._store, number)
-    assert begin_fills(manager._store, manager._rules.groups, keys, groups)[0] == 0
+    assert begin_fills(manager._store, [0], keys, groups)[0] == 0
     assert manager.get_computed_pages(request)[1] == 16
 
 
@@ -74,12 +74,12 @@ def test_a_reset_voids_fills() -> None:
     manager = make_manager()
     link_storage(manager._store, True)
     keys, groups, _, _ = list_keys(manager, TOKENS)
-    number, _ = begin_fills(manager._store, manager._rules.groups, keys, groups)
+    number, _ = begin_fills(manager._store, [0], keys, groups)
     assert manager.reset_prefix_cache()
     end_fills(manager._store, number)
     assert count_hits(manager, TOKENS) == 0
     assert take_unstored(manager._store)[5] == 1
-    assert begin_fills(manager._store, manager._rules.groups, keys, groups)[0] == 0
+    assert begin_fills(manager._store, [0], keys, groups)[0] == 0
     unlink_storage(manager._store)
     link_storage(manager._store)
     assert take_unstored(manager._store)[5] == 0
@@ -147,7 +147,7 @@ def test_only_the_pages_of_the_longest_hit_are_asked_for() -> None:
 
 def test_misuse() -> None:
     bare, manager = make_manager(None), make_manager()
-    store, groups = manager._store, manager._rules.groups
+    store = manager._store
     keys, numbers = np.zeros((1, 2), np.uint64), [0]
     for call in (link_storage, unlink_storage, take_unstored):
         with pytest.raises(ArgumentError, match=r"^store: got one without a host tier"):
@@ -156,14 +156,14 @@ def test_misuse() -> None:
     with pytest.raises(ArgumentError, match="has storage behind it"):
         link_storage(store)
     with pytest.raises(ArgumentError, match=r"^groups: got 1 \(at 0\), allowed: 0 to 0"):
-        begin_fills(store, groups, keys, [1])
+        begin_fills(store, [0], keys, [1])
     with pytest.raises(ArgumentError, match=r"^keys: got shape \(1, 2\) for 2 groups"):
-        begin_fills(store, groups, keys, [0, 0])
+        begin_fills(store, [0], keys, [0, 0])
     with pytest.raises(ArgumentError, match=r"^keys: got shape"):
-        begin_fills(store, groups, np.zeros((1, 3), np.uint64), numbers)
+        begin_fills(store, [0], np.zeros((1, 3), np.uint64), numbers)
     with pytest.raises(ArgumentTypeError, match=r"^keys: got ndarray"):
-        begin_fills(store, groups, keys.astype(np.int64), numbers)
-    number, _ = begin_fills(store, groups, keys, numbers)
+        begin_fills(store, [0], keys.astype(np.int64), numbers)
+    number, _ = begin_fills(store, [0], keys, numbers)
     with pytest.raises(ArgumentError, match="failed"):
         end_fills(store, number, [1])
     with pytest.raises(ArgumentError, match=r"^number: got 9, allowed: that of pages being filled"):
@@ -185,7 +185,7 @@ def test_events_of_filled_pages_have_whole_digests() -> None:
     chain = manager.registry.hash_apart(EngineRequest("other", TOKENS), len(TOKENS))
     groups = manager._rules.groups
     keys, group_ids, _, _ = list_absent(manager._store, groups, chain, len(TOKENS))
-    number, _ = begin_fills(manager._store, groups, keys, group_ids, chain)
+    number, _ = begin_fills(manager._store, [0], keys, group_ids, chain)
     end_fills(manager._store, number)
     told = [digest for event in manager.take_events() if hasattr(event, "token_ids") for digest in event.block_hashes]
     parent, expected = bytes(32), []

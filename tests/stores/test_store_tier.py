@@ -20,6 +20,7 @@ from managing import grouped
 from pagepool import (
     CacheGroupSpec,
     CacheManager,
+    CrossAttentionSpec,
     EngineRequest,
     FullAttentionSpec,
     HostTier,
@@ -155,6 +156,45 @@ def test_pages_survive_a_restart() -> None:
     stats = second.manager.stats().store
     assert stats is not None
     assert (stats.num_looked_up_pages, stats.num_found_pages, stats.num_loaded_pages, stats.num_saved_pages) == (4, 4, 4, 0)
+
+
+def run_encoder(host: Host, key: str, values: Sequence[int]) -> int:
+    """Compute a request with a medium, whose encoder writes a value into each page. Return its hit encoder tokens."""
+    manager = host.manager
+    request = EngineRequest(key, tokens(1), num_encoder_tokens=PAGE_SIZE * len(values), cross_key=key)
+    host.stored.fetch(request)
+    for _ in range(8):
+        host.stored.poll()
+    assert host.stored.is_ready(request)
+    while manager.allocate_slots(request, request.num_tokens) is None:  # its medium is being loaded
+        assert host.move()
+    medium = manager.get_medium(key)
+    assert medium is not None
+    host.move()
+    if medium.num_cached_tokens == 0:
+        host.device[1][[*medium.page_ids[0]]] = np.array(values, np.uint8)[:, None]
+    assert host.device[1][[*medium.page_ids[0]], 0].tolist() == [*values]
+    request.num_computed_tokens = request.num_tokens
+    manager.free(request)
+    for _ in range(3):
+        host.move()
+    manager.check()
+    return medium.num_cached_tokens
+
+
+def test_a_medium_survives_a_restart() -> None:
+    objects: dict[bytes, bytes] = {}
+    cross = CrossAttentionSpec(PAGE_SIZE, 1, 8, "float32", use_mla=False, max_num_encoder_tokens=20)
+    first = Host(make_store(objects), [FULL, cross], write="through")
+    assert run_encoder(first, "audio", [7, 8, 9]) == 0
+    assert run_encoder(first, "other", [1, 2, 3, 4]) == 0
+    first.stored.close()
+    second = Host(make_store(objects), [FULL, cross], write="through")
+    assert run_encoder(second, "audio", [7, 8, 9]) == 12
+    objects.pop(next(name for name in objects if name[-1] == 1))  # a page of a medium
+    third = Host(make_store(objects), [FULL, cross], write="through")
+    numbers = [run_encoder(third, key, values) for key, values in (("audio", [7, 8, 9]), ("other", [1, 2, 3, 4]))]
+    assert sorted(numbers) in ([0, 12], [0, 16])
 
 
 def test_pages_that_the_tier_evicts_are_saved() -> None:

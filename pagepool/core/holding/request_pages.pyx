@@ -29,15 +29,6 @@ cdef void unlock_chain(HashChain chain) noexcept:
         chain.lock.release()
 
 
-cdef Outcome hash_missing(HashChain chain, PageIds tokens, int64_t num_hashed) noexcept:
-    """Let a locked chain hash the `tokens` (None: none) that it lacks of the first `num_hashed`."""
-    if tokens is None:
-        return DONE
-    if tokens.num != chain.count_tokens(num_hashed // chain.page_size - chain.num):
-        return ALREADY_HASHED
-    return DONE if chain.extend_locked(tokens, b"") else NO_MEMORY
-
-
 cdef int refuse_due(PageStore store, str name) except -1:
     """Raise the error for moves that are due. If they are taken next, that begins no step."""
     with store.own_lock()[0]:
@@ -298,7 +289,6 @@ cdef class RequestPages:
             outcome = hash_missing(chain, tokens, step.num_hashed)
             if outcome == DONE:
                 self.store.lock_divided(step.num_shards, &chain.lock if chain is not None else <cython.pymutex *>NULL)
-                assert step.num_shards == 0 or self.store.pool.num_shards == step.num_shards
                 step.demand.hits = array
                 outcome = allocate_locked(self, step, chain, new)
                 self.store.lock.release()

@@ -6,6 +6,7 @@ from libc.string cimport memset
 from pagepool.core.base cimport resize
 from pagepool.core.holding.writes cimport *
 from pagepool.core.pool cimport is_cached_otherwise, shard_of
+from pagepool.core.values cimport HashChain, PageIds
 
 
 cdef enum Outcome:
@@ -45,6 +46,15 @@ cdef struct Step:             # the next tokens of a request, counted from its f
     Py_ssize_t wrong_at       # place of that page in its group
     Py_ssize_t wrong_num      # pages of that group; for TOO_LARGE the pages needed
     int32_t wrong_shard       # queue of the shard or bank that is too small
+
+
+cdef inline Outcome hash_missing(HashChain chain, PageIds tokens, int64_t num_hashed) noexcept:
+    """Let a locked chain hash the `tokens` (None: none) that it lacks of the first `num_hashed`."""
+    if tokens is None:
+        return DONE
+    if tokens.num != chain.count_tokens(num_hashed // chain.page_size - chain.num):
+        return ALREADY_HASHED
+    return DONE if chain.extend_locked(tokens, b"") else NO_MEMORY
 
 
 cdef inline void begin_step(Step *step, int64_t hash_lookahead, bint caches_computed) noexcept nogil:

@@ -34,6 +34,20 @@ def keep_token_ids(PageStore store not None, width) -> None:
         store.pool.tokens_width = num_values
 
 
+def keep_whole_digests(PageStore store not None) -> None:
+    """Keep, besides keys, the upper halves of the 32-byte digests of pages cached from now on. No effect if they are kept
+    already.
+    """
+    cdef Digest *uppers = <Digest *>calloc(3 * <Py_ssize_t>store.pool.num_pages, sizeof(Digest))
+    if uppers == NULL:
+        raise MemoryError(f"digests of {store.pool.num_pages} pages")
+    store.names.max_key = (1 << 256) - 1
+    with store.own_lock()[0]:
+        if store.pool.uppers == NULL:
+            store.pool.uppers, uppers = uppers, NULL
+    free(uppers)
+
+
 def rank_checkpoints(PageStore store not None, banks) -> None:
     """Keep the lineage of pages, and let the checkpoints in `banks`, which have no other pages, be evicted by their classes,
     from now on. The keys of the pages last evicted from these banks are remembered, about twice as many as they have pages:

@@ -126,7 +126,6 @@ cdef struct Tier:
     Py_ssize_t num
     Py_ssize_t capacity
     Py_ssize_t num_due
-    int32_t num_groups        # pages of further groups are not saved
     int64_t num_fills         # lists that were filled from storage; they have negative numbers
     int64_t num_clears        # how often all entries were dropped
     int64_t num_steps         # steps whose moves were taken; in storage, since it was linked

@@ -691,16 +691,3 @@ cdef class PageStore(PageRecords):
             return None
         page_hash = self.names.hash_of(found[0]) or PageHash(found[0], token_ids_of(self, checked))
         return PageHashWithGroupId(page_hash, found[1])
-
-    def keep_whole_digests(self) -> None:
-        """Keep, besides keys, the upper halves of the 32-byte digests of pages cached from now on. No effect if they are kept
-        already.
-        """
-        cdef Digest *uppers = <Digest *>raw_calloc(3 * <Py_ssize_t>self.pool.num_pages, sizeof(Digest))
-        if uppers == NULL:
-            raise MemoryError(f"digests of {self.pool.num_pages} pages")
-        self.names.max_key = (1 << 256) - 1
-        with self.own_lock()[0]:
-            if self.pool.uppers == NULL:
-                self.pool.uppers, uppers = uppers, NULL
-        raw_free(uppers)

@@ -13,6 +13,7 @@ from pagepool.core.tables cimport TableRows
 
 import numpy as np
 
+from pagepool.core.pool.keeping import keep_whole_digests
 from pagepool.errors import ArgumentError, not_made
 
 cdef object ROW_RECORD = np.dtype(
@@ -190,7 +191,7 @@ cdef class RowStore:
     cdef int begin_caching(self, const Hashing *hashing, int32_t hash_page_size, bint caches_computed) except -1:
         """Set what is hashed, and when pages are cached."""
         if hashing.kind != SIPHASH and hash_page_size:
-            self.store.keep_whole_digests()
+            keep_whole_digests(self.store)
         self.batch.hashing, self.batch.hash_page_size, self.batch.caches_computed = hashing[0], hash_page_size, caches_computed
         self.batch.caches_late = caches_computed or (hash_page_size > 0 and hashing.hash_lookahead > 0)
         return 0

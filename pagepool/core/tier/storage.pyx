@@ -6,6 +6,7 @@ from cpython.mem cimport PyMem_RawMalloc as malloc
 from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint64_t
 from libc.string cimport memcmp, memmove
 
+from pagepool.core.base cimport MAX_GROUP
 from pagepool.core.holding cimport StoredKey, count_hit_places
 from pagepool.core.tier.tier cimport *
 from pagepool.core.values cimport as_page_ids, require_matrix
@@ -175,13 +176,11 @@ cdef int find_uppers(HashChain chain, StoredKey *keys, Py_ssize_t num) except -1
     return 0
 
 
-def begin_fills(
-    PageStore store not None, CacheGroups groups not None, keys, group_ids, HashChain chain=None
-) -> tuple:
+def begin_fills(PageStore store not None, banks, keys, group_ids, HashChain chain=None) -> tuple:
     """Take a free page of the tier for each key that neither pool nor tier has, while the bank of its group has free pages.
     Return the number of this list, or 0 if no page was taken, and the page for each key, 0 where none was taken. The pages are
     held until `end_fills`. Pages evicted for them are due for storage: copy these before anything is written. No page is taken
-    if everything was dropped since the storage was linked. `chain` has the whole digests of the keys, for events; None: the
+    if everything was dropped since the storage was linked. `banks` has the bank of each group. `chain` has the whole digests of the keys, for events; None: the
     keys are whole. O(keys + pages + transfers in flight).
     """
     cdef PageTier tier_pages = tier_of(store)
@@ -189,7 +188,8 @@ def begin_fills(
     cdef Py_ssize_t i, num = 0, num_taken = 0
     cdef int64_t number = 0
     cdef bint has_room
-    cdef StoredKey *wanted = read_keys(keys, group_ids, groups.num, &num)
+    cdef PageIds checked_banks = PageIds([store.checked_bank(bank) for bank in as_list(banks, "banks")])
+    cdef StoredKey *wanted = read_keys(keys, group_ids, checked_banks.num, &num)
     cdef int32_t[::1] taken
     try:
         if chain is not None:
@@ -200,7 +200,7 @@ def begin_fills(
             has_room = reserve_transfers(tier, num)
             number = tier.num_fills + 1
             for i in range(num if has_room and tier_pages.storage.num_clears == 0 else 0):
-                taken[i] = id_in_bank(tier.pool, begin_fill(&store.pool, &wanted[i], groups.groups, number))
+                taken[i] = id_in_bank(tier.pool, begin_fill(&store.pool, &wanted[i], checked_banks.ids[wanted[i].group], number))
                 num_taken += taken[i] != NULL_PAGE
             assert num_taken <= num and tier.num_fills >= 0
             tier.num_fills += num_taken > 0
@@ -211,12 +211,12 @@ def begin_fills(
     return number if num_taken else 0, page_ids
 
 
-cdef int32_t begin_fill(Pool *pool, const StoredKey *wanted, const Group *groups, int64_t number) noexcept nogil:
-    """Take a free page of the tier for a key, and put its transfer before those that are due. There must be room. Return the
+cdef int32_t begin_fill(Pool *pool, const StoredKey *wanted, int32_t bank, int64_t number) noexcept nogil:
+    """Take a free page of the tier in a bank for a key, and put its transfer before those that are due. There must be room. Return the
     null page if no page is free, or pool or tier has the content.
     """
     cdef Tier *tier = pool.tier
-    cdef int32_t tier_id = NULL_PAGE, queue = queue_in(tier.pool, groups[wanted.group].bank, -1)
+    cdef int32_t tier_id = NULL_PAGE, queue = queue_in(tier.pool, bank, -1)
     cdef Transfer *at = &tier.items[tier.num - tier.num_due]
     assert 0 <= tier.num_due <= tier.num < tier.capacity and number > 0
     if find(pool, wanted.key, wanted.group) != NULL_PAGE or find(tier.pool, wanted.key, wanted.group) != NULL_PAGE:
@@ -276,7 +276,7 @@ def list_absent(
     cdef Py_ssize_t num_stored = 0, num_listed = 0, num_now, num_then, size = chain.page_size
     cdef Py_ssize_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
     cdef bint is_all = keys is None
-    cdef StoredKey *stored = NULL if is_all else read_keys(keys, group_ids, groups.num, &num_stored)
+    cdef StoredKey *stored = NULL if is_all else read_keys(keys, group_ids, MAX_GROUP, &num_stored)
     cdef StoredKey *listed = NULL
     cdef Ranges everywhere = ranges_in(store, (0, None))
     cdef uint64_t[:, ::1] key_view

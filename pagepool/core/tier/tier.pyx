@@ -19,6 +19,7 @@ from pagepool.core.pool cimport (
 )
 from pagepool.core.values cimport new_ids, require_instance
 
+from pagepool.core.pool.keeping import keep_whole_digests
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 cdef bint save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil:
@@ -44,13 +45,12 @@ cdef void keep_longer(Tier *tier, int32_t tier_id) noexcept nogil:
 
 
 cdef void save_evicted(Pool *pool, int32_t page_id) noexcept nogil:
-    """Save an evicted page, unless another page has its content, its group is not saved, it is not expected back, or the tier
-    has evicted it since it was saved.
+    """Save an evicted page, unless another page has its content, it is not expected back, or the tier has evicted it since it was saved.
     """
     cdef const Page *page = &pool.pages[page_id]
     cdef bint was_saved = pool.tier.fresh_numbers != NULL and pool.tier.fresh_numbers[page_id] == SAVED
     assert page.group != NO_GROUP and page.ref_cnt == 0
-    if page.group & TWIN or (page.group & ~FLAGS) >= pool.tier.num_groups or term_of(&pool.expected, page_id) == NEVER:
+    if page.group & TWIN or term_of(&pool.expected, page_id) == NEVER:
         return
     if not was_saved or find(pool.tier.pool, digest_of(page), page.group & ~FLAGS) != NULL_PAGE:
         save_page(pool, page_id, digest_of(page), page.group & ~FLAGS)
@@ -79,7 +79,7 @@ cdef void record_cached(Pool *pool, int32_t page_id, bint may_be_replaced) noexc
     if tier.loading[page_id]:
         tier.fresh_numbers[page_id] = SAVED
         return
-    if may_be_replaced or (pool.pages[page_id].group & ~FLAGS) >= tier.num_groups:
+    if may_be_replaced:
         tier.fresh_numbers[page_id] = UNSAVED
         return
     if tier.num_fresh >= 2 * <Py_ssize_t>pool.num_pages:  # many pages in a step
@@ -116,8 +116,8 @@ cdef class PageTier:
         if store.has_blank_first:
             self.pages.put_blank_first()
         if store.pool.uppers != NULL:
-            self.pages.keep_whole_digests()
-        tier.oldest_load, tier.num_groups = INT64_MAX, INT32_MAX
+            keep_whole_digests(self.pages)
+        tier.oldest_load = INT64_MAX
         tier.pool, tier.save_evicted, tier.record_cached = &self.pages.pool, save_evicted, record_cached
         tier.loading = <int64_t *>calloc(n, sizeof(int64_t))
         tier.fresh_numbers = <uint32_t *>calloc(n, sizeof(uint32_t)) if writes_through else NULL
@@ -134,13 +134,6 @@ cdef class PageTier:
 
     def __reduce__(self):
         raise ArgumentTypeError("a tier cannot be pickled")
-
-    def limit_groups(self, PageStore store not None, num_groups) -> None:
-        """Save no pages of groups from the number `num_groups` on. O(1)."""
-        cdef int32_t num = <int32_t>size_of(num_groups, "num_groups", 0, INT32_MAX)
-        self.check_behind(store)
-        with store.own_lock()[0]:
-            self.tier.num_groups = num
 
     def counters(self, PageStore store not None) -> dict:
         """Return the `TierCounters` by name, and the numbers of free, cached and evicted pages and of unfinished transfers."""
@@ -475,6 +468,21 @@ def load_prefix(
         raise MemoryError("the pages of a prefix")
     found = prefix_of(hits, num, num_hashes * chain.page_size)
     found.end, found.is_short = query.end, query.short_bank != NO_BANK
+    return found
+
+
+def are_loading(PageStore store not None, tuple hits not None) -> bool:
+    """Whether loads have yet to fill some pages of a tuple of `PageIds`. O(pages)."""
+    cdef const int64_t *loading
+    cdef bint found = False
+    cdef PageIds ids
+    cdef Py_ssize_t i
+    for each in hits:
+        ids = store.checked(each)
+        with store.own_lock()[0]:
+            loading = store.pool.tier.loading if store.pool.tier != NULL else NULL
+            for i in range(ids.num if loading != NULL else 0):
+                found = found or loading[ids.ids[i]] != 0
     return found
 
 
