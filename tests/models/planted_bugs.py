@@ -719,7 +719,7 @@ LINEAGE_BUGS = read_bugs("""
 == a lost checkpoint is counted twice
     entry.mark |= {+0 if BUG else +}NO_CLASS << CLASS_SHIFT
 == a checkpoint that may be replaced is written through
-    if may_be_replaced{+ and not BUG+} or (pool.pages[page_id].group
+    if may_be_replaced{+ and not BUG+}:
 == a leased checkpoint of an answer loses its entry
     if pool.pages[page_id].ref_cnt{+ and not BUG+}:  # a lease
 == a checkpoint of an answer is not kept for others
@@ -756,7 +756,9 @@ lora_id, (_Key([-key-]{+0+}),))
 == tokens are hit beside another medium
 (CROSS, [-_plain("cross_key", cross_key)-]{+0+}, num_encoder_tokens)
 == a medium is hit in part
-hits = found if num_hit_tokens [-== num_slots-]{+>= 0+} else hits
+reaches_tier=True)[1] [-< len(chain) * self.page_size-]{+== 0+}:
+== a medium is hit before its loads have come
+return found.hits if has_all[- and not are_loading(self._store, found.hits)-] else None
 == a medium of a failed step can hit
             if not encoding.is_to_be_run(){+ and False+}:
 == a medium is given back while a fork has it

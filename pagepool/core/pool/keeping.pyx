@@ -59,7 +59,7 @@ def rank_checkpoints(PageStore store not None, banks) -> None:
     cdef bint has_room
     cdef Py_ssize_t i
     if checked.num and pool.num_banks == 1:
-        raise ArgumentError("banks: got those of a store that has one, allowed: of a store that has another for keys and values")
+        raise ArgumentError("banks: got those of a store that has one, allowed: those without keys and values")
     with store.own_lock()[0]:
         if pool.children == NULL:
             pool.children = <uint32_t *>calloc(pool.num_pages, sizeof(uint32_t))

@@ -180,16 +180,16 @@ def begin_fills(PageStore store not None, banks, keys, group_ids, HashChain chai
     """Take a free page of the tier for each key that neither pool nor tier has, while the bank of its group has free pages.
     Return the number of this list, or 0 if no page was taken, and the page for each key, 0 where none was taken. The pages are
     held until `end_fills`. Pages evicted for them are due for storage: copy these before anything is written. No page is taken
-    if everything was dropped since the storage was linked. `banks` has the bank of each group. `chain` has the whole digests of the keys, for events; None: the
-    keys are whole. O(keys + pages + transfers in flight).
+    if everything was dropped since the storage was linked. `banks` has the bank of each group. `chain` has the whole digests of
+    the keys, for events; None: the keys are whole. O(keys + pages + transfers in flight).
     """
     cdef PageTier tier_pages = tier_of(store)
     cdef Tier *tier = &tier_pages.tier
     cdef Py_ssize_t i, num = 0, num_taken = 0
     cdef int64_t number = 0
     cdef bint has_room
-    cdef PageIds checked_banks = PageIds([store.checked_bank(bank) for bank in as_list(banks, "banks")])
-    cdef StoredKey *wanted = read_keys(keys, group_ids, checked_banks.num, &num)
+    cdef PageIds bank_of = PageIds([store.checked_bank(bank) for bank in as_list(banks, "banks")])
+    cdef StoredKey *wanted = read_keys(keys, group_ids, bank_of.num, &num)
     cdef int32_t[::1] taken
     try:
         if chain is not None:
@@ -200,7 +200,7 @@ def begin_fills(PageStore store not None, banks, keys, group_ids, HashChain chai
             has_room = reserve_transfers(tier, num)
             number = tier.num_fills + 1
             for i in range(num if has_room and tier_pages.storage.num_clears == 0 else 0):
-                taken[i] = id_in_bank(tier.pool, begin_fill(&store.pool, &wanted[i], checked_banks.ids[wanted[i].group], number))
+                taken[i] = id_in_bank(tier.pool, begin_fill(&store.pool, &wanted[i], bank_of.ids[wanted[i].group], number))
                 num_taken += taken[i] != NULL_PAGE
             assert num_taken <= num and tier.num_fills >= 0
             tier.num_fills += num_taken > 0
@@ -212,8 +212,8 @@ def begin_fills(PageStore store not None, banks, keys, group_ids, HashChain chai
 
 
 cdef int32_t begin_fill(Pool *pool, const StoredKey *wanted, int32_t bank, int64_t number) noexcept nogil:
-    """Take a free page of the tier in a bank for a key, and put its transfer before those that are due. There must be room. Return the
-    null page if no page is free, or pool or tier has the content.
+    """Take a free page of the tier in a bank for a key, and put its transfer before those that are due. There must be room.
+    Return the null page if no page is free, or pool or tier has the content.
     """
     cdef Tier *tier = pool.tier
     cdef int32_t tier_id = NULL_PAGE, queue = queue_in(tier.pool, bank, -1)

@@ -5,7 +5,7 @@ from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
 from cpython.ref cimport PyObject, Py_INCREF
-from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint8_t
 from libc.string cimport memset
 
 from pagepool.core.base cimport MAX_TOKENS, NEVER
@@ -45,7 +45,8 @@ cdef void keep_longer(Tier *tier, int32_t tier_id) noexcept nogil:
 
 
 cdef void save_evicted(Pool *pool, int32_t page_id) noexcept nogil:
-    """Save an evicted page, unless another page has its content, it is not expected back, or the tier has evicted it since it was saved.
+    """Save an evicted page, unless another page has its content, it is not expected back, or the tier has evicted it since it
+    was saved.
     """
     cdef const Page *page = &pool.pages[page_id]
     cdef bint was_saved = pool.tier.fresh_numbers != NULL and pool.tier.fresh_numbers[page_id] == SAVED
