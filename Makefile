@@ -272,14 +272,15 @@ test-stores:  ## the tests of stores, also against an S3 server that they start,
 TORCH_TESTS = $(RUN) $(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS) --doctest-modules --doctest-glob='*.md' \
     --pyargs pagepool.torch pagepool.torch_pages $(CURDIR)/tests/device/test_torch_table.py \
     $(CURDIR)/tests/device/test_torch_host_pages.py $(CURDIR)/tests/engines/test_torch_engine.py \
-    $(CURDIR)/tests/engines/test_ports.py $(CURDIR)/docs/torch.md
+    $(CURDIR)/tests/engines/test_ports.py $(CURDIR)/tests/project/test_torch_device.py $(CURDIR)/docs/torch.md
 
 test-torch: torch-environment  ## the tests with torch, which is large, in an environment of its own; on a GPU too, if there is one
 	$(TORCH_TESTS)
 
-torch-gpu: torch-environment  ## those on a GPU alone: CUDA graphs, streams, transfers
+torch-gpu: torch-environment  ## those on a GPU alone, CUDA graphs, streams, transfers, and what the device costs, measured
 	@if $(TORCH_VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	    $(TORCH_TESTS) -k cuda; \
+	    $(TORCH_TESTS) -k cuda && mkdir -p $(TORCH_VENV)/path && ln -sfn $(CURDIR)/bench $(TORCH_VENV)/path && \
+	    $(RUN) PYTHONPATH=$(TORCH_VENV)/path $(TORCH_VENV)/bin/python -m bench.studies.torch_device; \
 	else \
 	    echo 'torch-gpu: skipped, torch finds no GPU'; \
 	fi
