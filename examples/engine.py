@@ -17,7 +17,8 @@ from request import Chunk, Request, SamplingParams
 from runner import ModelRunner, pack
 from sampling import NextTokens
 from scheduler import Scheduler
-from shared_prefix import Shared, count_pages, list_shared, list_widths
+from shared_prefix import Shared, list_shared
+from sharing import Sharing, list_widths
 
 from pagepool import (
     CacheGroupSpec,
@@ -127,11 +128,10 @@ class Engine:
         lengths = {"num_tokens": self.padded_sizes[-1], "num_reqs": max_num_reqs, "depth": max_steps_ahead + 1}
         fields = ["token_ids", "rows", "positions", "last_tokens", "starts", "seq_lens"]
         self.inputs = StepInputs(self.scheduler.batch, fields=fields, **lengths)
-        self.shares_prefixes = shares_prefixes
         fields = ["order", "seq_lens", "own_starts", "prefix_page_ids", "prefix_rows"]
         self.groups = StepInputs(self.scheduler.batch, fields=fields, order="prefixes", **lengths)
-        self.widths = list_widths(self.table[0].max_num_pages_per_req)
-        self.num_read_pages = self.num_saved_pages = 0  # by decode steps, which share pages
+        widths = list_widths(32, self.table[0].max_num_pages_per_req)
+        self.sharing = Sharing(self.groups, page_size, widths, shares_prefixes)
         self.in_flight: deque[Step] = deque()  # the oldest first
         self.numbers = count()
         self.num_copied_pages = 0
@@ -193,7 +193,8 @@ class Engine:
         for padded_size in self.padded_sizes:
             packed = pack(self.inputs, 0, padded_size, self.num_rows, [], self.scheduler.batch.take_moves().writes)
             self.runner.run(self.table.commit(self.num_rows), *packed)
-            for widths in product(self.widths, repeat=2) if self.shares_prefixes and padded_size <= decode_size else ():
+            is_shared = self.sharing.is_wanted and padded_size <= decode_size
+            for widths in product(self.sharing.widths, repeat=2) if is_shared else ():
                 self.runner.run(self.table.commit(self.num_rows), *packed, list_shared(self.groups, padded_size, *widths))
         self.runner.wait()  # the first step is as fast as others
 
@@ -269,13 +270,8 @@ class Engine:
         the engine was made without. The hidden states of drafters and of a hybrid's other layers are not concerned.
         """
         self.scheduler.batch.inputs(step, out=self.groups)
-        num_pages, *most = count_pages(self.groups, self.table.page_sizes[0])
-        num_saved = self.groups.num_saved_pages
-        is_shared = self.shares_prefixes and num_saved > 0 and 10 * num_saved >= num_pages
-        self.num_read_pages += num_pages
-        self.num_saved_pages += num_saved if is_shared else 0
-        widths = [next(width for width in self.widths if width >= num) for num in most]
-        return list_shared(self.groups, padded_size, *widths) if is_shared else None
+        widths = self.sharing.find_widths()
+        return None if widths is None else list_shared(self.groups, padded_size, *widths)
 
     def end_step(self) -> list[tuple[Request, int]]:
         """Wait for the oldest step, and continue the requests for which it counts."""

@@ -41,10 +41,7 @@ def print_figures(engine: Engine) -> None:
     print(f"Cached prompt tokens: {first.num_hit_tokens} of {first.num_queried_tokens} ({first.hit_rate:.1%}).")
     print(f"Preemptions: {engine.scheduler.num_preemptions}. Cached tokens at readmission: {again.num_hit_tokens}.")
     print(f"Copied pages: {engine.num_copied_pages}. Evicted pages: {stats.num_evicted_pages}.")
-    num_read, num_saved = engine.num_read_pages, engine.num_saved_pages
-    if num_saved:
-        ratio = num_read / (num_read - num_saved)
-        print(f"Pages read in decode steps: {num_read - num_saved:,}, row by row {num_read:,} ({ratio:.2f} times as many).")
+    print(engine.sharing.describe())
     print_memory(engine)
     if engine.host_tier is not None:
         tier = engine.host_tier.stats()

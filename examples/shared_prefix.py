@@ -10,7 +10,7 @@ from attention import gather_pages
 
 from pagepool import StepInputs
 
-__all__ = ["Shared", "attend_once", "count_pages", "list_shared", "list_widths"]
+__all__ = ["Shared", "attend_once", "list_shared"]
 
 
 class Shared(NamedTuple):
@@ -29,14 +29,6 @@ class Shared(NamedTuple):
     """0, 1, ... ``[pages]``: as many as the most pages that a token reads alone."""
 
 
-def list_widths(num_columns: int) -> list[int]:
-    """Return the numbers of pages to which those of groups and rows are rounded up: few programs are compiled."""
-    widths = [32]
-    while widths[-1] < num_columns:
-        widths.append(2 * widths[-1])
-    return widths
-
-
 def list_shared(inputs: StepInputs, padded_size: int, num_shared: int, num_own: int) -> Shared:
     """Return the groups of a step in which each row has one token. There is room for `num_shared` pages of a group, and for
     `num_own` of a row alone.
@@ -49,12 +41,6 @@ def list_shared(inputs: StepInputs, padded_size: int, num_shared: int, num_own: 
     found = inputs.prefix_page_ids[0][:, :num_shared]
     page_ids[:, : found.shape[1]] = found
     return Shared(page_ids, tokens, own_starts, np.arange(num_own, dtype=np.int32))
-
-
-def count_pages(inputs: StepInputs, page_size: int) -> tuple[int, int, int]:
-    """Return the pages that the rows of a step read one by one, the most pages of a group, and the most of a row alone."""
-    num_pages, num_shared = -(-inputs.seq_lens // page_size), np.count_nonzero(inputs.prefix_page_ids[0], axis=1)
-    return int(num_pages.sum()), int(num_shared.max()), int((num_pages - inputs.own_starts // page_size).max())
 
 
 def attend_once(query: Any, key_pages: Any, value_pages: Any, page_ids: Any, lengths: Any, shared: Shared) -> Any:

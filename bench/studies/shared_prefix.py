@@ -91,7 +91,8 @@ def attend(load: Load, rng: np.random.Generator, num_runs: int = 5) -> str:
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     import jax
     from attention import attend_by_gather
-    from shared_prefix import attend_once, count_pages, list_shared
+    from shared_prefix import attend_once, list_shared
+    from sharing import count_pages, is_worth_it
 
     batch = make_batch(load, rng)
     fields = ["order", "seq_lens", "own_starts", "prefix_page_ids", "prefix_rows"]
@@ -100,7 +101,7 @@ def attend(load: Load, rng: np.random.Generator, num_runs: int = 5) -> str:
     groups = StepInputs(batch, num_tokens=NUM_ROWS, num_reqs=NUM_ROWS, fields=fields, order="prefixes", prefixes=sizes)
     batch.inputs(batch.step(np.arange(NUM_ROWS), np.ones(NUM_ROWS, np.int32)), out=groups)
     num_pages, *most = count_pages(groups, PAGE_SIZE)
-    is_shared = 10 * groups.num_saved_pages >= num_pages
+    is_shared = is_worth_it(num_pages, groups.num_saved_pages)
     shape = 1, batch.group_tables[0].page_table_cpu.max() + 1, PAGE_SIZE, HEAD_SIZE
     keys, values = (jax.random.normal(jax.random.key(i), shape) for i in range(2))
     query = jax.random.normal(jax.random.key(2), (NUM_ROWS, NUM_HEADS, HEAD_SIZE))
