@@ -1,19 +1,36 @@
-"""An engine on torch: scheduler, inputs of a step, page table, CUDA graphs, one step ahead, host memory and a store behind the
-pool. docs/torch.md describes a step.
+"""An engine on torch: scheduler, inputs of a step, page table, CUDA graphs, one step ahead, shared prefixes read once, host
+memory and a store behind the pool. docs/torch.md describes a step.
 """
 
 from argparse import ArgumentParser, Namespace
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from time import sleep
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention as attend_to
+from sharing import Sharing, list_widths
+from torch_model import (
+    DEVICE,
+    DTYPE,
+    HEAD_SIZE,
+    HEADS,
+    LAYERS,
+    MAX_MODEL_LEN,
+    NUM_COLUMNS,
+    PAGE_SIZE,
+    STOP_TOKEN,
+    VOCAB,
+    Model,
+    attend_to_cache,
+    list_own_reads,
+    list_shared_reads,
+)
 
 from pagepool import (
     CacheGroupSpec,
@@ -24,16 +41,14 @@ from pagepool import (
     PageHashing,
     RequestTraits,
     RunningBatch,
+    SharedPrefixes,
     StepInputs,
     StepResult,
 )
 from pagepool.stores import FileStore, StoreTier, make_namespace
 from pagepool.torch import HostPages, PageTable
 
-VOCAB, WIDTH, LAYERS, HEADS, HEAD_SIZE, PAGE_SIZE, MAX_MODEL_LEN, STOP_TOKEN = 64, 32, 2, 4, 8, 4, 96, 20
-HAS_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-DTYPE = torch.float64  # rounding must not decide between tokens, or answers could not be compared
+HAS_GPU = DEVICE.type == "cuda"
 
 
 @dataclass(eq=False)
@@ -55,35 +70,6 @@ class Request:
         return 0 if self.answer[-1:] == [STOP_TOKEN] else self.max_tokens - len(self.answer)
 
 
-class Model:
-    """A small decoder-only transformer with random weights."""
-
-    def __init__(self, seed: int) -> None:
-        """Draw the weights."""
-        draw = partial(torch.randn, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE, dtype=DTYPE)
-        self.embedding, self.places, self.unembedding = draw(VOCAB, WIDTH), draw(MAX_MODEL_LEN, WIDTH), draw(WIDTH, VOCAB)
-        self.qkv, self.output = draw(LAYERS, WIDTH, 3 * HEADS * HEAD_SIZE), draw(LAYERS, HEADS * HEAD_SIZE, WIDTH)
-        self.up, self.down = draw(LAYERS, WIDTH, 2 * WIDTH), draw(LAYERS, 2 * WIDTH, WIDTH)
-
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Return the logits behind each token. `attend` gets a layer, queries, keys and values ``[heads, tokens, size]``."""
-        hidden = self.embedding[token_ids] + self.places[positions]
-        for layer in range(LAYERS):
-            heads = (torch.rms_norm(hidden, (WIDTH,)) @ self.qkv[layer]).unflatten(1, (3, HEADS, HEAD_SIZE)).permute(1, 2, 0, 3)
-            hidden = hidden + attend(layer, *heads).swapaxes(0, 1).flatten(1) @ self.output[layer]
-            hidden = hidden + (torch.rms_norm(hidden, (WIDTH,)) @ self.up[layer]).relu() @ self.down[layer]
-        return torch.rms_norm(hidden, (WIDTH,)) @ self.unembedding
-
-    def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """Return the answer to a prompt. Each token is computed from all tokens before it, without a cache."""
-        request, positions = Request(prompt, max_tokens), torch.arange(MAX_MODEL_LEN, device=DEVICE)
-        while request.num_left:
-            ids = torch.tensor(prompt + request.answer, device=DEVICE)
-            logits = self.forward(ids, positions[: len(ids)], lambda _, *heads: attend_to(*heads, is_causal=True))
-            request.answer.append(int(logits[-1].argmax()))
-        return request.answer
-
-
 class Engine:
     """Requests run in order of arrival, prompts in chunks. While pages are short the newest request is preempted."""
 
@@ -96,46 +82,57 @@ class Engine:
         hashing = PageHashing(hash_algo="sha256" if args.store else "siphash128")  # keys that all processes have
         self.manager = CacheManager(num_pages, [CacheGroupSpec(spec)], MAX_MODEL_LEN, host_tier=tier, hashing=hashing)
         self.model = Model(args.seed)
-        self.table = PageTable(num_reqs, MAX_MODEL_LEN // PAGE_SIZE, device=DEVICE)
+        self.table = PageTable(num_reqs, NUM_COLUMNS, device=DEVICE)
         self.batch = RunningBatch(self.manager, self.table, max_steps_ahead=args.steps_ahead)
         self.max_num_tokens, self.waiting, self.is_short = num_tokens, deque[Request](), False
         self.running: dict[int, Request] = {}  # by row, the newest last
         self.limits = np.ones(args.num_reqs, np.int32)  # tokens of a prompt and its answer, by row
         self.in_flight: deque[tuple[Any, ...]] = deque()
         fields = {"token_ids": num_tokens, "positions": num_tokens, "slots": num_tokens, "query_start_loc": num_reqs + 1}
-        fields |= {"last_tokens": num_reqs, "sources": num_reqs}
+        fields |= dict.fromkeys(("last_tokens", "sources", "order", "seq_lens", "own_starts"), num_reqs)
+        num_groups = max(1, num_reqs // 2)
+        fields |= {"prefix_page_ids": num_groups * NUM_COLUMNS, "prefix_rows": num_groups * num_reqs}
         self.pinned = torch.zeros(depth, sum(fields.values()), dtype=torch.int32, pin_memory=HAS_GPU)
         options: dict[str, Any] = {"packed": True, "arrays": {"packed": self.pinned.numpy()}, "pad_slot": 0, "pad_last": 0}
+        options |= {"order": "prefixes", "prefixes": SharedPrefixes(num_groups=num_groups)}  # rows that share are neighbours
         self.host = StepInputs(self.batch, num_tokens=num_tokens, num_reqs=num_reqs, fields=[*fields], depth=depth, **options)
         self.packed = self.pinned[0].to(DEVICE, copy=True)
         self.inputs = dict(zip(fields, self.packed.split(list(fields.values())), strict=True))
-        self.page_ids = torch.zeros(num_reqs, MAX_MODEL_LEN // PAGE_SIZE, dtype=torch.int32, device=DEVICE)
+        self.prefixes = [self.inputs[name].view(num_groups, -1) for name in ("prefix_page_ids", "prefix_rows")]
+        self.sharing = Sharing(self.host, PAGE_SIZE, list_widths(8, NUM_COLUMNS), not args.no_sharing)
+        self.page_ids = torch.zeros(num_reqs, NUM_COLUMNS, dtype=torch.int32, device=DEVICE)
         self.cache = torch.zeros(2, LAYERS, HEADS, num_pages * PAGE_SIZE, HEAD_SIZE, device=DEVICE, dtype=DTYPE)
         self.pages, self.has_loads = self.cache.unflatten(3, (num_pages, PAGE_SIZE)), False
         self.host_pages = HostPages(self.pages, num_host_pages, page_axis=3) if num_host_pages else None
         self.store = make_store_tier(self.manager, self.host_pages, args) if args.store else None
         self.sampled = torch.zeros(num_reqs, dtype=torch.int32, device=DEVICE)
         self.results = torch.zeros(depth, num_reqs, dtype=torch.int32, pin_memory=HAS_GPU)
-        self.graphs = {1 << i: torch.cuda.CUDAGraph() for i in range(min(num_reqs, num_tokens).bit_length()) if HAS_GPU}
-        for size, graph in self.graphs.items():
-            self.compute(size)  # libraries initialise themselves in their first call
+        sizes = [1 << i for i in range(min(num_reqs, num_tokens).bit_length()) if HAS_GPU]
+        widths = [(), *product(self.sharing.widths, repeat=2)] if self.sharing.is_wanted else [()]
+        self.graphs = {(size, *each): torch.cuda.CUDAGraph() for size in sizes for each in widths}
+        for shape, graph in self.graphs.items():
+            self.compute(*shape)  # libraries initialise themselves in their first call
             with torch.cuda.graph(graph):
-                self.compute(size)
+                self.compute(*shape)
 
-    def compute(self, size: int) -> None:
-        """Compute a step padded to `size` tokens, and sample the token behind each row."""
-        num_reqs, numbers = min(size, len(self.sampled)), torch.arange(max(size, MAX_MODEL_LEN), device=DEVICE)
+    def compute(self, size: int, num_shared: int = 0, num_own: int = NUM_COLUMNS) -> None:
+        """Compute a step padded to `size` tokens, and sample the token behind each row. In a decode step with room for
+        `num_shared` pages of a group, these are read once, and each row has `num_own` pages of its own behind them.
+        """
+        num_reqs = min(size, len(self.sampled))
         token_ids, positions, slots = (self.inputs[name][:size] for name in ("token_ids", "positions", "slots"))
-        ends = self.inputs["query_start_loc"][1 : num_reqs + 1]
-        places = torch.searchsorted(ends, numbers[:size], right=True).clamp(max=num_reqs - 1)  # each token's row
+        ends, numbers = self.inputs["query_start_loc"][1 : num_reqs + 1], torch.arange(size, device=DEVICE)
+        places = torch.searchsorted(ends, numbers, right=True).clamp(max=num_reqs - 1)  # each token's row
         token_ids = torch.where(token_ids < 0, self.sampled[self.inputs["sources"][places]], token_ids)
-        read = (self.page_ids[places, :, None] * PAGE_SIZE + numbers[:PAGE_SIZE]).flatten(1)
-        mask = (numbers[:MAX_MODEL_LEN] <= positions[:, None])[:, None]
+        starts = self.inputs["own_starts"][places] if num_shared else torch.zeros_like(positions)
+        reads = [list_own_reads(self.page_ids[places], starts, positions, num_own)]
+        if num_shared:
+            prefix_page_ids, prefix_rows = self.prefixes
+            reads.append(list_shared_reads(prefix_page_ids[:, :num_shared], prefix_rows))
 
         def attend(layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             self.cache[0, layer][:, slots], self.cache[1, layer][:, slots] = keys, values
-            keys, values = (part[layer][:, read] for part in self.cache)  # the step's own tokens too
-            return attend_to(query[:, :, None], keys, values, attn_mask=mask).squeeze(2)
+            return attend_to_cache(query, self.cache[:, layer], *reads)  # the step's own tokens too
 
         logits = self.model.forward(token_ids, positions, attend)[self.inputs["last_tokens"][:num_reqs]]
         self.sampled[:num_reqs] = logits.argmax(1)
@@ -144,15 +141,18 @@ class Engine:
         """Start a planned step on the current stream, behind the transfers of its pages."""
         self.move_pages()
         num_tokens = self.batch.inputs(step, out=self.host)
+        order = self.host.order[: len(step)].copy()
         size, result = min(1 << (num_tokens - 1).bit_length(), self.max_num_tokens), self.results[self.host.current]
         self.table.commit(self.table.max_num_reqs)
-        self.table.gather(step.rows, out=self.page_ids, num_reqs=min(size, len(self.sampled)))
+        self.table.gather(step.rows[order], out=self.page_ids, num_reqs=min(size, len(self.sampled)))
         self.packed.copy_(self.pinned[self.host.current], non_blocking=True)
-        (self.graphs[size].replay if size in self.graphs else partial(self.compute, size))()
+        widths = self.sharing.find_widths() if num_tokens == len(step) else None
+        shape = size, *(widths or ())
+        (self.graphs[shape].replay if shape in self.graphs else partial(self.compute, *shape))()
         result.copy_(self.sampled, non_blocking=True)
         is_sampled = self.batch.num_computed_tokens[step.rows] == self.batch.num_tokens[step.rows]
         wait = torch.cuda.current_stream().record_event().synchronize if HAS_GPU else lambda: None
-        self.in_flight.append((step, is_sampled, result, wait))
+        self.in_flight.append((step, is_sampled, result, order.argsort(), wait))
 
     def move_pages(self) -> None:
         """Start the saves and loads that are due."""
@@ -170,9 +170,9 @@ class Engine:
 
     def end(self) -> None:
         """Wait for the oldest step in flight, and continue its requests."""
-        step, is_sampled, result, wait = self.in_flight.popleft()
+        step, is_sampled, result, places, wait = self.in_flight.popleft()
         wait()
-        token_ids = result.numpy()[: len(step)][is_sampled]
+        token_ids = result.numpy()[places][is_sampled]
         self.batch.settle(step, token_ids, is_sampled.astype(int), stop_token_ids=[STOP_TOKEN], max_num_tokens=self.limits)
         for row in step.ended_rows.tolist():
             self.leave(row)
@@ -244,21 +244,24 @@ def make_store_tier(manager: CacheManager, host_pages: HostPages, args: Namespac
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line: requests with random prompts, which have common beginnings."""
     parser = ArgumentParser(description=__doc__)
-    sizes = {"num-requests": 24, "num-pages": 48, "num-reqs": 8, "num-tokens": 32, "host-pages": 0}
+    sizes = {"num-requests": 24, "samples": 1, "num-pages": 48, "num-reqs": 8, "num-tokens": 32, "host-pages": 0}
     for name, default in {"seed": 0, **sizes}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     parser.add_argument("--steps-ahead", type=int, default=1, choices=(0, 1), help="default: 1")
+    parser.add_argument("--no-sharing", action="store_true", help="let each row read the pages of a shared prefix")
     parser.add_argument("--store", type=Path, metavar="FOLDER", help="keep pages in files, for later runs and other engines")
     parser.add_argument("--check", action="store_true", help="compare the answers with those of the model without a cache")
     args = parser.parse_args(arguments)
     engine, rng = Engine(args), np.random.default_rng(args.seed)
     tokens = rng.integers(0, VOCAB, (args.num_requests, 64)).tolist()
     prompts = [tokens[i % 3][: 13 * (i % 3 + 1)] + own[: rng.integers(1, 24)] for i, own in enumerate(tokens)]
-    engine.run(requests := [Request(prompt, int(rng.integers(1, 32))) for prompt in prompts])
+    samples = [prompt for prompt in prompts for _ in range(args.samples)]
+    engine.run(requests := [Request(prompt, int(rng.integers(1, 32))) for prompt in samples])
     if engine.store is not None:
         engine.store.close(drain_seconds=10)
     print(*(f"{len(each.prompt)} tokens -> {' '.join(map(str, each.answer))}" for each in requests), sep="\n")
     print(f"All: {(stats := engine.manager.stats()).queries}\nPreempted: {stats.preempted_queries}")
+    print(engine.sharing.describe())
     if args.check and any(request.answer != engine.model.answer(request.prompt, request.max_tokens) for request in requests):
         parser.exit(1, "An answer differs from that of the model without a cache.\n")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ HOST = ("--host-pages", "200")
 def run(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[list[str], int, int]:
     """Run the command. Return the answers, the number of hit tokens, and of preemptions."""
     example.main(["--check", *options])
-    *answers, queries, preempted = capsys.readouterr().out.splitlines()
+    *answers, queries, preempted, _ = capsys.readouterr().out.splitlines()
     [num_hits], [num_preempted] = re.findall(r"hit_tokens=(\d+)", queries), re.findall(r"num_requests=(\d+)", preempted)
     return answers, int(num_hits), int(num_preempted)
 
@@ -72,7 +73,7 @@ def test_answers_are_those_of_the_model_without_a_cache(
 
 @pytest.mark.parametrize("steps_ahead", ["0", "1"])
 def test_steps_of_other_sizes(steps_ahead: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--num-requests", "9", "--steps-ahead", steps_ahead]
+    options = ["--num-requests", "5", "--samples", "2", "--steps-ahead", steps_ahead]
     sizes = [("1", "1"), ("3", "5"), ("9", "2"), ("24", "100")]
     answers = [run(capsys, *options, "--num-reqs", n, "--num-tokens", tokens)[0] for n, tokens in sizes]
     assert all(found == answers[0] for found in answers)
@@ -91,6 +92,111 @@ def test_rows_of_the_table_in_another_order_are_found(
         run(capsys)
     assert exit_info.value.code == 1
     assert "differs" in capsys.readouterr().err
+
+
+# A shared prefix.
+
+SAMPLES = ("--num-requests", "6", "--samples", "6")
+SIZES = (1, 2, 4, 8)
+
+
+def count_pages(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[list[str], int, int]:
+    """Run the command. Return the answers, the pages read in decode steps, and those that the rows read one by one."""
+    example.main(["--check", *options])
+    *answers, _, _, pages = capsys.readouterr().out.splitlines()
+    found = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\d", pages.partition("(")[0])]
+    return answers, found[0], found[-1]
+
+
+class WarmEngine(example.Engine):
+    """An engine that computes all shapes of graphs before the first request, and notes those of its decode steps."""
+
+    def __init__(self, args: Any) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        super().__init__(args)
+        WarmEngine.last, widths = self, [(), *product(self.sharing.widths, repeat=2)]
+        self.allowed = [(size, *each) for size in SIZES for each in widths]
+        for shape in self.allowed:
+            self.compute(*shape)
+            assert self.cache.isfinite().all()
+        self.shapes.clear()
+
+    def compute(self, *shape: int) -> None:
+        self.shapes.append(shape)
+        super().compute(*shape)
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The numbers of rows in the groups of each step that shares pages."""
+    find_widths, found = example.Sharing.find_widths, []
+
+    def note_groups(sharing: Any) -> Any:
+        widths = find_widths(sharing)
+        if widths is not None:
+            found.append(tuple((sharing.inputs.prefix_rows >= 0).sum(axis=1).tolist()))
+        return widths
+
+    monkeypatch.setattr(example.Sharing, "find_widths", note_groups)
+    return found
+
+
+@pytest.mark.parametrize("steps_ahead", ["0", "1"], ids=["at once", "one step ahead"])
+@pytest.mark.parametrize("seed", range(2), ids=lambda seed: f"{example.DEVICE}-{seed}")
+def test_samples_read_their_prompt_once(seed: int, steps_ahead: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The steps are the same with sharing and without, so the pages can be compared."""
+    options = ["--seed", str(seed), "--steps-ahead", steps_ahead, *SAMPLES, *ROOMY]
+    answers, num_read, num_row_pages = count_pages(capsys, *options)
+    assert count_pages(capsys, *options, "--no-sharing") == (answers, num_row_pages, num_row_pages)
+    assert num_row_pages > 1.5 * num_read
+
+
+@pytest.mark.parametrize("steps_ahead", ["0", "1"], ids=["at once", "one step ahead"])
+@pytest.mark.parametrize("seed", range(2), ids=lambda seed: f"{example.DEVICE}-{seed}")
+def test_rows_that_share_come_and_go(
+    seed: int, steps_ahead: str, groups: list[tuple[int, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a small pool they are preempted too, and prompts in chunks lie between decode steps. A step has several groups."""
+    options = ["--seed", str(seed), "--steps-ahead", steps_ahead, "--samples", "3", "--num-tokens", "12"]
+    answers, _, _ = run(capsys, *options, *ROOMY, "--no-sharing")
+    assert not groups
+    shared, _, num_preempted = run(capsys, *options, *SHORT)
+    assert (shared, num_preempted > 5) == (answers, True)
+    assert len(set(groups)) > 5
+    assert sum(sum(size > 0 for size in sizes) > 1 for sizes in groups) > 5
+
+
+def test_a_prompt_in_chunks_is_shared_once_it_is_computed(
+    groups: list[tuple[int, ...]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with a chunk share nothing: their tokens are more than their rows."""
+    monkeypatch.setattr(example, "Engine", WarmEngine)
+    options = ["--num-requests", "3", "--samples", "6", "--num-tokens", "8", "--steps-ahead", "0", *ROOMY]
+    answers, num_read, num_row_pages = count_pages(capsys, *options)
+    chunks = [size for size, *widths in WarmEngine.last.shapes if not widths]
+    assert (len(chunks) > 10, len(groups) > 10, num_row_pages > 1.2 * num_read) == (True, True, True)
+    assert answers == count_pages(capsys, *options, "--no-sharing")[0]
+
+
+@pytest.mark.parametrize("num_reqs", ["5", "8"])
+def test_shapes_are_those_of_graphs(num_reqs: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are captured before the inputs are filled. NaN in the null page would reach all that mask it."""
+    expected = run(capsys, *SAMPLES)[0]
+    monkeypatch.setattr(example, "Engine", WarmEngine)
+    assert run(capsys, *SAMPLES, "--num-reqs", num_reqs)[0] == expected
+    engine = WarmEngine.last
+    shared = [shape for shape in engine.shapes if len(shape) > 1]
+    assert len(shared) > 20
+    assert len(set(shared)) > 3
+    assert {*shared} <= {*engine.allowed}
+
+
+def test_pages_that_are_not_read_are_missed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    list_reads = example.list_shared_reads
+    monkeypatch.setattr(example, "list_shared_reads", lambda page_ids, tokens: list_reads(page_ids[:, 1:], tokens))
+    with pytest.raises(SystemExit) as exit_info:
+        run(capsys, *SAMPLES)
+    assert exit_info.value.code == 1
 
 
 # Pages behind the pool.
