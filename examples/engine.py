@@ -3,17 +3,17 @@
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, count, product
+from itertools import count, product
 from pathlib import Path
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from attention import attend_by_gather
 from beams import Beam, BeamSearch
 from layers import Mixer, Weights
 from model import Attention, digest_weights, find_mixer
-from request import Chunk, Request, SamplingParams
+from request import Request, SamplingParams
 from runner import ModelRunner, pack
 from sampling import NextTokens
 from scheduler import Scheduler
@@ -35,8 +35,27 @@ from pagepool.host_pages import HostPages
 from pagepool.stores import FileStore, StoreTier, make_namespace
 
 MAX_SAMPLES, MAX_SIZE = 1024, 2**30
-Step = tuple[StepResult, list[Chunk], Any]
-"""A step in flight: its chunks, and its `NextTokens` on the device."""
+
+
+class Flight(NamedTuple):
+    """A step in flight, with arrays by its rows."""
+
+    step: StepResult
+
+    lengths: Any
+    """Tokens of each row, without drafts."""
+
+    num_drafts: Any
+    """Drafts of each row behind them."""
+
+    is_due: Any
+    """Whether all tokens of the row are computed that are known or on their way."""
+
+    is_sampled: Any
+    """Whether the next token is sampled then, and not chosen otherwise."""
+
+    next_tokens: NextTokens | None = None
+    """Results on the device; None if the step could not start."""
 
 
 class Engine:
@@ -132,24 +151,28 @@ class Engine:
         self.groups = StepInputs(self.scheduler.batch, fields=fields, order="prefixes", **lengths)
         widths = list_widths(32, self.table[0].max_num_pages_per_req)
         self.sharing = Sharing(self.groups, page_size, widths, shares_prefixes)
-        self.in_flight: deque[Step] = deque()  # the oldest first
+        self.in_flight: deque[Flight] = deque()  # the oldest first
         self.numbers = count()
         self.num_copied_pages = 0
         self.has_loads = False  # whether pages may still be loading
         self.busy_since = 0.0  # when the device began the oldest step in flight
 
-    def add(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
-        """Queue a request. Raise ValueError, without a change, if it could not run to its end."""
-        return self.add_samples(prompt, params, 1)[0]
+    def add(self, prompt: Sequence[int], params: SamplingParams | None = None, streams: bool = True) -> Request:
+        """Queue a request. It gets its tokens step by step if it streams, otherwise when it ends or is preempted. Raise
+        ValueError, without a change, if it could not run to its end.
+        """
+        return self.add_samples(prompt, params, 1, streams)[0]
 
-    def add_samples(self, prompt: Sequence[int], params: SamplingParams | None, num_samples: int) -> list[Request]:
-        """Queue requests with seeds ``seed``, ``seed + 1``, ..., which fork after their common prompt is computed. Errors as in
-        `add`.
+    def add_samples(
+        self, prompt: Sequence[int], params: SamplingParams | None, num_samples: int, streams: bool = True
+    ) -> list[Request]:
+        """Queue requests with seeds ``seed``, ``seed + 1``, ..., which fork after their common prompt is computed. Streams and
+        errors are as in `add`.
         """
         if not 1 <= num_samples <= MAX_SAMPLES:
             raise ValueError(f"num_samples: got {num_samples}, allowed: 1 to {MAX_SAMPLES}")
         params, number = params or SamplingParams(), next(self.numbers)
-        first, *others = (Request(prompt, replace(params, seed=params.seed + i), number) for i in range(num_samples))
+        first, *others = (Request(prompt, replace(params, seed=params.seed + i), number, streams) for i in range(num_samples))
         self.require_capacity(first, 1)
         self.scheduler.add(first)
         if len(first.token_ids) > 1:
@@ -191,7 +214,8 @@ class Engine:
         self.runner.warmup(max_num_copies=min(self.num_rows - 1, self.manager.num_pages))
         decode_size = next(size for size in self.padded_sizes if size >= min(self.num_rows - 1, self.padded_sizes[-1]))
         for padded_size in self.padded_sizes:
-            packed = pack(self.inputs, 0, padded_size, self.num_rows, [], self.scheduler.batch.take_moves().writes)
+            none, writes = np.zeros(0, np.int32), self.scheduler.batch.take_moves().writes
+            packed = pack(self.inputs, 0, padded_size, none, none, self.scheduler.rows, writes)
             self.runner.run(self.table.commit(self.num_rows), *packed)
             is_shared = self.sharing.is_wanted and padded_size <= decode_size
             for widths in product(self.sharing.widths, repeat=2) if is_shared else ():
@@ -203,14 +227,14 @@ class Engine:
         """Whether all requests are done."""
         return not self.scheduler.waiting and not self.scheduler.running
 
-    def stream(self) -> Iterator[tuple[Request, int]]:
-        """Run until no request is left. Yield each token with its request as soon as it is sampled."""
+    def stream(self) -> Iterator[tuple[Request, list[int]]]:
+        """Run until no request is left. Yield each request that streams with its new tokens, as soon as they are sampled."""
         while not self.is_idle:
             yield from self.step()
 
-    def step(self) -> list[tuple[Request, int]]:
-        """Start a step, if anything can run, and end the oldest one if no more may be in flight. Return each request that got a
-        final token, with the token. Raise RuntimeError if nothing can run, but for requests that wait for the store.
+    def step(self) -> list[tuple[Request, list[int]]]:
+        """Start a step, if anything can run, and end the oldest one if no more may be in flight. Return each request that
+        streams and got tokens, with these. Raise RuntimeError if nothing can run, but for requests that wait for the store.
 
         If the model fails, the error is raised; later steps compute the same tokens again.
         """
@@ -241,28 +265,26 @@ class Engine:
 
     def start_step(self, step: StepResult, requests: list[Request]) -> None:
         """Start a planned step on the device."""
-        batch, inputs = self.scheduler.batch, self.inputs
-        draft_token_ids = np.full((len(requests), self.scheduler.num_drafts), -1, np.int32)
-        for request, ids in zip(requests, draft_token_ids, strict=True):
-            ids[: len(request.drafts)] = request.drafts
+        batch, inputs, rows, in_step = self.scheduler.batch, self.inputs, self.scheduler.rows, step.rows
+        draft_token_ids = self.scheduler.list_drafts(requests)
+        num_drafts = np.count_nonzero(draft_token_ids >= 0, axis=1)
         num_tokens = batch.inputs(step, out=inputs, draft_token_ids=draft_token_ids)
         padded_size = next(size for size in self.padded_sizes if size >= num_tokens)
-        num_drafts = [len(request.drafts) for request in requests]
-        chunks = list(map(Chunk, requests, inputs.starts.tolist(), inputs.seq_lens.tolist(), num_drafts))
-        for chunk in chunks:
-            chunk.request.num_in_flight += 1
-            if chunk.start < len(chunk.request.token_ids):
-                chunk.request.num_rejected = 0
+        starts, num_known = inputs.starts[: len(step)], batch.num_tokens[in_step]
+        lengths, is_due = inputs.seq_lens[: len(step)] - starts - num_drafts, batch.num_computed_tokens[in_step] == num_known
+        flight = Flight(step, lengths, num_drafts, is_due, is_due & rows.is_sampled[in_step])
+        rows.num_in_flight[in_step] += 1
+        rows.num_rejected[in_step[starts < num_known]] = 0
         try:
             writes = self.move_pages()
             page_tables = self.table.commit(self.num_rows)
-            packed = pack(inputs, num_tokens, padded_size, self.num_rows, requests, writes)
-            shared = self.find_shared(step, padded_size) if num_tokens == len(requests) else None
+            packed = pack(inputs, num_tokens, padded_size, in_step, num_drafts, rows, writes)
+            shared = self.find_shared(step, padded_size) if num_tokens == len(step) else None
             if not self.in_flight:
                 self.busy_since = perf_counter()
-            self.in_flight.append((step, chunks, self.runner.run(page_tables, *packed, shared)))
+            self.in_flight.append(flight._replace(next_tokens=self.runner.run(page_tables, *packed, shared)))
         except BaseException:
-            self.take_back([*self.in_flight, (step, chunks, None)])
+            self.take_back([*self.in_flight, flight])
             raise
 
     def find_shared(self, step: StepResult, padded_size: int) -> Shared | None:
@@ -273,33 +295,31 @@ class Engine:
         widths = self.sharing.find_widths()
         return None if widths is None else list_shared(self.groups, padded_size, *widths)
 
-    def end_step(self) -> list[tuple[Request, int]]:
+    def end_step(self) -> list[tuple[Request, list[int]]]:
         """Wait for the oldest step, and continue the requests for which it counts."""
-        step, chunks, next_tokens = self.in_flight[0]
+        flight = self.in_flight[0]
         try:
-            next_tokens = NextTokens(*map(np.asarray, next_tokens))
+            next_tokens = NextTokens(*map(np.asarray, flight.next_tokens))
         except BaseException:
             self.take_back([*self.in_flight])
             raise
         self.in_flight.popleft()
-        self.record_step(chunks)
-        for chunk in chunks:
-            chunk.request.num_in_flight -= 1
-        return self.update(step, chunks, next_tokens)
+        self.record_step(flight)
+        self.scheduler.rows.num_in_flight[flight.step.rows] -= 1
+        return self.update(flight, next_tokens)
 
-    def record_step(self, chunks: Sequence[Chunk]) -> None:
+    def record_step(self, flight: Flight) -> None:
         """Let the store's tier know how long a step took to compute tokens of prompts, for its choice to load or to compute."""
         start, self.busy_since = self.busy_since, perf_counter()
-        lengths = [chunk.stop - chunk.start - chunk.num_drafts for chunk in chunks]
-        num_tokens = sum(length for length in lengths if length > 1)
+        num_tokens = int(flight.lengths[flight.lengths > 1].sum())
         if self.store is not None and num_tokens:
             self.store.record_step(num_tokens, self.busy_since - start)
 
-    def take_back(self, steps: Sequence[Step]) -> None:
+    def take_back(self, flights: Sequence[Flight]) -> None:
         """End steps in flight, oldest first: the first has failed, so the others have too. Their tokens are computed again."""
-        for chunk in [chunk for _, chunks, _ in steps for chunk in chunks]:
-            chunk.request.num_in_flight -= 1
-        self.scheduler.fail([step for step, _, _ in steps])
+        for flight in flights:
+            self.scheduler.rows.num_in_flight[flight.step.rows] -= 1
+        self.scheduler.fail([flight.step for flight in flights])
         self.in_flight.clear()
         self.runner.wait()  # a step that was started reads its inputs, which the next step overwrites
 
@@ -335,34 +355,34 @@ class Engine:
         if self.store is not None:
             self.store.close(drain_seconds=drain_seconds)
 
-    def update(self, step: StepResult, chunks: Sequence[Chunk], next_tokens: NextTokens) -> list[tuple[Request, int]]:
-        """Settle a step. Each request whose due tokens are all computed gets its next tokens, or forks its samples."""
-        is_sampled = [chunk.is_due and chunk.request.is_sampled for chunk in chunks]
-        token_ids = [
-            chunk.request.end_at_stop(next_tokens.list_tokens(row)) if sampled else []
-            for chunk, row, sampled in zip(chunks, step.rows.tolist(), is_sampled, strict=True)
-        ]
-        counts = np.array(list(map(len, token_ids)), np.int32)
-        places = self.scheduler.batch.settle(step, np.array(list(chain(*token_ids)), np.int32), counts).tolist()
-        complete = [
-            (chunk, ids) for chunk, ids, place in zip(chunks, token_ids, places, strict=True) if chunk.is_due and place >= 0
-        ]
-        for request in [chunk.request for chunk, _ in complete]:
-            if request.samples:
-                self.scheduler.append([request])  # the prompt's last token, which each sample computes itself
-                self.scheduler.fork(request, request.samples)
-                request.samples = []
-            elif isinstance(request, Beam):
+    def update(self, flight: Flight, next_tokens: NextTokens) -> list[tuple[Request, list[int]]]:
+        """Settle a step: rows whose due tokens are all computed get their next tokens, and end. Only requests that stream, that
+        end or that fork are looked at one by one.
+        """
+        scheduler, rows = self.scheduler, self.scheduler.rows
+        token_ids, counts = next_tokens.list_tokens(flight.step.rows, flight.is_sampled)
+        places = scheduler.settle(flight.step, token_ids, counts)
+        is_sampled, is_forked = (places >= 0) & flight.is_sampled, (places >= 0) & flight.is_due & ~flight.is_sampled
+        sampled = places[is_sampled]
+        rows.num_rejected[sampled] += (flight.num_drafts + 1 - counts)[is_sampled]
+        streamed = [(request, scheduler.read(request)) for request in scheduler.find(sampled[rows.is_streamed[sampled]])]
+        scheduler.finish(scheduler.find(flight.step.ended_rows))
+        self.fork(scheduler.find(places[is_forked]), next_tokens)
+        return streamed
+
+    def fork(self, requests: Sequence[Request], next_tokens: NextTokens) -> None:
+        """Fork samples of computed prompts, and beams whose candidates are known."""
+        for request in requests:
+            if isinstance(request, Beam):
                 request.candidates = next_tokens.list_candidates(request.row)
-        sampling = [(chunk, ids) for chunk, ids in complete if ids]
-        for chunk, ids in sampling:
-            chunk.request.token_ids += ids
-            chunk.request.num_rejected += chunk.num_drafts + 1 - len(ids)
-        self.scheduler.finish([chunk.request for chunk, _ in sampling if chunk.request.is_finished])
-        for search in {chunk.request.search: None for chunk, _ in complete if isinstance(chunk.request, Beam)}:
+            else:
+                self.scheduler.append([request])  # the prompt's last token, which each sample computes itself
+                samples, request.samples = request.samples, []
+                self.scheduler.rows.put(request)
+                self.scheduler.fork(request, samples)
+        for search in {request.search: None for request in requests if isinstance(request, Beam)}:
             if search.is_ready:
                 self.extend(search)
-        return [(chunk.request, token_id) for chunk, ids in sampling for token_id in ids]
 
     def extend(self, search: BeamSearch) -> None:
         """Choose the next beams. The first child of a beam takes its row, other children fork; beams without children are

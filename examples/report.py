@@ -12,13 +12,13 @@ __all__ = ["Answer", "find_symbol", "print_answers", "print_figures"]
 Answer = Request | BeamSearch
 
 
-def find_symbol(engine: Engine, answer: Answer, streamed: Mapping[Request, int]) -> str:
+def find_symbol(engine: Engine, answer: Answer, streamed: Mapping[Request, Sequence[int]]) -> str:
     """Return one character for the state of an answer in this step."""
     if isinstance(answer, BeamSearch):
         num_running = sum(beam in engine.scheduler.running for beam in answer.beams)
         return f"{num_running}"[-1] if num_running else " "
     if answer in streamed:
-        return decode([streamed[answer]]).replace(" ", "_").replace("\n", "|")
+        return decode(streamed[answer][-1:]).replace(" ", "_").replace("\n", "|")
     if answer in engine.scheduler.running:
         return "."
     return "-" if answer in engine.scheduler.waiting and answer.row >= 0 else " "

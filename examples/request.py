@@ -1,11 +1,10 @@
-"""Requests, their sampling parameters, and their parts in a step."""
+"""Requests and their sampling parameters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import NamedTuple
 
-__all__ = ["Candidates", "Chunk", "Request", "SamplingParams"]
+__all__ = ["Candidates", "Request", "SamplingParams"]
 
 Candidates = Sequence[tuple[int, float]]
 """Token ids and the logarithms of their probabilities."""
@@ -31,21 +30,24 @@ class SamplingParams:
 
 
 class Request:
-    """A prompt and its generated tokens. A preempted request keeps its tokens, and is admitted again with all of them."""
+    """A prompt and its generated tokens. A preempted request keeps its tokens, and is admitted again with all of them.
 
-    def __init__(self, prompt: Sequence[int], params: SamplingParams, number: int = 0) -> None:
+    While a request runs, the batch has its tokens. It gets them after each step if it streams, otherwise when it leaves its
+    row.
+    """
+
+    def __init__(self, prompt: Sequence[int], params: SamplingParams, number: int = 0, streams: bool = False) -> None:
         """Make a request from token ids; raise TypeError unless they are integers. `number` is its order of arrival."""
         self.token_ids = [index(token_id) for token_id in prompt]
         self.num_prompt_tokens = len(self.token_ids)
         self.params = params
         self.number = number
+        self.streams = streams
         self.samples: list[Request] = []  # samples of the same prompt, which fork before its last token
         self.candidates: Candidates = ()  # the most probable next tokens of a beam, once its last token is computed
         self.row = -1  # this and the next field describe the last admission, or fork
         self.num_cached_tokens: int | None = None
-        self.num_in_flight = 0  # steps that compute its tokens, and whose results are not known
         self.drafts: list[int] = []  # drafts in the step planned last
-        self.num_rejected = 0  # drafts of ended steps, since the last step that began with a token which was known
 
     @property
     def request_id(self) -> str:
@@ -58,21 +60,9 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
-    def num_due_tokens(self) -> int:
-        """Number of tokens to compute before the next one is sampled, or before samples fork; each sample computes the last one
-        itself.
-        """
-        return len(self.token_ids) - bool(self.samples)
-
-    @property
     def is_sampled(self) -> bool:
         """Whether the step that computes its due tokens samples the next one. If it has samples, each samples its own."""
         return not self.samples
-
-    def end_at_stop(self, token_ids: list[int]) -> list[int]:
-        """Return the next tokens up to the one that ends the answer."""
-        stop = self.params.stop_token_id
-        return token_ids[: token_ids.index(stop) + 1] if stop in token_ids else token_ids
 
     @property
     def is_finished(self) -> bool:
@@ -80,19 +70,3 @@ class Request:
         num_generated = len(self.token_ids) - self.num_prompt_tokens
         has_stopped = num_generated > 0 and self.token_ids[-1] == self.params.stop_token_id
         return has_stopped or num_generated == self.params.max_tokens
-
-
-class Chunk(NamedTuple):
-    """Tokens of a request computed in one step: positions `start` to `stop`, the last `num_drafts` of them drafts. If decoding,
-    there is one more token. Positions are those for accepted drafts, where these are not known yet.
-    """
-
-    request: Request
-    start: int
-    stop: int
-    num_drafts: int
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the step computes all tokens before the next one."""
-        return self.stop - self.num_drafts >= self.request.num_due_tokens

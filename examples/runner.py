@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from layers import Tokens, Weights
 from model import Attention, Cache, find_mixer, forward, get_axes, get_sizes
-from request import Request
+from rows import Rows
 from sampling import NextTokens, SamplingRows, find_next
 from shared_prefix import Shared, attend_once
 
@@ -194,17 +194,18 @@ def _attend_with(attend: Attention, shared: tuple[Shared, ...], *arguments: Any)
 
 
 def pack(
-    inputs: StepInputs, num_tokens: int, padded_size: int, num_rows: int, requests: Sequence[Request], writes: StateWrites
+    inputs: StepInputs, num_tokens: int, padded_size: int, in_step: Any, num_drafts: Any, rows: Rows, writes: StateWrites
 ) -> tuple[Tokens, SamplingRows]:
-    """Return the tokens of a step, padded with tokens in the last row, and list sampling parameters by row."""
-    last, ends, num_drafts, num_rejected, top_k, seed = np.zeros((6, num_rows), np.int32)
-    temperature, checkpoint_ids = np.zeros(num_rows, np.float32), np.zeros(padded_size, np.int32)
-    rows = [request.row for request in requests]
-    last[rows], ends[rows] = inputs.last_tokens[: len(rows)], inputs.seq_lens[: len(rows)]
+    """Return the tokens of a step, padded with tokens in the last row, and list sampling parameters by row. The step has the
+    rows `in_step`, with numbers of drafts.
+    """
+    num_rows, num_reqs = len(rows.requests), len(in_step)
+    last, ends, drafts = np.zeros((3, num_rows), np.int32)
+    last[in_step], ends[in_step], drafts[in_step] = inputs.last_tokens[:num_reqs], inputs.seq_lens[:num_reqs], num_drafts
     inputs.rows[num_tokens:padded_size] = num_rows - 1
-    for row, request in zip(rows, requests, strict=True):
-        temperature[row], top_k[row], seed[row] = request.params.temperature, request.params.top_k, request.params.seed
-        num_drafts[row], num_rejected[row] = len(request.drafts), request.num_rejected
+    checkpoint_ids = np.zeros(padded_size, np.int32)
     checkpoint_ids[last[writes.rows] + writes.num_tokens - ends[writes.rows]] = writes.page_ids
     tokens = (array[:padded_size] for array in (inputs.token_ids, inputs.rows, inputs.positions))
-    return Tokens(*tokens, checkpoint_ids, last, num_drafts, num_rejected), SamplingRows(temperature, top_k, seed)
+    # Copies: rows change while the step runs, which may read the arrays where they are.
+    params = SamplingRows(*(array.copy() for array in (rows.temperature, rows.top_k, rows.seed)))
+    return Tokens(*tokens, checkpoint_ids, last, drafts, rows.num_rejected.copy()), params

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 __all__ = ["NextTokens", "SamplingRows", "find_next"]
 
@@ -27,10 +28,12 @@ class NextTokens(NamedTuple):
     candidates: Any
     log_probabilities: Any
 
-    def list_tokens(self, row: int) -> list[int]:
-        """Return the accepted drafts of a row, and the token behind them."""
-        tokens: list[int] = self.sampled[row, : self.num_accepted[row] + 1].tolist()
-        return tokens
+    def list_tokens(self, rows: Any, is_sampled: Any) -> tuple[Any, Any]:
+        """Return the accepted drafts of each of these rows, and the token behind them, one row after another, and the number
+        for each row: 0 if it is not sampled.
+        """
+        counts = np.where(is_sampled, self.num_accepted[rows] + 1, 0)
+        return self.sampled[rows][np.arange(self.sampled.shape[1]) < counts[:, None]], counts
 
     def list_candidates(self, row: int) -> list[tuple[int, float]]:
         """Return a row's candidates, each with the logarithm of its probability."""

@@ -9,7 +9,9 @@ from operator import attrgetter
 
 import numpy as np
 from drafting import propose
+from numpy.typing import NDArray
 from request import Request
+from rows import Rows
 
 from pagepool import CacheManager, EngineRequest, FailedLoads, MultiGroupPageTable, RequestTraits, RunningBatch, StepResult
 from pagepool.errors import OutOfPagesError
@@ -40,6 +42,7 @@ class Scheduler:
         first. Up to `num_drafts` drafts follow the last token of a request.
         """
         self.batch = RunningBatch(manager, table, max_steps_ahead=max_steps_ahead)
+        self.rows = Rows(len(self.batch.num_tokens))
         self.max_steps_ahead = max_steps_ahead
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: list[Request] = []  # oldest first, as in the next list
@@ -63,6 +66,7 @@ class Scheduler:
         if self.store is not None:
             self.store.forget(request)
         if request in self.running:
+            self.read(request)
             self.batch.release([request.row])
             self.free_rows.append(request.row)
         (self.running if request in self.running else self.waiting).remove(request)
@@ -115,7 +119,7 @@ class Scheduler:
             requests = requests[num_grown:]
             if requests:
                 newest = next(request for request in reversed(self.running) if request not in planned)
-                if newest.num_in_flight:
+                if self.rows.num_in_flight[newest.row]:
                     break
                 self.preempt(newest)
                 requests = [request for request in requests if request is not newest]
@@ -123,12 +127,12 @@ class Scheduler:
 
     def is_ahead(self, request: Request) -> bool:
         """Whether the token that a step in flight samples is to be computed. The last token of an answer never is."""
-        return request.num_in_flight > 0 and request.is_sampled and self.count_left(request) > 1
+        return self.rows.num_in_flight[request.row] > 0 and request.is_sampled and self.count_left(request) > 1
 
     def count_left(self, request: Request) -> int:
         """Return how many tokens an answer lacks besides those known and planned, if all drafts in flight are accepted."""
-        num_most = request.num_prompt_tokens + request.params.max_tokens
-        return num_most - len(request.token_ids) - int(self.batch.num_ahead_tokens[request.row])
+        row = request.row
+        return int(self.rows.limits[row] - self.batch.num_tokens[row] - self.batch.num_ahead_tokens[row])
 
     def find_drafts(self, request: Request) -> list[int]:
         """Return drafts behind the token that is to be computed, if it is the last known one, or one that a step in flight
@@ -139,16 +143,27 @@ class Scheduler:
             return []
         num_unknown = 0 if num_due else int(self.batch.num_ahead_tokens[request.row]) + 1
         num_drafts = min(self.num_drafts, self.count_left(request) - 1 - (not num_due))
+        self.read(request)
         return self.propose(request.token_ids, num_unknown + num_drafts)[num_unknown:]
+
+    def list_drafts(self, requests: Sequence[Request]) -> NDArray[np.int32]:
+        """Return the drafts of each request in the planned step, and -1 behind them."""
+        draft_token_ids = np.full((len(requests), self.num_drafts), -1, np.int32)
+        for request, ids in zip(requests, draft_token_ids, strict=True) if self.num_drafts else ():
+            ids[: len(request.drafts)] = request.drafts
+        return draft_token_ids
 
     def preempt(self, request: Request) -> None:
         """Preempt a request: it waits at its place, and hits its cached pages when it is admitted again."""
         self.num_preemptions += 1
+        self.read(request)
         self.batch.release([request.row])
         self.wait(request)
 
     def rewind(self, failed: FailedLoads) -> None:
         """Send back requests whose pages failed to load, to the token before these pages. Steps in flight drop their tokens."""
+        for request in self.running:
+            self.read(request)
         rewound, lost = self.batch.rewind(failed)
         for request in [request for request in self.running if request.row in (*rewound, *lost)]:
             request.candidates = ()
@@ -157,9 +172,32 @@ class Scheduler:
 
     def fail(self, steps: Sequence[StepResult]) -> None:
         """End steps that failed, oldest first. Rows go back; requests wait if the batch has released their rows."""
+        for request in self.running:
+            self.read(request)
         lost = [row for step in steps for row in self.batch.settle(step, failed=True).tolist()]
         for request in [request for request in self.running if request.row in lost]:
             self.wait(request)
+
+    def settle(self, step: StepResult, token_ids: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.int32]:
+        """End a step that has run, with `counts` tokens of each row. Return the rows to which they went: -1 for requests that
+        are gone. Rows end at stop tokens and limits.
+        """
+        limits = {"stop_token_ids": self.rows.stop_token_ids, "max_num_tokens": self.rows.limits}
+        return self.batch.settle(step, token_ids, counts, **limits)
+
+    def read(self, request: Request) -> list[int]:
+        """Give a running request the tokens that were sampled since the last call, and return them. The host itself chooses
+        those of beams, and a prompt has none before its samples fork.
+        """
+        if not request.is_sampled:
+            return []
+        token_ids: list[int] = self.batch.get_token_ids(request.row, len(request.token_ids)).tolist()
+        request.token_ids += token_ids
+        return token_ids
+
+    def find(self, rows: NDArray[np.int32]) -> list[Request]:
+        """Return the requests in these rows."""
+        return [request for row in rows.tolist() if (request := self.rows.requests[row]) is not None]
 
     def wait(self, request: Request) -> None:
         """Let a request whose row was released wait at its place."""
@@ -188,6 +226,7 @@ class Scheduler:
             if num_cached is None:
                 break
             request.row, request.num_cached_tokens, request.drafts = row, num_cached, []
+            self.rows.put(request)
             planned.append(request)
             budget -= int(self.batch.num_computed_tokens[row]) - num_cached
             self.waiting.remove(request)
@@ -206,6 +245,7 @@ class Scheduler:
             rows = []
         for child, row in zip(children, rows, strict=False):
             child.row = row
+            self.rows.put(child)
             if child.num_cached_tokens is None:  # a sample; a beam has the number of the beam that it extends
                 child.num_cached_tokens = int(self.batch.num_computed_tokens[row])
             insort(self.running, child, key=by_arrival)
@@ -215,6 +255,7 @@ class Scheduler:
     def replace(self, request: Request, child: Request) -> None:
         """Move the request's row and pages to a child."""
         child.row = request.row
+        self.rows.put(child)
         self.running[self.running.index(request)] = child
 
     def append(self, requests: Sequence[Request]) -> None:
@@ -222,7 +263,9 @@ class Scheduler:
         self.batch.append([request.row for request in requests], [request.token_ids[-1] for request in requests])
 
     def finish(self, requests: Sequence[Request]) -> None:
-        """Release finished requests."""
+        """Release finished requests, with all their tokens."""
+        for request in requests:
+            self.read(request)
         rows = [request.row for request in requests]
         self.batch.release(rows)
         self.free_rows.extend(rows)

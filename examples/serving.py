@@ -67,7 +67,7 @@ class Replica:
         """Return the answer, and how many tokens of the prompt were cached."""
         from request import SamplingParams
 
-        request = self.engine.add(encode(prompt.prompt), SamplingParams(max_tokens=8))
+        request = self.engine.add(encode(prompt.prompt), SamplingParams(max_tokens=8), streams=False)
         while not request.is_finished:
             async with self.lock:  # requests waiting here share the same steps
                 if not request.is_finished:

@@ -111,7 +111,8 @@ def test_a_stop_token_among_drafts_ends_the_answer() -> None:
     engine = make_engine(num_drafts=2)
     engine.scheduler.propose = lambda token_ids, num_drafts: answer[len(token_ids) - len(prompt) :][:num_drafts]
     engine.add(prompt, replace(params, stop_token_id=answer[4]))
-    assert [token_id for _, token_id in engine.stream()] == answer[: answer.index(answer[4]) + 1]
+    streamed = [token_id for _, token_ids in engine.stream() for token_id in token_ids]
+    assert streamed == answer[: answer.index(answer[4]) + 1]
     check_rest(engine)
 
 
@@ -200,7 +201,7 @@ def test_a_long_prompt_is_computed_in_chunks(engine: Engine) -> None:
     prompt = [*prompt[::-1], *range(70 - len(prompt))]
     request = engine.add(prompt, params := replace(params, max_tokens=3))
     streamed = [engine.step() for _ in range(7)]
-    assert streamed == [[], [], [], [], *([(request, token_id)] for token_id in answer_densely(prompt, params))]
+    assert streamed == [[], [], [], [], *([(request, [token_id])] for token_id in answer_densely(prompt, params))]
     check_rest(engine)
 
 
@@ -208,7 +209,42 @@ def test_a_stop_token_ends_the_answer(engine: Engine) -> None:
     prompt, params = make_asks(2)[1]
     answer = answer_densely(prompt, params)
     stopped = engine.add(prompt, replace(params, stop_token_id=answer[4]))
-    assert [token_id for _, token_id in engine.stream()] == answer[: answer.index(answer[4]) + 1] == stopped.output
+    unseen = engine.add(prompt, stopped.params, streams=False)
+    streamed = [token_id for request, token_ids in engine.stream() for token_id in token_ids if request is stopped]
+    assert streamed == answer[: answer.index(answer[4]) + 1] == stopped.output == unseen.output
+    check_rest(engine)
+
+
+@AHEAD
+def test_tokens_of_requests_that_do_not_stream_are_read_at_their_end(num_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asks, reads = make_engine(num_pages=200, max_steps_ahead=num_ahead), make_asks(9), []
+    read = engine.scheduler.read
+
+    def note_read(request: Any) -> list[int]:
+        reads.append(request)
+        return read(request)
+
+    monkeypatch.setattr(engine.scheduler, "read", note_read)
+    requests = [engine.add(*ask, streams=False) for ask in asks]
+    assert list(engine.stream()) == []
+    assert [request.output for request in requests] == [answer_densely(*ask) for ask in asks]
+    assert sorted(map(id, reads)) == sorted(map(id, requests))
+    check_rest(engine)
+
+
+@AHEAD
+def test_an_aborted_request_has_the_tokens_so_far(num_ahead: int) -> None:
+    engine, (prompt, params) = make_engine(max_steps_ahead=num_ahead), make_asks(1)[0]
+    requests = [engine.add(prompt, params, streams) for streams in (True, False)]
+    num_streamed = 0
+    while num_streamed < 5:
+        num_streamed += sum(len(token_ids) for _, token_ids in engine.step())
+    assert [len(request.output) for request in requests] == [5, 0]
+    for request in requests:
+        engine.abort(request)
+        assert request.output == answer_densely(prompt, params)[:5]
+    while engine.in_flight:
+        engine.end_step()
     check_rest(engine)
 
 

@@ -115,10 +115,10 @@ def test_a_preempted_request_computes_little_again(weights: Weights) -> None:
     computed: Counter[Any] = Counter()
     update = engine.update
 
-    def count_computed(step: Any, chunks: Any, next_tokens: Any) -> Any:
-        for request, start, stop, _ in chunks:
-            computed[request] += stop - start
-        return update(step, chunks, next_tokens)
+    def count_computed(flight: Any, next_tokens: Any) -> Any:
+        for request, length in zip(engine.scheduler.find(flight.step.rows), flight.lengths.tolist(), strict=True):
+            computed[request] += length
+        return update(flight, next_tokens)
 
     engine.update = count_computed  # type: ignore[method-assign]
     list(engine.stream())

@@ -206,20 +206,26 @@ def run_to_end(engine: Engine, arrivals: Sequence[Callable[[], Any]] = ()) -> se
     while todo or not engine.is_idle:
         if todo and (num_steps % 2 == 0 or engine.is_idle):
             todo.popleft()()
-        for request, token_id in engine.step():
-            streamed.setdefault(request, []).append(token_id)
+        for request, token_ids in engine.step():
+            streamed.setdefault(request, []).extend(token_ids)
         preempted |= {request for request in engine.scheduler.waiting if request.output}
         num_steps += 1
         if num_steps % 8 == 0:
             engine.scheduler.batch.check()
-    assert all(request.output == token_ids for request, token_ids in streamed.items())
+    assert all(request.streams and request.output == token_ids for request, token_ids in streamed.items())
     return preempted
 
 
 def answer_by_engine(engine: Engine, asks: list[Ask]) -> tuple[list[Request], set[Request]]:
-    """Return the finished requests, half of which arrive while others run, and those that were preempted."""
-    requests = [engine.add(*ask) for ask in asks[: len(asks) // 2]]
-    preempted = run_to_end(engine, [lambda ask=ask: requests.append(engine.add(*ask)) for ask in asks[len(asks) // 2 :]])
+    """Return the finished requests, half of which arrive while others run, and those that were preempted. Two thirds stream."""
+    requests: list[Request] = []
+
+    def add(ask: Ask) -> None:
+        requests.append(engine.add(*ask, streams=len(requests) % 3 > 0))
+
+    for ask in asks[: len(asks) // 2]:
+        add(ask)
+    preempted = run_to_end(engine, [lambda ask=ask: add(ask) for ask in asks[len(asks) // 2 :]])
     return requests, preempted
 
 
@@ -368,7 +374,7 @@ def run_all(engine: Engine, asks: list[Ask], weights: Weights) -> None:
         if i % 3 == 0:
             searches.append((engine.add_beams(*ask, 2 + i % 2), ask))
         else:
-            samples.append((engine.add_samples(*ask, (1, 3)[i % 2]), ask))
+            samples.append((engine.add_samples(*ask, (1, 3)[i % 2], streams=i % 4 < 2), ask))
 
     for i, ask in enumerate(asks[: len(asks) // 2]):
         add(i, ask)
