@@ -194,7 +194,7 @@ class Engine:
 
     def require_capacity(self, request: Request, num_rows: int) -> None:
         """Raise ValueError if a request that ends with this number of rows could not run even alone."""
-        num_tokens = len(request.token_ids) + request.params.max_tokens - 1  # the last token of an answer is never computed
+        num_tokens = len(request.token_ids) + request.params.max_tokens
         wrong = [token_id for token_id in request.token_ids if not 0 <= token_id < self.runner.sizes["vocab"]]
         if not request.token_ids:
             raise ValueError("prompt: got no tokens, allowed: at least 1")
@@ -202,8 +202,9 @@ class Engine:
             raise ValueError(f"prompt: got token id {wrong[0]}, allowed: 0 to {self.runner.sizes['vocab'] - 1}")
         if num_tokens > self.manager.max_model_len:
             raise ValueError(f"request: got {num_tokens} tokens with its answer, allowed: {self.manager.max_model_len}")
-        self.manager.require_capacity(num_tokens)
-        num_pages, pool = num_rows * -(-num_tokens // self.table.page_sizes[0]), self.manager.pools["kv"]
+        num_computed = num_tokens - 1  # the last token of an answer never is
+        self.manager.require_capacity(num_computed)
+        num_pages, pool = num_rows * -(-num_computed // self.table.page_sizes[0]), self.manager.pools["kv"]
         if num_rows >= self.num_rows or num_pages >= pool.num_pages:
             needed = f"{num_rows} rows and {num_pages} pages"
             raise ValueError(f"num_beams: got {num_rows}, which take {needed}, of {self.num_rows - 1} and {pool.num_pages - 1}")

@@ -31,6 +31,7 @@ from engine_workload import (  # noqa: E402
     answer_by_engine,
     answer_densely,
     check_answers,
+    check_beams,
     check_drafts,
     check_outputs,
     check_rest,
@@ -205,6 +206,15 @@ def test_a_long_prompt_is_computed_in_chunks(engine: Engine) -> None:
     check_rest(engine)
 
 
+def test_an_answer_fills_its_row(engine: Engine) -> None:
+    asks = [(list(range(first, first + 60)), SamplingParams(40)) for first in (0, 30)]
+    check_outputs(engine, asks)
+    search = engine.add_beams(*asks[0], 1)
+    list(engine.stream())
+    check_beams(search, asks[0], WEIGHTS)
+    check_rest(engine)
+
+
 def test_a_stop_token_ends_the_answer(engine: Engine) -> None:
     prompt, params = make_asks(2)[1]
     answer = answer_densely(prompt, params)
@@ -258,7 +268,7 @@ def test_an_aborted_request_has_the_tokens_so_far(num_ahead: int) -> None:
         ([1, VOCAB], 1, ValueError, "prompt: got token id 96, allowed: 0 to 95"),
         ([-1], 1, ValueError, "prompt: got token id -1, allowed: 0 to 95"),
         ([1.0], 1, TypeError, "'float' object cannot be interpreted as an integer"),
-        ([1] * 60, 42, ValueError, "request: got 101 tokens with its answer, allowed: 100"),
+        ([1] * 60, 41, ValueError, "request: got 101 tokens with its answer, allowed: 100"),
     ],
 )
 def test_requests_that_cannot_run_are_refused(
@@ -396,7 +406,7 @@ def test_the_command_chats_with_a_hybrid(
     [
         ([""], "prompt: got no tokens"),
         (["Große Seiten"], "text: got 'ß'"),
-        (["page " * 60], "request: got 331 tokens with its answer, allowed: 256"),
+        (["page " * 60], "request: got 332 tokens with its answer, allowed: 256"),
         (["--num-pages", "4", "page " * 10], "a request of 81 tokens in steps of up to 64 needs 11 pages, the pool has 3"),
         (["--stop", "ab"], "--stop: got 'ab'"),
         (["--stop", "é"], "text: got 'é'"),
