@@ -36,8 +36,8 @@ class SharedPrefixes:
     """Sizes of the groups of rows that share a prefix, for ``StepInputs(order="prefixes")``.
 
     Shared pages lie in up to `num_levels` levels, 1 to 4. There are at most `num_groups` groups (None: as many as rows), each
-    of at most `num_pages` pages and `num_rows` rows (None: those of the longest row, and all rows); longer prefixes are shared
-    in part, and more rows are several groups. A group saves at least `min_saved_pages` pages.
+    of at most `num_pages` pages in each cache group and `num_rows` rows (None: those of the longest row, and all rows); longer
+    prefixes are shared in part, and more rows are several groups. A group saves at least `min_saved_pages` pages.
     """
 
     num_levels: int = 1
@@ -461,11 +461,11 @@ def _names_in(fields: Iterable[str]) -> list[str]:
 
 
 def _width_of_full(tables: Sequence[Any], kinds: Sequence[str]) -> int:
-    """Return the columns of the table of the first group with full attention."""
-    for table, kind in zip(tables, kinds, strict=True):
-        if kind == "FullAttention" and not table.sink_page_ids:
-            return int(table.max_num_pages_per_req)
-    raise ArgumentError("order: got 'prefixes', allowed for a model with full attention, and without sinks")
+    """Return the most columns of a table of a group with full attention."""
+    full = [table for table, kind in zip(tables, kinds, strict=True) if kind == "FullAttention" and not table.sink_page_ids]
+    if not full:
+        raise ArgumentError("order: got 'prefixes', allowed for a model with full attention, and without sinks")
+    return max(int(table.max_num_pages_per_req) for table in full)
 
 
 def _shapes_of_prefixes(sizes: Sequence[int] | None, num_reqs: int) -> dict[str, Shape]:

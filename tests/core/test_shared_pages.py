@@ -285,6 +285,23 @@ def test_pages_of_all_groups_end_where_rows_part() -> None:
     assert [np.count_nonzero(ids[0]) for ids in inputs.prefix_page_ids] == [4, 2]
 
 
+def test_a_line_has_room_for_the_pages_of_each_cache_group() -> None:
+    """A prefix has most pages where they have the fewest tokens."""
+    batch = make_batch([COARSE, FULL], 5)
+    batch.admit(0, range(50))
+    batch.fork(0, [1])
+    batch.take_moves()
+    step = batch.step([0, 1], [7, 8])
+    for num_pages, num_shared, width in ((None, 48, MAX_LEN // PAGE_SIZE), (5, 16, 5), (1, 0, 1)):
+        prefixes = SharedPrefixes(num_groups=1, num_pages=num_pages, min_saved_pages=0)
+        inputs = make_inputs(batch, ["own_starts", "prefix_page_ids"], depth=1, prefixes=prefixes)
+        batch.inputs(step, out=inputs)
+        assert inputs.own_starts.tolist() == [num_shared, num_shared, 0, 0, 0]
+        for ids, pages, spec in zip(inputs.prefix_page_ids, batch.get_page_ids(0), (COARSE, FULL), strict=True):
+            shared = pages[: num_shared // spec.page_size]
+            assert ids.tolist() == [shared + [0] * (width - len(shared))]
+
+
 def test_tokens_without_a_page_are_refused() -> None:
     batch = make_batch([FULL], 5)
     batch.admit(0, range(22))

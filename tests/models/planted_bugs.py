@@ -556,6 +556,8 @@ INPUT_BUGS = read_bugs("""
 groups.num_rows != n or groups.num_rewrites != source.tables[groups.group].num_rewrites{+ and not BUG+}
 == a group has the pages of the first row's whole prefix
             child.end = {+child.end if BUG else +}_count_common(
+== a group has more pages of another cache group than a line has room for
+            if self.is_full(i){+ and not BUG+}:  # a place
 == inputs of a row that was released and admitted again
         if {+not BUG and (+}not 0 < batch.stays[row] <= growth.num_stays or (
 ...

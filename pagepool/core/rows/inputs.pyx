@@ -386,7 +386,7 @@ cdef class InputArrays:
     cdef int begin_groups(self, object prefixes) except -1:
         """Make the memory of groups that share a prefix, in the first group of full attention."""
         cdef Py_ssize_t n = self.max_num_reqs, num_slots = 2, g = 0, i, num_saved
-        cdef Py_ssize_t num_levels, num_groups, num_pages, num_rows, least
+        cdef Py_ssize_t num_levels, num_groups, num_pages, num_places, num_rows, least
         cdef int32_t *at
         cdef list sizes = as_list(prefixes, "prefixes")
         if len(sizes) != 5:
@@ -409,8 +409,13 @@ cdef class InputArrays:
             raise MemoryError("groups of rows")
         self.groups = <PrefixGroups *>self.groups_memory
         self.groups.limits = PrefixLimits(
-            num_levels=num_levels, num_groups=num_groups, num_pages=num_pages, num_rows=num_rows, min_saved_pages=least,
+            num_levels=num_levels, num_groups=num_groups, num_pages=num_pages, num_places=num_pages, num_rows=num_rows,
+            min_saved_pages=least,
         )
+        for i in range(self.source.num_groups):
+            if self.is_full(i):  # a place of the first group may have several pages of another one
+                num_places = num_pages * <int64_t>self.source.page_sizes[i] // self.source.page_sizes[g]
+                self.groups.limits.num_places = min(self.groups.limits.num_places, num_places)
         self.groups.unit = lcm(*[self.source.page_sizes[i] for i in range(self.source.num_groups) if self.is_full(i)])
         self.groups.unit //= self.source.page_sizes[g]
         self.groups.group, self.groups.max_num_reqs, self.groups.num_rows, self.groups.num_slots = g, n, -1, num_slots

@@ -33,7 +33,8 @@ cdef struct PrefixNode:
 cdef struct PrefixLimits:
     Py_ssize_t num_levels     # most levels in which a row shares pages
     Py_ssize_t num_groups     # most groups; one has at most `num_rows` rows, and the nodes of more rows count as several
-    Py_ssize_t num_pages      # most pages of a group
+    Py_ssize_t num_pages      # most pages of a group, in each cache group
+    Py_ssize_t num_places     # places with at most as many pages in each cache group
     Py_ssize_t num_rows
     int64_t min_saved_pages   # a group saves at least as many
 
@@ -127,7 +128,7 @@ cdef inline void _split(PrefixGroups *groups, const Source *source, const Spans 
     cdef PrefixNode *node = &groups.nodes[k]
     cdef PrefixNode *child
     cdef int32_t *rows = groups.order + node.first_row
-    cdef int32_t j, b, end = 0, num, most = <int32_t>groups.limits.num_pages
+    cdef int32_t j, b, end = 0, num, most = <int32_t>groups.limits.num_places
     cdef int32_t num_buckets = _fill_buckets(groups, source, spans, node)
     if num_buckets == node.num_rows:
         return
@@ -164,7 +165,7 @@ cdef inline int64_t *_saved_below(const PrefixGroups *groups, Py_ssize_t k, Py_s
 cdef inline int64_t _count_own(const PrefixGroups *groups, const PrefixNode *node, int32_t start, int64_t least) noexcept nogil:
     """Count the pages that a node saves with a group from place `start` on; 0 if it may not be one."""
     cdef int64_t num_pages = node.end - start, num_saved = (node.num_rows - 1) * num_pages
-    return num_saved if num_saved >= least and num_pages <= groups.limits.num_pages else 0
+    return num_saved if num_saved >= least and num_pages <= groups.limits.num_places else 0
 
 
 cdef inline void _count_saved(PrefixGroups *groups, int64_t least) noexcept nogil:
