@@ -692,6 +692,8 @@ END_BUGS = read_bugs("""
                 num_taken = {+num if BUG else +}count_to_end(batch, settlement.rules, row, token_ids, num
 == a limit counts the tokens of the answer alone
         elif num_tokens{+ * (not BUG)+} + i + 1 >= limit:
+== a row ends by a draft that was rejected
+ + i + 1{+ + BUG * max(0, batch.records[row].num_planned - num_tokens - num)+} >= limit:
 == stop tokens of another row
     cdef const int32_t *ids = ends.stop_token_ids + row * ends.stride{+ * (not BUG)+}
 """)
