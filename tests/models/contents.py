@@ -31,6 +31,7 @@ from contents_device import ContentsError, Device, Histories, find_first_read, f
 from contents_fronts import NUM_ROWS, BatchFront, Entry, Front, ManagerFront, Work, World
 from contents_holds import Holds
 from contents_index import NULL_PAGE
+from contents_inputs import ListReader
 from contents_request import Job
 from contents_states import StateBooks
 from contents_store import STORE_MODULES, StoreBooks
@@ -90,7 +91,7 @@ FRONTS: list[tuple[type[Front], ...]] = [
 
 EVICTION = ("lru", "adaptive")
 CACHES = ("scheduled", "computed")
-FEATURES = "tier", "external", "forks", "leases", "expectations", "store", "lookahead"
+FEATURES = "tier", "external", "forks", "leases", "expectations", "store", "lookahead", "lists"
 """What a round may have besides requests that run and fail; its seed chooses."""
 
 
@@ -159,6 +160,8 @@ class Simulation:
         books.prefers_held |= any(front.caches_computed for front in self.batches)
         for front in self.fronts:
             front.plan = self.plan
+        rng = Random(self.options["hash_seed"])
+        self.readers = [ListReader(front, rng) for front in self.batches] if "lists" in self.features else []
 
     def read_clock(self) -> float:
         """Return the seconds on the clock of the store."""
@@ -277,13 +280,18 @@ class Simulation:
         for turn in self.rng.sample(turns, len(turns)):
             turn()
         self.world.take_moves()
+        self.fill_inputs()
         self.world.is_second = True
+        for front in self.batches:
+            if front.depth and self.rng.random() < 0.1:
+                self.end_in_flight(front)
         for front in self.batches:
             if front.depth and self.rng.random() < 0.3:
                 front.schedule_next()
                 self.counts["steps in flight"] += 1
                 self.has_next = True
         self.world.take_moves()
+        self.fill_inputs()
         self.world.is_second = False
         self.counts["steps"] += 1
         if self.plan and self.rng.random() < (0.5 if self.has_failed else 0.12):
@@ -293,6 +301,22 @@ class Simulation:
             self.compute()
         self.finish_loading()
         self.end_transfers()
+
+    def end_in_flight(self, front: BatchFront) -> None:
+        """End a job of a batch whose step is in flight: what it computes has been asked for, and others may hit that."""
+        jobs = [work.job for work in front.list_works(front.steps[-1]) if not self._is_doubtful(work.job)]
+        if jobs:
+            job = self.rng.choice(jobs)
+            pages = front.list_unfilled(job)
+            self._end(job)
+            front.left |= {page_id: content for page_id in pages if (content := self.books.index.content_of(page_id))}
+            self.counts["rows ended in flight"] += 1
+            self.has_next = True
+
+    def fill_inputs(self) -> None:
+        """Fill inputs for the steps of batches that are scheduled."""
+        for reader in self.readers:
+            reader.fill()
 
     @property
     def works(self) -> list[Work]:
@@ -440,6 +464,8 @@ class Simulation:
             self._write(work)
             self.world.draft(work, has_run=False)
         cuts = self._fail(self._choose_failure(works)) if works and may_fail else {}
+        for reader in self.readers:
+            reader.compare([work for work in works if work.job not in cuts and not self._is_doubtful(work.job)])
         for work in works:
             if work.job not in cuts and (not self._reads_right(work) or work in wrong):
                 self._spoil(work, work.start, work.stop)

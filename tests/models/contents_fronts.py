@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from admissions import admission
-from contents_device import Device, find_first_read, find_unread_pages, require
+from contents_device import Content, Device, find_first_read, find_unread_pages, require
 from contents_index import NULL_PAGE
 from contents_request import Job, Write
 from contents_states import StateBooks
@@ -728,6 +728,7 @@ class BatchFront(Front):
         self.max_num_drafts = self.count_drafts(self.depth)
         self.batch = pagepool.RunningBatch(world.manager, tables, **options)
         self.steps: list[Any] = []  # those being scheduled, or in flight
+        self.left: dict[int, Content] = {}  # by page: cached, which these steps fill for rows that have ended
         has_windows = any(group.has_window for group in self.setting.groups)  # a row is settled before it takes pages
         self.is_settled_first = (
             has_windows or self.caches_computed or self.setting.hash_lookahead > 0 or bool(self.books.state_ids)
@@ -735,6 +736,8 @@ class BatchFront(Front):
 
     def begin_step(self) -> None:
         """Begin a step: the next calls add to it."""
+        if not self.steps:
+            self.left.clear()
         self.steps.append(self.batch.new_step())
 
     def admit(self, job: Job, row: int, dp_shard: int | None) -> bool:
@@ -916,15 +919,17 @@ class BatchFront(Front):
         Jobs that have lost tokens are cut already.
         """
         ended: list[Job] = []
+        is_each_settled = self.depth > 0 or "lists" in self.world.features  # a ring of inputs waits for all steps
         for step in self.steps:
             works = self.list_works(step)
-            told = {work: self._draw_told(work, sample, ended) for work in works if work.job not in cuts}
+            gone = [work.job for work in works if work.job.front is not self and work.job not in cuts]
+            told = {work: self._draw_told(work, sample, ended) for work in works if work.job not in [*cuts, *gone]}
             tokens = [token for tokens in told.values() for token in tokens]
             is_ahead = any(int(self.batch.num_ahead_tokens[work.job.row]) for work in told)
-            if len(step) and (tokens or is_ahead or self.depth or self.rng.random() < 0.6):
+            if len(step) and (tokens or is_ahead or is_each_settled or self.rng.random() < 0.6):
                 counts = [len(told.get(work, ())) for work in works]
                 places = self.call("settle", self.batch, step, tokens, counts).tolist()
-                expected = [work.job.row for work in works]
+                expected = [-1 if work.job in gone else work.job.row for work in works]
                 is_right = [
                     place in (row, -1) if work.job in cuts else place == row
                     for place, row, work in zip(places, expected, works, strict=True)
@@ -968,6 +973,12 @@ class BatchFront(Front):
         self.books.enter_first(job, job.list_histories(job.num_computed_tokens), self.find_key, job.num_known_tokens)
         self.settle_writes(job, job.num_computed_tokens)
 
+    def list_unfilled(self, job: Job) -> list[int]:
+        """Return the pages of a job that the steps in flight fill, states included."""
+        start = min(work.start for step in self.steps for work in self.list_works(step) if work.job is job)
+        states = [page_id for i in self.books.state_ids for page_id in job.pages[i]]
+        return [*self.books.list_behind(job, start), *states]
+
     def fail_steps(self) -> list[Job]:
         """Let the steps of the schedule fail; return the jobs whose rows cannot go back."""
         steps = [step for step in self.steps if len(step)]
@@ -976,11 +987,12 @@ class BatchFront(Front):
             return []
         works = [work for step in steps for work in self.list_works(step)]
         starts: dict[Job, int] = {}
-        for work in works:
+        for work in [work for work in works if work.job.front is self]:
             starts.setdefault(work.job, work.start)
         lost = {page_id for job, start in starts.items() for page_id in self.books.list_behind(job, start)}
         lost_states = self.books.list_lost(works)
         lost |= {page_id for page_id, content in lost_states if self.books.index.content_of(page_id) == content}
+        lost |= {page_id for page_id, content in self.left.items() if self.books.index.content_of(page_id) == content}
         released = self.call("settle", self.batch, steps[0], failed=True).tolist()
         for step in steps[1:]:
             self.call("settle", self.batch, step)
