@@ -43,6 +43,7 @@ class StateBooks(Books):
         for (_, page_id), content in zip(states, contents, strict=True):
             pages = self._list_hit(content, shard)
             held = [hit_id for hit_id in pages if hit_id != page_id and ref_counts[hit_id]]  # by a copy, at least
+            held = [hit_id for hit_id in held if self.is_cached(hit_id)]  # an equal one may be evicted by now, and written
             found.append([*held, page_id if page_id in pages else pages[0]][0])
         if self.tier is not None:
             job.load_number = max(job.load_number, self.tier.find_load_number(found))
@@ -118,6 +119,8 @@ class StateBooks(Books):
             is_entered = not equal
             if equal and self.is_cached(write.page):  # they were evicted by the same call
                 is_entered = not any(map(self.is_cached, equal))
+            elif equal and self.tier is not None and not any(map(self.is_cached, equal)):
+                self.tier.note_save(write.page, content)  # it may have been cached after these were evicted, and evicted too
             write.is_entered = is_entered
             if is_entered:
                 key = (find_key(job, write.num_tokens), write.group) if self.tier is not None else None
