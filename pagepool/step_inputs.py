@@ -25,8 +25,9 @@ __all__ = ["SharedPrefixes", "StepInputs"]
 Array = npt.NDArray[Any]
 
 LISTS = ("page_starts", "page_indices", "last_page_lens", "page_offsets")
+WRITES = ("write_pages", "write_starts", "write_indices", "write_tokens")
 OF_PREFIXES = ("level_page_starts", "level_page_indices", "level_last_page_lens", "prefix_page_ids")
-BY_GROUP = ("slots", "page_ids", "state_pages", "write_pages", "cross_page_ids", "rank_slots", *LISTS, *OF_PREFIXES)
+BY_GROUP = ("slots", "page_ids", "state_pages", "cross_page_ids", "rank_slots", *LISTS, *WRITES, *OF_PREFIXES)
 MAX_DEPTH = 1024
 MAX_NUM_TOKENS, MAX_NUM_REQS = 2**31 - 2, 2**30
 
@@ -93,6 +94,9 @@ class StepInputs(InputArrays):
     ``state_pages``      [n]         working pages of states and rings, by group        0
     ``write_pages``      [T]         pages to which the step writes the state after
                                      a token (see `take_moves`), by group               0
+    ``write_indices``    [T]         these pages, one row after another, by group       0
+    ``write_tokens``     [T]         the indices of their tokens                        0
+    ``write_starts``     [n + 1]     where the writes of each row begin there           the last value
     ``cross_page_ids``   [n, pages]  pages of the medium, by group of cross-attention   0
     ``encoder_lens``     [n]         tokens of the medium                               0
     ``order``            [n]         index of each row in ``step.rows``                 0
@@ -376,6 +380,21 @@ class StepInputs(InputArrays):
         return self._array("write_pages")  # type: ignore[no-any-return]
 
     @property
+    def write_starts(self) -> tuple[Array | None, ...]:
+        """Where the writes of each row begin in the list of written states, by group ``[num_reqs + 1]``."""
+        return self._array("write_starts")  # type: ignore[no-any-return]
+
+    @property
+    def write_indices(self) -> tuple[Array | None, ...]:
+        """Pages to which the step writes states, one row after another, by group ``[num_tokens]``."""
+        return self._array("write_indices")  # type: ignore[no-any-return]
+
+    @property
+    def write_tokens(self) -> tuple[Array | None, ...]:
+        """Index of the token after which each of these states is written, by group ``[num_tokens]``."""
+        return self._array("write_tokens")  # type: ignore[no-any-return]
+
+    @property
     def cross_page_ids(self) -> tuple[Array, ...]:
         """Pages of each row's medium, by group of cross-attention ``[num_reqs, pages]``."""
         return self._array("cross_page_ids")  # type: ignore[no-any-return]
@@ -413,7 +432,7 @@ Shapes = dict[str, dict[int, Shape]]
 """The shape of each field's arrays, by group; group 0 alone for fields that are not by group."""
 
 
-FIELDS_OF_KINDS = {"Mamba": ("state_pages", "write_pages"), "Ring": ("state_pages", "slots")}
+FIELDS_OF_KINDS = {"Mamba": ("state_pages", *WRITES), "Ring": ("state_pages", "slots")}
 """Fields by group that groups of one page have."""
 
 FIELDS_OF_ATTENTION = ("slots", "page_ids", "rank_slots", *LISTS)
@@ -509,9 +528,9 @@ def _shapes_of(
         if not wanted:
             raise ArgumentError(f"fields: got {name!r}, which no group of the model has, allowed: those of its groups")
         shape: Shape = (num_reqs,)
-        if name in ("token_ids", "positions", "rows", "slots", "rank_slots", "write_pages"):
+        if name in ("token_ids", "positions", "rows", "slots", "rank_slots", "write_pages", "write_indices", "write_tokens"):
             shape = (num_tokens,)
-        elif name in ("query_start_loc", "kv_start_loc", "page_starts"):
+        elif name in ("query_start_loc", "kv_start_loc", "page_starts", "write_starts"):
             shape = (num_reqs + 1,)
         elif name == "distribution":
             shape = (3,)

@@ -31,7 +31,17 @@ NUM_ROWS = 6
 MAX_LEN = 96
 NUM_TOKENS = 160
 CANARY = -77
-OF_OTHERS = ("write_pages", "cross_page_ids", "encoder_lens", "prefix_page_ids", "prefix_rows", "own_starts")
+OF_OTHERS = (
+    "write_pages",
+    "write_starts",
+    "write_indices",
+    "write_tokens",
+    "cross_page_ids",
+    "encoder_lens",
+    "prefix_page_ids",
+    "prefix_rows",
+    "own_starts",
+)
 PLAIN_FIELDS = [name for name in INPUT_FIELDS if name not in OF_OTHERS and not name.startswith("level_")]
 BY_GROUP = (
     "slots",
@@ -290,7 +300,8 @@ def test_states_are_written_where_the_moves_say(is_ahead: bool) -> None:
     manager = CacheManager({"kv": 300, "states": 80}, [CacheGroupSpec(FULL), state], MAX_LEN)
     tables = MultiGroupPageTable(NUM_ROWS, MAX_LEN, NUM_TOKENS, [4, 1])
     batch = RunningBatch(manager, tables, max_steps_ahead=int(is_ahead))
-    inputs = make_inputs(batch, ["write_pages", "rows", "positions"], num_tokens=NUM_TOKENS, num_reqs=NUM_ROWS)
+    fields = ["write_pages", "write_starts", "write_indices", "write_tokens", "rows", "positions", "query_start_loc"]
+    inputs = make_inputs(batch, fields, num_tokens=NUM_TOKENS, num_reqs=NUM_ROWS)
     num_writes = 0
     for _ in range(60):
         step = batch.new_step()
@@ -307,6 +318,12 @@ def test_states_are_written_where_the_moves_say(is_ahead: bool) -> None:
             expected[(inputs.rows[:num_tokens] == row) & (inputs.positions[:num_tokens] == num - 1)] = page
         assert inputs.write_pages[1][:num_tokens].tolist() == expected.tolist()
         assert inputs.write_pages[0] is None
+        [written] = expected.nonzero()
+        starts = np.searchsorted(written, inputs.query_start_loc)
+        padding = [0] * (len(inputs.write_indices[1]) - len(written))
+        assert inputs.write_starts[1].tolist() == starts.tolist()
+        assert inputs.write_indices[1].tolist() == [*expected[written], *padding]
+        assert inputs.write_tokens[1].tolist() == [*written, *padding]
         num_writes += np.count_nonzero(expected)
         counts = [int(batch.num_computed_tokens[row] == batch.num_tokens[row]) for row in step.rows]
         batch.settle(step, [rng.randrange(2) for _ in range(sum(counts))], counts)

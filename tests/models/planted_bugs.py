@@ -531,6 +531,11 @@ WRITE_TESTS = ["test_state_writes.py", "test_batch_admission.py", "test_runs.py"
 INPUT_BUGS = read_bugs("""
 # The inputs of a step.
 
+== a written state counts for the row before
+            out[i + 1{+ - BUG+}] += 1
+    for i in range(step.num_padded_rows):
+== a written state is listed at the next token
+            out[num] = <Value>{+(+}i{+ + BUG)+} if are_tokens
 == a slot of padding is that of the null page
             )
         repeat_value(out + step.num_tokens, step.pad_slot{+ * (not BUG)+}, num_left)

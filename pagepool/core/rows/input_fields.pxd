@@ -28,6 +28,9 @@ cdef enum Kind:               # in the order of `INPUT_FIELDS`
     PAGE_OFFSETS
     RANK_SLOTS
     WRITE_PAGES
+    WRITE_STARTS
+    WRITE_INDICES
+    WRITE_TOKENS
     LEVEL_QUERY_STARTS
     LEVEL_PAGE_STARTS
     LEVEL_PAGE_INDICES
@@ -158,20 +161,56 @@ cdef inline void write_ring_slots(
             out += 1
 
 
+cdef inline Py_ssize_t find_written(const StateWrite *write, Py_ssize_t group, const InputStep *step) noexcept nogil:
+    """Return the index of the row whose tokens in the step a write of a group's state follows; -1: no row's. O(rows)."""
+    cdef Spans spans = step.spans
+    cdef Py_ssize_t i
+    for i in range(step.num_rows if write.group == group else 0):
+        if spans.rows[i] == write.row and spans.starts[i] < write.num_tokens <= spans.stops[i]:
+            return i
+    return -1
+
+
 cdef inline void write_write_pages(Value *out, const Source *source, Py_ssize_t group, const InputStep *step) noexcept nogil:
-    """Write the page to which the state after each token is written, of those that the batch lists."""
+    """Write the page to which the state after each token is written, of those that the batch lists. O(tokens + writes x rows).
+    """
     cdef const WriteList *writes = &source.batch.writes
     cdef const StateWrite *write
-    cdef Spans spans = step.spans
     cdef Py_ssize_t i, k
     repeat_value(out, 0, step.num_padded_tokens)
     for k in range(writes.num):
         write = &writes.items[k]
-        for i in range(step.num_rows if write.group == group else 0):
-            if spans.rows[i] == write.row and spans.starts[i] < write.num_tokens <= spans.stops[i]:
-                out[step.begins[i] + write.num_tokens - 1 - spans.starts[i]] = <Value>(
-                    write.page_id - shown_offset_of(source.batch, write.row, group)
-                )
+        i = find_written(write, group, step)
+        if i >= 0:
+            out[step.begins[i] + write.num_tokens - 1 - step.spans.starts[i]] = <Value>(
+                write.page_id - shown_offset_of(source.batch, write.row, group)
+            )
+
+
+cdef inline void write_write_starts(Value *out, const Source *source, Py_ssize_t group, const InputStep *step) noexcept nogil:
+    """Write where the writes of each row begin in the list. O(rows + writes x rows)."""
+    cdef const WriteList *writes = &source.batch.writes
+    cdef Py_ssize_t i, k
+    repeat_value(out, 0, step.num_padded_rows + 1)
+    for k in range(writes.num):
+        i = find_written(&writes.items[k], group, step)
+        if i >= 0:
+            out[i + 1] += 1
+    for i in range(step.num_padded_rows):
+        out[i + 1] += out[i]
+
+
+cdef inline void write_write_list(
+    Value *out, bint are_tokens, const Source *source, Py_ssize_t group, const InputStep *step
+) noexcept nogil:
+    """Write the pages of `write_write_pages` without the zeros between, or the indices of their tokens."""
+    cdef Py_ssize_t i, num = 0
+    write_write_pages(out, source, group, step)
+    for i in range(step.num_tokens):
+        if out[i]:
+            out[num] = <Value>i if are_tokens else out[i]
+            num += 1
+    repeat_value(out + num, 0, step.num_tokens - num)
 
 
 cdef inline void write_page_ids(Value *out, const Table *table, int32_t *extents, const InputStep *step) noexcept nogil:
@@ -300,6 +339,10 @@ cdef inline void write_field(
         repeat_value(out + step.num_tokens, step.pad_slot, num_left)
     elif field.kind == WRITE_PAGES:
         write_write_pages(out, source, field.group, step)
+    elif field.kind == WRITE_STARTS:
+        write_write_starts(out, source, field.group, step)
+    elif field.kind == WRITE_INDICES or field.kind == WRITE_TOKENS:
+        write_write_list(out, field.kind == WRITE_TOKENS, source, field.group, step)
     elif field.kind == LEVEL_QUERY_STARTS:
         write_level_query_starts(out, field.groups, step)
     elif field.kind == LEVEL_PAGE_STARTS:

@@ -27,8 +27,9 @@ cdef enum:
 INPUT_FIELDS = (
     "token_ids", "positions", "rows", "slots", "query_start_loc", "kv_start_loc", "seq_lens", "last_tokens", "starts",
     "page_ids", "state_pages", "order", "distribution", "sources", "cross_page_ids", "encoder_lens", "page_starts",
-    "page_indices", "last_page_lens", "page_offsets", "rank_slots", "write_pages", "level_query_starts",
-    "level_page_starts", "level_page_indices", "level_last_page_lens", "prefix_page_ids", "prefix_rows", "own_starts",
+    "page_indices", "last_page_lens", "page_offsets", "rank_slots", "write_pages", "write_starts", "write_indices",
+    "write_tokens", "level_query_starts", "level_page_starts", "level_page_indices", "level_last_page_lens",
+    "prefix_page_ids", "prefix_rows", "own_starts",
 )
 
 cdef FaultKind read_call(const Source *source, StepResult call, Spans *spans, Py_ssize_t *at) noexcept:
@@ -304,7 +305,7 @@ cdef class InputArrays:
             raise ArgumentError("fields: got 'token_ids', allowed without a batch: with a matrix `token_ids` only")
         if field.kind == DISTRIBUTION and not self.puts_single_first:
             raise ArgumentError("fields: got 'distribution', allowed with order='decodes' only")
-        if field.kind in (SOURCES, WRITE_PAGES) and self.rows is None:
+        if field.kind in (SOURCES, WRITE_PAGES, WRITE_STARTS, WRITE_INDICES, WRITE_TOKENS) and self.rows is None:
             raise ArgumentError(f"fields: got {name!r}, allowed with a batch only")
         if field.kind == SOURCES:
             with self.rows.own_lock()[0]:
@@ -352,9 +353,9 @@ cdef class InputArrays:
 
     cdef Py_ssize_t length_of(self, const Field *field) noexcept:
         """Return the number of values in an array of a field; -1: any number."""
-        if field.kind in (TOKEN_IDS, POSITIONS, ROWS, SLOTS, RANK_SLOTS, WRITE_PAGES):
+        if field.kind in (TOKEN_IDS, POSITIONS, ROWS, SLOTS, RANK_SLOTS, WRITE_PAGES, WRITE_INDICES, WRITE_TOKENS):
             return self.max_num_tokens
-        if field.kind in (QUERY_START_LOC, KV_START_LOC, PAGE_STARTS):
+        if field.kind in (QUERY_START_LOC, KV_START_LOC, PAGE_STARTS, WRITE_STARTS):
             return self.max_num_reqs + 1
         if field.kind == PAGE_INDICES or field.kind == LEVEL_PAGE_INDICES:
             return -1
