@@ -19,6 +19,7 @@ from pagepool import (
     SlidingWindowSpec,
     StepInputs,
 )
+from pagepool._core import TableRows
 from pagepool.errors import ArgumentError, ArgumentTypeError, OutOfPagesError, PageIdError, PagePoolError, RequestTooLargeError
 
 MAX_LEN = 64
@@ -160,3 +161,12 @@ def test_all_else_is_as_without_sinks(seed: int) -> None:
             batch.check()
         for group in range(1 + len(others)):
             assert table_of(plain, group, 0) == table_of(sunk, group, 3)
+
+
+@pytest.mark.parametrize("sinks", [[3], [3, 3]])
+def test_a_table_that_is_made_again_keeps_its_sinks(sinks: list[int]) -> None:
+    table = TableRows(2, 8, [1, 2])
+    with pytest.raises(PagePoolError):
+        table.__init__(2, 8, sinks)  # type: ignore[misc]
+    assert table.sink_page_ids == (1, 2)
+    assert table.page_table_cpu[:, :2].tolist() == [[1, 2]] * 2

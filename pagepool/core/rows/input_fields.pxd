@@ -327,7 +327,7 @@ cdef inline void write_field(
         write_page_starts(out, field.group, source, step)
     elif field.kind == LAST_PAGE_LENS:
         for i in range(n):
-            out[i] = <Value>((step.spans.stops[i] - 1) % source.page_sizes[field.group] + 1)
+            out[i] = <Value>last_page_len(source, field.group, &step.spans, i)
         repeat_value(out + n, 0, num_rows_left)
     elif field.kind == PAGE_OFFSETS:
         for i in range(n):

@@ -37,6 +37,11 @@ cdef inline ListedRow listed_row(const Source *source, Py_ssize_t group, const S
     return row
 
 
+cdef inline int32_t last_page_len(const Source *source, Py_ssize_t group, const Spans *spans, Py_ssize_t i) noexcept nogil:
+    """Return the tokens in the last page of a row of a step."""
+    return (spans.stops[i] - 1) % source.page_sizes[group] + 1
+
+
 cdef inline int64_t count_listed(const Source *source, Py_ssize_t group, const Spans *spans, Py_ssize_t n) noexcept nogil:
     """Count the pages that the rows of a step read."""
     cdef int64_t count = 0

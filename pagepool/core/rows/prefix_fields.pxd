@@ -103,7 +103,7 @@ cdef inline void write_level_last_page_lens(
         repeat_value(out + level * stride + k, 0, step.num_padded_rows - k)
     out += groups.limits.num_levels * stride
     for i in range(n):
-        out[i] = <Value>((step.spans.stops[i] - 1) % source.page_sizes[group] + 1)
+        out[i] = <Value>last_page_len(source, group, &step.spans, i)
     repeat_value(out + n, 0, step.num_padded_rows - n)
 
 

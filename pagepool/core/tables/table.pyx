@@ -422,16 +422,16 @@ cdef class TableRows(TableGroup):
         cdef Py_ssize_t num_segments = (columns + SEGMENT - 1) // SEGMENT
         if n * columns > MAX_PAGES:
             raise ArgumentError(f"page table: got {n} x {columns}, allowed: {MAX_PAGES} ids in all")
-        for i, page_id in enumerate(sinks):
-            if page_id < 1 or page_id in list(sinks)[:i]:
+        cdef tuple sink_ids = tuple(sinks.to_list())
+        for i, page_id in enumerate(sink_ids):
+            if page_id < 1 or page_id in sink_ids[:i]:
                 raise PageIdError(f"sink_page_ids: got {page_id} (at {i}), allowed: at least 1, and each once")
         page_table, num_pages = make_aligned_zeros(n, columns), np.zeros(n, dtype=INT32)
-        self.sink_page_ids = tuple(sinks.to_list())
-        page_table[:, :sinks.num] = self.sink_page_ids
+        page_table[:, :sinks.num] = sink_ids
         extent, flags = np.full(n, sinks.num, dtype=INT32), np.zeros(n * (num_segments + 1), dtype=np.uint8)
         if self.table.num_rows:  # checked after everything that may run Python code
             raise made_twice("rows of a table")
-        self.page_table_cpu, self.num_pages_per_row = page_table, num_pages
+        self.page_table_cpu, self.num_pages_per_row, self.sink_page_ids = page_table, num_pages, sink_ids
         self.table_view, self.num_pages_view, self.extent_view, self.flags_view = page_table, num_pages, extent, flags
         self.table = Table(
             page_ids=&self.table_view[0, 0], num_pages=&self.num_pages_view[0], extent=&self.extent_view[0],
