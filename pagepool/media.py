@@ -27,11 +27,20 @@ from pagepool._core import (
     RequestPages,
     StepResult,
     are_loading,
+    count_steps,
     find_prefix,
     load_prefix,
 )
 from pagepool.arguments import read_count, require_int
-from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, RequestTooLargeError, count_of, shown
+from pagepool.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    IntegrityError,
+    PageHashError,
+    RequestTooLargeError,
+    count_of,
+    shown,
+)
 from pagepool.group_rules import kind_of
 from pagepool.host_table import HostTable
 from pagepool.page_hashing import PageHashing
@@ -58,13 +67,12 @@ class Medium:
     """
 
     def __init__(self, encoding: Encoding, is_hit: bool) -> None:
-        """Share the pages of an encoding."""
+        """Begin apart from the encoding, whose pages it shares once it stands in `Encoding.media`."""
         self.encoding, self.is_hit = encoding, is_hit
         self.is_planned = self.has_run = False  # a step of the owner
         self.num_before = 0
         self._progress: Progress = _no_progress
         self.step: StepResult | None = None  # the owner's first step, if it may fail
-        encoding.media.append(self)
 
     def follow(self, num_before: int, progress: Progress) -> None:
         """Let `progress` tell how many tokens of the owner are planned, and how many have been computed for certain. More than
@@ -102,9 +110,10 @@ class Medium:
 class Encoding:
     """The pages of one encoder's output, and the media that share them."""
 
-    def __init__(self, pages: RequestPages, page_ids: tuple[tuple[int, ...], ...], num_tokens: int) -> None:
-        """Start without media."""
-        self.pages, self.page_ids, self.num_tokens = pages, page_ids, num_tokens
+    def __init__(self, pages: RequestPages, num_tokens: int) -> None:
+        """Start without media, and without pages."""
+        self.pages, self.num_tokens = pages, num_tokens
+        self.page_ids: tuple[tuple[int, ...], ...] = ()
         self.media: list[Medium] = []
         self.chain: HashChain | None = None  # None: nobody else can hit the pages
         self.shard: tuple[int, int] | None = None
@@ -123,6 +132,14 @@ class Encoding:
     def is_to_be_run(self) -> bool:
         """Whether the encoder runs in a planned step."""
         return any(medium.is_planned and not medium.is_hit for medium in self.list_media())
+
+
+class Awaited(NamedTuple):
+    """The medium that is being loaded. Others, which might evict its pages, wait until the step after its loads have come."""
+
+    name: tuple[bytes | int, tuple[int, int] | None]
+    hits: tuple[PageIds, ...]
+    last_step: int  # in which it was known to be loading
 
 
 class _Key(NamedTuple):
@@ -174,6 +191,7 @@ class Media:
         self.caches_computed = caches_computed
         self._live: dict[Encoding, None] = {}
         self._unsure: dict[Encoding, None] = {}  # those of the live ones whose encoder has not run for certain
+        self._awaited: Awaited | None = None
         self.of_request: dict[str, Medium] = {}
 
     @property
@@ -190,9 +208,18 @@ class Media:
         num_tokens = getattr(owner, "num_encoder_tokens", None)
         return 0 if num_tokens is None else require_int("num_encoder_tokens", num_tokens, 0, self.max_num_tokens)
 
-    def take(self, owner: Any, dp_shard_hint: int | None = None, data_parallel_size: int | None = None) -> Medium | None:
+    def take(
+        self,
+        owner: Any,
+        hold: Callable[[Medium], None],
+        dp_shard_hint: int | None = None,
+        data_parallel_size: int | None = None,
+        num_reserved_pages: int = 0,
+    ) -> Medium | None:
         """Hold the pages of a new owner's medium: those that its key hits, or new ones. None, without a change, if too few
-        pages are free, and while a host tier loads those that are hit. O(pages + encoders that have not run).
+        pages are free, and while a host tier loads those that are hit; loads leave `num_reserved_pages` of the first pool free.
+        The medium is passed to `hold` before it has pages, so that no interrupt loses them; after None let it go.
+        O(pages + encoders that have not run).
         """
         num_tokens = self.read(owner)
         num_slots = cdiv(num_tokens, self.page_size) * self.page_size
@@ -201,25 +228,36 @@ class Media:
         chain = self._hash(owner, num_tokens, num_slots)
         shared = None if chain is None else self._find_unsure(chain, shard)
         if shared is not None:
-            return Medium(shared, is_hit=True)
+            medium = Medium(shared, is_hit=True)
+            hold(medium)
+            shared.media.append(medium)
+            return medium
         if self._find_misfit(num_tokens, shard) is not None:
             return None
-        pages = RequestPages(self._store, self._groups, num_slots, owner)
         hits: tuple[PageIds, ...] | None = ()
         if chain is not None:
-            hits = self._find_hits(chain, find_shard_bounds(self._first_pool.num_pages, dp_shard_hint, data_parallel_size))
+            inside = find_shard_bounds(self._first_pool.num_pages, dp_shard_hint, data_parallel_size)
+            hits = self._find_hits(chain, shard, inside, num_reserved_pages)
         if hits is None:
             return None
-        number, num_shards = (None, 0) if shard is None else shard
-        if pages.allocate(num_slots, 0, hits, chain, 0, number, num_shards) is None:
-            return None
-        page_ids = tuple(tuple(ids) for ids in self._store.lists_in_banks(pages.get_page_ids()))
-        encoding = Encoding(pages, page_ids, num_tokens)
+        encoding = Encoding(RequestPages(self._store, self._groups, num_slots, owner), num_tokens)
+        medium = Medium(encoding, bool(hits))
+        hold(medium)
+        encoding.media.append(medium)
         self._live[encoding] = None
+        number, num_shards = (None, 0) if shard is None else shard
+        try:
+            new = encoding.pages.allocate(num_slots, 0, hits, chain, 0, number, num_shards)
+        except PageHashError:  # a batch in another thread has evicted a hit since it was found
+            new = None
+        if new is None:
+            self.give_back(medium, has_run=False)
+            return None
+        encoding.page_ids = tuple(tuple(ids) for ids in self._store.lists_in_banks(encoding.pages.get_page_ids()))
         if not hits:
             encoding.chain, encoding.shard = chain, shard
             self._unsure[encoding] = None
-        return Medium(encoding, bool(hits))
+        return medium
 
     def name(self, owner: Any) -> tuple[CacheGroups, HashChain, int] | None:
         """Return the groups, the keys and the slots of a medium; None if there is none, or nothing names it."""
@@ -239,16 +277,35 @@ class Media:
         self._hasher.extend(hashes, prompt, num_slots // self.page_size)
         return hashes.chain
 
-    def _find_hits(self, chain: HashChain, inside: tuple[int, int | None]) -> tuple[PageIds, ...] | None:
+    def _find_hits(
+        self, chain: HashChain, shard: tuple[int, int] | None, inside: tuple[int, int | None], num_reserved_pages: int
+    ) -> tuple[PageIds, ...] | None:
         """Return the cached pages of a medium, within a range of ids; none unless all are cached. Those that only the host tier
         has are loaded: None until all have come, since a load that fails would let the encoder run again behind the first step.
         """
-        query = self._store, self._groups, chain, len(chain) * self.page_size + 1, inside
-        if find_prefix(*query, reaches_tier=True)[1] < len(chain) * self.page_size:
+        query, num_slots = (self._store, self._groups, chain), len(chain) * self.page_size
+        if find_prefix(*query, num_slots + 1, inside, reaches_tier=True)[1] < num_slots:
             return ()
-        found = load_prefix(*query)
-        has_all = found.num_hit_tokens == len(chain) * self.page_size
-        return found.hits if has_all and not are_loading(self._store, found.hits) else None
+        hits, num_hit_tokens = find_prefix(*query, num_slots + 1, inside)
+        if num_hit_tokens < num_slots:
+            name, step = (chain[len(chain) - 1], shard), count_steps(self._store)
+            if self._awaits_other(name, step):
+                return None
+            found = load_prefix(*query, num_slots + 1, inside, num_reserved=num_reserved_pages)
+            if found.num_hit_tokens < num_slots:
+                return None
+            hits, self._awaited = found.hits, Awaited(name, found.hits, step)
+        return None if are_loading(self._store, hits) else hits
+
+    def _awaits_other(self, name: tuple[bytes | int, tuple[int, int] | None], step: int) -> bool:
+        """Whether another medium is being loaded, or was until the step before."""
+        awaited = self._awaited
+        if awaited is None or awaited.name == name:
+            return False
+        if are_loading(self._store, awaited.hits):
+            self._awaited = awaited._replace(last_step=step)
+            return True
+        return step <= awaited.last_step + 1
 
     def _find_unsure(self, chain: HashChain, shard: tuple[int, int] | None) -> Encoding | None:
         """Return an encoding with this name whose encoder runs in a planned step."""
@@ -322,30 +379,42 @@ class Media:
         O(pages).
         """
         encoding = medium.encoding
-        encoding.media.remove(medium)
+        if medium in encoding.media:  # else it was interrupted before it shared the pages
+            encoding.media.remove(medium)
         if has_run:
             self._cache(encoding)
         if not encoding.media:
             self._unsure.pop(encoding, None)
-            del self._live[encoding]
             encoding.pages.give_back()
+            self._live.pop(encoding, None)
 
     # Requests.
 
     def begin(
-        self, request: Any, dp_shard_hint: int | None, data_parallel_size: int | None, num_before: int, is_planned: bool
+        self,
+        request: Any,
+        dp_shard_hint: int | None,
+        data_parallel_size: int | None,
+        num_before: int,
+        is_planned: bool,
+        num_new_pages: int,
     ) -> bool:
-        """Hold the medium of a new request; False if too few pages are free. Its encoder has run once the request has more than
-        `num_before` computed tokens.
+        """Hold the medium of a new request, which needs `num_new_pages` of the first pool beside it; False if too few pages are
+        free, or while the medium is loaded: then call `end`. Its encoder has run once the request has more than `num_before`
+        computed tokens.
         """
         if not self.read(request):
             return True
-        medium = self.take(request, dp_shard_hint, data_parallel_size)
+        hold = partial(self.of_request.__setitem__, request.request_id)
+        medium = self.take(request, hold, dp_shard_hint, data_parallel_size, num_new_pages)
         if medium is None:
             return False
         medium.follow(num_before, partial(_count_tokens, request, num_before + is_planned))
-        self.of_request[request.request_id] = medium
         return True
+
+    def count_own_pages(self, num_computed_tokens: int, num_slots: int) -> int:
+        """Return the pages of the first pool that an owner needs for a step, from `num_computed_tokens` to `num_slots`."""
+        return self._own_groups.count_step_pages(num_computed_tokens, num_slots, 0)
 
     def end(self, request: Any, num_computed_tokens: int | None = None) -> None:
         """Let a request's medium go. Its steps have computed `num_computed_tokens`, hits included; None: all planned ones."""
@@ -364,14 +433,18 @@ class Media:
         """Let a new request share the medium of another one, if that has one."""
         medium = self.of_request.get(request.request_id)
         if medium is not None:
-            self.of_request[new_request.request_id] = self.share(medium, partial(_count_tokens, new_request, 0))
+            hold = partial(self.of_request.__setitem__, new_request.request_id)
+            self.share(medium, hold, partial(_count_tokens, new_request, 0))
 
-    def share(self, medium: Medium, progress: Progress) -> Medium:
-        """Return the medium of an owner that continues another one. It is hit unless no step of the other one was planned."""
+    def share(self, medium: Medium, hold: Callable[[Medium], None], progress: Progress) -> None:
+        """Let an owner that continues another one share its medium, which is passed to `hold` first. It is hit unless no step
+        of the other one was planned.
+        """
         medium.update()
         shared = Medium(medium.encoding, medium.is_hit or medium.is_planned or medium.has_run)
+        hold(shared)
+        shared.encoding.media.append(shared)
         shared.follow(medium.num_before, progress)
-        return shared
 
     def require_same(self, request: Any, new_request: Any) -> None:
         """Raise ArgumentError for a fork that names another medium."""
@@ -404,6 +477,7 @@ class RowMedia:
         self.tables = tuple(HostTable(stays.size, media.num_columns) for _ in range(media.num_groups))
         self.num_encoder_tokens: Array = np.zeros(stays.size, np.int32)
         self._media: list[Medium | None] = [None] * stays.size
+        self._taken: Medium | None = None  # for a row that is being admitted
         self._own_stays = np.full_like(stays, NO_STAY)  # rows without a medium have NO_STAY
 
     def __enter__(self) -> None:
@@ -424,10 +498,18 @@ class RowMedia:
         with self.lock:
             return self._media[row]
 
-    def take(self, traits: RequestTraits, data_parallel_size: int | None) -> Medium | None:
-        """Hold the pages of a new row's medium: see `Media.take`."""
+    def take(
+        self, traits: RequestTraits, data_parallel_size: int | None, num_reserved_pages: int, num_tokens: int
+    ) -> Medium | None:
+        """Hold the pages of the medium of a new row, which needs slots for `num_tokens` tokens and leaves `num_reserved_pages`
+        free: see `Media.take`.
+        """
         self.collect(may_fail=True)  # after a call that was interrupted
-        return self._all.take(traits, traits.dp_shard, data_parallel_size)
+        num_reserved_pages += self._all.count_own_pages(max(0, num_tokens - 1), num_tokens)
+        return self._all.take(traits, self._hold, traits.dp_shard, data_parallel_size, num_reserved_pages)
+
+    def _hold(self, medium: Medium) -> None:
+        self._taken = medium
 
     def require_fit(self, traits: RequestTraits, data_parallel_size: int | None, num_tokens: int) -> None:
         """Raise RequestTooLargeError if a row that needs slots for `num_tokens` tokens, whatever it hits, can never hold its
@@ -439,16 +521,18 @@ class RowMedia:
         """Return the number of a medium's tokens. Raise ArgumentError for too many."""
         return self._all.read(traits)
 
-    def give_back(self, medium: Medium) -> None:
-        """Give back the medium of a row that was refused."""
-        self._all.give_back(medium, has_run=False)
+    def give_back_taken(self) -> None:
+        """Give back the medium of a row that was refused, or whose admission was interrupted."""
+        if self._taken is not None:
+            self._all.give_back(self._taken, has_run=False)
+            self._taken = None
 
     def place(self, row: int, medium: Medium, num_before: int, step: StepResult | None) -> None:
         """Let an admitted row, with `num_before` hit and awaited tokens, have the medium that was taken for it. Its first step,
         if that can fail, is `step`.
         """
         self._show(row, medium)
-        medium.step = step
+        self._taken, medium.step = None, step
         medium.follow(num_before, self._progress_of(row))
 
     def _progress_of(self, row: int) -> Progress:
@@ -468,6 +552,7 @@ class RowMedia:
         """Give back the media of rows that ended, cached if their encoders have run. Planned steps count as run, unless a step
         in flight `may_fail`. O(rows).
         """
+        self.give_back_taken()
         for row in np.flatnonzero((self._own_stays != NO_STAY) & (self._own_stays != self._stays)).tolist():
             medium, self._media[row] = self._media[row], None
             self._own_stays[row], self.num_encoder_tokens[row] = NO_STAY, 0
@@ -496,7 +581,7 @@ class RowMedia:
         medium = self._media[row]
         if medium is not None:
             for target in targets:
-                self._show(target, self._all.share(medium, self._progress_of(target)))
+                self._all.share(medium, partial(self._show, target), self._progress_of(target))
 
     def check(self) -> None:
         """Raise IntegrityError unless tables and lengths show the media of the rows."""

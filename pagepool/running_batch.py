@@ -287,7 +287,7 @@ class RunningBatch(RunningRows):
                 if not named.num_encoder_tokens:
                     return request.admit(keyed, look_up, shard, context, counter, session, step)
                 admit = partial(request.admit, keyed, look_up, shard, context, counter, session, step)
-                return self._admit_with_medium(row, named, admit, request.count_least_tokens(), step)
+                return self._admit_with_medium(row, named, admit, request.count_least_tokens(), step, num_reserved_pages)
             finally:
                 if context:
                     self._registry.release_context(context)
@@ -334,21 +334,21 @@ class RunningBatch(RunningRows):
         admit: Callable[[], int | None],
         num_least_tokens: int,
         step: StepResult | None,
+        num_reserved_pages: int,
     ) -> int | None:
         """Hold a request's medium, and admit the request, with slots for at least `num_least_tokens`: both, or nothing."""
         media, num_hit_tokens = self._require_media(traits), None
         with media.lock:
-            medium = media.take(traits, self._data_parallel_size)
-            if medium is None:
-                self._forget_refusal()
-            else:
-                try:
+            try:
+                medium = media.take(traits, self._data_parallel_size, num_reserved_pages, num_least_tokens)
+                if medium is None:
+                    self._forget_refusal()
+                else:
                     num_hit_tokens = admit()
-                finally:
-                    if num_hit_tokens is None:
-                        media.give_back(medium)
-                if num_hit_tokens is not None:
+                if medium is not None and num_hit_tokens is not None:
                     media.place(row, medium, num_hit_tokens + int(self.num_external_tokens[row]), step)
+            finally:
+                media.give_back_taken()
         if num_hit_tokens is None:
             media.require_fit(traits, self._data_parallel_size, num_least_tokens)
         return num_hit_tokens

@@ -279,8 +279,8 @@ def read_tier(manager: CacheManager, rows: HostRows | Sequence[Rows]) -> Tier:
     ordered = [of_group[group] for group in range(num_groups)]
     registry = manager.registry
     count_steps_ahead = partial(count_steps_of, registry)
-    names = [*manager.pools]
-    banks = [names.index(pool) if len(names) > 1 else 0 for pool in pools]
+    of_store = [*manager.pools]
+    banks = [of_store.index(pool) if len(of_store) > 1 else 0 for pool in pools]
     return Tier(registry.store, banks, ordered, has_groups, mark_saved, count_steps_ahead)
 
 

@@ -27,6 +27,7 @@ from settings import NUM_OPERATIONS
 from pagepool import (
     CacheGroupSpec,
     CacheManager,
+    CrossAttentionSpec,
     EngineRequest,
     MultiGroupPageTable,
     PagePool,
@@ -269,6 +270,43 @@ def test_a_call_of_a_batch(call: Callable[[Rows], object]) -> None:
             rows.batch.release([2])
         assert rows.admit() == expected
         rows.release_all()
+
+
+# Media.
+
+
+class Encoded:
+    """A manager and its batch, with a medium that can be hit, and a request and a row that name it or another one."""
+
+    def __init__(self, key: str) -> None:
+        cross = CrossAttentionSpec(PAGE_SIZE, 1, 8, "float32", use_mla=False, max_num_encoder_tokens=9)
+        self.manager = CacheManager(20, [GROUPS[0], CacheGroupSpec(cross)], 64)
+        self.batch = RunningBatch(self.manager, PageTable(2, 64 // PAGE_SIZE, 64))
+        self.traits = RequestTraits(num_encoder_tokens=9, cross_key=key)
+        self.request = EngineRequest("request", [1, 2, 3], num_encoder_tokens=9, cross_key=key)
+        self.batch.admit(0, [1, 2, 3], traits=RequestTraits(num_encoder_tokens=9, cross_key="cached"))
+        self.batch.release([0])
+
+    def admit(self) -> None:
+        assert self.batch.admit(1, [1, 2, 3], traits=self.traits) is not None
+
+    def allocate(self) -> None:
+        assert self.manager.allocate_slots(self.request, 3) is not None
+
+
+@pytest.mark.parametrize("key", ["cached", "new"])
+@pytest.mark.parametrize("call", [Encoded.admit, Encoded.allocate], ids=["row", "request"])
+def test_a_call_with_a_medium(call: Callable[[Encoded], None], key: str) -> None:
+    for encoded in interrupted_everywhere(lambda: Encoded(key), call):
+        encoded.manager.check()
+        encoded.manager.free(encoded.request)
+        if encoded.batch.is_admitted[1]:
+            encoded.batch.release([1])
+        encoded.admit()
+        encoded.batch.release([1])
+        encoded.batch.check()
+        encoded.manager.check()
+        assert encoded.manager.stats().num_held_pages == 0
 
 
 # The pool.

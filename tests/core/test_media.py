@@ -355,6 +355,67 @@ def test_a_medium_whose_load_fails_is_encoded_again() -> None:
     manager.check()
 
 
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_media_that_wait_for_loads_do_not_evict_each_other(order: str) -> None:
+    """Each pool has room for one and a half of them."""
+    manager = make_manager(2, 1, 60, 4, host_tier=HostTier({"kv": 100, "media": 100}))
+    batch = make_batch(manager)
+
+    def move() -> None:
+        if number := batch.take_moves().number:
+            manager.complete(number)
+
+    for key in "bac":
+        assert batch.admit(0, PROMPT[:3], traits=traits(key, 8)) is not None
+        move()
+        batch.release([0])
+        move()
+    for _ in range(2):  # steps
+        if any(batch.admit(0, PROMPT[:3], traits=traits(key, 8)) is not None for key in order):
+            break
+        move()
+    assert batch.is_admitted[0]
+    batch.release([0])
+    assert batch.admit(0, PROMPT[:3], traits=traits("abandoned", 8)) is not None
+
+
+def test_loads_of_a_medium_leave_the_pages_that_rows_are_to_have() -> None:
+    manager = make_manager(1, 1, 21, host_tier=HostTier(200))
+    batch = make_batch(manager)
+    for key in "abc":
+        assert batch.admit(0, PROMPT[:3], traits=traits(key, 30)) is not None
+        if number := batch.take_moves().number:
+            manager.complete(number)
+        batch.release([0])
+    batch.admit(0, [5] * 40)
+    batch.take_moves()
+    assert batch.admit(1, PROMPT[:3], traits=traits("a", 30), num_reserved_pages=5) is None
+    assert manager.page_pool.get_num_free_pages() == 10
+    assert batch.step([0], [6]).num_grown == 1
+
+
+def test_a_hit_that_another_thread_evicts_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make_manager(1, 1, 14)
+    batch, other = make_batch(manager), make_batch(manager)
+    batch.admit(0, PROMPT[:4], traits=traits("a"))
+    batch.release([0])
+    media = manager.registry.media
+    find = media._find_hits
+
+    def find_and_lose(*arguments: Any) -> Any:
+        hits = find(*arguments)
+        other.admit(1, range(52))
+        other.release([1])
+        return hits
+
+    monkeypatch.setattr(media, "_find_hits", find_and_lose)
+    assert batch.admit(0, PROMPT[:4], traits=traits("a")) is None
+    monkeypatch.undo()
+    assert batch.admit(0, PROMPT[:4], traits=traits("a")) is not None
+    batch.check()
+    manager.check()
+
+
 def test_a_medium_of_another_length_is_not_loaded() -> None:
     manager, batch = evict_medium()
     assert batch.admit(0, PROMPT, traits=traits("a", 9)) is not None  # another medium, since it has another length
@@ -846,6 +907,9 @@ def test_rows_read_their_own_media(seed: int) -> None:
     rows.run(150)
     assert rows.num_hits
     rows.batch.release(rows.list_rows())
+    while rows.device.launched:
+        rows.device.run()
+    rows.device.move(rows.manager, rows.batch.take_moves(), rows.rng)
     assert rows.manager.stats().num_held_pages == 0
 
 
@@ -938,4 +1002,5 @@ def test_requests_read_their_own_media(seed: int) -> None:
     assert (requests.device.num_loaded > 0) == (seed % 2 == 1)
     for request in requests.running + requests.waiting:
         requests.manager.free(request)
+    requests.device.move(requests.manager, requests.manager.take_moves(), requests.rng)
     assert requests.manager.stats().num_held_pages == 0

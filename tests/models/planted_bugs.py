@@ -765,17 +765,20 @@ lora_id, (_Key([-key-]{+0+}),))
 == tokens are hit beside another medium
 (CROSS, [-_plain("cross_key", cross_key)-]{+0+}, num_encoder_tokens)
 == a medium is hit in part
-reaches_tier=True)[1] [-< len(chain) * self.page_size-]{+== 0+}:
+reaches_tier=True)[1] [-< num_slots-]{+== 0+}:
 == a medium is hit before its loads have come
-return found.hits if has_all[- and not are_loading(self._store, found.hits)-] else None
+return None if [-are_loading(self._store, hits)-]{+False+} else hits
+== media that are loaded evict each other's pages
+            if [-self._awaits_other(name, step)-]{+False+}:
+== loads of a medium take pages that are reserved
+inside, num_reserved=[-num_reserved_pages-]{+0+})
 == a medium of a failed step can hit
             if not encoding.is_to_be_run(){+ and False+}:
 == a medium is given back while a fork has it
         if [-not encoding.media-]{+True+}:
             self._unsure.pop
 == a refused row keeps its medium
-                    if num_hit_tokens is None{+ and False+}:
-                        media.give_back
+                [-media.give_back_taken()-]{+pass+}
 == a medium whose encoder is not planned is shared
             if encoding.has_name(chain, shard) [-and encoding.is_to_be_run()-]{+and True+}:
 == a medium hits before its encoder has run

@@ -278,11 +278,12 @@ cdef class SlotAllocator:
         cdef object pages = None, request = held.owner, media = self.registry.media
         cdef bint is_planned = not (self.caches_computed or step.may_overwrite or step.num_before > step.num_held)
         cdef Py_ssize_t num_kept = 0
+        cdef int64_t num_new = media.count_own_pages(step.num_held, step.demand.num_tokens) - sum(map(len, hits))
         try:
             for ids in hits:
                 self.store.touch(ids)
                 num_kept += 1
-            if media.begin(request, hint, data_parallel_size, step.num_before, is_planned):
+            if media.begin(request, hint, data_parallel_size, step.num_before, is_planned, max(0, num_new)):
                 pages = self.allocate_hashed(request_id, held, hits, hashes, tokens, step)
         finally:
             for ids in hits[:num_kept]:

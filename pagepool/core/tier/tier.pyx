@@ -472,6 +472,15 @@ def load_prefix(
     return found
 
 
+def count_steps(PageStore store not None) -> int:
+    """Return the number of steps whose moves were taken; 0 without a tier. O(1)."""
+    cdef int64_t num_steps = 0
+    with store.own_lock()[0]:
+        if store.pool.tier != NULL:
+            num_steps = store.pool.tier.num_steps
+    return num_steps
+
+
 def are_loading(PageStore store not None, tuple hits not None) -> bool:
     """Whether loads have yet to fill some pages of a tuple of `PageIds`. O(pages)."""
     cdef const int64_t *loading
