@@ -28,6 +28,7 @@ from pagepool._core import (
     drop_dependents,
     find_prefix,
     keep_token_ids,
+    load_prefix,
     pack_dirty_segments,
     rank_checkpoints,
 )
@@ -338,3 +339,13 @@ def test_a_lease_of_more_tokens_than_are_hashed_ends_its_search_with_the_hashes(
     span = TokenSpan(0, stop).of_request(store, CacheGroups([(PageRules(4), 0, 1)]), HashChain(4, KEY, 0), 2**62)
     with pytest.raises(ArgumentError, match=message):
         span.lease([20], 1.0)
+
+
+def test_a_request_with_pages_has_its_boundaries() -> None:
+    store, groups = PageStore(8), CacheGroups([(PageRules(4), 0, 1)])
+    request, chain = RequestPages(store, groups, 32), HashChain(4, KEY)
+    found = load_prefix(store, groups, chain, 8)
+    request.begin(8, found)
+    assert request.allocate(8)
+    with pytest.raises(ArgumentError, match="holds pages"):
+        request.begin(8, found)

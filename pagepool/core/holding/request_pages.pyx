@@ -122,8 +122,11 @@ cdef class RequestPages:
         return count
 
     def begin(self, num_tokens, FoundPrefix found not None) -> None:
-        """Fix the boundaries of a request of `num_tokens` tokens, as at admission: see `ResumePlaces`."""
-        self.fix_boundaries(size_of(num_tokens, "num_tokens", 0, INT64_MAX), &found.end, 0, None)
+        """Fix the boundaries of a request of `num_tokens` tokens that holds no pages, as at admission: see `ResumePlaces`."""
+        cdef int64_t num = size_of(num_tokens, "num_tokens", 0, INT64_MAX)
+        if len(self):
+            raise ArgumentError("request: got one that holds pages, allowed: one without")
+        self.fix_boundaries(num, &found.end, 0, None)
 
     cdef void fix_boundaries(self, int64_t num_tokens, const PrefixEnd *end, int64_t external_end, PageIds resume_at) noexcept:
         """Call `begin_boundaries` if pages or states are kept at boundaries."""
@@ -205,9 +208,7 @@ cdef class RequestPages:
         return self.writes.num > self.writes.num_taken
 
     cdef void count_hashed(self, Step *step) noexcept:
-        """Set `num_hashed`: a step needs hashes to cache full pages, to compare pages that it computes again in part, and to
-        write states.
-        """
+        """Set `num_hashed`: hashes are needed to cache pages, to compare pages computed again in part, and to write states."""
         cdef int64_t num_to_cache = min(step.num_to_cache, step.num_keyed), num_planned = min(step.num_tokens, step.num_keyed)
         cdef int32_t boundary
         step.num_hashed = 0
@@ -277,9 +278,7 @@ cdef class RequestPages:
         return new if outcome == DONE else None
 
     cdef Outcome allocate_checked(self, Step *step, tuple hits, HashChain chain, PageIds tokens, tuple new) except *:
-        """Lock the chain and let it hash `tokens`, lock the store and divide it into the step's shards (0: as it is); then
-        allocate.
-        """
+        """Let the chain hash `tokens`, divide the store into the step's shards (0: as it is), and allocate, both locked."""
         cdef Hits *array = list_hits(hits)
         cdef Outcome outcome
         if hits and array == NULL:
