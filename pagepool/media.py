@@ -182,7 +182,8 @@ class Media:
             sizes = {getattr(spec, name) for spec in specs}
             if len(sizes) > 1:
                 raise ArgumentError(f"{name}: got {sorted(sizes)} in groups of cross-attention, allowed: one value for all")
-        self.page_size, self.max_num_tokens = specs[0].page_size, specs[0].max_num_encoder_tokens
+        self.page_size: int = specs[0].page_size
+        self.max_num_tokens: int = specs[0].max_num_encoder_tokens
         hasher = replace(hashing, use_eagle=False, hash_lookahead=0).make_hasher(self.page_size)
         self._hasher = hasher if enable_caching and hasher.is_native else None
         numbers = [None if self._hasher is None else len(own_groups) + i for i in range(len(groups))]
@@ -222,16 +223,13 @@ class Media:
         O(pages + encoders that have not run).
         """
         num_tokens = self.read(owner)
-        num_slots = cdiv(num_tokens, self.page_size) * self.page_size
+        num_slots = self._count_slots(num_tokens)
         shard = find_shard(self._first_pool.num_pages, dp_shard_hint, data_parallel_size)
         self.settle()
-        chain = self._hash(owner, num_tokens, num_slots)
+        chain = self._hash(owner, num_tokens)
         shared = None if chain is None else self._find_unsure(chain, shard)
         if shared is not None:
-            medium = Medium(shared, is_hit=True)
-            hold(medium)
-            shared.media.append(medium)
-            return medium
+            return _join(shared, hold, is_hit=True)
         if self._find_misfit(num_tokens, shard) is not None:
             return None
         hits: tuple[PageIds, ...] | None = ()
@@ -241,9 +239,7 @@ class Media:
         if hits is None:
             return None
         encoding = Encoding(RequestPages(self._store, self._groups, num_slots, owner), num_tokens)
-        medium = Medium(encoding, bool(hits))
-        hold(medium)
-        encoding.media.append(medium)
+        medium = _join(encoding, hold, is_hit=bool(hits))
         self._live[encoding] = None
         number, num_shards = (None, 0) if shard is None else shard
         try:
@@ -262,16 +258,20 @@ class Media:
     def name(self, owner: Any) -> tuple[CacheGroups, HashChain, int] | None:
         """Return the groups, the keys and the slots of a medium; None if there is none, or nothing names it."""
         num_tokens = self.read(owner)
-        num_slots = cdiv(num_tokens, self.page_size) * self.page_size
-        chain = self._hash(owner, num_tokens, num_slots) if num_tokens else None
-        return None if chain is None else (self._groups, chain, num_slots)
+        chain = self._hash(owner, num_tokens) if num_tokens else None
+        return None if chain is None else (self._groups, chain, self._count_slots(num_tokens))
 
-    def _hash(self, owner: Any, num_tokens: int, num_slots: int) -> HashChain | None:
+    def _count_slots(self, num_tokens: int) -> int:
+        """Return the slots in the pages of a medium."""
+        return cdiv(num_tokens, self.page_size) * self.page_size
+
+    def _hash(self, owner: Any, num_tokens: int) -> HashChain | None:
         """Return the keys of a medium's pages; None if nothing names it."""
         key = getattr(owner, "cross_key", None)
         if self._hasher is None or key is None:
             return None
         salt, lora_id = getattr(owner, "cache_salt", None), getattr(owner, "lora_id", None)
+        num_slots = self._count_slots(num_tokens)
         prompt: Any = _Prompt("medium", [num_tokens] * num_slots, salt, lora_id, (_Key(key),))
         hashes = self._hasher.start(prompt)
         self._hasher.extend(hashes, prompt, num_slots // self.page_size)
@@ -283,15 +283,16 @@ class Media:
         """Return the cached pages of a medium, within a range of ids; none unless all are cached. Those that only the host tier
         has are loaded: None until all have come, since a load that fails would let the encoder run again behind the first step.
         """
-        query, num_slots = (self._store, self._groups, chain), len(chain) * self.page_size
-        if find_prefix(*query, num_slots + 1, inside, reaches_tier=True)[1] < num_slots:
-            return ()
-        hits, num_hit_tokens = find_prefix(*query, num_slots + 1, inside)
+        num_slots = len(chain) * self.page_size
+        query = self._store, self._groups, chain, num_slots + 1, inside
+        hits, num_hit_tokens = find_prefix(*query)
         if num_hit_tokens < num_slots:
+            if find_prefix(*query, reaches_tier=True)[1] < num_slots:
+                return ()
             name, step = (chain[len(chain) - 1], shard), count_steps(self._store)
             if self._awaits_other(name, step):
                 return None
-            found = load_prefix(*query, num_slots + 1, inside, num_reserved=num_reserved_pages)
+            found = load_prefix(*query, num_reserved=num_reserved_pages)
             if found.num_hit_tokens < num_slots:
                 return None
             hits, self._awaited = found.hits, Awaited(name, found.hits, step)
@@ -441,9 +442,7 @@ class Media:
         of the other one was planned.
         """
         medium.update()
-        shared = Medium(medium.encoding, medium.is_hit or medium.is_planned or medium.has_run)
-        hold(shared)
-        shared.encoding.media.append(shared)
+        shared = _join(medium.encoding, hold, is_hit=medium.is_hit or medium.is_planned or medium.has_run)
         shared.follow(medium.num_before, progress)
 
     def require_same(self, request: Any, new_request: Any) -> None:
@@ -452,6 +451,16 @@ class Media:
             mine, new = getattr(request, name, None), getattr(new_request, name, None)
             if mine != new and (mine or new):
                 raise ArgumentError(f"request {shown(new_request.request_id)}: got {name} {shown(new)}, allowed: {shown(mine)}")
+
+
+def _join(encoding: Encoding, hold: Callable[[Medium], None], *, is_hit: bool) -> Medium:
+    """Return the medium of a new owner, which shares the pages of an encoding. It is passed to `hold` first, so that no
+    interrupt loses it.
+    """
+    medium = Medium(encoding, is_hit)
+    hold(medium)
+    encoding.media.append(medium)
+    return medium
 
 
 def _count_tokens(request: Any, num_scheduled_tokens: int) -> tuple[int, int]:

@@ -771,7 +771,7 @@ return None if [-are_loading(self._store, hits)-]{+False+} else hits
 == media that are loaded evict each other's pages
             if [-self._awaits_other(name, step)-]{+False+}:
 == loads of a medium take pages that are reserved
-inside, num_reserved=[-num_reserved_pages-]{+0+})
+*query, num_reserved=[-num_reserved_pages-]{+0+})
 == a medium of a failed step can hit
             if not encoding.is_to_be_run(){+ and False+}:
 == a medium is given back while a fork has it
