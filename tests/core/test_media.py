@@ -380,16 +380,16 @@ def test_media_that_wait_for_loads_do_not_evict_each_other(order: str) -> None:
 
 
 def test_loads_of_a_medium_leave_the_pages_that_rows_are_to_have() -> None:
-    manager = make_manager(1, 1, 21, host_tier=HostTier(200))
+    manager = CacheManager(21, [FULL, cross(most=40)], MAX_LEN, host_tier=HostTier(200))
     batch = make_batch(manager)
     for key in "abc":
-        assert batch.admit(0, PROMPT[:3], traits=traits(key, 30)) is not None
+        assert batch.admit(0, PROMPT[:3], traits=traits(key, 40)) is not None
         if number := batch.take_moves().number:
             manager.complete(number)
         batch.release([0])
     batch.admit(0, [5] * 40)
     batch.take_moves()
-    assert batch.admit(1, PROMPT[:3], traits=traits("a", 30), num_reserved_pages=5) is None
+    assert batch.admit(1, PROMPT[:3], traits=traits("a", 40), num_reserved_pages=5) is None
     assert manager.page_pool.get_num_free_pages() == 10
     assert batch.step([0], [6]).num_grown == 1
 
