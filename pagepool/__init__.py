@@ -47,11 +47,13 @@ from pagepool.specs import (
 )
 from pagepool.stats import CacheStats, HostTierStats, PagePoolStats, PoolStats, QueryCounts, StoreStats, TimeHistogram
 from pagepool.step_inputs import SharedPrefixes, StepInputs
+from pagepool.waiting_queue import Admission, WaitingQueue, WaitingStats
 
 __all__ = [
     "NONE_HASH",
     "PAGE_TABLE_PADDING_VAL",
     "SLOT_MAPPING_PADDING_VAL",
+    "Admission",
     "AttentionSpec",
     "CacheGroupSpec",
     "CacheManager",
@@ -97,6 +99,8 @@ __all__ = [
     "StepResult",
     "StoreStats",
     "TimeHistogram",
+    "WaitingQueue",
+    "WaitingStats",
     "__version__",
     "device_slot_mapping",
     "errors",

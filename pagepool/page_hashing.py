@@ -32,6 +32,9 @@ from pagepool.request import Request, TokenIds
 HashAlgorithm = str | HashFunction
 """``"siphash128"``, ``"sha256"``, ``"sha256_cbor"``, or a callable as for `pagepool.hash_page_tokens`."""
 
+KeyedPages = list[tuple[int | None, bytes]]
+"""Pages with extra keys, and their encoded keys. The last may be None, for all other pages."""
+
 MAX_LOOKAHEAD = CONSTANTS.MAX_LOOKAHEAD
 """Most tokens behind a page that its hash can cover."""
 
@@ -153,6 +156,14 @@ class PageHasher(KeyHolder):
     ) -> None:
         """Append the digests of the next pages, unless other calls have appended some; the extra keys belong to the first."""
         hashes.chain.extend(token_ids, self.encode(extra_keys), first_page)
+
+    def list_keyed(self, keys: RequestExtraKeys | None, max_num_tokens: int) -> KeyedPages:
+        """Return the pages of up to `max_num_tokens` tokens that have extra keys of their own. O(features x log features)."""
+        if keys is None:
+            return []
+        num_pages = -(-max_num_tokens // self.page_size)
+        keyed = keys.list_keyed_pages(self.page_size, num_pages, self.hash_lookahead)
+        return [(page, self.encode(own)) for page, own in keyed]
 
     def encode(self, extra_keys: ExtraKeys | None) -> bytes:
         """Return extra keys as the bytes that are hashed; no bytes for None."""

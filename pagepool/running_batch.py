@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from pagepool._core import (
     FailedLoads,
+    HashedTokens,
     InputArrays,
     Lease,
     Moves,
@@ -39,9 +40,11 @@ from pagepool.hashing import RequestExtraKeys, list_features
 from pagepool.host_table import HostTable, HostTables
 from pagepool.manager import CacheManager
 from pagepool.media import RowMedia
+from pagepool.page_hashing import KeyedPages
 from pagepool.pools import require_states
 from pagepool.request import LoraId, RequestTraits, Salt, TokenIds
 from pagepool.specs import find_shard
+from pagepool.waiting_queue import Admission, WaitingQueue
 
 __all__ = ["FailedLoads", "Moves", "PageCopies", "RunningBatch", "StateWrites", "StepResult"]
 
@@ -51,9 +54,6 @@ BINDING = Lock()
 RowNumbers = Sequence[int] | npt.NDArray[Any]
 
 NO_TRAITS = RequestTraits()
-
-KeyedPages = list[tuple[int | None, bytes]]
-"""Pages with extra keys, and their encoded keys. The last may be None, for all other pages."""
 
 
 class RunningBatch(RunningRows):
@@ -178,7 +178,7 @@ class RunningBatch(RunningRows):
     def admit(
         self,
         row: int,
-        token_ids: TokenIds,
+        token_ids: TokenIds | HashedTokens,
         *,
         num_tokens: int | None = None,
         max_num_new_tokens: int | None = None,
@@ -296,6 +296,49 @@ class RunningBatch(RunningRows):
             self._forget_refusal()
             raise
 
+    def admit_next(
+        self,
+        row: int,
+        queue: WaitingQueue,
+        *,
+        max_num_new_tokens: int | None = None,
+        num_reserved_pages: int = 0,
+        num_drafts: int = 0,
+        reserve: Literal["prompt"] | None = None,
+        step: StepResult | None = None,
+        skips_misfits: bool = False,
+    ) -> Admission | None:
+        """Admit the request that is next in `queue` to a free row, and return its name and the number of its cached tokens.
+        Return None if nothing waits, or if too few pages are free for the request: then `refusal` says how many it needs.
+
+        The other arguments are those of `admit`, with its errors; after an error the request stays in the queue. A refused
+        request keeps its place, and costs O(1) when it is tried again in the same row. With `skips_misfits` the next ones are
+        tried instead, each charged to the requests that it overtakes.
+
+        The row copies the hashes made when the request was added. If some of the hits that the queue counts are gone, the
+        request is looked up again, and another one may be next. O(tokens + waiting requests).
+        """
+        if not isinstance(queue, WaitingQueue):
+            raise ArgumentTypeError(f"queue: got {type(queue).__name__}, allowed: WaitingQueue")
+        if queue.manager is not self._manager:
+            raise ArgumentError("queue: got one of another manager, allowed: one of the batch's")
+
+        self._forget_refusal()
+
+        def admit(tokens: HashedTokens, traits: RequestTraits) -> int | None:
+            return self.admit(
+                row,
+                tokens,
+                max_num_new_tokens=max_num_new_tokens,
+                num_reserved_pages=num_reserved_pages,
+                num_drafts=num_drafts,
+                reserve=reserve,
+                traits=traits,
+                step=step,
+            )
+
+        return queue.admit_by(admit, lambda: self.num_steps, skips_misfits=require_flag("skips_misfits", skips_misfits))
+
     def probe(self, row: int, token_ids: TokenIds, *, traits: RequestTraits | None = None) -> int:
         """Return the number of tokens that `admit` would hit in a free row now, in a host tier too.
 
@@ -373,11 +416,7 @@ class RunningBatch(RunningRows):
         return known.keys, known.keyed
 
     def _list_keyed(self, keys: RequestExtraKeys | None) -> KeyedPages:
-        if keys is None or not self._hash_page_size:
-            return []
-        num_pages = -(-self.max_num_tokens // self._hash_page_size)
-        keyed = keys.list_keyed_pages(self._hash_page_size, num_pages, self._hasher.hash_lookahead)
-        return [(page, self._hasher.encode(own)) for page, own in keyed]
+        return self._hasher.list_keyed(keys, self.max_num_tokens) if self._hash_page_size else []
 
     def inputs(
         self,

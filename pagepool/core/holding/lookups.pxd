@@ -113,6 +113,10 @@ cdef Query query_of(
     CacheGroups groups, const Digest *digests, Py_ssize_t num_digests, Py_ssize_t hash_size, Py_ssize_t num_tokens, Ranges ids
 ) noexcept
 cdef Py_ssize_t find_longest(Pool *pool, Query *query) noexcept
+cdef Py_ssize_t find_first_miss(
+    Pool *pool, const Query *query, const Group *kind, Py_ssize_t start, Py_ssize_t stop
+) noexcept nogil
+cdef bint hits_all(Pool *pool, const Query *query, const Group *kind, Py_ssize_t page) noexcept nogil
 cdef void find_end(Pool *pool, Query *query, Py_ssize_t num_hashes) noexcept
 cdef Py_ssize_t count_hit_places(const Group *group, Py_ssize_t num_hashes) noexcept nogil
 cdef Py_ssize_t find_first_hit_page(const Query *query, const Group *group, Py_ssize_t num_hashes) noexcept nogil

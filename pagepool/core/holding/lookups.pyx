@@ -10,7 +10,7 @@ from pagepool.core.pool cimport (
     DROPPED, EVICTED, WATCHED, count_changes, count_free, count_given_back, end_leases, find, find_within, has_key, has_left,
     ends_run, home_of, ids_in_shard, parts_at,
 )
-from pagepool.core.values cimport require_instance
+from pagepool.core.values cimport HashedTokens, require_instance
 
 import numpy as np
 
@@ -592,7 +592,9 @@ cdef class RefusedRequest:
         cdef PageIds ids
         if self.options is None or type(options) is not tuple or not are_same(options, self.options):
             return False
-        if type(token_ids) is not list:
+        if type(token_ids) is HashedTokens:
+            source = (<HashedTokens>token_ids).token_ids
+        elif type(token_ids) is not list:
             if not isinstance(token_ids, (ndarray, tuple)):  # other objects may run Python code that changes them
                 return False
             source = as_page_ids(token_ids, "token_ids")

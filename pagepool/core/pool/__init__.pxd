@@ -3,6 +3,7 @@ from pagepool.core.pool.policy cimport *
 from pagepool.core.pool.notes cimport *
 from pagepool.core.pool.residency cimport *
 from pagepool.core.pool.terms cimport *
+from pagepool.core.pool.awaited cimport *
 from pagepool.core.pool.checkpoints cimport *
 from pagepool.core.pool.tenants cimport *
 from pagepool.core.pool.owners cimport *

@@ -505,9 +505,10 @@ cdef inline bint cache(
 
 
 cdef inline bint _has_listeners(const Pool *pool) noexcept nogil:
-    """Whether banks, a tier, the queue's parts, the journal, kept tokens or upper halves have to hear of each cached page."""
+    """Whether banks, a tier, the queue's parts, waiting queues or arrays for each page have to hear of each cached page."""
     cdef bint has_arrays = (pool.journal.notes != NULL) | (pool.page_tokens != NULL) | (pool.uppers != NULL)
-    return (pool.num_banks > 1) | (pool.tier != NULL) | (pool.num_parts != 0) | has_arrays
+    cdef bint has_queues = (pool.tier != NULL) | (pool.num_parts != 0) | (pool.awaited != NULL)
+    return (pool.num_banks > 1) | has_queues | has_arrays
 
 
 cdef inline void _on_cache(
@@ -527,6 +528,7 @@ cdef inline void _on_cache(
         _make_new(pool, page_id)
     if ranking != NULL and is_served(pool, page_id):
         rank(pool, ranking, ids, place, entry.key[0], entry.group)
+    note_key(pool.awaited, entry.key[0], entry.group)
     _keep_origin(pool, page_id, entry)
 
 
@@ -591,6 +593,8 @@ cdef inline void uncache(Pool *pool, int32_t page_id) noexcept nogil:
     if is_journaled(pool):
         record_drop(pool, page_id)
     unwatch(pool, page_id)
+    if rare(pool.awaited != NULL):
+        note_key(pool.awaited, digest_of(&pool.pages[page_id]), pool.pages[page_id].group & ~FLAGS)
     remove_entry(pool, page_id)
     pool.num_dropped += 1
     if rare(pool.num_banks > 1):

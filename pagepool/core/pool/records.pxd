@@ -19,6 +19,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
+from pagepool.core.pool.awaited cimport *
 from pagepool.core.pool.checkpoints cimport *
 from pagepool.core.pool.notes cimport *
 from pagepool.core.pool.owners cimport *
@@ -200,6 +201,7 @@ cdef struct Pool:
     Copies copies
     int64_t list_number       # number of the list of moves that is due: copies, loads and saves, which are taken together
     Tier *tier                # NULL: none
+    AwaitedKeys *awaited      # of the waiting queues in front of the pool; NULL: there are none
     # These keep held pages before free ones with the same content; NULL: look-ups find the page cached first. Calls through
     # pointers keep the code of rings out of the loops that cache, hit and give back pages.
     void (*join_held_twin)(Pool *pool, Slot *slot, int32_t page_id) noexcept nogil

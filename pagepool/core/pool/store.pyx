@@ -187,6 +187,9 @@ cdef class PageStore(PageRecords):
     def __dealloc__(self):
         if self.process == process_number:  # in a forked process another thread may have been changing it
             free_arrays(&self.pool)
+            if self.pool.tier != NULL and self.pool.tier.pool != NULL:
+                self.pool.tier.pool.awaited = NULL  # the pool's own list
+            free_closed(&self.pool.awaited, True)
             Py_XDECREF(self.tier)
 
     # Terms, and what look-ups prefer.

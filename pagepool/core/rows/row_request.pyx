@@ -14,22 +14,9 @@ from pagepool.core.holding cimport (
 from pagepool.core.pool cimport NO_BANK, QueryCounter, count_changes, ids_in_shard
 from pagepool.core.rows.running cimport *
 from pagepool.core.tier cimport find_and_load, find_reachable
-from pagepool.core.values cimport as_shard, ids_in
+from pagepool.core.values cimport HashChain, HashedTokens, as_shard, checked_extra_keys, ids_in
 
-from pagepool.errors import ArgumentError, ArgumentTypeError, PageHashError
-
-
-cdef list checked_extra_keys(object extra_keys):
-    """Return checked ``(page, bytes)`` pairs. The page None, which stands for all others, is the last."""
-    cdef bytes data
-    cdef list checked = []
-    for page, data in as_list(extra_keys, "extra_keys"):
-        if data is None:
-            raise ArgumentTypeError("extra_keys: got None, allowed: bytes")
-        if checked and checked[len(checked) - 1][0] is None:
-            raise ArgumentError("extra_keys: got keys behind those of all other pages, allowed: none")
-        checked.append((None if page is None else size_of(page, "page", 0, MAX_TOKENS), data))
-    return checked
+from pagepool.errors import ArgumentError, PageHashError
 
 
 cdef struct Loads:            # loads for which too few pages are free
@@ -84,6 +71,7 @@ cdef class RowRequest:
     cdef Py_ssize_t row
     cdef object source              # the caller's list, or `token_ids`
     cdef PageIds token_ids
+    cdef HashedTokens hashed        # the tokens with their digests; None: they have none
     cdef Tokens tokens
     cdef object options
     cdef Py_ssize_t num_reserved
@@ -106,7 +94,8 @@ cdef class RowRequest:
         self.rows, self.row, self.options = rows.rows, rows.rows.checked_row(row), options
         self.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         self.resume_at = None if resume_at is None else as_page_ids(resume_at, "resume_at")
-        self.token_ids = as_page_ids(token_ids, "token_ids")
+        self.hashed = token_ids if type(token_ids) is HashedTokens else None
+        self.token_ids = as_page_ids(token_ids, "token_ids") if self.hashed is None else self.hashed.token_ids
         self.source = token_ids if type(token_ids) is list else self.token_ids
         if self.token_ids.num == 0:
             raise ArgumentError("token_ids: got none, allowed: at least 1")
@@ -154,7 +143,7 @@ cdef class RowRequest:
             self.set_contents(keys)
             result = self.try_start(takes_hits and rows.batch.hash_page_size)
             is_admitted = type(result) is not RefusedRequest
-            if not is_admitted:
+            if not is_admitted and not self.hits_fewer():
                 self.name_refusal(result)
         finally:
             rows.refusals[self.row] = None if is_admitted else result
@@ -242,13 +231,28 @@ cdef class RowRequest:
         if batch.hash_page_size:
             if extra_keys and not has_same_keys:
                 self.set_extra_keys(extra_keys)
-            thread = let_others_run((tokens.num - start) // batch.hash_page_size)
+            if self.hashed is not None and self.hashed.fits(&batch.hashing, batch.hash_page_size, extra_keys):
+                self.copy_digests(num_kept)
+            thread = let_others_run(count_hashable(batch, tokens.num) - batch.rows[self.row].num_hashed)
             signs = hash_row(batch, self.row, count_keyed(batch, tokens.num))
             go_on(thread)
             start = batch.rows[self.row].num_hashed * batch.hash_page_size
         if (signs | signs_of(copied + start, tokens.num - start)) < 0:
             batch.rows[self.row].num_hashed = <int32_t>num_kept
             refuse_negative(copied, tokens.num, 0)
+        return 0
+
+    cdef int copy_digests(self, Py_ssize_t num_kept) except -1:
+        """Copy the digests behind the first `num_kept`, of tokens that were copied."""
+        cdef Batch *batch = &self.rows.batch
+        cdef HashChain chain = self.hashed.chain
+        cdef Digest *digests = digests_of(batch, self.row)
+        cdef Digest *uppers = batch.rows[self.row].uppers
+        cdef Py_ssize_t num = max(num_kept, min(chain.num, <Py_ssize_t>count_hashable(batch, self.token_ids.num)))
+        copy_bytes(digests + num_kept, chain.digests + num_kept, (num - num_kept) * sizeof(Digest))
+        if uppers != NULL:
+            copy_bytes(uppers + num_kept, chain.uppers + num_kept, (num - num_kept) * sizeof(Digest))
+        batch.rows[self.row].num_hashed = <int32_t>num
         return 0
 
     cdef int set_extra_keys(self, list extra_keys) except -1:
@@ -302,7 +306,7 @@ cdef class RowRequest:
             self.begin_demand(&demand, array, refusal.num_hit_tokens)
             if has_room:
                 is_right = price(batch.pool, holding, &demand, NULL, batch.rows[self.row].num_hashed)
-            if has_room and is_right:
+            if has_room and is_right and not self.hits_fewer():
                 if loads.short_bank != NO_BANK:
                     add_loads(&demand, &loads)
                 else:
@@ -329,6 +333,10 @@ cdef class RowRequest:
         if num_excess:
             rows.store.refuse_size(f"row {self.row}", num_excess, queue)
         return num_hit_tokens if has_pages else refusal
+
+    cdef bint hits_fewer(self) noexcept:
+        """Whether hits that its queue expected are gone: then the request is not admitted, and another one may be next."""
+        return self.hashed is not None and self.hashed.falls_short()
 
     cdef int check_start(self, bint is_right, int32_t held_free, bint has_room) except -1:
         """Raise the error for a wrong hit, for a free page that a caller gave a reference, and for missing memory."""
@@ -361,6 +369,8 @@ cdef class RowRequest:
             return False
         refusal.num_hit_tokens = num_hashes * batch.hash_page_size
         self.end = query.end
+        if self.hashed is not None:
+            self.hashed.num_found = refusal.num_hit_tokens
         array[0] = list_hits(refusal.hits)
         return array[0] != NULL
 

@@ -113,6 +113,11 @@ cdef class RunningRows:
         return self.rows.batch.max_num_tokens
 
     @property
+    def num_steps(self) -> int:
+        """Number of steps that had rows."""
+        return self.rows.batch.num_steps
+
+    @property
     def refusal(self) -> Refusal | None:
         """Why the last `admit` returned None; None if it admitted its request, or raised an error. O(1)."""
         cdef Shortage shortage

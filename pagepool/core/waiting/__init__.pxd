@@ -1,0 +1,1 @@
+from pagepool.core.waiting.waiting cimport *

@@ -1,0 +1,360 @@
+"""A waiting queue that knows what each request would hit.
+
+Native work is in ``core/waiting/waiting.pyx``.
+"""
+
+import time
+from collections.abc import Callable, Hashable
+from threading import RLock
+from typing import Literal, NamedTuple, Protocol
+
+from pagepool._core import HashedTokens, WaitingLine
+from pagepool.arguments import MAX_SIZE, require_choice, require_int
+from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.hashing import RequestExtraKeys
+from pagepool.manager import CacheManager
+from pagepool.request import RequestTraits, TokenIds
+from pagepool.specs import find_shard
+
+__all__ = ["Admission", "WaitingQueue", "WaitingStats"]
+
+MAX_PREFETCHED_SHARE = 0.05
+"""The part of the first pool that may be prefetched and not yet hit, and the part that prefetching leaves free."""
+
+MAX_STRETCH = 1e6
+
+NO_TRAITS = RequestTraits()
+
+Admit = Callable[[HashedTokens, RequestTraits], int | None]
+
+
+class Admission(NamedTuple):
+    """A request that leaves a `WaitingQueue`, or that is next there, and the number of its tokens that hit."""
+
+    name: Hashable
+    num_cached_tokens: int
+
+
+class WaitingStats(NamedTuple):
+    """State and counters of a `WaitingQueue`.
+
+    ``num_waiting`` requests have ``num_waiting_tokens`` tokens. ``num_hit_tokens`` of these would hit now, and
+    ``num_work_tokens`` are to be computed: the hits are left out, and tokens to load from a host tier count a tenth.
+    ``num_computed_tokens`` is the work of all requests admitted. A request that was admitted before an earlier one of its class
+    overtook it: ``num_overtakes`` counts these pairs, and ``num_overtaken_tokens`` their work. ``longest_wait_seconds`` is of
+    the requests that were admitted.
+    """
+
+    num_waiting: int
+    num_waiting_tokens: int
+    num_hit_tokens: int
+    num_work_tokens: int
+    num_admitted: int
+    num_computed_tokens: int
+    num_overtakes: int
+    num_overtaken_tokens: int
+    longest_wait_seconds: float
+
+
+class _Waiting:
+    """A waiting request, and when it came. ``num_prefetched`` of its pages were prefetched."""
+
+    __slots__ = ("came_at", "keys", "name", "num_prefetched", "tokens", "traits")
+
+    def __init__(
+        self, name: Hashable, tokens: HashedTokens, traits: RequestTraits, keys: RequestExtraKeys | None, came_at: float
+    ) -> None:
+        self.name, self.tokens, self.traits, self.keys, self.came_at = name, tokens, traits, keys, came_at
+        self.num_prefetched = 0
+
+
+class WaitingQueue:
+    """The requests that wait for a row of a `RunningBatch`, or for the pages of a `CacheManager`, in the order in which they
+    should be admitted.
+
+    Each request is hashed and looked up once, when it is added. From then on its hits are kept current as pages are cached and
+    evicted, which costs O(1) a page, so that the order always follows what requests would hit now. With sliding windows, chunks
+    or states the number of hits is the one of full attention until the request is next; then it is looked up in all groups.
+
+    With `order` ``"work"`` the request with the least work is next: the fewest tokens to compute. A request may be overtaken by
+    requests of `max_overtaken_tokens` tokens of work and, as a part `max_stretch`, of the work in front of it when it was
+    added, its own included: then it goes first. With ``"arrival"`` the first is next.
+
+    Calls from several threads are serialised: threads may add and remove requests while another one plans a step.
+
+    >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch, WaitingQueue
+    >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+    >>> manager = CacheManager(num_pages=32, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+    >>> table = PageTable(max_num_reqs=4, max_num_pages_per_req=16, max_num_batched_tokens=64)
+    >>> batch, queue = RunningBatch(manager, table), WaitingQueue(manager)
+    >>> queue.add("long", list(range(40)))
+    >>> queue.add("short", [1, 2, 3, 4, 5, 6])
+    >>> queue.peek(2)
+    [Admission(name='short', num_cached_tokens=0), Admission(name='long', num_cached_tokens=0)]
+    >>> batch.admit_next(0, queue)
+    Admission(name='short', num_cached_tokens=0)
+    >>> queue.add("same", [1, 2, 3, 4, 5, 6, 7])
+    >>> batch.admit_next(1, queue, max_num_new_tokens=8)
+    Admission(name='same', num_cached_tokens=4)
+    >>> "long" in queue, len(queue), queue.stats().num_overtakes
+    (True, 1, 2)
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        *,
+        order: Literal["work", "arrival"] = "work",
+        max_overtaken_tokens: int = 8192,
+        max_stretch: float = 0.25,
+        promote_after_tokens: int = 100_000,
+        data_parallel_size: int | None = None,
+    ) -> None:
+        """`max_overtaken_tokens` is about a step's budget of tokens. Smaller bounds are fairer, and larger ones wait less on
+        average.
+
+        Of requests with several priorities those of the highest go first. After `promote_after_tokens` tokens of work were
+        admitted since it was added, a request also counts in the next higher priority that waits, so that none waits for ever.
+        `data_parallel_size` is the batch's.
+
+        Raise ArgumentError for values out of range, or if the manager caches with a callable as `hash_algo`; ArgumentTypeError
+        for other types.
+        """
+        if not isinstance(manager, CacheManager):
+            raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
+        require_choice("order", order, "work", "arrival")
+        if isinstance(max_stretch, bool) or not isinstance(max_stretch, int | float):
+            raise ArgumentTypeError(f"max_stretch: got {type(max_stretch).__name__}, allowed: a number")
+        if not 0 <= max_stretch <= MAX_STRETCH:
+            raise ArgumentError(f"max_stretch: got {max_stretch}, allowed: 0 to {MAX_STRETCH:,.0f}")
+        registry = manager.registry
+        size = 0 if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size, 1)
+        registry.store.require_even(size or None)
+        if manager.enable_caching and not registry.hasher.is_native:
+            allowed = "'siphash128', 'sha256' or 'sha256_cbor'"
+            raise ArgumentError(f"manager: got one with a callable as hash_algo, allowed with caching: {allowed}")
+        self._size = size
+        self._num_pages = registry.page_pool.num_pages
+        num_shards = size if size and find_shard(self._num_pages, 0, size) is not None else 0
+        self._line = WaitingLine(
+            registry.store,
+            registry.rules.groups,
+            order == "work",
+            require_int("max_overtaken_tokens", max_overtaken_tokens, 0, MAX_SIZE),
+            float(max_stretch),
+            require_int("promote_after_tokens", promote_after_tokens, 1, MAX_SIZE),
+            num_shards,
+            manager.caches == "computed" and manager.enable_caching,
+        )
+        self.manager, self.order = manager, order
+        self._page_size = manager.hash_page_size if manager.enable_caching else 0
+        self._lock = RLock()  # taken before the batch's
+        self._numbers: dict[Hashable, int] = {}
+        self._waiting: dict[int, _Waiting] = {}
+        self._num_admitted, self._longest_wait = 0, 0.0
+
+    def __repr__(self) -> str:
+        """Return the order, and the number of waiting requests."""
+        return f"WaitingQueue(order={self.order!r}, num_waiting={len(self)})"
+
+    def __len__(self) -> int:
+        """Return the number of waiting requests."""
+        return len(self._numbers)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a request of this name waits."""
+        return name in self._numbers
+
+    # Requests come and go.
+
+    def add(self, name: Hashable, token_ids: TokenIds, *, priority: int = 0, traits: RequestTraits | None = None) -> None:
+        """Add a request behind all others of its `priority`. `token_ids`, which are copied, are its known tokens, and `traits`
+        say who it is, as for `RunningBatch.admit`.
+
+        Call `CacheManager.require_capacity` before: a request that is larger than the pool makes `RunningBatch.admit_next`
+        raise when it is next. Raise ArgumentError for the name of a request that waits, for no tokens, for more than
+        ``max_model_len`` tokens, and for a `priority` that does not fit int32; ArgumentTypeError for other types. O(tokens +
+        waiting requests).
+        """
+        self._enter(name, token_ids, require_int("priority", priority, -(2**31), 2**31 - 1), traits, is_back=False)
+
+    def put_back(self, name: Hashable, token_ids: TokenIds, *, traits: RequestTraits | None = None) -> None:
+        """Add a preempted request in front of all others, whatever their priority. The arguments and errors are those of `add`;
+        `token_ids` include what it generated.
+        """
+        self._enter(name, token_ids, 0, traits, is_back=True)
+
+    def _enter(
+        self, name: Hashable, token_ids: TokenIds, priority: int, traits: RequestTraits | None, *, is_back: bool
+    ) -> None:
+        named = NO_TRAITS if traits is None else traits
+        if not isinstance(named, RequestTraits):
+            raise ArgumentTypeError(f"traits: got {type(traits).__name__}, allowed: RequestTraits, or None")
+        keys = self.manager.registry.hasher.extra_keys.of(named)
+        tokens = self._hash(token_ids, keys if named.look_up else None, named.look_up)
+        shard = self._find_shard(named.dp_shard)
+        waiting = _Waiting(name, tokens, named, keys, time.monotonic())
+        with self._lock:
+            try:
+                is_known = name in self._numbers
+            except TypeError:
+                raise ArgumentTypeError(f"name: got {type(name).__name__}, allowed: something hashable") from None
+            if is_known:
+                raise ArgumentError(f"name: got {shown(name)}, which waits already, allowed: another one")
+            number = self._line.enter(tokens, named.num_prompt_tokens, priority, shard, is_back)
+            self._numbers[name], self._waiting[number] = number, waiting
+
+    def _hash(self, token_ids: TokenIds, keys: RequestExtraKeys | None, look_up: bool) -> HashedTokens:
+        """Return a copy of tokens, with the hashes of their pages unless the request hits nothing on purpose."""
+        manager, hasher = self.manager, self.manager.registry.hasher
+        if not self._page_size or not look_up:
+            tokens = HashedTokens(token_ids, 0)
+        else:
+            tokens = HashedTokens(
+                token_ids,
+                self._page_size,
+                hasher.chain_key,
+                hasher.list_keyed(keys, manager.max_model_len),
+                hasher.keep_token_ids,
+                hasher.chain_algorithm,
+                hasher.hash_lookahead,
+            )
+        if len(tokens.token_ids) > manager.max_model_len:
+            got = f"got {len(tokens.token_ids)}, allowed: up to {manager.max_model_len}, which is max_model_len"
+            raise ArgumentError(f"token_ids: {got}")
+        return tokens
+
+    def _find_shard(self, dp_shard: int | None) -> int | None:
+        """Return the number of the shard that a request names; None if it names none, or the pool is not divided."""
+        if dp_shard is None:
+            return None
+        if not self._size:
+            raise ArgumentError(f"dp_shard: got {shown(dp_shard)}, allowed without data_parallel_size: None")
+        found = find_shard(self._num_pages, dp_shard, self._size)
+        return None if found is None else found[0]
+
+    def remove(self, name: Hashable) -> bool:
+        """Remove a request that was cancelled. Return False if none of this name waits: it may have been admitted. O(waiting
+        requests).
+        """
+        with self._lock:
+            number = self._numbers.get(name)
+            if number is None:
+                return False
+            self._line.leave(number)
+            self._end(number)
+            return True
+
+    def _end(self, number: int) -> _Waiting:
+        waiting = self._waiting.pop(number)
+        del self._numbers[waiting.name]
+        return waiting
+
+    # Requests are admitted.
+
+    def admit_by(self, admit: Admit, count_steps: Callable[[], int], *, skips_misfits: bool = False) -> Admission | None:
+        """Let `admit` admit the request that is next: see `RunningBatch.admit_next`. It gets tokens and traits, and returns
+        the number of tokens that hit, or None for a refusal. `count_steps` returns the number of the last step.
+        """
+        with self._lock:
+            try:
+                while True:
+                    number = self._line.choose(count_steps())
+                    if number < 0:
+                        return None
+                    waiting = self._waiting[number]
+                    try:
+                        num_hit_tokens = admit(waiting.tokens, waiting.traits)
+                    except Exception as error:
+                        error.add_note(f"The request is {waiting.name!r} of the waiting queue, where it stays.")
+                        raise
+                    if num_hit_tokens is not None:
+                        self._line.admit(number, num_hit_tokens, count_steps())
+                        return self._leave(number, num_hit_tokens)
+                    if waiting.tokens.hits_fewer and self._line.correct(number):
+                        continue
+                    if not skips_misfits:
+                        return None
+                    self._line.set_misfit(number)
+            finally:
+                if skips_misfits:
+                    self._line.clear_misfits()
+
+    def _leave(self, number: int, num_hit_tokens: int) -> Admission:
+        """Count an admitted request."""
+        waiting = self._end(number)
+        self._num_admitted += 1
+        self._longest_wait = max(self._longest_wait, time.monotonic() - waiting.came_at)
+        return Admission(waiting.name, num_hit_tokens)
+
+    def take(self) -> Admission | None:
+        """Take the request that is next out of the queue, for an engine that allocates by `CacheManager.allocate_slots`. Return
+        None if none waits. If the manager refuses the request, `put_back` puts it in front again. O(tokens + waiting requests).
+        """
+        with self._lock:
+            while True:
+                number = self._line.choose(MAX_SIZE)  # no request of another step is passed over
+                if number < 0:
+                    return None
+                if not self._line.correct(number):
+                    break
+            num_hit_tokens = self._line.count_hits(number)
+            self._line.admit(number, num_hit_tokens, MAX_SIZE)
+            return self._leave(number, num_hit_tokens)
+
+    def peek(self, n: int = 1) -> list[Admission]:
+        """Return the first `n` requests in the order in which they would be admitted now, with the tokens that they would hit.
+        O(n x waiting requests).
+        """
+        num = require_int("n", n, 0)
+        with self._lock:
+            numbers = self._line.list_next(min(num, len(self._numbers)), MAX_SIZE)
+            return [Admission(self._waiting[number].name, self._line.count_hits(number)) for number in numbers]
+
+    def prefetch(self) -> int:
+        """Load pages of requests in order that only the host tier has, before they are admitted; return the number of requests
+        for which loads were queued. Call it once a step, before `take_moves`.
+
+        Loaded pages are cached, and nothing holds them. A twentieth of the pool stays free, and at most a twentieth is
+        prefetched for requests that still wait. O(waiting requests) for each request with loads.
+        """
+        most = int(MAX_PREFETCHED_SHARE * (self._num_pages - 1))
+        if self.manager.host_tier is None or not self._page_size:
+            return 0
+        num_loaded = 0
+        with self._lock:
+            num_left = most - sum(waiting.num_prefetched for waiting in self._waiting.values())
+            for number in self._line.list_next(len(self._numbers), MAX_SIZE):
+                num_pages = self._line.count_loads(number) // self._page_size
+                if not num_pages:
+                    continue
+                if num_pages > num_left or not self._load(number, most):
+                    break
+                self._waiting[number].num_prefetched += num_pages
+                num_left, num_loaded = num_left - num_pages, num_loaded + 1
+        return num_loaded
+
+    def _load(self, number: int, num_reserved_pages: int) -> bool:
+        """Queue the loads of a request. Return False if too few pages are free for them."""
+        waiting, registry = self._waiting[number], self.manager.registry
+        session_id = waiting.traits.session_id
+        session = registry.hold_session(session_id, waiting.traits.tenant)
+        context = registry.hold_context(waiting.keys, session_id)
+        try:
+            return self._line.prefetch(number, num_reserved_pages, context, session)
+        finally:
+            registry.release_context(context)
+            registry.release_session(session)
+
+    # Inspection.
+
+    def stats(self) -> WaitingStats:
+        """Return state and counters. O(waiting requests)."""
+        with self._lock:
+            counts = self._line.counters()
+            return WaitingStats(**counts, num_admitted=self._num_admitted, longest_wait_seconds=self._longest_wait)
+
+    def check(self) -> None:
+        """Raise IntegrityError if the queue is damaged. O(waiting requests)."""
+        with self._lock:
+            self._line.check()
