@@ -20,7 +20,7 @@ from pagepool.core.holding.groups import CacheGroups, PageRules
 from pagepool.core.checks.holders import check_holders
 from pagepool.core.checks.layouts import locate_numbers
 from pagepool.core.values.hashed import HashedTokens
-from pagepool.core.waiting.waiting import WaitingLine
+from pagepool.core.waiting.waiting import WaitingLine, WaitingRequest
 from pagepool.core.values.ids import PageIds, are_plain_token_ids, lists_of, require_token_ids
 from pagepool.core.pool.journal import EntryJournal
 from pagepool.core.holding.lookups import FoundPrefix, RefusedRequest, RequestHashes, find_prefix

@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from pagepool._core import (
     FailedLoads,
-    HashedTokens,
     InputArrays,
     Lease,
     Moves,
@@ -32,6 +31,7 @@ from pagepool._core import (
     StateWrites,
     StepResult,
     TokenSpan,
+    WaitingRequest,
     check_holders,
 )
 from pagepool.arguments import MAX_SIZE, require_flag, require_int
@@ -178,7 +178,7 @@ class RunningBatch(RunningRows):
     def admit(
         self,
         row: int,
-        token_ids: TokenIds | HashedTokens,
+        token_ids: TokenIds | WaitingRequest,
         *,
         num_tokens: int | None = None,
         max_num_new_tokens: int | None = None,
@@ -324,20 +324,19 @@ class RunningBatch(RunningRows):
             raise ArgumentError("queue: got one of another manager, allowed: one of the batch's")
 
         self._forget_refusal()
+        options = {
+            "max_num_new_tokens": max_num_new_tokens,
+            "num_reserved_pages": num_reserved_pages,
+            "num_drafts": num_drafts,
+            "reserve": reserve,
+            "step": step,
+        }
 
-        def admit(tokens: HashedTokens, traits: RequestTraits) -> int | None:
-            return self.admit(
-                row,
-                tokens,
-                max_num_new_tokens=max_num_new_tokens,
-                num_reserved_pages=num_reserved_pages,
-                num_drafts=num_drafts,
-                reserve=reserve,
-                traits=traits,
-                step=step,
-            )
+        def admit(request: WaitingRequest) -> int | None:
+            return self.admit(row, request, traits=request.traits, **options)
 
-        return queue.admit_by(admit, lambda: self.num_steps, skips_misfits=require_flag("skips_misfits", skips_misfits))
+        skips_misfits = require_flag("skips_misfits", skips_misfits)
+        return queue.admit_by(admit, self.num_steps, is_idle=self.num_admitted == 0, skips_misfits=skips_misfits)
 
     def probe(self, row: int, token_ids: TokenIds, *, traits: RequestTraits | None = None) -> int:
         """Return the number of tokens that `admit` would hit in a free row now, in a host tier too.

@@ -3,12 +3,11 @@
 Native work is in ``core/waiting/waiting.pyx``.
 """
 
-import time
 from collections.abc import Callable, Hashable
 from threading import RLock
 from typing import Literal, NamedTuple, Protocol
 
-from pagepool._core import HashedTokens, WaitingLine
+from pagepool._core import WaitingLine, WaitingRequest
 from pagepool.arguments import MAX_SIZE, require_choice, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.hashing import RequestExtraKeys
@@ -25,7 +24,8 @@ MAX_STRETCH = 1e6
 
 NO_TRAITS = RequestTraits()
 
-Admit = Callable[[HashedTokens, RequestTraits], int | None]
+Admit = Callable[[WaitingRequest], int | None]
+"""Admits a request, and returns the number of its tokens that hit, or None for a refusal."""
 
 
 class Admission(NamedTuple):
@@ -54,18 +54,6 @@ class WaitingStats(NamedTuple):
     num_overtakes: int
     num_overtaken_tokens: int
     longest_wait_seconds: float
-
-
-class _Waiting:
-    """A waiting request, and when it came. ``num_prefetched`` of its pages were prefetched."""
-
-    __slots__ = ("came_at", "keys", "name", "num_prefetched", "tokens", "traits")
-
-    def __init__(
-        self, name: Hashable, tokens: HashedTokens, traits: RequestTraits, keys: RequestExtraKeys | None, came_at: float
-    ) -> None:
-        self.name, self.tokens, self.traits, self.keys, self.came_at = name, tokens, traits, keys, came_at
-        self.num_prefetched = 0
 
 
 class WaitingQueue:
@@ -149,9 +137,7 @@ class WaitingQueue:
         self.manager, self.order = manager, order
         self._page_size = manager.hash_page_size if manager.enable_caching else 0
         self._lock = RLock()  # taken before the batch's
-        self._numbers: dict[Hashable, int] = {}
-        self._waiting: dict[int, _Waiting] = {}
-        self._num_admitted, self._longest_wait = 0, 0.0
+        self._requests: dict[Hashable, WaitingRequest] = {}
 
     def __repr__(self) -> str:
         """Return the order, and the number of waiting requests."""
@@ -159,11 +145,11 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
-        return len(self._numbers)
+        return len(self._requests)
 
     def __contains__(self, name: object) -> bool:
         """Whether a request of this name waits."""
-        return name in self._numbers
+        return name in self._requests
 
     # Requests come and go.
 
@@ -190,39 +176,36 @@ class WaitingQueue:
         named = NO_TRAITS if traits is None else traits
         if not isinstance(named, RequestTraits):
             raise ArgumentTypeError(f"traits: got {type(traits).__name__}, allowed: RequestTraits, or None")
-        keys = self.manager.registry.hasher.extra_keys.of(named)
-        tokens = self._hash(token_ids, keys if named.look_up else None, named.look_up)
+        request = self._make_request(name, token_ids, named)
         shard = self._find_shard(named.dp_shard)
-        waiting = _Waiting(name, tokens, named, keys, time.monotonic())
         with self._lock:
             try:
-                is_known = name in self._numbers
+                is_known = name in self._requests
             except TypeError:
                 raise ArgumentTypeError(f"name: got {type(name).__name__}, allowed: something hashable") from None
             if is_known:
                 raise ArgumentError(f"name: got {shown(name)}, which waits already, allowed: another one")
-            number = self._line.enter(tokens, named.num_prompt_tokens, priority, shard, is_back)
-            self._numbers[name], self._waiting[number] = number, waiting
+            self._line.enter(request, named.num_prompt_tokens, priority, shard, is_back)
+            self._requests[name] = request
 
-    def _hash(self, token_ids: TokenIds, keys: RequestExtraKeys | None, look_up: bool) -> HashedTokens:
-        """Return a copy of tokens, with the hashes of their pages unless the request hits nothing on purpose."""
+    def _make_request(self, name: Hashable, token_ids: TokenIds, traits: RequestTraits) -> WaitingRequest:
+        """Return a request with a copy of its tokens, hashed unless it hits nothing on purpose."""
         manager, hasher = self.manager, self.manager.registry.hasher
-        if not self._page_size or not look_up:
-            tokens = HashedTokens(token_ids, 0)
-        else:
-            tokens = HashedTokens(
-                token_ids,
-                self._page_size,
-                hasher.chain_key,
-                hasher.list_keyed(keys, manager.max_model_len),
-                hasher.keep_token_ids,
-                hasher.chain_algorithm,
-                hasher.hash_lookahead,
-            )
-        if len(tokens.token_ids) > manager.max_model_len:
-            got = f"got {len(tokens.token_ids)}, allowed: up to {manager.max_model_len}, which is max_model_len"
+        keys = hasher.extra_keys.of(traits)
+        request = WaitingRequest(
+            token_ids,
+            self._page_size if traits.look_up else 0,
+            hasher.chain_key,
+            hasher.list_keyed(keys, manager.max_model_len) if self._page_size else (),
+            hasher.keep_token_ids,
+            hasher.chain_algorithm,
+            hasher.hash_lookahead,
+        )
+        request.name, request.traits, request.keys = name, traits, keys
+        if len(request.token_ids) > manager.max_model_len:
+            got = f"got {len(request.token_ids)}, allowed: up to {manager.max_model_len}, which is max_model_len"
             raise ArgumentError(f"token_ids: {got}")
-        return tokens
+        return request
 
     def _find_shard(self, dp_shard: int | None) -> int | None:
         """Return the number of the shard that a request names; None if it names none, or the pool is not divided."""
@@ -238,69 +221,62 @@ class WaitingQueue:
         requests).
         """
         with self._lock:
-            number = self._numbers.get(name)
-            if number is None:
-                return False
-            self._line.leave(number)
-            self._end(number)
-            return True
-
-    def _end(self, number: int) -> _Waiting:
-        waiting = self._waiting.pop(number)
-        del self._numbers[waiting.name]
-        return waiting
+            request = self._requests.pop(name, None)
+            if request is not None:
+                self._line.leave(request)
+            return request is not None
 
     # Requests are admitted.
 
-    def admit_by(self, admit: Admit, count_steps: Callable[[], int], *, skips_misfits: bool = False) -> Admission | None:
-        """Let `admit` admit the request that is next: see `RunningBatch.admit_next`. It gets tokens and traits, and returns
-        the number of tokens that hit, or None for a refusal. `count_steps` returns the number of the last step.
+    def admit_by(
+        self, admit: Admit, step: int | None = None, *, is_idle: bool = False, skips_misfits: bool = False
+    ) -> Admission | None:
+        """Let `admit` admit the request that is next, as `RunningBatch.admit_next` does. It gets a `WaitingRequest`, with
+        ``name``, ``token_ids`` and ``traits``, and returns the number of tokens that hit, or None for a refusal. Return None if
+        none waits, or the next one was refused.
+
+        `step` is the number of the last step: with ``caches="computed"`` a request waits in this step and up to two more while
+        another one computes the same tokens, but not if the engine `is_idle`: then none is computed.
         """
         with self._lock:
             try:
-                while True:
-                    number = self._line.choose(count_steps())
-                    if number < 0:
-                        return None
-                    waiting = self._waiting[number]
-                    try:
-                        num_hit_tokens = admit(waiting.tokens, waiting.traits)
-                    except Exception as error:
-                        error.add_note(f"The request is {waiting.name!r} of the waiting queue, where it stays.")
-                        raise
+                while (request := self._line.choose(None if is_idle else step)) is not None:
+                    num_hit_tokens = self._try(admit, request)
                     if num_hit_tokens is not None:
-                        self._line.admit(number, num_hit_tokens, count_steps())
-                        return self._leave(number, num_hit_tokens)
-                    if waiting.tokens.hits_fewer and self._line.correct(number):
+                        self._line.admit(request, num_hit_tokens, step)
+                        del self._requests[request.name]
+                        return Admission(request.name, num_hit_tokens)
+                    if request.hits_fewer and self._line.correct(request):
                         continue
                     if not skips_misfits:
                         return None
-                    self._line.set_misfit(number)
+                    self._line.set_misfit(request)
             finally:
                 if skips_misfits:
                     self._line.clear_misfits()
+            return None
 
-    def _leave(self, number: int, num_hit_tokens: int) -> Admission:
-        """Count an admitted request."""
-        waiting = self._end(number)
-        self._num_admitted += 1
-        self._longest_wait = max(self._longest_wait, time.monotonic() - waiting.came_at)
-        return Admission(waiting.name, num_hit_tokens)
+    @staticmethod
+    def _try(admit: Admit, request: WaitingRequest) -> int | None:
+        try:
+            return admit(request)
+        except Exception as error:
+            error.add_note(f"The request is {shown(request.name)} of the waiting queue, where it stays.")
+            raise
 
     def take(self) -> Admission | None:
         """Take the request that is next out of the queue, for an engine that allocates by `CacheManager.allocate_slots`. Return
         None if none waits. If the manager refuses the request, `put_back` puts it in front again. O(tokens + waiting requests).
         """
         with self._lock:
-            while True:
-                number = self._line.choose(MAX_SIZE)  # no request of another step is passed over
-                if number < 0:
-                    return None
-                if not self._line.correct(number):
-                    break
-            num_hit_tokens = self._line.count_hits(number)
-            self._line.admit(number, num_hit_tokens, MAX_SIZE)
-            return self._leave(number, num_hit_tokens)
+            while (request := self._line.choose()) is not None:
+                if self._line.correct(request):
+                    continue
+                num_hit_tokens = self._line.count_hits(request)
+                self._line.admit(request, num_hit_tokens)
+                del self._requests[request.name]
+                return Admission(request.name, num_hit_tokens)
+            return None
 
     def peek(self, n: int = 1) -> list[Admission]:
         """Return the first `n` requests in the order in which they would be admitted now, with the tokens that they would hit.
@@ -308,8 +284,8 @@ class WaitingQueue:
         """
         num = require_int("n", n, 0)
         with self._lock:
-            numbers = self._line.list_next(min(num, len(self._numbers)), MAX_SIZE)
-            return [Admission(self._waiting[number].name, self._line.count_hits(number)) for number in numbers]
+            requests = self._line.list_next(min(num, len(self._requests)))
+            return [Admission(request.name, self._line.count_hits(request)) for request in requests]
 
     def prefetch(self) -> int:
         """Load pages of requests in order that only the host tier has, before they are admitted; return the number of requests
@@ -323,25 +299,24 @@ class WaitingQueue:
             return 0
         num_loaded = 0
         with self._lock:
-            num_left = most - sum(waiting.num_prefetched for waiting in self._waiting.values())
-            for number in self._line.list_next(len(self._numbers), MAX_SIZE):
-                num_pages = self._line.count_loads(number) // self._page_size
+            num_left = most - sum(request.num_prefetched for request in self._requests.values())
+            for request in self._line.list_next(len(self._requests)):
+                num_pages = self._line.count_loads(request) // self._page_size
                 if not num_pages:
                     continue
-                if num_pages > num_left or not self._load(number, most):
+                if num_pages > num_left or not self._load(request, most):
                     break
-                self._waiting[number].num_prefetched += num_pages
+                request.num_prefetched += num_pages
                 num_left, num_loaded = num_left - num_pages, num_loaded + 1
         return num_loaded
 
-    def _load(self, number: int, num_reserved_pages: int) -> bool:
+    def _load(self, request: WaitingRequest, num_reserved_pages: int) -> bool:
         """Queue the loads of a request. Return False if too few pages are free for them."""
-        waiting, registry = self._waiting[number], self.manager.registry
-        session_id = waiting.traits.session_id
-        session = registry.hold_session(session_id, waiting.traits.tenant)
-        context = registry.hold_context(waiting.keys, session_id)
+        registry, session_id = self.manager.registry, request.traits.session_id
+        session = registry.hold_session(session_id, request.traits.tenant)
+        context = registry.hold_context(request.keys, session_id)
         try:
-            return self._line.prefetch(number, num_reserved_pages, context, session)
+            return self._line.prefetch(request, num_reserved_pages, context, session)
         finally:
             registry.release_context(context)
             registry.release_session(session)
@@ -351,8 +326,7 @@ class WaitingQueue:
     def stats(self) -> WaitingStats:
         """Return state and counters. O(waiting requests)."""
         with self._lock:
-            counts = self._line.counters()
-            return WaitingStats(**counts, num_admitted=self._num_admitted, longest_wait_seconds=self._longest_wait)
+            return WaitingStats(**self._line.counters())
 
     def check(self) -> None:
         """Raise IntegrityError if the queue is damaged. O(waiting requests)."""

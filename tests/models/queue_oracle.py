@@ -48,9 +48,7 @@ class QueueOracle:
         if not eligible or eligible[0].is_back or not self.by_work:
             return eligible[0] if eligible else None
         allowed = [
-            waiter
-            for i, waiter in enumerate(eligible)
-            if all(self.work(waiter) <= earlier.left for earlier in eligible[:i])
+            waiter for i, waiter in enumerate(eligible) if all(self.work(waiter) <= earlier.left for earlier in eligible[:i])
         ]
         return min(allowed, key=self.work)  # the first of equals
 

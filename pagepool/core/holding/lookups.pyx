@@ -592,7 +592,7 @@ cdef class RefusedRequest:
         cdef PageIds ids
         if self.options is None or type(options) is not tuple or not are_same(options, self.options):
             return False
-        if type(token_ids) is HashedTokens:
+        if isinstance(token_ids, HashedTokens):
             source = (<HashedTokens>token_ids).token_ids
         elif type(token_ids) is not list:
             if not isinstance(token_ids, (ndarray, tuple)):  # other objects may run Python code that changes them

@@ -22,6 +22,8 @@ cdef struct AwaitedKey:
     int32_t prev              # places in the bucket; NO_PLACE at its ends, NO_KEY in a place without a key
     int32_t next
 
+cdef struct AwaitedKeys
+
 cdef struct AwaitedKeys:
     AwaitedKey *places        # [capacity, NUM_KEYS_EACH]
     int32_t *moved            # [num_moved], and room for `capacity`
@@ -33,10 +35,12 @@ cdef struct AwaitedKeys:
     uint64_t multiplier       # odd and secret: nobody can choose keys of one bucket
     int32_t shift             # shifts a product to its bucket
     uint8_t is_closed         # its queue is gone, and the pool may free it
+    # Notes a key in this and all further ones. Calls through a pointer keep its code out of the loops that cache and evict.
+    void (*note)(AwaitedKeys *awaited, Digest key, int32_t group) noexcept nogil
     AwaitedKeys *next         # of the pool's list
 
 
-cdef inline Py_ssize_t _bucket_of(const AwaitedKeys *awaited, Digest key) noexcept nogil:
+cdef inline Py_ssize_t bucket_of(const AwaitedKeys *awaited, Digest key) noexcept nogil:
     return <Py_ssize_t>((key.lo * awaited.multiplier) >> awaited.shift)
 
 
@@ -50,28 +54,14 @@ cdef inline void note_moved(AwaitedKeys *awaited, int32_t waiter) noexcept nogil
         assert awaited.num_moved <= awaited.capacity
 
 
-cdef inline void note_key(AwaitedKeys *awaited, Digest key, int32_t group) noexcept nogil:
-    """Note in a list of `AwaitedKeys` that a page under a key was cached, or lost its entry. O(waiters with the key)."""
-    cdef const AwaitedKey *place
-    cdef int32_t at
-    while awaited != NULL:
-        at = awaited.buckets[_bucket_of(awaited, key)] if not awaited.is_closed else <int32_t>NO_PLACE
-        while at != NO_PLACE:
-            place = &awaited.places[at]
-            if place.key.lo == key.lo and place.key.hi == key.hi and place.group == group:
-                note_moved(awaited, at // NUM_KEYS_EACH)
-            at = place.next
-        awaited = awaited.next
-
-
 cdef inline void forget_key(AwaitedKeys *awaited, int32_t at) noexcept nogil:
     """Take the key from a place, if it has one."""
     cdef AwaitedKey *place = &awaited.places[at]
     if place.next == NO_KEY:
         return
     if place.prev == NO_PLACE:
-        assert awaited.buckets[_bucket_of(awaited, place.key)] == at
-        awaited.buckets[_bucket_of(awaited, place.key)] = place.next
+        assert awaited.buckets[bucket_of(awaited, place.key)] == at
+        awaited.buckets[bucket_of(awaited, place.key)] = place.next
     else:
         awaited.places[place.prev].next = place.next
     if place.next != NO_PLACE:
@@ -82,7 +72,7 @@ cdef inline void forget_key(AwaitedKeys *awaited, int32_t at) noexcept nogil:
 cdef inline void await_key(AwaitedKeys *awaited, int32_t at, Digest key, int32_t group) noexcept nogil:
     """Give a place another key."""
     cdef AwaitedKey *place = &awaited.places[at]
-    cdef int32_t *bucket = &awaited.buckets[_bucket_of(awaited, key)]
+    cdef int32_t *bucket = &awaited.buckets[bucket_of(awaited, key)]
     if place.next != NO_KEY and place.key.lo == key.lo and place.key.hi == key.hi and place.group == group:
         return
     forget_key(awaited, at)

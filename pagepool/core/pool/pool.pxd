@@ -528,7 +528,8 @@ cdef inline void _on_cache(
         _make_new(pool, page_id)
     if ranking != NULL and is_served(pool, page_id):
         rank(pool, ranking, ids, place, entry.key[0], entry.group)
-    note_key(pool.awaited, entry.key[0], entry.group)
+    if pool.awaited != NULL:
+        pool.awaited.note(pool.awaited, entry.key[0], entry.group)
     _keep_origin(pool, page_id, entry)
 
 
@@ -594,7 +595,7 @@ cdef inline void uncache(Pool *pool, int32_t page_id) noexcept nogil:
         record_drop(pool, page_id)
     unwatch(pool, page_id)
     if rare(pool.awaited != NULL):
-        note_key(pool.awaited, digest_of(&pool.pages[page_id]), pool.pages[page_id].group & ~FLAGS)
+        pool.awaited.note(pool.awaited, digest_of(&pool.pages[page_id]), pool.pages[page_id].group & ~FLAGS)
     remove_entry(pool, page_id)
     pool.num_dropped += 1
     if rare(pool.num_banks > 1):

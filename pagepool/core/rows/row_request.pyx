@@ -94,7 +94,7 @@ cdef class RowRequest:
         self.rows, self.row, self.options = rows.rows, rows.rows.checked_row(row), options
         self.num_reserved = size_of(num_reserved_pages, "num_reserved_pages")
         self.resume_at = None if resume_at is None else as_page_ids(resume_at, "resume_at")
-        self.hashed = token_ids if type(token_ids) is HashedTokens else None
+        self.hashed = token_ids if isinstance(token_ids, HashedTokens) else None
         self.token_ids = as_page_ids(token_ids, "token_ids") if self.hashed is None else self.hashed.token_ids
         self.source = token_ids if type(token_ids) is list else self.token_ids
         if self.token_ids.num == 0:

@@ -113,6 +113,11 @@ cdef class RunningRows:
         return self.rows.batch.max_num_tokens
 
     @property
+    def num_admitted(self) -> int:
+        """Number of admitted rows."""
+        return self.rows.batch.num_admitted
+
+    @property
     def num_steps(self) -> int:
         """Number of steps that had rows."""
         return self.rows.batch.num_steps

@@ -23,7 +23,6 @@ cdef list checked_extra_keys(object extra_keys):
     return checked
 
 
-@cython.final
 @cython.auto_pickle(False)
 cdef class HashedTokens:
     """A copy of token ids, with the digests of their full pages, for a request that `RunningBatch.admit` gets later.

@@ -15,7 +15,7 @@ from pagepool.core.base cimport reserve_items
 
 cdef enum:
     LOADED_TOKENS_PER_COMPUTED = 10  # work of loads from a tier
-    NUM_PASSES = 2            # steps in which a request is passed over after another one began to compute the same tokens
+    NUM_PASSES = 3            # a request is passed over in the step in which another computes its tokens, and in two more
 
 cdef struct Place:            # a waiting request
     int64_t work              # tokens to compute, or to load at a tenth
@@ -45,6 +45,8 @@ cdef struct Line:
     int64_t num_computed      # work of all admitted requests
     int64_t num_overtakes     # requests that were overtaken, once for each that overtook them
     int64_t num_charged       # work charged to them
+    int64_t num_admitted      # requests
+    int64_t longest_wait      # of an admitted request, in nanoseconds
 
 
 cdef inline int64_t count_work(int64_t num_tokens, int64_t num_hits, int64_t num_loads) noexcept nogil:

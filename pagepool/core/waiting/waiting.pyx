@@ -4,11 +4,11 @@ cimport cython
 from cpython.mem cimport PyMem_RawFree as free
 from libc.string cimport memcpy
 
-from pagepool.core.base cimport process_number, require_allocated, require_process
+from pagepool.core.base cimport Digest, monotonic_ns, process_number, require_allocated, require_process
 from pagepool.core.holding cimport Contents, contents_of, find_longest, query_of
-from pagepool.core.pool cimport NO_BANK, free_closed, ids_in_shard
+from pagepool.core.pool cimport NO_BANK, bucket_of, free_awaited, free_closed, ids_in_shard, note_moved
 from pagepool.core.tier cimport find_and_load, find_reachable
-from pagepool.core.values cimport HashChain, as_shard, float_of, int32_of_index, new_ids, size_of
+from pagepool.core.values cimport HashChain, HashedTokens, as_shard, float_of, int32_of_index, new_ids, size_of
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
 
@@ -17,11 +17,26 @@ cdef enum:
     MIN_CAPACITY = 16
 
 
+cdef void note_key(AwaitedKeys *awaited, Digest key, int32_t group) noexcept nogil:
+    """Note in a list of `AwaitedKeys` that a page under a key was cached, or lost its entry. O(waiters with the key)."""
+    cdef const AwaitedKey *place
+    cdef int32_t at
+    while awaited != NULL:
+        at = awaited.buckets[bucket_of(awaited, key)] if not awaited.is_closed else <int32_t>NO_PLACE
+        while at != NO_PLACE:
+            place = &awaited.places[at]
+            if place.key.lo == key.lo and place.key.hi == key.hi and place.group == group:
+                note_moved(awaited, at // NUM_KEYS_EACH)
+            at = place.next
+        awaited = awaited.next
+
+
 cdef AwaitedKeys *new_awaited() except NULL:
     """Return keys without room for a waiter."""
     cdef AwaitedKeys *awaited = <AwaitedKeys *>raw_calloc(1, sizeof(AwaitedKeys))
     if awaited == NULL:
         raise MemoryError("the keys of waiting requests")
+    awaited.note = note_key
     return awaited
 
 
@@ -57,6 +72,11 @@ cdef bint grow_awaited(AwaitedKeys *awaited, Py_ssize_t capacity) noexcept:
     return True
 
 
+cdef int64_t checked_step_of(object step) except -1:
+    """Return the number of a step; for None that of a step in which no request is passed over."""
+    return INT64_MAX if step is None else size_of(step, "step", 0, INT64_MAX - NUM_PASSES - 1)
+
+
 cdef bint awaits_same(const AwaitedKeys *awaited, int32_t number, int32_t other) noexcept:
     """Whether the page behind the hits of two waiters has one key."""
     cdef const AwaitedKey *mine = &awaited.places[number * NUM_KEYS_EACH + 1]
@@ -65,6 +85,15 @@ cdef bint awaits_same(const AwaitedKeys *awaited, int32_t number, int32_t other)
         mine.next != NO_KEY and place.next != NO_KEY and mine.key.lo == place.key.lo and mine.key.hi == place.key.hi
         and mine.group == place.group
     )
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class WaitingRequest(HashedTokens):
+    """A request of a `WaitingLine`: its name, `HashedTokens`, traits and extra keys, as objects of Python."""
+
+    def __cinit__(self, *_, **__):
+        self.number = NONE
 
 
 @cython.final
@@ -85,7 +114,7 @@ cdef class WaitingLine:
         cdef Line *line = &self.line
         self.process, self.first_free = process_number, NONE
         require_allocated(&self.lock)
-        self.store, self.groups, self.tokens, self.awaits_equal = store, groups, [], awaits_equal
+        self.store, self.groups, self.requests, self.awaits_equal = store, groups, [], awaits_equal
         line.is_by_work = is_by_work
         line.max_overtaken = size_of(max_overtaken, "max_overtaken_tokens", 0, INT64_MAX // 4)
         line.max_stretch = float_of(max_stretch, "max_stretch")
@@ -93,9 +122,13 @@ cdef class WaitingLine:
             raise ArgumentError(f"max_stretch: got {line.max_stretch}, allowed: 0 to 1,000,000")
         line.promote_after = size_of(promote_after, "promote_after_tokens", 1, INT64_MAX // 4)
         self.num_shards = <int32_t>size_of(num_shards, "num_shards", 0, store.pool.num_pages)
+        store.require_own()
         self.awaited = new_awaited()
         self.awaited.multiplier = store.pool.multiplier | 1
-        store.require_own()
+        if not self.reserve():
+            free_awaited(self.awaited)
+            self.awaited = NULL
+            raise MemoryError("the keys of waiting requests")
         with store.lock:
             free_closed(&store.pool.awaited, False)
             self.awaited.next = store.pool.awaited
@@ -148,24 +181,24 @@ cdef class WaitingLine:
             i += 1
         return True
 
-    cdef int32_t checked(self, object number) except -1:
+    cdef int32_t number_of(self, WaitingRequest request) except -1:
         """Return the number of a request that waits. Both locks are taken, but not if it raises."""
-        cdef int32_t checked = int32_of_index(number)
+        cdef int32_t number = request.number
         cdef bint is_waiting
         self.acquire()
-        is_waiting = 0 <= checked < self.awaited.capacity and self.waiters[checked].is_waiting
+        is_waiting = 0 <= number < self.awaited.capacity and self.requests[number] is request
         if not is_waiting:
             self.release()
-            raise ArgumentError(f"number: got {checked}, allowed: one of a request that waits")
-        return checked
+            raise ArgumentError(f"request: got {request.name!r}, allowed: one that waits in this queue")
+        return number
 
-    def enter(self, HashedTokens tokens not None, num_prompt=None, priority=0, shard=None, bint is_back=False) -> int:
-        """Look a request up and add it: in front of all others if it `is_back`, else at the end. Return its number.
+    def enter(self, WaitingRequest request not None, num_prompt=None, priority=0, shard=None, bint is_back=False) -> None:
+        """Look a request up and add it: in front of all others if it `is_back`, else at the end.
 
         The first `num_prompt` tokens are of its prompt (None: all). It hits pages of `shard` (None: of the whole pool).
         O(tokens + waiting).
         """
-        cdef Py_ssize_t num = tokens.token_ids.num
+        cdef Py_ssize_t num = request.token_ids.num
         cdef int32_t number = NONE, checked_priority = int32_of_index(priority)
         cdef bint has_room = False
         cdef Waiter waiter
@@ -174,18 +207,21 @@ cdef class WaitingLine:
         waiter.shard, waiter.is_waiting = as_shard(shard, self.num_shards), True
         if num_prompt is not None and self.groups.kinds.has_answers:
             waiter.num_prompt = min(num, size_of(num_prompt, "num_prompt_tokens"))
+        if request.number != NONE:
+            raise ArgumentError(f"request: got {request.name!r}, which waits already, allowed: one that does not")
         while True:
-            while len(self.tokens) < max(<Py_ssize_t>MIN_CAPACITY, 2 * self.awaited.capacity):
-                self.tokens.append(None)
+            while len(self.requests) < max(<Py_ssize_t>MIN_CAPACITY, 2 * self.awaited.capacity):
+                self.requests.append(None)
             self.acquire()
             has_room = self.reserve()
-            if not has_room or self.awaited.capacity <= len(self.tokens):
+            if not has_room or self.awaited.capacity <= len(self.requests):
                 break
             self.release()  # another thread made room for more than that
         if has_room:
             number = self.first_free
             self.first_free = self.waiters[number].next_free
-            self.waiters[number], self.tokens[number] = waiter, tokens
+            self.waiters[number], self.requests[number] = waiter, request
+            request.number, request.came_at = number, monotonic_ns()
             self.look_up(number)
             waiter = self.waiters[number]
             add_place(
@@ -194,23 +230,22 @@ cdef class WaitingLine:
         self.release()
         if not has_room:
             raise MemoryError("a waiting request")
-        return number
 
-    cdef object end(self, int32_t number, Py_ssize_t at):
-        """End the wait of a request whose place is at index `at`. Return its tokens, to be freed after unlocking."""
-        cdef object tokens = self.tokens[number]
-        self.tokens[number] = None
+    cdef int end(self, int32_t number, Py_ssize_t at) except -1:
+        """End the wait of a request whose place is at index `at`. The caller refers to it, so it is not freed here."""
+        (<WaitingRequest>self.requests[number]).number = NONE
+        self.requests[number] = None
         forget_keys(self.awaited, number)
         remove_place(&self.line, at)
         self.waiters[number].is_waiting = False
         self.waiters[number].next_free, self.first_free = self.first_free, number
-        return tokens
+        return 0
 
     # Hits.
 
     cdef Query query_of(self, int32_t number) noexcept:
         """Return the look-up of a request, without digests if nothing is cached."""
-        cdef HashChain chain = (<HashedTokens>self.tokens[number]).chain
+        cdef HashChain chain = (<WaitingRequest>self.requests[number]).chain
         cdef const Waiter *waiter = &self.waiters[number]
         if chain is None:
             return query_of(self.groups, NULL, 0, 0, waiter.num_tokens, ids_in_shard(&self.store.pool, waiter.shard))
@@ -256,36 +291,37 @@ cdef class WaitingLine:
 
     # Admission.
 
-    def choose(self, step=0) -> int:
-        """Return the number of the request that is next in this step; -1 if none is. O(waiting)."""
-        cdef int64_t checked_step = size_of(step, "step", 0, INT64_MAX)
+    def choose(self, step=None) -> WaitingRequest | None:
+        """Return the request that is next in this step; None if none is. Without a step no request is passed over. O(waiting).
+        """
+        cdef int64_t checked_step = checked_step_of(step)
+        cdef WaitingRequest request = None
         cdef Py_ssize_t at
-        cdef int32_t number = NONE
         self.acquire()
         self.follow_moved()
         at = find_next(&self.line, checked_step)
         if at >= 0:
-            number = self.line.places[at].waiter
-            (<HashedTokens>self.tokens[number]).num_expected = self.waiters[number].num_hits
+            request = self.requests[self.line.places[at].waiter]
+            request.num_expected = self.waiters[request.number].num_hits
         self.release()
-        return number
+        return request
 
-    def correct(self, number) -> bool:
+    def correct(self, WaitingRequest request not None) -> bool:
         """Look a request up again, and return whether its work changed. O(tokens)."""
-        cdef int32_t checked = self.checked(number)
-        cdef bint is_other = self.look_up(checked)
-        cdef const Waiter *waiter = &self.waiters[checked]
+        cdef int32_t number = self.number_of(request)
+        cdef bint is_other = self.look_up(number)
+        cdef const Waiter *waiter = &self.waiters[number]
         if is_other:
-            self.line.places[find_place(&self.line, checked)].work = count_work(
+            self.line.places[find_place(&self.line, number)].work = count_work(
                 waiter.num_tokens, waiter.num_hits, waiter.num_loads
             )
         self.release()
         return is_other
 
-    def set_misfit(self, number) -> None:
+    def set_misfit(self, WaitingRequest request not None) -> None:
         """Try others before a request that was refused, until `clear_misfits`."""
-        cdef int32_t checked = self.checked(number)
-        self.line.places[find_place(&self.line, checked)].is_misfit = True
+        cdef int32_t number = self.number_of(request)
+        self.line.places[find_place(&self.line, number)].is_misfit = True
         self.release()
 
     def clear_misfits(self) -> None:
@@ -296,31 +332,34 @@ cdef class WaitingLine:
             self.line.places[i].is_misfit = False
         self.release()
 
-    def admit(self, number, num_hits, step=0) -> None:
+    def admit(self, WaitingRequest request not None, num_hits, step=None) -> None:
         """End the wait of a request that was admitted in this step with `num_hits` hit tokens, and charge its work to those
-        that it overtook. O(waiting).
+        that it overtook. Without a step none waits for what the request computes. O(waiting).
         """
         cdef int64_t num_hit_tokens = size_of(num_hits, "num_hits", 0, INT64_MAX)
-        cdef int64_t checked_step = size_of(step, "step", 0, INT64_MAX)
-        cdef int32_t checked = self.checked(number)
-        cdef const Waiter *waiter = &self.waiters[checked]
-        cdef Py_ssize_t i, at = find_place(&self.line, checked)
-        cdef int64_t num_loads = min(waiter.num_loads, num_hit_tokens)
-        cdef object _tokens
-        charge(&self.line, at, count_work(waiter.num_tokens, min(num_hit_tokens, waiter.num_tokens), num_loads), checked_step)
-        for i in range(self.line.num if self.awaits_equal else 0):
-            if awaits_same(self.awaited, checked, self.line.places[i].waiter) and not self.line.places[i].passes_until:
+        cdef int64_t checked_step = checked_step_of(step)
+        cdef int64_t num_loads, wait = monotonic_ns() - request.came_at
+        cdef int32_t number = self.number_of(request)
+        cdef const Waiter *waiter = &self.waiters[number]
+        cdef Py_ssize_t i, at = find_place(&self.line, number)
+        num_hit_tokens = min(num_hit_tokens, waiter.num_tokens)
+        num_loads = min(waiter.num_loads, num_hit_tokens)
+        charge(&self.line, at, count_work(waiter.num_tokens, num_hit_tokens, num_loads), checked_step)
+        for i in range(self.line.num if self.awaits_equal and step is not None else 0):
+            if awaits_same(self.awaited, number, self.line.places[i].waiter) and not self.line.places[i].passes_until:
                 self.line.places[i].passes_until = checked_step + NUM_PASSES
-        _tokens = self.end(checked, at)
+        self.line.num_admitted += 1
+        self.line.longest_wait = max(self.line.longest_wait, wait)
+        self.end(number, at)
         self.release()
 
-    def leave(self, number) -> None:
+    def leave(self, WaitingRequest request not None) -> None:
         """End the wait of a request that is not admitted. O(waiting)."""
-        cdef int32_t checked = self.checked(number)
-        cdef object _tokens = self.end(checked, find_place(&self.line, checked))
+        cdef int32_t number = self.number_of(request)
+        self.end(number, find_place(&self.line, number))
         self.release()
 
-    def prefetch(self, number, num_reserved, context=0, session=0) -> bool:
+    def prefetch(self, WaitingRequest request not None, num_reserved, context=0, session=0) -> bool:
         """Queue loads of the pages that a request hits in the tier alone, while `num_reserved` pages of the first pool stay
         free. Return False if too few are free for all of them. O(tokens).
         """
@@ -328,16 +367,15 @@ cdef class WaitingLine:
         cdef int32_t checked_context = self.store.checked_context(context)
         cdef int32_t checked_session = self.store.checked_session(session)
         cdef tuple hits = new_ids(self.groups.num)
-        cdef int32_t checked = self.checked(number)
-        cdef HashChain chain = (<HashedTokens>self.tokens[checked]).chain
+        cdef int32_t number = self.number_of(request)
         cdef bint is_short = False
         cdef Contents contents
         cdef Query query
-        if chain is not None and self.waiters[checked].num_loads:
-            contents = contents_of(chain, checked_context, checked_session)
-            query = self.query_of(checked)
+        if request.chain is not None and self.waiters[number].num_loads:
+            contents = contents_of(request.chain, checked_context, checked_session)
+            query = self.query_of(number)
             num_hashes = find_and_load(
-                &self.store.pool, &query, hits, &contents, self.waiters[checked].shard, num_kept_free
+                &self.store.pool, &query, hits, &contents, self.waiters[number].shard, num_kept_free
             )
             is_short = query.short_bank != NO_BANK
         self.release()
@@ -347,38 +385,36 @@ cdef class WaitingLine:
 
     # Inspection.
 
-    def count_hits(self, number) -> int:
+    def count_hits(self, WaitingRequest request not None) -> int:
         """Return how many tokens of a request would hit, in the tier too."""
-        cdef int32_t checked = self.checked(number)
-        cdef int64_t num_hits = self.waiters[checked].num_hits
+        cdef int32_t number = self.number_of(request)
+        cdef int64_t num_hits = self.waiters[number].num_hits
         self.release()
         return num_hits
 
-    def count_loads(self, number) -> int:
+    def count_loads(self, WaitingRequest request not None) -> int:
         """Return how many of these tokens only the tier has."""
-        cdef int32_t checked = self.checked(number)
-        cdef int64_t num_loads = self.waiters[checked].num_loads
+        cdef int32_t number = self.number_of(request)
+        cdef int64_t num_loads = self.waiters[number].num_loads
         self.release()
         return num_loads
 
-    def list_next(self, n, step=0) -> list:
-        """Return the numbers of the first `n` requests, in the order in which they would be admitted. O(n x waiting)."""
-        cdef Py_ssize_t i, at, num = size_of(n, "n"), num_found = 0
-        cdef int64_t checked_step = size_of(step, "step", 0, INT64_MAX)
+    def list_next(self, n, step=None) -> list:
+        """Return the first `n` requests, in the order in which they would be admitted. O(n x waiting)."""
+        cdef Py_ssize_t at, num = size_of(n, "n"), num_found = 0
+        cdef int64_t checked_step = checked_step_of(step)
         cdef Line line
-        cdef int32_t *found = NULL
         cdef bint has_room = True
-        cdef list numbers
+        cdef list requests = [None] * min(num, len(self.requests))
         memset(&line, 0, sizeof(Line))
         self.acquire()
         self.follow_moved()
-        num = min(num, self.line.num)
+        num = min(num, self.line.num, len(requests))
         if num:
             line = self.line
             line.places = <Place *>raw_calloc(line.num, sizeof(Place))
             line.classes = <PriorityClass *>raw_calloc(line.num_classes + 1, sizeof(PriorityClass))
-            found = <int32_t *>raw_calloc(num, sizeof(int32_t))
-            has_room = line.places != NULL and line.classes != NULL and found != NULL
+            has_room = line.places != NULL and line.classes != NULL
         if num and has_room:
             memcpy(line.places, self.line.places, line.num * sizeof(Place))
             memcpy(line.classes, self.line.classes, line.num_classes * sizeof(PriorityClass))
@@ -386,19 +422,17 @@ cdef class WaitingLine:
                 at = find_next(&line, checked_step)
                 if at < 0:
                     break
-                found[num_found] = line.places[at].waiter
+                requests[num_found] = self.requests[line.places[at].waiter]
                 num_found += 1
                 charge(&line, at, line.places[at].work, checked_step)
                 remove_place(&line, at)
         self.release()
-        numbers = [found[i] for i in range(num_found)] if has_room else None
         if num:
             free(line.places)
             free(line.classes)
-            free(found)
         if not has_room:
             raise MemoryError(f"{num} waiting requests")
-        return numbers
+        return requests[:num_found]
 
     def counters(self) -> dict:
         """Return the number of waiting requests, their tokens, hits and work, and what was admitted and overtaken. O(waiting).
@@ -417,7 +451,8 @@ cdef class WaitingLine:
         return {
             "num_waiting": line.num, "num_waiting_tokens": num_tokens, "num_hit_tokens": num_hits, "num_work_tokens": work,
             "num_computed_tokens": line.num_computed, "num_overtakes": line.num_overtakes,
-            "num_overtaken_tokens": line.num_charged,
+            "num_overtaken_tokens": line.num_charged, "num_admitted": line.num_admitted,
+            "longest_wait_seconds": line.longest_wait / 1e9,
         }
 
     def check(self) -> None:

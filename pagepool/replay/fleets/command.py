@@ -19,12 +19,14 @@ from pagepool.replay.shared.options import (
     json_option,
     max_batched_tokens_option,
     max_num_seqs_option,
+    order_option,
     page_size_option,
     plot_option,
     require_plots,
 )
 from pagepool.replay.shared.progress import Progress
 from pagepool.replay.shared.results import open_result, printing, to_json
+from pagepool.replay.simulation.backlog import Order
 from pagepool.replay.simulation.runs import describe_pool, require_one_that_fits
 from pagepool.replay.traces.options import (
     TRACE,
@@ -110,6 +112,7 @@ def write_plot(figures: "dict[str, FleetFigures]", source: str, summary: str, pa
 @time_unit_option
 @max_batched_tokens_option
 @max_num_seqs_option
+@order_option
 @click.option("--decode-seconds", type=SECONDS, default=0.025, help="Minimum duration of a step.")
 @click.option("--prefill-rate", type=Size("tokens"), default=10_000, help="Tokens per second in steps with prompts.")
 @click.option("--report-seconds", type=SECONDS, default=1.0, help="Interval at which replicas report to the router.")
@@ -132,6 +135,7 @@ def fleet(
     time_unit: str | None,
     max_batched_tokens: int,
     max_num_seqs: int,
+    order: Order,
     decode_seconds: float,
     prefill_rate: int,
     report_seconds: float,
@@ -180,7 +184,7 @@ def fleet(
                 require_memory(summary, num_replicas * (pool_bytes + requests_bytes))
             num_rows = min(max_num_seqs, len(records))
             speed = decode_seconds, prefill_rate
-            settings = ReplicaSettings(num_pages, page_size, max_batched_tokens, num_rows, *speed, seed, eviction)
+            settings = ReplicaSettings(num_pages, page_size, max_batched_tokens, num_rows, *speed, seed, eviction, order)
             figures = {}
             for name in routers or ROUTERS:
                 with refusals(ray), progress.follow(name, "request", len(records)) as update:

@@ -11,6 +11,7 @@ from pagepool.manager import CacheManager
 from pagepool.page_hashing import PageHashing
 from pagepool.page_pool.pool import EvictionPolicy
 from pagepool.replay.models.pages import ModelPages
+from pagepool.replay.simulation.backlog import Order
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.scheduler import Scheduler
 from pagepool.replay.traces.reader import make_requests
@@ -32,6 +33,8 @@ class ReplicaSettings:
     seed: int = 0
     """Random seed for tokens without a hash id."""
     eviction: str = "lru"
+    order: Order = "arrival"
+    """The order in which waiting requests are admitted."""
 
     def step_seconds(self, num_tokens: int) -> float:
         """Return the duration of a step: the decode time, or the prefill time of its tokens if longer."""
@@ -77,6 +80,7 @@ class Replica:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
             max_num_tokens=max_num_tokens,
+            order=settings.order,
         )
         self._now = now
         self._arrivals: deque[tuple[float, int]] = deque()

@@ -119,6 +119,14 @@ eviction_option = click.option(
     default=LRU,
     help=f"Policy by which cached pages are evicted: {', '.join(EVICTION_POLICIES)}.",
 )
+ORDERS = ARRIVAL, WORK = ("arrival", "work")
+order_option = click.option(
+    "--order",
+    type=click.Choice(ORDERS),
+    metavar="ORDER",
+    default=ARRIVAL,
+    help="Order in which waiting requests are admitted: arrival, or work, the least to compute first (WaitingQueue).",
+)
 json_option = click.option(
     "--json",
     "json_path",

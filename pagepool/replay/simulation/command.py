@@ -28,9 +28,11 @@ from pagepool.replay.shared.options import (
     json_option,
     max_batched_tokens_option,
     max_num_seqs_option,
+    order_option,
 )
 from pagepool.replay.shared.progress import Progress
 from pagepool.replay.shared.results import open_result, printing, to_json
+from pagepool.replay.simulation.backlog import Order
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.host import Policy
 from pagepool.replay.simulation.host_options import (
@@ -143,13 +145,16 @@ def replay_pools(
     *,
     max_batched_tokens: int,
     max_num_seqs: int,
+    order: Order,
 ) -> None:
     """Replay requests in two pools, and report the figures and which pool is too small."""
     with open_result(json_path) as output, Progress() as progress:
         loaded, requests = load(progress)
         require_memory("two pools", count_pool_bytes(sum(num_pages.values())))
         manager = make_manager_of_pools(num_pages, pools, requests)
-        scheduler = make_scheduler(manager, requests, max_batched_tokens=max_batched_tokens, max_num_seqs=max_num_seqs)
+        scheduler = make_scheduler(
+            manager, requests, max_batched_tokens=max_batched_tokens, max_num_seqs=max_num_seqs, order=order
+        )
         report_skipped(scheduler)
         figures = run(scheduler, PATHS[True], progress)
         if output is not None:
@@ -211,6 +216,7 @@ def require_equal(figures: dict[str, Figures]) -> None:
 )
 @max_batched_tokens_option
 @max_num_seqs_option
+@order_option
 @click.option("--no-caching", is_flag=True, help="Disable prefix caching.")
 @click.option("--batched/--no-batched", default=True, help="Allocate for all running requests at once, or one by one.")
 @click.option("--compare", is_flag=True, help="Replay both ways; exit with 1 if any figure but the times differs.")
@@ -240,6 +246,7 @@ def replay(
     num_states: int | None,
     max_batched_tokens: int,
     max_num_seqs: int,
+    order: Order,
     no_caching: bool,
     batched: bool,
     compare: bool,
@@ -264,6 +271,9 @@ def replay(
     All requests wait from the start, in order; timestamps are ignored. Each step computes running requests first,
     then admits waiting ones; the newest is preempted when the pool is short. A running batch allocates in one call
     per step, the manager (--no-batched) in one per request: only the times differ.
+
+    With --order work the requests with the least to compute are admitted first: of the next 1,024 that wait, as
+    WaitingQueue orders them.
 
     With --compare-eviction the table begins with the hit rates. Running requests hold their pages under any policy,
     so policies differ most if few run at once: --max-num-seqs 1 runs one after another.
@@ -303,6 +313,7 @@ def replay(
             json_path,
             max_batched_tokens=max_batched_tokens,
             max_num_seqs=max_num_seqs,
+            order=order,
         )
         return
     model = load_model(model_config, page_size, kv_dtype, state_dtype, has_checkpoints=interval is not None)
@@ -337,6 +348,7 @@ def replay(
                 max_num_seqs=max_num_seqs,
                 batched=each.path == "batched",
                 told=each.told,
+                order=order,
             )
             for name, each in runs.items()
         }

@@ -18,6 +18,7 @@ from pagepool.replay.shared.options import Refusal
 from pagepool.replay.shared.progress import Progress
 from pagepool.replay.shared.sizes import format_bytes
 from pagepool.replay.simulation.allocator import HASH_SEED
+from pagepool.replay.simulation.backlog import Order
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.host import HostMemory
 from pagepool.replay.simulation.scheduler import Scheduler
@@ -59,6 +60,7 @@ def make_scheduler(
     max_num_seqs: int,
     batched: bool = True,
     told: Told = "nothing",
+    order: Order = "arrival",
 ) -> Scheduler:
     """Make a scheduler with copies of the requests, since it modifies them. Raise Refusal for a wrong size, or MemoryError."""
     copies = [replace(request) for request in requests]
@@ -71,6 +73,7 @@ def make_scheduler(
             max_num_seqs=max_num_seqs,
             batched=batched,
             told=told,
+            order=order,
         )
     except PagePoolError as error:
         raise Refusal(f"no batch of {count_of(num_rows, 'request')} of up to {length}: {error}") from error

@@ -2,7 +2,7 @@
 
 A step has a budget of tokens. Running requests come first, in order of admission: one token if decoding, otherwise as many as
 the budget allows. With checkpoints of states, a chunk ends at the last checkpoint within the budget. A request without room
-preempts the newest requests, finally itself. Then waiting requests are admitted in order until one does not fit; after a
+preempts the newest requests, finally itself. Then waiting requests are admitted, in the order of arrival or as a `WaitingQueue` orders them, until one does not fit; after a
 preemption none is admitted in the step. A preempted request releases its pages, moves to the front of the queue, and recomputes
 its tokens, including generated ones, except for hits. At the end of a step its moves are taken: loads and saves of a host
 tier, copies and writes of states; they complete when the next step begins.
@@ -13,6 +13,7 @@ is the highest possible. Only the pauses of sessions, if reported to the pool, f
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -21,6 +22,7 @@ from pagepool.arguments import require_flag, require_int
 from pagepool.errors import PagePoolError, RequestTooLargeError
 from pagepool.manager import CacheManager
 from pagepool.replay.simulation.allocator import Allocator, BatchAllocator, ManagerAllocator
+from pagepool.replay.simulation.backlog import Backlog, Order
 from pagepool.replay.simulation.figures import Figures
 from pagepool.replay.simulation.sessions import SessionReports, Told
 from pagepool.replay.traces.simulated_request import Int32Array, SimulatedRequest
@@ -44,33 +46,39 @@ class Scheduler:
         batched: bool = True,
         max_num_tokens: int | None = None,
         told: Told = "nothing",
+        order: Order = "arrival",
     ) -> None:
         """`max_num_batched_tokens` limits a step, `max_num_seqs` the running requests. With `batched` a `RunningBatch`
         allocates, otherwise the manager does, one request at a time; only the times differ. `max_num_tokens` is the maximum
         length of requests added later; None if none are added. `told` selects the reports about sessions to the pool:
         ``"nothing"``, their ``"ends"``, or also their ``"pauses"``; with reports, the pool's clock follows the trace.
+        `order` is the order of admission: see `Backlog`.
         """
         self.max_num_batched_tokens = require_int("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
         self.max_num_seqs = require_int("max_num_seqs", max_num_seqs, minimum=1)
         self.figures = Figures()
-        self.waiting: deque[SimulatedRequest] = deque()
+        self.waiting = Backlog(manager, order)
         self.skipped: list[tuple[SimulatedRequest, str]] = []
         self._manager = manager
         self._sessions = SessionReports(manager, told)
         self.started: list[SimulatedRequest] = []
         self.ended: list[SimulatedRequest] = []
+        requests = list(requests)
         for request in requests:
             self.add(request)
         num_rows = self.max_num_seqs if max_num_tokens else min(self.max_num_seqs, len(self.waiting))
         self._allocator: Allocator = ManagerAllocator(manager)
         if require_flag("batched", batched) and num_rows:
-            lengths = (request.num_final_tokens for request in self.waiting)
+            skipped = {request.request_id for request, _ in self.skipped}
+            lengths = (request.num_final_tokens for request in requests if request.request_id not in skipped)
             self._allocator = BatchAllocator(manager, num_rows, max(max_num_tokens or 0, *lengths, 1))
         # The first waiting request gets the first free row. On a retry, or after a preemption, this row still has its hashes.
         self._free_rows = deque(range(num_rows))
         self._requests: dict[int, SimulatedRequest] = {}
         self.running: Int32Array = np.empty(0, dtype=np.int32)
-        self._num_tokens, self._num_computed_tokens, self._num_slots = np.zeros((3, num_rows), dtype=np.int32)
+        self._num_tokens, self._num_computed_tokens, self._num_slots, self._num_new_tokens = np.zeros(
+            (4, num_rows), dtype=np.int32
+        )
 
     def run(self, on_step: Callable[[Figures], object] | None = None) -> Figures:
         """Step until no request is left; `on_step` gets the figures after each step.
@@ -122,7 +130,7 @@ class Scheduler:
             self.figures.skipped += 1
             self.figures.skipped_prompt_tokens += request.num_prompt_tokens
         else:
-            self.waiting.append(request)
+            self.waiting.add(request)
 
     def _share_budget(self) -> tuple[Int32Array, Int32Array]:
         """Return the rows to compute in this step, and their numbers of tokens."""
@@ -153,7 +161,7 @@ class Scheduler:
         request = self._requests.pop(row)
         request.num_tokens = int(self._num_tokens[row])
         request.status = EngineRequestStatus.PREEMPTED
-        self.waiting.appendleft(request)
+        self.waiting.put_back(request)
         self._free_rows.appendleft(row)
         self.figures.preemptions += 1
 
@@ -162,31 +170,32 @@ class Scheduler:
         num_scheduled = 0
         admitted: list[int] = []
         while self.waiting and num_scheduled < budget and self._free_rows:
-            num_new_tokens = self._start(self.waiting[0], self._free_rows[0], budget - num_scheduled)
-            if num_new_tokens == 0:
+            row = self._free_rows[0]
+            if not self.waiting.admit(partial(self._start, row=row, budget=budget - num_scheduled)):
                 break
-            self.waiting.popleft()
             admitted.append(self._free_rows.popleft())
-            num_scheduled += num_new_tokens
+            num_scheduled += int(self._num_new_tokens[row])
         if admitted:
             self.running = np.append(self.running, np.array(admitted, dtype=np.int32))
         return num_scheduled
 
-    def _start(self, request: SimulatedRequest, row: int, budget: int) -> int:
-        """Admit a request. Return the number of tokens it computes, 0 if the pool is short."""
+    def _start(self, request: SimulatedRequest, row: int, budget: int) -> int | None:
+        """Admit a request, and set the number of tokens that it computes. Return the number of its tokens that hit, or None if
+        the pool is short.
+        """
         request.load_token_ids()  # loaded outside the allocator, which is timed
         self._sessions.see_arrival(request)
         num_hit_tokens = self._allocator.admit(row, request, budget)
         if num_hit_tokens is None:
-            return 0
+            return None
         num_new_tokens = min(request.num_tokens - num_hit_tokens, budget)
         self._count_admission(request, num_hit_tokens)
         self._requests[row] = request
         self._num_tokens[row] = request.num_tokens
         self._num_computed_tokens[row] = num_hit_tokens + num_new_tokens
-        self._num_slots[row] = request.num_slots
+        self._num_slots[row], self._num_new_tokens[row] = request.num_slots, num_new_tokens
         request.status = EngineRequestStatus.RUNNING
-        return num_new_tokens
+        return num_hit_tokens
 
     def _count_admission(self, request: SimulatedRequest, num_hit_tokens: int) -> None:
         if request.status is EngineRequestStatus.PREEMPTED:
