@@ -93,6 +93,21 @@ class HashChain:
     def append_key(self, key: int, tokens: _Ids = ()) -> None: ...
     def page_token_ids(self, i: int) -> tuple[int, ...]: ...
 
+class HashedTokens:
+    token_ids: Final[PageIds]
+    def __new__(
+        cls,
+        token_ids: Sequence[int] | npt.NDArray[Any] | PageIds,
+        page_size: int,
+        key: bytes = b"",
+        extra_keys: Sequence[tuple[int | None, bytes]] = (),
+        keep_token_ids: bool = False,
+        algorithm: str = "siphash128",
+        hash_lookahead: int = 0,
+    ) -> Self: ...
+    @property
+    def hits_fewer(self) -> bool: ...
+
 COUNTERS: Final[tuple[str, ...]]
 
 class PageRecords:
@@ -673,6 +688,12 @@ class RunningRows:
     num_external_tokens: Final[npt.NDArray[np.int32]]
     is_admitted: Final[npt.NDArray[np.bool_]]
     @property
+    def num_admitted(self) -> int:
+        """Number of admitted rows."""
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that had rows."""
+    @property
     def refusal(self) -> Refusal | None:
         """Why the last `admit` returned None; None if it admitted its request, or raised an error. O(1)."""
     def __init__(
@@ -924,12 +945,51 @@ class RunningRows:
         """Return the ids of a row's pages: a list for each group, with 0, the null page, for skipped pages. O(pages)."""
 
 @final
+class WaitingRequest(HashedTokens):
+    name: Any
+    traits: Any
+    keys: Any
+    num_prefetched: int
+
+class WaitingLine:
+    def __new__(
+        cls,
+        store: PageStore,
+        groups: CacheGroups,
+        is_by_work: bool = True,
+        max_overtaken: int = 0,
+        max_stretch: float = 0.0,
+        promote_after: int = 1,
+        num_shards: int = 0,
+        awaits_equal: bool = False,
+    ) -> Self: ...
+    def enter(
+        self,
+        request: WaitingRequest,
+        num_prompt: int | None = None,
+        priority: int = 0,
+        shard: int | None = None,
+        is_back: bool = False,
+    ) -> None: ...
+    def choose(self, step: int | None = None) -> WaitingRequest | None: ...
+    def correct(self, request: WaitingRequest) -> bool: ...
+    def set_misfit(self, request: WaitingRequest) -> None: ...
+    def clear_misfits(self) -> None: ...
+    def admit(self, request: WaitingRequest, num_hits: int, step: int | None = None) -> None: ...
+    def leave(self, request: WaitingRequest) -> None: ...
+    def prefetch(self, request: WaitingRequest, num_reserved: int, context: int = 0, session: int = 0) -> bool: ...
+    def count_hits(self, request: WaitingRequest) -> int: ...
+    def count_loads(self, request: WaitingRequest) -> int: ...
+    def list_next(self, n: int, step: int | None = None) -> list[WaitingRequest]: ...
+    def counters(self) -> dict[str, Any]: ...
+    def check(self) -> None: ...
+
 class RowRequest:
     def __new__(
         cls,
         rows: RunningRows,
         row: int,
-        token_ids: Sequence[int] | npt.NDArray[Any],
+        token_ids: Sequence[int] | npt.NDArray[Any] | HashedTokens,
         num_tokens: int | None = None,
         max_num_new_tokens: int | None = None,
         num_reserved_pages: int = 0,

@@ -324,7 +324,7 @@ class RunningBatch(RunningRows):
             raise ArgumentError("queue: got one of another manager, allowed: one of the batch's")
 
         self._forget_refusal()
-        options = {
+        options: dict[str, Any] = {
             "max_num_new_tokens": max_num_new_tokens,
             "num_reserved_pages": num_reserved_pages,
             "num_drafts": num_drafts,

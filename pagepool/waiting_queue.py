@@ -5,12 +5,11 @@ Native work is in ``core/waiting/waiting.pyx``.
 
 from collections.abc import Callable, Hashable
 from threading import RLock
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from pagepool._core import WaitingLine, WaitingRequest
 from pagepool.arguments import MAX_SIZE, require_choice, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
-from pagepool.hashing import RequestExtraKeys
 from pagepool.manager import CacheManager
 from pagepool.request import RequestTraits, TokenIds
 from pagepool.specs import find_shard
@@ -18,7 +17,7 @@ from pagepool.specs import find_shard
 __all__ = ["Admission", "WaitingQueue", "WaitingStats"]
 
 MAX_PREFETCHED_SHARE = 0.05
-"""The part of the first pool that may be prefetched and not yet hit, and the part that prefetching leaves free."""
+"""Part of the first pool for pages that were prefetched and not hit yet. Prefetching leaves as much free."""
 
 MAX_STRETCH = 1e6
 
@@ -29,7 +28,7 @@ Admit = Callable[[WaitingRequest], int | None]
 
 
 class Admission(NamedTuple):
-    """A request that leaves a `WaitingQueue`, or that is next there, and the number of its tokens that hit."""
+    """A request that leaves a `WaitingQueue`, or is next there, and the number of its tokens that hit."""
 
     name: Hashable
     num_cached_tokens: int
@@ -39,10 +38,11 @@ class WaitingStats(NamedTuple):
     """State and counters of a `WaitingQueue`.
 
     ``num_waiting`` requests have ``num_waiting_tokens`` tokens. ``num_hit_tokens`` of these would hit now, and
-    ``num_work_tokens`` are to be computed: the hits are left out, and tokens to load from a host tier count a tenth.
-    ``num_computed_tokens`` is the work of all requests admitted. A request that was admitted before an earlier one of its class
-    overtook it: ``num_overtakes`` counts these pairs, and ``num_overtaken_tokens`` their work. ``longest_wait_seconds`` is of
-    the requests that were admitted.
+    ``num_work_tokens`` are to be computed: hits are left out, and tokens to load from a host tier count a tenth.
+
+    ``num_admitted`` requests left the queue, with ``num_computed_tokens`` of work. A request overtakes an earlier one if it is
+    admitted first: ``num_overtakes`` counts such pairs, and ``num_overtaken_tokens`` their work. ``longest_wait_seconds`` is
+    the longest wait of an admitted request.
     """
 
     num_waiting: int
@@ -265,8 +265,8 @@ class WaitingQueue:
             raise
 
     def take(self) -> Admission | None:
-        """Take the request that is next out of the queue, for an engine that allocates by `CacheManager.allocate_slots`. Return
-        None if none waits. If the manager refuses the request, `put_back` puts it in front again. O(tokens + waiting requests).
+        """Take the next request out of the queue, for an engine with calls of `CacheManager.allocate_slots`. Return None if
+        none waits. If the manager refuses the request, `put_back` puts it in front again. O(tokens + waiting requests).
         """
         with self._lock:
             while (request := self._line.choose()) is not None:
@@ -288,8 +288,8 @@ class WaitingQueue:
             return [Admission(request.name, self._line.count_hits(request)) for request in requests]
 
     def prefetch(self) -> int:
-        """Load pages of requests in order that only the host tier has, before they are admitted; return the number of requests
-        for which loads were queued. Call it once a step, before `take_moves`.
+        """Queue loads of pages that only the host tier has, for the requests that are next; return the number of these requests.
+        Call it once a step, before `take_moves`.
 
         Loaded pages are cached, and nothing holds them. A twentieth of the pool stays free, and at most a twentieth is
         prefetched for requests that still wait. O(waiting requests) for each request with loads.

@@ -260,7 +260,8 @@ def test_a_refusal_keeps_the_place_and_says_why() -> None:
     queue.add("large", [2] * 24)
     queue.add("small", [3] * 4)
     assert batch.admit_next(1, queue) is None
-    assert batch.refusal is not None and batch.refusal.num_needed == 6
+    assert batch.refusal is not None
+    assert batch.refusal.num_needed == 6
     assert batch.admit_next(1, queue, skips_misfits=True) == Admission("small", 0)
     batch.release([0, 1])
     assert batch.admit_next(1, queue) == Admission("large", 0)

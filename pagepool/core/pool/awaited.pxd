@@ -1,11 +1,10 @@
-# Keys that move the hits of waiting requests. A pool has a list of `AwaitedKeys`, one for each waiting queue in front of it, and
-# tells each of them when a page is cached under a key, and when a page under it loses its entry. The caller holds the store's
-# lock.
+# Keys that move the hits of waiting requests. A pool has a list of `AwaitedKeys`, one for each waiting queue in front of it. It
+# tells each of them when a page is cached under a key, and when such a page loses its entry. The caller holds the store's lock.
 #
 # Always:
 #
-# * Each waiter has `NUM_KEYS_EACH` places for keys. A place that has a key is in the bucket of this key, once.
-# * `moved` has, once each, the waiters whose keys came or went since they were taken out of it.
+# * Each waiter has `NUM_KEYS_EACH` places for keys. A place with a key is in the bucket of this key, once.
+# * `moved` lists waiters whose keys came or went since they were taken out of it, each once.
 
 from libc.stdint cimport int32_t, uint64_t, uint8_t
 
@@ -37,7 +36,7 @@ cdef struct AwaitedKeys:
     uint8_t is_closed         # its queue is gone, and the pool may free it
     # Notes a key in this and all further ones. Calls through a pointer keep its code out of the loops that cache and evict.
     void (*note)(AwaitedKeys *awaited, Digest key, int32_t group) noexcept nogil
-    AwaitedKeys *next         # of the pool's list
+    AwaitedKeys *next         # next one in the pool's list
 
 
 cdef inline Py_ssize_t bucket_of(const AwaitedKeys *awaited, Digest key) noexcept nogil:

@@ -72,9 +72,9 @@ cdef class HashedTokens:
 
     cdef bint fits(self, const Hashing *hashing, Py_ssize_t page_size, list extra_keys) except -1:
         """Whether a row that hashes in this way, with these extra keys, has the same digests."""
-        if self.chain is None or self.chain.page_size != page_size or memcmp(&self.chain.hashing, hashing, sizeof(Hashing)) != 0:
+        if self.chain is None or self.chain.page_size != page_size or extra_keys != self.extra_keys:
             return False
-        return extra_keys == self.extra_keys
+        return memcmp(&self.chain.hashing, hashing, sizeof(Hashing)) == 0
 
     def __reduce__(self):
         raise ArgumentTypeError("HashedTokens have digests under a secret key and cannot be pickled")

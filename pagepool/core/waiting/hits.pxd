@@ -1,20 +1,18 @@
-# The hits of waiting requests, kept current. A `Waiter` hits leading pages of the first group of full attention, in the pool and
-# behind that with its tier. It awaits the keys at both ends: a hit's last page may lose its entry, and the page behind may be
-# cached. The caller holds the locks of the line, of the request's chain, and of the store.
+# The hits of waiting requests, kept current. A `Waiter` hits leading pages of the first group of full attention: some in the
+# pool, and some behind them with its tier. It awaits the keys at both ends, since the last page of a hit may lose its entry,
+# and the page behind it may be cached. The caller holds the locks of the line and of the store.
 #
 # Always:
 #
-# * While no key of a waiter has come or gone, its first `num_pages` pages hit in the pool, and the next one does not; so do its
-#   first `num_reachable` pages with the tier. Each request may count fewer hits than that: windows and states may end them.
-# * Without full attention a waiter awaits no key, and its hits are those of its last look-up.
+# * While none of its keys comes or goes, the first `num_pages` pages of a waiter hit in the pool, and the next one does not.
+#   The same is true of `num_reachable` with the tier. Its hits may be fewer: windows and states may end them.
+# * Without full attention a waiter awaits no key, and has the hits of its last look-up.
 
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
 from pagepool.core.base cimport raw_calloc, resize
-from pagepool.core.holding cimport (
-    Group, Query, find_first_miss, hits_all, hits_leading_pages, last_hash,
-)
+from pagepool.core.holding cimport Group, Query, find_first_miss, hits_all, hits_leading_pages, last_hash
 from pagepool.core.pool cimport (
     NO_KEY, NO_PLACE, NUM_KEYS_EACH, AwaitedKey, AwaitedKeys, Pool, await_key, forget_key,
 )

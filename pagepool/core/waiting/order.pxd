@@ -19,7 +19,7 @@ cdef enum:
 
 cdef struct Place:            # a waiting request
     int64_t work              # tokens to compute, or to load at a tenth
-    int64_t left              # tokens that later requests may still compute before it
+    int64_t left              # tokens by which it may still be overtaken
     int64_t came_at           # `num_computed` of the line when it came
     int64_t passes_until      # number of the first step in which it is not passed over
     int32_t priority
@@ -43,7 +43,7 @@ cdef struct Line:
     double max_stretch        # and this part of the work in front of it when it came
     int64_t promote_after     # computed tokens after which a request counts in the next class
     int64_t num_computed      # work of all admitted requests
-    int64_t num_overtakes     # requests that were overtaken, once for each that overtook them
+    int64_t num_overtakes     # pairs of a request and an earlier one that waited on
     int64_t num_charged       # work charged to them
     int64_t num_admitted      # requests
     int64_t longest_wait      # of an admitted request, in nanoseconds
@@ -162,4 +162,3 @@ cdef inline Py_ssize_t find_place(const Line *line, int32_t waiter) noexcept nog
         i += 1
         assert i < line.num
     return i
-

@@ -39,7 +39,7 @@ cdef class WaitingLine:
     cdef int acquire(self) except -1
     cdef void release(self) noexcept
     cdef bint reserve(self) noexcept
-    cdef Query query_of(self, int32_t number) noexcept
+    cdef Query look_up_of(self, int32_t number) noexcept
     cdef bint look_up(self, int32_t number) noexcept
     cdef void follow_moved(self) noexcept
     cdef int32_t number_of(self, WaitingRequest request) except -1

@@ -243,7 +243,7 @@ cdef class WaitingLine:
 
     # Hits.
 
-    cdef Query query_of(self, int32_t number) noexcept:
+    cdef Query look_up_of(self, int32_t number) noexcept:
         """Return the look-up of a request, without digests if nothing is cached."""
         cdef HashChain chain = (<WaitingRequest>self.requests[number]).chain
         cdef const Waiter *waiter = &self.waiters[number]
@@ -259,7 +259,7 @@ cdef class WaitingLine:
         cdef Pool *pool = &self.store.pool
         cdef Waiter *waiter = &self.waiters[number]
         cdef int64_t before = count_work(waiter.num_tokens, waiter.num_hits, waiter.num_loads)
-        cdef Query query = self.query_of(number)
+        cdef Query query = self.look_up_of(number)
         cdef Py_ssize_t num_hashes = 0
         if query.num_digests and pool.slots != NULL:
             num_hashes = find_longest(pool, &query)
@@ -282,7 +282,7 @@ cdef class WaitingLine:
             waiter = &self.waiters[number]
             if not waiter.is_waiting:
                 continue
-            query = self.query_of(number)
+            query = self.look_up_of(number)
             if follow(pool, &query, self.awaited, number, waiter):
                 waiter.num_hits = count_leading_tokens(&query, waiter.num_reachable)
                 waiter.num_loads = waiter.num_hits - count_leading_tokens(&query, waiter.num_pages)
@@ -373,7 +373,7 @@ cdef class WaitingLine:
         cdef Query query
         if request.chain is not None and self.waiters[number].num_loads:
             contents = contents_of(request.chain, checked_context, checked_session)
-            query = self.query_of(number)
+            query = self.look_up_of(number)
             num_hashes = find_and_load(
                 &self.store.pool, &query, hits, &contents, self.waiters[number].shard, num_kept_free
             )

@@ -2,10 +2,10 @@
 
 A step has a budget of tokens. Running requests come first, in order of admission: one token if decoding, otherwise as many as
 the budget allows. With checkpoints of states, a chunk ends at the last checkpoint within the budget. A request without room
-preempts the newest requests, finally itself. Then waiting requests are admitted, in the order of arrival or as a `WaitingQueue` orders them, until one does not fit; after a
-preemption none is admitted in the step. A preempted request releases its pages, moves to the front of the queue, and recomputes
-its tokens, including generated ones, except for hits. At the end of a step its moves are taken: loads and saves of a host
-tier, copies and writes of states; they complete when the next step begins.
+preempts the newest requests, finally itself. Then waiting requests are admitted, in the order of arrival or as a `WaitingQueue`
+orders them, until one does not fit; after a preemption none is admitted in the step. A preempted request releases its pages,
+moves to the front of the queue, and recomputes its tokens, including generated ones, except for hits. At the end of a step its
+moves are taken: loads and saves of a host tier, copies and writes of states; they complete when the next step begins.
 
 There is no clock: all requests wait from the start, in order. The figures therefore do not depend on the machine, and the load
 is the highest possible. Only the pauses of sessions, if reported to the pool, follow the time of the trace.
