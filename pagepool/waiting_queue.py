@@ -288,8 +288,8 @@ class WaitingQueue:
             return [Admission(request.name, self._line.count_hits(request)) for request in requests]
 
     def prefetch(self) -> int:
-        """Queue loads of pages that only the host tier has, for the requests that are next; return the number of these requests.
-        Call it once a step, before `take_moves`.
+        """Queue loads of pages in the host tier for the requests that are next. Return the number of these requests. Call it
+        once a step, before `take_moves`.
 
         Loaded pages are cached, and nothing holds them. A twentieth of the pool stays free, and at most a twentieth is
         prefetched for requests that still wait. O(waiting requests) for each request with loads.
