@@ -36,7 +36,7 @@ help:  ## this list
 
 .PHONY: demo engine test test-all debug sanitize threads tsan fuzz soak planted coverage mutation lint bench
 .PHONY: bench-vllm bench-windows bench-states bench-router bench-keeping bench-hints bench-host bench-results bench-plot test-easydel test-ray test-stores test-torch test-vllm torch-gpu
-.PHONY: easydel-environment torch-environment vllm-environment clean wheel test-wheel test-lowest canary-vllm
+.PHONY: easydel-environment torch-environment vllm-environment clean wheel test-wheel test-lowest release-check canary-vllm
 
 demo: $(VENV)/extra-replay  ## replay the built-in generator's chats
 	$(VENV)/bin/pagepool replay
@@ -321,18 +321,20 @@ vllm-environment:  ## the environment of test-vllm and bench-vllm
 
 # Distributions for other machines: the wheel is tagged with its systems, and tested in an environment with NumPy alone. The
 # tests look for both distributions in the environment.
-WHEEL_TESTS = package page_pool manager running_batch threads
+WHEEL_TESTS = package page_pool manager readme running_batch threads
+DIST ?= dist
 
 wheel: $(VENV)/installed .venv-wheel/group  ## source distribution and wheel for others, checked and tested: in dist/
-	rm -rf dist && mkdir dist && cp $(VENV)/dist/*.tar.gz dist
+	rm -rf $(DIST) && mkdir $(DIST) && cp $(VENV)/dist/*.tar.gz $(DIST)
 	if test "$$(uname)" = Linux; then \
-	    PATH="$(abspath .venv-wheel/bin):$$PATH" auditwheel repair --wheel-dir dist $(VENV)/dist/*.whl; \
+	    PATH="$(abspath .venv-wheel/bin):$$PATH" auditwheel repair --wheel-dir $(DIST) $(VENV)/dist/*.whl; \
 	else \
-	    cp $(VENV)/dist/*.whl dist; \
+	    cp $(VENV)/dist/*.whl $(DIST); \
 	fi
-	.venv-wheel/bin/twine check --strict dist/*
-	$(PYTHON) -m venv --clear .venv-wheel/empty && cp -r dist .venv-wheel/empty
-	.venv-wheel/empty/bin/pip install --quiet dist/*.whl
+	.venv-wheel/bin/twine check --strict $(DIST)/*
+	.venv-wheel/bin/check-wheel-contents $(DIST)
+	$(PYTHON) -m venv --clear .venv-wheel/empty && cp -r $(DIST) .venv-wheel/empty/dist
+	.venv-wheel/empty/bin/pip install --quiet $(DIST)/*.whl
 	cd .venv-wheel/empty && bin/python -c 'import pagepool; pagepool.PagePool(8, enable_caching=True).check()'
 	.venv-wheel/empty/bin/pip install --quiet 'pip>=25.1' && .venv-wheel/empty/bin/pip install --quiet --group test-wheel
 	$(MAKE) test-wheel PYTHON=.venv-wheel/empty/bin/python
@@ -340,6 +342,18 @@ wheel: $(VENV)/installed .venv-wheel/group  ## source distribution and wheel for
 wheel test-wheel test-lowest: export PAGEPOOL_TEST_OPERATIONS ?= 20000
 test-wheel:  ## the same tests, on PYTHON's installed pagepool and dependency group test-wheel
 	$(RUN) $(PYTHON) -m pytest $(PYTEST_ARGS) $(WHEEL_TESTS:%=$(CURDIR)/tests/*/test_%.py)
+
+# `make wheel` for each Python, then what concerns all files. PYTHONS selects Pythons, by default all that the machine has.
+PYTHONS ?= $(shell .venv-release/bin/python .ci/find_pythons.py)
+RELEASE_VENV = .venv-release/$(subst /,-,$(1))
+
+release-check: .venv-release/group  ## what a release would publish, with wheels for PYTHONS="python3.12 python3.14t": in dist/
+	.venv-release/bin/python .ci/release_check.py
+	.venv-release/bin/uv pip compile --quiet --universal --all-extras pyproject.toml > .venv-release/extras.txt
+	rm -rf dist && mkdir dist
+	$(foreach python,$(PYTHONS),$(MAKE) wheel PYTHON=$(python) VENV=$(call RELEASE_VENV,$(python)) \
+	    DIST=$(call RELEASE_VENV,$(python))/checked && cp $(call RELEASE_VENV,$(python))/checked/* dist && ) true
+	.venv-release/bin/python .ci/release_check.py dist
 
 LOWEST_TESTS = page_pool manager page_table device_table page_copies host_pages host_rows compilation_cache events event_publisher \
     vllm_hashes metrics commands fleet fleet_command frames conformance object_storage

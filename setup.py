@@ -115,6 +115,10 @@ class BuildCore(build_ext):
 
     def build_extensions(self) -> None:
         self.require_compiler()
+        # Pythons of pyenv and conda add their own folder, where other machines would search for libraries.
+        self.compiler.linker_so = [
+            flag for flag in self.compiler.linker_so if not flag.startswith(("-Wl,-rpath,", "-Wl,-rpath="))
+        ]
         tree = create_dependency_tree(quiet=True)
         commands = []
         for ext in self.extensions:

@@ -34,6 +34,11 @@ def extract_section(changelog: str, version: str) -> str:
     return found[2].strip()
 
 
+def read_headings(changelog: str) -> dict[str, str]:
+    """Return the versions with a section, the newest first, and what is in parentheses behind each: a date or `unreleased`."""
+    return dict(re.findall(r"^## (\S+) \(([^\n)]*)\)$", changelog, re.MULTILINE))
+
+
 def main(tag: str) -> str:
     """Return the notes for the tag."""
     version = read_version((ROOT / "pagepool" / "_version.py").read_text())

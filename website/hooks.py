@@ -1,4 +1,6 @@
-"""Hooks for settings that mkdocs.yml cannot express: URLs of pyproject.toml, pages outside docs/, links between both places."""
+"""Hooks for settings that mkdocs.yml cannot express: URLs of pyproject.toml, pages outside docs/, links between both places,
+and the README's installation.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ BUILD, MERMAID = ROOT / "build", Path(sys.prefix) / "mermaid.min.js"
 BESIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "reporting.md"}
 UNSEARCHED = ("changelog.md", "benchmarks.md", "design.md")  # they mention everything, and explain the use of nothing
 SOURCES = {page: source for source, page in BESIDE.items()}
+INSTALLATION = re.compile(r"^```sh\n.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 
@@ -50,7 +53,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links to pages of the site, also links that name the site for readers of the repository, and other links to the
-    repository. Mark examples with prompts, so that copying omits the prompts.
+    repository. Mark examples with prompts, so that copying omits the prompts. Show the README's commands that install pagepool.
     """
     source = SOURCES.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
@@ -64,6 +67,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta["search"] = {"exclude": True}
     page.edit_url = f"{config.repo_url}/edit/main/{source}" if (ROOT / source).exists() else None
     markdown = re.sub(rf"(?<=\]\(){re.escape(config.site_url)}(\w+)\.html", r"\1.md", markdown)
+    if "<!-- install -->" in markdown:
+        commands = INSTALLATION.search((ROOT / "README.md").read_text())
+        markdown = markdown.replace("<!-- install -->", commands[0] if commands else "")
     markdown = LINK.sub(resolve, markdown).replace("```python\n>>> ", "```pycon\n>>> ")
     if "```mermaid" in markdown and files.get_file_from_path("mermaid.min.js"):
         markdown += '\n\n<script src="mermaid.min.js"></script>\n'  # no page in a folder has a diagram

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
-from itertools import pairwise
-from pathlib import Path
-from urllib.parse import unquote
 
 import pytest
+from documents import find_links, is_relative, leads_somewhere
 from sources import ROOT
 
-MarkdownIt = pytest.importorskip("markdown_it").MarkdownIt
 CONFIGURATION = ROOT / "mkdocs.yml"
 if not CONFIGURATION.exists():
     pytest.skip("the documents are not here", allow_module_level=True)
@@ -23,36 +18,8 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 
 
-def parse(path: Path) -> list:
-    return MarkdownIt("commonmark").enable("table").parse(path.read_text())
-
-
-def find_links(path: Path) -> Iterator[str]:
-    """Yield the relative links and pictures of a document, in Markdown or HTML."""
-    for block in parse(path):
-        for token in (block, *(block.children or ())):
-            html = token.content if token.type.startswith("html") else ""
-            links = [token.attrGet("href"), token.attrGet("src"), *re.findall(r'(?:href|src|srcset)="([^"]*)"', html)]
-            yield from (unquote(link) for link in links if link and not re.match("[a-z]+:", link))
-
-
-@functools.cache
-def find_anchors(path: Path) -> set[str]:
-    """Return the anchors of headings by GitHub's rules, without those that several headings share."""
-    headings = [text for start, text in pairwise(parse(path)) if start.type == "heading_open"]
-    texts = ["".join(token.content for token in heading.children) for heading in headings]
-    counts = Counter(re.sub(r"[^\w\- ]", "", text).lower().replace(" ", "-") for text in texts)
-    return {anchor for anchor, count in counts.items() if count == 1}
-
-
-def leads_somewhere(path: Path, link: str) -> bool:
-    name, _, anchor = link.partition("#")
-    target = (path.parent / name).resolve() if name else path
-    return target.is_relative_to(ROOT) and target.exists() and (not anchor or anchor in find_anchors(target))
-
-
 def test_links_lead_somewhere() -> None:
-    links = [(path, link) for path in DOCUMENTS for link in find_links(path)]
+    links = [(path, link) for path in DOCUMENTS for link in find_links(path.read_text()) if is_relative(link)]
     assert (ROOT / "docs" / "engines.md", "running_batch.md#how-fast") in links
     assert [(path.name, link) for path, link in links if not leads_somewhere(path, link)] == []
     assert not leads_somewhere(ROOT / "docs" / "engines.md", "#no-such-heading")

@@ -20,7 +20,6 @@ from pagepool import _core
 DISTRIBUTIONS = Path(sys.prefix) / "dist"
 beside_its_distributions = pytest.mark.skipif(not (INSTALLED and DISTRIBUTIONS.is_dir()), reason="only make leaves them here")
 MEMORYVIEWS = "pagepool.core._memoryviews"  # Cython's own code, which the modules of the core share
-LINK = re.compile(r'(?:\]\(|\b(?:href|src|srcset)=")([^)"]*)')
 
 
 def members(cls: type) -> list[tuple[str, object]]:
@@ -83,15 +82,20 @@ def test_the_wheel_carries_the_core_and_its_types_but_no_sources_of_it() -> None
 
 @on_the_wheel
 def test_an_index_shows_the_readme_with_links_into_the_repository() -> None:
-    """Links that are relative in the README lead to the same files, at the tag of this version."""
+    """Links that are relative in the README lead to the same files and headings, at the tag of this version. So do the URLs of
+    the project, on the main branch.
+    """
+    documents = pytest.importorskip("documents")
     found = metadata("pagepool")
     urls = dict(url.split(", ") for url in found.get_all("Project-URL") or [])
-    links, relative = LINK.findall(found["Description"]), LINK.findall((ROOT / "README.md").read_text())
-    assert not [link for link in links if "://" not in link]
-    files = re.compile(rf"{urls['Repository']}/(?:blob|raw)/v{pagepool.__version__}/([^#]*)")
-    paths = [match[1] for match in map(files.match, links) if match]
-    assert len(paths) == len([link for link in relative if "://" not in link]) > 0
-    assert not [path for path in paths if not (ROOT / path).exists()]
+    links = [*documents.find_links(found["Description"])]
+    assert not [link for link in links if documents.is_relative(link)]
+    into_tag, into_main = (rf"{urls['Repository']}/(?:blob|raw)/{name}/(.*)" for name in (f"v{pagepool.__version__}", "main"))
+    paths = [match[1] for match in (re.match(into_tag, link) for link in links) if match]
+    assert len(paths) == len([*filter(documents.is_relative, documents.find_links((ROOT / "README.md").read_text()))]) > 0
+    paths += [match[1] for match in (re.match(into_main, url) for url in urls.values()) if match]
+    assert "CHANGELOG.md" in paths
+    assert not [path for path in paths if not documents.leads_somewhere(ROOT / "README.md", path)]
 
 
 @beside_its_distributions
