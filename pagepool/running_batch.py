@@ -11,7 +11,7 @@ Native methods of `RunningBatch`, and the native work of others:
 - ``core/checks/holders.pyx``: `check`
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from threading import Lock
 from typing import Any, Literal, NamedTuple
@@ -307,13 +307,15 @@ class RunningBatch(RunningRows):
         reserve: Literal["prompt"] | None = None,
         step: StepResult | None = None,
         skips_misfits: bool = False,
+        is_ready: Callable[[Hashable], bool] | None = None,
     ) -> Admission | None:
         """Admit the request that is next in `queue` to a free row, and return its name and the number of its cached tokens.
         Return None if nothing waits, or if too few pages are free for the request: then `refusal` says how many it needs.
 
         The other arguments are those of `admit`, with its errors; after an error the request stays in the queue. A refused
         request keeps its place, and costs O(1) when it is tried again in the same row. With `skips_misfits` the next ones are
-        tried instead, each charged to the requests that it overtakes.
+        tried instead, each charged to the requests that it overtakes. `is_ready` is asked for the name of a request before it
+        is admitted, for example about its pages in a store; with False others are tried, which are not charged to it.
 
         The row copies the hashes made when the request was added. If some of the hits that the queue counts are gone, the
         request is looked up again, and another one may be next. O(tokens + waiting requests).
@@ -336,7 +338,8 @@ class RunningBatch(RunningRows):
             return self.admit(row, request, traits=request.traits, **options)
 
         skips_misfits = require_flag("skips_misfits", skips_misfits)
-        return queue.admit_by(admit, self.num_steps, is_idle=self.num_admitted == 0, skips_misfits=skips_misfits)
+        is_idle = self.num_admitted == 0
+        return queue.admit_by(admit, self.num_steps, is_idle=is_idle, skips_misfits=skips_misfits, is_ready=is_ready)
 
     def probe(self, row: int, token_ids: TokenIds, *, traits: RequestTraits | None = None) -> int:
         """Return the number of tokens that `admit` would hit in a free row now, in a host tier too.

@@ -3,7 +3,7 @@
 Native work is in ``core/waiting/waiting.pyx``.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from threading import RLock
 from typing import Literal, NamedTuple
 
@@ -22,6 +22,9 @@ MAX_PREFETCHED_SHARE = 0.05
 MAX_STRETCH = 1e6
 
 NO_TRAITS = RequestTraits()
+
+IsReady = Callable[[Hashable], bool]
+"""Whether to admit the request of a name now."""
 
 Admit = Callable[[WaitingRequest], int | None]
 """Admits a request, and returns the number of its tokens that hit, or None for a refusal."""
@@ -147,6 +150,10 @@ class WaitingQueue:
         """Return the number of waiting requests."""
         return len(self._requests)
 
+    def __iter__(self) -> Iterator[Hashable]:
+        """Iterate over the names of the waiting requests, in the order in which they were added."""
+        return iter([*self._requests])
+
     def __contains__(self, name: object) -> bool:
         """Whether a request of this name waits."""
         return name in self._requests
@@ -229,18 +236,30 @@ class WaitingQueue:
     # Requests are admitted.
 
     def admit_by(
-        self, admit: Admit, step: int | None = None, *, is_idle: bool = False, skips_misfits: bool = False
+        self,
+        admit: Admit,
+        step: int | None = None,
+        *,
+        is_idle: bool = False,
+        skips_misfits: bool = False,
+        is_ready: IsReady | None = None,
     ) -> Admission | None:
         """Let `admit` admit the request that is next, as `RunningBatch.admit_next` does. It gets a `WaitingRequest`, with
         ``name``, ``token_ids`` and ``traits``, and returns the number of tokens that hit, or None for a refusal. Return None if
         none waits, or the next one was refused.
 
         `step` is the number of the last step: with ``caches="computed"`` a request waits in this step and up to two more while
-        another one computes the same tokens, but not if the engine `is_idle`: then none is computed.
+        another one computes the same tokens, but not if the engine `is_idle`: then none is computed. The other arguments are
+        those of `RunningBatch.admit_next`.
         """
         with self._lock:
+            has_skipped = False
             try:
                 while (request := self._line.choose(None if is_idle else step)) is not None:
+                    if is_ready is not None and not is_ready(request.name):
+                        self._line.set_away(request)
+                        has_skipped = True
+                        continue
                     num_hit_tokens = self._try(admit, request)
                     if num_hit_tokens is not None:
                         self._line.admit(request, num_hit_tokens, step)
@@ -251,9 +270,10 @@ class WaitingQueue:
                     if not skips_misfits:
                         return None
                     self._line.set_misfit(request)
+                    has_skipped = True
             finally:
-                if skips_misfits:
-                    self._line.clear_misfits()
+                if has_skipped:
+                    self._line.begin_round()
             return None
 
     @staticmethod

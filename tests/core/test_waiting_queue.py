@@ -269,6 +269,20 @@ def test_a_refusal_keeps_the_place_and_says_why() -> None:
     assert batch.refusal is None
 
 
+def test_requests_that_are_not_ready_are_passed_over_uncharged() -> None:
+    batch = make_batch(num_pages=100)
+    queue = WaitingQueue(batch._manager, max_overtaken_tokens=0, max_stretch=0)
+    ready: set[object] = {"b", "c"}
+    for name in "abc":
+        queue.add(name, [ord(name)] * 8)
+    assert batch.admit_next(0, queue, is_ready=ready.__contains__) == Admission("b", 0)
+    assert batch.admit_next(1, queue, is_ready=ready.__contains__) == Admission("c", 0)
+    assert batch.admit_next(2, queue, is_ready=ready.__contains__) is None
+    assert [*queue] == ["a"]
+    assert queue.stats().num_overtakes == 0
+    assert batch.admit_next(2, queue) == Admission("a", 0)
+
+
 def test_equal_prompts_wait_for_each_other_with_computed_caching() -> None:
     batch = make_batch(num_pages=100, caches="computed")
     queue = WaitingQueue(batch._manager)

@@ -26,6 +26,7 @@ cdef struct Place:            # a waiting request
     int32_t waiter            # its number
     bint is_back              # it ran before, and was put back
     bint is_misfit            # it was refused in this round, and others are tried
+    bint is_away              # it is not ready in this round, and others are tried, uncharged
 
 cdef struct PriorityClass:
     int32_t priority
@@ -70,8 +71,8 @@ cdef inline bint _is_in_class(const Line *line, const Place *place) noexcept nog
 
 
 cdef inline bint _may_go(const Line *line, const Place *place, int64_t step) noexcept nogil:
-    """Whether a place is in the highest class, and no other request computes the same tokens in this step."""
-    return _is_in_class(line, place) and place.passes_until <= step
+    """Whether a place is in the highest class, ready, and no other request computes the same tokens in this step."""
+    return _is_in_class(line, place) and place.passes_until <= step and not place.is_away
 
 
 cdef inline Py_ssize_t find_next(const Line *line, int64_t step) noexcept nogil:
@@ -139,7 +140,7 @@ cdef inline void add_place(Line *line, int32_t waiter, int32_t priority, int64_t
     memmove(&line.places[at + 1], &line.places[at], (line.num - at) * sizeof(Place))
     line.places[at] = Place(
         work=work, left=line.max_overtaken + <int64_t>(line.max_stretch * <double>ahead), came_at=line.num_computed,
-        passes_until=0, priority=priority, waiter=waiter, is_back=is_back, is_misfit=False,
+        passes_until=0, priority=priority, waiter=waiter, is_back=is_back, is_misfit=False, is_away=False,
     )
     line.num += 1
     if not is_back:

@@ -319,17 +319,23 @@ cdef class WaitingLine:
         return is_other
 
     def set_misfit(self, WaitingRequest request not None) -> None:
-        """Try others before a request that was refused, until `clear_misfits`."""
+        """Try others before a request that was refused, until `begin_round`."""
         cdef int32_t number = self.number_of(request)
         self.line.places[find_place(&self.line, number)].is_misfit = True
         self.release()
 
-    def clear_misfits(self) -> None:
+    def set_away(self, WaitingRequest request not None) -> None:
+        """Pass over a request that is not ready, until `begin_round`."""
+        cdef int32_t number = self.number_of(request)
+        self.line.places[find_place(&self.line, number)].is_away = True
+        self.release()
+
+    def begin_round(self) -> None:
         """Let all requests be next again. O(waiting)."""
         cdef Py_ssize_t i
         self.acquire()
         for i in range(self.line.num):
-            self.line.places[i].is_misfit = False
+            self.line.places[i].is_misfit = self.line.places[i].is_away = False
         self.release()
 
     def admit(self, WaitingRequest request not None, num_hits, step=None) -> None:
