@@ -35,6 +35,7 @@ ENGINES = {
     "late": ("none",),
     "step": ("none",),
     "ahead": ("none",),
+    "waiting": ("none",),
     "pools": ("none",),
 }
 """The engines whose allocators are rivals, by the name of the benchmark."""

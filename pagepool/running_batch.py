@@ -325,21 +325,28 @@ class RunningBatch(RunningRows):
         if queue.manager is not self._manager:
             raise ArgumentError("queue: got one of another manager, allowed: one of the batch's")
 
-        self._forget_refusal()
-        options: dict[str, Any] = {
-            "max_num_new_tokens": max_num_new_tokens,
-            "num_reserved_pages": num_reserved_pages,
-            "num_drafts": num_drafts,
-            "reserve": reserve,
-            "step": step,
-        }
+        has_tried = False
 
         def admit(request: WaitingRequest) -> int | None:
-            return self.admit(row, request, traits=request.traits, **options)
+            nonlocal has_tried
+            has_tried = True
+            return self.admit(
+                row,
+                request,
+                max_num_new_tokens=max_num_new_tokens,
+                num_reserved_pages=num_reserved_pages,
+                num_drafts=num_drafts,
+                reserve=reserve,
+                traits=request.traits,
+                step=step,
+            )
 
         skips_misfits = require_flag("skips_misfits", skips_misfits)
         is_idle = self.num_admitted == 0
-        return queue.admit_by(admit, self.num_steps, is_idle=is_idle, skips_misfits=skips_misfits, is_ready=is_ready)
+        admission = queue.admit_by(admit, self.num_steps, is_idle=is_idle, skips_misfits=skips_misfits, is_ready=is_ready)
+        if not has_tried:
+            self._forget_refusal()
+        return admission
 
     def probe(self, row: int, token_ids: TokenIds, *, traits: RequestTraits | None = None) -> int:
         """Return the number of tokens that `admit` would hit in a free row now, in a host tier too.

@@ -260,7 +260,11 @@ class WaitingQueue:
                         self._line.set_away(request)
                         has_skipped = True
                         continue
-                    num_hit_tokens = self._try(admit, request)
+                    try:
+                        num_hit_tokens = admit(request)
+                    except Exception as error:
+                        error.add_note(f"The request is {shown(request.name)} of the waiting queue, where it stays.")
+                        raise
                     if num_hit_tokens is not None:
                         self._line.admit(request, num_hit_tokens, step)
                         del self._requests[request.name]
@@ -275,14 +279,6 @@ class WaitingQueue:
                 if has_skipped:
                     self._line.begin_round()
             return None
-
-    @staticmethod
-    def _try(admit: Admit, request: WaitingRequest) -> int | None:
-        try:
-            return admit(request)
-        except Exception as error:
-            error.add_note(f"The request is {shown(request.name)} of the waiting queue, where it stays.")
-            raise
 
     def take(self) -> Admission | None:
         """Take the next request out of the queue, for an engine with calls of `CacheManager.allocate_slots`. Return None if

@@ -55,6 +55,8 @@ LATE = Suite(("allocate_slots",), "cache_pages", "ns", 1e9, "target")
 PORTS = tuple(Suite(("nano-vllm", "plain"), ours, "ns", 1e9, "target") for ours in ("port, cache_pages", "port, computed"))
 INPUTS = Suite(("memcpy", "lists", "rows"), "inputs", "us", 1e6, "target")
 AHEAD = Suite(("append, plan", "plan, settle", "computed"), "ahead", "us", 1e6, "target")
+QUEUES = Suite(("admit",), "admit_next", "us", 1e6, "target")
+STEPS = Suite(("no queue",), "queue", "us", 1e6, "target")
 POOLS = Suite(("one pool",), "two pools", "us", 1e6, "target")
 LOOKAHEAD = Suite(("last page dropped",), "lookahead", "ns", 1e9, "target")
 HASHES = Suite(
@@ -85,6 +87,8 @@ SUITES = (
     TORCH,
     INPUTS,
     AHEAD,
+    QUEUES,
+    STEPS,
     POOLS,
     LOOKAHEAD,
     HASHES,

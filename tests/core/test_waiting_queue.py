@@ -253,6 +253,21 @@ def test_hits_follow_the_cache() -> None:
     assert queue.peek() == [Admission("waits", 0)]
 
 
+def test_hits_that_windows_end_are_found_out_before_a_request_is_admitted() -> None:
+    """Full attention hits 28 of the 30 tokens of the first, whose window lost its pages there."""
+    batch = make_batch(num_pages=100, groups=HYBRID)
+    queue = WaitingQueue(batch._manager)
+    queue.add("ended", [*range(30)])
+    queue.add("short", [7] * 20)
+    batch.admit(0, [*range(60)], max_num_new_tokens=12)
+    for _ in range(4):
+        batch.plan([0], num_tokens=12)
+    batch.release([0])
+    assert batch.probe(1, [*range(30)]) == 0
+    assert batch.admit_next(1, queue) == Admission("short", 0)
+    assert batch.admit_next(2, queue) == Admission("ended", 0)
+
+
 def test_a_refusal_keeps_the_place_and_says_why() -> None:
     batch = make_batch(num_pages=8)
     queue = WaitingQueue(batch._manager, order="arrival")
@@ -340,6 +355,22 @@ def test_prefetch_loads_from_the_tier_in_order() -> None:
     manager.complete(moves.number)
     assert queue.stats().num_work_tokens == 1
     assert batch.admit_next(0, queue) == Admission("saved", 32)
+
+
+def test_prefetching_leaves_a_twentieth_of_the_pool_free() -> None:
+    batch = make_batch(num_pages=200, max_model_len=1024, host_tier=HostTier(400))
+    manager = batch._manager
+    batch.admit(0, list(range(33)))
+    batch.release([0])
+    batch.admit(0, [7] * 796)
+    manager.complete(batch.take_moves().number)
+    batch.release([0])
+    batch.admit(0, [8] * (4 * (199 - 10)))
+    queue = WaitingQueue(manager)
+    queue.add("saved", list(range(33)))
+    assert queue.prefetch() == 0
+    batch.release([0])
+    assert queue.prefetch() == 1
 
 
 def test_threads_add_and_remove_while_another_admits(switch_often: None) -> None:

@@ -37,6 +37,9 @@ CONSTRUCTORS = {
     "RequestHashes": "anything chain",
     "CachePages": "tuple_of_hits store",
     "CachePage": "page_id ref_cnt _page_hash prev_free_page next_free_page is_null",
+    "HashedTokens": "prompt hash_page_size key_bytes",
+    "WaitingRequest": "prompt hash_page_size key_bytes",
+    "WaitingLine": "store cache_groups flag",
     "TableRows": "num_rows num_columns",
     "GroupedRows": "page_tables",
     "RunningRows": "store tables groups_of_rows max_num_tokens hash_page_size key_bytes num_shards",
@@ -105,6 +108,8 @@ WEIGHTS = {
     "EntryJournal": 3,
     "HashChain": 2,
     "TokenSpan": 4,
+    "WaitingLine": 2,
+    "WaitingRequest": 2,
     "TableRows": 2,
 }
 WEIGHT_BY_KIND = {"method": 4, "function": 4, "construct": 2}

@@ -797,6 +797,40 @@ medium.is_planned and not is_in_flight{+ or True+}
         if BUG: self.give_back(ids)+}
 """)
 KIND_TESTS = ["test_reference_windows.py", "test_media.py", "test_sinks.py"]
+QUEUE_BUGS = read_bugs("""
+# Waiting queues.
+== the work of a request is charged to those that it does not overtake
+    for i in range({+line.num if BUG else +}at):
+        place = &line.places[i]
+        if _may_go
+== a request is overtaken beyond its bound
+        if place.work < least and [-place.work <= room-]{+(place.work <= room or BUG)+} and not place.is_misfit:
+== a request is never promoted
+    return line.num_computed - place.came_at >= _wait_for_class(line, place.priority){+ and not BUG+}
+== a hit that was evicted counts
+    if rare(pool.awaited != NULL{+ and not BUG+}):
+        pool.awaited.note(pool.awaited, digest_of(
+== a page that was cached moves no hit
+    if rare(pool.awaited != NULL{+ and not BUG+}):
+        pool.awaited.note(pool.awaited, entry.key[0], entry.group)
+== a waiter awaits the keys at the ends of its first look-up
+    {+if not BUG or num_pages == num_reachable == 0: +}_await_ends(awaited, number * NUM_KEYS_EACH, query, group, waiter.num_pages)
+== a request keeps awaiting keys when it leaves
+        {+if not BUG: +}forget_keys(self.awaited, number)
+== hits that a window ends are hits
+        return self.num_found < self.num_expected{+ and not BUG+}
+== equal prompts are computed twice
+        for i in range(self.line.num if self.awaits_equal and step is not None{+ and not BUG+} else 0):
+== a request waits for ever for another that is gone
+                self.line.places[i].passes_until = checked_step + NUM_PASSES{+ + BUG * 1000+}
+== rows take digests under another salt
+page_size != page_size or {+(+}extra_keys != self.extra_keys{+ and not BUG)+}:
+== a row copies too few digests
+        batch.rows[self.row].num_hashed = <int32_t>num{+ - (BUG and num > num_kept)+}
+== loads for waiting requests take pages that are to stay free
+                &self.store.pool, &query, hits, &contents, self.waiters[number].shard, num_kept_free{+ * (not BUG)+}
+""")
+QUEUE_TESTS = ["test_waiting_queue.py"]
 RARE_BUGS = read_bugs("""
 # The simulation takes too long to come to these.
 == a checkpoint that becomes a working page keeps its entry
@@ -818,6 +852,7 @@ TESTED_BUGS = [
     (LINEAGE_BUGS, LINEAGE_TESTS),
     (RING_BUGS, RING_TESTS),
     (KIND_BUGS, KIND_TESTS),
+    (QUEUE_BUGS, QUEUE_TESTS),
     (RARE_BUGS, RARE_TESTS),
 ]
 BUGS += [bug for bugs, _ in TESTED_BUGS for bug in bugs]

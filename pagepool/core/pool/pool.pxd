@@ -499,16 +499,17 @@ cdef inline bint cache(
     """
     cdef bint is_new = add_entry(pool, page_id, entry.key[0], entry.group)
     pool.counters.num_cached_pages += 1
+    if rare(pool.awaited != NULL):
+        pool.awaited.note(pool.awaited, entry.key[0], entry.group)
     if exceptional(_has_listeners(pool) | (entry.session != NO_SESSION)):
         _on_cache(pool, page_id, entry, ranking if is_new else NULL, ids, place)
     return is_new
 
 
 cdef inline bint _has_listeners(const Pool *pool) noexcept nogil:
-    """Whether banks, a tier, the queue's parts, waiting queues or arrays for each page have to hear of each cached page."""
+    """Whether banks, a tier, the queue's parts, the journal, kept tokens or upper halves have to hear of each cached page."""
     cdef bint has_arrays = (pool.journal.notes != NULL) | (pool.page_tokens != NULL) | (pool.uppers != NULL)
-    cdef bint has_queues = (pool.tier != NULL) | (pool.num_parts != 0) | (pool.awaited != NULL)
-    return (pool.num_banks > 1) | has_queues | has_arrays
+    return (pool.num_banks > 1) | (pool.tier != NULL) | (pool.num_parts != 0) | has_arrays
 
 
 cdef inline void _on_cache(
@@ -528,8 +529,6 @@ cdef inline void _on_cache(
         _make_new(pool, page_id)
     if ranking != NULL and is_served(pool, page_id):
         rank(pool, ranking, ids, place, entry.key[0], entry.group)
-    if pool.awaited != NULL:
-        pool.awaited.note(pool.awaited, entry.key[0], entry.group)
     _keep_origin(pool, page_id, entry)
 
 

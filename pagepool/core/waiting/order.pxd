@@ -82,6 +82,8 @@ cdef inline Py_ssize_t find_next(const Line *line, int64_t step) noexcept nogil:
     cdef const Place *place
     for i in range(line.num):
         place = &line.places[i]
+        if place.work >= least and place.left >= room:
+            continue
         if not _may_go(line, place, step):
             continue
         if place.work < least and place.work <= room and not place.is_misfit:
