@@ -21,6 +21,7 @@ from pagepool import (
     MultiGroupPageTable,
     PageHashing,
     RequestTraits,
+    Retention,
     RunningBatch,
     SlidingWindowSpec,
     WaitingQueue,
@@ -255,7 +256,7 @@ def test_hits_follow_the_cache() -> None:
 
 def test_hits_that_windows_end_are_found_out_before_a_request_is_admitted() -> None:
     """Full attention hits 28 of the 30 tokens of the first, whose window lost its pages there."""
-    batch = make_batch(num_pages=100, groups=HYBRID)
+    batch = make_batch(num_pages=100, groups=HYBRID, retention=Retention(window_slack=0))
     queue = WaitingQueue(batch._manager)
     queue.add("ended", [*range(30)])
     queue.add("short", [7] * 20)

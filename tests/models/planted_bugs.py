@@ -814,7 +814,7 @@ QUEUE_BUGS = read_bugs("""
     if rare(pool.awaited != NULL{+ and not BUG+}):
         pool.awaited.note(pool.awaited, entry.key[0], entry.group)
 == a waiter awaits the keys at the ends of its first look-up
-    {+if not BUG or num_pages == num_reachable == 0: +}_await_ends(awaited, number * NUM_KEYS_EACH, query, group, waiter.num_pages)
+    {+if not BUG or num_pages == num_reachable == 0: +}_await_ends(awaited, number * NUM_KEYS_EACH, query, group
 == a request keeps awaiting keys when it leaves
         {+if not BUG: +}forget_keys(self.awaited, number)
 == hits that a window ends are hits
