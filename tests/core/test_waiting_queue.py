@@ -460,6 +460,9 @@ def test_core_refuses_requests_that_do_not_wait() -> None:
     line, request = queue._line, queue._requests["a"]
     with pytest.raises(ArgumentError):
         line.enter(request)
+    empty = WaitingQueue(batch._manager)._line
+    with pytest.raises(ArgumentError):
+        empty.leave(request)
     line.leave(request)
     for call in (line.leave, line.correct, line.count_hits, line.set_misfit):
         with pytest.raises(ArgumentError):

@@ -343,6 +343,9 @@ CONSTRUCTED_WITH: dict[str, tuple[Any, ...]] = {
     "RequestPages": (_core.PageStore(8), _core.CacheGroups([(_core.PageRules(4), 0, 1)]), 32),
     "PageTier": (_core.PageStore(8), 4),
     "TokenSpan": (),
+    "HashedTokens": ([1, 1, 1, 1, 1], 4, bytes(16)),
+    "WaitingRequest": ([1, 1, 1, 1, 1, 0], 4, bytes(16)),
+    "WaitingLine": (_core.PageStore(8), _core.CacheGroups([(_core.PageRules(4), 0, 1)])),
     "PageSessions": (_core.PageStore(8),),
     "RowRequest": (
         _core.RunningRows(_core.PageStore(8), [_core.TableRows(2, 8)], [(_core.PageRules(4), 0, 1)], 32, 4, bytes(16), 0),

@@ -2,13 +2,14 @@
 
 cimport cython
 from cpython.mem cimport PyMem_RawFree as free
+from libc.stdint cimport INT32_MAX, INT32_MIN
 from libc.string cimport memcpy
 
 from pagepool.core.base cimport Digest, monotonic_ns, process_number, require_allocated, require_process
 from pagepool.core.holding cimport Contents, contents_of, find_longest, query_of
 from pagepool.core.pool cimport NO_BANK, bucket_of, free_awaited, free_closed, ids_in_shard, note_moved
 from pagepool.core.tier cimport find_and_load, find_reachable
-from pagepool.core.values cimport HashChain, HashedTokens, as_shard, float_of, int32_of_index, new_ids, size_of
+from pagepool.core.values cimport HashChain, HashedTokens, as_shard, float_of, index_of, new_ids, size_of
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
 
@@ -75,6 +76,14 @@ cdef bint grow_awaited(AwaitedKeys *awaited, Py_ssize_t capacity) noexcept:
 cdef int64_t checked_step_of(object step) except -1:
     """Return the number of a step; for None that of a step in which no request is passed over."""
     return INT64_MAX if step is None else size_of(step, "step", 0, INT64_MAX - NUM_PASSES - 1)
+
+
+cdef int32_t checked_priority_of(object priority) except? -1:
+    """Return a priority that fits int32."""
+    cdef object number = index_of(priority, "priority")
+    if not INT32_MIN <= number <= INT32_MAX:
+        raise ArgumentError(f"priority: got {number}, allowed: {INT32_MIN} to {INT32_MAX}")
+    return number
 
 
 cdef bint awaits_same(const AwaitedKeys *awaited, int32_t number, int32_t other) noexcept:
@@ -186,7 +195,7 @@ cdef class WaitingLine:
         cdef int32_t number = request.number
         cdef bint is_waiting
         self.acquire()
-        is_waiting = 0 <= number < self.awaited.capacity and self.requests[number] is request
+        is_waiting = 0 <= number < len(self.requests) and self.requests[number] is request
         if not is_waiting:
             self.release()
             raise ArgumentError(f"request: got {request.name!r}, allowed: one that waits in this queue")
@@ -199,7 +208,7 @@ cdef class WaitingLine:
         O(tokens + waiting).
         """
         cdef Py_ssize_t num = request.token_ids.num
-        cdef int32_t number = NONE, checked_priority = int32_of_index(priority)
+        cdef int32_t number = NONE, checked_priority = checked_priority_of(priority)
         cdef bint has_room = False
         cdef Waiter waiter
         memset(&waiter, 0, sizeof(Waiter))
