@@ -364,15 +364,18 @@ test-lowest: .venv-lowest/lowest  ## some tests of each extra, on the lowest ver
 # The site: mkdocs, its theme, and mermaid for diagrams. Without npm the pages load mermaid from another host.
 DOCS_VENV ?= .venv-docs
 MERMAID ?= mermaid@11.17.2
+SITE ?= mkdocs.yml
 .PHONY: docs docs-serve
 
 # The theme prints a notice about its end and its successor.
 docs docs-serve: export NO_MKDOCS_2_WARNING := 1
-docs: $(DOCS_VENV)/with-docs build/api.md  ## the site, in build/site: its links are checked too
+docs: $(DOCS_VENV)/with-docs build/api.md  ## the site, in build/site: its links and its search are checked too
 	$(DOCS_VENV)/bin/mkdocs build --strict
+	$(DOCS_VENV)/bin/mkdocs build --strict --config-file mkdocs-maintainers.yml
+	$(DOCS_VENV)/bin/python -m pytest --quiet --noconftest -o addopts= tests/project/test_search.py
 
-docs-serve: $(DOCS_VENV)/with-docs build/api.md  ## the site at http://127.0.0.1:8000, built again when a file changes
-	$(DOCS_VENV)/bin/mkdocs serve
+docs-serve: $(DOCS_VENV)/with-docs build/api.md  ## the site at http://127.0.0.1:8000, built again when a file changes: SITE=mkdocs-maintainers.yml
+	$(DOCS_VENV)/bin/mkdocs serve --config-file $(SITE)
 
 .PHONY: api api-check typing
 
@@ -458,7 +461,7 @@ $(VENV)/api-tools: $(VENV)/installed
 # sources.
 .venv-coverage/tree: export PAGEPOOL_COVERAGE = 1
 .venv-coverage/tree .venv-mutation/tree: .venv-%/tree: Makefile $(SOURCES) \
-    $(wildcard tests/*.py tests/*/*.py tests/*/*.txt docs/* examples/*.py tools/*.py)
+    $(wildcard tests/*.py tests/*/*.py tests/*/*.txt docs/* examples/*.py examples/*/*.py tools/*.py)
 	$(NEW_ENVIRONMENT)
 	rm -rf $@ && mkdir $@
 	tar -cf - $^ | tar -xf - -C $@

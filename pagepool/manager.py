@@ -234,7 +234,7 @@ class CacheManager(KeyHolder, SlotAllocator):
     where full attention hit but windows did not, at a request's `resume_at`, and at each multiple of `window_interval` tokens
     in a prompt. They also stay for up to `window_slack` tokens before these places. Each place is rounded down to whole pages
     of all groups. `retention` has both numbers, and the share of pages that leases may hold (None: the defaults of
-    `Retention`); `pagepool plan` prints it for a model: see docs/hybrids.md. With ``Retention(windows="all")`` all window pages
+    `Retention`); `pagepool plan` prints it for a model: see docs/windows.md. With ``Retention(windows="all")`` all window pages
     stay.
 
     With ``caches="computed"`` a page can hit once the request's ``num_computed_tokens`` cover it and then `allocate_slots` or

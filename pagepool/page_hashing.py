@@ -54,7 +54,7 @@ class PageHashing:
 
     hash_algo: HashAlgorithm = "siphash128"
     """``"siphash128"`` (keyed with a secret of the process), ``"sha256"`` (the same in every process), ``"sha256_cbor"``
-    (vLLM's: see docs/engines.md), or a callable such as the builtin `hash`. All but callables are native. SHA-256 keeps 16
+    (vLLM's: see docs/hashes.md), or a callable such as the builtin `hash`. All but callables are native. SHA-256 keeps 16
     bytes more for each page of the pool.
     """
     hash_seed: int | str | bytes | None = field(default=None, repr=False)
@@ -210,7 +210,7 @@ class Sha256Hasher(PageHasher):
 
 
 class VllmHasher(PageHasher):
-    """vLLM's ``sha256_cbor``: parent, tokens, and extra keys with the lookahead, in CBOR. docs/engines.md lists the parts
+    """vLLM's ``sha256_cbor``: parent, tokens, and extra keys with the lookahead, in CBOR. docs/hashes.md lists the parts
     identical to vLLM's.
     """
 

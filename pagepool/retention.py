@@ -13,7 +13,7 @@ class Retention:
     """Which pages a cache retains beyond the order of eviction: ``CacheManager(..., retention=Retention(...))``.
 
     `pagepool plan` prints the settings that it has simulated. None chooses a default for the model, 0 turns a setting off: see
-    docs/hybrids.md. Raise ArgumentError for values out of range, ArgumentTypeError for others.
+    docs/windows.md. Raise ArgumentError for values out of range, ArgumentTypeError for others.
 
     >>> Retention(window_interval=2048)
     Retention(windows='ends', window_slack=None, window_interval=2048, max_leased_share=0.2)

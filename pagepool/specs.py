@@ -520,7 +520,7 @@ class RingSpec(CacheSpec):
 
     A layer that compresses `period` tokens into one entry keeps their keys here until the last one is computed. At multiples of
     the period the ring is blank. Hits end there, so a request that hits a prefix gets a blank ring, and rings are never cached.
-    `shape` is that of a token. See docs/hybrids.md.
+    `shape` is that of a token. See docs/rings.md.
 
     Raises `ArgumentError` for sizes that are not positive, for a ring smaller than its period, and without a shape.
 

@@ -1,4 +1,4 @@
-"""CPU time of schedulers, inputs and ends of public engines, and of their ports in docs/ports/: the figures of these pages.
+"""CPU time of schedulers, inputs and ends of public engines, and of their ports in examples/ports/: the figures of docs/ports/.
 
 Engine and port run in one process, in turn, with a model that takes no time. Copies to the device take none either, since there
 is no device: a tensor is its own copy. `NANO_VLLM` and `MINI_SGLANG` name the folders of the engines' sources, which need torch
@@ -11,7 +11,6 @@ import argparse
 import importlib
 import importlib.util
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -20,16 +19,17 @@ from typing import Any
 
 from bench.studies.port_stubs import Runs, stub_device
 
-PORTS = Path(__file__).parents[2] / "docs" / "ports"
+PORTS = Path(__file__).parents[2] / "examples" / "ports"
 ENGINES = {"nano-vllm": ("NANO_VLLM", (16, 256)), "mini-sglang": ("MINI_SGLANG", (1, 16))}
 """The variable that names the folder of each engine, and the page sizes."""
 
 
 def load_port(name: str) -> dict[str, Any]:
     """Return the names of a port."""
-    path, port = PORTS / f"{name}.md", {"__name__": "port"}
-    for block in re.findall(r"^```python\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL):
-        exec(compile(block, str(path), "exec"), port)
+    port = {"__name__": "port"}
+    for part in ("scheduler", "model"):
+        path = PORTS / f"{name.replace('-', '_')}_{part}.py"
+        exec(compile(path.read_text(), str(path), "exec"), port)
     return port
 
 

@@ -1,11 +1,10 @@
-"""The ports of docs/ports/: their answers are those of a model without a cache, with stubs in place of the engines' models.
+"""The ports of examples/ports/: their answers are those of a model without a cache, with stubs in place of the engines' models.
 
 The stub stores each token at its slot, and samples from all tokens of a row, which it reads through pages.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,23 +15,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-PORTS = Path(__file__).parents[2] / "docs" / "ports"
+ROOT = Path(__file__).parents[2]
+PORTS = ROOT / "examples" / "ports"
 if not PORTS.exists():
     pytest.skip("the ports are not here", allow_module_level=True)
 
-VOCAB, EOS, PAGE_SIZE, MAX_MODEL_LEN, MAX_LINES = 40, 7, 4, 64, 110
+VOCAB, EOS, PAGE_SIZE, MAX_MODEL_LEN, MAX_LINES = 40, 7, 4, 64, 120
 
 
-def read_blocks(name: str) -> list[str]:
-    """Return the blocks of Python of a page."""
-    return re.findall(r"^```python\n(.*?)^```", (PORTS / f"{name}.md").read_text(), re.MULTILINE | re.DOTALL)
+def read_files(name: str) -> list[str]:
+    """Return the scheduler and the model of a port."""
+    return [(PORTS / f"{name.replace('-', '_')}_{part}.py").read_text() for part in ("scheduler", "model")]
 
 
-def load(*blocks: str) -> SimpleNamespace:
-    """Run blocks, and return their names."""
+def load(*texts: str) -> SimpleNamespace:
+    """Run texts of programs, and return their names."""
     names: dict[str, Any] = {"__name__": "port"}
-    for block in blocks:
-        exec(compile(block, "port", "exec"), names)
+    for text in texts:
+        exec(compile(text, "port", "exec"), names)
     return SimpleNamespace(**names)
 
 
@@ -144,16 +144,16 @@ def run_nano(scheduler: Any, requests: list[tuple[list[int], int, bool]]) -> lis
 
 @pytest.mark.parametrize("name", ["nano-vllm", "mini-sglang"])
 def test_ports_are_as_short_as_their_pages_say(name: str) -> None:
-    num_lines = sum(bool(line) for block in read_blocks(name) for line in block.splitlines())
+    num_lines = sum(bool(line) for text in read_files(name) for line in text.splitlines())
     assert num_lines < MAX_LINES
-    assert f"has {num_lines} lines without blank ones" in " ".join((PORTS / f"{name}.md").read_text().split())
+    assert f"has {num_lines} lines without blank ones" in " ".join((ROOT / "docs" / "ports" / f"{name}.md").read_text().split())
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 @pytest.mark.parametrize("num_pages", [24, 200])
 @pytest.mark.parametrize("seed", range(4))
 def test_nano_vllm(seed: int, num_pages: int, steps_ahead: int) -> None:
-    port = load(read_blocks("nano-vllm")[0])
+    port = load(read_files("nano-vllm")[0])
     model = NanoModel(num_pages)
     scheduler = port.Scheduler(make_config(num_pages), model, steps_ahead)
     requests = draw_requests(seed)
@@ -165,7 +165,7 @@ def test_nano_vllm(seed: int, num_pages: int, steps_ahead: int) -> None:
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_nano_vllm_computes_equal_prompts_of_a_prefill_once(steps_ahead: int) -> None:
-    port = load(read_blocks("nano-vllm")[0])
+    port = load(read_files("nano-vllm")[0])
     model = NanoModel(40)
     scheduler = port.Scheduler(make_config(40), model, steps_ahead)
     requests = [([*range(9)], max_tokens, True) for max_tokens in (1, 2, 5)]
@@ -226,7 +226,7 @@ def test_nano_vllm_on_torch(num_pages: int, steps_ahead: int, monkeypatch: pytes
     for name in ("nanovllm", "nanovllm.utils", "nanovllm.utils.context"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["nanovllm.utils.context"].set_context = runner.set_context  # type: ignore[attr-defined]
-    port = load(*read_blocks("nano-vllm"))
+    port = load(*read_files("nano-vllm"))
     requests = draw_requests(5)
     scheduler = port.Scheduler(make_config(num_pages), port.Model(runner), steps_ahead)
     assert run_nano(scheduler, requests) == [answer(*request) for request in requests]
@@ -286,7 +286,7 @@ def run_mini(scheduler: Any, arrivals: list[tuple[int, tuple[list[int], int, boo
 @pytest.mark.parametrize("seed", range(4))
 def test_mini_sglang(seed: int, num_pages: int, steps_ahead: int) -> None:
     """No request is preempted, though pages are short."""
-    port = load(read_blocks("mini-sglang")[0])
+    port = load(read_files("mini-sglang")[0])
     scheduler = port.Scheduler(make_mini_config(), num_pages, EOS, MiniModel(num_pages + 1), steps_ahead)
     requests = draw_requests(seed)
     assert run_mini(scheduler, [(4 * i, request) for i, request in enumerate(requests)]) == [answer(*each) for each in requests]
@@ -299,7 +299,7 @@ def test_mini_sglang(seed: int, num_pages: int, steps_ahead: int) -> None:
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_mini_sglang_keeps_the_pages_of_equal_prompts(steps_ahead: int) -> None:
     """The request that comes later takes all free pages."""
-    port = load(read_blocks("mini-sglang")[0])
+    port = load(read_files("mini-sglang")[0])
     model = MiniModel(10)
     scheduler = port.Scheduler(make_mini_config(), 9, EOS, model, steps_ahead)
     requests = [([*range(9)], 10, True)] * 2 + [([*range(20, 25)], 5, True)]
@@ -310,7 +310,7 @@ def test_mini_sglang_keeps_the_pages_of_equal_prompts(steps_ahead: int) -> None:
 
 
 def test_a_request_of_mini_sglang_is_aborted_in_flight() -> None:
-    port = load(read_blocks("mini-sglang")[0])
+    port = load(read_files("mini-sglang")[0])
     scheduler = port.Scheduler(make_mini_config(), 40, EOS, MiniModel(41))
     params = SimpleNamespace(max_tokens=30, ignore_eos=True, temperature=1, top_k=-1, top_p=1, is_greedy=True)
     for uid in range(2):
@@ -416,7 +416,7 @@ def test_mini_sglang_on_torch(num_pages: int, steps_ahead: int, monkeypatch: pyt
     for name, values in names.items():
         monkeypatch.setitem(sys.modules, f"minisgl.{name}", ModuleType(name))
         vars(sys.modules[f"minisgl.{name}"]).update(values)
-    port = load(*read_blocks("mini-sglang"))
+    port = load(*read_files("mini-sglang"))
     engine = FakeEngine(port.PagedBackend, num_pages + 1)
     scheduler = port.Scheduler(make_mini_config(), num_pages, EOS, port.Model(engine, PAGE_SIZE), steps_ahead)
     requests = draw_requests(5)

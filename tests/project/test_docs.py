@@ -14,6 +14,7 @@ CONFIGURATION = ROOT / "mkdocs.yml"
 if not CONFIGURATION.exists():
     pytest.skip("the documents are not here", allow_module_level=True)
 
+SITES = [CONFIGURATION.read_text(), (ROOT / "mkdocs-maintainers.yml").read_text()]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 
@@ -28,13 +29,15 @@ def test_links_lead_somewhere() -> None:
 def test_links_to_the_site_lead_to_its_pages() -> None:
     """`mkdocs build --strict` follows them to their headings."""
     site = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Documentation"]
-    pages = re.findall(r": ([\w/-]+)\.md$", CONFIGURATION.read_text(), re.MULTILINE)
+    pages = re.findall(r": ([\w/-]+)\.md$", SITES[0], re.MULTILINE)
     links = re.findall(r"https://[^)\s]*\.html\b", "".join(path.read_text() for path in DOCUMENTS))
     assert f"{site}/api.html" in links
     assert [link for link in links if link not in {f"{site}/{page}.html" for page in pages}] == []
 
 
-def test_the_site_shows_every_page_once() -> None:
-    shown = Counter(re.findall(r": ([\w/-]+\.md)$", CONFIGURATION.read_text(), re.MULTILINE))
-    assert {path.relative_to(ROOT / "docs").as_posix() for path in PAGES} <= set(shown)
-    assert max(shown.values()) == 1
+def test_the_sites_show_every_page_once() -> None:
+    """Users' pages on one, maintainers' pages on the other, which has CONTRIBUTING.md as index.md."""
+    users, maintainers = (Counter(re.findall(r": ([\w/-]+\.md)$", site, re.MULTILINE)) for site in SITES)
+    assert {path.relative_to(ROOT / "docs").as_posix() for path in PAGES} <= {*users, *maintainers}
+    assert {*users} & {*maintainers} == {"index.md"}
+    assert max(*users.values(), *maintainers.values()) == 1

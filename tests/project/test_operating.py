@@ -20,9 +20,12 @@ from fleets import HAS_RAY, make_records  # noqa: E402
 from model_configs import GEMMA3, LLAMA, QWEN  # noqa: E402
 from model_families import WHISPER  # noqa: E402
 
-SIZING = ROOT / "docs" / "sizing.md"
+DOCS = ROOT / "docs"
+TRACES = DOCS / "request_traces.md"
 STAND_INS = {"trace.jsonl", "agents.jsonl"}
-DOCUMENTS = [SIZING, ROOT / "docs" / "operating.md", ROOT / "docs" / "routers.md"]
+DOCUMENTS = [
+    DOCS / f"{name}.md" for name in ("eviction", "request_traces", "routers", "sizing", "sizing_host", "sizing_models")
+]
 
 
 class Example(NamedTuple):
@@ -50,8 +53,8 @@ EXAMPLES = read_examples()
 
 @pytest.fixture(scope="module")
 def recording() -> Path:
-    """What the page about sizes records."""
-    test = doctest.DocTestParser().get_doctest(SIZING.read_text(), {}, "recording", None, 0)
+    """What the page about traces records."""
+    test = doctest.DocTestParser().get_doctest(TRACES.read_text(), {}, "recording", None, 0)
     assert doctest.DocTestRunner().run(test, clear_globs=False).failed == 0
     return Path(test.globs["path"])
 
@@ -103,6 +106,6 @@ def test_a_command(example: Example, folder: Path) -> None:
 
 
 def test_there_are_commands() -> None:
-    if not SIZING.exists():
+    if not TRACES.exists():
         pytest.skip("the documents are not here")
     assert {example.command.split()[1] for example in EXAMPLES} == {"fleet", "plan", "replay"}
