@@ -5,13 +5,13 @@ Native work is in ``core/waiting/waiting.pyx``.
 
 from collections.abc import Callable, Hashable, Iterator
 from threading import RLock
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from pagepool._core import WaitingLine, WaitingRequest
 from pagepool.arguments import MAX_SIZE, require_choice, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.manager import CacheManager
-from pagepool.request import RequestTraits, TokenIds
+from pagepool.request import EngineRequestStatus, RequestTraits, TokenIds
 from pagepool.specs import find_shard
 
 __all__ = ["Admission", "WaitingQueue", "WaitingStats"]
@@ -22,6 +22,9 @@ MAX_PREFETCHED_SHARE = 0.05
 MAX_STRETCH = 1e6
 
 NO_TRAITS = RequestTraits()
+
+NUM_FETCHED = 16
+"""Requests in order whose pages in a store are looked up before their turn."""
 
 IsReady = Callable[[Hashable], bool]
 """Whether to admit the request of a name now."""
@@ -57,6 +60,34 @@ class WaitingStats(NamedTuple):
     num_overtakes: int
     num_overtaken_tokens: int
     longest_wait_seconds: float
+
+
+class Fetcher(Protocol):
+    """The part of a `pagepool.stores.StoreTier` that a queue calls."""
+
+    def fetch(self, request: Any) -> None:
+        """Start to look up the pages of a request."""
+
+    def is_ready(self, request: Any) -> bool:
+        """Whether to admit a request whose turn it is."""
+
+    def forget(self, request: Any) -> None:
+        """Forget a request that will not be admitted."""
+
+
+class _Stored:
+    """A waiting request as a store's tier reads it, under an id of its own. It has the attributes of its traits."""
+
+    sampling_params, status, num_computed_tokens = None, EngineRequestStatus.WAITING, 0
+
+    def __init__(self, request_id: str, request: WaitingRequest) -> None:
+        self.request_id, self.traits = request_id, request.traits
+        self.all_token_ids = request.token_ids.to_array()
+        self.num_tokens = len(self.all_token_ids)
+        self.is_ready = not self.traits.look_up
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.traits, name)
 
 
 class WaitingQueue:
@@ -100,6 +131,7 @@ class WaitingQueue:
         max_stretch: float = 0.25,
         promote_after_tokens: int = 100_000,
         data_parallel_size: int | None = None,
+        store: Fetcher | None = None,
     ) -> None:
         """`max_overtaken_tokens` is about a step's budget of tokens. Smaller bounds are fairer, and larger ones wait less on
         average.
@@ -107,6 +139,9 @@ class WaitingQueue:
         Of requests with several priorities those of the highest go first. After `promote_after_tokens` tokens of work were
         admitted since it was added, a request also counts in the next higher priority that waits, so that none waits for ever.
         `data_parallel_size` is the batch's.
+
+        With a `store`, the `StoreTier` of the manager, pages of requests are fetched from it: `prefetch` does so for those that
+        are next, and a request whose pages are on their way is passed over.
 
         Raise ArgumentError for values out of range, or if the manager caches with a callable as `hash_algo`; ArgumentTypeError
         for other types.
@@ -141,6 +176,9 @@ class WaitingQueue:
         self._page_size = manager.hash_page_size if manager.enable_caching else 0
         self._lock = RLock()  # taken before the batch's
         self._requests: dict[Hashable, WaitingRequest] = {}
+        self._store = store
+        self._stored: dict[WaitingRequest, _Stored] = {}
+        self._num_stored = 0
 
     def __repr__(self) -> str:
         """Return the order, and the number of waiting requests."""
@@ -231,6 +269,7 @@ class WaitingQueue:
             request = self._requests.pop(name, None)
             if request is not None:
                 self._line.leave(request)
+                self._forget(request)
             return request is not None
 
     # Requests are admitted.
@@ -256,7 +295,7 @@ class WaitingQueue:
             has_skipped = False
             try:
                 while (request := self._line.choose(None if is_idle else step)) is not None:
-                    if is_ready is not None and not is_ready(request.name):
+                    if not self._has_come(request) or not (is_ready is None or is_ready(request.name)):
                         self._line.set_away(request)
                         has_skipped = True
                         continue
@@ -267,8 +306,7 @@ class WaitingQueue:
                         raise
                     if num_hit_tokens is not None:
                         self._line.admit(request, num_hit_tokens, step)
-                        del self._requests[request.name]
-                        return Admission(request.name, num_hit_tokens)
+                        return self._leave(request, num_hit_tokens)
                     if request.hits_fewer and self._line.correct(request):
                         continue
                     if not skips_misfits:
@@ -290,9 +328,14 @@ class WaitingQueue:
                     continue
                 num_hit_tokens = self._line.count_hits(request)
                 self._line.admit(request, num_hit_tokens)
-                del self._requests[request.name]
-                return Admission(request.name, num_hit_tokens)
+                return self._leave(request, num_hit_tokens)
             return None
+
+    def _leave(self, request: WaitingRequest, num_hit_tokens: int) -> Admission:
+        """Forget a request that was admitted."""
+        del self._requests[request.name]
+        self._forget(request)
+        return Admission(request.name, num_hit_tokens)
 
     def peek(self, n: int = 1) -> list[Admission]:
         """Return the first `n` requests in the order in which they would be admitted now, with the tokens that they would hit.
@@ -304,8 +347,8 @@ class WaitingQueue:
             return [Admission(request.name, self._line.count_hits(request)) for request in requests]
 
     def prefetch(self) -> int:
-        """Queue loads of pages in the host tier for the requests that are next. Return the number of these requests. Call it
-        once a step, before `take_moves`.
+        """Queue loads of pages in the host tier for the requests that are next, and look these up in the store. Return the
+        number of requests with loads. Call it once a step, before `take_moves`.
 
         Loaded pages are cached, and nothing holds them. A twentieth of the pool stays free, and at most a twentieth is
         prefetched for requests that still wait. O(waiting requests) for each request with loads.
@@ -315,6 +358,9 @@ class WaitingQueue:
             return 0
         num_loaded = 0
         with self._lock:
+            if self._store is not None:
+                for request in self._line.list_next(NUM_FETCHED):
+                    self._fetch(self._store, request)
             num_left = most - sum(request.num_prefetched for request in self._requests.values())
             for request in self._line.list_next(len(self._requests)):
                 num_pages = self._line.count_loads(request) // self._page_size
@@ -325,6 +371,30 @@ class WaitingQueue:
                 request.num_prefetched += num_pages
                 num_left, num_loaded = num_left - num_pages, num_loaded + 1
         return num_loaded
+
+    def _fetch(self, store: Fetcher, request: WaitingRequest) -> _Stored:
+        """Start to look up a request in the store, unless this was done."""
+        stored = self._stored.get(request)
+        if stored is None:
+            self._num_stored += 1
+            stored = self._stored[request] = _Stored(f"waiting {id(self):x}-{self._num_stored}", request)
+            if not stored.is_ready:
+                store.fetch(stored)
+        return stored
+
+    def _has_come(self, request: WaitingRequest) -> bool:
+        """Whether no page of a request is on its way from the store."""
+        if self._store is None:
+            return True
+        stored = self._fetch(self._store, request)
+        stored.is_ready = stored.is_ready or self._store.is_ready(stored)
+        return stored.is_ready
+
+    def _forget(self, request: WaitingRequest) -> None:
+        """Let the store forget a request that leaves."""
+        stored = self._stored.pop(request, None)
+        if self._store is not None and stored is not None and not stored.is_ready:
+            self._store.forget(stored)
 
     def _load(self, request: WaitingRequest, num_reserved_pages: int) -> bool:
         """Queue the loads of a request. Return False if too few pages are free for them."""

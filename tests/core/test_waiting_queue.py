@@ -374,6 +374,52 @@ def test_prefetching_leaves_a_twentieth_of_the_pool_free() -> None:
     assert queue.prefetch() == 1
 
 
+class SlowStore:
+    """A store whose pages come when the test says so, and that checks how it is asked."""
+
+    def __init__(self) -> None:
+        self.fetched: dict[str, Any] = {}
+        self.ready: set[int] = set()
+        self.num_forgotten = 0
+
+    def fetch(self, request: Any) -> None:
+        assert request.request_id not in self.fetched
+        assert request.num_tokens == len(request.all_token_ids)
+        assert request.cache_salt is None
+        self.fetched[request.request_id] = request
+
+    def is_ready(self, request: Any) -> bool:
+        assert request.request_id in self.fetched
+        if int(request.all_token_ids[0]) in self.ready:
+            del self.fetched[request.request_id]
+            return True
+        return False
+
+    def forget(self, request: Any) -> None:
+        del self.fetched[request.request_id]
+        self.num_forgotten += 1
+
+
+def test_requests_wait_for_pages_from_a_store_and_others_go_first() -> None:
+    batch = make_batch(num_pages=20, host_tier=HostTier(50))
+    store = SlowStore()
+    queue = WaitingQueue(batch._manager, store=store)
+    for number in range(3):
+        queue.add(number, [number] * 40)
+    assert queue.prefetch() == 0
+    assert len(store.fetched) == 3
+    assert batch.admit_next(0, queue) is None
+    store.ready |= {1}
+    assert batch.admit_next(0, queue) == Admission(1, 0)
+    store.ready |= {0}
+    assert batch.admit_next(1, queue) is None  # pages are short: it is not asked again
+    assert queue.remove(2)
+    assert store.num_forgotten == 1
+    batch.release([0])
+    assert batch.admit_next(1, queue) == Admission(0, 0)
+    assert not store.fetched
+
+
 def test_threads_add_and_remove_while_another_admits(switch_often: None) -> None:
     batch = make_batch(num_pages=400)
     queue = WaitingQueue(batch._manager)
