@@ -29,6 +29,7 @@ from pagepool import (
     PageTable,
     RunningBatch,
     SlidingWindowSpec,
+    WaitingQueue,
 )
 from pagepool._core import list_absent
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
@@ -156,6 +157,31 @@ def test_pages_survive_a_restart() -> None:
     stats = second.manager.stats().store
     assert stats is not None
     assert (stats.num_looked_up_pages, stats.num_found_pages, stats.num_loaded_pages, stats.num_saved_pages) == (4, 4, 4, 0)
+
+
+def test_a_queue_fetches_the_pages_of_its_requests() -> None:
+    """Two requests of three hit after a restart, and the other one does not wait for them."""
+    objects: dict[bytes, bytes] = {}
+    first = Host(make_store(objects), write="through")
+    for seed in (1, 2):
+        first.run(tokens(seed))
+    first.stored.close()
+    host = Host(make_store(objects), write="through")
+    queue = WaitingQueue(host.manager, store=host.stored)
+    for seed in (1, 2, 3):
+        queue.add(seed, tokens(seed))
+    queue.prefetch()
+    hits = {}
+    for _ in range(40):
+        host.stored.poll()
+
+        def admit(waiting: Any) -> int:
+            return host.compute(EngineRequest(str(waiting.name), waiting.token_ids.to_list()))
+
+        if (admission := queue.admit_by(admit)) is not None:
+            hits[admission.name] = admission.num_cached_tokens
+    assert hits == {1: 16, 2: 16, 3: 0}
+    assert host.stored.stats().num_waiting_requests == 0
 
 
 def run_encoder(host: Host, key: str, values: Sequence[int]) -> int:
