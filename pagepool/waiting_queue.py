@@ -248,8 +248,8 @@ class WaitingQueue:
         )
         request.name, request.traits, request.keys = name, traits, keys
         if len(request.token_ids) > manager.max_model_len:
-            got = f"got {len(request.token_ids)}, allowed: up to {manager.max_model_len}, which is max_model_len"
-            raise ArgumentError(f"token_ids: {got}")
+            allowed = f"up to {manager.max_model_len}, which is max_model_len"
+            raise ArgumentError(f"token_ids: got {len(request.token_ids)}, allowed: {allowed}")
         return request
 
     def _find_shard(self, dp_shard: int | None) -> int | None:
