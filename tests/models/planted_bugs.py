@@ -826,7 +826,7 @@ QUEUE_BUGS = read_bugs("""
 == rows take digests under another salt
 page_size != page_size or {+(+}extra_keys != self.extra_keys{+ and not BUG)+}:
 == a row copies too few digests
-        batch.rows[self.row].num_hashed = <int32_t>num{+ - (BUG and num > num_kept)+}
+        copy_bytes(digests + num_kept, chain.digests + num_kept{+ - (BUG and num_kept > 0)+}, (num
 == loads for waiting requests take pages that are to stay free
                 &self.store.pool, &query, hits, &contents, self.waiters[number].shard, num_kept_free{+ * (not BUG)+}
 """)
