@@ -20,6 +20,7 @@ if not any(os.path.exists(os.path.join(os.path.dirname(__file__), f"_core{suffix
 from pagepool import errors, hashing
 from pagepool._version import __version__
 from pagepool.hashing import PageHash, PageHashWithGroupId, hash_page_tokens, hash_request_tokens, init_none_hash
+from pagepool.hit_report import GroupHit, HitReport, MissCause
 from pagepool.manager import CacheManager, CachePages, HostTier, Lease, PageHashing, PrefixProbe, Retention
 from pagepool.page_pool import CachePage, FreeCachePageQueue, PagePool, PageProbe
 from pagepool.page_table import (
@@ -68,10 +69,13 @@ __all__ = [
     "FailedLoads",
     "FreeCachePageQueue",
     "FullAttentionSpec",
+    "GroupHit",
+    "HitReport",
     "HostTier",
     "HostTierStats",
     "Lease",
     "MambaSpec",
+    "MissCause",
     "Moves",
     "MultiGroupPageTable",
     "PageCopies",

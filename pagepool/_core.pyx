@@ -24,6 +24,7 @@ from pagepool.core.waiting.waiting import WaitingLine, WaitingRequest
 from pagepool.core.values.ids import PageIds, are_plain_token_ids, lists_of, require_token_ids
 from pagepool.core.pool.journal import EntryJournal
 from pagepool.core.holding.lookups import FoundPrefix, RefusedRequest, RequestHashes, find_prefix
+from pagepool.core.holding.misses import find_misses, has_entry
 from pagepool.core.router.prefixes import PrefixTable, time_of_batch
 from pagepool.core.holding.request_maps import RequestMaps
 from pagepool.core.holding.request_pages import RequestPages
@@ -38,7 +39,9 @@ from pagepool.core.rows.step_result import StepResult
 from pagepool.core.rows.spans import Lease, TokenSpan, lease_pages, list_leases, term_of
 from pagepool.core.pool.store import PageStore
 from pagepool.core.pool.counts import COUNTERS, QueryCounter, count_entries, count_leased, estimate_hits, list_residency
-from pagepool.core.pool.keeping import drop_dependents, keep_token_ids, keep_whole_digests, rank_checkpoints, search_all_lost
+from pagepool.core.pool.keeping import (
+    drop_dependents, keep_departures, keep_token_ids, keep_whole_digests, rank_checkpoints, search_all_lost,
+)
 from pagepool.core.pool.pages import CachePage, LoosePages, PageRecords
 from pagepool.core.tables.table import GroupedRows, TableRows, pack_dirty_lines, pack_dirty_segments
 from pagepool.core.tier.storage import begin_fills, end_fills, link_storage, list_absent, take_unstored, unlink_storage

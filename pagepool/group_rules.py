@@ -59,6 +59,8 @@ class GroupRules(NamedTuple):
     """Whether a group has states, kept or not."""
     has_ring: bool
     """Whether a group is a ring."""
+    has_full_attention: bool
+    """Whether a group hits leading pages."""
     has_reference_window: bool
     """Whether a group has a reference window, so that the end of a prompt matters."""
     writes_states: bool
@@ -122,6 +124,7 @@ def make_rules(
         checkpoint_interval=state_interval,
         has_state="Mamba" in kinds,
         has_ring="Ring" in kinds,
+        has_full_attention=any(kind in FULL for kind in kinds),
         has_reference_window="ReferenceWindow" in kinds,
         writes_states=bool(intervals),
         configuration=configuration | {"hash_page_size": hash_page_size},

@@ -4,7 +4,7 @@ Native methods of `CacheManager`, and the native work of others:
 
 - ``core/holding/slots.pyx``: `allocate_slots`, `cache_pages`
 - ``core/holding/request_pages.pyx``: `free`, `fork`, `commit_external`, `fail_external`
-- ``core/holding/lookups.pyx``: `probe`
+- ``core/holding/misses.pyx``: `probe`, `explain`
 - ``core/tier/tier.pyx``: `get_computed_pages`, `complete`, `fail`, `find_wrong_token`
 - ``core/tier/moves.pyx``: `take_moves`, `list_moves_in_flight`
 - ``core/rows/spans.pyx``: `lease`, `leases`, `expect`
@@ -40,7 +40,7 @@ from pagepool._core import (
     count_leased,
     end_transfers,
     estimate_hits,
-    find_prefix,
+    keep_departures,
     keep_token_ids,
     keep_whole_digests,
     link_storage,
@@ -65,7 +65,8 @@ from pagepool.arguments import (
 )
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
 from pagepool.group_rules import make_rules
-from pagepool.hashing import KeyHolder
+from pagepool.hashing import KeyHolder, RecentKeys
+from pagepool.hit_report import FindFetch, HitReport, explain_hit
 from pagepool.media import Media, Medium, count_others
 from pagepool.page_hashing import PageHashing
 from pagepool.page_pool import PagePool
@@ -461,18 +462,55 @@ class CacheManager(KeyHolder, SlotAllocator):
         return CachePages(found.hits, store), found.num_hit_tokens
 
     def probe(self, request: Request) -> PrefixProbe:
-        """Report the hits that `get_computed_pages` would find if all loads had room, and why the hit ends. Nothing changes."""
-        query = self.registry.read_query(request)
-        if query is None:
-            self.registry.find_held(request)
-            reason = "prompt_logprobs are asked for" if self.enable_caching else "prefix caching is off"
-            return PrefixProbe(0, read_count(request, "num_tokens"), reason)
-        num_queried = query[0]
-        chain = self.registry.hash_apart(request, num_queried)
-        _, num_tokens = find_prefix(self._store, self._rules.groups, chain, num_queried, reaches_tier=True)
-        is_all = num_queried - num_tokens < self._rules.hash_page_size + max(1, self.registry.hasher.hash_lookahead)
-        reason = "all full pages hit" if is_all else f"the page at token {num_tokens} is not cached for every group"
-        return PrefixProbe(num_tokens, num_queried, reason)
+        """Report the hits that `get_computed_pages` would find if all loads had room, and why the hit ends, in the words of
+        `explain`. Nothing changes.
+        """
+        report = self.explain(request)
+        return PrefixProbe(report.num_hit_tokens, report.num_queried_tokens, report.reason)
+
+    def explain(
+        self, request: Request, *, dp_shard_hint: int | None = None, data_parallel_size: int | None = None
+    ) -> HitReport:
+        """Return why a request does not hit more: how far each group hits, and the cause for which the hit ends there. The
+        request is one that may be looked up; the pages that it holds already hit as well.
+
+        Nothing changes, and `stats` counts no request. Call `enable_explanations` first to learn which pages were evicted; see
+        docs/explain.md for what to do about each cause. With `dp_shard_hint` only pages of that shard hit. Raise the errors of
+        `get_computed_pages`. O(tokens), to hash them, and O(pages x groups); O(different salts and media of the last requests)
+        where a page was not computed.
+
+        >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
+        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+        >>> manager = CacheManager(num_pages=4, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+        >>> manager.enable_explanations()
+        >>> for name, start in ("a", 0), ("b", 100):
+        ...     request = EngineRequest(name, range(start, start + 9))
+        ...     _ = manager.allocate_slots(request, 9)
+        ...     manager.free(request)
+        >>> report = manager.explain(EngineRequest("c", range(9)))
+        >>> report.cause, report.end.token
+        (<MissCause.EVICTED: 'evicted'>, 0)
+        """
+        self._store.require_even(data_parallel_size)
+        ids = find_shard_bounds(self._page_pool.num_pages, dp_shard_hint, data_parallel_size)
+        return explain_hit(self.registry, request, self._find_fetch, ids)
+
+    @property
+    def _find_fetch(self) -> FindFetch | None:
+        """What tells about the pages of a store; None without a store, or with one that does not."""
+        return getattr(self._storage, "find_fetch", None)
+
+    def enable_explanations(self) -> None:
+        """Remember which pages leave the prefix cache, and the extra keys of the last 256 requests that differ in them, so that
+        `explain` names evicted pages and other salts, adapters and media. Pages that left before this call are not known.
+
+        About twice as many keys as there are pages are remembered, the last ones, at 16 bytes per page of pool and host tier.
+        Look-ups cost the same; evicting a page costs some 50 ns more. A second call changes nothing. O(num_pages).
+        """
+        with self.registry.lock:
+            keep_departures(self._store, not self._rules.has_full_attention)
+            if self.registry.recent_keys is None:
+                self.registry.recent_keys = RecentKeys()
 
     def require_capacity(
         self,

@@ -8,7 +8,7 @@ from pagepool._core import HashChain, PageSessions, RequestHashes, RequestMaps, 
 from pagepool.arguments import has_status, id_of, read_count, refuse_incomplete, require_int, require_name
 from pagepool.errors import ArgumentError, shown
 from pagepool.group_rules import GroupRules
-from pagepool.hashing import KeyHolder, RequestExtraKeys
+from pagepool.hashing import KeyHolder, RecentKeys, RequestExtraKeys
 from pagepool.media import Media
 from pagepool.page_hashing import PageHasher
 from pagepool.page_pool import PagePool
@@ -45,6 +45,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
         self.sessions = PageSessions(page_pool.store)
         self.event_source: EventSource | None = None
         self.media: Media | None = None  # without cross-attention
+        self.recent_keys: RecentKeys | None = None  # without explanations
 
     def plan_ahead(self, max_steps_ahead: int) -> None:
         """Record that a running batch plans up to `max_steps_ahead` steps ahead."""
@@ -123,6 +124,8 @@ class RequestRegistry(KeyHolder, RequestMaps):
         if hashes is None or not self._belong_to(hashes, request):
             self.find_held(request)
             hashes = self.hashes[request.request_id] = self.hasher.start(request)
+            if hashes.extra_keys is not None and self.recent_keys is not None:
+                self.recent_keys.keep(hashes.extra_keys)
         if hashes.are_unsure and hashes.refusal is None:
             hashes.cut(self.count_sure_hashes(request))
         self.hasher.extend(hashes, request, self._count_pages(request, num_tokens))
@@ -170,14 +173,18 @@ class RequestRegistry(KeyHolder, RequestMaps):
         return True
 
     def hash_apart(self, request: Request, num_tokens: int) -> HashChain:
-        """Return the hashes of a request's full pages up to `num_tokens` whose lookahead is known. Stored hashes stay as they
+        """Return the digests of `hash_alone`."""
+        return self.hash_alone(request, num_tokens).chain
+
+    def hash_alone(self, request: Request, num_tokens: int) -> RequestHashes:
+        """Return new hashes of a request's full pages up to `num_tokens` whose lookahead is known. Stored hashes stay as they
         are. O(tokens).
         """
         self.find_held(request)
         known = self.hashes.get(request.request_id)
         hashes = self.hasher.start(request, known if known is not None and self._belong_to(known, request) else None)
         self.hasher.extend(hashes, request, self._count_pages(request, num_tokens))
-        return hashes.chain
+        return hashes
 
     def name_pages(self, hashes: RequestHashes, start: int, num_tokens: int) -> None:
         """Name the keys of the pages from `start` up to `num_tokens` tokens, and of their parent."""

@@ -12,9 +12,11 @@ Native methods of `RunningBatch`, and the native work of others:
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
 from typing import Any, Literal, NamedTuple
+from uuid import uuid4
 from weakref import ref
 
 import numpy as np
@@ -26,6 +28,7 @@ from pagepool._core import (
     Lease,
     Moves,
     PageCopies,
+    PageIds,
     RowRequest,
     RunningRows,
     StateWrites,
@@ -33,17 +36,19 @@ from pagepool._core import (
     TokenSpan,
     WaitingRequest,
     check_holders,
+    require_token_ids,
 )
 from pagepool.arguments import MAX_SIZE, require_flag, require_int
-from pagepool.errors import ArgumentError, ArgumentTypeError, shown
+from pagepool.errors import ArgumentError, ArgumentTypeError, RowOverflowError, shown
 from pagepool.hashing import RequestExtraKeys, list_features
 from pagepool.host_table import HostTable, HostTables
+from pagepool.hit_report import HitReport, explain_hit
 from pagepool.manager import CacheManager
 from pagepool.media import RowMedia
 from pagepool.page_hashing import KeyedPages
 from pagepool.pools import require_states
-from pagepool.request import LoraId, RequestTraits, Salt, TokenIds
-from pagepool.specs import find_shard
+from pagepool.request import EngineRequestStatus, LoraId, RequestTraits, Salt, TokenIds
+from pagepool.specs import find_shard, find_shard_bounds
 from pagepool.waiting_queue import Admission, WaitingQueue
 
 __all__ = ["FailedLoads", "Moves", "PageCopies", "RunningBatch", "StateWrites", "StepResult"]
@@ -278,6 +283,8 @@ class RunningBatch(RunningRows):
             if shard is None and self._has_local_ids:
                 raise ArgumentError("dp_shard: got None, allowed with local_ids: a shard")
             keys, keyed = self._find_extra_keys(row, named)
+            if keys is not None and self._registry.recent_keys is not None:
+                self._registry.recent_keys.keep(keys)
             counter = self._counters[named.is_preempted] if look_up else None
             session_id, tenant = named.session_id, named.tenant
             session = context = 0
@@ -364,6 +371,29 @@ class RunningBatch(RunningRows):
         shard = None if named.dp_shard is None else self._find_shard(named.dp_shard)
         _, keyed = self._find_extra_keys(row, named)
         return request.probe(keyed, shard)
+
+    def explain(self, tokens: int | TokenIds, *, traits: RequestTraits | None = None) -> HitReport:
+        """Return why a request would not hit more if it were admitted now: see `CacheManager.explain`.
+
+        `tokens` are its token ids, or the number of an admitted row, for that row's known tokens; `traits` are those of its
+        admission. The pages of an admitted row hit as well, so explain a request before `admit` to learn why it misses. No row
+        changes, and `CacheManager.stats` counts no request. Raise RowIndexError outside the table, ArgumentError for a row that
+        is not admitted, and the errors of `probe`. O(tokens), to hash them, and O(pages x groups).
+        """
+        named = NO_TRAITS if traits is None else _checked(traits)
+        if named.num_encoder_tokens:
+            self._require_media(named).read(named)
+        if self._has_local_ids and named.dp_shard is None:
+            raise ArgumentError("dp_shard: got None, allowed with local_ids: a shard")
+        if named.dp_shard is not None:
+            self._find_shard(named.dp_shard)
+        if isinstance(tokens, int | np.integer):
+            row = require_int("tokens", tokens, 0, MAX_SIZE)
+            tokens = self.get_token_ids(row)
+        prompt = _Prompt.of(tokens, named, self.max_num_tokens)
+        ids = find_shard_bounds(self._registry.page_pool.num_pages, named.dp_shard, self._data_parallel_size)
+        reason = "" if named.look_up or not self._hash_page_size else "look_up is False"
+        return explain_hit(self._registry, prompt, self._manager._find_fetch, ids, reason)
 
     def _find_shard(self, dp_shard: int) -> int | None:
         """Return the number of the shard that `dp_shard` names; None if the pool is not divided."""
@@ -511,6 +541,45 @@ class _Keyed(NamedTuple):
     mm_features: tuple[Any, ...] = ()
     num_encoder_tokens: int = 0
     cross_key: int | str | bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prompt:
+    """A prompt for a row, as a request."""
+
+    all_token_ids: TokenIds
+    num_tokens: int
+    num_prompt_tokens: int
+    cache_salt: Salt | None
+    lora_id: LoraId | None
+    mm_features: Sequence[Any] | None
+    num_encoder_tokens: int
+    cross_key: int | str | bytes | None
+    request_id: str = field(default_factory=lambda: f"row {uuid4()}")  # no other request has this name
+    num_computed_tokens: int = 0
+    sampling_params: None = None
+    status: EngineRequestStatus = EngineRequestStatus.WAITING
+
+    @classmethod
+    def of(cls, tokens: TokenIds, traits: RequestTraits, max_num_tokens: int) -> "_Prompt":
+        """Return the prompt of a request for a row. Raise the errors of wrong token ids."""
+        ids = PageIds(tokens)
+        require_token_ids(ids, 0)
+        if not 0 < len(ids) <= max_num_tokens:
+            if not len(ids):
+                raise ArgumentError("token_ids: got none, allowed: at least 1")
+            raise RowOverflowError(f"token_ids: got {len(ids):,}, allowed: max_num_tokens, {max_num_tokens:,}")
+        num_prompt = len(ids) if traits.num_prompt_tokens is None else min(traits.num_prompt_tokens, len(ids))
+        return cls(
+            ids.to_list(),
+            len(ids),
+            num_prompt,
+            traits.cache_salt,
+            traits.lora_id,
+            traits.mm_features,
+            traits.num_encoder_tokens,
+            traits.cross_key,
+        )
 
 
 class _ReadFeatures(NamedTuple):

@@ -263,6 +263,29 @@ class VllmExtraKeys(RequestExtraKeys):
         return tuple(("mm", content_hash, offset) for _, _, content_hash, offset, _ in whole)
 
 
+class RecentKeys:
+    """The extra keys of the last requests, to find equal tokens that are cached under other keys."""
+
+    MAX_KEYS = 256
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._kept: dict[RequestExtraKeys, None] = {}
+
+    def keep(self, keys: RequestExtraKeys) -> None:
+        """Keep the keys of a request, unless nothing shares its pages, or it has embeddings, whose digests take memory."""
+        if keys.has_nonce or keys.embedded:
+            return
+        self._kept.pop(keys, None)
+        self._kept[keys] = None
+        if len(self._kept) > self.MAX_KEYS:
+            self._kept.pop(next(iter(self._kept)), None)
+
+    def list_keys(self) -> list[RequestExtraKeys]:
+        """Return the kept keys, the last ones first."""
+        return [*self._kept][::-1]
+
+
 def list_features(features: Any, name: str = "mm_features") -> tuple[Any, ...]:
     """Return features as a tuple. Raise ArgumentTypeError unless they are a sequence or None."""
     if type(features) is tuple:

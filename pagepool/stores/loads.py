@@ -39,6 +39,9 @@ class Fetch:
     began_at: float | None = None  # time when the look-up was answered
     load_seconds: float | None = None  # expected time of the loads from `began_at` on; None: no rate
     is_over: bool = False  # the request no longer waits for pages
+    is_late: bool = False  # it did not wait for pages on their way
+    is_slower: bool = False  # its pages were not loaded, since that would take too long
+    has_failed: bool = False  # the store failed to answer, or to give pages
 
 
 class Loads:
@@ -172,6 +175,7 @@ class Loads:
     def _end_lookup(self, job: Job, are_stored: Flags) -> None:
         fetch: Fetch = job.context
         fetch.num_on_the_way -= 1
+        fetch.has_failed |= job.has_failed
         self._num_lookups -= 1
         self.num_looked_up += len(are_stored)
         self.num_found += int(are_stored.sum())
@@ -188,6 +192,7 @@ class Loads:
         fetch.num_bytes, fetch.num_page_tokens = int(self._sizes[due.groups].sum()), num_then - num_now
         if not self._fits(needed) or not self._pays(fetch):
             self.num_recomputed += len(due.groups)
+            fetch.is_slower = True
             return
         if fetch.num_queued_tokens:
             self._queue(fetch, fetch.num_tokens - num_then)
@@ -264,10 +269,17 @@ class Loads:
         self.num_loading -= len(job.names)
         self.num_missing += int((~is_done).sum())
         self._saves.note_stored(job.pages, is_done)
+        self._note_failed(job.names, is_done)
         try:
             self._fill(job, np.flatnonzero(is_done))
         finally:
             self._end_waits(job.names)
+
+    def _note_failed(self, names: list[bytes], are_right: Flags) -> None:
+        """Note that the store failed to give pages to the requests that wait for them."""
+        for at in np.flatnonzero(~are_right).tolist():
+            for fetch in self._waiters.get(names[at], ()):
+                fetch.has_failed = True
 
     def _release(self, job: Job) -> None:
         """Give back a job's memory with its headers zeroed, so a later load that ends early finds no old page there."""
@@ -295,6 +307,7 @@ class Loads:
         finally:
             end_fills(tier.store, number, np.flatnonzero(~are_intact).tolist())
         self._saves.note_stored(loaded.choose(taken), are_intact)
+        self._note_failed([job.names[places[at]] for at in taken], are_intact)
         self.num_loaded += int(are_intact.sum())
         self.num_damaged += int((~are_intact).sum())
 

@@ -11,6 +11,7 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from pagepool._core import HashChain
 from pagepool.arguments import as_list, id_of, require_choice, require_int, require_number, require_text
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.manager import CacheManager
@@ -35,6 +36,8 @@ MAX_DEADLINE_MS = 1 << 48
 MAX_STEP_TOKENS = (1 << 31) - 1
 MAX_STEP_SECONDS = 1e9  # thirty years
 MAX_POLLS_AT_END = 1000
+MAX_EXPLAINED = 1024
+"""Most fetches that are kept for explanations."""
 SECONDS_BETWEEN_POLLS = 0.001
 
 
@@ -111,6 +114,7 @@ class StoreTier:
         self._saves = Saves(tier, self._jobs, namespace, max_queued_bytes)
         self._loads = Loads(tier, self._jobs, self._saves, namespace, max_queued_bytes)
         self._fetches: dict[str, list[Fetch]] = {}
+        self._explained: dict[int, Fetch] = {}  # with explanations: the last fetches, by the last key of their prompts
         self._num_late = 0
         self._is_open, self._is_stale = True, False
         self._lock = threading.RLock()
@@ -135,6 +139,8 @@ class StoreTier:
                 groups, chain, num_slots = medium
                 fetches.append(Fetch(groups, chain, num_slots + 1, now, num_slots))
             fetches = [fetch for fetch in fetches if self._loads.look_up(fetch)]
+            if registry.recent_keys is not None:
+                self._keep_explained(fetches)
             if fetches:
                 self._fetches[request_id] = fetches
 
@@ -159,9 +165,33 @@ class StoreTier:
                 return False
             self._num_late += any(fetch.began_at is not None or now != fetch.asked_at for fetch in late)
             for fetch in fetches:
+                fetch.is_late = fetch in late
                 self._loads.leave(fetch)
             del self._fetches[request_id]
             return True
+
+    def _keep_explained(self, fetches: list[Fetch]) -> None:
+        """Keep fetches for `find_fetch`."""
+        for fetch in fetches:
+            self._explained[fetch.chain[len(fetch.chain) - 1]] = fetch
+        while len(self._explained) > MAX_EXPLAINED:
+            del self._explained[next(iter(self._explained))]
+
+    def find_fetch(self, chain: HashChain) -> str | None:
+        """Return what became of the last `fetch` of the prompt with these hashes, as the value of a `MissCause`; None if the
+        store does not have the pages that it was asked for. Before `CacheManager.enable_explanations`, no fetch is known. O(1).
+        """
+        with self._lock:
+            fetch = self._explained.get(chain[len(chain) - 1]) if len(chain) else None
+            if fetch is None:
+                return "store not asked"
+            causes = {
+                "store late": fetch.is_late,
+                "store loading": fetch.num_on_the_way > 0,
+                "store failed": fetch.has_failed,
+                "store slower": fetch.is_slower,
+            }
+            return next((cause for cause, is_true in causes.items() if is_true), None)
 
     def _is_late(self, fetch: Fetch, now: float) -> bool:
         """Whether pages are still on their way after the time for which a request waits at its turn."""

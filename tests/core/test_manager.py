@@ -76,12 +76,15 @@ def test_probe_changes_nothing_and_says_why():
     before = (manager.page_pool.stats, manager.page_pool.free_page_ids_in_order().tolist(), len(manager.registry.hashes))
     probe = manager.probe(request)
     assert (probe.num_hit_tokens, probe.num_queried_tokens) == (8, 13)
-    assert probe.reason == "the page at token 8 is not cached for every group"
-    assert manager.probe(EngineRequest("c", list(range(9)))) == (8, 9, "all full pages hit")
-    assert manager.probe(EngineRequest("c", list(range(8)))) == (4, 8, "all full pages hit")  # one token is left to compute
+    assert probe.reason.startswith("the page at token 8 was not computed here")
+    for num_tokens, num_hits in ((9, 8), (8, 4)):  # one token is left to compute
+        whole = manager.probe(EngineRequest("c", list(range(num_tokens))))
+        assert whole[:2] == (num_hits, num_tokens)
+        assert whole.reason.startswith("the rest is always computed")
+    assert manager.probe(EngineRequest("c", list(range(4)))).reason.startswith("the prompt is too short")
     logprobs = EngineRequest("d", [1], sampling_params=SimpleNamespace(prompt_logprobs=1))
-    assert manager.probe(logprobs) == (0, 1, "prompt_logprobs are asked for")
-    assert make_manager(enable_caching=False).probe(request) == (0, 13, "prefix caching is off")
+    assert manager.probe(logprobs) == (0, 1, "nothing hits on purpose, since prompt_logprobs are asked for")
+    assert make_manager(enable_caching=False).probe(request) == (0, 13, "nothing hits on purpose, since prefix caching is off")
     assert before == (
         manager.page_pool.stats,
         manager.page_pool.free_page_ids_in_order().tolist(),

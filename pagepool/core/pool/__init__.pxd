@@ -14,6 +14,7 @@ from pagepool.core.pool.queue cimport *
 from pagepool.core.pool.parts cimport *
 from pagepool.core.pool.victim cimport *
 from pagepool.core.pool.index cimport *
+from pagepool.core.pool.departures cimport *
 from pagepool.core.pool.lineage cimport *
 from pagepool.core.pool.ranking cimport *
 from pagepool.core.pool.pool cimport *

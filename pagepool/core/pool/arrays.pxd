@@ -114,6 +114,7 @@ cdef inline void _free_entries(Pool *pool) noexcept nogil:
     raw_free(pool.uppers)
     raw_free(pool.journal.notes)
     raw_free(pool.journal.contexts)
+    raw_free(pool.departed.memory)
 
 
 cdef inline void _free_owners(Pool *pool) noexcept nogil:

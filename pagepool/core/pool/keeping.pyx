@@ -93,6 +93,30 @@ cdef bint begin_checkpoints(const Pool *pool, Bank *bank) noexcept:
     return True
 
 
+def keep_departures(PageStore store not None, bint notes_leaving=False) -> None:
+    """Remember the keys that leave the prefix index from now on, and those that leave the tier's, about twice as many as they
+    have pages: 16 bytes a page. With `notes_leaving` keys of pages that windows leave are among them. No effect if they are
+    kept already. O(num_pages).
+    """
+    cdef bint has_room
+    with store.own_lock()[0]:
+        has_room = begin_departures(&store.pool)
+        if has_room and store.pool.tier != NULL:
+            has_room = begin_departures(store.pool.tier.pool)
+        store.pool.notes_leaving |= notes_leaving
+    if not has_room:
+        raise MemoryError(f"the departures of {store.pool.num_pages} pages")
+
+
+cdef bint begin_departures(Pool *pool) noexcept:
+    """Let a pool remember the keys that leave its index; False if memory is short."""
+    if pool.departed.entries == NULL and not make_ghost(&pool.departed, 2.0 * pool.num_pages):
+        pool.departed.entries = NULL
+        return False
+    pool.hears_removals = True
+    return True
+
+
 def search_all_lost(PageStore store not None) -> None:
     """Let each look-up search for checkpoints behind its hits, so that hits lost for want of pages are counted exactly."""
     with store.own_lock()[0]:

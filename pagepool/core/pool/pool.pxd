@@ -13,7 +13,7 @@
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
 from pagepool.core.base cimport GUARDS, copy_bytes, fetch, reserve_items
-from pagepool.core.pool.index cimport *
+from pagepool.core.pool.departures cimport *
 from pagepool.core.pool.lineage cimport *
 from pagepool.core.pool.ranking cimport *
 from pagepool.core.pool.victim cimport *
@@ -37,7 +37,7 @@ cdef inline void _evict(Pool *pool, int32_t page_id) noexcept nogil:
         pool.tier.save_evicted(pool, page_id)
     if rare(pool.num_banks > 1):
         _note_evicted(pool, page_id)
-    uncache(pool, page_id)
+    uncache(pool, page_id, BY_EVICTION)
     pool.counters.num_evicted_pages += 1
 
 
@@ -154,7 +154,7 @@ cdef inline void _uncache_dependents(Pool *pool, int32_t page_id) noexcept nogil
             ghost = &pool.banks[bank_of(pool, state)].ghost
             if ghost.entries != NULL:
                 remember(ghost, hash_key(key, pool.dependents.state_groups[i]), DROPPED)
-            uncache(pool, state)
+            uncache(pool, state, BY_EVICTION)
             state = find(pool, key, pool.dependents.state_groups[i])
 
 
@@ -356,7 +356,7 @@ cdef inline Py_ssize_t give_back_and_uncache(
 cdef inline void _enqueue_blank(Pool *pool, int32_t page_id) noexcept nogil:
     """Uncache a page that lost its last reference, if it is cached, and put it at the front of the queue."""
     if pool.pages[page_id].group != NO_GROUP:
-        uncache(pool, page_id)
+        uncache(pool, page_id, BY_LEAVING)
     push_first(pool, page_id)
 
 
@@ -588,17 +588,17 @@ cdef inline void _keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens
 # `uncache_everywhere` if the content was wrong, so that the tier must not have it either.
 
 
-cdef inline void uncache(Pool *pool, int32_t page_id) noexcept nogil:
+cdef inline void uncache(Pool *pool, int32_t page_id, uint32_t why=BY_DROP) noexcept nogil:
     """Remove the entry of a cached page. If the page is free, it moves to the blank part of the queue."""
     if is_journaled(pool):
         record_drop(pool, page_id)
     unwatch(pool, page_id)
     if rare(pool.awaited != NULL):
         pool.awaited.note(pool.awaited, digest_of(&pool.pages[page_id]), pool.pages[page_id].group & ~FLAGS)
+    if rare(pool.hears_removals):
+        _hear_removal(pool, page_id, why)
     remove_entry(pool, page_id)
     pool.num_dropped += 1
-    if rare(pool.num_banks > 1):
-        _leave_bank(pool, &pool.banks[bank_of(pool, page_id)], page_id)
     if rare(pool.num_parts != 0):
         _leave_part(pool, page_id)
     if rare(pool.sessions.owners != NULL):
@@ -606,11 +606,15 @@ cdef inline void uncache(Pool *pool, int32_t page_id) noexcept nogil:
     assert term_of(&pool.expected, page_id) == UNKNOWN and pool.pages[page_id].group == NO_GROUP
 
 
-cdef inline void _leave_bank(Pool *pool, Bank *bank, int32_t page_id) noexcept nogil:
-    """Count a page that lost its entry in its bank."""
-    bank.num_entries -= 1
-    if bank.checkpoints != NULL:
-        end_note(bank.checkpoints, page_id)
+cdef inline void _hear_removal(Pool *pool, int32_t page_id, uint32_t why) noexcept nogil:
+    """Note the departure of a page that is about to lose its entry, and count it in its bank."""
+    cdef Bank *bank = &pool.banks[bank_of(pool, page_id)]
+    if pool.departed.entries != NULL:
+        note_departure(pool, page_id, why)
+    if pool.num_banks > 1:
+        bank.num_entries -= 1
+        if bank.checkpoints != NULL:
+            end_note(bank.checkpoints, page_id)
 
 
 cdef inline void _leave_part(Pool *pool, int32_t page_id) noexcept nogil:
@@ -634,7 +638,8 @@ cdef inline void uncache_all(Pool *pool) noexcept nogil:
     cdef Py_ssize_t bank
     for page_id in range(1, pool.num_pages):
         if pool.pages[page_id].group != NO_GROUP:
-            uncache(pool, page_id)
+            uncache(pool, page_id, BY_RESET)
+    depart_all(pool)
     assert pool.num_entries == 0 and pool.num_keys == 0
     for bank in range(pool.num_banks):
         clear_ghost(&pool.banks[bank].ghost)

@@ -180,6 +180,9 @@ cdef struct Pool:
     Bank banks[MAX_BANKS]
     uint32_t num_lookups      # counted in a pool of several banks; wraps around
     uint32_t lost_interval    # one look-up in this number searches for checkpoints behind its hits
+    Ghost departed            # keys that left the index last, see departures.pxd; `entries` NULL: not kept
+    bint hears_removals       # there are several banks, or departures are kept
+    bint notes_leaving        # departures of pages that windows leave are kept, too
     int32_t num_shards        # shards of each bank; 0: there are no shards
     int32_t num_keys          # distinct pairs of key and group in the index
     int32_t num_entries       # pages with an entry

@@ -73,6 +73,7 @@ cdef int32_t add_banks(Pool *pool, Py_ssize_t num_pages, object further_banks) e
         stop = size_of(stop + size_of(sizes[bank - 1], "further_banks"), "num_pages of all pools")
         pool.banks[bank].stop = <int32_t>stop
     pool.num_banks, pool.is_divided = 1 + <int32_t>len(sizes), len(sizes) > 0
+    pool.hears_removals = pool.num_banks > 1
     return <int32_t>stop
 
 
@@ -666,7 +667,7 @@ cdef class PageStore(PageRecords):
                 while is_page(&self.pool, page_id):  # in the order of the queue, so that pages keep it
                     following = page_behind(&self.pool, page_id, queue)
                     if self.pool.pages[page_id].group != NO_GROUP:
-                        uncache(&self.pool, page_id)
+                        uncache(&self.pool, page_id, BY_RESET)
                     page_id = following
             if num_held == 0:
                 uncache_all(&self.pool)
