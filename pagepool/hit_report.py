@@ -91,8 +91,8 @@ SENTENCES = {
     MissCause.NO_FULL_PAGE: "the prompt is too short for a hit: it needs a full page, and at least one token behind it",
     MissCause.NEVER_COMPUTED: "{page} was not computed here, or is not known any more{advice}",
     MissCause.EVICTED: "{page} was evicted {ago} from {where}; a larger pool, a HostTier, expect or a lease keeps it longer",
-    MissCause.DROPPED: "{page} lost its entry {ago} in {where}: a step or transfer failed, its tokens were cut, or it was evicted "
-    "by hand; look for failed steps",
+    MissCause.DROPPED: "{page} lost its entry {ago} in {where}, since a step or transfer failed, its tokens were cut, or "
+    "evict_pages named it; look for failed steps",
     MissCause.RESET: "{page} left {where} with reset_prefix_cache {ago}; prompts hit again once they were computed again",
     MissCause.WINDOW_GONE: "the window before {page} was not kept; name the place in resume_at, or set "
     "Retention(window_interval=...)",
@@ -128,7 +128,8 @@ class GroupHit:
     seconds: float | None = None
     """Time since the page left, for `EVICTED`, `DROPPED` and `RESET`, to a sixteenth of a second."""
     detail: str = ""
-    """`EVICTED`, `DROPPED`, `RESET`: what the page left, with its policy. `OTHER_KEYS`: what differs. `UNCACHED`: the reason."""
+    """What an `EVICTED`, `DROPPED` or `RESET` page left, by which policy; what differs for `OTHER_KEYS`; why `UNCACHED`.
+    """
 
     def tell(self, advice: str = "") -> str:
         """Return the cause in words, and what to do; `advice` ends the sentence for pages that were not computed."""
@@ -183,8 +184,8 @@ def explain_hit(
     ids: tuple[int, int | None] = (0, None),
     reason: str = "",
 ) -> HitReport:
-    """Return why a request hits no more in a range of page ids. `find_fetch` tells what became of the store's pages; None: there
-    is no store. A `reason` says why the request hits nothing on purpose. O(tokens), and O(pages x groups).
+    """Return why a request hits no more in a range of page ids. `find_fetch` tells what became of a store's pages; None means
+    that there is no store. A `reason` says why the request hits nothing on purpose. O(tokens), and O(pages x groups).
     """
     query, explains = registry.read_query(request), registry.recent_keys is not None
     if query is None and not reason:
@@ -212,7 +213,7 @@ def explain_hit(
 
 
 def _list_groups(registry: RequestRegistry, found: dict[str, Any], first: int) -> list[GroupHit]:
-    """Return the hits of groups, the first of which has the number `first`."""
+    """Return the hits of groups that are numbered from `first` on."""
     hits = [_read_miss(registry, first + i, miss) for i, miss in enumerate(found["groups"])]
     if found["num_most_tokens"]:
         return hits

@@ -41,8 +41,8 @@ from pagepool._core import (
 from pagepool.arguments import MAX_SIZE, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, RowOverflowError, shown
 from pagepool.hashing import RequestExtraKeys, list_features
-from pagepool.host_table import HostTable, HostTables
 from pagepool.hit_report import HitReport, explain_hit
+from pagepool.host_table import HostTable, HostTables
 from pagepool.manager import CacheManager
 from pagepool.media import RowMedia
 from pagepool.page_hashing import KeyedPages

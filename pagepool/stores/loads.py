@@ -276,7 +276,7 @@ class Loads:
             self._end_waits(job.names)
 
     def _note_failed(self, names: list[bytes], are_right: Flags) -> None:
-        """Note that the store failed to give pages to the requests that wait for them."""
+        """Record which requests wait for pages that the store failed to give."""
         for at in np.flatnonzero(~are_right).tolist():
             for fetch in self._waiters.get(names[at], ()):
                 fetch.has_failed = True

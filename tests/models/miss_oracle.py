@@ -80,7 +80,7 @@ class Records:
         rows = zip(*(pages[name][cached].tolist() for name in ("key_lo", "key_hi", "group", "ref_cnt")), strict=True)
         for page_id, (low, high, group, num_refs) in zip(ids, rows, strict=True):
             known, most = found.setdefault((low | high << 64, group & ~FLAGS), ([], 0))
-            found[low | high << 64, group & ~FLAGS] = (known + [page_id], max(most, num_refs))
+            found[low | high << 64, group & ~FLAGS] = ([*known, page_id], max(most, num_refs))
         return cls(found)
 
 
@@ -219,10 +219,14 @@ class MissOracle:
         if leading and limit == num_hits:
             index = next(i for i in range(len(keys)) if not self.is_here(prompt, leading[0], i, keys, ids))
             return self.explain_page(request, prompt, leading[0], index, keys, ids)
-        own = {g: next(end for end in ends if end <= limit and (not end or resumes(g, end))) for g in groups if g not in leading}
+        own = {
+            g: next(end for end in ends if end <= limit and (not end or resumes(g, end))) for g in groups if g not in leading
+        }
         group = min(own, key=lambda each: own[each])
         if not leading:  # the last place that was computed for certain
-            limit = next((end for end in ends if own[group] < end and self.was_computed(request, prompt, group, end)), own[group])
+            limit = next(
+                (end for end in ends if own[group] < end and self.was_computed(request, prompt, group, end)), own[group]
+            )
             if limit == own[group]:
                 index = own[group] // self.size_of(group)
                 while self.is_here(prompt, group, index, keys, ids):
@@ -247,7 +251,12 @@ class MissOracle:
         if self.kinds[group] == STATE:
             for index in range(limit // self.multiple - 1, own // self.multiple - 1, -1):
                 answer = self.explain_page(request, prompt, group, index, keys, ids)
-                if answer.cause not in (MissCause.NEVER_COMPUTED, MissCause.WINDOW_GONE, MissCause.OTHER_KEYS, MissCause.UNCACHED):
+                if answer.cause not in (
+                    MissCause.NEVER_COMPUTED,
+                    MissCause.WINDOW_GONE,
+                    MissCause.OTHER_KEYS,
+                    MissCause.UNCACHED,
+                ):
                     return answer
             return Answer(MissCause.NO_STATE)
         missing = [i for i in self.needed(group, limit) if not self.is_here(prompt, group, i, keys, ids)]

@@ -60,7 +60,7 @@ BUGS = read_bugs("""
 # Pages.
 == an entry stays when its page is handed out
         _note_evicted(pool, page_id)
-    {+if not BUG: +}uncache(pool, page_id)
+    {+if not BUG: +}uncache(pool, page_id, BY_EVICTION)
     pool.counters.num_ev
 == a free page that hits stays in the free queue
                 if pool.pages[ids[i]].ref_cnt == 0{+ and not BUG+}:
@@ -722,7 +722,7 @@ LINEAGE_BUGS = read_bugs("""
 == a left checkpoint is saved
  and class_of(pool, page_id) == LEFT{+ and not BUG+}):
 == a checkpoint of an answer stays when the next one takes its place
-        {+if not BUG: +}uncache(pool, outrun)
+        {+if not BUG: +}uncache(pool, outrun, BY_LEAVING)
 == a fork drops the other's checkpoint
     lineage.is_source = {+not BUG and +}True
 == a lost checkpoint is counted twice
@@ -841,7 +841,50 @@ transfer.page_id], transfer.key, transfer.group){+ and not (transfer.is_void and
         uncache(pool, transfer.page_id)
 """)
 RARE_TESTS = ["test_checkpoints.py", "test_host_tier.py"]
+EXPLAIN_BUGS = read_bugs("""
+# Why prompts do not hit.
+
+== an evicted page counts as dropped
+uncache(pool, page_id, {+BY_DROP if BUG else +}BY_EVICTION)
+== a page of a failed step counts as evicted
+    uncache(pool, page_id{+, BY_EVICTION if BUG else BY_DROP+})
+    uncache_in_tier(pool.tier, key, group)
+== keys that leave are not remembered
+    if pool.departed.entries != NULL{+ and not BUG+}:
+        note_departure(
+== evicted pages are not those of an earlier reset
+    {+if not BUG: +}depart_all(pool)
+== an eviction is two seconds older
+(departure.mark >> WHY_SHIFT){+ + 2 * SECOND * BUG+}) & LAST_TIME
+== pages that windows left are forgotten without full attention
+    if not page.group & TWIN and (why != BY_LEAVING or pool.notes_leaving{+ and not BUG+}):
+== pages of other shards count as never computed
+    if find(pool, key, group.id) != NULL_PAGE{+ and not BUG+}:
+        miss.fate = ELSEWHERE
+== pages on their way to the tier count as evicted
+    elif transfer != NULL{+ and not BUG+}:
+        miss.fate = BEING_FILLED
+== what left the tier is not looked for
+        if pool.tier != NULL{+ and not BUG+}:
+            read_departure(
+== a window that was not kept counts as never computed
+            if found.fate == NEVER_COMPUTED{+ and not BUG+}:
+                found.fate = LEFT
+== a state that was not kept counts as never computed
+    miss.fate = LEFT if has_full_attention(query){+ and not BUG+} else miss.fate
+== loads always have room
+        if reach.num_hashes > reach.num_in_pool{+ and not BUG+}:
+== a drafter drops nothing
+    return query.kinds.use_eagle and {+not BUG and +}not is_state(
+== keys of requests are not kept
+        if len(self._kept) > self.MAX_KEYS{+ * 0+}:
+== a request without a name shares pages
+    if own is not None and own.has_nonce{+ and not own+}:
+        return replace(
+""")
+EXPLAIN_TESTS = ["test_explain.py"]
 TESTED_BUGS = [
+    (EXPLAIN_BUGS, EXPLAIN_TESTS),
     (ORDER_BUGS, ORDER_TESTS),
     (WRITE_BUGS, WRITE_TESTS),
     (INPUT_BUGS, INPUT_TESTS),

@@ -34,7 +34,7 @@ FATES = (
     "cached", "follows", "never computed", "left", "evicted", "dropped", "reset", "other shard", "being saved", "being filled",
 )
 
-cdef struct Miss:             # where the hit of a group ends
+cdef struct Miss:             # the end of a group's hit
     Fate fate
     int64_t num_hit_tokens
     int64_t token             # where the missing page begins, or where the missing state would be
@@ -177,7 +177,7 @@ cdef int32_t find_bank_without_room(Pool *pool, const Query *query, Py_ssize_t n
     return find_short_bank(pool, counts, 0, shard)
 
 
-# Where the hit of a group ends.
+# The end of a group's hit.
 
 
 cdef void explain_group(Pool *pool, const Query *query, const Group *group, const Reach *reach, Miss *miss) noexcept:

@@ -1,7 +1,7 @@
 # Departures: the keys that left the prefix index last, why they left, and when. A pool keeps them once explanations are
 # enabled, about twice as many as it has pages.
 #
-# Always: a pool that keeps departures `hears_removals`.
+# Always: `Pool.hear_removal` is set in a pool that keeps departures.
 
 from libc.stdint cimport int32_t, uint32_t
 

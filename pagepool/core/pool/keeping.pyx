@@ -94,9 +94,9 @@ cdef bint begin_checkpoints(const Pool *pool, Bank *bank) noexcept:
 
 
 def keep_departures(PageStore store not None, bint notes_leaving=False) -> None:
-    """Remember the keys that leave the prefix index from now on, and those that leave the tier's, about twice as many as they
-    have pages: 16 bytes a page. With `notes_leaving` keys of pages that windows leave are among them. No effect if they are
-    kept already. O(num_pages).
+    """Remember which keys leave the prefix index, and the tier's, from now on: the last ones, about twice as many as pool and
+    tier have pages. 16 bytes a page. With `notes_leaving` keys of pages that windows leave are among them. No effect if they
+    are kept already. O(num_pages).
     """
     cdef bint has_room
     with store.own_lock()[0]:
@@ -113,7 +113,7 @@ cdef bint begin_departures(Pool *pool) noexcept:
     if pool.departed.entries == NULL and not make_ghost(&pool.departed, 2.0 * pool.num_pages):
         pool.departed.entries = NULL
         return False
-    pool.hears_removals = True
+    pool.hear_removal = hear_removal
     return True
 
 

@@ -595,8 +595,8 @@ cdef inline void uncache(Pool *pool, int32_t page_id, uint32_t why=BY_DROP) noex
     unwatch(pool, page_id)
     if rare(pool.awaited != NULL):
         pool.awaited.note(pool.awaited, digest_of(&pool.pages[page_id]), pool.pages[page_id].group & ~FLAGS)
-    if rare(pool.hears_removals):
-        _hear_removal(pool, page_id, why)
+    if rare(pool.hear_removal != NULL):
+        pool.hear_removal(pool, page_id, why)
     remove_entry(pool, page_id)
     pool.num_dropped += 1
     if rare(pool.num_parts != 0):
@@ -606,7 +606,7 @@ cdef inline void uncache(Pool *pool, int32_t page_id, uint32_t why=BY_DROP) noex
     assert term_of(&pool.expected, page_id) == UNKNOWN and pool.pages[page_id].group == NO_GROUP
 
 
-cdef inline void _hear_removal(Pool *pool, int32_t page_id, uint32_t why) noexcept nogil:
+cdef inline void hear_removal(Pool *pool, int32_t page_id, uint32_t why) noexcept nogil:
     """Note the departure of a page that is about to lose its entry, and count it in its bank."""
     cdef Bank *bank = &pool.banks[bank_of(pool, page_id)]
     if pool.departed.entries != NULL:

@@ -180,9 +180,6 @@ cdef struct Pool:
     Bank banks[MAX_BANKS]
     uint32_t num_lookups      # counted in a pool of several banks; wraps around
     uint32_t lost_interval    # one look-up in this number searches for checkpoints behind its hits
-    Ghost departed            # keys that left the index last, see departures.pxd; `entries` NULL: not kept
-    bint hears_removals       # there are several banks, or departures are kept
-    bint notes_leaving        # departures of pages that windows leave are kept, too
     int32_t num_shards        # shards of each bank; 0: there are no shards
     int32_t num_keys          # distinct pairs of key and group in the index
     int32_t num_entries       # pages with an entry
@@ -210,6 +207,10 @@ cdef struct Pool:
     void (*join_held_twin)(Pool *pool, Slot *slot, int32_t page_id) noexcept nogil
     void (*claim_twin)(Pool *pool, int32_t page_id) noexcept nogil
     void (*release_twins)(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil
+    # Hears of each page that is about to lose its entry, and why; NULL in a pool of one bank that keeps no departures.
+    void (*hear_removal)(Pool *pool, int32_t page_id, uint32_t why) noexcept nogil
+    Ghost departed            # keys that left the index last, see departures.pxd; `entries` NULL: not kept
+    bint notes_leaving        # keys of pages that windows leave are among them
 
 
 # Digests of 32 bytes: their lower halves are the keys, and the pool keeps the upper halves as well. `Pool.uppers` has three

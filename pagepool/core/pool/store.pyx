@@ -73,7 +73,8 @@ cdef int32_t add_banks(Pool *pool, Py_ssize_t num_pages, object further_banks) e
         stop = size_of(stop + size_of(sizes[bank - 1], "further_banks"), "num_pages of all pools")
         pool.banks[bank].stop = <int32_t>stop
     pool.num_banks, pool.is_divided = 1 + <int32_t>len(sizes), len(sizes) > 0
-    pool.hears_removals = pool.num_banks > 1
+    if pool.num_banks > 1:
+        pool.hear_removal = hear_removal
     return <int32_t>stop
 
 
