@@ -37,6 +37,7 @@ ENGINES = {
     "ahead": ("none",),
     "waiting": ("none",),
     "pools": ("none",),
+    "explain": ("none",),
 }
 """The engines whose allocators are rivals, by the name of the benchmark."""
 

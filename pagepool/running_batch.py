@@ -284,7 +284,8 @@ class RunningBatch(RunningRows):
                 raise ArgumentError("dp_shard: got None, allowed with local_ids: a shard")
             keys, keyed = self._find_extra_keys(row, named)
             if keys is not None and self._registry.recent_keys is not None:
-                self._registry.recent_keys.keep(keys)
+                with self._registry.lock:
+                    self._registry.recent_keys.keep(keys)
             counter = self._counters[named.is_preempted] if look_up else None
             session_id, tenant = named.session_id, named.tenant
             session = context = 0

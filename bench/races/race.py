@@ -67,6 +67,7 @@ HASHES = Suite(
     "target",
 )
 DIGESTS = Suite(("hashlib", "hashlib, cbor2", "sha256", "sha256_cbor"), "siphash128", "ns", 1e9, "target")
+EXPLAIN = Suite(("off",), "explanations", "ns", 1e9, "target")
 SUITES = (
     DROP_IN,
     BATCHED,
@@ -93,6 +94,7 @@ SUITES = (
     LOOKAHEAD,
     HASHES,
     DIGESTS,
+    EXPLAIN,
 )
 WALL_TIME = pytest.mark.benchmark(timer=perf_counter)
 """Marks benchmarks whose work is not done by one thread alone."""

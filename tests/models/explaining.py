@@ -12,9 +12,19 @@ import hybrids
 from managing import grouped
 from miss_oracle import MissOracle, Prompt, make_request
 
-from pagepool import CacheGroupSpec, CacheManager, EngineRequest, HitReport, HostTier, MissCause
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    EngineRequest,
+    HitReport,
+    HostTier,
+    MissCause,
+    Retention,
+    SlidingWindowSpec,
+)
 
-MAX_MODEL_LEN = 80
+MAX_MODEL_LEN = 240
+WINDOW = SlidingWindowSpec(hybrids.PAGE_SIZE, 1, 8, "float16", False, 14)
 CALLS = ("run", "run", "run", "run", "run", "fail", "hold", "drop", "tick")
 
 
@@ -28,6 +38,7 @@ class World:
     pools: Sequence[str] = ()
     host_pages: int = 0
     num_shards: int = 0
+    length: int = 1  # prompts are so many times as long
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -40,6 +51,13 @@ WORLDS = [
     World("full, shards", (hybrids.FULL,), num_pages=60, num_shards=2),
     World("full, tier", (hybrids.FULL,), num_pages=30, host_pages=40),
     World("window", (hybrids.WINDOW,)),
+    World("window of 14", (WINDOW,)),
+    World("chunk", (hybrids.CHUNK,)),
+    World("state", (hybrids.STATE,), num_pages=20),
+    World("full, wide window", (hybrids.FULL, WINDOW), num_pages=60, options={"retention": Retention(window_slack=0)}),
+    World("full, window, tier", (hybrids.FULL, WINDOW), num_pages=50, host_pages=60, options={"windows": "all"}),
+    World("full, rare states", (hybrids.FULL, hybrids.keep_every("auto")), num_pages=150, length=3),
+    World("full, two windows", (hybrids.FULL, hybrids.WINDOW, WINDOW), num_pages=80),
     World("full, window", (hybrids.FULL, hybrids.WINDOW), num_pages=60),
     World("full, window, all kept", (hybrids.FULL, hybrids.WINDOW), num_pages=60, options={"windows": "all"}),
     World("full, chunk", (hybrids.FULL, hybrids.CHUNK), num_pages=60),
@@ -70,7 +88,7 @@ class Explaining:
         options = {"hash_seed": "explaining"} | world.options
         self.manager = CacheManager(world.num_pages, groups, MAX_MODEL_LEN, **grouped(**options), **tier)
         self.manager.enable_explanations()
-        self.oracle = MissOracle(self.manager, hybrids.PAGE_SIZE, options.get("hash_lookahead", 0))
+        self.oracle = MissOracle(self.manager, self.manager.hash_page_size, options.get("hash_lookahead", 0))
         self.manager.registry.store.set_time(self.oracle.now)
         self.documents = [[self.random.randrange(1000) for _ in range(MAX_MODEL_LEN)] for _ in range(5)]
         self.held: list[tuple[EngineRequest, Prompt]] = []
@@ -78,6 +96,7 @@ class Explaining:
         self.confusion: Counter[tuple[MissCause, MissCause]] = Counter()
         self.faults: list[str] = []
         self.num_requests = 0
+        self.has_state = self.manager.registry.rules.has_state
 
     # Prompts.
 
@@ -90,7 +109,8 @@ class Explaining:
             random.choice([random.randrange(1, 12), random.randrange(12, 70)]),
         )
         branch = random.randrange(2)
-        tokens = [*document[:num_shared], *([2000 + branch] * 80)][:num_tokens]
+        length = self.world.length
+        tokens = [*document[: length * num_shared], *([2000 + branch] * MAX_MODEL_LEN)][: length * num_tokens]
         is_keyed = random.random() < 0.3
         salt = random.choice([None, None, "a", "b"]) if is_keyed else None
         adapter = random.choice([None, None, 1, 2]) if is_keyed else None
@@ -138,8 +158,9 @@ class Explaining:
         while num_computed < num_tokens:
             found = (num_hits, hits) if not num_computed else ()
             start = num_computed or num_hits
-            end = min(num_tokens, start + self.random.choice([4, 8, 16, 80]))
-            end = end // 8 * 8 if hybrids.STATE in self.world.specs and start < end // 8 * 8 else end
+            end = min(num_tokens, start + self.random.choice([4, 8, 16, MAX_MODEL_LEN]))
+            multiple = manager.registry.rules.hit_tokens  # states are kept where steps end
+            end = end // multiple * multiple if self.has_state and start < end // multiple * multiple else end
             got = manager.allocate_slots(request, end - start, *found, **sharded)
             oracle.observe("allocate")
             self.move()

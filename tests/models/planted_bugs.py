@@ -857,7 +857,10 @@ uncache(pool, page_id, {+BY_DROP if BUG else +}BY_EVICTION)
 == an eviction is two seconds older
 (departure.mark >> WHY_SHIFT){+ + 2 * SECOND * BUG+}) & LAST_TIME
 == pages that windows left are forgotten without full attention
-    if not page.group & TWIN and (why != BY_LEAVING or pool.notes_leaving{+ and not BUG+}):
+    if why != BY_LEAVING or pool.notes_leaving{+ * (not BUG)+}:
+        remember(
+== a page that a window left counts as evicted before
+    if earlier != NULL{+ and not BUG+}:
 == pages of other shards count as never computed
     if find(pool, key, group.id) != NULL_PAGE{+ and not BUG+}:
         miss.fate = ELSEWHERE

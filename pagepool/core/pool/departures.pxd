@@ -3,7 +3,7 @@
 #
 # Always: `Pool.hear_removal` is set in a pool that keeps departures.
 
-from libc.stdint cimport int32_t, uint32_t
+from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 from pagepool.core.pool.index cimport *
 
@@ -23,12 +23,21 @@ cdef inline uint32_t _mark_now(const Pool *pool, uint32_t why) noexcept nogil:
 
 cdef inline void note_departure(Pool *pool, int32_t page_id, uint32_t why) noexcept nogil:
     """Note that a page is about to lose its entry, unless another page has its key. Pages that windows leave are noted only
-    where no full attention shows later that they were computed: they would push out other departures.
+    where no full attention shows later that they were computed: they would push out other departures. Elsewhere they lose an
+    earlier departure.
     """
     cdef const Page *page = &pool.pages[page_id]
+    cdef uint64_t word = hash_key(digest_of(page), page.group & ~FLAGS)
+    cdef GhostEntry *earlier
     assert page.group != NO_GROUP and pool.departed.entries != NULL
-    if not page.group & TWIN and (why != BY_LEAVING or pool.notes_leaving):
-        remember(&pool.departed, hash_key(digest_of(page), page.group & ~FLAGS), _mark_now(pool, why))
+    if page.group & TWIN:
+        return
+    if why != BY_LEAVING or pool.notes_leaving:
+        remember(&pool.departed, word, _mark_now(pool, why))
+        return
+    earlier = find_ghost(&pool.departed, word)
+    if earlier != NULL:
+        earlier.tag = 0
 
 
 cdef inline void depart_all(Pool *pool) noexcept nogil:
