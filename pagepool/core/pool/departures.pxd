@@ -56,3 +56,14 @@ cdef inline const GhostEntry *find_departure(const Pool *pool, Digest key, int32
 cdef inline double seconds_since(const Pool *pool, const GhostEntry *departure) noexcept nogil:
     """Return the time since a departure, in steps of 1 / SECOND."""
     return <double>((<uint32_t>now_of(&pool.expected) - (departure.mark >> WHY_SHIFT)) & LAST_TIME) / SECOND
+
+
+cdef inline void hear_removal(Pool *pool, int32_t page_id, uint32_t why) noexcept nogil:
+    """Note the departure of a page that is about to lose its entry, and count it in its bank."""
+    cdef Bank *bank = &pool.banks[bank_of(pool, page_id)]
+    if pool.departed.entries != NULL:
+        note_departure(pool, page_id, why)
+    if pool.num_banks > 1:
+        bank.num_entries -= 1
+        if bank.checkpoints != NULL:
+            end_note(bank.checkpoints, page_id)

@@ -606,17 +606,6 @@ cdef inline void uncache(Pool *pool, int32_t page_id, uint32_t why=BY_DROP) noex
     assert term_of(&pool.expected, page_id) == UNKNOWN and pool.pages[page_id].group == NO_GROUP
 
 
-cdef inline void hear_removal(Pool *pool, int32_t page_id, uint32_t why) noexcept nogil:
-    """Note the departure of a page that is about to lose its entry, and count it in its bank."""
-    cdef Bank *bank = &pool.banks[bank_of(pool, page_id)]
-    if pool.departed.entries != NULL:
-        note_departure(pool, page_id, why)
-    if pool.num_banks > 1:
-        bank.num_entries -= 1
-        if bank.checkpoints != NULL:
-            end_note(bank.checkpoints, page_id)
-
-
 cdef inline void _leave_part(Pool *pool, int32_t page_id) noexcept nogil:
     """End the term of a page that lost its entry. If it is in the queue, move it to the blank part."""
     cdef bint is_moved = is_free(pool, page_id)
