@@ -255,7 +255,7 @@ def _look_elsewhere(
         return replace(end, cause=MissCause.UNCACHED, detail="nothing names its media, embeddings or adapter")
     others = [None, *([] if registry.recent_keys is None else registry.recent_keys.list_keys())]
     start, stop = miss["place"] * stride, (miss["place"] + 1) * stride
-    scratch = registry.hash_alone(request, start * registry.rules.hash_page_size + registry.hasher.hash_lookahead)
+    scratch = registry.hash_alone(request, start * registry.rules.hash_page_size)
     for keys in others:
         if keys == own:
             continue
