@@ -21,6 +21,7 @@ from pagepool import errors, hashing
 from pagepool._version import __version__
 from pagepool.hashing import PageHash, PageHashWithGroupId, hash_page_tokens, hash_request_tokens, init_none_hash
 from pagepool.hit_report import GroupHit, HitReport, MissCause
+from pagepool.holders import HeldPages, PageHolder
 from pagepool.manager import CacheManager, CachePages, HostTier, Lease, PageHashing, PrefixProbe, Retention
 from pagepool.page_pool import CachePage, FreeCachePageQueue, PagePool, PageProbe
 from pagepool.page_table import (
@@ -71,6 +72,7 @@ __all__ = [
     "FullAttentionSpec",
     "GroupHit",
     "HitReport",
+    "HeldPages",
     "HostTier",
     "HostTierStats",
     "Lease",
@@ -82,6 +84,7 @@ __all__ = [
     "PageHash",
     "PageHashWithGroupId",
     "PageHashing",
+    "PageHolder",
     "PagePool",
     "PagePoolStats",
     "PageProbe",

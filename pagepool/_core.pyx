@@ -18,6 +18,7 @@ from pagepool.core.tier.moves import Moves, PageCopies, StateWrites, list_in_fli
 from pagepool.core.host.row_copies import copy_rows
 from pagepool.core.holding.groups import CacheGroups, PageRules
 from pagepool.core.checks.holders import check_holders
+from pagepool.core.checks.claims import PageClaim, list_claims
 from pagepool.core.checks.layouts import locate_numbers
 from pagepool.core.values.hashed import HashedTokens
 from pagepool.core.waiting.waiting import WaitingLine, WaitingRequest

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from time import time
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, overload, runtime_checkable
 
@@ -54,6 +55,7 @@ from pagepool._core import (
     term_of,
     unlink_storage,
 )
+from pagepool._version import __version__
 from pagepool.arguments import (
     MAX_SIZE,
     has_status,
@@ -63,10 +65,12 @@ from pagepool.arguments import (
     require_int,
     require_name,
 )
+from pagepool.dump import FORMAT, Dump, GroupSettings, PoolSettings, Settings, TierSettings, to_plain
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
-from pagepool.group_rules import make_rules
+from pagepool.group_rules import kind_of, make_rules
 from pagepool.hashing import KeyHolder, RecentKeys
 from pagepool.hit_report import FindFetch, HitReport, explain_hit
+from pagepool.holders import HeldPages
 from pagepool.media import Media, Medium, count_others
 from pagepool.page_hashing import PageHashing
 from pagepool.page_pool import PagePool
@@ -334,8 +338,10 @@ class CacheManager(KeyHolder, SlotAllocator):
         self._store.name_banks(sizes.names)
         self.sink_page_ids = set_sinks_aside(self._store, kv_cache_groups, sizes.pool_of_group)
         self._num_set_aside = [0] * len(self.pools)
+        self._sinks: list[PageIds] = []
         for bank, sinks in zip(sizes.pool_of_group, self.sink_page_ids, strict=False):
             self._num_set_aside[bank] += len(sinks)
+            self._sinks.append(self._store.records_in_bank(PageIds(sinks), bank))
         self.num_pages = self._store.num_pages
         max_leased = [int(retention.max_leased_share * (pool.num_pages - 1)) for pool in self.pools.values()]
         self.max_num_leased_pages = sum(max_leased)
@@ -1112,6 +1118,63 @@ class CacheManager(KeyHolder, SlotAllocator):
             store=None if self._storage is None else self._storage.stats(),
         )
 
+    def held(self) -> HeldPages:
+        """Return who holds the pages: requests, rows, media, leases, loads and copies, and the caller itself. See `HeldPages`.
+        Pages of several holders are listed for each; every held page has a holder. O(pages held + rows of batches), and
+        O(num_pages) if the caller holds pages.
+
+        >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
+        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+        >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+        >>> first, second = EngineRequest("first", [*range(13)]), EngineRequest("second", [*range(9)])
+        >>> _ = manager.allocate_slots(first, 13)
+        >>> hits, num_hit_tokens = manager.get_computed_pages(second)
+        >>> _ = manager.allocate_slots(second, 1, num_hit_tokens, hits), manager.page_pool.get_new_pages(1)
+        >>> manager.held()
+        kind     name    pages  own  seconds  seconds left
+        request  first       4    2      0.0
+        request  second      3    1      0.0
+        caller               1    1
+        >>> manager.held().num_pages_by_kind, manager.held().caller_page_ids
+        ({'kv': {'request': 5, 'caller': 1}}, {'kv': [6]})
+        """
+        with self.registry.lock:
+            return self.registry.report_held(self._sinks)
+
+    def dump(self) -> dict[str, Any]:
+        """Return settings, `stats` and `held` as plain values: ``json.dump(manager.dump(), file)`` writes a picture of the
+        cache for ``pagepool doctor --pool`` and ``pagepool top --pool``, from a debug endpoint or a signal handler of Python.
+        It has ids of requests and names of tenants, but no token ids, salts, hashes or keys. ``"pagepool_dump"`` is the number
+        of the format. O(pages held + rows of batches).
+
+        >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec
+        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+        >>> dump = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64).dump()
+        >>> [*dump]
+        ['pagepool_dump', 'version', 'unix_seconds', 'settings', 'stats', 'held']
+        >>> dump["settings"]["pools"], dump["stats"]["num_free_pages"], dump["held"]["holders"]
+        ({'kv': {'num_pages': 16, 'eviction': 'lru'}}, 15, [])
+        """
+        tier = self.host_tier
+        only = None if len(self.pools) > 1 else next(iter(self.pools))
+        groups = tuple(
+            GroupSettings(kind_of(group.kv_cache_spec), group.kv_cache_spec.page_size, only or group.pool)
+            for group in (*self.kv_cache_groups, *self.cross_groups)
+        )
+        settings = Settings(
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            enable_caching=self.enable_caching,
+            caches=self.caches,
+            pools={name: PoolSettings(pool.num_pages, pool.eviction) for name, pool in self.pools.items()},
+            groups=groups,
+            host_tier=None
+            if tier is None
+            else TierSettings({name: tier.count_pages(name) for name in self.pools}, tier.policy),
+        )
+        dumped: dict[str, Any] = to_plain(Dump(FORMAT, __version__, time(), settings, self.stats(), self.held()))
+        return dumped
+
     def advise(self) -> str | None:
         """Return a sentence on the pool that is too small: the one with the most lost hits since the last call, or since the
         manager was made. Return None if no pool lost a hundredth of the prompt tokens, and with one pool. Call this about once
@@ -1122,7 +1185,9 @@ class CacheManager(KeyHolder, SlotAllocator):
         return self._advisor.advise(self.stats(), self._store.counters["num_queried_tokens"])
 
     def check(self) -> None:
-        """Raise IntegrityError, naming the first wrong page, if pool or requests are damaged. O(num_pages + pages held)."""
+        """Raise IntegrityError, naming the first wrong page, if pool or requests are damaged. `held` says who holds the pages
+        of a sound pool. O(num_pages + pages held).
+        """
         with self.registry.lock:
             check_holders(self._store, self.registry.list_held(), groups=self._rules.groups)
             self._page_pool.check()

@@ -204,6 +204,13 @@ class Media:
         """Return the pages of all media."""
         return [encoding.pages for encoding in self._live]
 
+    def name_pages(self) -> dict[RequestPages, list[str]]:
+        """Return the pages of all media, with the ids of the requests that read each; rows have none."""
+        owners = {encoding: list[str]() for encoding in self._live}
+        for request_id, medium in self.of_request.items():
+            owners.setdefault(medium.encoding, []).append(request_id)
+        return {encoding.pages: names for encoding, names in owners.items()}
+
     def read(self, owner: Any) -> int:
         """Return the number of a medium's tokens. Raise ArgumentError for too many."""
         num_tokens = getattr(owner, "num_encoder_tokens", None)

@@ -1,14 +1,28 @@
 """The requests of a manager, by id: their pages, the hashes of their tokens, and their look-ups."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from itertools import count
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
-from pagepool._core import HashChain, PageSessions, RequestHashes, RequestMaps, RequestPages
+from pagepool._core import (
+    HashChain,
+    PageClaim,
+    PageIds,
+    PageSessions,
+    RequestHashes,
+    RequestMaps,
+    RequestPages,
+    RunningRows,
+    list_claims,
+    list_leases,
+)
 from pagepool.arguments import has_status, id_of, read_count, refuse_incomplete, require_int, require_name
 from pagepool.errors import ArgumentError, shown
 from pagepool.group_rules import GroupRules
 from pagepool.hashing import KeyHolder, RecentKeys, RequestExtraKeys
+from pagepool.holders import HeldPages
 from pagepool.media import Media
 from pagepool.page_hashing import PageHasher
 from pagepool.page_pool import PagePool
@@ -46,16 +60,42 @@ class RequestRegistry(KeyHolder, RequestMaps):
         self.event_source: EventSource | None = None
         self.media: Media | None = None  # without cross-attention
         self.recent_keys: RecentKeys | None = None  # without explanations
+        self._batches: WeakValueDictionary[int, RunningRows] = WeakValueDictionary()
+        self._batch_numbers = count()
 
-    def plan_ahead(self, max_steps_ahead: int) -> None:
-        """Record that a running batch plans up to `max_steps_ahead` steps ahead."""
+    def add_batch(self, batch: RunningRows, max_steps_ahead: int) -> None:
+        """Record a running batch, under a weak reference, that plans up to `max_steps_ahead` steps ahead."""
         self.max_steps_ahead = max(self.max_steps_ahead, max_steps_ahead)
+        self._batches[next(self._batch_numbers)] = batch
 
     # Pages.
 
     def list_held(self) -> list[RequestPages]:
         """Return the pages of all requests and media."""
         return [*self.held.values(), *(() if self.media is None else self.media.list_pages())]
+
+    def list_claims(self, sinks: Sequence[PageIds]) -> list[tuple[str, str, PageClaim]]:
+        """Return the kind, name and claim of each holder of pages. `sinks` are records of the store. O(pages held + rows)."""
+        store, batches = self.page_pool.store, dict(self._batches)
+        media = {} if self.media is None else self.media.name_pages()
+        leases = list_leases(store)
+        names: dict[Any, tuple[str, str]] = {held: ("request", name) for name, held in self.held.items()}
+        names |= {pages: ("medium", ", ".join(owners)) for pages, owners in media.items()}
+        names |= dict.fromkeys(sinks, ("sink", ""))
+        names |= {lease: ("lease", f"{i}") for i, lease in enumerate(leases)}
+        rows = {batch: number for number, batch in batches.items()}
+        claims = list_claims(store, [*self.held.values(), *batches.values(), *media, *sinks, *leases])
+        named: list[tuple[str, str, PageClaim]] = []
+        for claim in claims:
+            if claim.row >= 0:
+                named.append(("row", f"{claim.row} of batch {rows[claim.holder]}", claim))
+            else:
+                named.append((*names.get(claim.holder, (claim.holder, "")), claim))
+        return named
+
+    def report_held(self, sinks: Sequence[PageIds]) -> HeldPages:
+        """Return who holds the pages."""
+        return HeldPages.of(self.list_claims(sinks), self.page_pool.store.bank_names)
 
     def require_held(self, request: Request) -> RequestPages:
         """Return the pages of a request. Raise ArgumentError if it holds none, and the errors of `find_held`."""

@@ -157,7 +157,7 @@ class RunningBatch(RunningRows):
         )
         _bind(tables, self)
         self._manager = manager
-        registry.plan_ahead(max_steps_ahead)
+        registry.add_batch(self, max_steps_ahead)
         self._hasher = hasher
         self.group_tables, self.group_specs = tables, [group.kv_cache_spec for group in manager.kv_cache_groups]
         self._registry = registry

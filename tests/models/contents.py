@@ -883,6 +883,7 @@ class Simulation:
             ref_counts_of(self.manager.pools),
         )
         require(ref_counts == expected, "ref counts", ref_counts, expected)
+        self._audit_holders(ref_counts)
         for job in self.jobs:
             if not job.loading:
                 self._compare_held(job)
@@ -896,6 +897,20 @@ class Simulation:
             for front in self.batches:
                 front.batch.check()
         self.counts["audits"] += 1
+
+    def _audit_holders(self, ref_counts: list[int]) -> None:
+        """Every held page has a holder that is no caller, with as many references as the pages count; jobs have names."""
+        held = {page_id for page_id, count in enumerate(ref_counts, 1) if count}
+        claims = self.manager.registry.list_claims(self.manager._sinks)
+        listed = {record for _, _, claim in claims for record in self.books.pools.join(claim.page_ids_by_pool)}
+        require(listed == held, "pages that holders list", listed, held)
+        num_references = sum(claim.num_references for _, _, claim in claims)
+        require(num_references == sum(ref_counts), "references of holders", num_references, sum(ref_counts))
+        report = self.manager.held()
+        unexplained = [holder for holder in report.holders if holder.kind == "caller"]
+        require(not unexplained, "pages without a holder", unexplained)
+        num_pages = sum(sum(counts.values()) for counts in report.num_pages_by_kind.values())
+        require(num_pages == len(held), "pages by kind", report.num_pages_by_kind, len(held))
 
     def drain(self) -> None:
         """End all jobs; only cached pages may remain."""

@@ -23,6 +23,7 @@ cdef class RequestPages:
     cdef Boundaries boundaries      # storage for `holding.boundaries`, unless that is NULL
     cdef WriteList writes           # states that its step writes
     cdef public str session_id      # name of its session, for events
+    cdef int64_t begun              # when it was made, on the clock of stamps
     cdef readonly object owner      # the manager's request that holds the pages
 
     cdef void fix_boundaries(self, int64_t num_tokens, const PrefixEnd *end, int64_t external_end, PageIds resume_at) noexcept

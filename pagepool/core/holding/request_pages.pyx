@@ -10,7 +10,9 @@ from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport INT64_MAX
 
 from pagepool.core.base cimport GIL_DISABLED, MAX_LOOKAHEAD, process_number
-from pagepool.core.pool cimport NOBODY, count_changes, count_holders, count_refusal, give_back_all, overdrawn_page, set_session
+from pagepool.core.pool cimport (
+    NOBODY, count_changes, count_holders, count_refusal, give_back_all, now_of, overdrawn_page, set_session,
+)
 from pagepool.core.values cimport ids_in, refuse_hashed
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, MovesDueError, PageHashError, PageIdError, shown
@@ -81,7 +83,7 @@ cdef class RequestPages:
                 raise ArgumentError(f"groups: got id {groups.groups[g].id}, allowed without prefix caching: None")
         if store.pool.num_banks > 1 or groups.num_banks > 1:
             require_banks(store, groups)
-        self.store, self.groups, self.owner = store, groups, owner
+        self.store, self.groups, self.owner, self.begun = store, groups, owner, now_of(&store.pool.expected)
         self.holding = Holding(
             groups=groups.groups, held=<Held *>calloc(max(1, groups.num), sizeof(Held)), num_groups=groups.num, boundaries=NULL,
             session=NO_SESSION, num_once_cached=0,

@@ -40,7 +40,9 @@ cdef inline void begin_lease(
 ) noexcept nogil:
     """Begin a lease of pages that the caller gave references. A lease with a duration is one of a span, and ends by itself."""
     assert not lease.is_held and n >= 0 and duration >= 0
-    lease[0] = LeasedSpan(ids=ids, num=n, end=0, next=NULL, has_begun=True, is_held=True)
+    lease[0] = LeasedSpan(
+        ids=ids, num=n, begun=now_of(&pool.expected), end=0, next=NULL, has_begun=True, is_held=True,
+    )
     if duration:
         lease.next = pool.leases.first
         pool.leases.first = lease

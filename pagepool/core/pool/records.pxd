@@ -77,6 +77,7 @@ cdef struct Copies:           # copies due before the next step; each has a refe
 cdef struct LeasedSpan:       # leased pages, given by page ids or as a span of tokens
     const int32_t *ids        # [num]
     Py_ssize_t num
+    int64_t begun             # when it was leased, on the clock of stamps
     int64_t end               # when a held lease of a span ends, on the clock of stamps; 0 for all other leases
     LeasedSpan *next          # the next held lease of a span
     uint8_t has_begun

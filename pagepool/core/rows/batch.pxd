@@ -30,7 +30,7 @@ from pagepool.core.holding cimport (
 )
 from pagepool.core.pool cimport (
     FLAGS, MAX_BANKS, NO_GROUP, NO_SESSION, NULL_PAGE, Lineage, Page, Pool, count_free_in, count_least_free, count_refusal,
-    digest_of, find_held_free, is_journaled, queue_in, set_session, uncache, uncache_everywhere, uncache_in_tier,
+    digest_of, find_held_free, is_journaled, now_of, queue_in, set_session, uncache, uncache_everywhere, uncache_in_tier,
 )
 from pagepool.core.rows.fills cimport *
 from pagepool.core.rows.run cimport *
@@ -73,7 +73,8 @@ cdef struct Row:              # two cache lines; growth reads the first
     int32_t num_ahead         # planned positions behind the known tokens
     int32_t ring_start        # rings have no token before this one
     int32_t ring_stop         # positions up to here may be written in rings, by drafts that were rejected or before a cut
-    int32_t[3] unused
+    int32_t unused
+    int64_t begun             # when its stay began, on the clock of stamps
 
 cdef struct Identity:         # context and session of a row's request
     int32_t context           # journal context of its pages; 0: none
@@ -504,7 +505,7 @@ cdef inline void set_state(Batch *batch, Py_ssize_t row, RunState state) noexcep
 cdef inline void begin_stay(Batch *batch, Py_ssize_t row) noexcept nogil:
     """Number a stay: the time of a request in the batch's rows."""
     batch.num_stays += 1
-    batch.stays[row] = batch.num_stays
+    batch.stays[row], batch.rows[row].begun = batch.num_stays, now_of(&batch.pool.expected)
 
 
 cdef inline Identity identity_of(const Batch *batch, Py_ssize_t row) noexcept nogil:

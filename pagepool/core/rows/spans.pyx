@@ -6,10 +6,9 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from pagepool.core.holding cimport RequestPages, find_resumption, first_hit_page, hits_leading_pages, is_recurrent, is_ring
 from pagepool.core.pool cimport (
-    NOBODY, SECOND, LeasedSpan, Leases, bank_of, begin_lease, count_by_bank, end_lease, end_leases, expect_page, find,
+    NOBODY, SECOND, Leases, bank_of, begin_lease, count_by_bank, end_lease, end_leases, expect_page, find,
     find_untouchable, has_key, hit, id_in_bank, is_free, make_leases, now_of, set_end, share,
 )
-from pagepool.core.rows.running cimport *
 from pagepool.core.values cimport HashChain, float_of
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, LeaseBudgetError, PageIdError, shown
@@ -49,10 +48,6 @@ cdef class Lease:
     pools an id counts within the pool of its group; ``page_ids_by_pool`` has the ids of each pool by its name. ``is_held``
     is False once the lease was released or has ended.
     """
-
-    cdef PageStore store
-    cdef PageIds ids
-    cdef LeasedSpan span
 
     def __cinit__(self):
         self.ids = PageIds.__new__(PageIds)

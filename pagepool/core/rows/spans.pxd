@@ -1,0 +1,18 @@
+# Leases, as other rooms have them.
+
+cimport cython
+from libc.stdint cimport int64_t
+
+from pagepool.core.pool cimport LeasedSpan
+from pagepool.core.rows.running cimport *
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class Lease:
+    cdef PageStore store
+    cdef PageIds ids
+    cdef LeasedSpan span
+
+    cdef bint hold(self, int64_t duration) noexcept
+    cdef int refuse_page(self, Py_ssize_t bad) except -1
