@@ -2,14 +2,15 @@
 
 import json
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pagepool.doctor import environment
 from pagepool.doctor.environment import Problem
+from pagepool.doctor.pool import describe_pool, diagnose_pool, load_dump
 from pagepool.doctor.self_test import run_self_test
-from pagepool.errors import count_of
+from pagepool.errors import ArgumentError, count_of
 
 
 def diagnose(tries_all_engines: bool = False) -> dict[str, Any]:
@@ -43,14 +44,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="pagepool doctor",
         description="Check the installation: versions, the compiled core, extras, jax and its devices, and engines. "
-        "Exit codes: 0 all is well; 1 something is wrong, with what to do; 2 invalid arguments.",
+        "Or look at a dump of a manager. Exit codes: 0 all is well; 1 something is wrong, with what to do; 2 invalid "
+        "arguments, or a file that is no dump.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     engines_help = "import every installed engine and try whether pagepool takes its allocator's place"
     parser.add_argument("--engines", action="store_true", help=engines_help)
+    pool_help = "say what stands out in a file that json.dump wrote of CacheManager.dump, in place of the installation"
+    parser.add_argument("--pool", metavar="FILE", help=pool_help)
     options = parser.parse_args(arguments)
+    if options.pool is not None:
+        return _diagnose_pool(parser, options)
     diagnosis = diagnose(options.engines)
     print(json.dumps(diagnosis, indent=2) if options.json else describe(diagnosis))
+    return int(bool(diagnosis["problems"]))
+
+
+def _diagnose_pool(parser: ArgumentParser, options: Namespace) -> int:
+    if options.engines:
+        parser.error("--engines and --pool exclude each other")
+    try:
+        dump = load_dump(options.pool)
+    except ArgumentError as error:
+        parser.error(str(error))
+    diagnosis = diagnose_pool(dump)
+    print(json.dumps(diagnosis, indent=2) if options.json else describe_pool(dump))
     return int(bool(diagnosis["problems"]))
 
 
