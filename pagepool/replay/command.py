@@ -9,6 +9,7 @@ from pagepool.replay.fleets.command import fleet
 from pagepool.replay.plans.command import plan
 from pagepool.replay.shared.options import Context
 from pagepool.replay.simulation.command import replay
+from pagepool.replay.top.command import top
 
 
 class Group(click.Group):
@@ -30,6 +31,7 @@ def pagepool() -> None:
 pagepool.add_command(fleet)
 pagepool.add_command(plan)
 pagepool.add_command(replay)
+pagepool.add_command(top)
 
 
 @pagepool.command(

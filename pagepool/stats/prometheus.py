@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from pagepool.arguments import require_mapping
 from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.holders import KINDS, HeldPages
 from pagepool.stats import CacheStats, TimeHistogram
 
 __all__ = ["CacheCollector"]
@@ -29,12 +30,15 @@ class HasStats(Protocol):
     def stats(self) -> CacheStats:
         """Return state and counters."""
 
+    def held(self) -> HeldPages:
+        """Return who holds the pages."""
+
 
 class CacheCollector(Collector):
     """Collector that exports `CacheManager.stats` at each scrape: ``prometheus_client.REGISTRY.register(...)``.
 
-    A scrape reads the managers in its own thread. There is no other cost. ``pagepool_pool_*`` and ``pagepool_host_pool_*`` have
-    the label ``pool``, the name of a pool; the other metrics count the pages of all pools.
+    A scrape reads the managers in its own thread, in O(pages held). There is no other cost. ``pagepool_pool_*`` and
+    ``pagepool_host_pool_*`` have the label ``pool``, the name of a pool; the other metrics count the pages of all pools.
     """
 
     def __init__(self, manager: HasStats, labels: Mapping[str, str] | None = None) -> None:
@@ -64,13 +68,17 @@ class CacheCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Return the current metrics."""
-        return self._make_families({values: manager.stats() for values, manager in self._managers.items()})
+        stats = {values: manager.stats() for values, manager in self._managers.items()}
+        held = {values: manager.held().num_pages_by_kind for values, manager in self._managers.items()}
+        return self._make_families(stats, held)
 
     def describe(self) -> Iterator[Metric]:
         """Return the metrics without samples, from which a registry detects duplicates."""
-        return self._make_families({})
+        return self._make_families({}, {})
 
-    def _make_families(self, stats: Mapping[tuple[str, ...], CacheStats]) -> Iterator[Metric]:
+    def _make_families(
+        self, stats: Mapping[tuple[str, ...], CacheStats], held: Mapping[tuple[str, ...], Mapping[str, Mapping[str, int]]]
+    ) -> Iterator[Metric]:
         for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS), (TimesFamily, TIMES)):
             for name, (field, text) in table.items():
                 family = kind(f"pagepool_{name}", text, labels=self._label_names)
@@ -99,6 +107,13 @@ class CacheCollector(Collector):
                     of_pools.add_metric((*values, pool, tenant), num_pages)
         yield family
         yield of_pools
+        text = "Pages of one pool by kind of holder; a page of several kinds counts for the first."
+        family = GaugeMetricFamily("pagepool_pool_holder_pages", text, labels=[*self._label_names, "pool", "holder"])
+        for values, by_kind in held.items():
+            for pool, counts in by_kind.items():
+                for holder in KINDS:
+                    family.add_metric((*values, pool, holder), counts.get(holder, 0))
+        yield family
 
 
 TimesFamily = partial(HistogramMetricFamily, unit="seconds")
@@ -193,9 +208,9 @@ TIMES = {
     "kv_block_reuse_gap": ("reuse_gap", "Sampled: time from a page's use to its next hit."),
 }
 
-LABEL_NAME = re.compile(r"(?!__|(le|pool|tenant)$)[a-zA-Z_][a-zA-Z0-9_]*")
-"""Label names that every server stores unchanged. ``le`` belongs to buckets, ``pool`` to pools, ``tenant`` to shares, and names
-with a leading ``__`` to the server.
+LABEL_NAME = re.compile(r"(?!__|(le|pool|tenant|holder)$)[a-zA-Z_][a-zA-Z0-9_]*")
+"""Label names that every server stores unchanged. ``le`` belongs to buckets, ``pool`` to pools, ``tenant`` to shares,
+``holder`` to kinds of holders, and names with a leading ``__`` to the server.
 """
 
 
@@ -204,9 +219,8 @@ def _require_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
         if not isinstance(name, str) or not isinstance(value, str):
             raise ArgumentTypeError(f"labels: got {name!r}: {value!r}, allowed: strings")
         if not LABEL_NAME.fullmatch(name):
-            raise ArgumentError(
-                f"labels: got {name!r}, allowed: letters, digits and underscores, except 'le', 'pool', 'tenant' and '__...'"
-            )
+            reserved = "'le', 'pool', 'tenant', 'holder' and '__...'"
+            raise ArgumentError(f"labels: got {name!r}, allowed: letters, digits and underscores, except {reserved}")
     return labels
 
 

@@ -32,6 +32,7 @@ from pagepool import (
     hints,
 )
 from pagepool.errors import ArgumentError, ArgumentTypeError
+from pagepool.holders import KINDS
 
 prometheus_client = pytest.importorskip("prometheus_client")
 parser = pytest.importorskip("prometheus_client.parser")
@@ -233,6 +234,11 @@ def test_each_pool_has_its_samples() -> None:
                 assert {tenant: values.pop((f"{prefix}tenant_pages", name, tenant)) for tenant in value} == value
             else:
                 assert values.pop((metric, name), 0) == value
+    by_kind = manager.held().num_pages_by_kind
+    assert by_kind == {"kv": {"request": 4}, "states": {"request": 3}}
+    for pool, counts in by_kind.items():
+        pages = {kind: values.pop(("pagepool_pool_holder_pages", pool, kind)) for kind in KINDS}
+        assert pages == dict.fromkeys(KINDS, 0) | counts
     assert not values
 
 
@@ -295,7 +301,7 @@ def test_legends_and_variables_tell_engines_apart() -> None:
         assert variables[name]["definition"] == variables[name]["query"]["query"]
         assert re.fullmatch(rf"label_values\(pagepool_pages(\{{.*\}})?, {name}\)", variables[name]["definition"])
     for expression, labels in read_panels():
-        assert labels - {"pool", "tenant"} == {"instance", "model_name", "engine"}
+        assert labels - {"pool", "tenant", "holder"} == {"instance", "model_name", "engine"}
         assert expression.count("pagepool_") == expression.count('{instance=~"$instance",model_name=~"$model_name"}')
         assert "by (" not in expression or "by (le, instance, model_name, engine)" in expression
 
@@ -399,7 +405,7 @@ def test_labels_that_are_no_strings(manager: CacheManager, labels: Any) -> None:
         CacheCollector(manager, labels)
 
 
-@pytest.mark.parametrize("name", ["", "model-name", "modèle", "a:b", "le", "pool", "__name__", "0a", "a\n"])
+@pytest.mark.parametrize("name", ["", "model-name", "modèle", "a:b", "le", "pool", "holder", "__name__", "0a", "a\n"])
 def test_label_names_that_would_not_arrive(manager: CacheManager, name: str) -> None:
     """They would be rewritten for some servers, or have another meaning."""
     with pytest.raises(ArgumentError, match=r"^labels: got .*, allowed: letters, digits and underscores"):
