@@ -3,8 +3,9 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
+from inspect import signature
 from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -155,8 +156,5 @@ def _read_fields(kind: Any, value: dict[str, Any], path: str) -> Any:
 @cache
 def _list_fields(kind: Any) -> dict[str, tuple[Any, bool]]:
     """Return the types of the fields of a dataclass or named tuple, and whether each has a default."""
-    if is_dataclass(kind):
-        optional = {each.name for each in fields(kind) if not (each.default is each.default_factory is MISSING)}
-    else:
-        optional = {*kind._field_defaults}
+    optional = {name for name, each in signature(kind).parameters.items() if each.default is not each.empty}
     return {name: (hint, name in optional) for name, hint in get_type_hints(kind).items()}

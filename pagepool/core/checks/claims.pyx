@@ -142,21 +142,25 @@ cdef bint fill_claims(const Pool *pool, list claims, int32_t *explained, int32_t
     return add_unexplained(pool, claims, explained)
 
 
-cdef bint add_page(PageClaim claim, int32_t page_id) noexcept:
-    if page_id == NULL_PAGE:
-        return True
-    if not claim.ids.try_reserve(1):
+cdef bint add_pages(PageClaim claim, const int32_t *ids, Py_ssize_t n) noexcept:
+    """List pages, but no null page."""
+    cdef PageIds listed = claim.ids
+    cdef Py_ssize_t i, num = listed.num
+    if not listed.try_reserve(n):
         return False
-    claim.ids.put(&page_id, 1)
+    for i in range(n):
+        if ids[i] != NULL_PAGE:
+            listed.ids[num] = ids[i]
+            num += 1
+    listed.num = num
     return True
 
 
 cdef bint add_holding(PageClaim claim, const Holding *holding) noexcept:
-    cdef Py_ssize_t g, i
+    cdef Py_ssize_t g
     for g in range(holding.num_groups):
-        for i in range(holding.held[g].num_pages):
-            if not add_page(claim, holding.held[g].ids[i]):
-                return False
+        if not add_pages(claim, holding.held[g].ids, holding.held[g].num_pages):
+            return False
     return True
 
 
@@ -176,7 +180,7 @@ cdef bint add_claimed(PageClaim claim) noexcept:
         request = claim.holder
         claim.begun = request.begun
         for i in range(request.writes.num):
-            if not add_page(claim, request.writes.items[i].page_id):
+            if not add_pages(claim, &request.writes.items[i].page_id, 1):
                 return False
         return add_holding(claim, &request.holding)
     listed = None
@@ -186,10 +190,7 @@ cdef bint add_claimed(PageClaim claim) noexcept:
         listed = lease.ids if lease.span.is_held else None
     else:
         listed = claim.holder
-    for i in range(0 if listed is None else listed.num):
-        if not add_page(claim, listed.ids[i]):
-            return False
-    return True
+    return listed is None or add_pages(claim, listed.ids, listed.num)
 
 
 cdef bint add_writes_of_rows(list claims, Py_ssize_t num_claims) noexcept:
@@ -205,7 +206,7 @@ cdef bint add_writes_of_rows(list claims, Py_ssize_t num_claims) noexcept:
         batch = &(<RunningRows>claim.holder).rows.batch
         for i in range(batch.writes.num):
             write = &batch.writes.items[i]
-            if not add_page(claims[first + write.row], write.page_id):
+            if not add_pages(claims[first + write.row], &write.page_id, 1):
                 return False
     return True
 
@@ -214,10 +215,10 @@ cdef bint add_transferred(const Pool *pool, PageClaim copied, PageClaim loaded) 
     """List the sources of copies that are due, and the pages of unfinished loads."""
     cdef Py_ssize_t i
     for i in range(pool.copies.num):
-        if not add_page(copied, pool.copies.items[i].src):
+        if not add_pages(copied, &pool.copies.items[i].src, 1):
             return False
     for i in range(pool.tier.num if pool.tier != NULL else 0):
-        if pool.tier.items[i].is_load and not add_page(loaded, pool.tier.items[i].page_id):
+        if pool.tier.items[i].is_load and not add_pages(loaded, &pool.tier.items[i].page_id, 1):
             return False
     return True
 
@@ -280,4 +281,4 @@ cdef bint add_excess(const Pool *pool, PageClaim rest, int32_t page_id, int32_t 
     rest.num_own_in[bank_of(pool, page_id)] += explained[page_id] == 0
     rest.num_first_in[bank_of(pool, page_id)] += explained[page_id] == 0
     explained[page_id] += num
-    return add_page(rest, page_id)
+    return add_pages(rest, &page_id, 1)

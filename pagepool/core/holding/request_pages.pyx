@@ -10,9 +10,7 @@ from cpython.mem cimport PyMem_RawFree as free
 from libc.stdint cimport INT64_MAX
 
 from pagepool.core.base cimport GIL_DISABLED, MAX_LOOKAHEAD, process_number
-from pagepool.core.pool cimport (
-    NOBODY, count_changes, count_holders, count_refusal, give_back_all, now_of, overdrawn_page, set_session,
-)
+from pagepool.core.pool cimport NOBODY, count_changes, count_holders, count_refusal, give_back_all, overdrawn_page, set_session
 from pagepool.core.values cimport ids_in, refuse_hashed
 
 from pagepool.errors import ArgumentError, ArgumentTypeError, MovesDueError, PageHashError, PageIdError, shown
