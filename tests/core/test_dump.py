@@ -58,6 +58,7 @@ def make_dump() -> dict[str, Any]:
 def test_it_is_json_and_comes_back() -> None:
     manager = make_manager(host_tier=HostTier(100))
     manager.set_shares({"acme": 0.5})
+    manager._store.set_time(1000)
     batch = fill(manager)
     text = json.dumps(manager.dump(), allow_nan=False)
     dump = read_dump(text.encode())
