@@ -56,7 +56,8 @@ class CacheCollector(Collector):
         Raise ArgumentError unless the labels have the same names and new values, and the names are letters, digits and
         underscores; ArgumentTypeError unless values are strings.
         """
-        if not callable(getattr(manager, "stats", None)) or not isinstance(manager.stats(), CacheStats):
+        has_both = callable(getattr(manager, "stats", None)) and callable(getattr(manager, "held", None))
+        if not has_both or not isinstance(manager.stats(), CacheStats):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
         labels = _require_labels(labels or {})
         if sorted(labels) != self._label_names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import re
 import threading
 from collections import Counter
@@ -391,5 +392,7 @@ def test_what_holds_no_pages_of_the_pool() -> None:
     with pytest.raises(TypeError, match="a PageClaim is what list_claims returns"):
         PageClaim()
     claim = PageClaim.__new__(PageClaim)
+    with pytest.raises(ArgumentTypeError, match=r"^a claim of pages cannot be pickled$"):
+        pickle.dumps(claim)
     assert (claim.num_pages, claim.page_ids_by_pool, claim.seconds) == ({}, {}, None)
     assert list_claims(PageStore(8), []) == []

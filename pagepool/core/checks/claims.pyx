@@ -37,6 +37,9 @@ cdef class PageClaim:
     def __init__(self):
         raise TypeError("a PageClaim is what list_claims returns")
 
+    def __reduce__(self):
+        raise ArgumentTypeError("a claim of pages cannot be pickled")
+
     @property
     def num_pages(self) -> dict:
         """Pages by pool."""
