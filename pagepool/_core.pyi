@@ -634,6 +634,9 @@ class StepResult:
     has_stopped: Final[npt.NDArray[np.bool_] | None]
     def __len__(self) -> int: ...
     @property
+    def number(self) -> int:
+        """The number of the step in its batch, which counts from 1; 0 while the step has no rows."""
+    @property
     def rows(self) -> npt.NDArray[np.int32]:
         """The rows of the step, as they were numbered in the calls: int32 ``[len(step)]``, a copy in the order of the calls."""
     @property

@@ -1,6 +1,6 @@
 """The requests of a manager, by id: their pages, the hashes of their tokens, and their look-ups."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -62,11 +62,25 @@ class RequestRegistry(KeyHolder, RequestMaps):
         self.recent_keys: RecentKeys | None = None  # without explanations
         self._batches: WeakValueDictionary[int, RunningRows] = WeakValueDictionary()
         self._batch_numbers = count()
+        self.watcher: Callable[[Any], None] | None = None
+
+    # Running batches.
 
     def add_batch(self, batch: RunningRows, max_steps_ahead: int) -> None:
         """Record a running batch, under a weak reference, that plans up to `max_steps_ahead` steps ahead."""
-        self.max_steps_ahead = max(self.max_steps_ahead, max_steps_ahead)
-        self._batches[next(self._batch_numbers)] = batch
+        with self.lock:
+            self.max_steps_ahead = max(self.max_steps_ahead, max_steps_ahead)
+            self._batches[next(self._batch_numbers)] = batch
+            if self.watcher is not None:
+                self.watcher(batch)
+
+    def watch_batches(self, watcher: Callable[[Any], None] | None) -> None:
+        """Call `watcher` with each running batch, now and when one is made; None ends this."""
+        with self.lock:
+            self.watcher = watcher
+            if watcher is not None:
+                for batch in dict(self._batches).values():
+                    watcher(batch)
 
     # Pages.
 

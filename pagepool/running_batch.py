@@ -69,8 +69,9 @@ class RunningBatch(RunningRows):
     `trim`; ``num_external_tokens``, those awaited by a pending row; ``num_ahead_tokens``, the planned positions behind the
     known tokens: drafts, and tokens that steps in flight sample. With cross-attention `get_medium` has the pages of a row's
     medium, and how many of its encoder's tokens were hit. ``stays``, int64, has the number of each row's stay, which an
-    admission or fork begins and `release` ends; it moves with the row. Pools and prefix index are the manager's, so batch and
-    manager hit each other's pages. Release all rows before dropping a batch: dropping it frees no pages.
+    admission or fork begins and `release` ends; it moves with the row. ``max_steps_ahead`` is the argument. Pools and prefix
+    index are the manager's, so batch and manager hit each other's pages. Release all rows before dropping a batch: dropping it
+    frees no pages.
 
     With several pools tables, `get_page_ids`, new pages and copies name ids in the pool of their group, and each row has room
     in the pools of states: a checkpoint is kept only if a free page stays for each free row.
@@ -156,7 +157,7 @@ class RunningBatch(RunningRows):
             self._has_local_ids,
         )
         _bind(tables, self)
-        self._manager = manager
+        self._manager, self.max_steps_ahead = manager, max_steps_ahead
         registry.add_batch(self, max_steps_ahead)
         self._hasher = hasher
         self.group_tables, self.group_specs = tables, [group.kv_cache_spec for group in manager.kv_cache_groups]

@@ -40,6 +40,11 @@ cdef class StepResult:
         return self.num_rows
 
     @property
+    def number(self) -> int:
+        """The number of the step in its batch, which counts from 1; 0 while the step has no rows."""
+        return self.growth.step
+
+    @property
     def rows(self) -> np.ndarray:
         """The rows of the step, as they were numbered in the calls: int32 ``[len(step)]``, a copy in the order of the calls."""
         return column_of(self, GROWN_ROWS)
