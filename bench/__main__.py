@@ -28,6 +28,7 @@ ENGINES = {
     "stores": ("none",),
     "forks": ("easydel",),
     "events": ("none",),
+    "trace": ("none",),
     "eviction": ("none",),
     "router": ("none",),
     "windows": ("none",),

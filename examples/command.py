@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -15,6 +16,8 @@ from report import Answer, find_symbol, print_answers, print_figures
 from request import SamplingParams
 from stopwatch import Stopwatch, format_profile
 from text import ALPHABET, FOLLOW_UP, PROMPTS, decode, encode
+
+from pagepool import CacheManager
 
 NUM_PAGES = 48
 ATTENTIONS = {"gather": attend_by_gather, "pallas": attend_by_pallas}
@@ -64,6 +67,7 @@ def make_parser() -> ArgumentParser:
     )
     parser.add_argument("--no-sharing", action="store_true", help="let each row read the pages of a shared prefix")
     parser.add_argument("--store", type=Path, metavar="FOLDER", help="keep pages in files, for later runs and other engines")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace of the allocator, for ui.perfetto.dev")
     add("--max-num-reqs", 6, "maximum number of requests running at once")
     add("--max-num-batched-tokens", 64, "maximum number of tokens computed in a step")
     add("--max-model-len", 256, "maximum number of tokens in a prompt and its answer")
@@ -82,15 +86,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         answers = add_prompts(engine, args, args.prompts or PROMPTS)
         engine.warmup()
         watches = watch_parts(engine) if args.profile else {}
-        step_seconds = run(engine, answers, watches)
-        for _ in range(args.turns - 1):
-            answers = add_prompts(engine, args, [decode(find_best(answer)) + FOLLOW_UP for answer in answers])
-            step_seconds += run(engine, answers, watches)
+        with trace(engine.manager, args.trace):
+            step_seconds = run(engine, answers, watches)
+            for _ in range(args.turns - 1):
+                answers = add_prompts(engine, args, [decode(find_best(answer)) + FOLLOW_UP for answer in answers])
+                step_seconds += run(engine, answers, watches)
         engine.close()
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if args.profile:
         print(format_profile({part: watch.laps for part, watch in watches.items()}, step_seconds))
+
+
+def trace(manager: CacheManager, path: Path | None) -> AbstractContextManager[Any]:
+    """Record a trace of the allocator while the block runs, unless `path` is None. Needs the extra ``pagepool[events]``."""
+    if path is None:
+        return nullcontext()
+    from pagepool.trace import Recorder
+
+    return Recorder(manager, path)
 
 
 def watch_parts(engine: Engine) -> dict[str, Stopwatch]:

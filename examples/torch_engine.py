@@ -5,6 +5,7 @@ memory and a store behind the pool. docs/torch.md describes a step.
 from argparse import ArgumentParser, Namespace
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -241,6 +242,15 @@ def make_store_tier(manager: CacheManager, host_pages: HostPages, args: Namespac
     return StoreTier(manager, FileStore(args.store, namespace), host_pages, namespace, write="through")
 
 
+def trace(manager: CacheManager, path: Path | None) -> AbstractContextManager[Any]:
+    """Record a trace of the allocator while the block runs, unless `path` is None. Needs the extra ``pagepool[events]``."""
+    if path is None:
+        return nullcontext()
+    from pagepool.trace import Recorder
+
+    return Recorder(manager, path)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line: requests with random prompts, which have common beginnings."""
     parser = ArgumentParser(description=__doc__)
@@ -250,13 +260,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps-ahead", type=int, default=1, choices=(0, 1), help="default: 1")
     parser.add_argument("--no-sharing", action="store_true", help="let each row read the pages of a shared prefix")
     parser.add_argument("--store", type=Path, metavar="FOLDER", help="keep pages in files, for later runs and other engines")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace of the allocator, for ui.perfetto.dev")
     parser.add_argument("--check", action="store_true", help="compare the answers with those of the model without a cache")
     args = parser.parse_args(arguments)
     engine, rng = Engine(args), np.random.default_rng(args.seed)
     tokens = rng.integers(0, VOCAB, (args.num_requests, 64)).tolist()
     prompts = [tokens[i % 3][: 13 * (i % 3 + 1)] + own[: rng.integers(1, 24)] for i, own in enumerate(tokens)]
     samples = [prompt for prompt in prompts for _ in range(args.samples)]
-    engine.run(requests := [Request(prompt, int(rng.integers(1, 32))) for prompt in samples])
+    with trace(engine.manager, args.trace):
+        engine.run(requests := [Request(prompt, int(rng.integers(1, 32))) for prompt in samples])
     if engine.store is not None:
         engine.store.close(drain_seconds=10)
     print(*(f"{len(each.prompt)} tokens -> {' '.join(map(str, each.answer))}" for each in requests), sep="\n")

@@ -46,6 +46,7 @@ FORKS = Suite(("easydel", "oracle", "manager", "admit"), "fork", "us", 1e6, "tar
 STATES = Suite(("no interval",), "checkpoints", "ns", 1e9, "target")
 TIER = Suite(("no tier",), "tier", "ns", 1e9, "target")
 EVENTS = Suite(("noted", "taken", "encoded"), "off", "ns", 1e9, "target")
+TRACE = Suite(("recorded",), "off", "us", 1e6, "target")
 ROUTERS = Suite(("python", "dynamo"), "pagepool", "ns", 1e9, "target")
 READERS = Suite(("one thread",), "two threads", "ns", 1e9, "target")
 WINDOWS = Suite(("all",), "ends", "ns", 1e9, "target")
@@ -79,6 +80,7 @@ SUITES = (
     STATES,
     TIER,
     EVENTS,
+    TRACE,
     ROUTERS,
     READERS,
     WINDOWS,

@@ -22,7 +22,7 @@ from pagepool.trace.writer import MAX_RECORDS, TraceWriter
 __all__ = ["Recorder"]
 
 MIN_BYTES = 1 << 16
-MIN_PAUSE = 1_000_000  # ns between two readings of the counters
+MIN_PAUSE = 5_000_000  # ns between two readings of the counters
 
 Call = Callable[..., Any]
 
@@ -46,7 +46,7 @@ class Recorder:
       was free. Also for errors, by their type, for external tokens, and when the cache was reset.
     - ``moves``: a slice from `take_moves` until `complete` or `fail`, with the numbers of loads and saves.
     - counters by pool: pages that are free, held and cached, and pages taken and evicted since the recorder was made, at most
-      once a ms. A cached page is free or held.
+      every 5 ms. A cached page is free or held.
 
     Times are those of the monotonic clock. The file has request ids, rows and numbers, and no tokens, salts, keys or sessions.
 
@@ -143,7 +143,7 @@ class Recorder:
     def _add(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
         """Add a record, or drop it if too many wait."""
         if len(self._records) < MAX_RECORDS:
-            self._records.append((function, args))
+            self._records.append((function, *args))
         else:
             self._writer.drop(1)
 
@@ -336,52 +336,69 @@ class Recorder:
             self._replace(batch, tracks, name, note)
 
     def _trace_plans(self, batch: RunningBatch, tracks: BatchTracks) -> None:
-        """Record `plan` and `step`."""
-        reference, put, launch = weakref.ref(batch), self._put, tracks.launch
+        """Record `plan` and `step`. Each step calls one of them, and `settle`, so they add the usual record themselves."""
+        reference, records, launch = weakref.ref(batch), self._records, tracks.launch
+        plan_rows: Call = type(batch).plan
+        step_rows: Call = type(batch).step
 
-        def note_refusal(step: StepResult, rows: Any) -> None:
-            time, refusal = monotonic_ns(), step.refusal
-            row = int(rows[step.num_grown]) if hasattr(rows, "__getitem__") else None
+        def note(begin: int, end: int, step: StepResult, rows: Any) -> None:
+            refusal = step.refusal
+            if step.num_grown:
+                self._put(end, launch, (begin, end, step.number, step.num_grown))
             if refusal is not None:
-                put(time, tracks.refuse, (time, row, refusal))
+                row = int(rows[step.num_grown]) if hasattr(rows, "__getitem__") else None
+                self._put(end, tracks.refuse, (end, row, refusal))
 
-        def replace(name: str, function: Call) -> None:
-            @wraps(function)
-            def recorded(rows: Any, *args: Any, **kwargs: Any) -> StepResult:
-                begin = monotonic_ns()
-                try:
-                    step: StepResult = function(reference(), rows, *args, **kwargs)
-                except Exception as error:
-                    self._note_error(tracks, name, error)
-                    raise
-                end = monotonic_ns()
-                if step.num_grown:
-                    put(end, launch, (begin, end, step.number, step.num_grown))
-                if step.refusal is not None:
-                    note_refusal(step, rows)
-                return step
+        @wraps(plan_rows)
+        def plan(rows: Any, num_tokens: Any = 1, num_drafts: Any = 0, step: StepResult | None = None) -> StepResult:
+            begin = monotonic_ns()
+            try:
+                result: StepResult = plan_rows(reference(), rows, num_tokens, num_drafts, step)
+            except Exception as error:
+                self._note_error(tracks, "plan", error)
+                raise
+            end, num_rows = monotonic_ns(), result.num_grown
+            if num_rows and result.refusal is None and end < self._next_reading and len(records) < MAX_RECORDS:
+                records.append((launch, begin, end, result.number, num_rows))
+            else:
+                note(begin, end, result, rows)
+            return result
 
-            self._install(batch, name, recorded)
+        @wraps(step_rows)
+        def step(rows: Any, token_ids: Any, step: StepResult | None = None) -> StepResult:
+            begin = monotonic_ns()
+            try:
+                result: StepResult = step_rows(reference(), rows, token_ids, step)
+            except Exception as error:
+                self._note_error(tracks, "step", error)
+                raise
+            end, num_rows = monotonic_ns(), result.num_grown
+            if num_rows and result.refusal is None and end < self._next_reading and len(records) < MAX_RECORDS:
+                records.append((launch, begin, end, result.number, num_rows))
+            else:
+                note(begin, end, result, rows)
+            return result
 
-        replace("plan", type(batch).plan)
-        replace("step", type(batch).step)
+        self._install(batch, "plan", plan)
+        self._install(batch, "step", step)
 
     def _trace_settle(self, batch: RunningBatch, tracks: BatchTracks) -> None:
         function: Call = type(batch).settle
-        reference = weakref.ref(batch)
-        put, settle = self._put, tracks.settle
+        reference, records, settle = weakref.ref(batch), self._records, tracks.settle
 
         @wraps(function)
-        def recorded(step: StepResult, *args: Any, **kwargs: Any) -> Any:
+        def recorded(step: StepResult, token_ids: Any = None, counts: Any = None, **options: Any) -> Any:
             begin = monotonic_ns()
             try:
-                rows = function(reference(), step, *args, **kwargs)
+                rows = function(reference(), step, token_ids, counts, **options)
             except Exception as error:
                 self._note_error(tracks, "settle", error)
                 raise
-            end = monotonic_ns()
-            if step.number:
-                put(end, settle, (begin, end, step.number, rows.tolist() if kwargs.get("failed") else None))
+            end, number = monotonic_ns(), step.number
+            if number and not options and end < self._next_reading and len(records) < MAX_RECORDS:
+                records.append((settle, begin, end, number, None))
+            elif number:
+                self._put(end, settle, (begin, end, number, rows.tolist() if options.get("failed") else None))
             return rows
 
         self._install(batch, "settle", recorded)

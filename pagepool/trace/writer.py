@@ -5,7 +5,6 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from msgspec.json import Encoder
@@ -23,7 +22,8 @@ BYTES_OF_END = 200  # room kept for the end of each slice, and for the last mark
 SECONDS_TO_CLOSE = 60.0
 HEAD, BETWEEN, TAIL = b"[\n", b",\n", b"\n]\n"
 
-Record = tuple[Callable[..., None], tuple[Any, ...]]
+Record = tuple[Any, ...]
+"""A method of a track, and its arguments."""
 
 
 class TraceWriter:
@@ -85,7 +85,7 @@ class TraceWriter:
         while num and self.error is None and not self._is_full:
             try:
                 for _ in range(min(num, RECORDS_PER_TURN)):
-                    function, args = records.popleft()
+                    function, *args = records.popleft()
                     function(*args)
                 self._tell_dropped()
                 self._write_events(self.timeline.take())

@@ -483,7 +483,8 @@ def test_a_killed_process_leaves_a_trace(tmp_path: Path) -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             process.stdout.readline()
-            time.sleep(0.1 + 0.03 * i)
+            while (tmp_path / "trace.json").stat().st_size < (1 + i) * 200_000:
+                time.sleep(0.01)
             process.send_signal(signal.SIGKILL)
         events = read_events(tmp_path / "trace.json", is_ended=False)
         assert any(isinstance(event, Whole) for event in events)
