@@ -45,8 +45,8 @@ class Recorder:
     - a mark for each refusal: the pages that were needed and free, and the pool. `CacheManager.allocate_slots` says only what
       was free. Also for errors, by their type, for external tokens, and when the cache was reset.
     - ``moves``: a slice from `take_moves` until `complete` or `fail`, with the numbers of loads and saves.
-    - counters by pool: pages that are free, held and cached, and pages taken and evicted since the recorder was made, at most
-      every 5 ms. A cached page is free or held.
+    - counters by pool, at most once in 5 ms: free, held and cached pages, and pages taken and evicted since the recorder was
+      made. A cached page is free or held.
 
     Times are those of the monotonic clock. The file has request ids, rows and numbers, and no tokens, salts, keys or sessions.
 
@@ -287,15 +287,14 @@ class Recorder:
         reference, put = weakref.ref(batch), self._put
 
         def stay_of(row: int, **options: Any) -> Stay:
-            rows = reference()
-            assert rows is not None
+            rows: Any = reference()
             num_tokens, num_external = int(rows.num_tokens[row]), int(rows.num_external_tokens[row])
             return Stay(int(rows.stays[row]), num_tokens, int(rows.num_cached_tokens[row]), num_external, **options)
 
         def note_admit(begin: int, num_hits: int | None, row: int, *_: object, **options: Any) -> None:
-            end, rows = monotonic_ns(), reference()
-            assert rows is not None
+            end = monotonic_ns()
             if num_hits is None:
+                rows: Any = reference()
                 refusal = rows.refusal
                 if refusal is not None:
                     put(end, tracks.refuse, (end, int(row), refusal))
