@@ -311,13 +311,13 @@ class ManagerTracks(Process):
 
 
 def show(request_id: str) -> str:
-    """Return a request id that any encoder takes, cut to `MAX_NAME` characters."""
+    """Return a request id as text for JSON, cut to `MAX_NAME` characters."""
     text = request_id[:MAX_NAME].encode("utf-8", "backslashreplace").decode()
     return text if len(request_id) <= MAX_NAME else f"{text}..."
 
 
 class Timeline:
-    """The events that are not written yet, and the processes that have any."""
+    """Unwritten events, and the processes with any."""
 
     def __init__(self) -> None:
         """Begin without events."""
