@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from pagepool._core import HashChain, RequestHashes, find_misses, has_entry
+from pagepool._core import RequestHashes, find_misses, has_entry
 from pagepool.arguments import read_count
 from pagepool.errors import count_of
 from pagepool.hashing import RequestExtraKeys
@@ -67,9 +67,6 @@ LEFT = frozenset({MissCause.EVICTED, MissCause.DROPPED, MissCause.RESET})
 
 KEY_NAMES = {"lora": "adapter", "salt": "salt", "cache_salt": "salt", "cross": "medium", "prompt_embeds": "embedding"}
 """What each key of a request as a whole stands for; all other keys stand for media in the prompt."""
-
-FindFetch = Callable[[HashChain], str | None]
-"""Function that says what became of the pages of a store for the prompt with these hashes: a cause; None: it lacks them."""
 
 CAUSES = {
     "cached": MissCause.COMPLETE,
@@ -180,12 +177,11 @@ class HitReport:
 def explain_hit(
     registry: RequestRegistry,
     request: Request,
-    find_fetch: FindFetch | None,
     ids: tuple[int, int | None] = (0, None),
     reason: str = "",
 ) -> HitReport:
-    """Return why a request hits no more in a range of page ids. `find_fetch` tells what became of a store's pages; None means
-    that there is no store. A `reason` says why the request hits nothing on purpose. O(tokens), and O(pages x groups).
+    """Return why a request hits no more in a range of page ids. A `reason` says why it hits nothing on purpose. O(tokens), and
+    O(pages x groups).
     """
     query, explains = registry.read_query(request), registry.recent_keys is not None
     if query is None and not reason:
@@ -200,8 +196,8 @@ def explain_hit(
     end = _find_end(registry, request, hashes, found, groups)
     if end.cause is MissCause.NEVER_COMPUTED:
         end = _look_elsewhere(registry, request, hashes, found["groups"][end.group], end)
-    if end.cause in (MissCause.NEVER_COMPUTED, MissCause.EVICTED) and find_fetch is not None:
-        told = find_fetch(hashes.chain)
+    if end.cause in (MissCause.NEVER_COMPUTED, MissCause.EVICTED) and registry.find_fetch is not None:
+        told = registry.find_fetch(hashes.chain)
         end = end if told is None else replace(end, cause=MissCause(told), seconds=None, detail="")
     groups = [end if each.group == end.group and each.cause not in ENDS else each for each in groups]
     media = None if registry.media is None else registry.media.name(request)

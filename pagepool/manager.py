@@ -69,7 +69,7 @@ from pagepool.dump import FORMAT, Dump, GroupSettings, PoolSettings, Settings, T
 from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeError, count_of, shown
 from pagepool.group_rules import kind_of, make_rules
 from pagepool.hashing import KeyHolder, RecentKeys
-from pagepool.hit_report import FindFetch, HitReport, explain_hit
+from pagepool.hit_report import HitReport, explain_hit
 from pagepool.holders import HeldPages
 from pagepool.media import Media, Medium, count_others
 from pagepool.page_hashing import PageHashing
@@ -499,12 +499,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         """
         self._store.require_even(data_parallel_size)
         ids = find_shard_bounds(self._page_pool.num_pages, dp_shard_hint, data_parallel_size)
-        return explain_hit(self.registry, request, self._find_fetch, ids)
-
-    @property
-    def _find_fetch(self) -> FindFetch | None:
-        """What tells about the pages of a store; None without a store, or with one that does not."""
-        return getattr(self._storage, "find_fetch", None)
+        return explain_hit(self.registry, request, ids)
 
     def enable_explanations(self) -> None:
         """Remember which pages leave the prefix cache, and the extra keys of the last 256 requests that differ in them, so that
@@ -732,14 +727,14 @@ class CacheManager(KeyHolder, SlotAllocator):
         if not isinstance(storage, Storage):
             raise ArgumentTypeError(f"storage: got {type(storage).__name__}, allowed: an object with poll and stats")
         link_storage(self._store, require_flag("writes_through", writes_through))
-        self._storage = storage
+        self._storage, self.registry.find_fetch = storage, getattr(storage, "find_fetch", None)
 
     def detach_storage(self) -> None:
         """Take the storage away, if there is one: it is not polled any more, and no page is due for it. Raise ArgumentError
         without a host tier. O(1).
         """
         unlink_storage(self._store)
-        self._storage = None
+        self._storage = self.registry.find_fetch = None
 
     def _forget(self, request: Request) -> None:
         """Forget a request that has given its pages back, and its medium."""

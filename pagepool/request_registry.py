@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from pagepool.events import EventSource
 
 
+FindFetch = Callable[[HashChain], str | None]
+"""Function that says what became of a store's pages for the prompt with these hashes: a cause; None: it lacks them."""
+
+
 class RequestRegistry(KeyHolder, RequestMaps):
     """The requests of a manager, and what its running batches and the store behind its tier share with it.
 
@@ -63,6 +67,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
         self._batches: WeakValueDictionary[int, RunningRows] = WeakValueDictionary()
         self._batch_numbers = count()
         self.watcher: Callable[[Any], None] | None = None
+        self.find_fetch: FindFetch | None = None  # without a store, or with one that tells nothing
 
     # Running batches.
 

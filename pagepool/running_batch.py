@@ -395,7 +395,7 @@ class RunningBatch(RunningRows):
         prompt = _Prompt.of(tokens, named, self.max_num_tokens)
         ids = find_shard_bounds(self._registry.page_pool.num_pages, named.dp_shard, self._data_parallel_size)
         reason = "" if named.look_up or not self._hash_page_size else "look_up is False"
-        return explain_hit(self._registry, prompt, self._manager._find_fetch, ids, reason)
+        return explain_hit(self._registry, prompt, ids, reason)
 
     def _find_shard(self, dp_shard: int) -> int | None:
         """Return the number of the shard that `dp_shard` names; None if the pool is not divided."""
