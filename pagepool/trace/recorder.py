@@ -30,9 +30,9 @@ Call = Callable[..., Any]
 class Recorder:
     """Recorder of a manager's steps, requests and moves, as a trace for https://ui.perfetto.dev.
 
-    While it is open, the recorder replaces methods of the manager and of its running batches, also of batches made later, by
-    recording ones; nothing else of these objects changes. Calls of a bound method that was read before are not recorded. The
-    recording methods only add to a list: a thread makes the events and writes them.
+    While it is open, the recorder replaces methods of the manager and of its running batches, also of later ones, by recording
+    methods; nothing else of these objects changes. Calls of a bound method read before are not recorded. A recording method
+    only adds to a list: a thread makes the events and writes them.
 
     The trace has a process for the manager and one for each batch:
 

@@ -60,7 +60,7 @@ BUGS = read_bugs("""
 # Pages.
 == an entry stays when its page is handed out
         _note_evicted(pool, page_id)
-    {+if not BUG: +}uncache(pool, page_id, BY_EVICTION)
+    {+if not BUG: +}uncache_for(pool, page_id, BY_EVICTION)
     pool.counters.num_ev
 == a free page that hits stays in the free queue
                 if pool.pages[ids[i]].ref_cnt == 0{+ and not BUG+}:
@@ -722,7 +722,7 @@ LINEAGE_BUGS = read_bugs("""
 == a left checkpoint is saved
  and class_of(pool, page_id) == LEFT{+ and not BUG+}):
 == a checkpoint of an answer stays when the next one takes its place
-        {+if not BUG: +}uncache(pool, outrun, BY_LEAVING)
+        {+if not BUG: +}uncache_for(pool, outrun, BY_LEAVING)
 == a fork drops the other's checkpoint
     lineage.is_source = {+not BUG and +}True
 == a lost checkpoint is counted twice
@@ -808,10 +808,10 @@ QUEUE_BUGS = read_bugs("""
 == a request is never promoted
     return line.num_computed - place.came_at >= _wait_for_class(line, place.priority){+ and not BUG+}
 == a hit that was evicted counts
-    if rare(pool.awaited != NULL{+ and not BUG+}):
+    if pool.awaited != NULL{+ and not BUG+}:
         pool.awaited.note(pool.awaited, digest_of(
 == a page that was cached moves no hit
-    if rare(pool.awaited != NULL{+ and not BUG+}):
+    if pool.awaited != NULL{+ and not BUG+}:
         pool.awaited.note(pool.awaited, entry.key[0], entry.group)
 == a waiter awaits the keys at the ends of its first look-up
     {+if not BUG or num_pages == num_reachable == 0: +}_await_ends(awaited, number * NUM_KEYS_EACH, query, group
@@ -845,9 +845,9 @@ EXPLAIN_BUGS = read_bugs("""
 # Why prompts do not hit.
 
 == an evicted page counts as dropped
-uncache(pool, page_id, {+BY_DROP if BUG else +}BY_EVICTION)
+uncache_for(pool, page_id, {+BY_DROP if BUG else +}BY_EVICTION)
 == a page of a failed step counts as evicted
-    uncache(pool, page_id{+, BY_EVICTION if BUG else BY_DROP+})
+    {+uncache_for(pool, page_id, BY_EVICTION if BUG else BY_DROP)+}[-uncache(pool, page_id)-]
     uncache_in_tier(pool.tier, key, group)
 == keys that leave are not remembered
     if pool.departed.entries != NULL{+ and not BUG+}:

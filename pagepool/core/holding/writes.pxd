@@ -16,7 +16,7 @@ from pagepool.core.base cimport NEVER, UNKNOWN
 from pagepool.core.holding.forks cimport *
 from pagepool.core.pool cimport (
     AT_ANSWER_END, BY_LEAVING, Lineage, NewCheckpoint, add_kind, expect_page, find_outrun, find_within, go_on_with, now_of,
-    step_back, uncache,
+    step_back, uncache_for,
 )
 
 
@@ -181,7 +181,7 @@ cdef inline bint cache_written(
         return False
     if outrun != NULL_PAGE:
         step_back(pool, lineage, outrun)
-        uncache(pool, outrun, BY_LEAVING)
+        uncache_for(pool, outrun, BY_LEAVING)
     cache_page(pool, group, write.page_id, full_entries(&group.rules, write.num_tokens) - 1, contents, &new)
     go_on_with(pool, lineage, write.page_id, &new)
     return True

@@ -1,7 +1,7 @@
 # Departures: the keys that left the prefix index last, why they left, and when. A pool keeps them once explanations are
 # enabled, about twice as many as it has pages.
 #
-# Always: `Pool.hear_removal` is set in a pool that keeps departures.
+# Always: `Pool.hear_removal` is set in a pool that keeps departures, has several banks, or waiting queues in front of it.
 
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
@@ -59,8 +59,10 @@ cdef inline double seconds_since(const Pool *pool, const GhostEntry *departure) 
 
 
 cdef inline void hear_removal(Pool *pool, int32_t page_id, uint32_t why) noexcept nogil:
-    """Note the departure of a page that is about to lose its entry, and count it in its bank."""
+    """Note the departure of a page that is about to lose its entry, tell waiting queues, and count it in its bank."""
     cdef Bank *bank = &pool.banks[bank_of(pool, page_id)]
+    if pool.awaited != NULL:
+        pool.awaited.note(pool.awaited, digest_of(&pool.pages[page_id]), pool.pages[page_id].group & ~FLAGS)
     if pool.departed.entries != NULL:
         note_departure(pool, page_id, why)
     if pool.num_banks > 1:

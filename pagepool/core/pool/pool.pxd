@@ -37,7 +37,7 @@ cdef inline void _evict(Pool *pool, int32_t page_id) noexcept nogil:
         pool.tier.save_evicted(pool, page_id)
     if rare(pool.num_banks > 1):
         _note_evicted(pool, page_id)
-    uncache(pool, page_id, BY_EVICTION)
+    uncache_for(pool, page_id, BY_EVICTION)
     pool.counters.num_evicted_pages += 1
 
 
@@ -154,7 +154,7 @@ cdef inline void _uncache_dependents(Pool *pool, int32_t page_id) noexcept nogil
             ghost = &pool.banks[bank_of(pool, state)].ghost
             if ghost.entries != NULL:
                 remember(ghost, hash_key(key, pool.dependents.state_groups[i]), DROPPED)
-            uncache(pool, state, BY_EVICTION)
+            uncache_for(pool, state, BY_EVICTION)
             state = find(pool, key, pool.dependents.state_groups[i])
 
 
@@ -356,7 +356,7 @@ cdef inline Py_ssize_t give_back_and_uncache(
 cdef inline void _enqueue_blank(Pool *pool, int32_t page_id) noexcept nogil:
     """Uncache a page that lost its last reference, if it is cached, and put it at the front of the queue."""
     if pool.pages[page_id].group != NO_GROUP:
-        uncache(pool, page_id, BY_LEAVING)
+        uncache_for(pool, page_id, BY_LEAVING)
     push_first(pool, page_id)
 
 
@@ -499,17 +499,15 @@ cdef inline bint cache(
     """
     cdef bint is_new = add_entry(pool, page_id, entry.key[0], entry.group)
     pool.counters.num_cached_pages += 1
-    if rare(pool.awaited != NULL):
-        pool.awaited.note(pool.awaited, entry.key[0], entry.group)
     if exceptional(_has_listeners(pool) | (entry.session != NO_SESSION)):
         _on_cache(pool, page_id, entry, ranking if is_new else NULL, ids, place)
     return is_new
 
 
 cdef inline bint _has_listeners(const Pool *pool) noexcept nogil:
-    """Whether banks, a tier, the queue's parts, the journal, kept tokens or upper halves have to hear of each cached page."""
+    """Whether banks, a tier, the queue's parts, arrays for each page or waiting queues have to hear of each cached page."""
     cdef bint has_arrays = (pool.journal.notes != NULL) | (pool.page_tokens != NULL) | (pool.uppers != NULL)
-    return (pool.num_banks > 1) | (pool.tier != NULL) | (pool.num_parts != 0) | has_arrays
+    return (pool.num_banks > 1) | (pool.tier != NULL) | (pool.num_parts != 0) | has_arrays | (pool.awaited != NULL)
 
 
 cdef inline void _on_cache(
@@ -517,6 +515,8 @@ cdef inline void _on_cache(
 ) noexcept nogil:
     """Tell the features of the pool that a page was just cached."""
     cdef Checkpoints *checkpoints = checkpoints_of(pool, page_id)
+    if pool.awaited != NULL:
+        pool.awaited.note(pool.awaited, entry.key[0], entry.group)
     if pool.num_banks > 1:
         pool.banks[bank_of(pool, page_id)].num_entries += 1
     if checkpoints != NULL:
@@ -588,13 +588,16 @@ cdef inline void _keep_tokens(Pool *pool, int32_t page_id, const int32_t *tokens
 # `uncache_everywhere` if the content was wrong, so that the tier must not have it either.
 
 
-cdef inline void uncache(Pool *pool, int32_t page_id, uint32_t why=BY_DROP) noexcept nogil:
-    """Remove the entry of a cached page. If the page is free, it moves to the blank part of the queue."""
+cdef inline void uncache(Pool *pool, int32_t page_id) noexcept nogil:
+    """Remove the entry of a page whose content is, or will be, another. If it is free, it moves to the queue's blank part."""
+    uncache_for(pool, page_id, BY_DROP)
+
+
+cdef inline void uncache_for(Pool *pool, int32_t page_id, uint32_t why) noexcept nogil:
+    """Remove the entry of a cached page for a reason. If the page is free, it moves to the blank part of the queue."""
     if is_journaled(pool):
         record_drop(pool, page_id)
     unwatch(pool, page_id)
-    if rare(pool.awaited != NULL):
-        pool.awaited.note(pool.awaited, digest_of(&pool.pages[page_id]), pool.pages[page_id].group & ~FLAGS)
     if rare(pool.hear_removal != NULL):
         pool.hear_removal(pool, page_id, why)
     remove_entry(pool, page_id)
@@ -627,7 +630,7 @@ cdef inline void uncache_all(Pool *pool) noexcept nogil:
     cdef Py_ssize_t bank
     for page_id in range(1, pool.num_pages):
         if pool.pages[page_id].group != NO_GROUP:
-            uncache(pool, page_id, BY_RESET)
+            uncache_for(pool, page_id, BY_RESET)
     depart_all(pool)
     assert pool.num_entries == 0 and pool.num_keys == 0
     for bank in range(pool.num_banks):

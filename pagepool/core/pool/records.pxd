@@ -208,7 +208,7 @@ cdef struct Pool:
     void (*join_held_twin)(Pool *pool, Slot *slot, int32_t page_id) noexcept nogil
     void (*claim_twin)(Pool *pool, int32_t page_id) noexcept nogil
     void (*release_twins)(Pool *pool, const int32_t *ids, Py_ssize_t n, bint tail_first) noexcept nogil
-    # Hears of each page that is about to lose its entry, and why; NULL in a pool of one bank that keeps no departures.
+    # Hears of each page that is about to lose its entry, and why; NULL in a pool where nobody asks.
     void (*hear_removal)(Pool *pool, int32_t page_id, uint32_t why) noexcept nogil
     Ghost departed            # keys that left the index last, see departures.pxd; `entries` NULL: not kept
     bint notes_leaving        # keys of pages that windows leave are among them

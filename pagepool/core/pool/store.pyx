@@ -668,7 +668,7 @@ cdef class PageStore(PageRecords):
                 while is_page(&self.pool, page_id):  # in the order of the queue, so that pages keep it
                     following = page_behind(&self.pool, page_id, queue)
                     if self.pool.pages[page_id].group != NO_GROUP:
-                        uncache(&self.pool, page_id, BY_RESET)
+                        uncache_for(&self.pool, page_id, BY_RESET)
                     page_id = following
             if num_held == 0:
                 uncache_all(&self.pool)

@@ -7,7 +7,7 @@ from libc.string cimport memcpy
 
 from pagepool.core.base cimport Digest, monotonic_ns, process_number, require_allocated, require_process
 from pagepool.core.holding cimport Contents, contents_of, find_longest, query_of
-from pagepool.core.pool cimport NO_BANK, bucket_of, free_awaited, free_closed, ids_in_shard, note_moved
+from pagepool.core.pool cimport NO_BANK, bucket_of, free_awaited, free_closed, hear_removal, ids_in_shard, note_moved
 from pagepool.core.tier cimport find_and_load, find_reachable
 from pagepool.core.values cimport HashChain, HashedTokens, as_shard, float_of, index_of, new_ids, size_of
 
@@ -141,9 +141,9 @@ cdef class WaitingLine:
         with store.lock:
             free_closed(&store.pool.awaited, False)
             self.awaited.next = store.pool.awaited
-            store.pool.awaited = self.awaited
+            store.pool.awaited, store.pool.hear_removal = self.awaited, hear_removal
             if store.pool.tier != NULL:
-                store.pool.tier.pool.awaited = self.awaited
+                store.pool.tier.pool.awaited, store.pool.tier.pool.hear_removal = self.awaited, hear_removal
 
     def __dealloc__(self):
         if self.process == process_number:  # in a forked process another thread may have been changing it
