@@ -174,11 +174,9 @@ class Engine:
         params, number = params or SamplingParams(), next(self.numbers)
         first, *others = (Request(prompt, replace(params, seed=params.seed + i), number, streams) for i in range(num_samples))
         self.require_capacity(first, 1)
-        self.scheduler.add(first)
-        if len(first.token_ids) > 1:
-            first.samples = others
-        else:
-            self.scheduler.waiting += others
+        first.samples = others if len(first.token_ids) > 1 else []
+        for request in [first] if first.samples else [first, *others]:
+            self.scheduler.add(request)
         return [first, *others]
 
     def add_beams(self, prompt: Sequence[int], params: SamplingParams | None, num_beams: int) -> BeamSearch:

@@ -55,6 +55,11 @@ class Request:
         return str(self.number)
 
     @property
+    def own_token_ids(self) -> list[int]:
+        """The tokens that its row computes. If it has samples, each of them computes the last one."""
+        return self.token_ids[:-1] if self.samples else self.token_ids
+
+    @property
     def output(self) -> list[int]:
         """The tokens generated so far."""
         return self.token_ids[self.num_prompt_tokens :]

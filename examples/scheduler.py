@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 from request import Request
 from rows import Rows
 
-from pagepool import CacheManager, EngineRequest, FailedLoads, MultiGroupPageTable, RequestTraits, RunningBatch, StepResult
+from pagepool import (
+    CacheManager,
+    EngineRequest,
+    FailedLoads,
+    MultiGroupPageTable,
+    RequestTraits,
+    RunningBatch,
+    StepResult,
+    WaitingQueue,
+)
 from pagepool.errors import OutOfPagesError
 from pagepool.stores import StoreTier
 
@@ -23,8 +32,8 @@ by_arrival = attrgetter("number")
 
 
 class Scheduler:
-    """Scheduler over the rows of a page table: oldest requests first, in chunks of up to `max_num_batched_tokens` tokens a
-    step.
+    """Scheduler over the rows of a page table: running requests first, the oldest one in front, then waiting ones, those with
+    the least to compute first. A step computes up to `max_num_batched_tokens` tokens.
     """
 
     def __init__(
@@ -45,8 +54,8 @@ class Scheduler:
         self.rows = Rows(len(self.batch.num_tokens))
         self.max_steps_ahead = max_steps_ahead
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: list[Request] = []  # oldest first, as in the next list
-        self.running: list[Request] = []
+        self.waiting = WaitingQueue(manager)
+        self.running: list[Request] = []  # oldest first
         self.free_rows = deque(range(max_num_reqs))
         self.store = store
         self.num_drafts = num_drafts
@@ -59,17 +68,14 @@ class Scheduler:
         """Look up the pages of a request in the store, and queue it. A step may run in another thread."""
         if self.store is not None:
             self.store.fetch(EngineRequest(request.request_id, request.token_ids))
-        self.waiting.append(request)
+        self.waiting.add(request, request.own_token_ids)
 
     def abort(self, request: Request) -> None:
         """Drop a request."""
         if self.store is not None:
             self.store.forget(request)
-        if request in self.running:
-            self.read(request)
-            self.batch.release([request.row])
-            self.free_rows.append(request.row)
-        (self.running if request in self.running else self.waiting).remove(request)
+        if not self.waiting.remove(request):
+            self.finish([request])
 
     def is_ready(self, request: Request) -> bool:
         """Whether no page of a request is on its way from the store."""
@@ -80,20 +86,29 @@ class Scheduler:
     def schedule(self) -> tuple[StepResult, list[Request]]:
         """Plan a step: running requests first, then waiting ones with the rest of the budget, unless pages were short. Return
         the step and its requests.
-
-        If nothing can run because beams wait for beams that wait for pages, newer requests give way.
         """
         num_preemptions, self.is_fetching = self.num_preemptions, False
         step, planned = self.batch.new_step(), []
         budget = self.plan_running(step, planned)
         if not planned or self.num_preemptions == num_preemptions:
             self.admit_waiting(step, planned, budget)
-        while not planned and self.running and (oldest := next(filter(self.is_ready, self.waiting), None)):
-            if self.running[-1].number <= oldest.number:
+        if not planned and not self.rows.num_in_flight.any():
+            self.end_deadlock(step, planned)
+        self.waiting.prefetch()
+        return step, planned
+
+    def end_deadlock(self, step: StepResult, planned: list[Request]) -> None:
+        """Admit the oldest waiting request of those with pages before: beams may wait for beams without pages. Preempt newer
+        requests until it has pages.
+        """
+        oldest = min((each for each in self.waiting if each.num_cached_tokens is not None), key=by_arrival, default=None)
+        while oldest is not None:
+            self.waiting.remove(oldest)
+            self.put_back(oldest)
+            self.admit_waiting(step, planned, self.max_num_batched_tokens)
+            if planned or not self.running or self.running[-1].number <= oldest.number:
                 break
             self.preempt(self.running[-1])
-            self.admit_waiting(step, planned, self.max_num_batched_tokens)
-        return step, planned
 
     def plan_running(self, step: StepResult, planned: list[Request]) -> int:
         """Plan the due tokens of running requests, oldest request first, and return the rest of the budget. Tokens that a step
@@ -154,7 +169,7 @@ class Scheduler:
         return draft_token_ids
 
     def preempt(self, request: Request) -> None:
-        """Preempt a request: it waits at its place, and hits its cached pages when it is admitted again."""
+        """Preempt a request: it waits in front of all others, and hits its cached pages when it is admitted again."""
         self.num_preemptions += 1
         self.read(request)
         self.batch.release([request.row])
@@ -165,7 +180,7 @@ class Scheduler:
         for request in self.running:
             self.read(request)
         rewound, lost = self.batch.rewind(failed)
-        for request in [request for request in self.running if request.row in (*rewound, *lost)]:
+        for request in [request for request in reversed(self.running) if request.row in (*rewound, *lost)]:
             request.candidates = ()
             if request.row in lost:
                 self.wait(request)
@@ -175,7 +190,7 @@ class Scheduler:
         for request in self.running:
             self.read(request)
         lost = [row for step in steps for row in self.batch.settle(step, failed=True).tolist()]
-        for request in [request for request in self.running if request.row in lost]:
+        for request in [request for request in reversed(self.running) if request.row in lost]:
             self.wait(request)
 
     def settle(self, step: StepResult, token_ids: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -200,36 +215,31 @@ class Scheduler:
         return [request for row in rows.tolist() if (request := self.rows.requests[row]) is not None]
 
     def wait(self, request: Request) -> None:
-        """Let a request whose row was released wait at its place."""
-        self.free_rows.appendleft(request.row)  # it returns to its row, which keeps its hashes
+        """Let a request whose row was released wait."""
+        self.free_rows.append(request.row)
         request.candidates = ()
         self.running.remove(request)
-        insort(self.waiting, request, key=by_arrival)
+        self.put_back(request)
+
+    def put_back(self, request: Request) -> None:
+        """Let a request wait in front of all others."""
+        traits = RequestTraits(is_preempted=request.num_cached_tokens is not None)
+        self.waiting.put_back(request, request.own_token_ids, traits=traits)
 
     def admit_waiting(self, step: StepResult, planned: list[Request], budget: int) -> None:
-        """Start waiting requests in order, after their cached prefixes, until budget, rows or pages are used up. Requests whose
-        pages are on their way are left out.
+        """Start waiting requests after their cached prefixes, until budget, rows or pages are used up. Requests whose pages are
+        on their way are left out.
         """
-        for request in list(self.waiting):
-            if not budget or not self.free_rows:
-                break
-            if not self.is_ready(request):
-                continue
+        while budget and self.free_rows:
             row = self.free_rows[0]
-            num_cached = self.batch.admit(
-                row,
-                request.token_ids[:-1] if request.samples else request.token_ids,
-                max_num_new_tokens=budget,
-                step=step,
-                traits=RequestTraits(is_preempted=request.num_cached_tokens is not None),
-            )
-            if num_cached is None:
+            admission = self.batch.admit_next(row, self.waiting, max_num_new_tokens=budget, step=step, is_ready=self.is_ready)
+            if admission is None:
                 break
+            request, num_cached = admission
             request.row, request.num_cached_tokens, request.drafts = row, num_cached, []
             self.rows.put(request)
             planned.append(request)
             budget -= int(self.batch.num_computed_tokens[row]) - num_cached
-            self.waiting.remove(request)
             insort(self.running, request, key=by_arrival)
             self.free_rows.popleft()
 
@@ -249,8 +259,8 @@ class Scheduler:
             if child.num_cached_tokens is None:  # a sample; a beam has the number of the beam that it extends
                 child.num_cached_tokens = int(self.batch.num_computed_tokens[row])
             insort(self.running, child, key=by_arrival)
-        for child in children[len(rows) :]:
-            insort(self.waiting, child, key=by_arrival)
+        for child in reversed(children[len(rows) :]):
+            self.put_back(child)
 
     def replace(self, request: Request, child: Request) -> None:
         """Move the request's row and pages to a child."""
@@ -265,9 +275,8 @@ class Scheduler:
     def finish(self, requests: Sequence[Request]) -> None:
         """Release finished requests, with all their tokens."""
         for request in requests:
+            self.running.remove(request)
             self.read(request)
         rows = [request.row for request in requests]
         self.batch.release(rows)
         self.free_rows.extend(rows)
-        for request in requests:
-            self.running.remove(request)

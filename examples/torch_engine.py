@@ -45,6 +45,7 @@ from pagepool import (
     SharedPrefixes,
     StepInputs,
     StepResult,
+    WaitingQueue,
 )
 from pagepool.stores import FileStore, StoreTier, make_namespace
 from pagepool.torch import HostPages, PageTable
@@ -65,14 +66,9 @@ class Request:
         """The name by which the store's tier knows the request."""
         return str(id(self))
 
-    @property
-    def num_left(self) -> int:
-        """The number of tokens that the answer may still get."""
-        return 0 if self.answer[-1:] == [STOP_TOKEN] else self.max_tokens - len(self.answer)
-
 
 class Engine:
-    """Requests run in order of arrival, prompts in chunks. While pages are short the newest request is preempted."""
+    """Requests with the least to compute go first, prompts in chunks. While pages are short the newest row is preempted."""
 
     def __init__(self, args: Namespace) -> None:
         """Make an empty cache, and the tensors of a step: graphs need them where they are. Capture decodes on a GPU."""
@@ -85,7 +81,7 @@ class Engine:
         self.model = Model(args.seed)
         self.table = PageTable(num_reqs, NUM_COLUMNS, device=DEVICE)
         self.batch = RunningBatch(self.manager, self.table, max_steps_ahead=args.steps_ahead)
-        self.max_num_tokens, self.waiting, self.is_short = num_tokens, deque[Request](), False
+        self.max_num_tokens, self.waiting, self.is_short = num_tokens, WaitingQueue(self.manager), False
         self.running: dict[int, Request] = {}  # by row, the newest last
         self.limits = np.ones(args.num_reqs, np.int32)  # tokens of a prompt and its answer, by row
         self.in_flight: deque[tuple[Any, ...]] = deque()
@@ -156,8 +152,9 @@ class Engine:
         self.in_flight.append((step, is_sampled, result, order.argsort(), wait))
 
     def move_pages(self) -> None:
-        """Start the saves and loads that are due."""
+        """Start the saves and loads that are due, and loads for waiting requests."""
         if self.host_pages is not None:
+            self.waiting.prefetch()
             self.host_pages.run(self.pages, moves := self.batch.take_moves())
             self.has_loads |= len(moves.loads) > 0
 
@@ -167,7 +164,8 @@ class Engine:
             self.has_loads &= not must_wait
             for number, saves, loads, _ in self.host_pages.wait() if must_wait else self.host_pages.poll():
                 _, lost = self.batch.rewind(self.manager.fail(number, saves=saves, loads=loads))
-                self.waiting.extendleft([self.running.pop(row) for row in lost])
+                for row in lost:
+                    self.put_back(self.running.pop(row))
 
     def end(self) -> None:
         """Wait for the oldest step in flight, and continue its requests."""
@@ -185,6 +183,10 @@ class Engine:
         request.answer = self.batch.get_token_ids(row, len(request.prompt)).tolist()
         return request
 
+    def put_back(self, request: Request) -> None:
+        """Let a request that ran before wait in front of all others."""
+        self.waiting.put_back(request, request.prompt + request.answer, traits=RequestTraits(is_preempted=True))
+
     def plan(self) -> StepResult:
         """Plan a step: rows whose last token is in flight, rows with known tokens, then waiting requests. While pages are short
         preempt the newest row that is not in the step.
@@ -200,20 +202,17 @@ class Engine:
             newest, self.is_short = next(row for row in reversed(self.running) if row not in step.rows), True
             if any(newest in flight.rows for flight, *_ in self.in_flight):
                 break  # its token is on the way: plan again once that step has ended
-            self.waiting.appendleft(self.leave(newest))
+            self.put_back(self.leave(newest))
             self.batch.release([newest])
             rows = rows[rows != newest]
         for row in np.flatnonzero(~batch.is_admitted)[: len(self.waiting) * (not self.is_short)].tolist():
-            request = self.waiting[0]
-            if self.store is not None and not self.store.is_ready(request):
+            options = {"max_num_new_tokens": budget, "reserve": "prompt", "is_ready": self.store and self.store.is_ready}
+            admission = batch.admit_next(row, self.waiting, step=step, **options) if budget else None
+            if admission is None:
                 break
-            tokens, traits = request.prompt + request.answer, RequestTraits(is_preempted=bool(request.answer))
-            options = {"max_num_new_tokens": budget, "reserve": "prompt", "traits": traits}
-            num_cached = batch.admit(row, tokens, step=step, **options) if budget else None
-            if num_cached is None:
-                break
+            request, num_cached = admission
             budget -= batch.num_computed_tokens[row] - num_cached
-            self.running[row], self.limits[row] = self.waiting.popleft(), len(request.prompt) + request.max_tokens
+            self.running[row], self.limits[row] = request, len(request.prompt) + request.max_tokens
         return step
 
     def run(self, requests: list[Request]) -> None:
@@ -221,7 +220,7 @@ class Engine:
         for request in requests:
             if self.store is not None:
                 self.store.fetch(EngineRequest(request.request_id, request.prompt))
-            self.waiting.append(request)
+            self.waiting.add(request, request.prompt)
         while self.waiting or self.running:
             if len(step := self.plan()):
                 self.launch(step)

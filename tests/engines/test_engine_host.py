@@ -41,7 +41,7 @@ from engine_workload import (  # noqa: E402
 SMALL = {"num_pages": 30, "num_host_pages": 300}
 
 
-def check_host(engine: Engine, num_loaded_pages: int = 25) -> None:
+def check_host(engine: Engine, num_loaded_pages: int = 10) -> None:
     """Assert that all ways of the tier were gone, and that more than this number of pages came back."""
     assert engine.host_tier is not None
     stats = engine.host_tier.stats()
