@@ -36,13 +36,11 @@ class Recorder:
 
     The trace has a process for the manager and one for each batch:
 
-    - ``steps``: a slice for each step, from the call that planned it until it was settled or failed, or until the next step was
-      planned, which implies that it ran. Steps ahead have tracks side by side. ``plan_ns`` and ``settle_ns`` are the ns in the
-      calls that planned and settled it.
-    - ``row 0`` and so on: a slice for each stay, with its tokens and those that were cached, and with its end the tokens that
-      the row had. ``request 0`` and so on: the same for requests without rows, by request id; a request takes the first free
-      track.
-    - a mark for each refusal: the pages that were needed and free, and the pool. `CacheManager.allocate_slots` says only what
+    - ``steps``: a slice for each step, from its plan until it was settled or failed, or until the next plan, which implies that
+      it ran. Steps ahead have tracks side by side. ``plan_ns`` and ``settle_ns`` are the nanoseconds of these calls.
+    - ``row 0`` and so on: a slice for each stay, with its tokens and cached tokens, and at its end the tokens of the row.
+      ``request 0`` and so on: the same for requests without rows, by request id, each on the first free track.
+    - a mark for each refusal: the pages needed and free, and the pool. `CacheManager.allocate_slots` says only what
       was free. Also for errors, by their type, for external tokens, and when the cache was reset.
     - ``moves``: a slice from `take_moves` until `complete` or `fail`, with the numbers of loads and saves.
     - counters by pool, at most once in 5 ms: free, held and cached pages, and pages taken and evicted since the recorder was
