@@ -216,6 +216,7 @@ HOT = {
     for name in (
         "compat.vllm.hasher",
         "core.base.page_hash",
+        "core.pool.removal",
         "core.values.chain",
         "core.values.ids",
         "core.holding.lookups",

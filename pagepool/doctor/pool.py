@@ -25,9 +25,10 @@ def load_dump(path: str) -> Dump:
         with Path(path).open("rb") as file:
             return read_dump(file.read(MAX_BYTES + 1))
     except OSError as error:
-        raise ArgumentError(f"{path}: {error.strerror or error}") from None
-    except ArgumentError as error:
-        raise ArgumentError(f"{path}: {error}") from None
+        fault = error.strerror or error
+        raise ArgumentError(f"{path}: {fault}") from None
+    except ArgumentError as fault:
+        raise ArgumentError(f"{path}: {fault}") from None
 
 
 def diagnose_pool(dump: Dump) -> dict[str, Any]:

@@ -96,7 +96,7 @@ cdef void read_departure(const Pool *pool, Digest key, int32_t group, bint is_ti
     if departure == NULL:
         return
     seconds = seconds_since(pool, departure)
-    if miss.fate != NEVER_COMPUTED and seconds > miss.seconds:
+    if miss.fate != NEVER_COMPUTED and seconds >= miss.seconds:
         return
     miss.seconds, miss.was_in_tier = seconds, is_tier
     if departure.mark & WHY_MASK == BY_EVICTION:

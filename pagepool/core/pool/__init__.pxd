@@ -17,6 +17,7 @@ from pagepool.core.pool.index cimport *
 from pagepool.core.pool.departures cimport *
 from pagepool.core.pool.lineage cimport *
 from pagepool.core.pool.ranking cimport *
+from pagepool.core.pool.removal cimport *
 from pagepool.core.pool.pool cimport *
 from pagepool.core.pool.leases cimport *
 from pagepool.core.pool.pages cimport *

@@ -270,6 +270,8 @@ cdef class PageStore(PageRecords):
             is_past = self.pool.expected.terms != NULL and time * SECOND < now_of(&self.pool.expected)
             if not is_past:
                 self.pool.expected.fixed_time = <int64_t>(time * SECOND)
+                if self.pool.tier != NULL and self.pool.tier.pool != NULL:
+                    self.pool.tier.pool.expected.fixed_time = self.pool.expected.fixed_time
         if is_past:
             raise ArgumentError(f"seconds: got {shown(seconds)}, allowed: the last time, or a later one")
 
