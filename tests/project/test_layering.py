@@ -170,7 +170,7 @@ def core_imports(path: Path) -> set[str]:
 
 
 def test_headers_import_headers_only() -> None:
-    doors = {module_of(door) for door in DOORS}
+    doors = {module_of(door) for door in DOORS if re.search(r"^(cdef class|def|cpdef) ", door.read_text(), re.MULTILINE)}
     headers = [path for path in HEADERS if path.with_suffix(".pyx") not in DOORS]
     assert [name_of(path) for path in headers if core_imports(path) & doors] == []
 
