@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import WeakSet
 
 from pagepool._core import (
     HashChain,
@@ -64,19 +64,22 @@ class RequestRegistry(KeyHolder, RequestMaps):
         self.event_source: EventSource | None = None
         self.media: Media | None = None  # without cross-attention
         self.recent_keys: RecentKeys | None = None  # without explanations
-        self._batches: dict[int, ref[RunningRows]] = {}
+        self._batches: WeakSet[Any] = WeakSet()
         self._batch_numbers = count()
         self.watcher: Callable[[Any], None] | None = None
         self.find_fetch: FindFetch | None = None  # without a store, or with one that tells nothing
 
     # Running batches.
 
+    def count_batch(self) -> int:
+        """Return the number of a new batch."""
+        return next(self._batch_numbers)
+
     def add_batch(self, batch: RunningRows, max_steps_ahead: int) -> None:
         """Record a running batch, under a weak reference, that plans up to `max_steps_ahead` steps ahead."""
         with self.lock:
             self.max_steps_ahead = max(self.max_steps_ahead, max_steps_ahead)
-            number, batches = next(self._batch_numbers), self._batches
-            batches[number] = ref(batch, lambda _: batches.pop(number, None))
+            self._batches.add(batch)
             if self.watcher is not None:
                 self.watcher(batch)
 
@@ -85,13 +88,8 @@ class RequestRegistry(KeyHolder, RequestMaps):
         with self.lock:
             self.watcher = watcher
             if watcher is not None:
-                for batch in self._list_batches().values():
+                for batch in [*self._batches]:
                     watcher(batch)
-
-    def _list_batches(self) -> dict[int, RunningRows]:
-        """Return the running batches by number."""
-        references = dict(self._batches)
-        return {number: batch for number, reference in references.items() if (batch := reference()) is not None}
 
     # Pages.
 
@@ -101,7 +99,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
 
     def list_claims(self, sinks: Sequence[PageIds]) -> list[tuple[str, str, PageClaim]]:
         """Return the kind, name and claim of each holder of pages. `sinks` are records of the store. O(pages held + rows)."""
-        store, batches = self.page_pool.store, self._list_batches()
+        store, batches = self.page_pool.store, {batch.number: batch for batch in [*self._batches]}
         media = {} if self.media is None else self.media.name_pages()
         leases = list_leases(store)
         names: dict[Any, tuple[str, str]] = {held: ("request", name) for name, held in self.held.items()}

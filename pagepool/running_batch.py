@@ -156,9 +156,7 @@ class RunningBatch(RunningRows):
             hasher.hash_lookahead,
             self._has_local_ids,
         )
-        _bind(tables, self)
-        self._manager, self.max_steps_ahead = manager, max_steps_ahead
-        registry.add_batch(self, max_steps_ahead)
+        self._manager, self.max_steps_ahead, self.number = manager, max_steps_ahead, registry.count_batch()
         self._hasher = hasher
         self.group_tables, self.group_specs = tables, [group.kv_cache_spec for group in manager.kv_cache_groups]
         self._registry = registry
@@ -172,6 +170,8 @@ class RunningBatch(RunningRows):
             self.show_media(self._media.tables, self._media.num_encoder_tokens, self._media)
         self._counters = registry.query_counters if manager.enable_caching else (None, None)
         self._last_features: list[_ReadFeatures | None] = [None] * self.num_tokens.size  # one per row
+        registry.add_batch(self, max_steps_ahead)
+        _bind(tables, self)
 
     def __repr__(self) -> str:
         """Return the size of the batch, and its numbers of known and computed tokens."""
