@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -88,8 +89,12 @@ class RequestRegistry(KeyHolder, RequestMaps):
         with self.lock:
             self.watcher = watcher
             if watcher is not None:
-                for batch in [*self._batches]:
+                for batch in self._list_batches():
                     watcher(batch)
+
+    def _list_batches(self) -> list[Any]:
+        """Return the running batches in the order in which they were made."""
+        return sorted(self._batches, key=attrgetter("number"))
 
     # Pages.
 
@@ -99,7 +104,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
 
     def list_claims(self, sinks: Sequence[PageIds]) -> list[tuple[str, str, PageClaim]]:
         """Return the kind, name and claim of each holder of pages. `sinks` are records of the store. O(pages held + rows)."""
-        store, batches = self.page_pool.store, {batch.number: batch for batch in [*self._batches]}
+        store, batches = self.page_pool.store, {batch.number: batch for batch in self._list_batches()}
         media = {} if self.media is None else self.media.name_pages()
         leases = list_leases(store)
         names: dict[Any, tuple[str, str]] = {held: ("request", name) for name, held in self.held.items()}

@@ -35,7 +35,17 @@ MAX_INPUT_SECONDS = 20
 MAX_MEMORY_BYTES = 4 << 30
 NEVER_SUCCEED = {
     f"{name}.{call}"
-    for name in ("FailedLoads", "FoundPrefix", "Lease", "Moves", "PageCopies", "RefusedRequest", "StateWrites", "StepResult")
+    for name in (
+        "FailedLoads",
+        "FoundPrefix",
+        "Lease",
+        "Moves",
+        "PageClaim",
+        "PageCopies",
+        "RefusedRequest",
+        "StateWrites",
+        "StepResult",
+    )
     for call in ("__construct__", "__init__")
 } | {"PageRecords.remove_page"}  # it has no pages: its subclasses do
 

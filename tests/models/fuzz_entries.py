@@ -111,12 +111,14 @@ WEIGHTS = {
     "WaitingLine": 2,
     "WaitingRequest": 2,
     "TableRows": 2,
+    "begin_fills": 3,
+    "end_fills": 3,
 }
 WEIGHT_BY_KIND = {"method": 4, "function": 4, "construct": 2}
 MENU = [
     entry
     for entry in ENTRIES
-    for _ in range(WEIGHT_BY_KIND.get(entry.kind, 1) * (WEIGHTS.get(entry.owner.__name__, 1) if entry.owner else 1))
+    for _ in range(WEIGHT_BY_KIND.get(entry.kind, 1) * WEIGHTS.get(entry.owner.__name__ if entry.owner else entry.name, 1))
 ]
 
 OVERWRITE = "an array was overwritten"
