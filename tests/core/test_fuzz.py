@@ -22,7 +22,7 @@ def run_fuzz(*options: str) -> str:
 
 def test_nothing_public_breaks_whatever_is_passed() -> None:
     """From this seed on, few inputs reach everything; more are made as long as something is missing."""
-    print(run_fuzz("--seed", "124515", "--num-inputs", str(NUM_OPERATIONS // 40), "--require-all", "--seconds", "100"))
+    print(run_fuzz("--seed", "603279", "--num-inputs", str(NUM_OPERATIONS // 40), "--require-all", "--seconds", "100"))
 
 
 def test_a_seed_makes_the_same_calls_again(tmp_path: Path) -> None:

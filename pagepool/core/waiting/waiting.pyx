@@ -11,7 +11,7 @@ from pagepool.core.pool cimport NO_BANK, bucket_of, free_awaited, free_closed, h
 from pagepool.core.tier cimport find_and_load, find_reachable
 from pagepool.core.values cimport HashChain, HashedTokens, as_shard, float_of, index_of, new_ids, size_of
 
-from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError
+from pagepool.errors import ArgumentError, ArgumentTypeError, IntegrityError, shown
 
 cdef enum:
     NONE = -1                 # no number
@@ -198,7 +198,7 @@ cdef class WaitingLine:
         is_waiting = 0 <= number < len(self.requests) and self.requests[number] is request
         if not is_waiting:
             self.release()
-            raise ArgumentError(f"request: got {request.name!r}, allowed: one that waits in this queue")
+            raise ArgumentError(f"request: got {shown(request.name)}, allowed: one that waits in this queue")
         return number
 
     def enter(self, WaitingRequest request not None, num_prompt=None, priority=0, shard=None, bint is_back=False) -> None:
@@ -217,7 +217,7 @@ cdef class WaitingLine:
         if num_prompt is not None and self.groups.kinds.has_answers:
             waiter.num_prompt = min(num, size_of(num_prompt, "num_prompt_tokens"))
         if request.number != NONE:
-            raise ArgumentError(f"request: got {request.name!r}, which waits already, allowed: one that does not")
+            raise ArgumentError(f"request: got {shown(request.name)}, which waits already, allowed: one that does not")
         while True:
             while len(self.requests) < max(<Py_ssize_t>MIN_CAPACITY, 2 * self.awaited.capacity):
                 self.requests.append(None)
