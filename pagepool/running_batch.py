@@ -350,7 +350,6 @@ class RunningBatch(RunningRows):
                 step=step,
             )
 
-        skips_misfits = require_flag("skips_misfits", skips_misfits)
         is_idle = self.num_admitted == 0
         admission = queue.admit_by(admit, self.num_steps, is_idle=is_idle, skips_misfits=skips_misfits, is_ready=is_ready)
         if not has_tried:

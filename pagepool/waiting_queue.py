@@ -8,7 +8,7 @@ from threading import RLock
 from typing import Any, Literal, NamedTuple, Protocol
 
 from pagepool._core import WaitingLine, WaitingRequest
-from pagepool.arguments import MAX_SIZE, require_choice, require_int
+from pagepool.arguments import MAX_SIZE, require_choice, require_flag, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.manager import CacheManager
 from pagepool.request import EngineRequestStatus, RequestTraits, TokenIds
@@ -291,6 +291,7 @@ class WaitingQueue:
         another one computes the same tokens, but not if the engine `is_idle`: then none is computed. The other arguments are
         those of `RunningBatch.admit_next`.
         """
+        is_idle, skips_misfits = require_flag("is_idle", is_idle), require_flag("skips_misfits", skips_misfits)
         with self._lock:
             has_skipped = False
             try:

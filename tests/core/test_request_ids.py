@@ -38,6 +38,7 @@ CALLS: dict[str, Call] = {
     "lease": lambda manager, request: manager.lease(request, seconds=1),
     "expect": lambda manager, request: manager.expect(request, seconds=1),
     "find_wrong_token": lambda manager, request: manager.find_wrong_token(request, None),  # type: ignore[arg-type]
+    "explain": lambda manager, request: manager.explain(request),
     "get_num_common_prefix_pages": lambda manager, request: manager.get_num_common_prefix_pages(request, 1),
 }
 MESSAGE = "^request 'a': got another object than the one that holds pages under this id, allowed: that object, or another id$"

@@ -24,6 +24,7 @@ from pagepool import (
     PageTable,
     RunningBatch,
     StepInputs,
+    WaitingQueue,
 )
 from pagepool._core import PageIds, require_token_ids
 from pagepool.errors import ArgumentTypeError
@@ -143,14 +144,15 @@ def flags_of(module: Any) -> Iterator[tuple[str, str]]:
 
 
 MODULES = (pagepool, pagepool.events, pagepool.replay, pagepool.router, pagepool.stores)
-TRIED = {"fsync", "writes_through"}  # below, since a call makes a folder, or needs a storage
+TRIED = {"fsync", "writes_through", "is_idle", "skips_misfits"}  # below, since a call makes a folder, or needs a storage
+RESULTS = {"is_enabled"}  # of a report, which nobody makes
 
 
 def test_all_flags_are_tried() -> None:
     """A new flag needs a case of the kind `flag`, which tries values of all kinds."""
     found = {name: call for module in MODULES for call, name in flags_of(module)}
     tried = {NAMED[case] for case, (_, kinds) in CASES.items() if "flag" in kinds.split()} | TRIED
-    assert {name: call for name, call in found.items() if name not in tried} == {}
+    assert {name: call for name, call in found.items() if name not in tried | RESULTS} == {}
     assert len(found) > 10
 
 
@@ -158,6 +160,14 @@ def test_all_flags_are_tried() -> None:
 def test_a_store_takes_no_other_flag(value: Any, tmp_path: Any) -> None:
     with pytest.raises(ArgumentTypeError, match=r"^fsync: got .*, allowed: True or False$"):
         FileStore(tmp_path, "n", fsync=value)
+
+
+@pytest.mark.parametrize("name", ["is_idle", "skips_misfits"])
+@pytest.mark.parametrize("value", ["no", "", 2, None, 0.0, [], b"1", np.array([True])], ids=repr)
+def test_a_waiting_queue_takes_no_other_flag(name: str, value: Any) -> None:
+    queue = WaitingQueue(CacheManager(8, [CacheGroupSpec(SPEC)], 32))
+    with pytest.raises(ArgumentTypeError, match=rf"^{name}: got .*, allowed: True or False$"):
+        queue.admit_by(lambda request: 0, **{name: value})
 
 
 @pytest.mark.parametrize("value", ["no", "", 2, None, 0.0, [], b"1", np.array([True])], ids=repr)
