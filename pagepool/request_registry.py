@@ -29,6 +29,7 @@ from pagepool.page_hashing import PageHasher
 from pagepool.page_pool import PagePool
 from pagepool.page_pool.pool import Configuration
 from pagepool.request import EngineRequestStatus, Request
+from pagepool.specs import find_shard
 
 if TYPE_CHECKING:
     from pagepool.events import EventSource
@@ -95,6 +96,21 @@ class RequestRegistry(KeyHolder, RequestMaps):
     def _list_batches(self) -> list[Any]:
         """Return the running batches in the order in which they were made."""
         return sorted(self._batches, key=attrgetter("number"))
+
+    def require_native_hashes(self) -> None:
+        """Raise ArgumentError if a callable hashes pages: rows and waiting queues hash natively."""
+        if not self.hasher.is_native:
+            allowed = "'siphash128', 'sha256' or 'sha256_cbor'"
+            raise ArgumentError(f"manager: got one with a callable as hash_algo, allowed with caching: {allowed}")
+
+    def find_shard(self, dp_shard: int, data_parallel_size: int | None) -> int | None:
+        """Return the number of the shard that `dp_shard` names; None if the pool is not divided. Raise ArgumentError without a
+        `data_parallel_size`.
+        """
+        if data_parallel_size is None:
+            raise ArgumentError(f"dp_shard: got {shown(dp_shard)}, allowed without data_parallel_size: None")
+        found = find_shard(self.page_pool.num_pages, dp_shard, data_parallel_size)
+        return None if found is None else found[0]
 
     # Pages.
 

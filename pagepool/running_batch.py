@@ -139,9 +139,8 @@ class RunningBatch(RunningRows):
         tables = _tables_of(page_table, manager)
         require_states(manager.pools, manager.kv_cache_groups, tables[0].page_table_cpu.shape[0])
         hasher = registry.hasher
-        if manager.enable_caching and not hasher.is_native:
-            allowed = "'siphash128', 'sha256' or 'sha256_cbor'"
-            raise ArgumentError(f"manager: got one with a callable as hash_algo, allowed with caching: {allowed}")
+        if manager.enable_caching:
+            registry.require_native_hashes()
         super().__init__(
             registry.store,
             tables,
@@ -398,11 +397,7 @@ class RunningBatch(RunningRows):
 
     def _find_shard(self, dp_shard: int) -> int | None:
         """Return the number of the shard that `dp_shard` names; None if the pool is not divided."""
-        size = self._data_parallel_size
-        if size is None:
-            raise ArgumentError(f"dp_shard: got {shown(dp_shard)}, allowed without data_parallel_size: None")
-        found = find_shard(self._registry.page_pool.num_pages, dp_shard, size)
-        return None if found is None else found[0]
+        return self._registry.find_shard(dp_shard, self._data_parallel_size)
 
     def _require_media(self, traits: RequestTraits) -> RowMedia:
         """Return the media of the rows. Raise ArgumentError for a model without cross-attention."""

@@ -19,8 +19,6 @@ __all__ = ["Admission", "WaitingQueue", "WaitingStats"]
 MAX_PREFETCHED_SHARE = 0.05
 """Part of the first pool for pages that were prefetched and not hit yet. Prefetching leaves as much free."""
 
-MAX_STRETCH = 1e6
-
 NO_TRAITS = RequestTraits()
 
 NUM_FETCHED = 16
@@ -149,16 +147,11 @@ class WaitingQueue:
         if not isinstance(manager, CacheManager):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
         require_choice("order", order, "work", "arrival")
-        if isinstance(max_stretch, bool) or not isinstance(max_stretch, int | float):
-            raise ArgumentTypeError(f"max_stretch: got {type(max_stretch).__name__}, allowed: a number")
-        if not 0 <= max_stretch <= MAX_STRETCH:
-            raise ArgumentError(f"max_stretch: got {max_stretch}, allowed: 0 to {MAX_STRETCH:,.0f}")
         registry = manager.registry
         size = 0 if data_parallel_size is None else require_int("data_parallel_size", data_parallel_size, 1)
         registry.store.require_even(size or None)
-        if manager.enable_caching and not registry.hasher.is_native:
-            allowed = "'siphash128', 'sha256' or 'sha256_cbor'"
-            raise ArgumentError(f"manager: got one with a callable as hash_algo, allowed with caching: {allowed}")
+        if manager.enable_caching:
+            registry.require_native_hashes()
         self._size = size
         self._num_pages = registry.page_pool.num_pages
         num_shards = size if size and find_shard(self._num_pages, 0, size) is not None else 0
@@ -167,7 +160,7 @@ class WaitingQueue:
             registry.rules.groups,
             order == "work",
             require_int("max_overtaken_tokens", max_overtaken_tokens, 0, MAX_SIZE),
-            float(max_stretch),
+            max_stretch,
             require_int("promote_after_tokens", promote_after_tokens, 1, MAX_SIZE),
             num_shards,
             manager.caches == "computed" and manager.enable_caching,
@@ -222,7 +215,8 @@ class WaitingQueue:
         if not isinstance(named, RequestTraits):
             raise ArgumentTypeError(f"traits: got {type(traits).__name__}, allowed: RequestTraits, or None")
         request = self._make_request(name, token_ids, named)
-        shard = self._find_shard(named.dp_shard)
+        dp_shard, registry = named.dp_shard, self.manager.registry
+        shard = None if dp_shard is None else registry.find_shard(dp_shard, self._size or None)
         with self._lock:
             try:
                 is_known = name in self._requests
@@ -251,15 +245,6 @@ class WaitingQueue:
             allowed = f"up to {manager.max_model_len}, which is max_model_len"
             raise ArgumentError(f"token_ids: got {len(request.token_ids)}, allowed: {allowed}")
         return request
-
-    def _find_shard(self, dp_shard: int | None) -> int | None:
-        """Return the number of the shard that a request names; None if it names none, or the pool is not divided."""
-        if dp_shard is None:
-            return None
-        if not self._size:
-            raise ArgumentError(f"dp_shard: got {shown(dp_shard)}, allowed without data_parallel_size: None")
-        found = find_shard(self._num_pages, dp_shard, self._size)
-        return None if found is None else found[0]
 
     def remove(self, name: Hashable) -> bool:
         """Remove a request that was cancelled. Return False if none of this name waits: it may have been admitted. O(waiting

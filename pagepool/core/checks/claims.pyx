@@ -4,8 +4,8 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.holding cimport Holding, RequestPages
-from pagepool.core.pool cimport MAX_BANKS, NULL_PAGE, SECOND, Page, PageStore, Pool, bank_of, end_leases, id_in_bank, now_of
-from pagepool.core.rows cimport Batch, Lease, RunningRows, StateWrite, holding_of
+from pagepool.core.pool cimport MAX_BANKS, NULL_PAGE, SECOND, Page, PageStore, Pool, bank_of, end_leases, now_of
+from pagepool.core.rows cimport Batch, Lease, RunningRows, StateWrite, holding_of, ids_by_pool
 from pagepool.core.values cimport PageIds, as_list
 
 import numpy as np
@@ -61,12 +61,7 @@ cdef class PageClaim:
     @property
     def page_ids_by_pool(self) -> dict:
         """Page ids by pool, each once. O(pages)."""
-        cdef dict page_ids = {} if self.store is None else {name: [] for name in self.store.bank_names}
-        cdef Py_ssize_t i
-        for i in range(self.ids.num if page_ids else 0):
-            name = self.store.bank_names[bank_of(&self.store.pool, self.ids.ids[i])]
-            page_ids[name].append(id_in_bank(&self.store.pool, self.ids.ids[i]))
-        return page_ids
+        return ids_by_pool(self.store, self.ids)
 
     @property
     def seconds(self):

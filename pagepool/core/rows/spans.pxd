@@ -7,6 +7,9 @@ from pagepool.core.pool cimport LeasedSpan
 from pagepool.core.rows.running cimport *
 
 
+cdef dict ids_by_pool(PageStore store, PageIds ids)
+
+
 @cython.final
 @cython.auto_pickle(False)
 cdef class Lease:

@@ -38,6 +38,16 @@ cdef Py_ssize_t find_unholdable(Pool *pool, const int32_t *ids, Py_ssize_t n) no
     return find_untouchable(pool, ids, n, n)
 
 
+cdef dict ids_by_pool(PageStore store, PageIds ids):
+    """Return the ids of pages by the name of their pool, as users see them; nothing without a store. O(pages)."""
+    cdef dict page_ids = {} if store is None else {name: [] for name in store.bank_names}
+    cdef Py_ssize_t i
+    for i in range(ids.num if page_ids else 0):
+        name = store.bank_names[bank_of(&store.pool, ids.ids[i])]
+        page_ids[name].append(id_in_bank(&store.pool, ids.ids[i]))
+    return page_ids
+
+
 @cython.final
 @cython.auto_pickle(False)
 cdef class Lease:
@@ -98,12 +108,7 @@ cdef class Lease:
 
     @property
     def page_ids_by_pool(self) -> dict:
-        cdef dict page_ids = {} if self.store is None else {name: [] for name in self.store.bank_names}
-        cdef Py_ssize_t i
-        for i in range(self.ids.num if page_ids else 0):
-            name = self.store.bank_names[bank_of(&self.store.pool, self.ids.ids[i])]
-            page_ids[name].append(id_in_bank(&self.store.pool, self.ids.ids[i]))
-        return page_ids
+        return ids_by_pool(self.store, self.ids)
 
     @property
     def is_held(self) -> bool:

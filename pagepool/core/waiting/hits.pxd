@@ -64,10 +64,11 @@ cdef inline bint follow(
     """Search both ends of a waiter's leading pages again, and await the keys there. Return whether they moved. `query` is its
     look-up; without full attention nothing is searched.
     """
-    cdef const Group *group = query.kinds.items[0]
+    cdef const Group *group
     cdef Py_ssize_t num_pages = waiter.num_pages, num_reachable = waiter.num_reachable
-    if not query.kinds.num or not hits_leading_pages(group) or pool.slots == NULL:
+    if not query.kinds.num or not hits_leading_pages(query.kinds.items[0]) or pool.slots == NULL:
         return False
+    group = query.kinds.items[0]
     query.reaches_tier = False
     waiter.num_pages = _find_end(pool, query, group, min(num_pages, query.num_digests // group.stride))
     waiter.num_reachable = waiter.num_pages
