@@ -83,7 +83,7 @@ def test_it_has_no_secrets() -> None:
     """Ids of requests and names of tenants alone: no tokens, salts, sessions, seeds or keys."""
     manager = make_manager(hashing=PageHashing(hash_seed="seed-777004"))
     batch = fill(manager)
-    text = json.dumps(manager.dump())
+    text = json.dumps(json.loads(json.dumps(manager.dump()), parse_float=lambda _: 0))  # times have any digits
     assert "777" not in text
     assert "the id" in text
     assert not [key for key in ("salt", "seed", "token_ids", "hash", "session_id") if f'"{key}' in text]
