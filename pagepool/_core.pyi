@@ -983,6 +983,7 @@ class WaitingRequest(HashedTokens):
     keys: Any
     num_prefetched: int
 
+@final
 class WaitingLine:
     def __new__(
         cls,
@@ -1017,6 +1018,7 @@ class WaitingLine:
     def counters(self) -> dict[str, Any]: ...
     def check(self) -> None: ...
 
+@final
 class RowRequest:
     def __new__(
         cls,

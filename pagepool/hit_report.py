@@ -193,7 +193,7 @@ def explain_hit(
         return HitReport(0, read_count(request, "num_tokens"), 0, end, (), explains)
     found = find_misses(registry.store, registry.rules.groups, hashes.chain, num_queried, ids)
     groups = _list_groups(registry, found, 0)
-    end = _find_end(registry, request, hashes, found, groups)
+    end = _find_end(registry, found, groups)
     if end.cause is MissCause.NEVER_COMPUTED:
         end = _look_elsewhere(registry, request, hashes, found["groups"][end.group], end)
     if end.cause in (MissCause.NEVER_COMPUTED, MissCause.EVICTED) and registry.find_fetch is not None:
@@ -230,9 +230,7 @@ def _read_miss(registry: RequestRegistry, group: int, miss: dict[str, Any]) -> G
     return hit
 
 
-def _find_end(
-    registry: RequestRegistry, request: Request, hashes: RequestHashes, found: dict[str, Any], groups: Sequence[GroupHit]
-) -> GroupHit:
+def _find_end(registry: RequestRegistry, found: dict[str, Any], groups: Sequence[GroupHit]) -> GroupHit:
     """Return where the whole hit ends: the group that hits the least."""
     missing = [group for group in groups if group.cause not in ENDS]
     end = min(missing or groups, key=lambda group: group.num_hit_tokens)

@@ -506,7 +506,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         `explain` names evicted pages and other salts, adapters and media. Pages that left before this call are not known.
 
         About twice as many keys as there are pages are remembered, the last ones, at 16 bytes per page of pool and host tier.
-        Look-ups cost the same; evicting a page costs some 50 ns more. A second call changes nothing. O(num_pages).
+        Look-ups cost the same; evicting a page costs some 30 ns more. A second call changes nothing. O(num_pages).
         """
         with self.registry.lock:
             keep_departures(self._store, not self._rules.has_full_attention)

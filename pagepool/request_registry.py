@@ -15,7 +15,6 @@ from pagepool._core import (
     RequestHashes,
     RequestMaps,
     RequestPages,
-    RunningRows,
     list_claims,
     list_leases,
 )
@@ -73,13 +72,10 @@ class RequestRegistry(KeyHolder, RequestMaps):
 
     # Running batches.
 
-    def count_batch(self) -> int:
-        """Return the number of a new batch."""
-        return next(self._batch_numbers)
-
-    def add_batch(self, batch: RunningRows, max_steps_ahead: int) -> None:
-        """Record a running batch, under a weak reference, that plans up to `max_steps_ahead` steps ahead."""
+    def add_batch(self, batch: Any, max_steps_ahead: int) -> None:
+        """Record a running batch, under a weak reference, and number it. It plans up to `max_steps_ahead` steps ahead."""
         with self.lock:
+            batch.number = next(self._batch_numbers)
             self.max_steps_ahead = max(self.max_steps_ahead, max_steps_ahead)
             self._batches.add(batch)
             if self.watcher is not None:

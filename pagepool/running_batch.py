@@ -94,6 +94,9 @@ class RunningBatch(RunningRows):
     >>> batch.release([0, 1])
     """
 
+    number: int
+    """Number of the batch among those of its manager, from 0."""
+
     def __init__(
         self,
         manager: CacheManager,
@@ -155,7 +158,7 @@ class RunningBatch(RunningRows):
             hasher.hash_lookahead,
             self._has_local_ids,
         )
-        self._manager, self.max_steps_ahead, self.number = manager, max_steps_ahead, registry.count_batch()
+        self._manager, self.max_steps_ahead = manager, max_steps_ahead
         self._hasher = hasher
         self.group_tables, self.group_specs = tables, [group.kv_cache_spec for group in manager.kv_cache_groups]
         self._registry = registry

@@ -6,10 +6,6 @@ from pagepool.core.pool.departures cimport *
 from pagepool.core.pool.victim cimport *
 
 
-# This function is in a module, since in a header its size would change what compilers inline in the loops that take pages.
+# These functions are in a module, since in a header their size would change what compilers inline in the loops that take pages.
 cdef void uncache_for(Pool *pool, int32_t page_id, uint32_t why) noexcept nogil
-
-
-cdef inline void uncache(Pool *pool, int32_t page_id) noexcept nogil:
-    """Remove the entry of a page that gets other content, or has a twin with the same content."""
-    uncache_for(pool, page_id, BY_DROP)
+cdef void uncache(Pool *pool, int32_t page_id) noexcept nogil

@@ -34,3 +34,8 @@ cdef void uncache_for(Pool *pool, int32_t page_id, uint32_t why) noexcept nogil:
     if rare(pool.sessions.owners != NULL):
         leave_session(&pool.sessions, page_id)
     assert term_of(&pool.expected, page_id) == UNKNOWN and pool.pages[page_id].group == NO_GROUP
+
+
+cdef void uncache(Pool *pool, int32_t page_id) noexcept nogil:
+    """Remove the entry of a page that gets other content, or has a twin with the same content."""
+    uncache_for(pool, page_id, BY_DROP)

@@ -30,6 +30,11 @@ cdef struct Waiter:
     bint is_waiting
 
 
+cdef inline int64_t work_of(const Waiter *waiter) noexcept nogil:
+    """Return the work of a request with its hits of now."""
+    return count_work(waiter.num_tokens, waiter.num_hits, waiter.num_loads)
+
+
 cdef inline void _await_ends(
     AwaitedKeys *awaited, int32_t first, const Query *query, const Group *group, Py_ssize_t num_pages
 ) noexcept nogil:

@@ -232,10 +232,7 @@ cdef class WaitingLine:
             self.waiters[number], self.requests[number] = waiter, request
             request.number, request.came_at = number, monotonic_ns()
             self.look_up(number)
-            waiter = self.waiters[number]
-            add_place(
-                &self.line, number, checked_priority, count_work(waiter.num_tokens, waiter.num_hits, waiter.num_loads), is_back
-            )
+            add_place(&self.line, number, checked_priority, work_of(&self.waiters[number]), is_back)
         self.release()
         if not has_room:
             raise MemoryError("a waiting request")
@@ -267,7 +264,7 @@ cdef class WaitingLine:
         """Look a request up in all groups, and await the keys where its hits end. Return whether its work changed."""
         cdef Pool *pool = &self.store.pool
         cdef Waiter *waiter = &self.waiters[number]
-        cdef int64_t before = count_work(waiter.num_tokens, waiter.num_hits, waiter.num_loads)
+        cdef int64_t before = work_of(waiter)
         cdef Query query = self.look_up_of(number)
         cdef Py_ssize_t num_hashes = 0
         if query.num_digests and pool.slots != NULL:
@@ -275,7 +272,7 @@ cdef class WaitingLine:
             waiter.num_hits = find_reachable(pool, &query, waiter.shard) * query.hash_size
             waiter.num_loads = waiter.num_hits - num_hashes * query.hash_size
             follow(pool, &query, self.awaited, number, waiter)
-        return before != count_work(waiter.num_tokens, waiter.num_hits, waiter.num_loads)
+        return before != work_of(waiter)
 
     cdef void follow_moved(self) noexcept:
         """Bring the hits of requests up to date whose keys came or went. Amortised O(1) a page and request."""
@@ -296,7 +293,7 @@ cdef class WaitingLine:
                 waiter.num_hits = count_leading_tokens(&query, waiter.num_reachable)
                 waiter.num_loads = waiter.num_hits - count_leading_tokens(&query, waiter.num_pages)
                 place = &self.line.places[find_place(&self.line, number)]
-                place.work, place.passes_until = count_work(waiter.num_tokens, waiter.num_hits, waiter.num_loads), 0
+                place.work, place.passes_until = work_of(waiter), 0
 
     # Admission.
 
@@ -319,11 +316,8 @@ cdef class WaitingLine:
         """Look a request up again, and return whether its work changed. O(tokens)."""
         cdef int32_t number = self.number_of(request)
         cdef bint is_other = self.look_up(number)
-        cdef const Waiter *waiter = &self.waiters[number]
         if is_other:
-            self.line.places[find_place(&self.line, number)].work = count_work(
-                waiter.num_tokens, waiter.num_hits, waiter.num_loads
-            )
+            self.line.places[find_place(&self.line, number)].work = work_of(&self.waiters[number])
         self.release()
         return is_other
 
