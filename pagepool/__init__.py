@@ -47,9 +47,18 @@ from pagepool.specs import (
     SlidingWindowSpec,
     local_page_ids,
 )
-from pagepool.stats import CacheStats, HostTierStats, PagePoolStats, PoolStats, QueryCounts, StoreStats, TimeHistogram
+from pagepool.stats import (
+    CacheStats,
+    HostTierStats,
+    PagePoolStats,
+    PoolStats,
+    QueryCounts,
+    StoreStats,
+    TimeHistogram,
+    WaitingStats,
+)
 from pagepool.step_inputs import SharedPrefixes, StepInputs
-from pagepool.waiting_queue import Admission, WaitingQueue, WaitingStats
+from pagepool.waiting_queue import Admission, WaitingQueue
 
 __all__ = [
     "NONE_HASH",

@@ -13,8 +13,9 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, shown
 from pagepool.manager import CacheManager
 from pagepool.request import EngineRequestStatus, RequestTraits, TokenIds
 from pagepool.specs import find_shard
+from pagepool.stats import WaitingStats
 
-__all__ = ["Admission", "WaitingQueue", "WaitingStats"]
+__all__ = ["Admission", "WaitingQueue"]
 
 MAX_PREFETCHED_SHARE = 0.05
 """Part of the first pool for pages that were prefetched and not hit yet. Prefetching leaves as much free."""
@@ -36,28 +37,6 @@ class Admission(NamedTuple):
 
     name: Hashable
     num_cached_tokens: int
-
-
-class WaitingStats(NamedTuple):
-    """State and counters of a `WaitingQueue`.
-
-    ``num_waiting`` requests have ``num_waiting_tokens`` tokens. ``num_hit_tokens`` of these would hit now, and
-    ``num_work_tokens`` are to be computed: hits are left out, and tokens to load from a host tier count a tenth.
-
-    ``num_admitted`` requests left the queue, with ``num_computed_tokens`` of work. A request overtakes an earlier one if it is
-    admitted first: ``num_overtakes`` counts such pairs, and ``num_overtaken_tokens`` their work. ``longest_wait_seconds`` is
-    the longest wait of an admitted request.
-    """
-
-    num_waiting: int
-    num_waiting_tokens: int
-    num_hit_tokens: int
-    num_work_tokens: int
-    num_admitted: int
-    num_computed_tokens: int
-    num_overtakes: int
-    num_overtaken_tokens: int
-    longest_wait_seconds: float
 
 
 class Fetcher(Protocol):

@@ -13,6 +13,7 @@ __all__ = [
     "QueryCounts",
     "StoreStats",
     "TimeHistogram",
+    "WaitingStats",
 ]
 
 
@@ -172,6 +173,28 @@ class StoreStats(NamedTuple):
     num_recomputed_pages: int
     num_late_requests: int
     num_errors: int
+
+
+class WaitingStats(NamedTuple):
+    """State and counters of a `WaitingQueue`.
+
+    ``num_waiting`` requests have ``num_waiting_tokens`` tokens. ``num_hit_tokens`` of these would hit now, and
+    ``num_work_tokens`` are to be computed: hits are left out, and tokens to load from a host tier count a tenth.
+
+    ``num_admitted`` requests left the queue, with ``num_computed_tokens`` of work. A request overtakes an earlier one if it is
+    admitted first: ``num_overtakes`` counts such pairs, and ``num_overtaken_tokens`` their work. ``longest_wait_seconds`` is
+    the longest wait of an admitted request.
+    """
+
+    num_waiting: int
+    num_waiting_tokens: int
+    num_hit_tokens: int
+    num_work_tokens: int
+    num_admitted: int
+    num_computed_tokens: int
+    num_overtakes: int
+    num_overtaken_tokens: int
+    longest_wait_seconds: float
 
 
 NOTHING_EXPECTED = ExpectationCounts(0, 0, 0, 0, 0, 0)

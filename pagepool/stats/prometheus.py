@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from pagepool.arguments import require_mapping
 from pagepool.errors import ArgumentError, ArgumentTypeError
 from pagepool.holders import KINDS, HeldPages
-from pagepool.stats import CacheStats, TimeHistogram
+from pagepool.stats import CacheStats, TimeHistogram, WaitingStats
 
 __all__ = ["CacheCollector"]
 
@@ -34,22 +34,33 @@ class HasStats(Protocol):
         """Return who holds the pages."""
 
 
+class HasWaitingStats(Protocol):
+    """A `WaitingQueue`, whose numbers are read at each scrape."""
+
+    def stats(self) -> WaitingStats:
+        """Return state and counters."""
+
+
 class CacheCollector(Collector):
     """Collector that exports `CacheManager.stats` at each scrape: ``prometheus_client.REGISTRY.register(...)``.
 
     A scrape reads the managers in its own thread, in O(pages held). There is no other cost. ``pagepool_pool_*`` and
     ``pagepool_host_pool_*`` have the label ``pool``, the name of a pool; the other metrics count the pages of all pools.
+    ``pagepool_waiting_*`` are the `WaitingQueue.stats` of the queue that belongs to a manager.
     """
 
-    def __init__(self, manager: HasStats, labels: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, manager: HasStats, labels: Mapping[str, str] | None = None, *, queue: HasWaitingStats | None = None
+    ) -> None:
         """`labels` are added to each sample. As with vLLM, the dashboard distinguishes engines by ``model_name`` and
         ``engine``. Errors are those of `add`.
         """
         self._label_names = sorted(_require_labels(labels or {}))
         self._managers: dict[tuple[str, ...], HasStats] = {}
-        self.add(manager, labels)
+        self._queues: dict[tuple[str, ...], HasWaitingStats] = {}
+        self.add(manager, labels, queue=queue)
 
-    def add(self, manager: HasStats, labels: Mapping[str, str] | None = None) -> None:
+    def add(self, manager: HasStats, labels: Mapping[str, str] | None = None, *, queue: HasWaitingStats | None = None) -> None:
         """Add another manager of the process, for example of another data-parallel rank, since a registry takes only one
         collector.
 
@@ -59,6 +70,8 @@ class CacheCollector(Collector):
         has_both = callable(getattr(manager, "stats", None)) and callable(getattr(manager, "held", None))
         if not has_both or not isinstance(manager.stats(), CacheStats):
             raise ArgumentTypeError(f"manager: got {type(manager).__name__}, allowed: CacheManager")
+        if queue is not None and not isinstance(getattr(queue, "stats", str)(), WaitingStats):
+            raise ArgumentTypeError(f"queue: got {type(queue).__name__}, allowed: WaitingQueue, or None")
         labels = _require_labels(labels or {})
         if sorted(labels) != self._label_names:
             raise ArgumentError(f"labels: got {sorted(labels)}, allowed: {self._label_names}")
@@ -66,24 +79,36 @@ class CacheCollector(Collector):
         if values in self._managers:
             raise ArgumentError(f"labels: got {values}, which another manager has, allowed: others")
         self._managers[values] = manager
+        if queue is not None:
+            self._queues[values] = queue
 
     def collect(self) -> Iterator[Metric]:
         """Return the current metrics."""
         stats = {values: manager.stats() for values, manager in self._managers.items()}
         held = {values: manager.held().num_pages_by_kind for values, manager in self._managers.items()}
-        return self._make_families(stats, held)
+        waiting = {values: queue.stats() for values, queue in self._queues.items()}
+        return self._make_families(stats, waiting, held)
 
     def describe(self) -> Iterator[Metric]:
         """Return the metrics without samples, from which a registry detects duplicates."""
-        return self._make_families({}, {})
+        return self._make_families({}, {}, {})
 
     def _make_families(
-        self, stats: Mapping[tuple[str, ...], CacheStats], held: Mapping[tuple[str, ...], Mapping[str, Mapping[str, int]]]
+        self,
+        stats: Mapping[tuple[str, ...], CacheStats],
+        waiting: Mapping[tuple[str, ...], WaitingStats],
+        held: Mapping[tuple[str, ...], Mapping[str, Mapping[str, int]]],
     ) -> Iterator[Metric]:
-        for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS), (TimesFamily, TIMES)):
+        for kind, table, owners in (
+            (GaugeMetricFamily, GAUGES, stats),
+            (CounterMetricFamily, COUNTERS, stats),
+            (TimesFamily, TIMES, stats),
+            (GaugeMetricFamily, QUEUE_GAUGES, waiting),
+            (CounterMetricFamily, QUEUE_COUNTERS, waiting),
+        ):
             for name, (field, text) in table.items():
                 family = kind(f"pagepool_{name}", text, labels=self._label_names)
-                for values, each in stats.items():
+                for values, each in owners.items():
                     sample = _sample_of(each, field)
                     if sample is not None:
                         family.add_metric(values, *sample)
@@ -203,6 +228,21 @@ POOL_COUNTERS = {
         "Cached pages of the tier behind one pool taken for others.",
     ),
 }
+QUEUE_GAUGES = {
+    "waiting_requests": ("num_waiting", "Requests in the waiting queue. With a queue only."),
+    "waiting_tokens": ("num_waiting_tokens", "Tokens of the waiting requests."),
+    "waiting_hit_tokens": ("num_hit_tokens", "Tokens of the waiting requests that would hit now."),
+    "waiting_work_tokens": ("num_work_tokens", "Tokens of the waiting requests to be computed, with a tenth of those to load."),
+    "waiting_longest_seconds": ("longest_wait_seconds", "Longest wait of an admitted request since the queue was made."),
+}
+"""Fields of `WaitingStats`."""
+
+QUEUE_COUNTERS = {
+    "waiting_admitted_requests": ("num_admitted", "Requests that left the waiting queue to run."),
+    "waiting_computed_tokens": ("num_computed_tokens", "Work of these requests."),
+    "waiting_overtakes": ("num_overtakes", "Pairs of requests of which the later one was admitted first."),
+    "waiting_overtaken_tokens": ("num_overtaken_tokens", "Work of requests admitted before earlier ones, once for each pair."),
+}
 TIMES = {
     "kv_block_lifetime": ("lifetime", "Sampled: time from a page's allocation to its eviction."),
     "kv_block_idle_before_evict": ("idle_before_eviction", "Sampled: time from a page's last use to its eviction."),
@@ -225,7 +265,7 @@ def _require_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
     return labels
 
 
-def _sample_of(stats: CacheStats, field: str) -> tuple[Any, ...] | None:
+def _sample_of(stats: CacheStats | WaitingStats, field: str) -> tuple[Any, ...] | None:
     """Return the value of a field for `add_metric`; None if the manager lacks the field."""
     outer, _, name = field.rpartition(".")
     owner = getattr(stats, outer) if outer else stats

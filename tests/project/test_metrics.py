@@ -29,6 +29,8 @@ from pagepool import (
     MambaSpec,
     PoolStats,
     StoreStats,
+    WaitingQueue,
+    WaitingStats,
     hints,
 )
 from pagepool.errors import ArgumentError, ArgumentTypeError
@@ -89,10 +91,19 @@ def manager() -> CacheManager:
 
 
 @pytest.fixture(scope="module")
-def address(manager: CacheManager) -> Iterator[str]:
+def queue(manager: CacheManager) -> WaitingQueue:
+    queue = WaitingQueue(manager)
+    for name, token_ids in {"x": [1, 2, 3, 4, 9], "y": [5, 6, 7, 8, 9, 10], "z": [7]}.items():
+        queue.add(name, token_ids)
+    assert queue.take() is not None
+    return queue
+
+
+@pytest.fixture(scope="module")
+def address(manager: CacheManager, queue: WaitingQueue) -> Iterator[str]:
     """Return host and port of an endpoint."""
     registry = prometheus_client.CollectorRegistry()
-    registry.register(CacheCollector(manager, {"model_name": "tiny", "engine": "0"}))
+    registry.register(CacheCollector(manager, {"model_name": "tiny", "engine": "0"}, queue=queue))
     server, thread = prometheus_client.start_http_server(0, addr="127.0.0.1", registry=registry)
     yield f"127.0.0.1:{server.server_port}"
     server.shutdown()
@@ -183,6 +194,25 @@ def test_a_scrape_has_the_stats(manager: CacheManager, address: str) -> None:
     assert values["pagepool_kv_block_reuse_gap_seconds_count"] == stats.reuse_gap.num_times == 1
     assert values["pagepool_kv_block_reuse_gap_seconds_sum"] == pytest.approx(stats.reuse_gap.sum_seconds)
     assert values["pagepool_kv_block_lifetime_seconds_bucket+Inf"] == stats.num_evicted_pages
+
+
+def test_a_scrape_has_the_stats_of_the_queue(queue: WaitingQueue, address: str) -> None:
+    values = {sample.name: sample.value for sample in scrape(address, "*/*")}
+    stats = queue.stats()
+    assert (stats.num_waiting, stats.num_waiting_tokens, stats.num_hit_tokens, stats.num_overtakes) == (2, 7, 0, 0)
+    prefix = "pagepool_waiting_"
+    assert {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)} == {
+        "requests": stats.num_waiting,
+        "tokens": stats.num_waiting_tokens,
+        "hit_tokens": stats.num_hit_tokens,
+        "work_tokens": stats.num_work_tokens,
+        "longest_seconds": stats.longest_wait_seconds,
+        "admitted_requests_total": stats.num_admitted,
+        "computed_tokens_total": stats.num_computed_tokens,
+        "overtakes_total": stats.num_overtakes,
+        "overtaken_tokens_total": stats.num_overtaken_tokens,
+    }
+    assert len(WaitingStats._fields) == 9
 
 
 def test_what_only_some_managers_have_is_theirs_alone(manager: CacheManager) -> None:
