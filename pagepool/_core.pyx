@@ -37,7 +37,7 @@ from pagepool.core.pool.faults import find_policy_fault, follow
 from pagepool.core.pool.sessions import PageSessions
 from pagepool.core.holding.slots import CachePages, SlotAllocator
 from pagepool.core.rows.step_result import StepResult
-from pagepool.core.rows.spans import Lease, TokenSpan, lease_pages, list_leases, term_of
+from pagepool.core.rows.spans import Lease, TokenSpan, lease_pages, limit_leases, list_leases, term_of
 from pagepool.core.pool.store import PageStore
 from pagepool.core.pool.counts import COUNTERS, QueryCounter, count_entries, count_leased, estimate_hits, list_residency
 from pagepool.core.pool.keeping import (

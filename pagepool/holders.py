@@ -119,4 +119,4 @@ def show_name(name: str, most: int = MAX_NAME) -> str:
 
 
 def _show_seconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds:,.1f}"
+    return "" if seconds is None else f"{seconds:,.0f}"

@@ -44,6 +44,7 @@ from pagepool._core import (
     keep_departures,
     keep_token_ids,
     keep_whole_digests,
+    limit_leases,
     link_storage,
     list_in_flight,
     list_leases,
@@ -369,7 +370,8 @@ class CacheManager(KeyHolder, SlotAllocator):
                 self._store.put_blank_first()
             if hasher.num_digest_bytes == 32:
                 keep_whole_digests(self._store)
-        self.registry = RequestRegistry(self._page_pool, rules, hasher, configuration, max_leased, self._trusts_requests)
+        limit_leases(self._store, max_leased)
+        self.registry = RequestRegistry(self._page_pool, rules, hasher, configuration, self._trusts_requests)
         if self.cross_groups:
             self.registry.media = Media(
                 self._store,
@@ -744,17 +746,21 @@ class CacheManager(KeyHolder, SlotAllocator):
 
     # External tokens and leases.
 
-    def commit_external(self, request: Request, num_tokens: int) -> None:
+    def commit_external(self, request: Request, num_tokens: int, *, is_last: bool = True) -> None:
         """Cache pages filled by a transfer: the pages of `num_tokens` tokens after ``num_computed_tokens``. The caller then
         counts these tokens as computed.
 
+        Unless the call `is_last`, more tokens follow, and none count as computed yet: with full attention alone the full pages
+        of these tokens are cached, so that others hit them; with windows, chunks or states nothing hits before the end, and
+        nothing changes.
+
         `allocate_slots` must have given them slots, with `num_external_computed_tokens` and `delay_cache_pages`. Pages behind a
-        window, outside the attention of later tokens, are given back unfilled. A state covers all external tokens, so
-        `num_tokens` must be all of them. Raise ArgumentError, without a change, for more tokens than have slots or are known,
-        and for a request without pages; MovesDueError while moves of its pages are due, since these come first.
+        window, outside the attention of later tokens, are given back unfilled. A state covers all external tokens, so in the
+        last call `num_tokens` must be all of them. Raise ArgumentError, without a change, for more tokens than have slots or
+        are known, and for a request without pages; MovesDueError while moves of its pages are due, since these come first.
         O(pages cached).
         """
-        self._end_external(request, "num_tokens", num_tokens, is_failed=False)
+        self._end_external(request, "num_tokens", num_tokens, is_failed=False, is_last=require_flag("is_last", is_last))
 
     def fail_external(self, request: Request, num_valid_tokens: int) -> int:
         """Do `commit_external` for the first `num_valid_tokens` external tokens, and give back pages wholly behind them.
@@ -764,7 +770,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         """
         return self._end_external(request, "num_valid_tokens", num_valid_tokens, is_failed=True)
 
-    def _end_external(self, request: Request, name: str, num_tokens: int, is_failed: bool) -> int:
+    def _end_external(self, request: Request, name: str, num_tokens: int, *, is_failed: bool, is_last: bool = True) -> int:
         """Cache pages filled by a transfer with `num_tokens` tokens. Return the number of computed tokens."""
         num_tokens = require_int(name, num_tokens, 0)
         with self.registry.lock:
@@ -784,11 +790,12 @@ class CacheManager(KeyHolder, SlotAllocator):
                 self._forget(request)
                 return 0
             with self.registry.naming(held, hashes, held.count_entered_hashes(start), start + num_tokens) as context:
-                held.end_external(None if hashes is None else hashes.chain, start + num_tokens, is_failed, context)
+                chain = None if hashes is None else hashes.chain
+                held.end_external(chain, start + num_tokens, is_failed, context, is_last)
             return start + num_tokens
 
     @overload
-    def lease(self, pages: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Lease: ...
+    def lease(self, pages: Sequence[int] | npt.NDArray[np.integer[Any]], *, seconds: float | None = None) -> Lease: ...
 
     @overload
     def lease(self, pages: Request, start: int = 0, stop: int | None = None, *, seconds: float) -> Lease: ...
@@ -796,22 +803,25 @@ class CacheManager(KeyHolder, SlotAllocator):
     def lease(self, pages: Any, start: int = 0, stop: int | None = None, *, seconds: float | None = None) -> Lease:
         """Keep pages from being handed out, even if their request is freed, until the lease is released or ends.
 
-        With `seconds`, `pages` is a request: lease the cached pages wholly within its tokens ``[start, stop)``, in each group,
-        preferably the request's own. Without a `stop` the span ends with the last cached page. Raise ArgumentError if a page of
-        full attention in the span is not cached, or if there is no page. The lease ends at the first allocation after
-        `seconds`, unless `Lease.extend` is called; use does not extend it. Raise LeaseBudgetError if leases with an end would
-        have more than `Retention.max_leased_share` of a pool's pages, ``max_num_leased_pages`` in all; a page counts once for
-        each lease. With windows, name `stop` in the request's `resume_at`, so that the window before it stays cached and other
-        requests can resume there, and call this once the span is computed. Raise ArgumentError if pages of windows, or
-        checkpoints of states, needed to resume there are gone. A lease does not count as a use of a page: its expectation
-        stays. O(tokens).
+        `pages` is a request, or page ids: held pages, such as the sources of a transfer, or free cached ones, as in
+        `PagePool.lease`. With several pools call that method of one of ``pools`` for page ids.
 
-        Without `seconds`, `pages` are page ids: see `PagePool.lease`. With several pools call that method of one of ``pools``.
+        With `seconds`, which a request needs, the lease ends at the first allocation after that time, unless `Lease.extend` is
+        called; use does not extend it. Raise LeaseBudgetError if leases with an end would have more than
+        `Retention.max_leased_share` of a pool's pages, ``max_num_leased_pages`` in all; a page counts once for each lease. A
+        lease does not count as a use of a page: its expectation stays.
+
+        For a request, lease the cached pages wholly within its tokens ``[start, stop)``, in each group, preferably the
+        request's own. Without a `stop` the span ends with the last cached page. Raise ArgumentError if a page of full attention
+        in the span is not cached, or if there is no page. With windows, name `stop` in the request's `resume_at`, so that the
+        window before it stays cached and other requests can resume there, and call this once the span is computed. Raise
+        ArgumentError if pages of windows, or checkpoints of states, needed to resume there are gone. O(tokens).
 
         `release` or ``with`` ends a lease; until then it is in `leases`, even without other references to the object. A lease
         is a reference: its pages are held, and `reset_prefix_cache` returns False. Other holders can still write to these
         pages, or drop their prefix entries. A lease cannot be pickled. An error leaves nothing leased. Raise ArgumentError
-        unless ``0 <= start <= stop <= num_tokens`` and seconds are finite and above 0. The first call takes O(num_pages).
+        unless ``0 <= start <= stop <= num_tokens`` and seconds are finite and above 0, and for a `start` or `stop` with page
+        ids. The first call takes O(num_pages).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -827,11 +837,14 @@ class CacheManager(KeyHolder, SlotAllocator):
         >>> manager.lease(request, stop=4, seconds=300)
         Lease(page_ids=[1], is_held=True)
         """
-        if seconds is None and not hasattr(pages, "request_id"):
-            return self.page_pool.lease(pages)
         span = TokenSpan(start, stop)
+        if not hasattr(pages, "request_id"):
+            if start != 0 or stop is not None:
+                got = f"{shown(start)} and {shown(stop)} for page ids"
+                raise ArgumentError(f"start and stop: got {got}, allowed: with a request")
+            return self.page_pool.lease(pages, seconds=seconds)
         with self.registry.lock:
-            return self._span_of(pages, span).lease(self.registry.max_leased, seconds)  # type: ignore[arg-type] # it refuses None
+            return self._span_of(pages, span).lease(seconds)  # type: ignore[arg-type] # it refuses None
 
     @property
     def leases(self) -> tuple[Lease, ...]:

@@ -42,8 +42,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
     """The requests of a manager, and what its running batches and the store behind its tier share with it.
 
     ``page_pool`` is its first pool, and ``store`` has the records of all pools. ``configuration`` are the settings in which
-    managers that share cached pages agree. ``max_leased`` is the number of pages in each pool that leases with an end may hold.
-    ``max_steps_ahead`` is the most steps that a batch plans ahead.
+    managers that share cached pages agree. ``max_steps_ahead`` is the most steps that a batch plans ahead.
 
     Callers hold ``lock``, except for methods that take it themselves.
     """
@@ -54,13 +53,12 @@ class RequestRegistry(KeyHolder, RequestMaps):
         rules: GroupRules,
         hasher: PageHasher,
         configuration: Configuration,
-        max_leased: list[int],
         trusts_requests: bool,
     ) -> None:
         """Start without requests. With `trusts_requests` requests of one id share pages, and hits may be counted twice."""
         super().__init__(page_pool.store, trusts_requests)
         self.page_pool, self.rules, self.hasher, self.configuration = page_pool, rules, hasher, configuration
-        self.max_leased, self.max_steps_ahead = max_leased, 0
+        self.max_steps_ahead = 0
         self.sessions = PageSessions(page_pool.store)
         self.event_source: EventSource | None = None
         self.media: Media | None = None  # without cross-attention

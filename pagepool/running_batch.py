@@ -517,7 +517,7 @@ class RunningBatch(RunningRows):
         """Lease the cached pages of tokens ``[start, stop)`` of an admitted row for some time: see `CacheManager.lease`. Raise
         RowIndexError outside the table, ArgumentError if the row is not admitted, and the errors of that method. O(pages).
         """
-        return TokenSpan(start, stop).of_row(self, row).lease(self._registry.max_leased, seconds)
+        return TokenSpan(start, stop).of_row(self, row).lease(seconds)
 
     def check(self) -> None:
         """Check rows, table and pool. O(pages + table).

@@ -203,12 +203,15 @@ class PagePool:
         """Like `touch`, but take ids: an int32 array or a list."""
         self.store.touch(self._records(page_ids))
 
-    def lease(self, page_ids: AnyPageIds) -> Lease:
+    def lease(self, page_ids: AnyPageIds, *, seconds: float | None = None) -> Lease:
         """Keep pages from being handed out until the lease is released: held pages, such as the sources of a transfer, or free
-        cached ones. A page listed twice is leased twice. The lease has no end and no budget: see `CacheManager.lease`.
+        cached ones. A page listed twice is leased twice. With `seconds` the lease also ends by itself, and counts in the budget
+        of these leases: see `CacheManager.lease`.
 
         Raise PageIdError, without a change, for the null page, ids outside the pool, and free pages that are not cached;
-        ArgumentTypeError unless the ids are a list or array of ints. O(pages); the first call O(num_pages).
+        LeaseBudgetError for too many pages, ArgumentError unless `seconds` are finite and above 0; ArgumentTypeError unless the
+        ids are a list or array of ints. O(pages), and O(leases with an end) after one of these has ended; the first call
+        O(num_pages).
 
         >>> pool = PagePool(8, enable_caching=True)
         >>> page_ids = pool.get_new_page_ids(2)
@@ -219,7 +222,7 @@ class PagePool:
         >>> pool.get_num_free_pages()
         7
         """
-        return lease_pages(self.store, page_ids, self._bank)
+        return lease_pages(self.store, page_ids, self._bank, seconds)
 
     # Prefix caching.
 

@@ -855,9 +855,11 @@ class OracleRows(Rows):
         if not num_external or num_tokens > num_external or (needs_all and num_tokens < num_external):
             raise ValueError("the row waits for none, or for others")
 
-    def commit_external(self, row: int, num_tokens: int) -> None:
-        self.require_waiting(row, num_tokens, self.manager.has_state)
-        self.manager.commit_external(self.requests[row], num_tokens)
+    def commit_external(self, row: int, num_tokens: int, is_last: bool = True) -> None:
+        self.require_waiting(row, num_tokens, self.manager.has_state and is_last)
+        self.manager.commit_external(self.requests[row], num_tokens, is_last)
+        if not is_last:
+            return
         self.nums_external[row] = 0
         self._run_on(row, self.requests[row].num_computed_tokens + num_tokens)
 
@@ -1169,9 +1171,9 @@ class BatchRows(Rows):
     def list_external(self) -> list[int]:
         return self.batch.num_external_tokens.tolist()
 
-    def commit_external(self, row: int, num_tokens: int) -> None:
+    def commit_external(self, row: int, num_tokens: int, is_last: bool = True) -> None:
         self.named = {row}
-        self.batch.commit_external(row, num_tokens)
+        self.batch.commit_external(row, num_tokens, is_last=is_last)
 
     def fail_external(self, row: int, num_valid_tokens: int) -> int:
         self.named = {row}

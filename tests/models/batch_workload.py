@@ -517,6 +517,12 @@ class BatchWorkload(Workload):
         for row in self.pending()[: self.rng.randint(1, 2)]:
             self.twins.call("commit_external", row, self.draw_arrived(row))
 
+    def commit_part(self) -> None:
+        """Cache pages of the first tokens that came for a row."""
+        self.take_in_time()
+        for row in self.pending()[:1]:
+            self.twins.call("commit_external", row, self.draw_arrived(row), is_last=False)
+
     def fail(self) -> None:
         self.take_in_time()
         if self.pending():

@@ -57,7 +57,14 @@ class Holds:
             return
         name = self.rng.choice(list(parts)) if len(parts) > 1 else next(iter(parts))
         records = self.books.pools.join({name: parts[name]})
-        lease = self.world.call("lease", self.world.manager.pools[name], parts[name])
+        seconds, before = self.rng.choice((None, None, 1, 30)), self.world.manager.stats().pools[name]
+        try:
+            lease = self.world.call("lease", self.world.manager.pools[name], parts[name], seconds=seconds)
+        except LeaseBudgetError:
+            num_in_all = before.num_leased_pages + len(records)
+            is_over = seconds is not None and num_in_all > int(LEASED_SHARE * before.num_pages)
+            require(is_over, "refused, and there is room for leases", job)
+            return
         require(lease.page_ids == parts[name], "other pages are leased", lease, parts[name])
         self._hold(records)
         cells = self.device.read_pages(records)

@@ -235,13 +235,14 @@ class Workload(Driver):
         """Return the pages of any request, without the null page."""
 
     def lease(self) -> None:
-        """Lease some pages of a request, or any, of one pool."""
+        """Lease some pages of a request, or any, of one pool, mostly until the lease is released."""
         held, pages = [page_id for page_id in self.held_by_any() if page_id != NULL_PAGE], range(self.num_pages)
         if self.setting.has_pools:
             pages = self.rng.choice(self.twins.oracle.manager.pools.ranges)
             held = [page_id for page_id in held if page_id in pages]
         page_ids = held if self.rng.random() < 0.7 else self.rng.choices(pages, k=2)
-        self.twins.call("lease", self.rng.sample(page_ids, self.rng.randint(0, len(page_ids))))
+        seconds = self.rng.choice((0, 1, 30, 1e9)) if self.features.expectations and self.rng.random() < 0.3 else None
+        self.twins.call("lease", self.rng.sample(page_ids, self.rng.randint(0, len(page_ids))), seconds)
         self.twins.call("count_leases")
 
     def end_lease(self) -> None:
@@ -306,7 +307,7 @@ ACTIONS = {
         "extend_lease": 0.2,
         "end_lease": 0.5,
     },
-    "external": {"commit": 3, "fail": 2, "cancel": 0.5, "misuse_pending": 0.5, "lease": 1, "end_lease": 1},
+    "external": {"commit": 3, "commit_part": 2, "fail": 2, "cancel": 0.5, "misuse_pending": 0.5, "lease": 1, "end_lease": 1},
     "tier": {"take_moves": 1, "end_transfers": 2, "misuse_transfers": 0.2},
 }
 """The actions of each feature, with weights. Some are of rows alone."""

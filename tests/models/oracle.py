@@ -157,7 +157,7 @@ class OracleLease:
 
     manager: OracleManager
     page_ids: PageIds
-    end: int | None = None  # of a lease of a span
+    end: int | None = None  # None: it has no end
 
     def extend(self, seconds: float) -> None:
         if self.end is None or not 0 < seconds < float("inf"):
@@ -240,6 +240,11 @@ class OracleManager:
     @property
     def has_state(self) -> bool:
         return any(isinstance(kind, Mamba) for kind in self.kinds)
+
+    @property
+    def hits_leading_pages(self) -> bool:
+        """Whether all groups hit any number of leading pages."""
+        return self.enable_caching and all(is_leading(kind) for kind in self.kinds)
 
     def require_own(self, request: Any) -> None:
         """Refuse another request with the id of one that holds pages."""
@@ -822,10 +827,16 @@ class OracleManager:
 
     # tokens from elsewhere, and leases
 
-    def commit_external(self, request: Any, num_tokens: int) -> None:
-        """Enter the pages of tokens that came, which the caller counts as computed, and free those that none attends to."""
+    def commit_external(self, request: Any, num_tokens: int, is_last: bool = True) -> None:
+        """Enter the pages of tokens that came, which the caller counts as computed, and free those that none attends to. Before
+        the last tokens came, only enter pages, if these hit without the end of the tokens.
+        """
         self._check_external(request, num_tokens)
         num_computed = request.num_computed_tokens + num_tokens
+        if not is_last:
+            if self.hits_leading_pages:
+                self._enter_full_pages(request, num_computed)
+            return
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
             stop = 0 if isinstance(kind, Mamba) else min(kind.first_useful_page(num_computed, 0), len(held.pages))
             self._skip_to(request, kind, held, stop)
@@ -849,6 +860,8 @@ class OracleManager:
         if not has_state:
             self.commit_external(request, num_valid_tokens)
             num_computed = request.num_computed_tokens + num_valid_tokens
+        if self.hits_leading_pages:
+            self._forget_uncomputed(request, num_computed)
         for kind, held in zip(self.kinds, self.held[request.request_id], strict=True):
             while len(held.pages) > kind.num_required_pages(num_computed):
                 self.page_pool.free_pages([held.pages.pop()])
@@ -866,17 +879,25 @@ class OracleManager:
         self.states.copies.require_none(held)
         self.writes.require_none_due(request)
 
-    def lease(self, page_ids: PageIds) -> None:
-        """Hold pages that are held, or cached."""
+    def lease(self, page_ids: PageIds, seconds: float | None = None) -> None:
+        """Hold pages that are held, or cached, for some time or until the lease is released."""
         pool = self.page_pool
+        if seconds is not None and not 0 < seconds < float("inf"):
+            raise ValueError("no time")
         if any(page == NULL_PAGE or (page in pool.free_queue and page not in pool.entry_of_page) for page in page_ids):
             raise IndexError("a page is neither held nor cached")
+        if seconds is not None:
+            leased = page_ids + [page for lease in self.leases if lease.end is not None for page in lease.page_ids]
+            for pages, most in zip(self.pools.ranges, self.max_nums_leased, strict=True):
+                if sum(page in pages for page in leased) > most:
+                    raise ValueError("too many pages are leased")
         for page in page_ids:
             if page in pool.free_queue:
                 pool.touch([[page]], is_use=False)
             else:
                 pool.ref_counts[page] += 1
-        self.leases.append(OracleLease(self, page_ids))
+        end = None if seconds is None else pool.expected.now + math.ceil(seconds * SECOND)
+        self.leases.append(OracleLease(self, page_ids, end))
 
     # going back
 
@@ -1158,12 +1179,7 @@ class OracleManager:
         found = self._list_cached(request, start, stop)
         if not found:
             raise ValueError("no page is cached")
-        leased = found + [page for lease in self.leases if lease.end is not None for page in lease.page_ids]
-        for pages, most in zip(self.pools.ranges, self.max_nums_leased, strict=True):
-            if sum(page in pages for page in leased) > most:
-                raise ValueError("too many pages are leased")
-        self.lease(found)
-        self.leases[-1].end = self.page_pool.expected.now + math.ceil(seconds * SECOND)
+        self.lease(found, seconds)
         return found
 
     def _list_cached(self, request: Any, start: int, stop: int | None) -> PageIds:

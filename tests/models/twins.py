@@ -287,13 +287,15 @@ class Side:
     def extend_lease(self, i: int, seconds: float) -> None:
         self.manager.leases[i].extend(seconds)
 
-    def lease(self, records: list[int]) -> None:
+    def lease(self, records: list[int], seconds: float | None) -> None:
         """Lease pages of one pool, given by record."""
-        if isinstance(self.manager, OracleManager) or len(self.manager.pools) == 1:
-            self.manager.lease(self._formed(records))
+        if isinstance(self.manager, OracleManager):
+            self.manager.lease(records, seconds)
+        elif len(self.manager.pools) == 1:
+            self.manager.lease(self._formed(records), seconds=seconds)
         else:
             [(name, page_ids)] = (self.part(records) or {next(iter(self.manager.pools)): []}).items()
-            self.manager.pools[name].lease(self._formed(page_ids))
+            self.manager.pools[name].lease(self._formed(page_ids), seconds=seconds)
 
     def _formed(self, page_ids: list[int]) -> Any:
         """Return page ids in a form that the manager takes."""
@@ -375,10 +377,10 @@ class Twin(Side, ABC):
         lease = self.manager.lease_span if isinstance(self.manager, OracleManager) else self.manager.lease
         return self.leased_by(lease(request, *span, seconds=seconds))
 
-    def commit_external(self, request: Any, num_tokens: int) -> int:
+    def commit_external(self, request: Any, num_tokens: int, is_last: bool = True) -> int:
         """Commit, and return the number of tokens that are computed then."""
-        self.manager.commit_external(request, num_tokens)
-        return request.num_computed_tokens + num_tokens
+        self.manager.commit_external(request, num_tokens, is_last=is_last)
+        return request.num_computed_tokens + (num_tokens if is_last else 0)
 
 
 class OracleTwin(Twin):

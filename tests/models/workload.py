@@ -350,6 +350,14 @@ class RandomWorkload(Workload):
         """End a transfer: all that a state needs came, or more or fewer tokens than a request waits for."""
         self._arrive("commit_external")
 
+    def commit_part(self) -> None:
+        """Cache pages of the first tokens that came for a request."""
+        self.take_in_time()
+        if self.pending:
+            request, num_external = self.rng.choice(list(self.pending.items()))
+            num_tokens = self.rng.choice((num_external, self.rng.randint(0, num_external), 10**6))
+            self.twins.call("commit_external", request, num_tokens, is_last=False)
+
     def fail(self) -> None:
         self._arrive("fail_external")
 

@@ -8,7 +8,7 @@ from pagepool.core.holding cimport (
     CacheGroups, Group, Held, Holding, RequestPages, count_prompt_pages, find_needed, full_pages, is_state, pages_for,
 )
 from pagepool.core.pool cimport (
-    FLAGS, MAX_BANKS, NO_GROUP, NULL_PAGE, LeasedSpan, PageStore, Pool, Transfer, bank_of, count_by_bank, count_holders,
+    FLAGS, MAX_BANKS, NO_GROUP, NULL_PAGE, LeasedPages, PageStore, Pool, Transfer, bank_of, count_by_bank, count_holders,
     id_in_bank, is_leased,
 )
 from pagepool.core.rows cimport (
@@ -115,7 +115,7 @@ cdef str find_flaw_in_leases(PageStore store):
     """Describe a bank whose count of pages in leases with an end is wrong, or a page of such a lease that counts no lease."""
     cdef int64_t[MAX_BANKS] found
     cdef const Pool *pool = &store.pool
-    cdef const LeasedSpan *lease = pool.leases.first
+    cdef const LeasedPages *lease = pool.leases.first
     cdef int32_t bank
     cdef Py_ssize_t i
     for bank in range(MAX_BANKS):

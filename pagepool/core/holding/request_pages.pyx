@@ -340,16 +340,16 @@ cdef class RequestPages:
         step.context = self.store.checked_context(context)
         cache_computed(self, chain, &step, False, False)
 
-    def end_external(self, HashChain chain, num_tokens, bint is_failed, context=0) -> None:
-        """Cache the pages that `num_tokens` tokens fill, after an engine has filled some of them from elsewhere. Give back
-        the pages that no later token attends to. After a failure also give back the pages behind the tokens, the last first.
-
-        PageHashError, and nothing changed, if a page was cached under another hash. O(pages given back and cached).
+    def end_external(self, HashChain chain, num_tokens, bint is_failed, context=0, bint is_last=True) -> None:
+        """Cache the pages that `num_tokens` tokens fill, after an engine has filled some of them from elsewhere; before the last
+        ones only if they can hit by then. Then give back the pages that no later token attends to, and after a failure those
+        behind the tokens. PageHashError, and nothing changed, if a page has another hash. O(pages given back and cached).
         """
         cdef Step step
         step.num_to_cache, step.num_computed = size_of(num_tokens, "num_tokens", 0, MAX_TOKENS), INT64_MAX
         step.context = self.store.checked_context(context)
-        cache_computed(self, chain, &step, True, is_failed)
+        if is_last or hits_all_leading_pages(self.holding.groups, self.holding.num_groups):
+            cache_computed(self, chain, &step, is_last, is_failed)
 
     def require_moves_taken(self, bint may_be_read=False) -> None:
         """Raise MovesDueError while moves of the pages are due. Copies from the pages do not count if they `may_be_read`.

@@ -157,6 +157,15 @@ cdef inline bint hits_leading_pages(const Group *group) noexcept nogil:
     return group.id != NO_GROUP and not group.rules.window and not group.rules.chunk and not is_state(&group.rules)
 
 
+cdef inline bint hits_all_leading_pages(const Group *groups, Py_ssize_t num_groups) noexcept nogil:
+    """Whether any number of leading pages is a hit in all groups, so that the pages of a prompt hit before its end is there."""
+    cdef Py_ssize_t g
+    for g in range(num_groups):
+        if not hits_leading_pages(&groups[g]):
+            return False
+    return True
+
+
 cdef inline int32_t _count_window_pages(const Rules *rules) noexcept nogil:
     """Count the full pages in the window of the next token."""
     return <int32_t>((rules.window + <int64_t>rules.page_size - 2) // rules.page_size)

@@ -3,11 +3,12 @@
 # Always:
 #
 # * A held lease has a reference to each of its pages, and `Leases.counts` has the number of leases by page.
-# * The list from `Leases.first` has the held leases of spans, which end by themselves; `num_pages_in` counts their pages by
-#   bank.
+# * The list from `Leases.first` has the held leases with an end; `num_pages_in` counts their pages by bank, and leaves
+#   `num_left_in` of each bank's.
 # * No lease of that list ends before `next_end`, unless another caller gave back one of its pages.
 
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
+from libc.string cimport memcpy
 
 from pagepool.core.pool.pool cimport *
 
@@ -35,12 +36,30 @@ cdef inline void count_by_bank(
         num_pages_in[bank_of(pool, ids[i])] += change
 
 
+cdef inline int64_t count_leasable(const Pool *pool, int32_t bank) noexcept nogil:
+    """Count the pages of a bank that leases with an end may have."""
+    return pool.banks[bank].stop - pool.banks[bank].start - pool.leases.num_left_in[bank]
+
+
+cdef inline int32_t find_over_budget(const Pool *pool, const int32_t *ids, Py_ssize_t n, int64_t *num_pages_in) noexcept nogil:
+    """Find a bank with more pages of leases with an end than allowed, if the pages are leased too. Return it, or -1. Set
+    `num_pages_in` to the numbers of pages by bank.
+    """
+    cdef int32_t bank
+    memcpy(num_pages_in, pool.leases.num_pages_in, sizeof(pool.leases.num_pages_in))
+    count_by_bank(pool, ids, n, 1, num_pages_in)
+    for bank in range(pool.num_banks):
+        if num_pages_in[bank] > count_leasable(pool, bank):
+            return bank
+    return -1
+
+
 cdef inline void begin_lease(
-    Pool *pool, LeasedSpan *lease, const int32_t *ids, Py_ssize_t n, int64_t duration
+    Pool *pool, LeasedPages *lease, const int32_t *ids, Py_ssize_t n, int64_t duration
 ) noexcept nogil:
-    """Begin a lease of pages that the caller gave references. A lease with a duration is one of a span, and ends by itself."""
+    """Begin a lease of pages that the caller gave references. With a duration it ends by itself."""
     assert not lease.is_held and n >= 0 and duration >= 0
-    lease[0] = LeasedSpan(
+    lease[0] = LeasedPages(
         ids=ids, num=n, begun=now_of(&pool.expected), end=0, next=NULL, has_begun=True, is_held=True,
     )
     if duration:
@@ -50,7 +69,7 @@ cdef inline void begin_lease(
         set_end(pool, lease, duration)
 
 
-cdef inline void set_end(Pool *pool, LeasedSpan *lease, int64_t duration) noexcept nogil:
+cdef inline void set_end(Pool *pool, LeasedPages *lease, int64_t duration) noexcept nogil:
     lease.end = now_of(&pool.expected) + duration
     pool.leases.next_end = min(pool.leases.next_end, lease.end)
     assert lease.is_held and duration > 0 and pool.leases.next_end <= lease.end
@@ -64,10 +83,10 @@ cdef inline void end_leases(Pool *pool) noexcept nogil:
 
 cdef inline void _end_due_leases(Pool *pool) noexcept nogil:
     """Give back the pages of leases that are over. If another caller gave back one of a lease's pages, that lease stays, and
-    its `release` raises the error. O(leases of spans, and pages of those that end).
+    its `release` raises the error. O(leases with an end, and pages of those that end).
     """
-    cdef LeasedSpan *lease = pool.leases.first
-    cdef LeasedSpan *following
+    cdef LeasedPages *lease = pool.leases.first
+    cdef LeasedPages *following
     cdef int64_t now = now_of(&pool.expected)
     pool.leases.next_end = INT64_MAX
     while lease != NULL:
@@ -79,11 +98,11 @@ cdef inline void _end_due_leases(Pool *pool) noexcept nogil:
         lease = following
 
 
-cdef inline Py_ssize_t end_lease(Pool *pool, LeasedSpan *lease) noexcept nogil:
+cdef inline Py_ssize_t end_lease(Pool *pool, LeasedPages *lease) noexcept nogil:
     """Give back the pages of a held lease, the last page first. Return -1 or, with nothing changed, the index of a page that
-    another caller gave back. O(pages), and for a lease of a span O(leases of spans).
+    another caller gave back. O(pages), and for a lease with an end O(these leases).
     """
-    cdef LeasedSpan **link = &pool.leases.first
+    cdef LeasedPages **link = &pool.leases.first
     cdef Py_ssize_t i, bad = give_back_all(pool, lease.ids, lease.num, True)
     if bad >= 0:
         return bad

@@ -74,19 +74,20 @@ cdef struct Copies:           # copies due before the next step; each has a refe
     Py_ssize_t capacity
     bint is_between           # the next list of moves is for a fork or a refused call, and begins no step
 
-cdef struct LeasedSpan:       # leased pages, given by page ids or as a span of tokens
+cdef struct LeasedPages:      # leased pages, given by page ids or as a span of tokens
     const int32_t *ids        # [num]
     Py_ssize_t num
     int64_t begun             # when it was leased, on the clock of stamps
-    int64_t end               # when a held lease of a span ends, on the clock of stamps; 0 for all other leases
-    LeasedSpan *next          # the next held lease of a span
+    int64_t end               # when a held lease ends, on the clock of stamps; 0: it has no end, or is not held
+    LeasedPages *next         # the next held lease with an end
     uint8_t has_begun
     uint8_t is_held
 
 cdef struct Leases:
     int32_t *counts           # [num_pages] references of leases; NULL: no page was ever leased
-    LeasedSpan *first         # list of the held leases of spans
+    LeasedPages *first        # list of the held leases with an end
     int64_t[MAX_BANKS] num_pages_in  # pages of the leases in this list, by bank; a page counts once for each lease
+    int64_t[MAX_BANKS] num_left_in   # pages of each bank that these leases must leave to others
     int64_t next_end          # no lease ends before this time
     int32_t num_ended         # leases that ended by themselves since they were last listed
 

@@ -6,7 +6,7 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from pagepool.core.holding cimport RequestPages, find_resumption, first_hit_page, hits_leading_pages, is_recurrent, is_ring
 from pagepool.core.pool cimport (
-    NOBODY, SECOND, Leases, bank_of, begin_lease, count_by_bank, end_lease, end_leases, expect_page, find,
+    MAX_BANKS, NOBODY, SECOND, bank_of, begin_lease, count_leasable, end_lease, end_leases, expect_page, find, find_over_budget,
     find_untouchable, has_key, hit, id_in_bank, is_free, make_leases, now_of, set_end, share,
 )
 from pagepool.core.values cimport HashChain, float_of
@@ -88,6 +88,16 @@ cdef class Lease:
         begin_lease(pool, &self.span, self.ids.ids, self.ids.num, duration)
         return True
 
+    cdef int refuse_budget(self, int32_t bank, int64_t num_pages) except -1:
+        """Raise the error for a bank of which leases with an end would have `num_pages` pages."""
+        cdef int64_t num_leased, most
+        with self.store.own_lock()[0]:
+            num_leased, most = self.store.pool.leases.num_pages_in[bank], count_leasable(&self.store.pool, bank)
+        where = "" if self.store.pool.num_banks == 1 else f" of the pool {self.store.bank_names[bank]!r}"
+        raise LeaseBudgetError(
+            f"pages to lease{where}: got {num_pages - num_leased} more, {num_leased} are leased, allowed: {most} in all"
+        )
+
     cdef int refuse_page(self, Py_ssize_t bad) except -1:
         """Raise the error for the page at an index; MemoryError for an index below 0."""
         cdef int32_t page_id
@@ -138,7 +148,7 @@ cdef class Lease:
                 if has_end:
                     set_end(&self.store.pool, &self.span, duration)
         if not has_end:
-            raise ArgumentError("lease: got one that has ended, or that never ends, since it is of page ids, allowed: others")
+            raise ArgumentError("lease: got one that has ended, or was made without seconds, allowed: others")
 
     def release(self) -> None:
         """Give the references back, the last page's first; a second call does nothing. DoubleFreeError, and nothing changed, if
@@ -175,7 +185,7 @@ def list_leases(PageStore store not None) -> list:
     """Return the held leases of a pool, the oldest first, and forget those that have ended. O(leases)."""
     cdef Lease lease
     cdef list held = [], listed = list(store.leases)
-    cdef LeasedSpan span
+    cdef LeasedPages span
     with store.own_lock()[0]:
         end_leases(&store.pool)
         store.pool.leases.num_ended = 0
@@ -194,18 +204,39 @@ def term_of(seconds) -> int:
     return term_of_seconds(seconds)
 
 
-def lease_pages(PageStore store not None, page_ids, bank=0) -> Lease:
-    """Lease held pages of a bank, or free cached ones: see `PagePool.lease`. O(pages); the first call O(num_pages)."""
+def limit_leases(PageStore store not None, max_num_leased) -> None:
+    """Let leases with an end have at most these numbers of pages, one for each bank, and no more than before. O(banks)."""
+    cdef PageIds most = as_page_ids(max_num_leased, "max_num_leased")
+    cdef int32_t bank
+    if most.num != store.pool.num_banks:
+        raise ArgumentError(f"max_num_leased: got {most.num}, allowed: one for each of the {store.pool.num_banks} pools")
+    with store.own_lock()[0]:
+        for bank in range(most.num):
+            store.pool.leases.num_left_in[bank] += max(0, count_leasable(&store.pool, bank) - most.ids[bank])
+
+
+def lease_pages(PageStore store not None, page_ids, bank=0, seconds=None) -> Lease:
+    """Lease held pages of a bank, or free cached ones, for some seconds or until the lease is released: see `PagePool.lease`.
+    O(pages); the first call O(num_pages).
+    """
     cdef PageIds ids = store.checked(store.records_in_bank(as_own_ids(page_ids, "page_ids"), bank))
+    cdef int64_t duration = 0 if seconds is None else duration_of(seconds)
+    cdef int64_t[MAX_BANKS] num_pages_in
     cdef Lease lease = new_lease(store)
-    cdef bint is_held
+    cdef bint is_held = False
+    cdef int32_t over = -1
     cdef Py_ssize_t bad
     lease.ids = ids
     with store.own_lock()[0]:
+        end_leases(&store.pool)
         bad = find_unholdable(&store.pool, ids.ids, ids.num)
-        is_held = bad < 0 and lease.hold(0)
+        if bad < 0 and duration:
+            over = find_over_budget(&store.pool, ids.ids, ids.num, &num_pages_in[0])
+        is_held = bad < 0 and over < 0 and lease.hold(duration)
     if not is_held:
         store.leases.pop(lease)
+        if over >= 0:
+            lease.refuse_budget(over, num_pages_in[over])
         lease.refuse_page(bad)
     return lease
 
@@ -404,22 +435,19 @@ cdef class TokenSpan:
             raise MemoryError(f"expectations of {self.store.pool.num_pages} pages")
         return found.num
 
-    def lease(self, max_num_leased, seconds) -> Lease:
+    def lease(self, seconds) -> Lease:
         """Lease the cached pages for `seconds`. LeaseBudgetError, and nothing changed, if leases with an end would have more
-        pages of a bank than `max_num_leased` lists for it; ArgumentError if the span ends behind the known tokens or has no
-        pages, or if one of its pages, or a page needed to resume at its end, is no longer cached. O(pages).
+        pages of a bank than `limit_leases` allows; ArgumentError if the span ends behind the known tokens or has no pages, or
+        if one of its pages, or a page needed to resume at its end, is no longer cached. O(pages).
         """
         cdef PageStore store = self.require_store()
-        cdef PageIds most = as_page_ids(max_num_leased, "max_num_leased")
         cdef int64_t lost, lost_end, duration = duration_of(seconds)
-        cdef Leases leased, in_all
-        cdef int32_t bank, over = -1
+        cdef int64_t[MAX_BANKS] num_pages_in
+        cdef int32_t over = -1
         cdef Py_ssize_t bad = -1
         cdef Lease lease
         cdef bint is_inside, is_listed, is_held = False
         cdef int64_t num_tokens
-        if most.num != store.pool.num_banks:
-            raise ArgumentError(f"max_num_leased: got {most.num}, allowed: one for each of the {store.pool.num_banks} pools")
         lease = new_lease(store)
         try:
             self.lock()
@@ -428,11 +456,8 @@ cdef class TokenSpan:
             is_inside = self.stop == INT64_MAX or self.stop <= num_tokens
             lost, lost_end = self.find_lost_token(), self.find_lost_end()
             is_listed = is_inside and lost < 0 and lost_end == 0 and self.collect_cached(lease.ids)
-            leased = in_all = store.pool.leases
-            count_by_bank(&store.pool, lease.ids.ids, lease.ids.num if is_listed else 0, 1, &in_all.num_pages_in[0])
-            for bank in range(store.pool.num_banks if is_listed else 0):
-                if over < 0 and in_all.num_pages_in[bank] > most.ids[bank]:
-                    over = bank
+            if is_listed:
+                over = find_over_budget(&store.pool, lease.ids.ids, lease.ids.num, &num_pages_in[0])
             if is_listed and over < 0 and lease.ids.num:
                 bad = find_unholdable(&store.pool, lease.ids.ids, lease.ids.num)
                 is_held = bad < 0 and lease.hold(duration)
@@ -452,12 +477,7 @@ cdef class TokenSpan:
                 "cached, allowed: tokens with at least one full page"
             )
         if over >= 0:
-            num_leased, num_in_all = leased.num_pages_in[over], in_all.num_pages_in[over]
-            where = "" if store.pool.num_banks == 1 else f" of the pool {store.bank_names[over]!r}"
-            raise LeaseBudgetError(
-                f"pages to lease{where}: got {num_in_all - num_leased} more, {num_leased} are leased, "
-                f"allowed: {most.ids[over]} in all"
-            )
+            lease.refuse_budget(over, num_pages_in[over])
         if not is_held:
             lease.refuse_page(bad)
         return lease

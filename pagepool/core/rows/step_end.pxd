@@ -11,4 +11,4 @@ cdef object settle_step(
 )
 cdef object fail_step(RowStore rows, StepResult ended)
 cdef tuple rewind_rows(RowStore rows, FailedLoads loads)
-cdef int32_t end_external(RowStore rows, object row, object num_tokens, str name, bint is_failed) except -1
+cdef int32_t end_external(RowStore rows, object row, object num_tokens, str name, bint is_failed, bint is_last=*) except -1

@@ -167,8 +167,10 @@ cdef tuple rewind_rows(RowStore rows, FailedLoads loads):
     return rewound.to_list(), lost.to_list()
 
 
-cdef int32_t end_external(RowStore rows, object row, object num_tokens, str name, bint is_failed) except -1:
-    """Let a pending row run, and return its number of computed tokens."""
+cdef int32_t end_external(
+    RowStore rows, object row, object num_tokens, str name, bint is_failed, bint is_last=True
+) except -1:
+    """Let a pending row run once the last of its awaited tokens have arrived, and return its number of computed tokens."""
     cdef Batch *batch = &rows.batch
     cdef Py_ssize_t checked = rows.checked_row(row)
     cdef int32_t num = <int32_t>size_of(num_tokens, name, 0, MAX_TOKENS)
@@ -178,9 +180,11 @@ cdef int32_t end_external(RowStore rows, object row, object num_tokens, str name
     num_external = batch.rows[checked].num_external
     is_due = num_external and has_due(&rows.batch, <int32_t>checked)
     is_right = 0 < num_external and num <= num_external and not is_due
-    is_right = is_right and (is_failed or num == num_external or not batch.has_state)
+    is_right = is_right and (is_failed or num == num_external or not batch.has_state or not is_last)
     if is_right and is_failed:
         fail_row(batch, checked, num)
+    elif is_right and not is_last:
+        cache_arrived(batch, checked, num)
     elif is_right:
         commit_row(batch, checked, num)
     num_computed = batch.records[checked].num_computed
