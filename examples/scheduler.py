@@ -236,12 +236,16 @@ class Scheduler:
             if admission is None:
                 break
             request, num_cached = admission
-            request.row, request.num_cached_tokens, request.drafts = row, num_cached, []
-            self.rows.put(request)
+            self.start(request, row, num_cached)
             planned.append(request)
             budget -= int(self.batch.num_computed_tokens[row]) - num_cached
-            insort(self.running, request, key=by_arrival)
             self.free_rows.popleft()
+
+    def start(self, request: Request, row: int, num_cached_tokens: int) -> None:
+        """Let a request run in the row that it was given."""
+        request.row, request.num_cached_tokens, request.drafts = row, num_cached_tokens, []
+        self.rows.put(request)
+        insort(self.running, request, key=by_arrival)
 
     def fork(self, request: Request, children: Sequence[Request]) -> None:
         """Give each child a row with the request's pages. Children without a row or pages wait as if preempted."""

@@ -925,13 +925,16 @@ class RunningRows:
         """Let a pending row run once the first `num_tokens` of its awaited tokens have arrived: they count as computed, and
         their full pages are cached. `plan` computes the other tokens, whose slots stay.
 
+        Unless the call `is_last`, the row still waits: with full attention alone the full pages of these tokens are cached, so
+        that others hit them; with windows, chunks or states nothing hits before the end, and nothing changes.
+
         Until then the row's new pages are not cached, and `plan`, `step`, `trim` and `fork` raise ArgumentError for it;
         `append`, `release`, `move_row` and `swap_row` work. The transfer writes to the pages that `get_page_ids` lists, once
         the due moves are made. It may leave out pages to which no later token attends: these are given back. With a state all
         tokens have to arrive.
 
-        ArgumentError for a row that is not pending, for more tokens than it waits for, and with a state for fewer;
-        MovesDueError while moves of its pages are due. Nothing has changed then. O(pages cached).
+        ArgumentError for a row that is not pending, for more tokens than it waits for, and with a state for fewer in the last
+        call; MovesDueError while moves of its pages are due. Nothing has changed then. O(pages cached).
 
         >>> from pagepool import CacheGroupSpec, CacheManager, FullAttentionSpec, PageTable, RunningBatch
         >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
@@ -940,14 +943,15 @@ class RunningRows:
         >>> batch = RunningBatch(manager, table)
         >>> batch.admit(0, list(range(11)), num_external_tokens=99), batch.num_external_tokens.tolist()
         (0, [10, 0])
+        >>> batch.commit_external(0, 4, is_last=False)
         >>> batch.commit_external(0, 9)
         >>> batch.num_computed_tokens.tolist(), batch.admit(1, list(range(11)))
         ([9, 0], 8)
         """
     def fail_external(self, row: int, num_valid_tokens: int) -> int:
         """Commit the first `num_valid_tokens` of the tokens for which a pending row waits, as `commit_external` does, and give
-        back the pages behind them: nothing may write there any more, and readers need a lease. Return the row's number of
-        computed tokens; `plan` computes the others.
+        back the pages behind them, which no longer hit if they were cached: nothing may write there any more, and readers need
+        a lease. Return the row's number of computed tokens; `plan` computes the others.
 
         With a state all pages are given back, cached ones too, and 0 is returned, since the state would need all tokens. Errors
         as in `commit_external`. O(pages given back and cached).

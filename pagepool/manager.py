@@ -838,7 +838,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         Lease(page_ids=[1], is_held=True)
         """
         span = TokenSpan(start, stop)
-        if not hasattr(pages, "request_id"):
+        if not hasattr(pages, "request_id") and (seconds is None or hasattr(pages, "__len__")):
             if start != 0 or stop is not None:
                 got = f"{shown(start)} and {shown(stop)} for page ids"
                 raise ArgumentError(f"start and stop: got {got}, allowed: with a request")
@@ -1140,8 +1140,8 @@ class CacheManager(KeyHolder, SlotAllocator):
         >>> _ = manager.allocate_slots(second, 1, num_hit_tokens, hits), manager.page_pool.get_new_pages(1)
         >>> manager.held()
         kind     name    pages  own  seconds  seconds left
-        request  first       4    2      0.0
-        request  second      3    1      0.0
+        request  first       4    2        0
+        request  second      3    1        0
         caller               1    1
         >>> manager.held().num_pages_by_kind, manager.held().caller_page_ids
         ({'kv': {'request': 5, 'caller': 1}}, {'kv': [6]})

@@ -79,7 +79,7 @@ def run(batch: RunningBatch, prompt: Sequence[int], answer: Sequence[int] = (), 
 @pytest.mark.parametrize("setting", CHAT_SETTINGS, ids=lambda setting: setting.name)
 def test_chats_are_kept_as_the_oracle_keeps_them(kind: type[RowChats | RequestChats], setting: ChatSetting) -> None:
     reached: Counter[str] = Counter()
-    for seed in range(scale(6, 6 if kind is RowChats else 3)):  # rows take longer
+    for seed in range(scale(6, 7 if kind is RowChats else 3)):  # rows take longer
         reached += kind(setting, seed).run(40).oracle.manager.page_pool.counts
     hit = {int(name.split()[-1]) for name, count in reached.items() if name.startswith("hits of class") and count}
     evicted = {int(name.split()[-1]) for name, count in reached.items() if name.startswith("evicted of class") and count}

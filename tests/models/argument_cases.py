@@ -440,7 +440,8 @@ READ_BY = {  # attributes of a new request, the methods that read them, and the 
 
 def add_request_cases() -> None:
     for method, read in REQUEST_METHODS.items():
-        add(f"{method} request", lambda use, value, read=read: read(use.manager, value))  # type: ignore[misc]
+        kinds = "list" if method == "lease" else ""  # of page ids
+        add(f"{method} request", lambda use, value, read=read: read(use.manager, value), kinds)  # type: ignore[misc]
         for attribute, (methods, kinds) in READ_BY.items():
             if method in methods:
                 call = lambda use, value, read=read, name=attribute: read(use.manager, AnyRequest(**{name: value}))  # noqa: E731
@@ -545,6 +546,7 @@ use.manager.free(use.held, seconds=<1.0|None float fraction>)
 use.manager.lease(pages=<[1, 2]|list typed>, seconds=<1.0|None float fraction>)
 use.manager.lease([<1>])
 use.manager.commit_external(use.held, num_tokens=<0>)
+use.manager.commit_external(use.held, 0, is_last=<True|flag typed>)
 use.manager.fail_external(use.held, num_valid_tokens=<0>)
 use.manager.fork(<use.held>, AnyRequest("fork", range(10), num_computed_tokens=<10>))
 use.manager.fork(use.held, <AnyRequest("fork", range(10), num_computed_tokens=10)>)

@@ -247,6 +247,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "settle.step": step_to_settle,
     "settle.token_ids": one_of(as_many(small), as_many(small), constant(None, None, [1], [1, 2])),
     "settle.failed": constant(False, False, True),
+    "commit_external.is_last": constant(True, True, False),
     "settle.stop_token_ids": one_of(constant(None, None, [1]), int32_array, array),
     "settle.max_num_tokens": one_of(constant(None, None, 9), as_many(small)),
     "counts": one_of(constant(None, None, 0, [1], [1, 1]), as_many(constant(1))),

@@ -179,7 +179,7 @@ class World:
             self.keep(value)
         if self.source.below(4) == 0:
             with suppress(PagePoolError):  # no page may be cached
-                self.keep(spans[1].lease([20], 100.0))
+                self.keep(spans[1].lease(100.0))
 
     def rules(self, store: Any, num_groups: int) -> list[tuple[Any, int | None, int]]:
         """Return the groups of a batch: full attention alone, or with a window or a chunk; cached if the store caches."""
