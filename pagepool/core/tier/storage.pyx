@@ -1,9 +1,10 @@
-"""Storage outside the process, behind the tier: pages of the tier are stored there, and filled from there."""
+"""Storage outside the process, behind the tier: pages of the tier are stored there, filled from there, and held for readers."""
 
+cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
-from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint64_t
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t, uint64_t
 from libc.string cimport memcmp, memmove
 
 from pagepool.core.base cimport MAX_GROUP
@@ -13,7 +14,7 @@ from pagepool.core.values cimport as_page_ids, require_matrix
 
 import numpy as np
 
-from pagepool.errors import ArgumentError
+from pagepool.errors import ArgumentError, ArgumentTypeError
 
 
 cdef PageTier tier_of(PageStore store):
@@ -56,6 +57,25 @@ cdef void note_arrival(Pool *pool, int32_t page_id, bint may_be_replaced) noexce
     pool.tier.arrivals[page_id] = pool.tier.num_steps
 
 
+cdef void leave_unstored(Pool *pool, int32_t page_id) noexcept nogil:
+    """Store nothing of a page that the tier evicts: no storage is linked."""
+    assert pool.pages[page_id].group != NO_GROUP
+
+
+cdef void follow_arrival(Pool *pool, int32_t page_id, bint may_be_replaced) noexcept nogil:
+    """Note an arrival without storage. Notes of wrong contents are for storage alone, so they end here."""
+    note_arrival(pool, page_id, may_be_replaced)
+    pool.tier.num = pool.tier.num_due = 0
+
+
+cdef void follow_arrivals(PageTier tier) noexcept nogil:
+    """Note arrivals from now on without storing pages. The storage has its `arrivals`."""
+    assert tier.storage.arrivals != NULL
+    tier.storage.save_evicted, tier.storage.record_cached = leave_unstored, follow_arrival
+    tier.storage.num = tier.storage.num_due = 0
+    tier.pages.pool.tier = &tier.storage
+
+
 def link_storage(PageStore store not None, bint writes_through=False) -> None:
     """Put storage behind the tier of a store. A page that the tier evicts is due there. If the storage `writes_through`, pages
     are also due as they reach the tier. ArgumentError if there is storage already. O(pages of the tier).
@@ -68,10 +88,10 @@ def link_storage(PageStore store not None, bint writes_through=False) -> None:
     if arrivals == NULL:
         raise MemoryError("the storage behind a tier")
     with store.own_lock()[0]:
-        is_new = pool.tier == NULL
-        assert storage.num == storage.num_due == 0 or not is_new
+        is_new = storage.save_evicted != store_evicted
         if is_new:
             arrivals, storage.arrivals = storage.arrivals, arrivals
+            storage.num = storage.num_due = 0  # notes from before
             storage.num_clears = storage.num_steps = 0
             storage.save_evicted = store_evicted
             storage.record_cached = store_cached if writes_through else note_arrival
@@ -85,8 +105,8 @@ def unlink_storage(PageStore store not None) -> None:
     """Take the storage away; nothing is due there any more. O(1)."""
     cdef PageTier tier = tier_of(store)
     with store.own_lock()[0]:
-        tier.pages.pool.tier = NULL
-        tier.storage.num = tier.storage.num_due = 0
+        if tier.storage.arrivals != NULL:
+            follow_arrivals(tier)
 
 
 def take_unstored(PageStore store not None, num_steps=0) -> tuple:
@@ -345,3 +365,82 @@ cdef void use_present(Pool *pool, const Query *query, Py_ssize_t num_hashes) noe
             assert tier_id == NULL_PAGE or tier_id < pool.tier.pool.num_pages
             if tier_id != NULL_PAGE and find(pool, key, group.id) == NULL_PAGE:
                 keep_longer(pool.tier, tier_id)
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class TierHold:
+    """The pages of `keys` in the tier, held until `release`: their rows keep these contents, even while pool and tier drop the
+    keys. `keys` is an array ``[n, 2]``, lower half first, with a group for each. ``page_ids`` has the page of each key; 0: the
+    tier does not have it, or it is not settled, as `take_unstored` says for `num_steps`. Pages count as just used.
+    ``num_clears`` counts how often everything was dropped. Before the first hold no arrivals are noted, so all pages of that
+    time are settled `num_steps` steps after it. Without `release` the pages stay held. O(keys).
+    """
+
+    cdef PageStore store
+    cdef StoredKey *keys
+    cdef int32_t *ids
+    cdef Py_ssize_t num
+    cdef readonly object page_ids
+    cdef readonly int64_t num_clears
+
+    def __cinit__(self, PageStore store not None, keys, group_ids, num_steps=0):
+        cdef PageTier tier = tier_of(store)
+        cdef int64_t num_waiting = size_of(num_steps, "num_steps", 0, INT32_MAX)
+        cdef int64_t *arrivals
+        cdef int32_t[::1] id_view
+        cdef Py_ssize_t i, num = 0
+        self.keys = read_keys(keys, group_ids, MAX_GROUP, &num)
+        self.ids = <int32_t *>calloc(max(1, num), sizeof(int32_t))
+        arrivals = <int64_t *>calloc(tier.pages.pool.num_pages, sizeof(int64_t))
+        self.page_ids = np.zeros(num, np.int32)
+        id_view = self.page_ids
+        if self.ids == NULL or arrivals == NULL:
+            free(arrivals)
+            raise MemoryError("pages held for a reader")
+        self.store = store
+        with store.own_lock()[0]:
+            if tier.pages.pool.tier == NULL:
+                arrivals, tier.storage.arrivals = tier.storage.arrivals, arrivals
+                tier.storage.num_steps = 0
+                follow_arrivals(tier)
+            self.num, self.num_clears = num, tier.tier.num_clears
+            for i in range(num):
+                self.ids[i] = hold_settled(tier, &self.keys[i], tier.storage.num_steps - num_waiting)
+                id_view[i] = id_in_bank(&tier.pages.pool, self.ids[i])
+        free(arrivals)
+
+    def __dealloc__(self):
+        free(self.keys)
+        free(self.ids)
+
+    def __reduce__(self):
+        raise ArgumentTypeError("held pages of a tier cannot be pickled")
+
+    def release(self):
+        """Give the pages back, the last one first. Return an array of bool: whether each was held up to now, and still has its
+        key, so that what was read from its row is right. A second call returns only False. O(keys).
+        """
+        cdef Pool *pool = &tier_of(self.store).pages.pool
+        cdef Py_ssize_t i
+        cdef uint8_t[::1] right_view
+        are_right = np.zeros(len(self.page_ids), np.uint8)
+        right_view = are_right
+        with self.store.own_lock()[0]:
+            for i in range(self.num - 1, -1, -1):
+                if self.ids[i] != NULL_PAGE:
+                    assert pool.pages[self.ids[i]].ref_cnt > 0
+                    right_view[i] = has_key(&pool.pages[self.ids[i]], self.keys[i].key, self.keys[i].group)
+                    give_back(pool, self.ids[i])
+            self.num = 0
+        return are_right.astype(np.bool_)
+
+
+cdef int32_t hold_settled(PageTier tier, const StoredKey *wanted, int64_t last_settled) noexcept nogil:
+    """Hold the page of a key that arrived in a step up to `last_settled`, and return it, or the null page."""
+    cdef int32_t tier_id = find(&tier.pages.pool, wanted.key, wanted.group)
+    assert tier.storage.arrivals != NULL and tier_id < tier.pages.pool.num_pages
+    if tier_id == NULL_PAGE or tier.storage.arrivals[tier_id] > last_settled:
+        return NULL_PAGE
+    hit(&tier.pages.pool, &tier_id, 1, NO_SESSION)
+    return tier_id

@@ -1,0 +1,19 @@
+"""Pages that cross between processes: links that move their bytes, and a store that asks a peer. Needs the extra
+``pagepool[peers]``.
+
+A `Link` moves parts of pages: `RowsLink` rows of host memory over TCP, `JaxLink` arrays of jax between devices. `PeerStore` is
+a store (see `pagepool.stores`) that asks a peer's host tier, and `TierServer` its other side. Every message is authenticated by
+a secret that all peers share.
+"""
+
+try:
+    import msgspec  # noqa: F401
+    import xxhash  # noqa: F401
+    import zmq  # noqa: F401
+except ImportError as error:
+    raise ImportError("peers need msgspec, pyzmq and xxhash: pip install 'pagepool[peers]'") from error
+
+from pagepool.peers.link import Link, Pulled
+from pagepool.peers.rows_link import RowsLink
+
+__all__ = ["Link", "Pulled", "RowsLink"]
