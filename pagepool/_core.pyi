@@ -513,8 +513,12 @@ def list_absent(
 class TierHold:
     page_ids: Final[npt.NDArray[np.int32]]
     num_clears: Final[int]
-    def __init__(self, store: PageStore, keys: npt.NDArray[np.uint64], group_ids: _Ids, num_steps: int = 0) -> None: ...
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def release(self) -> npt.NDArray[np.bool_]: ...
+
+def hold_stored(
+    store: PageStore, keys: npt.NDArray[np.uint64], group_ids: _Ids, num_steps: int = 0
+) -> TierHold: ...
 
 @final
 class FailedLoads:

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pagepool._core import TierHold
+from pagepool._core import TierHold, hold_stored
 from pagepool.errors import ArgumentTypeError
 from pagepool.manager import CacheManager
 from pagepool.peers.answerer import DEFAULT_ADDRESS, Answerer, Asked
@@ -77,7 +77,7 @@ class _Pages:
         self._num_clears = self._hold(Pages(np.empty((0, 2), np.uint64), np.empty(0, np.int32))).num_clears
 
     def _hold(self, pages: Pages) -> TierHold:
-        return TierHold(self._tier.store, pages.keys, pages.groups, self._tier.count_steps_ahead())
+        return hold_stored(self._tier.store, pages.keys, pages.groups, self._tier.count_steps_ahead())
 
     def handle(self, asked: Asked) -> None:
         """Answer which pages are there, or with their objects."""
