@@ -13,10 +13,11 @@ try:
 except ImportError as error:
     raise ImportError("peers need msgspec, pyzmq and xxhash: pip install 'pagepool[peers]'") from error
 
+from pagepool.peers.jax_link import JaxLink
 from pagepool.peers.link import Link, Pulled
 from pagepool.peers.ranks import RankLinks, RankStores
 from pagepool.peers.rows_link import RowsLink
 from pagepool.peers.store import PeerStore
 from pagepool.peers.tier_server import TierServer
 
-__all__ = ["Link", "PeerStore", "Pulled", "RankLinks", "RankStores", "RowsLink", "TierServer"]
+__all__ = ["JaxLink", "Link", "PeerStore", "Pulled", "RankLinks", "RankStores", "RowsLink", "TierServer"]

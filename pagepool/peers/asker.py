@@ -72,8 +72,8 @@ class Waiting:
     address: str
     body: bytes
     parts: Sequence[Any]
+    asked_at: float
     end_at: float
-    seconds: float
     then: Callable[[Answered], None] | None
 
 
@@ -82,8 +82,10 @@ class Server:
     """A connection to an `Answerer`, and the questions that it has not answered, in the order of their numbers."""
 
     socket: Socket
+    endpoint: str
     name: bytes  # of the process; empty until it is known
     is_pinned: bool  # the address has the name: another process is not asked
+    heard_at: float = 0.0  # when a message arrived last
     waiting: dict[int, Waiting] = field(default_factory=dict)
 
 
@@ -128,9 +130,9 @@ class Asker(SocketThread):
         address = require_text("address", address)
         seconds = require_number("seconds", seconds, 0.0, MAX_SECONDS)
         self.require_open()
-        end_at = time.monotonic() + seconds
+        now = time.monotonic()
         with self._lock:  # numbers are queued in their order
-            waiting = Waiting(next(self._numbers), address, body, parts, end_at, seconds, then)
+            waiting = Waiting(next(self._numbers), address, body, parts, now, now + seconds, then)
             self._new.append(waiting)
         self.wake()
         return waiting.number
@@ -161,7 +163,9 @@ class Asker(SocketThread):
             _, number, address = heapq.heappop(self._ends)
             server = self._servers.get(address)
             if server is not None and (waiting := server.waiting.get(number)):
-                self._end(server, waiting, f"no answer within {waiting.seconds:.3g} seconds")
+                self._end(server, waiting, "no answer in time")
+                if server.heard_at < waiting.asked_at:
+                    self._reconnect(server)
 
     def _send_new(self) -> None:
         """Send the questions asked since the last call. Numbers ascend for each server."""
@@ -197,7 +201,7 @@ class Asker(SocketThread):
                 raise EndpointError(f"got {address!r}, allowed: the address of a peer, such as 'tcp://10.0.0.1:5600'")
             if len(self._servers) >= MAX_SERVERS:
                 self._drop(next(iter(self._servers)))
-            server = Server(self._connect(endpoint), name, bool(is_pinned))
+            server = Server(self._connect(endpoint), endpoint, name, bool(is_pinned))
             self._of_socket[server.socket] = server
         self._servers[address] = server
         return server
@@ -220,13 +224,25 @@ class Asker(SocketThread):
         server = self._servers.pop(address)
         for waiting in list(server.waiting.values()):
             self._end(server, waiting, f"more than {MAX_SERVERS} peers were asked")
+        self._disconnect(server)
+
+    def _disconnect(self, server: Server) -> None:
         self.poller.unregister(server.socket)
         del self._of_socket[server.socket]
         server.socket.close()
 
+    def _reconnect(self, server: Server) -> None:
+        """Connect anew: libzmq gives up a connection for ever if its bytes were no messages. Ask again what has no answer."""
+        self._disconnect(server)
+        server.socket = self._connect(server.endpoint)
+        self._of_socket[server.socket] = server
+        for each in list(server.waiting.values()):
+            self._send(server, each)
+
     def _read(self, server: Server, frames: Sequence["zmq.Frame"]) -> None:
         """Check an answer, and end its question."""
         buffers = [frame.buffer for frame in frames]
+        server.heard_at = time.monotonic()
         try:
             head = self._seals.open_head(buffers)
             waiting = None if isinstance(head, Question) else server.waiting.get(head.number)

@@ -163,6 +163,8 @@ class RowsLink:
         with pull.lock:
             for _ in range(CHUNKS_AT_ONCE):
                 self._ask_next(pull)
+            if not views.num_bytes:  # whether it is offered is asked all the same
+                self._ask(pull, 0, 0)
         return pull.job
 
     def poll(self) -> list[Pulled]:
@@ -177,11 +179,13 @@ class RowsLink:
         self._close()
 
     def _ask_next(self, pull: Pull) -> None:
-        """Ask for the next chunk, if there is one. An offer without bytes is asked for once. The job's lock is held."""
+        """Ask for the next chunk, if there is one. The job's lock is held."""
         start, size = pull.next_byte, min(self._chunk, pull.parts.num_bytes - pull.next_byte)
-        if size == 0 and (start or pull.num_waiting):
-            return
-        pull.next_byte += size
+        if size:
+            pull.next_byte += size
+            self._ask(pull, start, size)
+
+    def _ask(self, pull: Pull, start: int, size: int) -> None:
         pull.num_waiting += 1
         question = QUESTION.pack(pull.number, start, size, pull.parts.digest)
         seconds = max(0.0, pull.end_at - time.monotonic())
