@@ -62,6 +62,7 @@ def peer_process(target: Callable[..., None], *arguments: Any) -> Iterator[tuple
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
     process.start()
+    theirs.close()  # so that the end of the process ends our reads
     try:
         yield process, ours, ours.recv()
     finally:
