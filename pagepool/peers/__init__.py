@@ -1,17 +1,15 @@
-"""Pages that cross between processes: links that move their bytes, and a store that asks a peer. Needs the extra
+"""Pages that cross between processes: links for their bytes, and a store behind which a peer is asked. Needs the extra
 ``pagepool[peers]``.
 
 A `Link` moves parts of pages: `RowsLink` rows of host memory over TCP, `JaxLink` arrays of jax between devices. `PeerStore` is
-a store (see `pagepool.stores`) that asks a peer's host tier, and `TierServer` its other side. Every message is authenticated by
-a secret that all peers share.
+a store (see `pagepool.stores`) with the pages of a peer's host tier, and `TierServer` its other side. Every message is
+authenticated by a secret of all peers.
 """
 
-try:
-    import msgspec  # noqa: F401
-    import xxhash  # noqa: F401
-    import zmq  # noqa: F401
-except ImportError as error:
-    raise ImportError("peers need msgspec, pyzmq and xxhash: pip install 'pagepool[peers]'") from error
+from importlib.util import find_spec
+
+if not all(map(find_spec, ("msgspec", "xxhash", "zmq"))):
+    raise ImportError("peers need msgspec, pyzmq and xxhash: pip install 'pagepool[peers]'")
 
 from pagepool.peers.jax_link import JaxLink
 from pagepool.peers.link import Link, Pulled

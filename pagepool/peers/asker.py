@@ -247,7 +247,7 @@ class Asker(SocketThread):
             head = self._seals.open_head(buffers)
             waiting = None if isinstance(head, Question) else server.waiting.get(head.number)
             if waiting is None or head.session != self._session:
-                return  # a late answer, or one of another client
+                return None  # a late answer, or one of another client
             self._seals.check(buffers)
         except RefusedMessageError as error:
             return self.refusals.note(error)
@@ -259,6 +259,7 @@ class Asker(SocketThread):
             server.name = head.server
             for each in list(server.waiting.values()):
                 self._send(server, each)
+        return None
 
     def _end(
         self, server: Server | None, waiting: Waiting, error: str | None, body: bytes = b"", parts: Sequence[memoryview] = ()

@@ -1,9 +1,9 @@
 """`JaxLink`: a link for arrays of jax, from device to device. Needs the extras ``pagepool[jax]`` and ``pagepool[peers]``.
 
 The bytes move by ``jax.experimental.transfer``, whose offers serve one pull each, cannot be withdrawn, and wait for ever. So a
-puller first asks the link's `Answerer`, which lets jax await that one pull under a random number, and asks again once the arrays
-have arrived, which the owner confirms unless the offer has ended meanwhile. What nobody pulled in time the owner pulls itself,
-to give the memory back.
+puller first asks the link's `Answerer`, which lets jax await that one pull under a random number. It asks again once the arrays
+have arrived, and the owner confirms them unless the offer has ended. Arrays that nobody pulled in time are pulled by the owner
+itself, to give the memory back.
 """
 
 import contextlib
@@ -91,14 +91,14 @@ class Pull:
 
 
 class JaxLink:
-    """A `Link` whose parts are arrays of jax. `offer` gets copies of pages that were gathered for it, which must not be donated
-    to a program or deleted. `pull` gets a ``jax.ShapeDtypeStruct`` for each, with the sharding that its array shall have, and
+    """A `Link` whose parts are arrays of jax. `offer` gets copies of pages, gathered for it, which must not be donated to a
+    program or deleted. `pull` gets a ``jax.ShapeDtypeStruct`` for each, with the sharding that its array shall have, and
     `poll` returns the arrays.
 
-    A job that is not over after `pull_seconds` fails. jax cannot cancel what it has begun: a pull from a peer that is silent
-    stays there until the process ends, without memory of the size of its arrays. An offer that has ended is no longer pulled,
-    and what arrives late is refused; but jax keeps arrays that a peer was about to pull until that pull's deadline and a second
-    more. Arrays are immutable, so nothing else is written into that memory before.
+    A job that is not over after `pull_seconds` fails. jax cannot cancel a pull, so one from a silent peer stays until the
+    process ends, though without memory of the size of its arrays. Nothing is pulled from an offer that has ended, and arrays
+    that arrive late are refused. For a peer that was about to pull, jax keeps the arrays until its deadline and a second more;
+    nothing else is written into their memory before.
 
     The secret authenticates who pulls; jax itself encrypts nothing, and asks for no secret but a random number of 62 bits. See
     "Who may pull" in docs/security.md.
@@ -114,11 +114,11 @@ class JaxLink:
         transfer_address: str = "127.0.0.1:0",
         pull_seconds: float = 10.0,
     ) -> None:
-        """Listen at `address` for questions, and at `transfer_address`, an IP address with a port, for jax's transfers. `device`
-        is where arrays arrive whose specs have no sharding, by default the first one of the process.
+        """Listen at `address` for questions, and at `transfer_address`, an IP address with a port, for jax's transfers. Arrays
+        without a sharding in their specs arrive on `device`, by default the first one of the process.
 
-        Raise CompatError if this jax is too old or has no transfer server, EndpointError for an unusable address, ArgumentTypeError or
-        ArgumentError for other values, ImportError without jax.
+        Raise CompatError if this jax is too old or has no transfer server, EndpointError for an unusable address,
+        ArgumentTypeError or ArgumentError for other values, ImportError without jax.
         """
         jax = import_jax()
         self._seconds = require_number("pull_seconds", pull_seconds, 0.0, MAX_SECONDS)
@@ -175,8 +175,8 @@ class JaxLink:
         self._transfers.offers.pop(number, None)
 
     def pull(self, address: str, number: int, parts: Sequence[Any]) -> int:
-        """Start to pull an offer of the link at an address, into new arrays of these ``jax.ShapeDtypeStruct``. Return the number
-        of the job. Raise ArgumentTypeError for other parts, ArgumentError for other values.
+        """Start to pull an offer of the link at an address, into a new array for each ``jax.ShapeDtypeStruct``. Return the
+        number of the job. Raise ArgumentTypeError for other parts, ArgumentError for other values.
         """
         jax = import_jax()
         address, number = require_text("address", address), require_int("number", number, 0, MAX_NUMBER)
@@ -217,9 +217,10 @@ class JaxLink:
             return self._end(pull, PeerError(f"peer {pull.address}: {error}"))
         pull.jax_number, pull.arrays = begun.jax_number, list(arrays)
         self._transfers.has_work.set()
+        return None
 
     def look(self) -> bool:
-        """Ask to confirm arrays that have arrived, and end jobs that are late. Return whether jobs wait for arrays."""
+        """Ask to confirm the arrays of jobs that have arrived, and end late jobs. Return whether any job waits for arrays."""
         waiting = [pull for pull in [*self._pulls.values()] if pull.arrays is not None and pull.jax_number]
         for pull in waiting:
             try:
@@ -274,8 +275,8 @@ class _Transfers:
             return asked.refuse("its question is malformed")
         now = time.monotonic()
         if isinstance(question, End):
-            number, offer, _ = self._awaited.pop(question.jax_number, (None, None, 0.0))
-            if offer is None or self.offers.get(number) is not offer or now >= offer.end_at:
+            awaited = self._awaited.pop(question.jax_number, None)
+            if awaited is None or self.offers.get(awaited[0]) is not awaited[1] or now >= awaited[1].end_at:
                 return asked.refuse("the offer has ended")
             return asked.answer(b"")
         offer = self.offers.get(question.number)
@@ -284,17 +285,19 @@ class _Transfers:
         if question.specs != offer.specs:
             return asked.refuse("the offered arrays have other shapes or dtypes")
         jax_number = secrets.randbits(NUMBER_BITS)
-        seconds = min(max(question.seconds, 0.0), MAX_SECONDS) + SECONDS_OF_GRACE
+        seconds = (min(question.seconds, MAX_SECONDS) if question.seconds > 0 else 0.0) + SECONDS_OF_GRACE
         self._server.await_pull(jax_number, offer.arrays)
         self._awaited[jax_number] = question.number, offer, now + seconds
         self.has_work.set()
         asked.answer(msgspec.msgpack.encode(Begun(jax_number, self._server.address())))
+        return None
 
     def reclaim(self) -> bool:
         """Pull what peers did not pull in time. Return whether jax awaits more."""
         now = time.monotonic()
         for jax_number, (_, offer, end_at) in [*self._awaited.items()]:
-            if now >= end_at and self._awaited.pop(jax_number, None):
+            if now >= end_at:
+                self._awaited.pop(jax_number, None)
                 with contextlib.suppress(Exception):
                     self.connect(self._server.address()).pull(jax_number, [_spec_of(array) for array in offer.arrays])
         return bool(self._awaited)

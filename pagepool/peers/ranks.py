@@ -1,7 +1,6 @@
 """Ranks that each hold a part of a page, as one: `RankLinks` and `RankStores`."""
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ class RankLinks:
         """`links` are in the order of the ranks. Raise ArgumentTypeError for other objects, ArgumentError for none."""
         self._links = _require_ranks("links", links, Link)
         self._jobs = itertools.count(1)
-        self._places: list[dict[int, int]] = [{} for _ in self._links]  # for each rank: our job by the link's
+        self._places: list[dict[int, int]] = [{} for _ in self._links]  # the jobs by the numbers of each rank's link
         self._waiting: dict[int, tuple[set[int], list[Any], Exception | None]] = {}
 
     @property
@@ -113,7 +112,6 @@ class RankStores:
         self._jobs = itertools.count(1)
         self._places: list[dict[int, int]] = [{} for _ in self._stores]
         self._waiting: dict[int, tuple[set[int], bytes, Exception | None]] = {}
-        self._failed: deque[Done] = deque()
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """Start to find out which objects all ranks have. Return the number of the job. Raise as `lookup` of the stores."""
@@ -180,7 +178,9 @@ def _require_ranks(name: str, values: Sequence[Any], protocol: Any) -> list[Any]
     listed = as_list(name, values, f"a sequence of {protocol.__name__}")
     for each in listed:
         if not isinstance(each, protocol):
-            raise ArgumentTypeError(f"{name}: got {type(each).__name__}, allowed: objects with the methods of {protocol.__name__}")
+            raise ArgumentTypeError(
+                f"{name}: got {type(each).__name__}, allowed: objects with the methods of {protocol.__name__}"
+            )
     if not listed:
         raise ArgumentError(f"{name}: got none, allowed: one for each rank")
     return listed

@@ -81,7 +81,7 @@ class Pull:
 class RowsLink:
     """A `Link` whose parts are contiguous host memory: arrays of NumPy, memoryviews, or tensors of torch on the CPU.
 
-    A part is read in chunks by a thread, which copies one and seals it, so neither side needs memory for more than a few chunks.
+    A thread copies parts in chunks and seals them, so neither side needs memory for more than a few chunks.
     Many peers may pull an offer at once. Pulled parts have the lengths of the offered ones, else the job fails. `poll` returns
     the parts as they were given. A job that is not over after `pull_seconds` fails.
 
@@ -236,6 +236,7 @@ class _Answers:
         if has_ended:
             return asked.refuse("the offer has ended")
         asked.answer(b"", [chunk])
+        return None
 
 
 def _end_offer(offer: Offer | None) -> None:
@@ -272,7 +273,7 @@ def view_part(part: Any, *, is_writable: bool = False) -> Part:
 
             if not part.is_contiguous():
                 raise ValueError("it is not contiguous")
-            view = part.detach().reshape(-1).view(torch.uint8).numpy()
+            view: Part = part.detach().reshape(-1).view(torch.uint8).numpy()
         elif isinstance(part, np.ndarray):
             if not part.flags.c_contiguous or part.dtype.hasobject:
                 raise ValueError("it is not contiguous")

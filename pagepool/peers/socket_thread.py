@@ -81,7 +81,8 @@ class SocketThread(ABC):
             self._context.destroy(linger=0)
 
     def forget(self) -> None:
-        """Close the connections that a forked process has copies of. Nothing else may be used there."""
+        """Close a forked process's copies of connections, if the thread knows them. Nothing else may be used there."""
+        return
 
     # Methods that run in the thread.
 

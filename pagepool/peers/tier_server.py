@@ -25,9 +25,9 @@ MAX_BYTES_PER_ANSWER = 2 * MAX_OBJECT_BYTES
 class TierServer:
     """Serves the pages of a manager's host tier. Its thread answers each question; the engine calls nothing.
 
-    A page is served once the steps that may be planned behind its own have begun, so that a failure was found before. It is
-    held while its row is copied, and sent only if pool and tier have not dropped it meanwhile. After `reset_prefix_cache`
-    nothing is served: make another one with the namespace of the new weights. The manager may have a `StoreTier` too.
+    A page is served once the steps that may be planned behind its own have begun: a failure is found before. It is held while
+    its row is copied, and sent only if pool and tier still have its key. After `reset_prefix_cache` nothing is served: make
+    another one with the namespace of the new weights. The manager may have a `StoreTier` too.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class TierServer:
         address: str = DEFAULT_ADDRESS,
     ) -> None:
         """Listen at an address, and start the thread. `rows` and `namespace` are those of a `StoreTier`; `secret` has at least
-        16 random bytes, the same for all peers. Pages that the tier has already are served once the steps that may be planned
-        now have begun. O(pages of the tier).
+        16 random bytes, the same for all peers. Pages of the tier from before are served after as many steps as may be planned
+        ahead. O(pages of the tier).
 
         Raise ArgumentError for a manager without a host tier, for rows that do not fit it, and for other values;
         ArgumentTypeError for other types, EndpointError for an unusable address.
@@ -109,6 +109,7 @@ class _Pages:
                 write_header(item, self._namespace, names[i], item[HEADER_BYTES:])
                 parts.append(item)
         asked.answer(bytes(flags), parts)
+        return None
 
     def _may_have(self, name: bytes, size: int | None) -> bool:
         """Whether a key names a page of a group, of this size with its header."""
@@ -120,7 +121,7 @@ class _Pages:
         """Copy the row of a held page behind room for its header."""
         if not page_id:
             return None
-        row = self._tier.rows[group][page_id]
+        row = self._tier.rows[int(group)][page_id]
         item = np.empty(HEADER_BYTES + len(row), np.uint8)
         np.copyto(item[HEADER_BYTES:], row)
         return item

@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, HostTier, PageHashing, PageTable, RunningBatch
+from pagepool import (
+    CacheGroupSpec,
+    CacheManager,
+    EngineRequest,
+    FullAttentionSpec,
+    HostTier,
+    PageHashing,
+    PageTable,
+    RunningBatch,
+)
 from pagepool.stores import StoreTier, make_namespace
 
 PAGE_SIZE = 4

@@ -55,6 +55,19 @@ def offer_rows(connection: Any, sizes: list[int]) -> None:
     link.close()
 
 
+def offer_arrays(connection: Any, size: int) -> None:
+    """Offer an array of jax as `offer_rows` does."""
+    import jax.numpy as jnp
+
+    from pagepool.peers import JaxLink
+
+    link = JaxLink(SECRET, NAMESPACE)
+    link.offer(1, [jnp.zeros(size)], seconds=60)
+    connection.send(link.address)
+    connection.recv()
+    link.close()
+
+
 @contextmanager
 def peer_process(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, Any, str]]:
     """Run a function in another process. Yield the process, the connection to it, and its address."""

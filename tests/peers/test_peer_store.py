@@ -16,18 +16,18 @@ pytest.importorskip("zmq", reason="peers are an extra: pyzmq is not installed")
 pytest.importorskip("msgspec", reason="peers are an extra: msgspec is not installed")
 pytest.importorskip("xxhash", reason="peers are an extra: xxhash is not installed")
 
-from bad_proxy import BadProxy  # noqa: E402
-from peer_engine import Engine, serve_tier  # noqa: E402
-from peer_links import SECRET, peer_process, wait_for  # noqa: E402
-from peer_stores import ObjectServer  # noqa: E402
+from bad_proxy import BadProxy
+from peer_engine import Engine, serve_tier
+from peer_links import SECRET, peer_process, wait_for
+from peer_stores import ObjectServer
 
-from pagepool import HostTier  # noqa: E402
-from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, IntegrityError, PeerError  # noqa: E402
-from pagepool.peers import PeerStore, RankStores, TierServer  # noqa: E402
-from pagepool.peers import store as peer_store  # noqa: E402
-from pagepool.stores import Done, FileStore, Store  # noqa: E402
-from pagepool.stores.frames import HEADER_BYTES, is_intact  # noqa: E402
-from pagepool.stores.pages import Pages  # noqa: E402
+from pagepool import HostTier
+from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, IntegrityError, PeerError
+from pagepool.peers import PeerStore, RankStores, TierServer
+from pagepool.peers import store as peer_store
+from pagepool.stores import Done, FileStore, Store
+from pagepool.stores.frames import HEADER_BYTES, is_intact
+from pagepool.stores.pages import Pages
 
 PROMPT = list(range(100, 121))  # five full pages
 

@@ -18,12 +18,12 @@ pytest.importorskip("zmq", reason="peers are an extra: pyzmq is not installed")
 pytest.importorskip("msgspec", reason="peers are an extra: msgspec is not installed")
 pytest.importorskip("xxhash", reason="peers are an extra: xxhash is not installed")
 
-from bad_proxy import BadProxy  # noqa: E402
-from peer_links import NAMESPACE, SECRET, content, make_rows, offer_rows, peer_process, pull, wait_for  # noqa: E402
+from bad_proxy import BadProxy
+from peer_links import NAMESPACE, SECRET, content, make_rows, offer_rows, peer_process, pull, wait_for
 
-from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, IntegrityError, PeerError  # noqa: E402
-from pagepool.peers import Link, RankLinks, RowsLink  # noqa: E402
-from pagepool.peers.rows_link import Parts, view_part  # noqa: E402
+from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, IntegrityError, PeerError
+from pagepool.peers import Link, RankLinks, RowsLink
+from pagepool.peers.rows_link import Parts, view_part
 
 
 @pytest.fixture
@@ -221,7 +221,8 @@ def test_a_bad_network_costs_pulls_and_never_bytes(make: Callable[..., RowsLink]
                 num_right += pulled.error is None
     finally:
         proxy.close()
-    assert num_right and proxy.num_faults, seed
+    assert num_right, seed
+    assert proxy.num_faults, seed
 
 
 def test_a_pull_of_much_does_not_block_others(make: Callable[..., RowsLink]) -> None:
@@ -380,7 +381,9 @@ def test_ranks_pull_each_their_own_parts(make: Callable[..., RowsLink]) -> None:
     parts = [[np.zeros(len(part), np.uint8) for part in rank] for rank in offered]
     (pulled,) = wait_for(peer, peer.pull(owner.address, 1, parts))
     assert pulled.error is None
-    for given, other in zip([part for rank in parts for part in rank], [part for rank in offered for part in rank], strict=True):
+    for given, other in zip(
+        [part for rank in parts for part in rank], [part for rank in offered for part in rank], strict=True
+    ):
         assert np.array_equal(given, other)
     owner.withdraw(1)
     (pulled,) = wait_for(peer, peer.pull(owner.address, 1, parts))
