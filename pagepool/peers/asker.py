@@ -5,6 +5,7 @@ import heapq
 import itertools
 import logging
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -193,15 +194,12 @@ class Asker(SocketThread):
         server = self._servers.pop(address, None)
         if server is None:
             endpoint, is_pinned, digits = address.partition("#")
-            try:
-                name = bytes.fromhex(digits)
-            except ValueError:
-                raise EndpointError("the digits behind # are no name of a process") from None
-            if not endpoint.startswith(("tcp://", "ipc://")) or (is_pinned and len(name) != NUM_NAME_BYTES):
-                raise EndpointError(f"got {address!r}, allowed: the address of a peer, such as 'tcp://10.0.0.1:5600'")
+            is_name = re.fullmatch(r"[0-9a-f]{32}" if is_pinned else "", digits)
+            if not endpoint.startswith(("tcp://", "ipc://")) or not is_name:
+                raise EndpointError(f"address: got {address!r}, allowed: that of a peer, such as 'tcp://10.0.0.1:5600'")
             if len(self._servers) >= MAX_SERVERS:
                 self._drop(next(iter(self._servers)))
-            server = Server(self._connect(endpoint), endpoint, name, bool(is_pinned))
+            server = Server(self._connect(endpoint), endpoint, bytes.fromhex(digits), bool(is_pinned))
             self._of_socket[server.socket] = server
         self._servers[address] = server
         return server

@@ -92,13 +92,13 @@ class Pull:
 
 class JaxLink:
     """A `Link` whose parts are arrays of jax. `offer` gets copies of pages, gathered for it, which must not be donated to a
-    program or deleted. `pull` gets a ``jax.ShapeDtypeStruct`` for each, with the sharding that its array shall have, and
-    `poll` returns the arrays.
+    program or deleted. `pull` gets a ``jax.ShapeDtypeStruct`` for each, with the sharding of the new array, and `poll`
+    returns the arrays.
 
     A job that is not over after `pull_seconds` fails. jax cannot cancel a pull, so one from a silent peer stays until the
-    process ends, though without memory of the size of its arrays. Nothing is pulled from an offer that has ended, and arrays
-    that arrive late are refused. For a peer that was about to pull, jax keeps the arrays until its deadline and a second more;
-    nothing else is written into their memory before.
+    process ends, though without memory of the size of its arrays. Nothing is pulled from an offer that has ended, and late
+    arrays are refused. If a peer was about to pull, jax keeps the arrays until its deadline and a second more; nothing else is
+    written into their memory before.
 
     The secret authenticates who pulls; jax itself encrypts nothing, and asks for no secret but a random number of 62 bits. See
     "Who may pull" in docs/security.md.

@@ -73,12 +73,12 @@ cdef void follow_arrival(Pool *pool, int32_t page_id, bint may_be_replaced) noex
     pool.tier.num = pool.tier.num_due = 0
 
 
-cdef void follow_arrivals(PageTier tier) noexcept nogil:
-    """Note arrivals from now on without storing pages. The storage has its `arrivals`."""
-    assert tier.storage.arrivals != NULL
-    tier.storage.save_evicted, tier.storage.record_cached = leave_unstored, follow_arrival
-    tier.storage.num = tier.storage.num_due = 0
-    tier.pages.pool.tier = &tier.storage
+cdef void follow_arrivals(Pool *pool, Tier *storage) noexcept nogil:
+    """Note arrivals in the tier's pool from now on without storing pages. The storage has its `arrivals`."""
+    assert storage.arrivals != NULL
+    storage.save_evicted, storage.record_cached = leave_unstored, follow_arrival
+    storage.num = storage.num_due = 0
+    pool.tier = storage
 
 
 def link_storage(PageStore store not None, bint writes_through=False) -> None:
@@ -111,7 +111,7 @@ def unlink_storage(PageStore store not None) -> None:
     cdef PageTier tier = tier_of(store)
     with store.own_lock()[0]:
         if tier.storage.arrivals != NULL:
-            follow_arrivals(tier)
+            follow_arrivals(&tier.pages.pool, &tier.storage)
 
 
 def take_unstored(PageStore store not None, num_steps=0) -> tuple:
@@ -419,13 +419,13 @@ cdef class TierHold:
         return are_right.view(np.bool_)
 
 
-cdef int32_t hold_settled(PageTier tier, const StoredKey *wanted, int64_t last_settled) noexcept nogil:
-    """Hold the page of a key that arrived in a step up to `last_settled`, and return it, or the null page."""
-    cdef int32_t tier_id = find(&tier.pages.pool, wanted.key, wanted.group)
-    assert tier.storage.arrivals != NULL and tier_id < tier.pages.pool.num_pages
-    if tier_id == NULL_PAGE or tier.storage.arrivals[tier_id] > last_settled:
+cdef int32_t hold_settled(Pool *pool, const StoredKey *wanted, int64_t last_settled) noexcept nogil:
+    """Hold the page of a key that arrived in the tier's pool in a step up to `last_settled`. Return it, or the null page."""
+    cdef int32_t tier_id = find(pool, wanted.key, wanted.group)
+    assert pool.tier.arrivals != NULL and tier_id < pool.num_pages
+    if tier_id == NULL_PAGE or pool.tier.arrivals[tier_id] > last_settled:
         return NULL_PAGE
-    hit(&tier.pages.pool, &tier_id, 1, NO_SESSION)
+    hit(pool, &tier_id, 1, NO_SESSION)
     return tier_id
 
 
@@ -459,10 +459,10 @@ def hold_stored(PageStore store not None, keys, group_ids, num_steps=0) -> TierH
             assert must_follow
             arrivals, tier.storage.arrivals = tier.storage.arrivals, arrivals
             tier.storage.num_steps = 0
-            follow_arrivals(tier)
+            follow_arrivals(&tier.pages.pool, &tier.storage)
         hold.num, hold.num_clears = num, tier.tier.num_clears
         for i in range(num):
-            hold.ids[i] = hold_settled(tier, &hold.keys[i], tier.storage.num_steps - num_waiting)
+            hold.ids[i] = hold_settled(&tier.pages.pool, &hold.keys[i], tier.storage.num_steps - num_waiting)
             id_view[i] = id_in_bank(&tier.pages.pool, hold.ids[i])
     free(arrivals)
     return hold
