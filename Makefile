@@ -13,7 +13,7 @@ VLLM_VERSION ?= 0.33.0
 VLLM_VENV ?= $(HOME)/.cache/pagepool/venv-vllm$(if $(filter-out 0.33.0,$(VLLM_VERSION)),-$(VLLM_VERSION))
 
 # The extras under test. The extra fleet is not among them: Ray is large, and only slow tests start it.
-TEST_EXTRAS ?= events,jax,metrics,plan,replay,store
+TEST_EXTRAS ?= events,jax,metrics,peers,plan,replay,store
 
 SOURCES := $(wildcard *.py *.toml *.md LICENSE MANIFEST.in) $(shell find pagepool -name '*.py' -o -name '*.py[ix]' -o -name '*.pxd' -o -name '*.json' -o -name '*.md' -o -name py.typed)
 # Tests run on the installed wheel, never on the source tree: they and their processes do not see the working directory.

@@ -513,6 +513,15 @@ def list_absent(
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32], int, int]: ...
 
 @final
+class TierHold:
+    page_ids: Final[npt.NDArray[np.int32]]
+    num_clears: Final[int]
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def release(self) -> npt.NDArray[np.bool_]: ...
+
+def hold_stored(store: PageStore, keys: npt.NDArray[np.uint64], group_ids: _Ids, num_steps: int = 0) -> TierHold: ...
+
+@final
 class FailedLoads:
     """Pages with wrong contents, since loads of list `number` failed. ``len()`` counts them. `groups` has the cache group of
     each page; ids are relative to the group's pool.

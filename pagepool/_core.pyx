@@ -45,7 +45,9 @@ from pagepool.core.pool.keeping import (
 )
 from pagepool.core.pool.pages import CachePage, LoosePages, PageRecords
 from pagepool.core.tables.table import GroupedRows, TableRows, pack_dirty_lines, pack_dirty_segments
-from pagepool.core.tier.storage import begin_fills, end_fills, link_storage, list_absent, take_unstored, unlink_storage
+from pagepool.core.tier.storage import (
+    TierHold, begin_fills, end_fills, hold_stored, link_storage, list_absent, take_unstored, unlink_storage,
+)
 from pagepool.core.tier.tier import (
     FailedLoads, PageTier, add_tier, are_loading, count_steps, end_transfers, load_prefix, rewind_request,
 )

@@ -47,6 +47,10 @@ class EndpointError(PagePoolError, OSError):
     """An address is malformed, its port is taken, or the host is unknown."""
 
 
+class PeerError(PagePoolError, OSError):
+    """A peer is gone, gives no answer in time, or refuses a question; or what it offered has ended or is of another size."""
+
+
 class PageIdError(PagePoolError, IndexError):
     """A page id is out of range, or a page belongs to another pool or is in the wrong state for the call."""
 

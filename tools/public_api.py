@@ -47,6 +47,7 @@ SECTIONS = (
     Section("Pages in host memory", "host_pages", False),
     Section("Stores", "stores", False),
     Section("Bytes of stored pages", "stores.frames", False),
+    Section("Peers", "peers", False),
     Section("Traces, plans and fleets", "replay", False),
     Section("Hints of requests", "hints", False),
     Section("EasyDeL", "compat.easydel", False, (*ADAPTER, "VERSION")),

@@ -1,8 +1,8 @@
-"""Limits on the connections of a publisher. Needs the extra ``pagepool[events]``.
+"""Limits on the connections of a socket that listens. Needs the extra ``pagepool[events]``.
 
 libzmq limits neither the connections of a socket, nor the topics of a subscriber, nor the frames of an endless message. `Guard`
 closes connections beyond the limits by their descriptors. It has its own thread, because libzmq accepts connections
-independently of the publisher's thread.
+independently of the thread of its sockets.
 """
 
 import contextlib
@@ -21,8 +21,13 @@ from collections.abc import Iterator, Sequence
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from pagepool.errors import EndpointError, shown
+
 logger = logging.getLogger(__name__)
 
+DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
+MAX_PORT = 65535
+ZAP_DOMAIN = "pagepool"
 MAX_UNREAD_BYTES = 1 << 16  # limit of an unfinished message; in libzmq small frames take up to 32 times as much
 NUM_FRAME_BYTES = 64  # largest overhead of a frame on the wire
 NUM_SUBSCRIPTION_BYTES = 64  # overhead of each topic
@@ -34,6 +39,19 @@ SECONDS_BETWEEN_WARNINGS = 60.0
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27  # Linux's socket options
 DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # packet filter that keeps 0 bytes
 BYTES_RECEIVED_AT = 128  # offset in Linux's tcp_info
+
+SOCKET_OPTIONS: dict[int, int | bytes] = {
+    zmq.MAXMSGSIZE: 1024,  # largest message from a router, in bytes: handshakes, sequence numbers, topics
+    zmq.HANDSHAKE_IVL: 5000,  # milliseconds for a handshake
+    zmq.BACKLOG: 32,  # connections waiting to be accepted by libzmq
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 60,  # seconds before the first probe of a silent router
+    zmq.TCP_KEEPALIVE_INTVL: 10,  # seconds between probes
+    zmq.TCP_KEEPALIVE_CNT: 6,  # unanswered probes before the connection is closed
+    # A ZAP domain refuses ZMTP 1 and 2, whose messages do not identify their connection. ZMTP 3 passes: without keys there is
+    # no handler.
+    zmq.ZAP_DOMAIN: ZAP_DOMAIN.encode(),
+}
 
 
 class Peer:
@@ -119,21 +137,31 @@ class Peers:
 class Guard:
     """Limits of the connections of a publisher's sockets, enforced in a thread started once all sockets are watched."""
 
-    def __init__(self, max_connections: int) -> None:
-        """Allow each socket `max_connections`, and at most an eighth of the process's descriptors."""
+    def __init__(self, max_connections: int, max_unread_bytes: int = MAX_UNREAD_BYTES) -> None:
+        """Allow each socket `max_connections`, and at most an eighth of the process's descriptors; and each connection
+        `max_unread_bytes` of an unfinished message.
+        """
         soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft_limit != resource.RLIM_INFINITY:
             max_connections = min(max_connections, max(1, soft_limit // SHARE_OF_DESCRIPTORS))
-        self._max_connections = max_connections
+        self._max_connections, self._max_unread_bytes = max_connections, max_unread_bytes
         self._all_peers: list[Peers] = []
         self._lock = threading.Lock()
         self._spare, self._nothing = socket.socketpair()
         self._warn_at = -math.inf
         self.thread = threading.Thread(target=self._run, name="pagepool-connections", daemon=True)
 
-    def watch(self, watched: "zmq.Socket[bytes]", endpoint: str) -> Peers:
-        """Let a socket listen at an address, and return its connections."""
-        self._all_peers.append(Peers(watched, endpoint))
+    def watch(self, watched: "zmq.Socket[bytes]", name: str, endpoint: str) -> Peers:
+        """Let a socket listen at an address, and return its connections. Raise EndpointError for an unusable address; `name` is
+        that of the argument.
+        """
+        require_ports(name, endpoint)
+        try:
+            self._all_peers.append(Peers(watched, endpoint))
+        except (zmq.ZMQError, UnicodeError) as error:
+            is_in_use = isinstance(error, zmq.ZMQError) and error.errno == zmq.EADDRINUSE
+            got = f"{endpoint!r}: {'the port is in use' if is_in_use else error}"
+            raise EndpointError(f"{name}: got {got}, allowed: a free one, such as {DEFAULT_ENDPOINT!r}") from None
         return self._all_peers[-1]
 
     def stop(self) -> None:
@@ -225,7 +253,7 @@ class Guard:
         """Close connections with more unread bytes than an unfinished message may have."""
         for peers in self._all_peers:
             for descriptor, peer in peers.by_descriptor.items():
-                if peer.count_unread(_count_received(descriptor)) > MAX_UNREAD_BYTES:
+                if peer.count_unread(_count_received(descriptor)) > self._max_unread_bytes:
                     self.close(peers, descriptor)
 
 
@@ -249,3 +277,22 @@ def _count_received(descriptor: int) -> int:
     except OSError:  # closed, or not a TCP connection
         return 0
     return int.from_bytes(info[BYTES_RECEIVED_AT:], sys.byteorder)
+
+
+def set_options(listening: "zmq.Socket[bytes]", endpoint: str) -> None:
+    """Set the options of a socket that will listen at an address."""
+    for option, value in SOCKET_OPTIONS.items():
+        listening.setsockopt(option, value)
+    listening.setsockopt(zmq.IPV6, "[" in endpoint)
+
+
+def require_ports(name: str, endpoint: str) -> None:
+    """Raise EndpointError for a TCP address with a wrong port: libzmq would take the port modulo 2**16, or read only its
+    first digits.
+    """
+    for part in endpoint.removeprefix("tcp://").split(";") if endpoint.startswith("tcp://") else ():
+        port = part.rpartition(":")[2]
+        is_number = port.isascii() and port.isdecimal() and int(port.lstrip("0")[:6] or 0) <= MAX_PORT
+        if not is_number and port != "*":
+            wanted = f"a free one, such as {DEFAULT_ENDPOINT!r}"
+            raise EndpointError(f"{name}: got {endpoint!r}: {shown(port)} is no port up to {MAX_PORT}, allowed: {wanted}")

@@ -31,7 +31,7 @@ from zmq.utils import z85
 
 from pagepool.arguments import as_list, require_int
 from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, shown
-from pagepool.events.connections import Guard, Peers
+from pagepool.events.connections import DEFAULT_ENDPOINT, ZAP_DOMAIN, Guard, Peers, set_options
 from pagepool.events.messages import AllBlocksCleared, Event, EventBatch, encode_batch, require_seconds
 from pagepool.events.source import EventSource
 
@@ -39,8 +39,6 @@ __all__ = ["EventPublisher"]
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
-MAX_PORT = 65535
 MAX_INT32 = 2**31 - 1  # largest value of ZeroMQ's options
 REQUEST = [0, 8]  # lengths of the frames of a request
 END = (-1).to_bytes(8, "big", signed=True)
@@ -58,20 +56,6 @@ MAX_WAIT = 3600.0  # seconds
 MAX_SILENCE = 60.0  # seconds between two heartbeats
 SECONDS_TO_CLOSE = 1.0
 NUM_KEY_BYTES = 32
-ZAP_DOMAIN = "pagepool"
-SOCKET_OPTIONS: dict[int, int | bytes] = {
-    zmq.MAXMSGSIZE: 1024,  # largest message from a router, in bytes: handshakes, sequence numbers, topics
-    zmq.HANDSHAKE_IVL: 5000,  # milliseconds for a handshake
-    zmq.BACKLOG: 32,  # connections waiting to be accepted by libzmq
-    zmq.TCP_KEEPALIVE: 1,
-    zmq.TCP_KEEPALIVE_IDLE: 60,  # seconds before the first probe of a silent router
-    zmq.TCP_KEEPALIVE_INTVL: 10,  # seconds between probes
-    zmq.TCP_KEEPALIVE_CNT: 6,  # unanswered probes before the connection is closed
-    # A ZAP domain refuses ZMTP 1 and 2, whose messages do not identify their connection. ZMTP 3 passes: without keys there is
-    # no handler.
-    zmq.ZAP_DOMAIN: ZAP_DOMAIN.encode(),
-}
-
 Batch = tuple[int, zmq.Frame]
 """Sequence number and payload."""
 Curve = tuple[bytes, frozenset[bytes]]
@@ -153,22 +137,14 @@ class Worker:
         """Listen at an address, and return the connections."""
         if not isinstance(endpoint, str):
             raise ArgumentTypeError(f"{name}: got {type(endpoint).__name__}, allowed: a string such as {DEFAULT_ENDPOINT!r}")
-        for option, value in SOCKET_OPTIONS.items():
-            socket.setsockopt(option, value)
-        socket.setsockopt(zmq.IPV6, "[" in endpoint)
+        set_options(socket, endpoint)
         if curve is not None:
             if not endpoint.startswith(("tcp:", "ipc:")):  # over other transports ZeroMQ would not encrypt
                 raise EndpointError(f"{name}: got {endpoint!r} with keys, allowed: tcp or ipc, such as {DEFAULT_ENDPOINT!r}")
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, curve[0])
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # if the authenticator is missing, refuse all connections
-        require_ports(name, endpoint)
-        try:
-            return self.guard.watch(socket, endpoint)
-        except (zmq.ZMQError, UnicodeError) as error:
-            is_in_use = isinstance(error, zmq.ZMQError) and error.errno == zmq.EADDRINUSE
-            got = f"{endpoint!r}: {'the port is in use' if is_in_use else error}"
-            raise EndpointError(f"{name}: got {got}, allowed: a free one, such as {DEFAULT_ENDPOINT!r}") from None
+        return self.guard.watch(socket, name, endpoint)
 
     def _close_sockets(self, linger_seconds: float) -> None:
         """Close all sockets once pending messages are sent, or after `linger_seconds`."""
@@ -505,18 +481,6 @@ def _as_curve(secret_key: object, client_keys: Any) -> Curve | None:
     if not keys:
         raise ArgumentError("curve_client_keys: got none, allowed: at least one key")
     return as_key("curve_secretkey", secret_key), keys
-
-
-def require_ports(name: str, endpoint: str) -> None:
-    """Raise EndpointError for a TCP address with a wrong port: libzmq would take the port modulo 2**16, or read only its
-    first digits.
-    """
-    for part in endpoint.removeprefix("tcp://").split(";") if endpoint.startswith("tcp://") else ():
-        port = part.rpartition(":")[2]
-        is_number = port.isascii() and port.isdecimal() and int(port.lstrip("0")[:6] or 0) <= MAX_PORT
-        if not is_number and port != "*":
-            wanted = f"a free one, such as {DEFAULT_ENDPOINT!r}"
-            raise EndpointError(f"{name}: got {endpoint!r}: {shown(port)} is no port up to {MAX_PORT}, allowed: {wanted}")
 
 
 def as_key(name: str, key: object) -> bytes:

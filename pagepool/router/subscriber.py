@@ -17,7 +17,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pagepool.arguments import require_callable, require_int, require_number
 from pagepool.errors import ArgumentError, ArgumentTypeError, EndpointError, shown
-from pagepool.events.publisher import as_key, require_ports
+from pagepool.events.connections import require_ports
+from pagepool.events.publisher import as_key
 from pagepool.router.index import PrefixIndex, require_worker
 from pagepool.router.streams import StreamStats, WorkerStream
 

@@ -27,7 +27,7 @@ EVENTS = """look-ups, hits, aborted steps, failed loads, preemptions, refused cl
 forks, refused seconds, copies taken late, steps in flight, hits of the tier, pages saved, pages loaded, failed transfers,
 failed transfers from elsewhere, leases, pages leased, pages expected, pages of sessions, leases that are
 over, tokens read by lists, tokens read by levels, tokens read by lines, pages that need not be read again,
-rows ended in flight"""
+rows ended in flight, pages held in the tier"""
 
 
 def find_setting(name: str) -> Setting:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pagepool import CacheGroupSpec, CacheManager, EngineRequest, FullAttentionSpec, HostTier, PageHashing
-from pagepool._core import begin_fills, end_fills, link_storage, list_absent, take_unstored, unlink_storage
+from pagepool._core import begin_fills, end_fills, hold_stored, link_storage, list_absent, take_unstored, unlink_storage
 from pagepool.errors import ArgumentError, ArgumentTypeError
 
 PAGE_SIZE = 4
@@ -193,3 +193,108 @@ def test_events_of_filled_pages_have_whole_digests() -> None:
         parent = hashlib.sha256(parent + np.array(TOKENS[start : start + PAGE_SIZE], "<i4").tobytes()).digest()
         expected.append(parent)
     assert sorted(told) == sorted(expected)
+
+
+# --- pages held for a reader --------------------------------------------------------------------------------------
+
+
+def evict_all(manager: CacheManager) -> None:
+    """Let other prompts take all free pages of the tier."""
+    for i in range(3):
+        save_all(manager, list(range(400 + 20 * i, 417 + 20 * i)))
+
+
+def test_a_held_page_is_not_evicted() -> None:
+    manager = make_manager(num_host_pages=6)
+    keys, groups, _, _ = list_keys(manager, TOKENS)
+    save_all(manager, TOKENS)
+    hold = hold_stored(manager._store, keys[:2], groups[:2])
+    held = hold.page_ids.tolist()
+    assert all(held)
+    evict_all(manager)
+    assert hold_stored(manager._store, keys, groups).page_ids.tolist() == [*held, 0, 0]
+    manager.check()
+    assert hold.release().tolist() == [True, True]
+    assert hold.release().tolist() == [False, False]
+
+
+def test_released_pages_can_be_evicted_and_count_as_just_used() -> None:
+    manager = make_manager(num_host_pages=8)
+    keys, groups, _, _ = list_keys(manager, TOKENS)
+    save_all(manager, TOKENS)
+    save_all(manager, list(range(200, 209)))  # 6 pages
+    assert hold_stored(manager._store, keys[3:], groups[3:]).release().tolist() == [True]
+    save_all(manager, list(range(300, 317)))
+    found = hold_stored(manager._store, keys, groups)
+    assert [bool(each) for each in found.page_ids.tolist()] == [False, False, False, True]
+    found.release()
+    evict_all(manager)
+    assert not hold_stored(manager._store, keys, groups).page_ids.any()
+
+
+def test_only_settled_pages_are_held() -> None:
+    """With storage or without it: the steps count from the arrival of a page."""
+    for has_storage in (False, True):
+        manager = make_manager()
+        keys, groups, _, _ = list_keys(manager, TOKENS)
+        if has_storage:
+            link_storage(manager._store)
+        assert hold_stored(manager._store, keys, groups, 2).page_ids.tolist() == [0] * 4
+        save_all(manager, TOKENS)
+        for _ in range(2):
+            assert hold_stored(manager._store, keys, groups, 2).page_ids.tolist() == [0] * 4
+            manager.take_moves()
+        hold = hold_stored(manager._store, keys, groups, 2)
+        assert all(hold.page_ids.tolist())
+        assert hold.release().all()
+
+
+def test_storage_comes_and_goes_while_arrivals_are_noted() -> None:
+    manager = make_manager(num_host_pages=40)
+    keys, groups, _, _ = list_keys(manager, TOKENS)
+    assert not hold_stored(manager._store, keys, groups).release().any()
+    save_all(manager, TOKENS)
+    assert hold_stored(manager._store, keys, groups).release().all()
+    for first in (500, 700):
+        link_storage(manager._store, True)
+        with pytest.raises(ArgumentError, match="host_tier"):
+            link_storage(manager._store)
+        assert len(take_unstored(manager._store)[0]) == 0
+        assert hold_stored(manager._store, keys, groups).release().all()
+        save_all(manager, list(range(first, first + 17)))
+        unlink_storage(manager._store)
+        save_all(manager, list(range(first + 100, first + 117)))
+        assert len(take_unstored(manager._store)[0]) == 0
+        assert hold_stored(manager._store, keys, groups).release().all()
+    manager.check()
+
+
+def test_pages_that_are_dropped_while_they_are_held_are_not_right() -> None:
+    manager = make_manager()
+    keys, groups, _, _ = list_keys(manager, TOKENS)
+    save_all(manager, TOKENS)
+    hold = hold_stored(manager._store, keys, groups)
+    assert manager.reset_prefix_cache()
+    assert not hold_stored(manager._store, keys, groups).page_ids.any()
+    assert hold_stored(manager._store, keys[:0], groups[:0]).num_clears == hold.num_clears + 1
+    assert not hold.release().any()
+    manager.check()
+    assert all(fill(manager, TOKENS))
+
+
+def test_wrong_arguments_of_a_hold_are_refused() -> None:
+    manager = make_manager()
+    keys, groups, _, _ = list_keys(manager, TOKENS)
+    for wrong, of_groups, error in (
+        (keys[:, :1], groups, ArgumentError),
+        (keys, groups[:2], ArgumentError),
+        (keys, [-1] * 4, ArgumentError),
+        (keys.astype(np.int64), groups, ArgumentTypeError),
+        (None, groups, ArgumentTypeError),
+    ):
+        with pytest.raises(error):
+            hold_stored(manager._store, wrong, of_groups)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="num_steps"):
+        hold_stored(manager._store, keys, groups, -1)
+    with pytest.raises(ArgumentError, match="without a host tier"):
+        hold_stored(make_manager(None)._store, keys, groups)

@@ -32,6 +32,7 @@ from contents_fronts import NUM_ROWS, BatchFront, Entry, Front, ManagerFront, Wo
 from contents_holds import Holds
 from contents_index import NULL_PAGE
 from contents_inputs import ListReader
+from contents_readers import Readers
 from contents_request import Job
 from contents_states import StateBooks
 from contents_store import STORE_MODULES, StoreBooks
@@ -155,6 +156,7 @@ class Simulation:
             store=self.store,
         )
         self.holds = Holds(self.world)
+        self.tier_readers = tier_books and Readers(manager._store, tier_books, self.options["hash_seed"], self.counts)
         self.fronts: list[Front] = [front(self.world, self._make_tables()) for front in self.fronts_classes]
         self.world.fronts = self.fronts
         books.prefers_held |= any(front.caches_computed for front in self.batches)
@@ -195,6 +197,8 @@ class Simulation:
             self.submit()
             self.step()
             self.intervene()
+            if self.tier_readers:
+                self.tier_readers.act()
             if number % AUDITED_EVERY == 0:
                 self.audit()
         self.drain()
@@ -917,6 +921,8 @@ class Simulation:
         for job in self.jobs:
             self._end(job)
         self.holds.clear()
+        if self.tier_readers:
+            self.tier_readers.clear()
         self.world.settle()
         self.end_transfers(are_all=True)
         self.audit()

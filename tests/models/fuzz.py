@@ -45,6 +45,7 @@ NEVER_SUCCEED = {
         "RefusedRequest",
         "StateWrites",
         "StepResult",
+        "TierHold",
     )
     for call in ("__construct__", "__init__")
 } | {"PageRecords.remove_page"}  # it has no pages: its subclasses do

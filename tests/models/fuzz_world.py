@@ -32,7 +32,7 @@ BUILTIN_ERRORS: dict[type[Exception], tuple[str, ...]] = {
         r"unhashable|not supported between",  # a page hash of anything
         r"no default __reduce__",
         r"as a data type",  # an array whose own `dtype` is wrong
-        r"what (RunningBatch|(RunningBatch\.)?take_moves|CacheManager\.(fail|lease)|list_claims) returns",
+        r"what (RunningBatch|(RunningBatch\.)?take_moves|CacheManager\.(fail|lease)|list_claims|hold_stored) returns",
         r"what a refused request leaves|what a look-up finds",
     ),
     AttributeError: (

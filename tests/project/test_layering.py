@@ -39,7 +39,17 @@ OPTIONAL = ENGINES | {
     "zmq",
 }
 # These are imported on first use themselves.
-EXTRAS = ("events", "stats.prometheus", "replay", "router.subscriber", "router.ray_serve", "compat.vllm.", "torch", "trace")
+EXTRAS = (
+    "events",
+    "peers",
+    "stats.prometheus",
+    "replay",
+    "router.subscriber",
+    "router.ray_serve",
+    "compat.vllm.",
+    "torch",
+    "trace",
+)
 NATIVE_ROW = re.compile(r"^- ``([\w/]+)\.pyx``: ((?:.+\n?)+?)(?=- |\n|\Z)", re.MULTILINE)
 FILES = [*PYTHON_FILES, *DOORS, *FACES, *HEADERS]
 CYTHON_IMPORT = re.compile(r"^ *(?:from +([\w.]+) +c?import +\(?\s*(\w+|\*)|c?import +([\w.]+))", re.MULTILINE)

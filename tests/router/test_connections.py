@@ -25,8 +25,8 @@ from subscribers import ALLOWED, CURVE, END, LOOPBACK, Subscriber, number_of, pu
 from zmq.utils.monitor import recv_monitor_message  # noqa: E402
 
 from pagepool.errors import EndpointError  # noqa: E402
-from pagepool.events.connections import MAX_UNREAD_BYTES, Guard  # noqa: E402
-from pagepool.events.publisher import MAX_REPLAYS, SOCKET_OPTIONS, EventPublisher  # noqa: E402
+from pagepool.events.connections import MAX_UNREAD_BYTES, SOCKET_OPTIONS, Guard  # noqa: E402
+from pagepool.events.publisher import MAX_REPLAYS, EventPublisher  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="measures by /proc")
 LIMIT = 64 * MEBIBYTE

@@ -27,6 +27,12 @@ try:
     from object_stores import MAKERS
 except ImportError:
     MAKERS = {}
+try:
+    import peer_stores
+
+    MAKERS = MAKERS | peer_stores.MAKERS
+except ImportError:
+    pass
 
 
 def make_files(folder: Path) -> Store:

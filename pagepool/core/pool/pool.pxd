@@ -646,6 +646,7 @@ cdef inline void uncache_tier(Tier *tier) noexcept nogil:
     for i in range(tier.num):
         tier.items[i].is_void = True
     uncache_all(tier.pool)
+    tier.num_clears += 1
     if storage != NULL:
         for i in range(storage.num):
             if storage.items[i].is_void:

@@ -130,7 +130,7 @@ cdef struct Tier:
     Py_ssize_t capacity
     Py_ssize_t num_due
     int64_t num_fills         # lists that were filled from storage; they have negative numbers
-    int64_t num_clears        # how often all entries were dropped
+    int64_t num_clears        # how often all entries were dropped; in storage, since it was linked
     int64_t num_steps         # steps whose moves were taken; in storage, since it was linked
     int64_t *arrivals         # storage: [pages of the tier] `num_steps` when each was cached
     int64_t oldest_load       # first list with unfinished loads; INT64_MAX: none

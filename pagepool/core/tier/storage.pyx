@@ -1,9 +1,10 @@
-"""Storage outside the process, behind the tier: pages of the tier are stored there, and filled from there."""
+"""Storage outside the process, behind the tier: pages of the tier are stored there, filled from there, and held for readers."""
 
+cimport cython
 from cpython.mem cimport PyMem_RawCalloc as calloc
 from cpython.mem cimport PyMem_RawFree as free
 from cpython.mem cimport PyMem_RawMalloc as malloc
-from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint64_t
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t, uint64_t
 from libc.string cimport memcmp, memmove
 
 from pagepool.core.base cimport MAX_GROUP
@@ -13,7 +14,7 @@ from pagepool.core.values cimport as_page_ids, require_matrix
 
 import numpy as np
 
-from pagepool.errors import ArgumentError
+from pagepool.errors import ArgumentError, ArgumentTypeError, not_made
 
 
 cdef PageTier tier_of(PageStore store):
@@ -56,6 +57,30 @@ cdef void note_arrival(Pool *pool, int32_t page_id, bint may_be_replaced) noexce
     pool.tier.arrivals[page_id] = pool.tier.num_steps
 
 
+cdef bint is_linked(const Tier *storage) noexcept nogil:
+    """Whether storage is behind the tier, rather than nothing, or readers alone."""
+    return storage.pool == NULL and storage.save_evicted == store_evicted
+
+
+cdef void leave_unstored(Pool *pool, int32_t page_id) noexcept nogil:
+    """Store nothing of a page that the tier evicts: no storage is linked."""
+    assert pool.pages[page_id].group != NO_GROUP
+
+
+cdef void follow_arrival(Pool *pool, int32_t page_id, bint may_be_replaced) noexcept nogil:
+    """Note an arrival without storage. Notes of wrong contents are for storage alone, so they end here."""
+    note_arrival(pool, page_id, may_be_replaced)
+    pool.tier.num = pool.tier.num_due = 0
+
+
+cdef void follow_arrivals(Pool *pool, Tier *storage) noexcept nogil:
+    """Note arrivals in the tier's pool from now on without storing pages. The storage has its `arrivals`."""
+    assert storage.arrivals != NULL
+    storage.save_evicted, storage.record_cached = leave_unstored, follow_arrival
+    storage.num = storage.num_due = 0
+    pool.tier = storage
+
+
 def link_storage(PageStore store not None, bint writes_through=False) -> None:
     """Put storage behind the tier of a store. A page that the tier evicts is due there. If the storage `writes_through`, pages
     are also due as they reach the tier. ArgumentError if there is storage already. O(pages of the tier).
@@ -68,10 +93,10 @@ def link_storage(PageStore store not None, bint writes_through=False) -> None:
     if arrivals == NULL:
         raise MemoryError("the storage behind a tier")
     with store.own_lock()[0]:
-        is_new = pool.tier == NULL
-        assert storage.num == storage.num_due == 0 or not is_new
+        is_new = not is_linked(storage)
         if is_new:
             arrivals, storage.arrivals = storage.arrivals, arrivals
+            storage.num = storage.num_due = 0  # notes from before
             storage.num_clears = storage.num_steps = 0
             storage.save_evicted = store_evicted
             storage.record_cached = store_cached if writes_through else note_arrival
@@ -85,8 +110,8 @@ def unlink_storage(PageStore store not None) -> None:
     """Take the storage away; nothing is due there any more. O(1)."""
     cdef PageTier tier = tier_of(store)
     with store.own_lock()[0]:
-        tier.pages.pool.tier = NULL
-        tier.storage.num = tier.storage.num_due = 0
+        if tier.storage.arrivals != NULL:
+            follow_arrivals(&tier.pages.pool, &tier.storage)
 
 
 def take_unstored(PageStore store not None, num_steps=0) -> tuple:
@@ -187,7 +212,7 @@ def begin_fills(PageStore store not None, banks, keys, group_ids, HashChain chai
     cdef Tier *tier = &tier_pages.tier
     cdef Py_ssize_t i, num = 0, num_taken = 0
     cdef int64_t number = 0
-    cdef bint has_room
+    cdef bint has_room, is_right
     cdef PageIds bank_of = PageIds([store.checked_bank(bank) for bank in as_list(banks, "banks")])
     cdef StoredKey *wanted = read_keys(keys, group_ids, bank_of.num, &num)
     cdef int32_t[::1] taken
@@ -199,7 +224,8 @@ def begin_fills(PageStore store not None, banks, keys, group_ids, HashChain chai
         with store.own_lock()[0]:
             has_room = reserve_transfers(tier, num)
             number = tier.num_fills + 1
-            for i in range(num if has_room and tier_pages.storage.num_clears == 0 else 0):
+            is_right = tier_pages.storage.num_clears == 0 or not is_linked(&tier_pages.storage)
+            for i in range(num if has_room and is_right else 0):
                 taken[i] = id_in_bank(tier.pool, begin_fill(&store.pool, &wanted[i], bank_of.ids[wanted[i].group], number))
                 num_taken += taken[i] != NULL_PAGE
             assert num_taken <= num and tier.num_fills >= 0
@@ -345,3 +371,98 @@ cdef void use_present(Pool *pool, const Query *query, Py_ssize_t num_hashes) noe
             assert tier_id == NULL_PAGE or tier_id < pool.tier.pool.num_pages
             if tier_id != NULL_PAGE and find(pool, key, group.id) == NULL_PAGE:
                 keep_longer(pool.tier, tier_id)
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class TierHold:
+    """Pages of the tier that are held for a reader until `release`: see `hold_stored`. ``page_ids`` has the page of each key, 0
+    if none is held. ``num_clears`` counts how often everything was dropped before.
+    """
+
+    cdef PageStore store
+    cdef StoredKey *keys
+    cdef int32_t *ids
+    cdef Py_ssize_t num
+    cdef readonly object page_ids
+    cdef readonly int64_t num_clears
+
+    def __init__(self):
+        raise TypeError("a TierHold is what hold_stored returns")
+
+    def __dealloc__(self):
+        free(self.keys)
+        free(self.ids)
+
+    def __reduce__(self):
+        raise ArgumentTypeError("held pages of a tier cannot be pickled")
+
+    def release(self):
+        """Give the pages back, the last one first. Return an array of bool: whether each was held up to now, and still has its
+        key, so that what was read from its row is right. A second call returns only False. O(keys).
+        """
+        cdef Pool *pool
+        cdef Py_ssize_t i
+        cdef uint8_t[::1] right_view
+        if self.store is None:
+            raise not_made("TierHold")
+        pool = &tier_of(self.store).pages.pool
+        are_right = np.zeros(len(self.page_ids), np.uint8)
+        right_view = are_right
+        with self.store.own_lock()[0]:
+            for i in range(self.num - 1, -1, -1):
+                if self.ids[i] != NULL_PAGE:
+                    assert pool.pages[self.ids[i]].ref_cnt > 0
+                    right_view[i] = has_key(&pool.pages[self.ids[i]], self.keys[i].key, self.keys[i].group)
+                    give_back(pool, self.ids[i])
+            self.num = 0
+        return are_right.view(np.bool_)
+
+
+cdef int32_t hold_settled(Pool *pool, const StoredKey *wanted, int64_t last_settled) noexcept nogil:
+    """Hold the page of a key that arrived in the tier's pool in a step up to `last_settled`. Return it, or the null page."""
+    cdef int32_t tier_id = find(pool, wanted.key, wanted.group)
+    assert pool.tier.arrivals != NULL and tier_id < pool.num_pages
+    if tier_id == NULL_PAGE or pool.tier.arrivals[tier_id] > last_settled:
+        return NULL_PAGE
+    hit(pool, &tier_id, 1, NO_SESSION)
+    return tier_id
+
+
+def hold_stored(PageStore store not None, keys, group_ids, num_steps=0) -> TierHold:
+    """Hold the pages of `keys` in the tier until `TierHold.release`: their rows keep these contents, even while pool and tier
+    drop the keys. `keys` is an array ``[n, 2]``, lower half first, with a group for each. Pages that are not settled, as
+    `take_unstored` says for `num_steps`, are not held. The others count as just used.
+
+    Before the first call no arrivals are noted, so pages of that time are settled `num_steps` steps after it. Pages stay held
+    until `release`. O(keys), and O(pages of the tier) for the first call.
+    """
+    cdef PageTier tier = tier_of(store)
+    cdef int64_t num_waiting = size_of(num_steps, "num_steps", 0, INT32_MAX)
+    cdef TierHold hold = TierHold.__new__(TierHold)
+    cdef int64_t *arrivals = NULL
+    cdef int32_t[::1] id_view
+    cdef Py_ssize_t i, num = 0
+    cdef bint must_follow = tier.pages.pool.tier == NULL
+    hold.keys = read_keys(keys, group_ids, MAX_GROUP, &num)
+    hold.ids = <int32_t *>calloc(max(1, num), sizeof(int32_t))
+    hold.page_ids = np.zeros(num, np.int32)
+    id_view = hold.page_ids
+    if must_follow:
+        arrivals = <int64_t *>calloc(tier.pages.pool.num_pages, sizeof(int64_t))
+    if hold.ids == NULL or (must_follow and arrivals == NULL):
+        free(arrivals)
+        raise MemoryError("pages held for a reader")
+    hold.store = store
+    with store.own_lock()[0]:
+        if tier.pages.pool.tier == NULL:
+            assert must_follow
+            arrivals, tier.storage.arrivals = tier.storage.arrivals, arrivals
+            tier.storage.num_steps = 0
+            follow_arrivals(&tier.pages.pool, &tier.storage)
+        hold.num, hold.num_clears = num, tier.tier.num_clears
+        for i in range(num):
+            hold.ids[i] = hold_settled(&tier.pages.pool, &hold.keys[i], tier.storage.num_steps - num_waiting)
+            id_view[i] = id_in_bank(&tier.pages.pool, hold.ids[i])
+    free(arrivals)
+    return hold
