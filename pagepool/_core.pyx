@@ -39,12 +39,15 @@ from pagepool.core.holding.slots import CachePages, SlotAllocator
 from pagepool.core.rows.step_result import StepResult
 from pagepool.core.rows.spans import Lease, TokenSpan, lease_pages, list_leases, term_of
 from pagepool.core.pool.store import PageStore
-from pagepool.core.pool.counts import COUNTERS, QueryCounter, count_entries, count_leased, estimate_hits, list_residency
+from pagepool.core.pool.counts import (
+    COUNTERS, QueryCounter, count_entries, count_leased, count_usable, estimate_hits, list_residency, list_sizes,
+)
 from pagepool.core.pool.keeping import (
     drop_dependents, keep_departures, keep_token_ids, keep_whole_digests, rank_checkpoints, search_all_lost,
 )
 from pagepool.core.pool.pages import CachePage, LoosePages, PageRecords
 from pagepool.core.tables.table import GroupedRows, TableRows, pack_dirty_lines, pack_dirty_segments
+from pagepool.core.tier.sizes import resize_banks
 from pagepool.core.tier.storage import begin_fills, end_fills, link_storage, list_absent, take_unstored, unlink_storage
 from pagepool.core.tier.tier import (
     FailedLoads, PageTier, add_tier, are_loading, count_steps, end_transfers, load_prefix, rewind_request,

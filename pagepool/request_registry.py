@@ -17,12 +17,13 @@ from pagepool._core import (
     RequestPages,
     list_claims,
     list_leases,
+    list_sizes,
 )
 from pagepool.arguments import has_status, id_of, read_count, refuse_incomplete, require_int, require_name
 from pagepool.errors import ArgumentError, shown
 from pagepool.group_rules import GroupRules
 from pagepool.hashing import KeyHolder, RecentKeys, RequestExtraKeys
-from pagepool.holders import HeldPages
+from pagepool.holders import HeldPages, Preempted
 from pagepool.media import Media
 from pagepool.page_hashing import PageHasher
 from pagepool.page_pool import PagePool
@@ -42,7 +43,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
     """The requests of a manager, and what its running batches and the store behind its tier share with it.
 
     ``page_pool`` is its first pool, and ``store`` has the records of all pools. ``configuration`` are the settings in which
-    managers that share cached pages agree. ``max_leased`` is the number of pages in each pool that leases with an end may hold.
+    managers that share cached pages agree. Leases with an end may hold the share ``max_leased_share`` of each pool's pages.
     ``max_steps_ahead`` is the most steps that a batch plans ahead.
 
     Callers hold ``lock``, except for methods that take it themselves.
@@ -54,13 +55,13 @@ class RequestRegistry(KeyHolder, RequestMaps):
         rules: GroupRules,
         hasher: PageHasher,
         configuration: Configuration,
-        max_leased: list[int],
+        max_leased_share: float,
         trusts_requests: bool,
     ) -> None:
         """Start without requests. With `trusts_requests` requests of one id share pages, and hits may be counted twice."""
         super().__init__(page_pool.store, trusts_requests)
         self.page_pool, self.rules, self.hasher, self.configuration = page_pool, rules, hasher, configuration
-        self.max_leased, self.max_steps_ahead = max_leased, 0
+        self.max_leased_share, self.max_steps_ahead = max_leased_share, 0
         self.sessions = PageSessions(page_pool.store)
         self.event_source: EventSource | None = None
         self.media: Media | None = None  # without cross-attention
@@ -69,6 +70,11 @@ class RequestRegistry(KeyHolder, RequestMaps):
         self._batch_numbers = count()
         self.watcher: Callable[[Any], None] | None = None
         self.find_fetch: FindFetch | None = None  # without a store, or with one that tells nothing
+
+    @property
+    def max_leased(self) -> list[int]:
+        """The number of pages in use of each pool that leases with an end may hold."""
+        return [int(self.max_leased_share * (size - 1)) for size in list_sizes(self.page_pool.store)]
 
     # Running batches.
 
@@ -136,6 +142,27 @@ class RequestRegistry(KeyHolder, RequestMaps):
     def report_held(self, sinks: Sequence[PageIds]) -> HeldPages:
         """Return who holds the pages."""
         return HeldPages.of(self.list_claims(sinks), self.page_pool.store.bank_names)
+
+    def name_holders(self, first_ids: Sequence[int], sinks: Sequence[PageIds]) -> dict[str, dict[int, list[str]]]:
+        """Return the kinds and names of the holders of pages, by pool and id, from the given id of each pool on, without sinks.
+        """
+        names: dict[str, dict[int, list[str]]] = {}
+        first = dict(zip(self.page_pool.store.bank_names, first_ids, strict=True))
+        for kind, name, claim in self.list_claims(sinks):
+            for pool, page_ids in claim.page_ids_by_pool.items() if kind != "sink" else ():
+                for page_id in page_ids:
+                    if page_id >= first[pool]:
+                        names.setdefault(pool, {}).setdefault(page_id, []).append(f"{kind} {name}".strip())
+        return names
+
+    def list_preemptable(self) -> Preempted:
+        """Return the rows and requests that hold pages."""
+        rows: dict[Any, list[int]] = {}
+        claims = self.list_claims(())
+        for kind, _, claim in claims:
+            if kind == "row":
+                rows.setdefault(claim.holder, []).append(claim.row)
+        return Preempted(rows, [name for kind, name, _ in claims if kind == "request"])
 
     def require_held(self, request: Request) -> RequestPages:
         """Return the pages of a request. Raise ArgumentError if it holds none, and the errors of `find_held`."""

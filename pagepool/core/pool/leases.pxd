@@ -20,10 +20,10 @@ cdef inline bint make_leases(Pool *pool) noexcept nogil:
 
 
 cdef inline int32_t count_holders(const Pool *pool, int32_t page_id) noexcept nogil:
-    """Count the references to a page except those of leases."""
+    """Count the references to a page except those of leases and the pool's own."""
     cdef int32_t num_leases = pool.leases.counts[page_id] if pool.leases.counts != NULL else 0
     assert 0 <= num_leases
-    return pool.pages[page_id].ref_cnt - num_leases
+    return pool.pages[page_id].ref_cnt - num_leases - has_own_reference(pool, page_id)
 
 
 cdef inline void count_by_bank(

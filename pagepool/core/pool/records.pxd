@@ -7,6 +7,7 @@
 #   which without parts is evicted first, and `prev_free` the back.
 # * A page is in the free queue exactly when its ref count is 0; outside it both links are `NOT_FREE`. Only an engine that sets
 #   `CachePage.ref_cnt` or edits the queue itself can break this; `num_held_free` counts the free pages that it gave references.
+#   Retired pages (see retired.pxd) are outside the queue with or without references.
 # * A page has a prefix entry exactly when `group` is not `NO_GROUP`.
 # * A page with a term has a prefix entry.
 # * A leased page has a reference for each lease, and is outside the free queue.
@@ -54,6 +55,7 @@ cdef struct Bank:             # records ``[start, stop)``; unless noted, later f
     int32_t pages_per_shard   # ids in each shard, including the null page in the first one; also kept in a single bank
     int32_t num_free
     int32_t num_set_aside     # pages that no request can have, such as sinks; also kept in a single bank
+    int32_t num_retired       # pages at the end of the bank that are out of use; also kept in a single bank
     int32_t num_entries
     int64_t num_allocated_pages
     int64_t num_evicted_pages
