@@ -140,13 +140,17 @@ cdef inline bint is_put_away(const Pool *pool, int32_t page_id) noexcept nogil:
     return pool.pages[page_id].ref_cnt == 0 and is_retired(pool, page_id)
 
 
+cdef inline int32_t count_denied_in(const Pool *pool, int32_t queue) noexcept nogil:
+    """Count the retired pages of a queue's bank; 0 if all are, since requests wait for that bank to grow."""
+    cdef const Bank *bank = &pool.banks[bank_of_queue(pool, queue)]
+    return bank.num_retired if bank.num_retired < bank.stop - bank.start else 0
+
+
 cdef inline int32_t count_usable_in(const Pool *pool, int32_t queue) noexcept nogil:
     """Count the pages of a bank or shard that requests can have. Banks with retired pages or pages set aside are not divided.
-    Requests wait for a bank without any page to grow, so its retired pages count.
     """
-    cdef const Bank *bank = &pool.banks[bank_of_queue(pool, queue)]
-    cdef int32_t num_retired = bank.num_retired if bank.num_retired < bank.stop - bank.start else 0
-    return max(0, count_pages_in(pool, queue) - num_retired - bank.num_set_aside)
+    cdef int32_t num_others = count_denied_in(pool, queue) + pool.banks[bank_of_queue(pool, queue)].num_set_aside
+    return max(0, count_pages_in(pool, queue) - num_others)
 
 
 cdef inline Py_ssize_t count_queue_links(const Pool *pool, Py_ssize_t num_shards) noexcept nogil:
