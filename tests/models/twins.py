@@ -15,7 +15,7 @@ from oracle_tier import Taken
 from pool_ranges import Pools
 
 from pagepool import PagePool, PagePoolStats, PoolStats
-from pagepool._core import copy_records
+from pagepool._core import copy_records, list_sizes
 from pagepool.errors import MovesDueError
 from pagepool.hashing import MAX_KEY
 from pagepool.page_pool.integrity import NO_GROUP, NO_TENANT
@@ -436,7 +436,8 @@ class PackageTwin(Twin):
 
     def look_up(self, request: Any, **options: Any) -> tuple[tuple[list[int], ...], int]:
         """Look up, and probe first where a probe can tell the result of the look-up, which has room for what it loads."""
-        probe = None if options.get("dp_shard_hint") is not None else self.manager.probe(request)
+        is_shrunk = sum(list_sizes(self.manager._store)) < self.manager.num_pages  # perhaps it is too small for the hit
+        probe = None if is_shrunk or options.get("dp_shard_hint") is not None else self.manager.probe(request)
         pages, num_tokens = super().look_up(request, **options)
         hashes = self.manager.registry.hashes.get(request.request_id)
         if probe is not None and probe.num_hit_tokens != num_tokens and not (hashes and hashes.query and hashes.query.is_short):

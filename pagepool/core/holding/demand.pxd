@@ -16,8 +16,7 @@ from pagepool.core.holding.learning cimport *
 from pagepool.core.holding.skipping cimport *
 from pagepool.core.pool cimport (
     FLAGS, NOT_FREE, NO_BANK, Page, bank_of_queue, continue_from, count_denied_in, count_request, count_usable_in,
-    has_free_pages, hit,
-    ids_in_queue, queue_in, queue_of_bank, take, take_this,
+    has_free_pages, hit, ids_in_queue, queue_in, queue_of_bank, take, take_this,
 )
 
 
@@ -297,7 +296,8 @@ cdef inline int64_t find_excess(
     const Pool *pool, const Holding *holding, const Hits *hits, int64_t num_new, int32_t num_computed, int32_t queue
 ) noexcept nogil:
     """Count the pages of a bank or shard that a request would hold, hits and `num_new` new pages included, except retired pages
-    and pages that no token from `num_computed` on attends to. Return 0 if the bank or shard has as many pages in all, so that waiting may help.
+    and pages that no token from `num_computed` on attends to. Return 0 if the bank or shard has as many pages in all, so that
+    waiting may help.
     """
     cdef const Held *held
     cdef Py_ssize_t g

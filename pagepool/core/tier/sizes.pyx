@@ -78,6 +78,7 @@ cdef int32_t resize_bank(Pool *pool, int32_t bank, int32_t num_retired, int32_t 
     """Let a bank have `num_retired` retired pages. Return how many of them others hold. `ids` has room for that many."""
     cdef int32_t num_held = 0
     cdef Py_ssize_t i, num
+    pool.num_reused += pool.banks[bank].num_retired != num_retired  # refused requests are judged anew
     restore(pool, bank, num_retired)
     retire(pool, bank, num_retired)
     num = list_leaving(pool, bank, ids)
