@@ -188,8 +188,8 @@ def find_best(answer: Answer) -> list[int]:
 
 
 def run(engine: Engine, answers: Sequence[Answer], watches: Mapping[str, Stopwatch], sleep_every: int) -> list[float]:
-    """Step until no request is left, and print steps, answers and figures. The engine sleeps and wakes up after each `sleep_every`
-    steps, unless they are 0. Return the seconds of each step.
+    """Step until no request is left, and print steps, answers and figures. The engine sleeps and wakes up
+    after each `sleep_every` steps, unless they are 0. Return the seconds of each step.
     """
     step_seconds = []
     print(

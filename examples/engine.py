@@ -342,8 +342,8 @@ class Engine:
                 self.scheduler.rewind(failed)
 
     def sleep(self) -> list[tuple[Request, list[int]]]:
-        """Give back the device memory of the cache until `wake`: end the steps in flight, preempt all requests, save what the host
-        can have, and drop the arrays. Return what `step` would return for these steps.
+        """Give back the device memory of the cache until `wake`: end the steps in flight, preempt all requests, save what the
+        host can have, and drop the arrays. Return what `step` would return for these steps.
         """
         streamed = [each for _ in range(len(self.in_flight)) for each in self.end_step()]
         self.scheduler.preempt_all()

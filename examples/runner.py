@@ -102,9 +102,7 @@ class ModelRunner:
     def drop_cache(self) -> None:
         """Give back the devices' memory of the cache, until `make_cache`."""
         self.wait()
-        shapes = jax.tree.map(
-            lambda pages: jax.ShapeDtypeStruct(pages.shape, pages.dtype, sharding=pages.sharding), self.cache
-        )
+        shapes = jax.tree.map(lambda pages: jax.ShapeDtypeStruct(pages.shape, pages.dtype, sharding=pages.sharding), self.cache)
         jax.tree.map(lambda pages: pages.delete(), self.cache)
         self.cache = shapes
 

@@ -657,7 +657,11 @@ class CacheManager(KeyHolder, SlotAllocator):
             sizes = list_sizes(self._store)
             if resize_banks(self._store, [1] * len(self.pools), only_unheld=True):
                 preempted = self.registry.list_preemptable() if preempt else Preempted({}, [])
-                return preempted if preempted.rows or preempted.request_ids else refuse_held(self.registry.report_held(self._sinks))
+                return (
+                    preempted
+                    if preempted.rows or preempted.request_ids
+                    else refuse_held(self.registry.report_held(self._sinks))
+                )
             self._sizes_awake = self._sizes_awake or sizes
             return Preempted({}, [])
 

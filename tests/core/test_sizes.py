@@ -106,7 +106,8 @@ def test_a_small_tier_keeps_what_would_have_been_evicted_last(policy: Any) -> No
     old, last = make_request("old", 33, 1000), make_request("last", 25)
     run(manager, [old, last])
     manager.vacate()
-    assert move(manager) == 8 and manager.stats().host_tier.num_refused_pages == 6
+    assert move(manager) == 8
+    assert manager.stats().host_tier.num_refused_pages == 6
     manager.resume()
     assert manager.probe(last).num_hit_tokens == 24
     assert manager.probe(old).num_hit_tokens == 8
@@ -127,14 +128,16 @@ def test_a_shrunk_pool_hands_out_no_id_above_and_names_the_holders() -> None:
             8: ["request second", "lease 0"],
         }
     }
-    assert manager.stats().num_pages == 3 and manager.stats().num_free_pages == 0
+    assert manager.stats().num_pages == 3
+    assert manager.stats().num_free_pages == 0
     assert {holder.kind for holder in manager.held().holders} == {"request", "lease"}
     manager.check()
     manager.free(second)
     manager.free(first)
     assert manager.resize(4) == {"kv": {8: ["lease 0"]}}
     lease.release()
-    assert manager.resize(4) == {} and manager.stats().num_free_pages == 3
+    assert manager.resize(4) == {}
+    assert manager.stats().num_free_pages == 3
     manager.check()
     assert sorted(manager.page_pool.get_new_page_ids(3).tolist()) == [1, 2, 3]
     with pytest.raises(OutOfPagesError):
@@ -192,7 +195,8 @@ def test_sleeping_pools_refuse_for_now() -> None:
     batch = RunningBatch(manager, PageTable(2, 16, 64))
     manager.vacate()
     manager.require_capacity(40)
-    assert batch.admit(0, list(range(40))) is None and batch.refusal.can_wait
+    assert batch.admit(0, list(range(40))) is None
+    assert batch.refusal.can_wait
     assert manager.allocate_slots(make_request("a", 40), 40) is None
     assert manager.usage == manager.page_pool.get_usage() == 1
     manager.resume()
@@ -204,8 +208,10 @@ def test_limits_follow_the_size() -> None:
     assert manager.max_num_leased_pages == 50
     manager.require_capacity(200)
     manager.resize(11)
-    assert manager.num_pages == 101 and manager.max_num_leased_pages == manager.stats().max_num_leased_pages == 5
-    assert manager.usage == 1 - 10 / 11 and manager.stats().usage == 0
+    assert manager.num_pages == 101
+    assert manager.max_num_leased_pages == manager.stats().max_num_leased_pages == 5
+    assert manager.usage == 1 - 10 / 11
+    assert manager.stats().usage == 0
     manager.require_capacity(40)
     with pytest.raises(RequestTooLargeError, match="needs 11 pages, the pool has 10"):
         manager.require_capacity(41)
@@ -269,7 +275,8 @@ def test_sizes_of_several_pools() -> None:
     assert batch.admit(0, list(range(20))) == 0
     batch.take_moves()
     held = manager.resize({"kv": 3, "states": 1})
-    assert [*held["kv"]] == [3, 4, 5] and [*held["states"]][:2] == [1, 2]
+    assert [*held["kv"]] == [3, 4, 5]
+    assert [*held["states"]][:2] == [1, 2]
     manager.check()
     batch.release([0])
     assert manager.resize({"states": 1, "kv": 3}) == {}
@@ -300,7 +307,9 @@ def test_sinks_stay_where_they_are() -> None:
 def test_divided_pools_keep_their_size() -> None:
     manager = make_manager()
     manager.resize(8)
-    with pytest.raises(ArgumentError, match="data_parallel_size: got 2, allowed with pages set aside, as for sinks, or out of use"):
+    with pytest.raises(
+        ArgumentError, match="data_parallel_size: got 2, allowed with pages set aside, as for sinks, or out of use"
+    ):
         manager.get_computed_pages(make_request("a"), dp_shard_hint=0, data_parallel_size=2)
     manager.resize(16)
     manager.allocate_slots(make_request("a"), 9, dp_shard_hint=0, data_parallel_size=2)
@@ -332,7 +341,8 @@ def test_a_reset_while_pages_are_out_of_use() -> None:
     manager.free(request)
     assert manager.reset_prefix_cache()
     manager.check()
-    assert manager.resize(16) == {} and manager.stats().num_free_pages == 15
+    assert manager.resize(16) == {}
+    assert manager.stats().num_free_pages == 15
 
 
 def test_common_prefixes_count_requests_alone() -> None:

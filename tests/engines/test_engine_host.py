@@ -174,4 +174,5 @@ def test_the_command_sleeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         run_command(WEIGHTS, tmp_path, "--num-host-pages=300", "--max-tokens=8", *options)
         text = capsys.readouterr().out
         answers.append([line.rpartition("(")[0] for line in text.splitlines() if " -> " in line])
-    assert len(answers[0]) == 8 and answers[0] == answers[1]
+    assert len(answers[0]) == 8
+    assert answers[0] == answers[1]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Sizes:
-    """The pages at and above the sizes of pools, which are retired. The pool holds each that was held, until nobody else does."""
+    """The retired pages, at and above the sizes of pools. The pool holds each that was held, until nobody else does."""
 
     def __init__(self, pool: OraclePool) -> None:
         self.pool = pool

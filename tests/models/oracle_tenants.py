@@ -111,7 +111,8 @@ class Tenants:
     def num_charged(self, tenant: str | None, pages: range) -> int:
         """Count those of some pages that are charged to a tenant: all but those in the blank part are to one."""
         charged = (page for page in pages if self.of_page.get(page) == tenant)
-        return sum(page not in self.pool.free_queue or not self.pool.is_blank(page) for page in charged if not self._is_put_away(page))
+        in_use = [page for page in charged if not self._is_put_away(page)]
+        return sum(page not in self.pool.free_queue or not self.pool.is_blank(page) for page in in_use)
 
     def _is_put_away(self, page: int) -> bool:
         return page in self.pool.sizes.retired and self.pool.ref_counts[page] == 0

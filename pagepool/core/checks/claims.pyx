@@ -5,7 +5,8 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.holding cimport Holding, RequestPages
 from pagepool.core.pool cimport (
-    MAX_BANKS, NULL_PAGE, SECOND, Page, PageStore, Pool, bank_of, count_held, count_set_aside, end_leases, has_own_reference, now_of,
+    MAX_BANKS, NULL_PAGE, SECOND, Page, PageStore, Pool, bank_of, count_held, count_set_aside, end_leases, has_own_reference,
+    now_of,
 )
 from pagepool.core.rows cimport Batch, Lease, RunningRows, StateWrite, holding_of, ids_by_pool
 from pagepool.core.values cimport PageIds, as_list
