@@ -66,6 +66,7 @@ def make_parser() -> ArgumentParser:
         "tokens that are guessed behind each token, from what followed the last tokens before, and verified with it",
     )
     parser.add_argument("--no-sharing", action="store_true", help="let each row read the pages of a shared prefix")
+    add("--sleep-every", 0, "steps after which the engine gives the device's memory of pages back and takes it again; 0: never")
     parser.add_argument("--store", type=Path, metavar="FOLDER", help="keep pages in files, for later runs and other engines")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace of the allocator, for ui.perfetto.dev")
     add("--max-num-reqs", 6, "maximum number of requests running at once")
@@ -87,10 +88,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         engine.warmup()
         watches = watch_parts(engine) if args.profile else {}
         with trace(engine.manager, args.trace):
-            step_seconds = run(engine, answers, watches)
+            step_seconds = run(engine, answers, watches, args.sleep_every)
             for _ in range(args.turns - 1):
                 answers = add_prompts(engine, args, [decode(find_best(answer)) + FOLLOW_UP for answer in answers])
-                step_seconds += run(engine, answers, watches)
+                step_seconds += run(engine, answers, watches, args.sleep_every)
         engine.close()
     except (ValueError, OSError) as error:
         parser.error(str(error))
@@ -165,6 +166,8 @@ def add_prompts(engine: Engine, args: Namespace, prompts: Sequence[str]) -> list
         raise ValueError(f"--samples: got {args.samples} with --beams {args.beams}, allowed: one of both")
     if args.turns < 1:
         raise ValueError(f"--turns: got {args.turns}, allowed: at least 1")
+    if args.sleep_every < 0:
+        raise ValueError(f"--sleep-every: got {args.sleep_every}, allowed: at least 0")
     if args.stop is not None and len(args.stop) != 1:
         raise ValueError(f"--stop: got {args.stop!r}, allowed: one character")
     stop_token_id = None if args.stop is None else encode(args.stop)[0]
@@ -184,8 +187,10 @@ def find_best(answer: Answer) -> list[int]:
     return (answer.beams[0] if isinstance(answer, BeamSearch) else answer).token_ids
 
 
-def run(engine: Engine, answers: Sequence[Answer], watches: Mapping[str, Stopwatch]) -> list[float]:
-    """Step until no request is left, and print steps, answers and figures. Return the seconds of each step."""
+def run(engine: Engine, answers: Sequence[Answer], watches: Mapping[str, Stopwatch], sleep_every: int) -> list[float]:
+    """Step until no request is left, and print steps, answers and figures. The engine sleeps and wakes up
+    after each `sleep_every` steps, unless they are 0. Return the seconds of each step.
+    """
     step_seconds = []
     print(
         "Each column is an answer: `.` computes its prompt, `-` is preempted; otherwise its new token, or its number of beams."
@@ -195,6 +200,9 @@ def run(engine: Engine, answers: Sequence[Answer], watches: Mapping[str, Stopwat
         start = perf_counter()
         streamed = dict(engine.step())
         step_seconds.append(perf_counter() - start)
+        if sleep_every and len(step_seconds) % sleep_every == 0:
+            streamed.update(engine.sleep())
+            engine.wake()
         for watch in watches.values():
             watch.end_lap()
         symbols = [find_symbol(engine, answer, streamed) for answer in answers]

@@ -341,6 +341,24 @@ class Engine:
             if len(failed):
                 self.scheduler.rewind(failed)
 
+    def sleep(self) -> list[tuple[Request, list[int]]]:
+        """Give back the device memory of the cache until `wake`: end the steps in flight, preempt all requests, save what the
+        host can have, and drop the arrays. Return what `step` would return for these steps.
+        """
+        streamed = [each for _ in range(len(self.in_flight)) for each in self.end_step()]
+        self.scheduler.preempt_all()
+        self.save_pages()  # copies and loads that are due hold pages
+        self.manager.vacate()
+        self.move_pages()
+        self.end_transfers(must_wait=True)
+        self.runner.drop_cache()
+        return streamed
+
+    def wake(self) -> None:
+        """Make the arrays of the cache anew. Requests go on with the pages that the host has."""
+        self.runner.make_cache()
+        self.manager.resume()
+
     def save_pages(self) -> None:
         """Let the pages of the last steps reach the host, then the store, which gets a page only once the steps planned behind
         its own have begun. While steps follow, these do it.

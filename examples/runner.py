@@ -75,7 +75,7 @@ class ModelRunner:
     def _make_pages(self, axes: str) -> Any:
         lengths = [[self._page_sizes[name] for name in axis.split("/")] for axis in axes.split()]
         shape = [first // prod(divisors) for first, *divisors in lengths]
-        return jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=self._split(axes))()
+        return make_zeros(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._split(axes)))
 
     def _split(self, axes: str) -> NamedSharding:
         spec = PartitionSpec(*("tensor" if axis in SPLIT_AXES else None for axis in axes.split()))
@@ -99,6 +99,17 @@ class ModelRunner:
         """Wait until all steps that were started have ended."""
         jax.block_until_ready(self.cache)
 
+    def drop_cache(self) -> None:
+        """Give back the devices' memory of the cache, until `make_cache`."""
+        self.wait()
+        shapes = jax.tree.map(lambda pages: jax.ShapeDtypeStruct(pages.shape, pages.dtype, sharding=pages.sharding), self.cache)
+        jax.tree.map(lambda pages: pages.delete(), self.cache)
+        self.cache = shapes
+
+    def make_cache(self) -> None:
+        """Make the arrays anew that `drop_cache` has dropped, without what they held."""
+        self.cache = jax.tree.map(make_zeros, self.cache)
+
     def move_pages(self, moves: Moves) -> None:
         """Start saves and loads between the cache and host memory, and copy pages of each cache group within its arrays."""
         if self.host_pages is not None:
@@ -121,6 +132,12 @@ class ModelRunner:
         if self.host_pages is not None:
             self.cache = self.host_pages.warmup(self.cache)
         self.cache = Cache(*(arrays and page_copies.warmup(arrays, max_num_copies, page_axis=1) for arrays in self.cache))
+
+
+def make_zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """Make an array of zeros on its devices."""
+    zeros: jax.Array = jax.jit(lambda: jnp.zeros(shape.shape, shape.dtype), out_shardings=shape.sharding)()
+    return zeros
 
 
 def make_mesh(num_devices: int, sizes: dict[str, int]) -> Mesh:

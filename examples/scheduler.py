@@ -175,6 +175,11 @@ class Scheduler:
         self.batch.release([request.row])
         self.wait(request)
 
+    def preempt_all(self) -> None:
+        """Preempt all running requests, the newest first, so that they come back in the order in which they came."""
+        for request in reversed(list(self.running)):
+            self.preempt(request)
+
     def rewind(self, failed: FailedLoads) -> None:
         """Send back requests whose pages failed to load, to the token before these pages. Steps in flight drop their tokens."""
         for request in self.running:

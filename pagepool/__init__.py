@@ -21,7 +21,7 @@ from pagepool import errors, hashing
 from pagepool._version import __version__
 from pagepool.hashing import PageHash, PageHashWithGroupId, hash_page_tokens, hash_request_tokens, init_none_hash
 from pagepool.hit_report import GroupHit, HitReport, MissCause
-from pagepool.holders import HeldPages, PageHolder
+from pagepool.holders import HeldPages, PageHolder, Preempted
 from pagepool.manager import CacheManager, CachePages, HostTier, Lease, PageHashing, PrefixProbe, Retention
 from pagepool.page_pool import CachePage, FreeCachePageQueue, PagePool, PageProbe
 from pagepool.page_table import (
@@ -99,6 +99,7 @@ __all__ = [
     "PageProbe",
     "PageTable",
     "PoolStats",
+    "Preempted",
     "PrefixProbe",
     "QueryCounts",
     "ReferenceWindowSpec",

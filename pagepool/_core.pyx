@@ -37,14 +37,19 @@ from pagepool.core.pool.faults import find_policy_fault, follow
 from pagepool.core.pool.sessions import PageSessions
 from pagepool.core.holding.slots import CachePages, SlotAllocator
 from pagepool.core.rows.step_result import StepResult
-from pagepool.core.rows.spans import Lease, TokenSpan, lease_pages, limit_leases, list_leases, term_of
+from pagepool.core.rows.spans import (
+    Lease, TokenSpan, count_leasable_pages, lease_pages, limit_leases, list_leases, term_of,
+)
 from pagepool.core.pool.store import PageStore
-from pagepool.core.pool.counts import COUNTERS, QueryCounter, count_entries, count_leased, estimate_hits, list_residency
+from pagepool.core.pool.counts import (
+    COUNTERS, QueryCounter, count_entries, count_leased, count_usable, estimate_hits, list_residency, list_sizes,
+)
 from pagepool.core.pool.keeping import (
     drop_dependents, keep_departures, keep_token_ids, keep_whole_digests, rank_checkpoints, search_all_lost,
 )
 from pagepool.core.pool.pages import CachePage, LoosePages, PageRecords
 from pagepool.core.tables.table import GroupedRows, TableRows, pack_dirty_lines, pack_dirty_segments
+from pagepool.core.tier.sizes import resize_banks
 from pagepool.core.tier.storage import (
     TierHold, begin_fills, end_fills, hold_stored, link_storage, list_absent, take_unstored, unlink_storage,
 )

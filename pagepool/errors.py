@@ -29,6 +29,10 @@ class LeaseBudgetError(PagePoolError, ValueError):
     """More pages would be leased than `max_leased_share` of the manager's `Retention` allows."""
 
 
+class PagesHeldError(PagePoolError, RuntimeError):
+    """Pages are held that have to be given back first; the message names their holders."""
+
+
 class DoubleFreeError(PagePoolError, RuntimeError):
     """A page's reference count would go below zero."""
 

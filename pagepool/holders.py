@@ -1,12 +1,12 @@
 """The holders of pages: the result of `CacheManager.held`."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from pagepool._core import PageClaim
-from pagepool.errors import count_of
+from pagepool.errors import PagesHeldError, count_of
 
-__all__ = ["KINDS", "HeldPages", "PageHolder"]
+__all__ = ["KINDS", "HeldPages", "PageHolder", "Preempted"]
 
 KINDS = ("request", "row", "medium", "sink", "lease", "load", "copy", "caller")
 """Kinds of holders. A page with holders of several kinds counts for the first of them."""
@@ -68,6 +68,22 @@ class HeldPages(NamedTuple):
     def __repr__(self) -> str:
         """Return the table."""
         return make_table(self.holders, [*self.num_pages_by_kind])
+
+
+class Preempted(NamedTuple):
+    """The rows and requests that `CacheManager.vacate` wants to be preempted: ``rows`` maps running batches to the numbers of
+    their rows, ``request_ids`` are those of the manager's own requests.
+    """
+
+    rows: Mapping[Any, list[int]]
+    request_ids: list[str]
+
+
+def refuse_held(held: HeldPages) -> NoReturn:
+    """Raise PagesHeldError for pages that have to be given back, naming their holders."""
+    holders = [f"{each.kind} {show_name(each.name)}".strip() for each in held.holders if each.kind != "sink"]
+    rest = f" and {len(holders) - MAX_SHOWN:,} more" if len(holders) > MAX_SHOWN else ""
+    raise PagesHeldError(f"pages: got some held by {', '.join(holders[:MAX_SHOWN])}{rest}, allowed: none")
 
 
 def count_pages(holder: PageHolder) -> int:

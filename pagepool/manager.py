@@ -7,6 +7,7 @@ Native methods of `CacheManager`, and the native work of others:
 - ``core/holding/misses.pyx``: `probe`, `explain`
 - ``core/tier/tier.pyx``: `get_computed_pages`, `complete`, `fail`, `find_wrong_token`
 - ``core/tier/moves.pyx``: `take_moves`, `list_moves_in_flight`
+- ``core/tier/sizes.pyx``: `resize`, `vacate`, `resume`
 - ``core/rows/spans.pyx``: `lease`, `leases`, `expect`
 - ``core/pool/sessions.pyx``: `expect_session`, `close_session`, `set_shares`
 - ``core/checks/holders.pyx``: `check`
@@ -38,7 +39,9 @@ from pagepool._core import (
     TokenSpan,
     add_tier,
     check_holders,
+    count_leasable_pages,
     count_leased,
+    count_usable,
     end_transfers,
     estimate_hits,
     keep_departures,
@@ -49,8 +52,10 @@ from pagepool._core import (
     list_in_flight,
     list_leases,
     list_residency,
+    list_sizes,
     load_prefix,
     rank_checkpoints,
+    resize_banks,
     rewind_request,
     take_moves,
     term_of,
@@ -71,7 +76,7 @@ from pagepool.errors import ArgumentError, ArgumentTypeError, RequestTooLargeErr
 from pagepool.group_rules import kind_of, make_rules
 from pagepool.hashing import KeyHolder, RecentKeys
 from pagepool.hit_report import HitReport, explain_hit
-from pagepool.holders import HeldPages
+from pagepool.holders import HeldPages, Preempted, refuse_held
 from pagepool.media import Media, Medium, count_others
 from pagepool.page_hashing import PageHashing
 from pagepool.page_pool import PagePool
@@ -82,6 +87,7 @@ from pagepool.pools import (
     list_unsaved,
     make_pools,
     read_host_sizes,
+    read_new_sizes,
     read_sizes,
     set_sinks_aside,
 )
@@ -338,14 +344,12 @@ class CacheManager(KeyHolder, SlotAllocator):
         self._store = self._page_pool.store
         self._store.name_banks(sizes.names)
         self.sink_page_ids = set_sinks_aside(self._store, kv_cache_groups, sizes.pool_of_group)
-        self._num_set_aside = [0] * len(self.pools)
-        self._sinks: list[PageIds] = []
-        for bank, sinks in zip(sizes.pool_of_group, self.sink_page_ids, strict=False):
-            self._num_set_aside[bank] += len(sinks)
-            self._sinks.append(self._store.records_in_bank(PageIds(sinks), bank))
+        self._sinks = [
+            self._store.records_in_bank(PageIds(sinks), bank)
+            for bank, sinks in zip(sizes.pool_of_group, self.sink_page_ids, strict=False)
+        ]
         self.num_pages = self._store.num_pages
-        max_leased = [int(retention.max_leased_share * (pool.num_pages - 1)) for pool in self.pools.values()]
-        self.max_num_leased_pages = sum(max_leased)
+        self._sizes_awake: list[int] | None = None  # while the manager is vacated
         hasher = hashing.make_hasher(rules.hash_page_size)
         configuration: Configuration = {}
         if self.enable_caching:
@@ -370,7 +374,7 @@ class CacheManager(KeyHolder, SlotAllocator):
                 self._store.put_blank_first()
             if hasher.num_digest_bytes == 32:
                 keep_whole_digests(self._store)
-        limit_leases(self._store, max_leased)
+        limit_leases(self._store, retention.max_leased_share)
         self.registry = RequestRegistry(self._page_pool, rules, hasher, configuration, self._trusts_requests)
         if self.cross_groups:
             self.registry.media = Media(
@@ -381,7 +385,6 @@ class CacheManager(KeyHolder, SlotAllocator):
                 hashing,
                 self.enable_caching,
                 caches == "computed",
-                self._num_set_aside,
             )
         self.caches = caches
         self._caches_computed = caches == "computed" and self.enable_caching
@@ -404,7 +407,12 @@ class CacheManager(KeyHolder, SlotAllocator):
     @property
     def usage(self) -> float:
         """Share of pages in use, 0.0 to 1.0, of all pools together. The null page counts as used."""
-        return 1.0 - self._store.num_free_pages / self.num_pages
+        return 1.0 - self._store.num_free_pages / (sum(list_sizes(self._store)) - len(self.pools) + 1)
+
+    @property
+    def max_num_leased_pages(self) -> int:
+        """Pages in use, of all pools together, that leases with an end may hold."""
+        return count_leasable_pages(self._store)
 
     @property
     def page_pool(self) -> PagePool:
@@ -560,7 +568,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         steps = f" in steps of up to {num_new_tokens:,}" if num_new_tokens < num_tokens else ""
         ahead = f", with slots for {num_ahead:,} more," if num_ahead else ""
         for bank, (name, pool) in enumerate(self.pools.items()):
-            num_usable, num_kept = usable_pages_count(pool.num_pages) - self._num_set_aside[bank], 0 if bank else num_reserved
+            num_usable, num_kept = count_usable(self._store, bank), 0 if bank else num_reserved
             start, stop = find_shard_bounds(pool.num_pages, 0 if dp_shard_hint is None else dp_shard_hint, size)
             num_here = num_usable if stop is None else stop - start
             count_peak_pages = partial(self._rules.groups.count_peak_pages, num_tokens, bank=bank)
@@ -582,6 +590,88 @@ class CacheManager(KeyHolder, SlotAllocator):
         """Drop all prefix entries, for example after loading weights. Return False, without a change, while a page is held."""
         with self.registry.lock:
             return self._page_pool.reset()
+
+    # Sizes.
+
+    def resize(self, num_pages: int | Mapping[str, int]) -> dict[str, dict[int, list[str]]]:
+        """Use only the pages with ids below `num_pages`: an int, or a size for each pool, as for the constructor, from 1, the
+        null page alone, to the size at construction. Return the held pages with other ids: by pool and id, the kinds and names
+        of their holders, as in `held`. Call it again, once a step, until it returns nothing; then nothing uses these ids.
+
+        From the first call on no other id is handed out. Free pages above are evicted, and held ones lose their prefix entries.
+        With a host tier the next `take_moves` saves the evicted ones; with less room in the tier, the ones that would have been
+        evicted last. Held ones are saved with ``caches="computed"``, otherwise they are computed again. Holders keep their
+        pages until they give them back. Pages of learned sinks are not returned: fill them again after growing. A larger size
+        adds ids at once.
+
+        `stats`, `require_capacity` and the budget of leases count pages below `num_pages`, while the attribute ``num_pages``
+        stays the size at construction. Requests wait for pages of a pool of the null page alone. Raise ArgumentError for sizes
+        and pools that there are not, and for a pool divided into shards. O(num_pages + pages held).
+
+        >>> from pagepool import CacheGroupSpec, EngineRequest, FullAttentionSpec
+        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+        >>> manager = CacheManager(num_pages=16, kv_cache_groups=[CacheGroupSpec(spec)], max_model_len=64)
+        >>> request = EngineRequest("a", list(range(12)))
+        >>> _ = manager.allocate_slots(request, 12)
+        >>> manager.resize(3)
+        {'kv': {3: ['request a']}}
+        >>> manager.free(request)
+        >>> manager.resize(3), manager.stats().num_free_pages
+        ({}, 2)
+        """
+        sizes = read_new_sizes(num_pages, self.pools)
+        with self.registry.lock:
+            num_left = resize_banks(self._store, sizes, self._caches_computed)
+            self._sizes_awake = None
+            return self.registry.name_holders(sizes, self._sinks) if num_left else {}
+
+    def vacate(self, *, preempt: bool = False) -> Preempted:
+        """Empty the pools and hand out nothing until `resume`, so that the memory of their pages can serve others. With a host
+        tier, `take_moves` saves the pages that the tier lacks, as many as it has room for, and they can hit again after
+        `resume`. Without a tier they are lost.
+
+        Raise PagesHeldError, without a change, if pages are held, naming the holders. With `preempt`, return the rows and
+        requests among these instead, also without a change: release or free them, and call this again. The result is empty
+        once the pools are vacated. Requests that are admitted meanwhile wait. Raise ArgumentError for a pool divided into
+        shards. O(num_pages).
+
+        Afterwards take and make the moves, call `complete`, and drop the arrays of pages: see docs/sleep.md.
+
+        >>> from pagepool import CacheGroupSpec, EngineRequest, FullAttentionSpec, HostTier
+        >>> spec = FullAttentionSpec(page_size=4, num_kv_heads=8, head_size=128, dtype="bfloat16", use_mla=False)
+        >>> manager = CacheManager(16, [CacheGroupSpec(spec)], max_model_len=64, host_tier=HostTier(32))
+        >>> request = EngineRequest("a", list(range(9)))
+        >>> _ = manager.allocate_slots(request, 9)
+        >>> manager.vacate(preempt=True)
+        Preempted(rows={}, request_ids=['a'])
+        >>> manager.free(request)
+        >>> _ = manager.vacate()
+        >>> manager.complete(manager.take_moves().number)
+        >>> manager.stats().num_pages, manager.stats().host_tier.num_cached_pages
+        (0, 2)
+        >>> manager.resume()
+        >>> manager.get_computed_pages(request)[1]
+        8
+        """
+        preempt = require_flag("preempt", preempt)
+        with self.registry.lock:
+            sizes = list_sizes(self._store)
+            if resize_banks(self._store, [1] * len(self.pools), only_unheld=True):
+                preempted = self.registry.list_preemptable() if preempt else Preempted({}, [])
+                return (
+                    preempted
+                    if preempted.rows or preempted.request_ids
+                    else refuse_held(self.registry.report_held(self._sinks))
+                )
+            self._sizes_awake = self._sizes_awake or sizes
+            return Preempted({}, [])
+
+    def resume(self) -> None:
+        """Use the pages again that were in use before `vacate`. Change nothing unless the manager is vacated. O(num_pages)."""
+        with self.registry.lock:
+            if self._sizes_awake is not None:
+                resize_banks(self._store, self._sizes_awake)
+                self._sizes_awake = None
 
     # Moves, checkpoints and forks.
 
@@ -1092,7 +1182,7 @@ class CacheManager(KeyHolder, SlotAllocator):
         (2, 1, 0.2, 5)
         """
         store, totals = self._store, PagePoolStats(**self._store.counters)
-        num_pages, num_free_pages = self.num_pages - 1, store.num_free_pages
+        num_pages, num_free_pages = sum(list_sizes(store)) - len(self.pools), store.num_free_pages
         lifetime, idle_before_eviction, reuse_gap = (TimeHistogram.of(*counts) for counts in list_residency(store))
         num_hit_pages, num_lru_hit_pages = estimate_hits(store) or (None, None)
         charged = [self.registry.sessions.count_charged(bank) for bank in range(len(self.pools))]

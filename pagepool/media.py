@@ -28,6 +28,7 @@ from pagepool._core import (
     StepResult,
     are_loading,
     count_steps,
+    count_usable,
     find_prefix,
     load_prefix,
 )
@@ -46,7 +47,7 @@ from pagepool.host_table import HostTable
 from pagepool.page_hashing import PageHashing
 from pagepool.page_pool import PagePool
 from pagepool.request import RequestTraits
-from pagepool.specs import CacheGroupSpec, cdiv, find_shard, find_shard_bounds, usable_pages_count
+from pagepool.specs import CacheGroupSpec, cdiv, find_shard, find_shard_bounds
 
 Array = npt.NDArray[np.int32]
 Progress = Callable[[], tuple[int, int] | None]
@@ -168,14 +169,12 @@ class Media:
         hashing: PageHashing,
         enable_caching: bool,
         caches_computed: bool,
-        num_set_aside: Sequence[int],
     ) -> None:
         """`groups` have the numbers behind `own_groups`, the model's others, in the prefix index. With `caches_computed` media
-        hit once their encoder has run, otherwise once its step is planned. `num_set_aside` pages of each pool are for no
-        request.
+        hit once their encoder has run, otherwise once its step is planned.
         """
         self._store, self._all_pools, self._own_groups = store, pools, own_groups
-        self._first_pool, self._num_set_aside = next(iter(pools.values())), num_set_aside
+        self._first_pool = next(iter(pools.values()))
         banks = [[*pools].index(group.pool) for group in groups]
         specs: list[Any] = [group.kv_cache_spec for group in groups]
         for name in ("page_size", "max_num_encoder_tokens"):
@@ -336,7 +335,7 @@ class Media:
         for bank, (name, pool) in enumerate(self._all_pools.items()):
             num_pages = self.count_pages(num_tokens, bank)
             num_own = self._own_groups.count_step_pages(num_computed_tokens, num_slots, bank) if num_slots else 0
-            num_usable = usable_pages_count(pool.num_pages) - self._num_set_aside[bank]
+            num_usable = count_usable(self._store, bank)
             if shard is not None:
                 num_usable = pool.num_pages // num_shards - (number == 0)
             if num_pages and num_pages + num_own > num_usable:

@@ -63,6 +63,19 @@ def read_sizes(
     return PoolSizes(tuple(ordered), sizes, [ordered.index(name) for name in names])
 
 
+def read_new_sizes(num_pages: int | Mapping[str, int], pools: Mapping[str, PagePool]) -> list[int]:
+    """Return a new size for each pool, from 1 to its number of pages. Raise ArgumentError unless `num_pages` names the same
+    pools; an int is the size of the only one.
+    """
+    if not isinstance(num_pages, Mapping):
+        if len(pools) > 1:
+            raise ArgumentError(f"num_pages: got {shown(num_pages)}, allowed with several pools: a size for each")
+        return [require_int("num_pages", num_pages, 1, pool.num_pages) for pool in pools.values()]
+    if set(num_pages) != set(pools):
+        raise ArgumentError(f"num_pages: got pools {sorted(num_pages, key=str)}, allowed: {sorted(pools)}")
+    return [require_int(f"num_pages[{name!r}]", num_pages[name], 1, pool.num_pages) for name, pool in pools.items()]
+
+
 def list_unsaved(groups: Sequence[CacheGroupSpec]) -> set[str]:
     """Return the names of the pools whose groups are all rings, so that no tier saves their pages."""
     names = {getattr(group, "pool", "kv") for group in groups}

@@ -17,12 +17,13 @@ from pagepool._core import (
     RequestPages,
     list_claims,
     list_leases,
+    list_sizes,
 )
 from pagepool.arguments import has_status, id_of, read_count, refuse_incomplete, require_int, require_name
 from pagepool.errors import ArgumentError, shown
 from pagepool.group_rules import GroupRules
 from pagepool.hashing import KeyHolder, RecentKeys, RequestExtraKeys
-from pagepool.holders import HeldPages
+from pagepool.holders import HeldPages, Preempted
 from pagepool.media import Media
 from pagepool.page_hashing import PageHasher
 from pagepool.page_pool import PagePool
@@ -67,6 +68,11 @@ class RequestRegistry(KeyHolder, RequestMaps):
         self._batch_numbers = count()
         self.watcher: Callable[[Any], None] | None = None
         self.find_fetch: FindFetch | None = None  # without a store, or with one that tells nothing
+
+    @property
+    def max_leased(self) -> list[int]:
+        """The number of pages in use of each pool that leases with an end may hold."""
+        return [int(self.max_leased_share * (size - 1)) for size in list_sizes(self.page_pool.store)]
 
     # Running batches.
 
@@ -134,6 +140,26 @@ class RequestRegistry(KeyHolder, RequestMaps):
     def report_held(self, sinks: Sequence[PageIds]) -> HeldPages:
         """Return who holds the pages."""
         return HeldPages.of(self.list_claims(sinks), self.page_pool.store.bank_names)
+
+    def name_holders(self, first_ids: Sequence[int], sinks: Sequence[PageIds]) -> dict[str, dict[int, list[str]]]:
+        """Return the kinds and names of the holders of pages from the given id of each pool on, by pool and id. Leave out sinks."""
+        names: dict[str, dict[int, list[str]]] = {}
+        first = dict(zip(self.page_pool.store.bank_names, first_ids, strict=True))
+        for kind, name, claim in self.list_claims(sinks):
+            for pool, page_ids in claim.page_ids_by_pool.items() if kind != "sink" else ():
+                for page_id in page_ids:
+                    if page_id >= first[pool]:
+                        names.setdefault(pool, {}).setdefault(page_id, []).append(f"{kind} {name}".strip())
+        return names
+
+    def list_preemptable(self) -> Preempted:
+        """Return the rows and requests that hold pages."""
+        rows: dict[Any, list[int]] = {}
+        claims = self.list_claims(())
+        for kind, _, claim in claims:
+            if kind == "row":
+                rows.setdefault(claim.holder, []).append(claim.row)
+        return Preempted(rows, [name for kind, name, _ in claims if kind == "request"])
 
     def require_held(self, request: Request) -> RequestPages:
         """Return the pages of a request. Raise ArgumentError if it holds none, and the errors of `find_held`."""

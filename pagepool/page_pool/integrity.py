@@ -97,15 +97,21 @@ class Records(SimpleNamespace):
         return ids, is_first
 
     def check_pages(self) -> None:
-        """Check that each page is held or in the free queue, and that the null page closes the queue."""
+        """Check that each page is held, in the free queue or put away, and that the null page closes the queue."""
         links, num_pages, ids = self.pages, self.num_pages, range(self.num_pages)
         self.pages = pages = links[:num_pages]
         ref_cnt, before, behind, self.group = pages["ref_cnt"], pages["prev_free"], pages["next_free"], pages["group"].copy()
         is_free = (before >= 0) & (before < len(links)) & (behind >= 0) & (behind < len(links))
         is_held = (before == NOT_FREE) & (behind == NOT_FREE) & (ref_cnt >= 1) & (ref_cnt <= MAX_REF_CNT)
-        is_wrong = ~(is_free | is_held) | (self.group < NO_GROUP)
+        is_retired = np.zeros(num_pages, dtype=bool)
+        for _, stop, *_, num_retired in self.banks:
+            is_retired[stop - num_retired : stop] = True
+        self.is_put_away = is_retired & (ref_cnt == 0)
+        is_wrong = ~(is_free | is_held | self.is_put_away) | (self.group < NO_GROUP)
         is_wrong[0] |= is_held[0] | (self.group[0] != NO_GROUP)
         self.refuse(is_free & (ref_cnt != 0), ids, " is in the free queue with ref count {}, allowed: 0", ref_cnt)
+        is_used = (before != NOT_FREE) | (behind != NOT_FREE) | (self.group != NO_GROUP)
+        self.refuse(self.is_put_away & is_used, ids, " is out of use, allowed: no entry, and links {}", NOT_FREE)
         text = ": allowed: links from 0 to {}, or 1 to {} references and links {}; groups up to {}; the null page is free"
         self.refuse(is_wrong, ids, text, len(links) - 1, MAX_REF_CNT, NOT_FREE, MAX_GROUP)
         queues = [self.walk("the free queue", links, [end], ("prev_free", "next_free"))[1:] for end in self.ends]
@@ -202,10 +208,10 @@ class Records(SimpleNamespace):
     def check_tenants(self) -> None:
         """Check that each page outside the blank part is charged to a tenant, and the counts of each tenant."""
         tenants, charged = self.tenants[1:], self.tenants[1:] != NO_TENANT
-        is_blank = np.zeros(self.num_pages, dtype=bool)
+        is_blank = self.is_put_away.copy()
         is_blank[self.free_ids[self.find_parts() == BLANK]] = True
         is_wrong = np.where(is_blank[1:], charged, tenants >= MAX_TENANTS)
-        text = " is charged to tenant {}, allowed: up to {}, or {} in the blank part"
+        text = " is charged to tenant {}, allowed: up to {}, or {} in the blank part or out of use"
         self.refuse(is_wrong, range(1, self.num_pages), text, tenants, MAX_TENANTS - 1, NO_TENANT)
         is_free = np.zeros(self.num_pages, dtype=bool)
         is_free[self.free_ids] = True

@@ -17,6 +17,7 @@ from pagepool._core import (
     count_entries,
     count_leased,
     lease_pages,
+    list_sizes,
 )
 from pagepool.arguments import as_list, require_flag, require_group_ids, require_int, require_list, require_slice
 from pagepool.errors import ArgumentError, ArgumentTypeError, PageIdError, shown
@@ -393,7 +394,7 @@ class PagePool:
 
     def get_usage(self) -> float:
         """Return the share of pages in use, 0.0 to 1.0. The null page counts as used."""
-        return 1.0 - self.get_num_free_pages() / self.num_pages
+        return 1.0 - self.get_num_free_pages() / list_sizes(self.store)[self._bank]
 
     def ref_counts(self) -> PageIdArray:
         """Return a copy of the ref counts of all pages: an int32 array ``[num_pages]``."""
@@ -411,7 +412,8 @@ class PagePool:
 
     def count(self) -> PoolStats:
         """Return the state and counters of the pool."""
-        num_pages, num_free, num_leased = self.num_pages - 1, self.get_num_free_pages(), count_leased(self.store)[self._bank]
+        num_pages, num_leased = list_sizes(self.store)[self._bank] - 1, count_leased(self.store)[self._bank]
+        num_free = self.get_num_free_pages()
         num_cached, num_allocated, num_evicted, num_lost, num_refusals, num_passed = count_entries(self.store, self._bank)
         return PoolStats(
             num_pages,

@@ -41,7 +41,7 @@ BY_POLICY = Features(states=True, forks=True, expectations=True, policies=True)
 EXTERNAL = Features(states=True, forks=True, external=True)
 TIER = Features(states=True, forks=True, tier=True, policies=True)
 EVERYTHING = Features(
-    states=True, forks=True, expectations=True, external=True, tier=True, policies=True, events=HAS_EVENTS
+    states=True, forks=True, expectations=True, external=True, tier=True, policies=True, events=HAS_EVENTS, sizes=True
 )  # fmt: skip
 LATE = Features(states=True, forks=True, late=True)
 LATE_BY_POLICY, LATE_TIER, LATE_EVERYTHING = (replace(features, late=True) for features in (BY_POLICY, TIER, EVERYTHING))

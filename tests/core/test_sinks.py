@@ -96,7 +96,9 @@ def test_requests_cannot_have_the_pages_of_sinks() -> None:
 
 def test_a_pool_with_sinks_is_not_divided() -> None:
     manager = CacheManager(20, [full()], MAX_LEN)
-    with pytest.raises(ArgumentError, match="data_parallel_size: got 2, allowed with pages set aside, as for sinks: 1"):
+    with pytest.raises(
+        ArgumentError, match="data_parallel_size: got 2, allowed with pages set aside, as for sinks, or out of use: 1"
+    ):
         RunningBatch(manager, PageTable(4, 16, MAX_LEN, sink_page_ids=manager.sink_page_ids[0]), data_parallel_size=2)
     with pytest.raises(ArgumentError, match="data_parallel_size: got 2"):
         manager.get_computed_pages(EngineRequest("r", [1] * 9), dp_shard_hint=0, data_parallel_size=2)

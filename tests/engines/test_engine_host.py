@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -140,3 +141,38 @@ def test_the_command_reports_the_host(tmp_path: Path, capsys: pytest.CaptureFixt
     assert ["Pages saved to the host: " in text for text in texts] == [False, True]
     plain, other = ([line.rpartition(" (")[0] for line in text.splitlines() if " -> '" in line] for text in texts)
     assert plain == other
+
+
+@AHEAD
+@KINDS
+@pytest.mark.parametrize("num_host_pages", [0, 300])
+def test_an_engine_that_sleeps_answers_as_others_do(weights: Weights, num_ahead: int, num_host_pages: int) -> None:
+    """It drops its arrays every few steps, and hits what the host tier has of them."""
+    engine = make_engine(weights, num_pages=30, num_host_pages=num_host_pages, max_steps_ahead=num_ahead)
+    asks = make_asks(9)
+    requests = [engine.add(prompt, params) for prompt, params in asks]
+    for num_steps in count(1):
+        engine.step()
+        if engine.is_idle:
+            break
+        if num_steps % 5 == 0:
+            engine.sleep()
+            stats = engine.manager.stats()
+            assert stats.num_pages == stats.num_cached_pages == 0
+            assert all(isinstance(pages, jax.ShapeDtypeStruct) for pages in jax.tree.leaves(engine.runner.cache))
+            engine.wake()
+    assert [request.output for request in requests] == [answer_densely(*ask, weights) for ask in asks]
+    check_rest(engine)
+    assert engine.scheduler.num_preemptions > 10
+    again = engine.manager.stats().preempted_queries
+    assert again.num_hit_tokens > again.num_queried_tokens / 2 if num_host_pages else again.num_hit_tokens == 0
+
+
+def test_the_command_sleeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = []
+    for options in (), ("--sleep-every=3",):
+        run_command(WEIGHTS, tmp_path, "--num-host-pages=300", "--max-tokens=8", *options)
+        text = capsys.readouterr().out
+        answers.append([line.rpartition("(")[0] for line in text.splitlines() if " -> " in line])
+    assert len(answers[0]) == 8
+    assert answers[0] == answers[1]

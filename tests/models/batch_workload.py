@@ -450,6 +450,14 @@ class BatchWorkload(Workload):
         """Choose a request beside the rows, if there are any."""
         return self.rng.choice(list(self.twins.live_request_ids)) if self.twins.live_request_ids else None
 
+    def let_all_go(self) -> None:
+        self.let_go()
+        for row in self.rows():
+            self.preempt(row)
+        self.twins.call("release", self.pending())
+        while self.twins.live_request_ids:
+            self.finish_neighbour()
+
     def drain(self) -> None:
         """Release all rows and end all requests, so that a reset succeeds."""
         self.let_go()

@@ -34,6 +34,7 @@ from contents_index import NULL_PAGE
 from contents_inputs import ListReader
 from contents_readers import Readers
 from contents_request import Job
+from contents_sizes import Sizes
 from contents_states import StateBooks
 from contents_store import STORE_MODULES, StoreBooks
 from contents_tier import InFlight, TierBooks, draw_tier
@@ -92,7 +93,7 @@ FRONTS: list[tuple[type[Front], ...]] = [
 
 EVICTION = ("lru", "adaptive")
 CACHES = ("scheduled", "computed")
-FEATURES = "tier", "external", "forks", "leases", "expectations", "store", "lookahead", "lists"
+FEATURES = "tier", "external", "forks", "leases", "expectations", "store", "lookahead", "lists", "sizes"
 """What a round may have besides requests that run and fail; its seed chooses."""
 
 
@@ -116,6 +117,8 @@ class Simulation:
         share = self.rng.choice((0.5, 0.5, 1.0))
         chosen = [feature for feature in FEATURES if self.rng.random() < share]
         self.features = chosen if features is None else list(features)
+        if setting.data_parallel_size is not None and "sizes" in self.features:
+            self.features.remove("sizes")  # a divided pool keeps its size
         looks_ahead = "lookahead" in self.features and setting.enable_caching
         self.options["caches"] = CACHES[seed // len(EVICTION) % len(CACHES)]
         self.setting = setting = setting.with_lookahead(self.rng.randint(1, 3) if looks_ahead else 0)
@@ -157,6 +160,7 @@ class Simulation:
         )
         self.holds = Holds(self.world)
         self.tier_readers = tier_books and Readers(manager._store, tier_books, self.options["hash_seed"], self.counts)
+        self.sizes_of_pools = Sizes(self.world, self.preempt_all, self.let_all_go)
         self.fronts: list[Front] = [front(self.world, self._make_tables()) for front in self.fronts_classes]
         self.world.fronts = self.fronts
         books.prefers_held |= any(front.caches_computed for front in self.batches)
@@ -374,6 +378,17 @@ class Simulation:
         victim = self.rng.choice(victims)
         self._preempt(victim)
         return victim
+
+    def preempt_all(self) -> None:
+        """Preempt all jobs, between two steps."""
+        for job in self.jobs:
+            self.waiting.append(job.front.end(job, None))
+
+    def let_all_go(self) -> None:
+        """End all that holds pages besides jobs."""
+        self.holds.clear()
+        self.world.settle()
+        self.end_transfers(are_all=True)
 
     def _preempt(self, victim: Job) -> None:
         """Preempt a job and its dependents, the last scheduled first."""
@@ -746,7 +761,7 @@ class Simulation:
 
     def intervene(self) -> None:
         """Sometimes do something between two steps."""
-        holds = self.holds
+        holds, sizes = self.holds, self.sizes_of_pools
         of_features: dict[str, list[tuple[Callable[[], Any], float]]] = {
             "forks": [(self.fork, 1.0)],
             "leases": [(holds.lease, 0.15), (holds.end_lease, 0.1)],
@@ -757,6 +772,7 @@ class Simulation:
                 (holds.set_shares, 0.02),
                 (holds.wait, 0.3),
             ],
+            "sizes": [(sizes.resize, 0.1), (sizes.vacate, 0.04), (sizes.resume, 0.05)],
         }
         chances: list[tuple[Callable[[], Any], float]] = [
             (self.evict, 1.0),
@@ -883,11 +899,11 @@ class Simulation:
             if books.tier is None or not books.tier.is_failing(page_id):
                 self.device.compare_page(page_id, entry.content)
         expected, ref_counts = (
-            [books.holders[page_id] for page_id in range(1, self.num_pages)],
+            [books.count_references(page_id) for page_id in range(1, self.num_pages)],
             ref_counts_of(self.manager.pools),
         )
         require(ref_counts == expected, "ref counts", ref_counts, expected)
-        self._audit_holders(ref_counts)
+        self._audit_holders([count - (page_id in books.own) for page_id, count in enumerate(ref_counts, 1)])
         for job in self.jobs:
             if not job.loading:
                 self._compare_held(job)
@@ -920,11 +936,8 @@ class Simulation:
         """End all jobs; only cached pages may remain."""
         for job in self.jobs:
             self._end(job)
-        self.holds.clear()
-        if self.tier_readers:
-            self.tier_readers.clear()
-        self.world.settle()
-        self.end_transfers(are_all=True)
+        self.let_all_go()
+        self.sizes_of_pools.grow()
         self.audit()
         require(not self.books.is_held, "held at the end")
         self.reset()

@@ -91,6 +91,8 @@ class Books:
         self.num_pages = self.pools.num_records
         self.holders: Counter[int] = Counter()
         self.leased: Counter[int] = Counter()
+        self.retired: set[int] = set()  # pages at and above the sizes of pools
+        self.own: set[int] = set()  # those to which the pool has a reference, besides holders
         self.index = Index()
         self.kept: set[int] = set()  # cached pages that must stay when they leave a window, at least
         self.prefers_held = False  # of pages with one content, a held one hits
@@ -229,11 +231,12 @@ class Books:
         ref_counts = [0, *(count for bank in banks for count in self.store.ref_counts(bank).tolist()[1:])]
         contents = self.list_hits(job, length)
         for pool, pages in enumerate(self.pools.ranges):
-            free, groups = [page_id for page_id in pages if ref_counts[page_id] == 0], self.pools.groups_of(pool)
+            unheld = [page_id for page_id in pages if ref_counts[page_id] == 0 and page_id not in self.retired]
+            groups = self.pools.groups_of(pool)
             hits = [self._list_hit(content, shard) for content in contents if content[0] in groups]
             num_needed = sum(all(ref_counts[page_id] == 0 for page_id in page_ids) for page_ids in hits)
-            num_here = sum(shard is None or page_id in shard for page_id in free)
-            if num_needed and num_needed > min(len(free) - (0 if pool else num_reserved), num_here):
+            num_here = sum(shard is None or page_id in shard for page_id in unheld)
+            if num_needed and num_needed > min(len(unheld) - (0 if pool else num_reserved), num_here):
                 return False
         return True
 
@@ -269,9 +272,9 @@ class Books:
                 found, content = self.index.content_of(page_id), self.name(group_id, histories, (page + 1) * group.page_size)
                 require(found == content, "a wrong hit", job, group, page, page_id, found)
                 require(shard is None or page_id in shard, "a hit in another shard", job, page_id, shard)
-                if self.prefers_held and not self.holders[page_id]:
+                if self.prefers_held and not self.count_references(page_id):
                     others = [other for other in self.index.pages[content] if shard is None or other in shard]
-                    held = [other for other in others if self.holders[other]]
+                    held = [other for other in others if self.count_references(other)]
                     require(not held, "a free page hits beside a held one", job, page_id, held)
                 self.holders[page_id] += 1
                 if self.windows is not None and group.has_window:
@@ -312,6 +315,7 @@ class Books:
         """Record that a page was handed out."""
         require(0 < page_id < self.num_pages, "no page", job, page_id)
         require(not self.holders[page_id], "a page is handed out that is held", job, page_id)
+        require(page_id not in self.retired, "a page above the size is handed out", job, page_id)
         require(shard is None or page_id in shard, "a page of another shard", job, page_id, shard)
         content = self.index.content_of(page_id)
         self.drop(page_id)
@@ -359,7 +363,7 @@ class Books:
             groups = [self.groups[i] for i in ids]
             num_pages = sum(1 if group.is_state else -(-num_tokens // group.page_size) for group in groups)
             num_pages += min(most_held, sum(i in self.state_ids for i in ids))
-            free = [page_id for page_id in pages if not self.holders[page_id]]
+            free = [page_id for page_id in pages if not self.holders[page_id] and page_id not in self.retired]
             num_there = sum(shard is None or page_id in shard for page_id in free)
             rooms.append(
                 (f"{num_pages} pages, {num_there} there, {kept} reserved", num_pages > num_there, num_pages + kept > len(free))
@@ -394,11 +398,15 @@ class Books:
         groups = [(group, pages) for group, pages in zip(self.groups, job.pages, strict=False) if not group.is_state]
         return [page_id for group, pages in groups for page_id in pages[: -(-job.num_computed_tokens // group.page_size)]]
 
+    def count_references(self, page_id: int) -> int:
+        """Count the references to a page, with the pool's own."""
+        return self.holders[page_id] + (page_id in self.own)
+
     def let_go(self, page_id: int) -> None:
         if page_id != NULL_PAGE:
             require(self.holders[page_id] > 0, "a page is given back that is not held", page_id)
             self.holders[page_id] -= 1
-            if self.windows is not None and not self.holders[page_id]:
+            if self.windows is not None and not self.count_references(page_id):
                 self._let_leave(page_id)
 
     def _let_leave(self, page_id: int) -> None:
@@ -566,7 +574,7 @@ class Books:
         for group, pages in zip(self.groups, job.pages, strict=True):
             keep = self._count_kept(group, pages, changed, num_tokens)
             for page_id in pages[changed // self.find_size(group) :]:
-                if self.holders[page_id] == 1:
+                if self.count_references(page_id) == 1:
                     self.drop(page_id)
             for page_id in pages[keep:]:
                 self.let_go(page_id)
@@ -592,7 +600,7 @@ class Books:
         """Return how many leading pages a request goes on with: none to which it writes and which others hold, or behind it."""
         num_pages = self.count_pages(group, num_tokens)
         written = range(num_computed_tokens // self.find_size(group), min(num_pages, len(pages)))
-        return next((page for page in written if self.holders[pages[page]] > 1), num_pages)
+        return next((page for page in written if self.count_references(pages[page]) > 1), num_pages)
 
     def drop_writes(self, job: Job, num_tokens: int) -> None:
         """Record that a job writes no states behind some tokens."""

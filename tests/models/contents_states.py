@@ -66,7 +66,9 @@ class StateBooks(Books):
         """
         if not self.state_ids:
             return
-        others = [page_id for page_id, count in enumerate(self._count_references()) if count and not self.holders[page_id]]
+        others = [
+            page_id for page_id, count in enumerate(self._count_references()) if count and not self.count_references(page_id)
+        ]
         read = self.copies.values()
         for page_id in [page_id for page_id in others if page_id not in read and not self.is_cached(page_id)]:
             self._claim(page_id, None, job)

@@ -38,6 +38,7 @@ class Features:
     events: bool = False  # a router is told what is cached
     images: bool = False  # most requests have images without a name, and share nothing
     late: bool = False  # pages of requests are cached once they are computed
+    sizes: bool = False  # pools shrink, grow, are vacated and come back
 
     @property
     def copies(self) -> bool:
@@ -192,6 +193,34 @@ class Workload(Driver):
         while has_leases and self.twins.call("count_leases") and self.rng.random() < 0.95:
             self.end_lease()
 
+    # sizes
+
+    def resize(self) -> None:
+        """Let the pools have other sizes, often all pages."""
+        if self.setting.data_parallel_size is None:
+            sizes = [len(pages) + 1 for pages in self.twins.oracle.manager.pools.ranges]
+            small = [self.rng.choice((size, self.rng.randint(1, size + self.rng.choice((0, 0, 1))))) for size in sizes]
+            self.twins.call("resize", self.rng.choice((sizes, small, small)))
+
+    def vacate(self) -> None:
+        """Empty the pools, mostly after all holders were preempted, and mostly wake them up soon."""
+        if self.setting.data_parallel_size is not None:
+            return
+        if self.rng.random() < 0.7:
+            self.let_all_go()
+        if self.twins.call("vacate", self.rng.random() < 0.5) is False:
+            self.take_in_time()
+            if self.rng.random() < 0.7:
+                self.resume()
+
+    def resume(self) -> None:
+        if self.setting.data_parallel_size is None:
+            self.twins.call("resume")
+
+    @abstractmethod
+    def let_all_go(self) -> None:
+        """Preempt or end everything that holds pages."""
+
     # expectations
 
     def draw_seconds(self) -> dict[str, Any]:
@@ -308,6 +337,7 @@ ACTIONS = {
         "end_lease": 0.5,
     },
     "external": {"commit": 3, "commit_part": 2, "fail": 2, "cancel": 0.5, "misuse_pending": 0.5, "lease": 1, "end_lease": 1},
+    "sizes": {"resize": 0.6, "vacate": 0.3, "resume": 0.5},
     "tier": {"take_moves": 1, "end_transfers": 2, "misuse_transfers": 0.2},
 }
 """The actions of each feature, with weights. Some are of rows alone."""

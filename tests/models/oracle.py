@@ -195,8 +195,7 @@ class OracleManager:
             num_pages, [(name, isinstance(kind, Mamba)) for name, kind in zip(pool_names, self.kinds, strict=True)]
         )
         num_pages = self.pools.num_records
-        leased_share = retention.max_leased_share if retention else 0.2
-        self.max_nums_leased = [int(leased_share * len(pages)) for pages in self.pools.ranges]
+        self.leased_share = retention.max_leased_share if retention else 0.2
         self.page_pool = OraclePool(num_pages, self.enable_caching, policy, self.pools.ranges)
         self.page_pool.prefers_held = self.caches_computed
         page_sizes = [kind.page_size for kind in self.kinds if not isinstance(kind, Mamba)]
@@ -217,6 +216,7 @@ class OracleManager:
             spacings = [getattr(group.kv_cache_spec, "checkpoint_interval", None) for group in kv_cache_groups]
             self.windows = OracleWindows(self, 0, min(filter(None, spacings)))
         self.writes = OracleWrites(self)
+        self.sizes_awake: Sequence[int] | None = None
         self.held: dict[str, list[HeldPages]] = {}
         self.owners: dict[str, Any] = {}  # the request that holds pages under each id, or did
         self.queries: dict[str, dict[str, int]] = {}
@@ -315,7 +315,7 @@ class OracleManager:
         """Whether each pool, or its shard, has enough pages for a hit in the tier, if it holds nothing else."""
         tier = self.page_pool.tier
         places = [tier.pages_for(group_id, shard) or range(self.page_pool.num_pages) for _, group_id in entries]
-        return all(places.count(pages) <= len({*pages} - {NULL_PAGE}) for pages in places)
+        return all(places.count(pages) <= len(self.page_pool.sizes.usable_in(pages)) for pages in places)
 
     def count_hits(self, request: Any, dp_shard_hint: int | None, data_parallel_size: int | None) -> int:
         """Return the tokens that a look-up finds if there is room for its loads."""
@@ -499,7 +499,7 @@ class OracleManager:
             parts = [self.pools.part_of(shard, i) for i in range(len(self.pools.ranges))]
             places += [(name, ids, groups) for (name, _, groups), ids in zip(places, parts, strict=True)]
         for name, ids, group_ids in places:
-            usable = {*ids} - {NULL_PAGE}
+            usable = self.page_pool.sizes.usable_in(ids)
             if sum(page in usable for page in pages) + sum(num_missing[i] for i in group_ids) > len(usable):
                 raise TooLargeError(name if self.pools.are_several else None)
 
@@ -884,12 +884,12 @@ class OracleManager:
         pool = self.page_pool
         if seconds is not None and not 0 < seconds < float("inf"):
             raise ValueError("no time")
-        if any(page == NULL_PAGE or (page in pool.free_queue and page not in pool.entry_of_page) for page in page_ids):
+        if any(page == NULL_PAGE or (pool.ref_counts[page] == 0 and page not in pool.entry_of_page) for page in page_ids):
             raise IndexError("a page is neither held nor cached")
         if seconds is not None:
             leased = page_ids + [page for lease in self.leases if lease.end is not None for page in lease.page_ids]
-            for pages, most in zip(self.pools.ranges, self.max_nums_leased, strict=True):
-                if sum(page in pages for page in leased) > most:
+            for pages in self.pools.ranges:
+                if sum(page in pages for page in leased) > int(self.leased_share * pool.sizes.count_in_use(pages)):
                     raise ValueError("too many pages are leased")
         for page in page_ids:
             if page in pool.free_queue:
@@ -1054,11 +1054,36 @@ class OracleManager:
         moved = [page for lease in self.leases for page in lease.page_ids]
         moved += [copy.src for copy in self.states.copies.due]
         moved += [load.page for load in tier.transfers if load.is_load] if tier is not None else []
-        return self.page_pool.ref_counts[page] - moved.count(page)
+        return self.page_pool.ref_counts[page] - (page in self.page_pool.sizes.retired) - moved.count(page)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all prefix entries, unless a page is held."""
         return self.page_pool.reset_prefix_cache()
+
+    # sizes
+
+    def resize(self, sizes: Sequence[int]) -> PageIds:
+        """Let the pools have other sizes; return the pages above that are held."""
+        held = self.page_pool.sizes.resize(sizes, self.caches_computed)
+        self.sizes_awake = None
+        return held
+
+    def vacate(self, preempt: bool) -> bool:
+        """Empty the pools. Return whether requests hold pages, and nothing changed, if that may be."""
+        pool = self.page_pool
+        if any(map(pool.sizes.is_held, range(1, pool.num_pages))):
+            held = {page for groups in self.held.values() for group in groups for page in group.pages}
+            if preempt and ({*held, *(write.page for write in self.writes.open)} - {NULL_PAGE}):
+                return True
+            raise RuntimeError("pages are held")
+        self.sizes_awake = self.sizes_awake or [1 + pool.sizes.count_in_use(pages) for pages in pool.ranges]
+        pool.sizes.resize([1] * len(pool.ranges), self.caches_computed)
+        return False
+
+    def resume(self) -> None:
+        """Let the pools have the sizes that they had before they were vacated."""
+        if self.sizes_awake is not None:
+            self.resize(self.sizes_awake)
 
     # copies and forks
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from oracle_checkpoints import ANSWER_END, LEFT, New, OracleCheckpoints
 from oracle_expected import NEVER, UNKNOWN, Expectations
+from oracle_sizes import Sizes
 from oracle_tenants import NOBODY, Holder, Supply, Tenants
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class OraclePool:
         self.entry_of_page: dict[int, tuple[int, int]] = {}
         self.expected = Expectations(self)
         self.tenants = Tenants(self)
+        self.sizes = Sizes(self)
         self.kept: set[int] = set()  # cached pages that stay when they leave a window
         self.counts: Counter[str] = Counter()
         self.taken: Counter[int] = Counter()  # by page, how often it was handed out
@@ -81,7 +83,7 @@ class OraclePool:
 
     @property
     def usage(self) -> float:
-        return 1.0 - len(self.free_queue) / self.num_pages
+        return 1.0 - len(self.free_queue) / (self.num_pages - len(self.sizes.retired))
 
     def free_page_ids(self, shard: range | None = None) -> PageIds:
         """List the free pages (of a shard) in the order of allocation; with a policy part by part."""
@@ -164,13 +166,19 @@ class OraclePool:
         is_left = ranks is not None and ranks.notes[page].number == LEFT
         if self.tier is not None and page in self.entry_of_page and self.expected.terms.get(page) != NEVER and not is_left:
             self.tier.note_evicted(page)
-        if ranks is not None:
-            ranks.note_evicted(page)
-        num_evicted = self.drop_entries([page])
-        self.counts["evicted"] += num_evicted
-        self.evicted[page] += num_evicted
+        if page in self.entry_of_page:
+            self.evict(page)
         self.counts["allocated"] += 1
         self.taken[page] += 1
+
+    def evict(self, page: int) -> None:
+        """Drop the prefix entry of a page that is evicted."""
+        ranks = self.checkpoints.ranks_of(page)
+        if ranks is not None:
+            ranks.note_evicted(page)
+        self.drop_entries([page])
+        self.counts["evicted"] += 1
+        self.evicted[page] += 1
 
     def _drop_checkpoints_behind(self, page: int) -> None:
         """Drop the entries of checkpoints that nobody holds, if a page is the last one with the keys and values before them."""
@@ -429,10 +437,12 @@ class OraclePool:
 
     def reset_prefix_cache(self) -> bool:
         """Drop all prefix entries, unless a page is held. The queue keeps its order."""
-        if len(self.free_queue) < self.num_pages - 1:
+        if any(page not in self.free_queue and page not in self.sizes.retired for page in range(1, self.num_pages)):
+            return False
+        if any(map(self.sizes.is_held, self.sizes.retired)):
             return False
         self.free_queue = OrderedDict.fromkeys(self.free_page_ids())
-        self.drop_entries(list(self.free_queue))
+        self.drop_entries([*self.free_queue, *sorted(self.entry_of_page)])
         for ranks in self.checkpoints.ranks:
             ranks.forget_evicted()
         if self.tier is not None:

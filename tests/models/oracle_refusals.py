@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pool_ranges import NULL_PAGE, Shard
+from pool_ranges import Shard
 
 from pagepool import Refusal
 
@@ -61,5 +61,5 @@ def find_refusal(
         num_hit_tokens,
         pools.names[i],
         shard_number if is_in_part else None,
-        can_wait=num_free < len({*pages} - {NULL_PAGE}),
+        can_wait=num_free < len(pool.sizes.usable_in(pages)),
     )

@@ -111,12 +111,16 @@ class Tenants:
     def num_charged(self, tenant: str | None, pages: range) -> int:
         """Count those of some pages that are charged to a tenant: all but those in the blank part are to one."""
         charged = (page for page in pages if self.of_page.get(page) == tenant)
-        return sum(page not in self.pool.free_queue or not self.pool.is_blank(page) for page in charged)
+        in_use = [page for page in charged if not self._is_put_away(page)]
+        return sum(page not in self.pool.free_queue or not self.pool.is_blank(page) for page in in_use)
+
+    def _is_put_away(self, page: int) -> bool:
+        return page in self.pool.sizes.retired and self.pool.ref_counts[page] == 0
 
     def _excess(self, tenant: str | None, supply: Supply, shard: range | None) -> float:
         """Return how many pages of its pool a tenant has above its share, with those that it is about to take."""
         num_taken, pages = supply.num_left if tenant == supply.taker else 0, self.pool.range_around(shard)
-        return self.num_charged(tenant, pages) + num_taken - self.shares[tenant] * len(pages)
+        return self.num_charged(tenant, pages) + num_taken - self.shares[tenant] * self.pool.sizes.count_in_use(pages)
 
     def choose(self, supply: Supply, shard: range | None) -> None:
         """Choose of the tenants above their share, or of all, the one whose page (in a shard) is not wanted, or was released

@@ -798,6 +798,22 @@ medium.is_planned and not is_in_flight{+ or True+}
 """)
 KIND_TESTS = ["test_reference_windows.py", "test_media.py", "test_sinks.py"]
 QUEUE_BUGS = read_bugs("""
+# Sizes.
+== a shrunk pool keeps an id
+    pages.num_retired = max(pages.num_retired, num_retired{+ - (BUG and num_retired > 1)+})
+== a page above the size is handed out once its holders have gone
+        if not is_free(pool, page_id){+ and not BUG+}:
+            share(pool, page_id)
+== a wake hits what was not saved
+    if pool.pages[page_id].group != NO_GROUP{+ and not BUG+}:
+        uncache_evicted(pool, page_id)
+    if pool.pages[page_id].ref_cnt > 1:
+== a pool that is vacated saves nothing
+    num = list_leaving(pool, bank, ids)
+    if pool.tier != NULL{+ and not BUG+}:
+== a pool is vacated under a request
+            num_held = count_held(pool) if only_unheld{+ and not BUG+} else 0
+
 # Waiting queues.
 == the work of a request is charged to those that it does not overtake
     for i in range({+line.num if BUG else +}at):

@@ -15,7 +15,7 @@ from oracle_tier import Taken
 from pool_ranges import Pools
 
 from pagepool import PagePool, PagePoolStats, PoolStats
-from pagepool._core import copy_records
+from pagepool._core import copy_records, list_sizes
 from pagepool.errors import MovesDueError
 from pagepool.hashing import MAX_KEY
 from pagepool.page_pool.integrity import NO_GROUP, NO_TENANT
@@ -177,9 +177,9 @@ def pools_of_twin(pool: OraclePool, pools: Pools, leases: Sequence[OracleLease] 
     """Return the state and counters of each pool of the oracle, or of its tier."""
     return {
         name: (
-            len(pages),
+            pool.sizes.count_in_use(pages),
             len(pool.free_in(pages)),
-            len(pages) - len(pool.free_in(pages)),
+            pool.sizes.count_in_use(pages) - len(pool.free_in(pages)),
             sum(page in pool.entry_of_page for page in pages),
             sum(page in pages for lease in leases if lease.end is not None for page in lease.page_ids),
             sum(pool.taken[page] for page in pages),
@@ -283,6 +283,21 @@ class Side:
         else:
             self.manager._store.set_time(time / SECOND)
         return len(self.manager.leases)
+
+    def resize(self, sizes: list[int]) -> dict[str, list[int]]:
+        """Let the pools have other sizes. Return the ids of held pages above, by pool."""
+        if isinstance(self.manager, OracleManager):
+            return self.manager.pools.part(self.manager.resize(sizes))
+        names = [*self.manager.pools]
+        num_pages = dict(zip(names, sizes, strict=True)) if len(names) > 1 else sizes[0]
+        held = self.manager.resize(num_pages)
+        assert all(owners for pages in held.values() for owners in pages.values())
+        return {name: sorted(held[name]) for name in names if name in held}
+
+    def vacate(self, preempt: bool) -> bool:
+        """Empty the pools. Return whether requests or rows hold pages, so that nothing changed."""
+        held = self.manager.vacate(preempt=preempt)
+        return held if isinstance(self.manager, OracleManager) else bool(held.rows or held.request_ids)
 
     def extend_lease(self, i: int, seconds: float) -> None:
         self.manager.leases[i].extend(seconds)
@@ -423,7 +438,8 @@ class PackageTwin(Twin):
 
     def look_up(self, request: Any, **options: Any) -> tuple[tuple[list[int], ...], int]:
         """Look up, and probe first where a probe can tell the result of the look-up, which has room for what it loads."""
-        probe = None if options.get("dp_shard_hint") is not None else self.manager.probe(request)
+        is_shrunk = sum(list_sizes(self.manager._store)) < self.manager.num_pages  # perhaps it is too small for the hit
+        probe = None if is_shrunk or options.get("dp_shard_hint") is not None else self.manager.probe(request)
         pages, num_tokens = super().look_up(request, **options)
         hashes = self.manager.registry.hashes.get(request.request_id)
         if probe is not None and probe.num_hit_tokens != num_tokens and not (hashes and hashes.query and hashes.query.is_short):

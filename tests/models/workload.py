@@ -291,6 +291,11 @@ class RandomWorkload(Workload):
         self.twins.call("free_page_hashes", request)
         self._free_ids.append(request.request_id)
 
+    def let_all_go(self) -> None:
+        self.let_go()
+        for request in [*self.running, *self.pending]:
+            self._preempt(request)
+
     def drain(self) -> None:
         self.let_go()
         for request in [*self.running, *self.pending]:

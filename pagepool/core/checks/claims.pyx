@@ -4,7 +4,10 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.core.holding cimport Holding, RequestPages
-from pagepool.core.pool cimport MAX_BANKS, NULL_PAGE, SECOND, Page, PageStore, Pool, bank_of, end_leases, now_of
+from pagepool.core.pool cimport (
+    MAX_BANKS, NULL_PAGE, SECOND, Page, PageStore, Pool, bank_of, count_held, count_set_aside, end_leases, has_own_reference,
+    now_of,
+)
 from pagepool.core.rows cimport Batch, Lease, RunningRows, StateWrite, holding_of, ids_by_pool
 from pagepool.core.values cimport PageIds, as_list
 
@@ -236,7 +239,7 @@ cdef void count_claim(const Pool *pool, PageClaim claim, int32_t *explained, int
             continue
         bank = bank_of(pool, page_id)
         claim.num_pages_in[bank] += 1
-        claim.num_own_in[bank] += mine[page_id] == pool.pages[page_id].ref_cnt
+        claim.num_own_in[bank] += mine[page_id] == pool.pages[page_id].ref_cnt - has_own_reference(pool, page_id)
         claim.num_first_in[bank] += mine[page_id] == explained[page_id]
         mine[page_id] = 0
         ids[num] = page_id
@@ -250,7 +253,7 @@ cdef bint add_unexplained(const Pool *pool, list claims, int32_t *explained) noe
     """
     cdef PageClaim claim
     cdef Py_ssize_t i, j, num = len(claims) - 1
-    cdef int64_t num_missing = pool.num_pages - 1 - pool.num_free + pool.num_held_free
+    cdef int64_t num_missing = count_held(pool) + count_set_aside(pool) + pool.num_held_free
     for i in range(num):
         claim = claims[i]
         for j in range(MAX_BANKS):
@@ -271,7 +274,7 @@ cdef bint add_unexplained(const Pool *pool, list claims, int32_t *explained) noe
 cdef bint add_excess(const Pool *pool, PageClaim rest, int32_t page_id, int32_t *explained) noexcept:
     """List a page that has unexplained references, and count these; afterwards they are explained."""
     cdef const Page *page = &pool.pages[page_id]
-    cdef int32_t num = page.ref_cnt - explained[page_id]
+    cdef int32_t num = page.ref_cnt - has_own_reference(pool, page_id) - explained[page_id]
     if num <= 0:
         return True
     rest.num_references += num

@@ -15,8 +15,8 @@ from pagepool.core.base cimport GUARDS, Digest
 from pagepool.core.holding.learning cimport *
 from pagepool.core.holding.skipping cimport *
 from pagepool.core.pool cimport (
-    FLAGS, NOT_FREE, NO_BANK, Page, bank_of_queue, continue_from, count_request, count_usable_in, has_free_pages, hit,
-    ids_in_queue, queue_in, queue_of_bank, take, take_this,
+    FLAGS, NOT_FREE, NO_BANK, Page, bank_of_queue, continue_from, count_denied_in, count_request, count_usable_in,
+    has_free_pages, hit, ids_in_queue, queue_in, queue_of_bank, take, take_this,
 )
 
 
@@ -295,8 +295,9 @@ cdef inline int64_t _count_inside(const int32_t *ids, Py_ssize_t start, Py_ssize
 cdef inline int64_t find_excess(
     const Pool *pool, const Holding *holding, const Hits *hits, int64_t num_new, int32_t num_computed, int32_t queue
 ) noexcept nogil:
-    """Count the pages of a bank or shard that a request would hold, hits and `num_new` new pages included, except pages that no
-    token from `num_computed` on attends to. Return 0 if the bank or shard has as many pages in all, so that waiting may help.
+    """Count the pages of a bank or shard that a request would hold, hits and `num_new` new pages included, except retired pages
+    and pages that no token from `num_computed` on attends to. Return 0 if the bank or shard has as many pages in all, so that
+    waiting may help.
     """
     cdef const Held *held
     cdef Py_ssize_t g
@@ -312,6 +313,8 @@ cdef inline int64_t find_excess(
     if count <= count_usable_in(pool, queue):  # null pages included
         return 0
     count, inside = num_new, ids_in_queue(pool, queue)
+    if queue < 0:
+        inside.stop = pool.banks[bank].stop - count_denied_in(pool, queue)
     for g in range(holding.num_groups):
         if holding.groups[g].bank != bank:
             continue

@@ -202,7 +202,7 @@ cdef inline Py_ssize_t drop_behind(Pool *pool, WriteList *writes, int32_t row, i
     cdef Py_ssize_t i, num = 0
     for i in range(writes.num - 1, -1, -1):
         if writes.items[i].row == row and writes.items[i].num_tokens > num_tokens:
-            assert pool.pages[writes.items[i].page_id].group == NO_GROUP and pool.pages[writes.items[i].page_id].ref_cnt == 1
+            assert pool.pages[writes.items[i].page_id].group == NO_GROUP and pool.pages[writes.items[i].page_id].ref_cnt > 0
             give_back(pool, writes.items[i].page_id)
             remove_write(writes, i)
             num += 1

@@ -20,6 +20,7 @@ from pagepool.core.pool.ranking cimport *
 from pagepool.core.pool.removal cimport *
 from pagepool.core.pool.pool cimport *
 from pagepool.core.pool.leases cimport *
+from pagepool.core.pool.retired cimport *
 from pagepool.core.pool.pages cimport *
 from pagepool.core.pool.store cimport *
 from pagepool.core.pool.counts cimport *

@@ -108,6 +108,14 @@ cdef inline int32_t count_pages_in(const Pool *pool, int32_t queue) noexcept nog
     return pool.banks[bank_of_queue(pool, queue)].pages_per_shard - (queue % pool.num_shards == 0)
 
 
+cdef inline int32_t count_retired(const Pool *pool) noexcept nogil:
+    """Count the pages that are out of use, in all banks."""
+    cdef int32_t bank, count = 0
+    for bank in range(pool.num_banks):
+        count += pool.banks[bank].num_retired
+    return count
+
+
 cdef inline int32_t count_set_aside(const Pool *pool) noexcept nogil:
     """Count the pages that no request can have, in all banks."""
     cdef int32_t bank, count = 0
@@ -116,9 +124,33 @@ cdef inline int32_t count_set_aside(const Pool *pool) noexcept nogil:
     return count
 
 
+cdef inline bint is_retired(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Whether a page is at or above the size to which its bank was shrunk."""
+    cdef const Bank *bank = &pool.banks[bank_of(pool, page_id)]
+    return page_id >= bank.stop - bank.num_retired
+
+
+cdef inline bint has_own_reference(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Whether one reference to a page is the pool's own: see retired.pxd."""
+    return pool.pages[page_id].ref_cnt > 0 and is_retired(pool, page_id)
+
+
+cdef inline bint is_put_away(const Pool *pool, int32_t page_id) noexcept nogil:
+    """Whether a page is retired and nobody has a reference to it, the pool included."""
+    return pool.pages[page_id].ref_cnt == 0 and is_retired(pool, page_id)
+
+
+cdef inline int32_t count_denied_in(const Pool *pool, int32_t queue) noexcept nogil:
+    """Count the retired pages of a queue's bank; 0 if all are, since requests wait for that bank to grow."""
+    cdef const Bank *bank = &pool.banks[bank_of_queue(pool, queue)]
+    return bank.num_retired if bank.num_retired < bank.stop - bank.start else 0
+
+
 cdef inline int32_t count_usable_in(const Pool *pool, int32_t queue) noexcept nogil:
-    """Count the pages of a bank or shard that requests can have. Banks with pages set aside are not divided."""
-    return count_pages_in(pool, queue) - pool.banks[bank_of_queue(pool, queue)].num_set_aside
+    """Count the pages of a bank or shard that requests can have. Banks with retired pages or pages set aside are not divided.
+    """
+    cdef int32_t num_others = count_denied_in(pool, queue) + pool.banks[bank_of_queue(pool, queue)].num_set_aside
+    return max(0, count_pages_in(pool, queue) - num_others)
 
 
 cdef inline Py_ssize_t count_queue_links(const Pool *pool, Py_ssize_t num_shards) noexcept nogil:

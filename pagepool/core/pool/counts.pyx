@@ -49,6 +49,24 @@ def count_leased(PageStore store not None) -> list:
     return [leases.num_pages_in[i] for i in range(store.pool.num_banks)]
 
 
+def count_usable(PageStore store not None, bank) -> int:
+    """Count the pages in use of a bank that requests can have; if none is in use, the pages that they wait for."""
+    cdef int32_t queue = queue_of_bank(store.checked_bank(bank)), count
+    with store.own_lock()[0]:
+        count = count_usable_in(&store.pool, queue)
+    return count
+
+
+def list_sizes(PageStore store not None) -> list:
+    """Return the number of pages in use of each bank, with its null page."""
+    cdef int64_t[MAX_BANKS] sizes
+    cdef Py_ssize_t i
+    with store.own_lock()[0]:
+        for i in range(store.pool.num_banks):
+            sizes[i] = 1 + count_pages_in(&store.pool, queue_of_bank(<int32_t>i)) - store.pool.banks[i].num_retired
+    return [sizes[i] for i in range(store.pool.num_banks)]
+
+
 def count_entries(PageStore store not None, bank) -> tuple:
     """Return the counts of a bank for `PoolStats`: cached pages, pages ever handed out, pages ever evicted, tokens of lost
     hits, refusals, and checkpoints that found no page.

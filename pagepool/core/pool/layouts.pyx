@@ -217,7 +217,7 @@ def copy_records(PageStore store not None, str names=None, bint of_tier=False) -
         (
             pool.banks[i].start, pool.banks[i].stop, pool.banks[i].num_free, pool.banks[i].num_entries,
             pool.banks[i].num_allocated_pages, pool.banks[i].num_evicted_pages, pool.banks[i].num_lost_hit_tokens,
-            pool.banks[i].num_refusals, pool.banks[i].num_passed_checkpoints,
+            pool.banks[i].num_refusals, pool.banks[i].num_passed_checkpoints, pool.banks[i].num_retired,
         )
         for i in range(pool.num_banks)
     ]

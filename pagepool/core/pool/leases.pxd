@@ -3,8 +3,7 @@
 # Always:
 #
 # * A held lease has a reference to each of its pages, and `Leases.counts` has the number of leases by page.
-# * The list from `Leases.first` has the held leases with an end; `num_pages_in` counts their pages by bank, and leaves
-#   `num_left_in` of each bank's.
+# * The list from `Leases.first` has the held leases with an end; `num_pages_in` counts their pages by bank.
 # * No lease of that list ends before `next_end`, unless another caller gave back one of its pages.
 
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
@@ -21,10 +20,10 @@ cdef inline bint make_leases(Pool *pool) noexcept nogil:
 
 
 cdef inline int32_t count_holders(const Pool *pool, int32_t page_id) noexcept nogil:
-    """Count the references to a page except those of leases."""
+    """Count the references to a page except those of leases and the pool's own."""
     cdef int32_t num_leases = pool.leases.counts[page_id] if pool.leases.counts != NULL else 0
     assert 0 <= num_leases
-    return pool.pages[page_id].ref_cnt - num_leases
+    return pool.pages[page_id].ref_cnt - num_leases - has_own_reference(pool, page_id)
 
 
 cdef inline void count_by_bank(
@@ -38,7 +37,8 @@ cdef inline void count_by_bank(
 
 cdef inline int64_t count_leasable(const Pool *pool, int32_t bank) noexcept nogil:
     """Count the pages of a bank that leases with an end may have."""
-    return pool.banks[bank].stop - pool.banks[bank].start - pool.leases.num_left_in[bank]
+    cdef int32_t num_pages = pool.banks[bank].stop - pool.banks[bank].start - pool.banks[bank].num_retired
+    return <int64_t>(pool.leases.max_share * num_pages) if pool.leases.is_limited else num_pages
 
 
 cdef inline int32_t find_over_budget(const Pool *pool, const int32_t *ids, Py_ssize_t n, int64_t *num_pages_in) noexcept nogil:

@@ -77,7 +77,7 @@ cdef inline void begin_tenants(Pool *pool) noexcept nogil:
     for bank in range(pool.num_banks):
         pool.tenants.num_charged[bank][COMMON] = count_pages_in(pool, queue_of_bank(bank))
     for page_id in range(1, pool.num_pages):
-        if is_free(pool, page_id) and part_of(pool, page_id) == BLANK:
+        if is_put_away(pool, page_id) or (is_free(pool, page_id) and part_of(pool, page_id) == BLANK):
             end_charge(&pool.tenants, bank_of(pool, page_id), page_id)
         elif is_free(pool, page_id):
             pool.tenants.num_free[bank_of(pool, page_id)][COMMON] += 1

@@ -30,10 +30,15 @@ cdef inline void _claim(Pool *pool, int32_t page_id) noexcept nogil:
 
 cdef inline void _evict(Pool *pool, int32_t page_id) noexcept nogil:
     """Have the content of a page saved in the tier, if there is one, and uncache the page."""
-    if rare(not page_id & pool.sample_mask):
-        renew_stay(pool.residency, page_id)
     if rare(pool.tier != NULL) and not (pool.num_banks > 1 and class_of(pool, page_id) == LEFT):
         pool.tier.save_evicted(pool, page_id)
+    uncache_evicted(pool, page_id)
+
+
+cdef inline void uncache_evicted(Pool *pool, int32_t page_id) noexcept nogil:
+    """Uncache an evicted page, whose content is saved if it is to be saved."""
+    if rare(not page_id & pool.sample_mask):
+        renew_stay(pool.residency, page_id)
     if rare(pool.num_banks > 1):
         _note_evicted(pool, page_id)
     uncache_for(pool, page_id, BY_EVICTION)

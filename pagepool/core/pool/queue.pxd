@@ -211,7 +211,7 @@ cdef inline Py_ssize_t push_all(Pool *pool, const int32_t *ids, Py_ssize_t n) no
     """Append pages to the queue. Return -1 or, with nothing changed, the index of a page that must not enter it."""
     cdef Py_ssize_t i, bad = -1
     for i in range(n):
-        if ids[i] == NULL_PAGE or is_free(pool, ids[i]) or pool.pages[ids[i]].ref_cnt:
+        if ids[i] == NULL_PAGE or is_free(pool, ids[i]) or pool.pages[ids[i]].ref_cnt or is_retired(pool, ids[i]):
             bad = i
             break
         pool.pages[ids[i]].prev_free = ids[i]  # until all are checked: a repeated page looks free

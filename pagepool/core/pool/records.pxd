@@ -7,6 +7,7 @@
 #   which without parts is evicted first, and `prev_free` the back.
 # * A page is in the free queue exactly when its ref count is 0; outside it both links are `NOT_FREE`. Only an engine that sets
 #   `CachePage.ref_cnt` or edits the queue itself can break this; `num_held_free` counts the free pages that it gave references.
+#   Retired pages (see retired.pxd) are outside the queue with or without references.
 # * A page has a prefix entry exactly when `group` is not `NO_GROUP`.
 # * A page with a term has a prefix entry.
 # * A leased page has a reference for each lease, and is outside the free queue.
@@ -54,6 +55,7 @@ cdef struct Bank:             # records ``[start, stop)``; unless noted, later f
     int32_t pages_per_shard   # ids in each shard, including the null page in the first one; also kept in a single bank
     int32_t num_free
     int32_t num_set_aside     # pages that no request can have, such as sinks; also kept in a single bank
+    int32_t num_retired       # pages at the end of the bank that are out of use; also kept in a single bank
     int32_t num_entries
     int64_t num_allocated_pages
     int64_t num_evicted_pages
@@ -87,7 +89,8 @@ cdef struct Leases:
     int32_t *counts           # [num_pages] references of leases; NULL: no page was ever leased
     LeasedPages *first        # list of the held leases with an end
     int64_t[MAX_BANKS] num_pages_in  # pages of the leases in this list, by bank; a page counts once for each lease
-    int64_t[MAX_BANKS] num_left_in   # pages of each bank that these leases must leave to others
+    double max_share          # of the pages in use of each bank that these leases may have, once they are limited
+    bint is_limited
     int64_t next_end          # no lease ends before this time
     int32_t num_ended         # leases that ended by themselves since they were last listed
 

@@ -8,7 +8,7 @@ from libc.string cimport memcmp
 
 from pagepool.core.base cimport MAX_PAGES
 from pagepool.core.pool.arrays cimport *
-from pagepool.core.pool.leases cimport *
+from pagepool.core.pool.retired cimport *
 from pagepool.core.values cimport as_shard, lists_of, wide_of_int
 
 import os
@@ -359,8 +359,8 @@ cdef class PageStore(PageRecords):
         if data_parallel_size is None:
             return
         n = size_of(data_parallel_size, "data_parallel_size", 1, INT64_MAX)
-        if n > 1 and count_set_aside(pool):
-            raise ArgumentError(f"data_parallel_size: got {n}, allowed with pages set aside, as for sinks: 1")
+        if n > 1 and count_set_aside(pool) + count_retired(pool):
+            raise ArgumentError(f"data_parallel_size: got {n}, allowed with pages set aside, as for sinks, or out of use: 1")
         if pool.num_banks == 1:
             return
         sizes = {name: count_pages_in(pool, queue_of_bank(<int32_t>i)) + 1 for i, name in enumerate(self.bank_names)}
@@ -663,7 +663,7 @@ cdef class PageStore(PageRecords):
         """
         cdef int32_t num_held, following, page_id, bank, queue
         with self.own_lock()[0]:
-            num_held = self.pool.num_pages - 1 - self.pool.num_free - count_set_aside(&self.pool)
+            num_held = count_held(&self.pool)
             for bank in range(self.pool.num_banks if num_held == 0 else 0):
                 queue = queue_of_bank(bank)
                 page_id = page_behind(&self.pool, end_of_queue(&self.pool, queue), queue)

@@ -191,7 +191,7 @@ cdef inline int32_t _pick_cached(Pool *pool, int32_t shard, int32_t first, Suppl
 cdef inline double _excess_of(const Pool *pool, int32_t tenant, int32_t bank, const Supply *supply) noexcept nogil:
     """Return by how many pages a tenant exceeds its share of a bank. Pages that it is about to take count."""
     cdef int32_t num_taken = supply.num_left if tenant == supply.taker else 0
-    cdef double share = pool.tenants.shares[tenant] * count_pages_in(pool, queue_of_bank(bank))
+    cdef double share = pool.tenants.shares[tenant] * (count_pages_in(pool, queue_of_bank(bank)) - pool.banks[bank].num_retired)
     assert 0 <= share and num_taken >= 0
     return pool.tenants.num_charged[bank][tenant] + num_taken - share
 

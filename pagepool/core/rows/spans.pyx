@@ -204,15 +204,24 @@ def term_of(seconds) -> int:
     return term_of_seconds(seconds)
 
 
-def limit_leases(PageStore store not None, max_num_leased) -> None:
-    """Let leases with an end have at most these numbers of pages, one for each bank, and no more than before. O(banks)."""
-    cdef PageIds most = as_page_ids(max_num_leased, "max_num_leased")
-    cdef int32_t bank
-    if most.num != store.pool.num_banks:
-        raise ArgumentError(f"max_num_leased: got {most.num}, allowed: one for each of the {store.pool.num_banks} pools")
+def limit_leases(PageStore store not None, max_share) -> None:
+    """Let leases with an end have at most a share of each bank's pages, and no more than before. O(1)."""
+    cdef double share = float_of(max_share, "max_share")
+    if not 0 <= share <= 1:
+        raise ArgumentError(f"max_share: got {shown(max_share)}, allowed: 0 to 1")
     with store.own_lock()[0]:
-        for bank in range(most.num):
-            store.pool.leases.num_left_in[bank] += max(0, count_leasable(&store.pool, bank) - most.ids[bank])
+        store.pool.leases.max_share = min(store.pool.leases.max_share, share) if store.pool.leases.is_limited else share
+        store.pool.leases.is_limited = True
+
+
+def count_leasable_pages(PageStore store not None) -> int:
+    """Count the pages that leases with an end may have, in all banks. O(banks)."""
+    cdef int64_t count = 0
+    cdef int32_t bank
+    with store.own_lock()[0]:
+        for bank in range(store.pool.num_banks):
+            count += count_leasable(&store.pool, bank)
+    return count
 
 
 def lease_pages(PageStore store not None, page_ids, bank=0, seconds=None) -> Lease:

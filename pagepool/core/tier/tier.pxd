@@ -36,6 +36,7 @@ cdef class FailedLoads:
     cdef uint8_t *is_wrong    # [num_pages]
 
 
+cdef bint save_page(Pool *pool, int32_t page_id, Digest key, int32_t group) noexcept nogil
 cdef void keep_longer(Tier *tier, int32_t tier_id) noexcept nogil
 cdef Py_ssize_t find_reachable(Pool *pool, Query *query, int32_t shard) noexcept
 cdef Py_ssize_t find_and_load(
