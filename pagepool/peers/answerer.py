@@ -32,7 +32,7 @@ MAX_CONNECTIONS = 128
 MAX_QUESTION_BYTES = 1 << 20  # of a frame; a whole question may have 64 KiB more
 MAX_SESSIONS = 4096
 MAX_READ = 64  # messages of one call
-QUEUED_ANSWERS = 64  # answers that a client leaves unread; later ones are dropped
+QUEUED_ANSWERS = 1024  # unread by a client; later ones are dropped, but an `Asker` asks less before it reads
 SECONDS_BETWEEN_LOOKS = 3600.0
 
 

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 MAX_SERVERS = 256
 """Servers to which connections are kept; the one that was asked longest ago is dropped for another one."""
+MAX_SENT = 256
+"""Questions that a server has to answer before it gets more; the others wait here. An `Answerer` queues more answers."""
 MAX_SECONDS = 1e6
 MAX_READ = 64
 MAX_MESSAGE_BYTES = 1 << 30
@@ -76,6 +78,7 @@ class Waiting:
     asked_at: float
     end_at: float
     then: Callable[[Answered], None] | None
+    is_sent: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +91,8 @@ class Server:
     is_pinned: bool  # the address has the name: another process is not asked
     heard_at: float = 0.0  # when a message arrived last
     waiting: dict[int, Waiting] = field(default_factory=dict)
+    unsent: deque[Waiting] = field(default_factory=deque)
+    num_sent: int = 0
 
 
 class Asker(SocketThread):
@@ -154,12 +159,12 @@ class Asker(SocketThread):
         return self._ends[0][0] - time.monotonic() if self._ends else 3600.0
 
     def work(self, ready: list[Socket]) -> None:
-        """Send new questions, read answers, and end questions that are over."""
+        """Read answers, take new questions, end those that are over, and send those for which there is room."""
         for each in ready:
             with contextlib.suppress(zmq.Again):
                 for _ in range(MAX_READ):
                     self._read(self._of_socket[each], each.recv_multipart(zmq.DONTWAIT, copy=False))
-        self._send_new()
+        self._take_new()
         while self._ends and self._ends[0][0] <= time.monotonic():
             _, number, address = heapq.heappop(self._ends)
             server = self._servers.get(address)
@@ -167,9 +172,11 @@ class Asker(SocketThread):
                 self._end(server, waiting, "no answer in time")
                 if server.heard_at < waiting.asked_at:
                     self._reconnect(server)
+        for server in self._servers.values():
+            self._send_due(server)
 
-    def _send_new(self) -> None:
-        """Send the questions asked since the last call. Numbers ascend for each server."""
+    def _take_new(self) -> None:
+        """Take the questions asked since the last call. Numbers ascend for each server."""
         with contextlib.suppress(IndexError):
             while True:
                 waiting = self._new.popleft()
@@ -179,8 +186,22 @@ class Asker(SocketThread):
                     self._end(None, waiting, str(error))
                     continue
                 server.waiting[waiting.number] = waiting
+                server.unsent.append(waiting)
                 heapq.heappush(self._ends, (waiting.end_at, waiting.number, waiting.address))
+
+    def _send_due(self, server: Server) -> None:
+        """Send questions while there is room: one until the name of the server is known."""
+        while server.unsent and server.num_sent < (MAX_SENT if server.name else 1):
+            waiting = server.unsent.popleft()
+            if waiting.number in server.waiting:  # else it has ended
+                waiting.is_sent = True
+                server.num_sent += 1
                 self._send(server, waiting)
+
+    def _send_again(self, server: Server) -> None:
+        """Send again what has no answer."""
+        for waiting in [each for each in server.waiting.values() if each.is_sent]:
+            self._send(server, waiting)
 
     def _send(self, server: Server, waiting: Waiting) -> None:
         head = Question(VERSION, server.name, self._session, waiting.number)
@@ -234,8 +255,7 @@ class Asker(SocketThread):
         self._disconnect(server)
         server.socket = self._connect(server.endpoint)
         self._of_socket[server.socket] = server
-        for each in list(server.waiting.values()):
-            self._send(server, each)
+        self._send_again(server)
 
     def _read(self, server: Server, frames: Sequence["zmq.Frame"]) -> None:
         """Check an answer, and end its question."""
@@ -255,8 +275,7 @@ class Asker(SocketThread):
             self._end(server, waiting, "its process was restarted")
         elif isinstance(head, Stranger) and head.server != server.name and len(head.server) == NUM_NAME_BYTES:
             server.name = head.server
-            for each in list(server.waiting.values()):
-                self._send(server, each)
+            self._send_again(server)
         return None
 
     def _end(
@@ -265,6 +284,7 @@ class Asker(SocketThread):
         """End a question."""
         if server is not None:
             del server.waiting[waiting.number]
+            server.num_sent -= waiting.is_sent
         failure = None if error is None else PeerError(f"peer {waiting.address}: {error}")
         ended = Answered(waiting.number, body, parts, failure)
         if waiting.then is None:

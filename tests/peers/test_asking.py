@@ -135,9 +135,10 @@ def test_without_its_name_a_restarted_server_is_asked(asker: Asker) -> None:
 
 def test_questions_before_the_name_is_known_are_asked_once(echo: Echo, asker: Asker) -> None:
     endpoint = echo.answerer.address.partition("#")[0]
-    numbers = [asker.ask(endpoint, bytes([i]), seconds=SECONDS) for i in range(50)]
-    assert [each.body for each in wait(asker, *numbers)] == [bytes([i]) for i in range(50)]
-    assert echo.seen == [bytes([i]) for i in range(50)]
+    bodies = [i.to_bytes(2, "big") for i in range(3000)]
+    numbers = [asker.ask(endpoint, body, seconds=SECONDS) for body in bodies]
+    assert [each.body for each in wait(asker, *numbers)] == [body[::-1] for body in bodies]
+    assert echo.seen == bodies
 
 
 class Wire:

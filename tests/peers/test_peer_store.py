@@ -382,6 +382,7 @@ def test_a_server_may_be_closed_at_any_time(keep: Callable[[Any], Any]) -> None:
     assert pool.stats().num_free_pages == 99  # nothing stays held
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")
 def test_a_fork_leaves_both_to_the_parent(keep: Callable[[Any], Any]) -> None:
     engine = Engine()
     server = serve(engine, keep)

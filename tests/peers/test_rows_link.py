@@ -237,6 +237,7 @@ def test_a_pull_of_much_does_not_block_others(make: Callable[..., RowsLink]) -> 
     assert answers == [small, large]
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")
 def test_a_fork_leaves_the_link_to_its_parent(make: Callable[..., RowsLink]) -> None:
     owner = make()
     owner.offer(1, [content(0, 10)], seconds=60)
