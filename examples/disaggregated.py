@@ -1,6 +1,6 @@
 """Prefill and decode apart: a router, engines that compute prompts, and engines that pull their pages and answer.
 
-In a clone ``pip install --editable '.[jax,events,peers]'`` installs the dependencies; ``make disaggregated`` does so and runs it.
+In a clone ``make disaggregated`` installs the dependencies, ``pip install --editable '.[jax,events,peers]'``, and runs it.
 
 Each engine is a process on this machine. The router knows from events what each of them has cached: it sends a chat's turn to
 the engine for answers that hits most of it, and lets that one ask the engine for prompts that hits most. Then one engine does
@@ -125,8 +125,8 @@ class Peers:
 
 
 def run_turn(prefill: Peers, decoding: Peers, prompts: Sequence[list[int]], killed: str | None) -> tuple[list[list[int]], int]:
-    """Let the engines answer all prompts, while the first engine of a role is `killed` or none. Return the answers, and how many
-    tokens of the prompts the engines for answers had.
+    """Let the engines answer all prompts; if a role is `killed`, kill its first engine meanwhile. Return the answers, and how
+    many tokens of the prompts were cached where they are answered.
     """
     answers: list[list[int]] = [[] for _ in prompts]
     pending: dict[int, int] = {}  # the engine of each prompt without an answer

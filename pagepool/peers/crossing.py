@@ -28,13 +28,13 @@ class Crossing:
         self._end_step = 1 if rules.checkpoint_interval is None else rules.hit_tokens
 
     def find_end(self, num_tokens: int) -> int:
-        """Return how many leading tokens of a prompt are worth asking for: all but the last one, which the asking engine computes
-        to sample the next; with states that are kept, up to where a later request can resume.
+        """Return how many leading tokens of a prompt are worth asking for: all but the last one, from which the asking engine
+        samples the next; with states that are kept, up to where a later request can resume.
         """
         return (num_tokens - 1) // self._end_step * self._end_step
 
     def count_crossing(self, num_computed_tokens: int, end: int) -> int:
-        """Return the number of leading tokens whose pages can cross once these are computed, of a prompt of `end` tokens: all at
+        """Return the number of leading tokens of a prompt of `end` tokens whose pages can cross once these are computed: all at
         its end, and before only full pages of full attention.
         """
         if num_computed_tokens == end:
@@ -42,8 +42,8 @@ class Crossing:
         return num_computed_tokens // self._full_size * self._full_size if self._has_full else 0
 
     def list_places(self, num_hit_tokens: int, start: int, stop: int, end: int) -> list[range]:
-        """Return the places of the pages that cross with the tokens before `stop`, a result of `count_crossing`, if those of the
-        tokens before `start` have crossed, by group. The prompt has `end` tokens, of which the other engine hit
+        """Return the places of the pages that cross with the tokens before `stop`, a result of `count_crossing`, if the pages of
+        the tokens before `start` have crossed, by group. The prompt has `end` tokens, and the other engine hit
         `num_hit_tokens`.
 
         Full attention crosses page by page. At the end also the open page crosses, and of windows, chunks and states what the

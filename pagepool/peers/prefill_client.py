@@ -60,8 +60,8 @@ class Fetching:
 class PrefillClient:
     """Lets other engines, each with a `PrefillServer`, compute prompts, and pulls the pages that this engine lacks.
 
-    The engine admits a request with ``num_external_tokens``, as many as `find_end` says, and calls `ask`. It calls `poll` in each
-    step, and `cancel` if the request ends before its pages have arrived.
+    The engine admits a request with ``num_external_tokens``, as many as `find_end` says, and calls `ask`. It calls `poll` in
+    each step, and `cancel` if the request ends before its pages have arrived.
 
     A peer that is dead, slow, of another model or with other bytes costs time, never tokens: the request computes what has not
     arrived.

@@ -143,9 +143,7 @@ def test_a_lease_is_extended() -> None:
     pages.wait(9)
     assert lease.is_held
     pages.wait(2)
-    with pytest.raises(
-        ArgumentError, match=r"^lease: got one that has ended, or was made without seconds, allowed: others$"
-    ):
+    with pytest.raises(ArgumentError, match=r"^lease: got one that has ended, or was made without seconds, allowed: others$"):
         lease.extend(10)
     lease.release()
     with pages.manager.lease([1]) as other, pytest.raises(ArgumentError, match="made without seconds"):

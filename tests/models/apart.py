@@ -154,7 +154,8 @@ class FaultyLink:
 
     def offer(self, number: int, parts: Sequence[Any], *, seconds: float) -> None:
         """Copy nothing: what is written to the parts before they are pulled is seen."""
-        assert seconds > 0 and (self._address, number) not in self._network.offers
+        assert seconds > 0
+        assert (self._address, number) not in self._network.offers
         self._network.offers[self._address, number] = parts
 
     def withdraw(self, number: int) -> None:

@@ -15,9 +15,9 @@ pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
 pytest.importorskip("xxhash")
 
-from pagepool import FullAttentionSpec, MambaSpec, RequestTraits, SlidingWindowSpec  # noqa: E402
-from pagepool.errors import ArgumentError, ArgumentTypeError, PeerError  # noqa: E402
-from pagepool.peers import PrefillClient, PrefillServer, RowsLink  # noqa: E402
+from pagepool import FullAttentionSpec, MambaSpec, RequestTraits, SlidingWindowSpec
+from pagepool.errors import ArgumentError, ArgumentTypeError, PeerError
+from pagepool.peers import PrefillClient, PrefillServer, RowsLink
 
 NO_TRAITS = RequestTraits()
 SETTINGS = {
@@ -45,9 +45,7 @@ class Pair:
         self.prefill, self.decode = Side(specs, hash_seed=1), Side(specs, hash_seed=1)
         self.served, self.pulled = (links.get(name) or FaultyLink(self.network) for name in ("served", "pulled"))
         self.server = PrefillServer(self.prefill.manager, self.served, NAMESPACE, SECRET, lease_seconds=2.0)
-        self.client = PrefillClient(
-            self.decode.manager, self.pulled, NAMESPACE, SECRET, self.decode.make_parts, seconds=2.0
-        )
+        self.client = PrefillClient(self.decode.manager, self.pulled, NAMESPACE, SECRET, self.decode.make_parts, seconds=2.0)
         self.running: dict[int, Any] = {}  # prompts by row of the prefill side
         self.waiting: list[Any] = []
         self.num_failed = self.num_prefilled = 0
@@ -85,8 +83,8 @@ class Pair:
         server.poll()
 
     def run(self, row: int, token_ids: list[int], traits: RequestTraits = NO_TRAITS, answer: Sequence[int] = ()) -> int:
-        """Let a row of the decode side get its prompt, compute the last token and an answer. Return how many tokens of the prompt
-        it computed.
+        """Let a row of the decode side get its prompt, and compute the last token and an answer. Return how many tokens of the
+        prompt it computed.
         """
         batch, before = self.decode.batch, self.network.num_bytes
         end = self.client.find_end(len(token_ids))
@@ -157,7 +155,8 @@ def test_faults_cost_no_tokens(specs: list[Any], seed: int, pairs: list[Pair]) -
     for i in range(6):
         prefix = rng.choice(known)[: rng.randint(0, 60)]
         token_ids = prefix + [rng.randrange(99) for _ in range(rng.randint(2, 40))]
-        pair.run(i % 4, token_ids, RequestTraits(cache_salt=rng.choice((None, "salt", 7, b"x")), lora_id=rng.choice((None, 3, "a"))))
+        traits = RequestTraits(cache_salt=rng.choice((None, "salt", 7, b"x")), lora_id=rng.choice((None, 3, ("a", 1))))
+        pair.run(i % 4, token_ids, traits)
     assert pair.decode.manager.stats().num_held_pages == 0
 
 
@@ -195,7 +194,8 @@ def test_a_prompt_that_is_cancelled_is_dropped(pairs: list[Pair]) -> None:
         pair.server.poll()
     lease = pair.prefill.manager.lease([])
     pair.server.offer(prompts[0], 8, [pair.prefill.device[0][:2]], leases=[lease])
-    assert not lease.is_held and not pair.network.offers
+    assert not lease.is_held
+    assert not pair.network.offers
     assert pair.client.poll() == []
 
 
@@ -216,7 +216,8 @@ def test_a_dead_client_is_noticed(pairs: list[Pair]) -> None:
     while pair.network.offers:
         assert time.monotonic() < deadline
         pair.server.poll()
-    assert not lease.is_held and not pair.server.is_wanted(prompts[0])
+    assert not lease.is_held
+    assert not pair.server.is_wanted(prompts[0])
 
 
 @pytest.mark.parametrize(
@@ -236,11 +237,11 @@ def test_what_cannot_be_asked(token_ids: Any, num_hits: Any, error: Any, message
     with pytest.raises(error, match=f"^{message}"):
         pair.client.ask("a", pair.server.address, token_ids, num_hits)
     pair.client.ask("a", pair.server.address, [1, 2], 0)
-    with pytest.raises(ArgumentError, match="^name: got 'a', which is on its way"):
+    with pytest.raises(ArgumentError, match=r"^name: got 'a', which is on its way"):
         pair.client.ask("a", pair.server.address, [1, 2], 0)
-    with pytest.raises(ArgumentError, match="^traits: got an int of more than 64 bits"):
+    with pytest.raises(ArgumentError, match=r"^traits: got an int of more than 64 bits"):
         pair.client.ask("b", pair.server.address, [1, 2], 0, traits=RequestTraits(cache_salt=2**70))
-    with pytest.raises(ArgumentError, match="^traits: got media"):
+    with pytest.raises(ArgumentError, match=r"^traits: got media"):
         pair.client.ask("b", pair.server.address, [1, 2], 0, traits=RequestTraits(num_encoder_tokens=2))
 
 
@@ -253,6 +254,7 @@ def test_another_namespace_is_refused() -> None:
     arrivals: list[Any] = []
     while not arrivals:
         arrivals = client.poll()
-    assert isinstance(arrivals[0].error, PeerError) and not server.take()
+    assert isinstance(arrivals[0].error, PeerError)
+    assert not server.take()
     client.close()
     server.close()
