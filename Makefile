@@ -34,7 +34,7 @@ MAKEFLAGS += --no-print-directory --jobs=2
 help:  ## this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: demo engine test test-all debug sanitize threads tsan fuzz soak planted coverage mutation lint bench
+.PHONY: demo engine disaggregated test test-all debug sanitize threads tsan fuzz soak planted coverage mutation lint bench
 .PHONY: bench-vllm bench-windows bench-states bench-router bench-keeping bench-hints bench-host bench-results bench-plot test-easydel test-ray test-stores test-torch test-vllm torch-gpu
 .PHONY: easydel-environment torch-environment vllm-environment clean wheel test-wheel test-lowest release-check canary-vllm
 
@@ -43,6 +43,9 @@ demo: $(VENV)/extra-replay  ## replay the built-in generator's chats
 
 engine: $(VENV)/extra-jax,store  ## let the example engine generate, with random weights: ENGINE_ARGS="--kind linear --turns 3"
 	$(VENV)/bin/python examples/engine.py $(ENGINE_ARGS)
+
+disaggregated: $(VENV)/extra-jax,events,peers  ## prefill and decode apart, in processes: DISAGGREGATED_ARGS="--kind linear --kill prefill"
+	$(VENV)/bin/python examples/disaggregated.py $(DISAGGREGATED_ARGS)
 
 # One worker per core; a worker without tests takes some from another.
 PYTEST = $(RUN) $(VENV)/bin/python -m pytest -n auto --dist worksteal

@@ -87,7 +87,7 @@ class PrefillEngine(CrossingEngine):
         self.prompts: dict[Request, RemotePrompt] = {}
 
     def step(self) -> list[tuple[Request, list[int]]]:
-        """Queue the prompts that have come, and drop those that nobody waits for. Then do a step, if there is work."""
+        """Queue new prompts, and drop those without a waiting engine. Then do a step, if there is work."""
         for prompt in self.server.take():
             try:
                 self.prompts[self.add(prompt.token_ids.tolist(), SamplingParams(max_tokens=1), streams=False)] = prompt
@@ -132,14 +132,15 @@ class Fetched(NamedTuple):
 
 
 class DecodeEngine(CrossingEngine):
-    """An engine that pulls the pages of prompts which others compute. It computes what does not arrive."""
+    """An engine with prompts from others: it pulls their pages, and computes what does not arrive."""
 
     def __init__(self, weights: Weights, secret: bytes, *, seconds: float = 10.0, **options: Any) -> None:
         """A request waits at most `seconds` for a sign of life of the other engine."""
         super().__init__(weights, secret, **options)
         self.client = PrefillClient(self.manager, self.link, self.namespace, secret, self.make_parts, seconds=seconds)
         self.asked: list[tuple[Request, str]] = []  # requests without a row, and the engine to be asked
-        self.fetched: dict[int, Fetched] = {}  # by row
+        self.fetched: dict[int, Fetched] = {}
+        """Requests by row."""
         self.num_pulled_bytes = self.num_failed = 0
 
     def add_remote(self, prompt: Sequence[int], params: SamplingParams, address: str) -> Request:

@@ -1,4 +1,4 @@
-"""Prefill and decode apart: a router, engines that compute prompts, and engines that pull their pages and answer.
+"""Prefill and decode apart: a router, engines for prompts, and engines for answers. The latter pull the pages of prompts.
 
 In a clone ``make disaggregated`` installs the dependencies, ``pip install --editable '.[jax,events,peers]'``, and runs it.
 
@@ -77,6 +77,7 @@ class Peers:
         self.connections: list[Connection] = [None] * num_engines  # type: ignore[list-item]
         self.processes: list[Any] = [None] * num_engines
         self.addresses = [""] * num_engines
+        self.routed: set[int] = set()  # prompts that an engine has
         for i in range(num_engines):
             self.start(i)
         for i in range(num_engines):
@@ -97,19 +98,30 @@ class Peers:
         self.addresses[i], *endpoints = self.connections[i].recv()
         self.subscriber.connect(i, *endpoints)
 
+    def choose(self, number: int, token_ids: list[int]) -> int:
+        """Return the engine that hits most of a prompt, or has less to do."""
+        self.routed.add(number)
+        return self.router.choose(number, token_ids).worker
+
+    def end(self, number: int) -> None:
+        """Count a prompt no longer as work of its engine."""
+        if number in self.routed:
+            self.routed.remove(number)
+            self.router.end(number)
+
     def kill(self, i: int) -> None:
         """Kill an engine as a crash does, and start another one in its place."""
         self.processes[i].kill()
         self.processes[i].join()
         self.subscriber.disconnect(i)
-        self.router.remove_worker(i)
+        self.routed.difference_update(map(int, map(str, self.router.remove_worker(i))))
         self.router.add_worker(i)
         self.connections[i].close()
         self.start(i)
         self.greet(i)
 
     def report(self) -> dict[str, int]:
-        """Return the bytes that the engines have pulled, and the prompts that they computed themselves."""
+        """Return the pulled bytes, and the number of prompts computed by the engines themselves."""
         for connection in self.connections:
             connection.send((0, None, ""))
         counts = [connection.recv() for connection in self.connections]
@@ -133,8 +145,7 @@ def run_turn(prefill: Peers, decoding: Peers, prompts: Sequence[list[int]], kill
     num_hits = 0
 
     def send(i: int) -> None:
-        first = prefill.router.choose(i, prompts[i]).worker
-        pending[i] = decoding.router.choose(i, prompts[i]).worker
+        first, pending[i] = prefill.choose(i, prompts[i]), decoding.choose(i, prompts[i])
         decoding.connections[pending[i]].send((i, prompts[i], prefill.addresses[first]))
 
     for i in range(len(prompts)):
@@ -143,7 +154,7 @@ def run_turn(prefill: Peers, decoding: Peers, prompts: Sequence[list[int]], kill
         time.sleep(KILL_SECONDS)
         (prefill if killed == "prefill" else decoding).kill(0)
         for i in [i for i, worker in pending.items() if killed == "decode" and worker == 0]:
-            prefill.router.end(i)
+            prefill.end(i)
             send(i)
     end_at = time.monotonic() + TURN_SECONDS
     while pending:
@@ -155,7 +166,7 @@ def run_turn(prefill: Peers, decoding: Peers, prompts: Sequence[list[int]], kill
             num_hits += hits
             del pending[i]
             for peers in (prefill, decoding):
-                peers.router.end(i)
+                peers.end(i)
     return answers, num_hits
 
 
@@ -188,14 +199,14 @@ def main() -> int:
         "--seconds", type=float, default=10.0, help="time without a sign of life after which a peer counts as dead"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
-    parser.add_argument("--kill", choices=["prefill", "decode"], help="kill an engine of this role in each turn")
+    parser.add_argument("--kill", choices=["prefill", "decode"], help="kill an engine of this role in the first turn")
     args = parser.parse_args()
     secret = secrets.token_bytes(32)
     prefill, decoding = Peers("prefill", args.prefill, args, secret), Peers("decode", args.decode, args, secret)
     prompts, is_equal = [encode(prompt) for prompt in PROMPTS], True
     try:
         for turn in range(args.turns):
-            answers, num_hits = run_turn(prefill, decoding, prompts, args.kill)
+            answers, num_hits = run_turn(prefill, decoding, prompts, None if turn else args.kill)
             is_equal &= answers == answer_alone(prompts, args)
             pulled = decoding.report()
             num_tokens = sum(map(len, prompts))

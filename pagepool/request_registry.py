@@ -17,7 +17,6 @@ from pagepool._core import (
     RequestPages,
     list_claims,
     list_leases,
-    list_sizes,
 )
 from pagepool.arguments import has_status, id_of, read_count, refuse_incomplete, require_int, require_name
 from pagepool.errors import ArgumentError, shown
@@ -68,11 +67,6 @@ class RequestRegistry(KeyHolder, RequestMaps):
         self._batch_numbers = count()
         self.watcher: Callable[[Any], None] | None = None
         self.find_fetch: FindFetch | None = None  # without a store, or with one that tells nothing
-
-    @property
-    def max_leased(self) -> list[int]:
-        """The number of pages in use of each pool that leases with an end may hold."""
-        return [int(self.max_leased_share * (size - 1)) for size in list_sizes(self.page_pool.store)]
 
     # Running batches.
 

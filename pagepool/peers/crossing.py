@@ -1,4 +1,4 @@
-"""The pages that cross between an engine that computes a prompt and another one that computes its answer."""
+"""The pages that cross from an engine with a prompt to another one with its answer."""
 
 from collections.abc import Sequence
 from math import lcm
@@ -42,9 +42,8 @@ class Crossing:
         return num_computed_tokens // self._full_size * self._full_size if self._has_full else 0
 
     def list_places(self, num_hit_tokens: int, start: int, stop: int, end: int) -> list[range]:
-        """Return the places of the pages that cross with the tokens before `stop`, a result of `count_crossing`, if the pages of
-        the tokens before `start` have crossed, by group. The prompt has `end` tokens, and the other engine hit
-        `num_hit_tokens`.
+        """Return the places of the pages that cross with the tokens before `stop`, a result of `count_crossing`, by group.
+        Those before `start` have crossed. The prompt has `end` tokens, and the other engine hit `num_hit_tokens`.
 
         Full attention crosses page by page. At the end also the open page crosses, and of windows, chunks and states what the
         next token reads. O(groups).

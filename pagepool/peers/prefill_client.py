@@ -26,7 +26,7 @@ NO_TRAITS = RequestTraits()
 
 
 class Arrival(NamedTuple):
-    """Pages of a prompt that have arrived, or the end of a prompt that failed.
+    """Arrived pages of a prompt, or the end of one after a failure.
 
     With `parts`, copy the pages at `places`, by cache group, of the row `name` from them, then call
     ``batch.commit_external(row, num_tokens, is_last=is_last)``. With an `error` call ``batch.fail_external(row, num_tokens)``:
@@ -99,10 +99,9 @@ class PrefillClient:
         self._close = weakref.finalize(self, self._asker.close)
 
     def find_end(self, num_tokens: int) -> int:
-        """Return how many leading tokens of a prompt of `num_tokens` another engine should compute: all but the last one, which
-        this engine computes to sample the next. With states that are kept it is where a later request can resume, so that the
-        state that arrives is cached. Admit the request with ``num_external_tokens=find_end(num_tokens) - probe(...)``, if that
-        is above 0.
+        """Return how many leading tokens of a prompt of `num_tokens` another engine should compute: all but the last one, from
+        which this engine samples the next. With states that are kept it is a place where later requests can resume, so their
+        state is cached here. Admit the request with ``num_external_tokens=find_end(num_tokens) - probe(...)``, if above 0.
         """
         return self._crossing.find_end(require_int("num_tokens", num_tokens, 1, MAX_SIZE))
 
@@ -158,7 +157,7 @@ class PrefillClient:
         self._of_name[name] = fetching
 
     def poll(self) -> list[Arrival]:
-        """Return the pages that have arrived since the last call, and the prompts that failed. O(answers)."""
+        """Return the pages arrived since the last call, and the failed prompts. O(answers)."""
         arrivals: list[Arrival] = []
         for answered in self._asker.poll():
             fetching = self._of_question.pop(answered.number, None)

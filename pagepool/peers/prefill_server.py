@@ -170,9 +170,9 @@ class Prompts:
 class PrefillServer:
     """Computes prompts for other engines, whose `PrefillClient` asks for them, and lets these pull the pages.
 
-    The engine calls `take` before each step and admits the prompts like others. Once a step has ended well that computed some
-    of their tokens, it gathers the pages that `list_pages` names and calls `offer`: chunk by chunk, and at the prompt's end,
-    before it computes anything behind it. Tokens that it hit count as computed. It calls `poll` in each step.
+    The engine calls `take` before each step and admits the prompts like others. Once a step with some of their tokens has ended
+    well, it gathers the pages that `list_pages` names and calls `offer`: chunk by chunk, and at the prompt's end, before it
+    computes anything behind it. Hits count as computed. It calls `poll` in each step. Each server has a link of its own.
 
     A prompt is dropped when the other engine ends it, or gives no sign of life for `lease_seconds`.
     """
@@ -269,7 +269,7 @@ class PrefillServer:
         self.poll()
 
     def poll(self) -> None:
-        """End the offers of chunks that have arrived, and drop prompts that nobody waits for. O(prompts)."""
+        """End the offers of arrived chunks, and drop prompts without a waiting engine. O(prompts)."""
         ended: list[Offered] = []
         now = time.monotonic()
         with self._prompts.lock:

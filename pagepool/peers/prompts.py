@@ -20,8 +20,8 @@ class Wanted(msgspec.Struct, array_like=True, frozen=True, tag="wanted", forbid_
     prompt: bytes  # a random name
     token_ids: bytes  # int32, little-endian
     num_hit_tokens: int  # tokens whose pages the asking engine has
-    cache_salt: Any  # for `read_salt`
-    lora_id: Any  # for `read_lora_id`
+    cache_salt: Any  # `read_salt` checks it
+    lora_id: Any  # `read_lora_id` checks it
     session_id: str | None
     tenant: str | None
 
@@ -42,8 +42,8 @@ class Ended(msgspec.Struct, array_like=True, frozen=True, tag="ended", forbid_un
 class Chunk(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Pages that can be pulled."""
 
-    address: str  # of the link
-    number: int  # of the offer at the link
+    address: str  # the link's
+    number: int  # the offer's
     num_tokens: int  # tokens of the prompt that are computed by now
 
 

@@ -89,7 +89,7 @@ cdef class Lease:
         return True
 
     cdef int refuse_budget(self, int32_t bank, int64_t num_pages) except -1:
-        """Raise the error for a bank of which leases with an end would have `num_pages` pages."""
+        """Raise the error for a bank if leases with an end would have `num_pages` of its pages."""
         cdef int64_t num_leased, most
         with self.store.own_lock()[0]:
             num_leased, most = self.store.pool.leases.num_pages_in[bank], count_leasable(&self.store.pool, bank)
