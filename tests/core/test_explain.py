@@ -48,7 +48,7 @@ def show(confusion: Counter[tuple[MissCause, MissCause]]) -> str:
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
 def test_causes_are_those_of_an_oracle(world: World) -> None:
-    num_requests = max(40, NUM_OPERATIONS // 2 // len(WORLDS))
+    num_requests = max(40, NUM_OPERATIONS // 4 // len(WORLDS))
     confusion: Counter[tuple[MissCause, MissCause]] = Counter()
     faults: list[str] = []
     for seed in range(-(-num_requests // 400)):

@@ -446,6 +446,7 @@ def test_device_slots_are_those_of_numpy(page_size: int) -> None:
 # Many devices.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "is_wide"),
     [(4, False), pytest.param(4, True, marks=pytest.mark.slow), pytest.param(8, False, marks=pytest.mark.slow)],

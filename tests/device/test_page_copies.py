@@ -152,6 +152,7 @@ def test_moves_pass_a_transfer_guard(guard: Any, kind: type[CopiedPages]) -> Non
 # Compilations.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num_pages", "max_num", "num_programs", "is_committed"),
     [(CopiedPages, 40, 39, 7, True), (TransferredPages, 100, 500, 2 * 3 * 7, True)],

@@ -97,6 +97,7 @@ def test_answers_with_drafts(weights: Weights, num_ahead: int) -> None:
     check_drafts(batch)
 
 
+@pytest.mark.slow
 def test_answers_with_all_drafts_that_a_ring_takes_back() -> None:
     """Of five drafts, three of which are rejected on average. Two entries lie in a page."""
     options = {"num_drafts": 5, "page_size": 8, "num_pages": 24}
@@ -123,6 +124,7 @@ def test_drafts_are_what_followed_the_same_tokens() -> None:
     assert propose([1, 2, 3], 2) == propose([1], 2) == propose([1, 1], 0) == []
 
 
+@pytest.mark.slow
 def test_rings_share_a_pool_with_pages_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MIXERS, "ring", RING._replace(pool="kv"))
     engine = make_engine(RING_WEIGHTS, num_pages=46, num_state_pages=46)

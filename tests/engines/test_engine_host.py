@@ -85,6 +85,7 @@ def test_transfers_and_steps_that_fail_at_random(monkeypatch: pytest.MonkeyPatch
     check_host(engine)
 
 
+@pytest.mark.slow
 @AHEAD
 def test_rings_with_drafts_forks_and_failures(monkeypatch: pytest.MonkeyPatch, num_ahead: int) -> None:
     """Pages of attention come back from the host, rings never do."""

@@ -125,6 +125,7 @@ def test_samples_fork_where_the_store_has_the_whole_prompt(tmp_path: Path) -> No
         engine.close()
 
 
+@pytest.mark.slow
 @MODELS
 def test_an_engine_short_of_pages(weights: Weights, tmp_path: Path) -> None:
     """Neither the pool nor the host has all pages: they come back from the store."""
@@ -244,6 +245,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], Callable[[], AbstractContextMana
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @MODELS
 def test_a_folder_that_breaks_meanwhile(weights: Weights, fault: str, tmp_path: Path) -> None:

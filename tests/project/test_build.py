@@ -66,6 +66,7 @@ class Tree:
         path.write_text(path.read_text().replace(old, new))
 
 
+@pytest.mark.slow
 def test_only_what_changed_is_built(tmp_path: Path) -> None:
     tree = Tree(tmp_path)
     user, alone = "pagepool.core.room.user", "pagepool.core.alone"

@@ -194,6 +194,7 @@ def test_states_without_a_trace(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert names[-1] == "other, raw, Qwen3-Next, 200 GiB, 28% states"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bandwidth", "rate", "use"),
     [(0.2e9, 5_000, 0.3), (2e9, 50_000, 0.9), (20e9, 50_000, 0.9)],
