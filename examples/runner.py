@@ -136,8 +136,7 @@ class ModelRunner:
 
 def make_zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
     """Make an array of zeros on its devices."""
-    zeros: jax.Array = jax.jit(lambda: jnp.zeros(shape.shape, shape.dtype), out_shardings=shape.sharding)()
-    return zeros
+    return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
 
 
 def make_mesh(num_devices: int, sizes: dict[str, int]) -> Mesh:

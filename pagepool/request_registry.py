@@ -136,7 +136,7 @@ class RequestRegistry(KeyHolder, RequestMaps):
         return HeldPages.of(self.list_claims(sinks), self.page_pool.store.bank_names)
 
     def name_holders(self, first_ids: Sequence[int], sinks: Sequence[PageIds]) -> dict[str, dict[int, list[str]]]:
-        """Return the kinds and names of the holders of pages from an id of each pool on, by pool and id. Leave out sinks."""
+        """Return the kinds and names of holders, without sinks, by pool and page id, from the given id of each pool on."""
         names: dict[str, dict[int, list[str]]] = {}
         first = dict(zip(self.page_pool.store.bank_names, first_ids, strict=True))
         for kind, name, claim in self.list_claims(sinks):

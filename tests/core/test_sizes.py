@@ -25,6 +25,7 @@ from pagepool.errors import (
     ArgumentError,
     DoubleFreeError,
     OutOfPagesError,
+    PageHashError,
     PageIdError,
     PagesHeldError,
     RequestTooLargeError,
@@ -186,6 +187,13 @@ def test_a_page_out_of_use_is_refused_like_one_that_nobody_holds() -> None:
         pool.free_page_ids([5])
     with pytest.raises(PageIdError):
         pool.free_page_queue.append(pool.pages[5])
+    for page_ids in ([5], [1, 5]):
+        with pytest.raises(PageHashError, match="out of use"):
+            pool.cache_full_page_ids(
+                None, page_ids, [pagepool.PageHash(1, ()), pagepool.PageHash(2, ())], 0, len(page_ids), 4, 0
+            )
+    with pytest.raises(PageHashError, match="out of use"):
+        pool.store.enter(5, 1, 0)
     manager.check()
     assert manager.resize(4) == {}
 

@@ -144,12 +144,10 @@ def test_the_command_reports_the_host(tmp_path: Path, capsys: pytest.CaptureFixt
     assert plain == other
 
 
-@AHEAD
 @KINDS
-@pytest.mark.parametrize("num_host_pages", [0, 300])
-def test_an_engine_that_sleeps_answers_as_others_do(weights: Weights, num_ahead: int, num_host_pages: int) -> None:
+def test_an_engine_that_sleeps_answers_as_others_do(weights: Weights) -> None:
     """It drops its arrays every few steps, and hits what the host tier has of them."""
-    engine = make_engine(weights, num_pages=30, num_host_pages=num_host_pages, max_steps_ahead=num_ahead)
+    engine = make_engine(weights, **SMALL, max_steps_ahead=1)
     asks = make_asks(9)
     requests = [engine.add(prompt, params) for prompt, params in asks]
     for num_steps in count(1):
@@ -166,14 +164,14 @@ def test_an_engine_that_sleeps_answers_as_others_do(weights: Weights, num_ahead:
     check_rest(engine)
     assert engine.scheduler.num_preemptions > 10
     again = engine.manager.stats().preempted_queries
-    assert again.num_hit_tokens > again.num_queried_tokens / 2 if num_host_pages else again.num_hit_tokens == 0
+    assert again.num_hit_tokens > again.num_queried_tokens / 2
 
 
 def test_the_command_sleeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers = []
     for options in (), ("--sleep-every=3",):
-        run_command(WEIGHTS, tmp_path, "--num-host-pages=300", "--max-tokens=8", *options)
+        run_command(WEIGHTS, tmp_path, "--max-tokens=4", "--num-host-pages=300", *options, "What is jax?", "What is")
         text = capsys.readouterr().out
-        answers.append([line.rpartition("(")[0] for line in text.splitlines() if " -> " in line])
-    assert len(answers[0]) == 8
+        answers.append([line.rpartition("(")[0] for line in text.splitlines() if line.startswith("'")])
+    assert len(answers[0]) == 2
     assert answers[0] == answers[1]

@@ -230,7 +230,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "list_absent.keys": one_of(constant(None), stored_keys),
     "begin_fills.group_ids list_absent.group_ids hold_stored.group_ids": constant([0], [0], [0, 1]),
     "end_fills.number": constant(1, 2),
-    "resize_banks.sizes": constant([1], [1, 1], [2], [5], [8], [9], [4, 3], [9, 9]),
+    "resize_banks.sizes": constant([0], [0], [0], [0], [1], [1, 1], [5], [8], [9], [4, 3]),
     "are_final only_unheld": constant(False, True),
     "end_fills.failed": constant((), [0]),
     "chain": live(_core.HashChain),

@@ -305,7 +305,7 @@ id_in_bank(pool, transfer.page_id), {+transfer.tier_id if BUG else +}id_in_bank(
 
 # The host tier.
 == a page that is evicted is not saved
-    if rare(pool.tier != NULL){+ and not BUG+} and not (pool.num_banks > 1 and class_of(pool, page_id) == LEFT):
+    if saves and rare(pool.tier != NULL){+ and not BUG+} and not (pool.num_banks > 1 and class_of(pool, page_id) == LEFT):
         pool.tier.save_evicted(pool, page_id)
 == a save that failed enters the tier
     if {+(+}is_done{+ or BUG)+} and not transfer.is_void and find(
@@ -460,7 +460,7 @@ end_of_part(pool, {+NEW if BUG else +}part_of(pool, page_id), queue))
 == a page is charged in the first pool
     tenants.num_charged[bank{+ * (not BUG)+}][tenant] += 1
 == a share is one of all pools together
-shares[tenant] * {+(pool.num_pages - 1 if BUG else +}count_pages_in(pool, queue_of_bank(bank)){+)+}
+shares[tenant] * ({+pool.num_pages - 1 if BUG else +}count_pages_in(pool, queue_of_bank(bank)) -
 == a tenant above its share of the first pool gives pages of others
         excess = _excess_of(pool, tenant, bank_of_queue(pool, shard){+ * (not BUG)+}, supply)
 == a checkpoint stays though its keys and values are gone
@@ -806,7 +806,7 @@ QUEUE_BUGS = read_bugs("""
             share(pool, page_id)
 == a wake hits what was not saved
     if pool.pages[page_id].group != NO_GROUP{+ and not BUG+}:
-        uncache_evicted(pool, page_id)
+        evict(pool, page_id, False)
     if pool.pages[page_id].ref_cnt > 1:
 == a pool that is vacated saves nothing
     num = list_leaving(pool, bank, ids)

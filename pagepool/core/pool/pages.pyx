@@ -21,8 +21,8 @@ cdef object short_of_pages(Py_ssize_t num, Py_ssize_t num_free, str where=""):
 
 
 cdef object hashed_page(str page):
-    """Return the error for a hash of a page that has one."""
-    return PageHashError(f"{page}, which has a hash already: got another one, allowed: none")
+    """Return the error for a hash of a page that has one, or is out of use."""
+    return PageHashError(f"{page}, which has a hash already or is out of use: got a hash, allowed: none")
 
 
 cdef object overdrawn_page(str page):

@@ -21,24 +21,19 @@ from pagepool.core.pool.removal cimport *
 cdef inline void _claim(Pool *pool, int32_t page_id) noexcept nogil:
     """Give its first reference to a page just taken out of the queue; evict it if it is cached."""
     if pool.pages[page_id].group != NO_GROUP:
-        _evict(pool, page_id)
+        evict(pool, page_id, True)
     elif rare(not page_id & pool.sample_mask):
         begin_stay(pool.residency, page_id)
     pool.pages[page_id].ref_cnt = 1
     pool.counters.num_allocated_pages += 1
 
 
-cdef inline void _evict(Pool *pool, int32_t page_id) noexcept nogil:
-    """Have the content of a page saved in the tier, if there is one, and uncache the page."""
-    if rare(pool.tier != NULL) and not (pool.num_banks > 1 and class_of(pool, page_id) == LEFT):
-        pool.tier.save_evicted(pool, page_id)
-    uncache_evicted(pool, page_id)
-
-
-cdef inline void uncache_evicted(Pool *pool, int32_t page_id) noexcept nogil:
-    """Uncache an evicted page, whose content is saved if it is to be saved."""
+cdef inline void evict(Pool *pool, int32_t page_id, bint saves) noexcept nogil:
+    """Uncache a page. With `saves` its content is saved in the tier before, if there is one."""
     if rare(not page_id & pool.sample_mask):
         renew_stay(pool.residency, page_id)
+    if saves and rare(pool.tier != NULL) and not (pool.num_banks > 1 and class_of(pool, page_id) == LEFT):
+        pool.tier.save_evicted(pool, page_id)
     if rare(pool.num_banks > 1):
         _note_evicted(pool, page_id)
     uncache_for(pool, page_id, BY_EVICTION)

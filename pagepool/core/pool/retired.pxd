@@ -32,11 +32,11 @@ cdef inline void retire(Pool *pool, int32_t bank, int32_t num_retired) noexcept 
 
 
 cdef inline bint put_away(Pool *pool, int32_t page_id) noexcept nogil:
-    """Evict a retired page, whose content is saved if it is to be saved, and take it out of use unless others hold it. Return
-    whether nobody does.
+    """Evict a retired page, which is saved if it is to be saved, and take it out of use unless others hold it. Return whether
+    nobody does.
     """
     if pool.pages[page_id].group != NO_GROUP:
-        uncache_evicted(pool, page_id)
+        evict(pool, page_id, False)
     if pool.pages[page_id].ref_cnt > 1:
         return False
     if is_free(pool, page_id):

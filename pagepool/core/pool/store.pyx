@@ -100,14 +100,14 @@ cdef int sample_residency(Pool *pool) except -1:
 
 
 cdef Py_ssize_t find_cached(Pool *pool, const int32_t *ids, Range span) noexcept:
-    """Return the index of the first page in ``ids[span]`` that has an entry or is repeated; -1 if there is none. Null pages may
-    repeat.
+    """Return the index of the first page in ``ids[span]`` that has an entry, is out of use or is repeated; -1 if there is none.
+    Null pages may repeat.
     """
     cdef Py_ssize_t i, bad = -1
     for i in range(span.start, span.stop):
         if ids[i] == NULL_PAGE:
             continue
-        if pool.pages[ids[i]].group != NO_GROUP:
+        if pool.pages[ids[i]].group != NO_GROUP or is_put_away(pool, ids[i]):
             bad = i
             break
         pool.pages[ids[i]].group = MAX_GROUP  # until all are checked: a page that is repeated looks cached
@@ -592,7 +592,7 @@ cdef class PageStore(PageRecords):
         return ids
 
     def enter(self, page_id, key, group) -> None:
-        """Cache a page under a key and a group. PageHashError if it is cached already."""
+        """Cache a page under a key and a group. PageHashError if it is cached already, or out of use."""
         cdef int32_t checked = self.checked_id(page_id)
         cdef WideDigest digest = wide_of_int(key, self.pool.uppers != NULL)
         cdef int32_t checked_group = group_of(group)
@@ -602,7 +602,7 @@ cdef class PageStore(PageRecords):
         if checked == NULL_PAGE:
             raise PageIdError("page: got the null page, allowed: others, which can be cached")
         with self.own_lock()[0]:
-            is_cached = self.pool.pages[checked].group != NO_GROUP
+            is_cached = self.pool.pages[checked].group != NO_GROUP or is_put_away(&self.pool, checked)
             if not is_cached:
                 entry = bare_entry(&digest.key, checked_group)
                 entry.upper = &digest.upper
