@@ -67,9 +67,10 @@ class PagePoolStats:
 @dataclass(frozen=True, slots=True)
 class PoolStats:
     """State and counters of one pool of a manager. ``num_pages`` are those in use (see `CacheManager.resize`), without the null
-    page. They are free (``num_free_pages``) or held (``num_held_pages``); ``num_cached_pages``, free or held, can be hit; ``num_leased_pages`` are leased for a time, and
-    count once for each lease; ``num_pages_by_tenant`` has the pages charged to each tenant with a share. Counters since the
-    pool was made: pages handed out, and evicted, that is, handed out again while they could be hit.
+    page. They are free (``num_free_pages``) or held (``num_held_pages``); ``num_cached_pages``, free or held, can be hit;
+    ``num_leased_pages`` are leased for a time, and count once for each lease; ``num_pages_by_tenant`` has the pages charged
+    to each tenant with a share. Counters since the pool was made: pages handed out, and evicted, that is, handed out again
+    while they could be hit.
 
     ``num_lost_hit_tokens`` are prompt tokens that admitted requests would have hit, had this pool not evicted what they needed.
     For a pool of states they end at the last evicted checkpoint up to which keys and values hit; the pool remembers twice as
@@ -205,10 +206,11 @@ class CacheStats:
     """State of a manager's cache, and its counters. Pages are those of all groups, in all pools.
 
     State: ``num_pages`` are those in use (see `CacheManager.resize`), without the null page. They are free
-    (``num_free_pages``) or held by requests, rows and leases (``num_held_pages``); ``num_cached_pages``, free or held, can be hit. ``usage`` is the share of held pages, 0.0 to 1.0.
-    ``num_leased_pages`` counts pages leased for a time, once for each lease, up to ``max_num_leased_pages``. ``num_sessions``
-    counts sessions with pages, requests or rows. ``num_pages_by_tenant`` has the pages charged to each tenant with a share.
-    ``expectations`` counts expected pages, and their outcomes.
+    (``num_free_pages``) or held by requests, rows and leases (``num_held_pages``); ``num_cached_pages``, free or held, can
+    be hit. ``usage`` is the share of held pages, 0.0 to 1.0. ``num_leased_pages`` counts pages leased for a time, once for
+    each lease, up to ``max_num_leased_pages``. ``num_sessions`` counts sessions with pages, requests or rows.
+    ``num_pages_by_tenant`` has the pages charged to each tenant with a share. ``expectations`` counts expected pages, and
+    their outcomes.
 
     Counters since the manager was made: ``queries`` of new requests, and ``preempted_queries`` of requests that returned.
     Counters since the pool was made: pages handed out, freed by their last holder, and evicted, that is, handed out again while
