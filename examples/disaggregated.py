@@ -1,10 +1,10 @@
-"""Prefill and decode apart: a router, engines for prompts, and engines for answers. The latter pull the pages of prompts.
+"""Prefill and decode apart: a router, engines for prompts, and engines for answers, which pull the prompts' pages.
 
 In a clone ``make disaggregated`` installs the dependencies, ``pip install --editable '.[jax,events,peers]'``, and runs it.
 
-Each engine is a process on this machine. The router knows from events what each of them has cached: it sends a chat's turn to
-the engine for answers that hits most of it, and lets that one ask the engine for prompts that hits most. Then one engine does
-the same alone, and the answers have to be equal.
+Each engine is a process on this machine. The router knows from events what each of them has cached: it chooses two engines for
+a chat's turn, the one for the prompt and the one for the answer, by their hits. Then one engine does the same alone, and the
+answers have to be equal.
 """
 
 import multiprocessing

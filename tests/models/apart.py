@@ -17,7 +17,7 @@ from managing import grouped
 from pagepool import CacheGroupSpec, CacheManager, MambaSpec, MultiGroupPageTable, RunningBatch
 from pagepool.errors import PeerError
 from pagepool.group_rules import kind_of, window_of
-from pagepool.peers.link import Pulled
+from pagepool.peers import PrefillServer, Pulled
 
 PRIME = (1 << 61) - 1
 NUM_ROWS = 4
@@ -39,7 +39,7 @@ class Side:
     """An engine with one step at a time."""
 
     def __init__(self, specs: Sequence[Any], num_pages: int = 64, max_model_len: int = 128, **options: Any) -> None:
-        names = ["states" if isinstance(spec, MambaSpec) else "kv" for spec in specs]
+        names = self.names = ["states" if isinstance(spec, MambaSpec) else "kv" for spec in specs]
         pools = {name: {"kv": num_pages, "states": 24}[name] for name in dict.fromkeys(names)}
         groups = [CacheGroupSpec(spec, pool=name) for spec, name in zip(specs, names, strict=True)]
         self.manager = CacheManager(pools, groups, max_model_len, **grouped(**options))
@@ -125,6 +125,47 @@ class Side:
     def make_parts(self, nums_pages: list[int]) -> list[Array]:
         """Return memory for numbers of pages, by group."""
         return [np.full((num, size), -1, np.int64) for num, size in zip(nums_pages, self.sizes, strict=True)]
+
+
+class PromptRows:
+    """The rows of a side that computes prompts for others, in chunks of `chunk` tokens. With `seconds` pages are leased."""
+
+    def __init__(self, side: Side, server: PrefillServer, chunk: int, seconds: float | None = None) -> None:
+        self.side, self.server, self.chunk, self.seconds = side, server, chunk, seconds
+        self.running: dict[int, Any] = {}  # prompts by row
+        self.waiting: list[Any] = []
+
+    def step(self) -> None:
+        """Admit prompts, compute a chunk of each, and offer it."""
+        side, server, batch = self.side, self.server, self.side.batch
+        self.waiting += server.take()
+        for row in range(NUM_ROWS):
+            if row in self.running:
+                side.run_to(row, self.running[row].token_ids.tolist(), self.chunk)
+            elif self.waiting:
+                prompt = self.running[row] = self.waiting.pop(0)
+                token_ids = prompt.token_ids.tolist()
+                num_hits = batch.admit(row, token_ids, max_num_new_tokens=self.chunk, traits=prompt.traits)
+                assert num_hits is not None
+                side.compute(row, token_ids, num_hits, side.move())
+            else:
+                continue
+            self.offer(row, self.running[row])
+        server.poll()
+
+    def offer(self, row: int, prompt: Any) -> None:
+        """Offer what a row has computed, and release the row at the prompt's end."""
+        side, server, batch = self.side, self.server, self.side.batch
+        num_tokens = int(batch.num_computed_tokens[row])
+        pages = server.list_pages(prompt, batch.get_page_ids(row), num_tokens)
+        if any(pages):
+            names = side.names if self.seconds else []
+            pools = side.manager.pools
+            leases = [pools[name].lease(ids, seconds=self.seconds) for name, ids in zip(names, pages, strict=False) if ids]
+            server.offer(prompt, num_tokens, side.gather(pages), leases=leases)
+        if num_tokens == len(prompt.token_ids) or not server.is_wanted(prompt):
+            batch.release([row])
+            del self.running[row]
 
 
 class Network:

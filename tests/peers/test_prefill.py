@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from apart import NAMESPACE, SECRET, FaultyLink, Network, Side
+from apart import NAMESPACE, SECRET, FaultyLink, Network, PromptRows, Side
 from hybrids import CHUNK, FULL, WINDOW, keep_every
 
 pytest.importorskip("zmq")
@@ -41,46 +41,17 @@ class Pair:
 
     def __init__(self, specs: Sequence[Any], rng: Random, fault_rate: float = 0.0, chunk: int = 8, **links: Any) -> None:
         self.network = Network(rng, fault_rate)
-        self.rng, self.chunk = rng, chunk
+        self.chunk = chunk
         self.prefill, self.decode = Side(specs, hash_seed=1), Side(specs, hash_seed=1)
         self.served, self.pulled = (links.get(name) or FaultyLink(self.network) for name in ("served", "pulled"))
         self.server = PrefillServer(self.prefill.manager, self.served, NAMESPACE, SECRET, lease_seconds=2.0)
         self.client = PrefillClient(self.decode.manager, self.pulled, NAMESPACE, SECRET, self.decode.make_parts, seconds=2.0)
-        self.running: dict[int, Any] = {}  # prompts by row of the prefill side
-        self.waiting: list[Any] = []
-        self.num_failed = self.num_prefilled = 0
+        self.prompts = PromptRows(self.prefill, self.server, chunk)
+        self.num_failed = 0
 
     def close(self) -> None:
         self.client.close()
         self.server.close()
-
-    def step_prefill(self) -> None:
-        """Admit prompts, compute a chunk of each, and offer it."""
-        batch, server = self.prefill.batch, self.server
-        self.waiting += server.take()
-        for row in range(4):
-            if row in self.running:
-                prompt = self.running[row]
-                self.prefill.run_to(row, prompt.token_ids.tolist(), self.chunk)
-            elif self.waiting:
-                prompt = self.waiting.pop(0)
-                token_ids = prompt.token_ids.tolist()
-                num_hits = batch.admit(row, token_ids, max_num_new_tokens=self.chunk, traits=prompt.traits)
-                assert num_hits is not None
-                self.prefill.compute(row, token_ids, num_hits, self.prefill.move())
-                self.running[row] = prompt
-            else:
-                continue
-            num_tokens = int(batch.num_computed_tokens[row])
-            self.num_prefilled += 1
-            if num_tokens > prompt.num_offered_tokens:
-                pages = server.list_pages(prompt, batch.get_page_ids(row), num_tokens)
-                if any(pages):
-                    server.offer(prompt, num_tokens, self.prefill.gather(pages))
-            if num_tokens == len(prompt.token_ids) or not server.is_wanted(prompt):
-                batch.release([row])
-                del self.running[row]
-        server.poll()
 
     def run(self, row: int, token_ids: list[int], traits: RequestTraits = NO_TRAITS, answer: Sequence[int] = ()) -> int:
         """Let a row of the decode side get its prompt, and compute the last token and an answer. Return how many tokens of the
@@ -98,7 +69,7 @@ class Pair:
         is_waiting = num_external > 0
         while is_waiting:
             assert time.monotonic() < end_at, "no end"
-            self.step_prefill()
+            self.prompts.step()
             for arrival in self.client.poll():
                 if arrival.error is not None:
                     self.num_failed += 1

@@ -341,9 +341,9 @@ cdef class RequestPages:
         cache_computed(self, chain, &step, False, False)
 
     def end_external(self, HashChain chain, num_tokens, bint is_failed, context=0, bint is_last=True) -> None:
-        """Cache the pages that `num_tokens` tokens fill, after an engine has filled some of them from elsewhere; before the last
-        ones only if they can hit by then. Then give back the pages that no later token attends to, and after a failure those
-        behind the tokens. PageHashError, and nothing changed, if a page has another hash. O(pages given back and cached).
+        """Cache the pages that `num_tokens` tokens fill, after an engine has filled some of them from elsewhere; before the
+        last ones only if they can hit by then. Then give back the pages that no later token attends to, and after a failure
+        those behind the tokens. PageHashError, and nothing changed, if a page has another hash. O(pages given back and cached).
         """
         cdef Step step
         step.num_to_cache, step.num_computed = size_of(num_tokens, "num_tokens", 0, MAX_TOKENS), INT64_MAX

@@ -206,11 +206,11 @@ def term_of(seconds) -> int:
 
 def limit_leases(PageStore store not None, max_share) -> None:
     """Let leases with an end have at most a share of each bank's pages, and no more than before. O(1)."""
-    cdef double share = float_of(max_share, "max_share")
-    if not 0 <= share <= 1:
+    cdef double checked = float_of(max_share, "max_share")
+    if not 0 <= checked <= 1:
         raise ArgumentError(f"max_share: got {shown(max_share)}, allowed: 0 to 1")
     with store.own_lock()[0]:
-        store.pool.leases.max_share = min(store.pool.leases.max_share, share) if store.pool.leases.is_limited else share
+        store.pool.leases.max_share = min(store.pool.leases.max_share, checked) if store.pool.leases.is_limited else checked
         store.pool.leases.is_limited = True
 
 
