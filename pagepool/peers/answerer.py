@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "tcp://127.0.0.1:*"
 MAX_CONNECTIONS = 128
-MAX_QUESTION_BYTES = 1 << 20  # of a frame; a whole question may have 64 KiB more
+MAX_QUESTION_BYTES = 1 << 20
 MAX_SESSIONS = 4096
 MAX_READ = 64  # messages of one call
 QUEUED_ANSWERS = 1024  # unread by a client; later ones are dropped, but an `Asker` asks less before it reads
@@ -75,8 +75,10 @@ class Answerer(SocketThread):
         handle: Callable[[Asked], None],
         *,
         name: str = "peers-answers",
+        max_question_bytes: int = MAX_QUESTION_BYTES,
     ) -> None:
-        """Listen and start the thread. An exception of `handle` is logged, and refuses the question.
+        """Listen and start the thread. An exception of `handle` is logged, and refuses the question. A frame of a question has
+        at most `max_question_bytes`, and the whole question 64 KiB more.
 
         Raise ArgumentTypeError or ArgumentError for other secrets and namespaces, EndpointError for an unusable address.
         """
@@ -89,11 +91,11 @@ class Answerer(SocketThread):
         self._server = os.urandom(NUM_NAME_BYTES)
         self._last_numbers: OrderedDict[bytes, int] = OrderedDict()  # of each session, the latest last
         self._due: deque[tuple[bytes, Answer | Stranger, bytes, Sequence[Any]]] = deque()
-        self._guard = Guard(MAX_CONNECTIONS, MAX_QUESTION_BYTES + MAX_UNREAD_BYTES)
+        self._guard = Guard(MAX_CONNECTIONS, max_question_bytes + MAX_UNREAD_BYTES)
         try:
             listening = self.make_socket(zmq.ROUTER)
             set_options(listening, address)
-            listening.maxmsgsize = MAX_QUESTION_BYTES
+            listening.maxmsgsize = max_question_bytes
             listening.sndhwm, listening.rcvhwm = QUEUED_ANSWERS, MAX_READ
             self._peers = self._guard.watch(listening, "address", address)
             self.address = f"{self._peers.endpoint}#{self._server.hex()}"

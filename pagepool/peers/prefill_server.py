@@ -20,8 +20,10 @@ from pagepool.peers.answerer import DEFAULT_ADDRESS, Answerer, Asked
 from pagepool.peers.crossing import Crossing, choose_pages
 from pagepool.peers.link import Link
 from pagepool.peers.prompts import (
+    MAX_QUESTION_BYTES,
     MAX_TOKENS,
     NUM_NAME_BYTES,
+    TOKEN_BYTES,
     VERSION,
     Chunk,
     More,
@@ -40,7 +42,6 @@ MAX_PROMPTS = 4096
 MAX_SECONDS = 1e6
 SIGNS_OF_LIFE = 4
 """Answers without a chunk to questions that wait, in each `lease_seconds`."""
-TOKEN_BYTES = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -201,7 +202,14 @@ class PrefillServer:
         self._crossing, self._link = Crossing(manager), link
         self._numbers = itertools.count(1)
         self._prompts = Prompts(manager.max_model_len)
-        self._answerer = Answerer(secret, namespace, address, self._prompts.handle, name="prefill-answers")
+        self._answerer = Answerer(
+            secret,
+            namespace,
+            address,
+            self._prompts.handle,
+            name="prefill-answers",
+            max_question_bytes=MAX_QUESTION_BYTES,
+        )
         warn_of_seed(manager)
         self._close = weakref.finalize(self, self._answerer.close)
 

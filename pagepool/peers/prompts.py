@@ -8,8 +8,10 @@ from pagepool.request import LoraId, Salt
 
 VERSION = 1
 NUM_NAME_BYTES = 16
-MAX_TOKENS = 1 << 17
+MAX_TOKENS = 1 << 20
 """Most tokens of a prompt."""
+TOKEN_BYTES = 4
+MAX_QUESTION_BYTES = TOKEN_BYTES * MAX_TOKENS + (1 << 16)
 NUM_IN_PAIR = 2
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from apart import NAMESPACE, SECRET, FaultyLink, Network, PromptRows, Side
 from hybrids import CHUNK, FULL, WINDOW, keep_every
@@ -214,6 +215,19 @@ def test_what_cannot_be_asked(token_ids: Any, num_hits: Any, error: Any, message
         pair.client.ask("b", pair.server.address, [1, 2], 0, traits=RequestTraits(cache_salt=2**70))
     with pytest.raises(ArgumentError, match=r"^traits: got media"):
         pair.client.ask("b", pair.server.address, [1, 2], 0, traits=RequestTraits(num_encoder_tokens=2))
+
+
+def test_a_prompt_of_many_tokens() -> None:
+    side, network = Side([FULL], num_pages=8, max_model_len=400_000, hash_seed=1), Network(Random(1), 0.0)
+    server = PrefillServer(side.manager, FaultyLink(network), NAMESPACE, SECRET)
+    client = PrefillClient(side.manager, FaultyLink(network), NAMESPACE, SECRET, side.make_parts)
+    client.ask("a", server.address, np.arange(400_000), 0)
+    prompts: list[Any] = []
+    while not prompts:
+        prompts = server.take()
+    assert prompts[0].token_ids.tolist() == list(range(400_000))
+    client.close()
+    server.close()
 
 
 def test_another_namespace_is_refused() -> None:
