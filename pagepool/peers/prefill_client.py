@@ -118,7 +118,7 @@ class PrefillClient:
         `num_hit_tokens`, which hit here, are the row's external tokens. `poll` returns what has arrived under `name`, until the
         last chunk or an error. O(tokens).
 
-        Raise ArgumentError for the name of a prompt that is on its way, for no external tokens or more than a million tokens, and
+        Raise ArgumentError for the name of a prompt on its way, for no external tokens or more than a million tokens, and
         for traits of media; ArgumentTypeError for other types.
         """
         require_text("address", address)

@@ -902,7 +902,27 @@ uncache_for(pool, page_id, {+BY_DROP if BUG else +}BY_EVICTION)
         return replace(
 """)
 EXPLAIN_TESTS = ["test_explain.py"]
+PEER_BUGS = read_bugs("""
+== a page is offered before its step ran
+        return num_computed_tokens // self._full_size * self._full_size{+ + self._full_size+} if self._has_full else 0
+== a chunk that failed is committed
+        num_tokens = fetching.num_arrived_tokens - fetching.num_hit_tokens{+ + 8+} if self._crossing.are_all_full else 0
+== tokens of windows count without their end
+        num_tokens = fetching.num_arrived_tokens - fetching.num_hit_tokens if [-self._crossing.are_all_full-]{+True+} else 0
+== the window at the end of a prompt does not cross
+        first = [-end // window * window if kind == "ChunkedLocalAttention" else max(0, end + 1 - window)-]{+end+}
+== the offers of a dead engine stay
+                stop = [-len(serving.offers) if serving.is_over else serving.num_arrived-]{+serving.num_arrived+}
+== a lease of a chunk that has arrived stays
+            for lease in [-offered.leases-]{+()+}:
+== bytes of an offer that has ended are sent
+            if offer.parts is None [-or time.monotonic() >= offer.end_at-]{+and True+}:
+...
+            has_ended = time.monotonic() >= offer.end_at{+ and False+}
+""")
+PEER_TESTS = ["../peers/test_prefill.py", "../peers/test_rows_link.py"]
 TESTED_BUGS = [
+    (PEER_BUGS, PEER_TESTS),
     (EXPLAIN_BUGS, EXPLAIN_TESTS),
     (ORDER_BUGS, ORDER_TESTS),
     (WRITE_BUGS, WRITE_TESTS),
