@@ -22,7 +22,7 @@ from pagepool.compat.switch import ON, read_switch
 from pagepool.device import LEAST_JAX, WHY_LEAST_JAX
 from pagepool.errors import CompatError
 
-EXTRAS = ("jax", "torch", "events", "metrics", "replay", "plan", "store", "fleet")
+EXTRAS = ("jax", "torch", "events", "metrics", "replay", "plan", "store", "peers", "fleet")
 """Extras for users, without those for developers."""
 
 REQUIREMENT = re.compile(r"""(?P<name>[\w.-]+)(?:>=(?P<least>[\d.]+))?[^;]*;.*\bextra == ['"](?P<extra>[\w-]+)['"]""")
