@@ -35,6 +35,7 @@ def test_full_attention(tmp_path: Path) -> None:
         "arrays": None,
         "page_size": 16,
         "page_bytes": 2 << 20,
+        "link": None,
         "pools": [{"num_pages": 20_480, "requests": 27}, {"num_pages": 40_960, "requests": 54}],
     }
     text = invoke("plan", "--mean-tokens", "12k", "--memory", "40GiB", "--model-config", tmp_path / "config.json").output

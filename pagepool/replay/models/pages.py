@@ -63,6 +63,14 @@ class Windows:
         """Return the most pages that a long request holds in these groups at once."""
         return self.num_groups * _make_rules((CacheGroupSpec(self.make_spec()),)).count_peak_pages(LONG, step_tokens)
 
+    def count_prompt_pages(self, num_tokens: int) -> int:
+        """Return the most pages of these groups that the token behind a prompt of `num_tokens` reads.
+
+        >>> [Windows(Reach(1024), 16, 6).count_prompt_pages(num_tokens) for num_tokens in (16, 1024, 8000)]
+        [6, 384, 390]
+        """
+        return self.num_groups * min(cdiv(num_tokens, self.page_size), 1 + cdiv(self.reach.size - 2, self.page_size))
+
     def describe(self) -> str:
         """Describe its layers.
 
@@ -164,6 +172,20 @@ class ModelPages:
         `CacheManager.require_capacity`.
         """
         return _rules_of(self).count_peak_pages(num_tokens, self.step_tokens)
+
+    @property
+    def token_bytes(self) -> float | None:
+        """Bytes of a token in the layers with full attention, None if the bytes of a page are unknown."""
+        return None if self.page_bytes is None else self.page_bytes * self.num_attention_groups / self.page_size
+
+    def count_prompt_pages(self, num_tokens: int) -> int:
+        """Return the most pages that the token behind a prompt of `num_tokens` reads."""
+        num_full = self.num_attention_groups * cdiv(num_tokens, self.page_size)
+        return num_full + sum(each.count_prompt_pages(num_tokens) for each in self.windows) + self.num_state_groups
+
+    def count_prompt_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of these pages, 0 if those of a page are unknown, and of the rings."""
+        return (self.page_bytes or 0) * self.count_prompt_pages(num_tokens) + self.fixed.request_bytes
 
     @property
     def num_groups(self) -> int:

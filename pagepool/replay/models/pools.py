@@ -18,7 +18,7 @@ from pagepool.replay.models.layers import list_state_layers, list_types
 from pagepool.replay.models.pages import PAGE_SIZE, choose_page_size
 from pagepool.replay.models.states import count_side_states, count_state_bytes
 from pagepool.replay.models.values import Config
-from pagepool.specs import CacheGroupSpec, FullAttentionSpec, MambaSpec
+from pagepool.specs import CacheGroupSpec, FullAttentionSpec, MambaSpec, cdiv
 
 KV, STATES = "kv", "states"
 
@@ -52,6 +52,11 @@ class ModelPools:
         """
         return find_state_interval(self.make_groups())
 
+    @property
+    def hit_size(self) -> int:
+        """Granularity of attention's hits, in tokens."""
+        return self.page_size
+
     def divide(self, memory: int, share: float) -> dict[str, int]:
         """Return the pages of each pool, null pages included, if states have a share of the memory."""
         return {name: int(memory * part) // self.page_bytes[name] for name, part in ((KV, 1 - share), (STATES, share))}
@@ -64,6 +69,11 @@ class ModelPools:
     def count_bytes(self, num_pages: Mapping[str, int]) -> int:
         """Count the bytes of pools of these sizes."""
         return sum(num_pages[name] * num_bytes for name, num_bytes in self.page_bytes.items())
+
+    def count_prompt_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of the pages and states behind a prompt of `num_tokens`, and those of the rings."""
+        num_pages = cdiv(num_tokens, self.page_size)
+        return num_pages * self.page_bytes[KV] + self.state_bytes + self.fixed.request_bytes
 
     def find_share(self, mean_tokens: float) -> float:
         """Return the share of states by rule, for requests of `mean_tokens` tokens on average: each has one checkpoint near the

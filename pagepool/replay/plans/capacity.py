@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pagepool.replay.models.pages import ModelPages
+from pagepool.replay.plans.link import PlannedLink
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """Requests of `mean_tokens` tokens, answers included, in one pool of each of `sizes` pages, null page included. `arrays`
-    says how layers with a state share the memory, None without such layers.
+    says how layers with a state share the memory, None without such layers. `link` is the link from another engine.
 
     >>> llama = ModelPages(page_size=16, page_bytes=2 << 20)
     >>> plan = Capacity(llama, 12_000, (40_960,))
@@ -22,12 +23,12 @@ class Capacity:
     mean_tokens: int
     sizes: Sequence[int] = ()
     arrays: str | None = None
+    link: PlannedLink | None = None
 
     @property
     def token_bytes(self) -> float | None:
         """Bytes of a token in the layers with full attention, None if the bytes of a page are unknown."""
-        model = self.model
-        return None if model.page_bytes is None else model.page_bytes * model.num_attention_groups / model.page_size
+        return self.model.token_bytes
 
     @property
     def num_peak_pages(self) -> int:
@@ -56,5 +57,6 @@ class Capacity:
             "page_size": self.model.page_size,
             "page_bytes": self.model.page_bytes,
             **self.model.fixed.as_dict(),
+            "link": self.link and self.link.as_dict(),
             "pools": [{"num_pages": size, "requests": self.count_requests(size)} for size in self.sizes],
         }

@@ -4,6 +4,7 @@ from rich.table import Table
 
 from pagepool.errors import count_of
 from pagepool.replay.plans.capacity import Capacity
+from pagepool.replay.plans.link_report import describe_link
 from pagepool.replay.shared.sizes import format_bytes
 from pagepool.replay.shared.tables import print_table, print_text
 
@@ -36,7 +37,7 @@ def describe_capacity(plan: Capacity) -> list[str]:
     if model.num_state_groups:
         sentences.append(f"States and tokens are in one pool (--arrays {plan.arrays}).")
         sentences.append(f"Its states take {model.num_state_groups:,} of these; checkpoints take as many each.")
-    return [*model.describe_windows(), *sentences, *model.fixed.describe()]
+    return [*model.describe_windows(), *sentences, *model.fixed.describe(), *describe_link(plan.link)]
 
 
 def print_capacity(plan: Capacity) -> None:

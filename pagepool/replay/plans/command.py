@@ -21,9 +21,11 @@ from pagepool.replay.models.options import (
     state_dtype_option,
 )
 from pagepool.replay.models.pages import ModelPages, list_intervals
+from pagepool.replay.models.pools import ModelPools
 from pagepool.replay.plans.capacity import Capacity
 from pagepool.replay.plans.capacity_report import print_capacity
 from pagepool.replay.plans.checkpoints import CheckpointSimulator, count_states
+from pagepool.replay.plans.link import PlannedLink
 from pagepool.replay.plans.plan import (
     CheckpointFigures,
     HostRun,
@@ -151,6 +153,19 @@ def find_store(
     if bandwidth is not None and page_bytes is None:
         raise click.UsageError("--store-bandwidth needs --bytes-per-token or --model-config")
     return None if num_pages is bandwidth is None else PlannedStore(num_pages, bandwidth, prefill_rate)
+
+
+def find_link(model: ModelPages | ModelPools, bandwidth: int | None, prefill_rate: int | None) -> PlannedLink | None:
+    """Return the requested link from another engine, if any."""
+    if bandwidth is None:
+        return None
+    if prefill_rate is None:
+        raise click.UsageError("--link-bandwidth needs --prefill-rate")
+    if model.page_bytes is None:
+        raise click.UsageError("--link-bandwidth needs --bytes-per-token or --model-config")
+    if model.fixed.encoder:
+        raise click.UsageError("--link-bandwidth: keys and values of an encoder do not move between engines")
+    return PlannedLink(model, bandwidth, prefill_rate)
 
 
 def find_intervals(model: ModelPages, asked: Sizes | None) -> list[int]:
@@ -445,6 +460,12 @@ def run_capacity(plan: Capacity, sizes: Sizes | None, asked: Asked, json_path: s
     type=Size("bytes", BYTE_UNITS),
     help="Bytes per second loaded from a store, such as 2GB; with --prefill-rate a sentence says whether its loads pay.",
 )
+@click.option(
+    "--link-bandwidth",
+    type=Size("bytes", BYTE_UNITS),
+    help="Bytes per second from another engine, such as 10GB; with --prefill-rate sentences say for which prompts moving their "
+    "pages pays.",
+)
 @click.option("--prefill-rate", type=Size("tokens"), help="Prompt tokens that the model computes per second.")
 @max_batched_tokens_option
 @max_num_seqs_option
@@ -475,6 +496,7 @@ def plan(
     host_bandwidth: int | None,
     store_pages: int | None,
     store_bandwidth: int | None,
+    link_bandwidth: int | None,
     prefill_rate: int | None,
     max_batched_tokens: int,
     max_num_seqs: int,
@@ -524,6 +546,7 @@ def plan(
 
     With --host-pages the plan also simulates each size with a tier in host memory behind it: hits, and pages that move.
     With --store-pages or --store-bandwidth it says when a store behind that tier pays.
+    With --link-bandwidth it says when prompts move from another engine sooner than they are computed.
     """
     others = {
         "--num-pages": num_pages,
@@ -535,7 +558,7 @@ def plan(
         "--host-bandwidth": host_bandwidth,
         "--store-pages": store_pages,
         "--store-bandwidth": store_bandwidth,
-        "--prefill-rate": prefill_rate,
+        "--prefill-rate": prefill_rate if link_bandwidth is None else None,
         "--max-batched-tokens": find_given("max_batched_tokens", max_batched_tokens),
         "--plot": plot_path,
         "--html": html_path,
@@ -549,13 +572,14 @@ def plan(
     split = choose_split(wanted, model_options, max_num_seqs, is_default=given_num_seqs is None)
     if split is not None:
         options = {"limit": limit, "block_size": block_size, "time_unit": time_unit, "seed": seed}
-        run_split(split, trace, json_path, options)
+        run_split(split, find_link(split.pools, link_bandwidth, prefill_rate), trace, json_path, options)
         return
     if trace is None and mean_tokens is None:
         raise click.UsageError("Missing argument 'TRACE'. Without one, --mean-tokens says how many requests fit.")
     model = find_model(model_config, (kv_dtype, state_dtype), page_size, bytes_per_token, intervals)
     if arrays is not None and not model.num_state_groups:
         raise click.UsageError("--arrays needs --model-config with states")
+    link = find_link(model, link_bandwidth, prefill_rate)
     model = replace(model, step_tokens=max_batched_tokens)
     if arrays == SEPARATE:
         model = model.with_separate_arrays()
@@ -567,7 +591,10 @@ def plan(
         )
         kind = (arrays or SHARED) if model.num_state_groups else None
         run_capacity(
-            Capacity(model, mean_tokens or 0, arrays=kind), find_sizes(num_pages, memory, model.page_bytes), wanted, json_path
+            Capacity(model, mean_tokens or 0, arrays=kind, link=link),
+            find_sizes(num_pages, memory, model.page_bytes),
+            wanted,
+            json_path,
         )
         return
     chosen_intervals = find_intervals(model, intervals)
@@ -579,8 +606,8 @@ def plan(
         raise click.UsageError(f"{option}: a model with {what} is planned without a tier, pagepool replay runs it with one")
     speed = find_speed(host_bandwidth, prefill_rate, host, model.page_bytes)
     store = find_store(store_pages, store_bandwidth, prefill_rate, host, model.page_bytes)
-    if prefill_rate is not None and speed is None and (store is None or store.bandwidth is None):
-        raise click.UsageError("--prefill-rate needs --host-bandwidth or --store-bandwidth")
+    if prefill_rate is not None and speed is None and link is None and (store is None or store.bandwidth is None):
+        raise click.UsageError("--prefill-rate needs --host-bandwidth, --store-bandwidth or --link-bandwidth")
     if plot_path or html_path:
         require_plots()
     with open_result(json_path) as json_file, open_result(plot_path) as plot_file, open_result(html_path) as html_file:
@@ -592,7 +619,8 @@ def plan(
                 planner = Planner(loaded.records, model.hit_size, update)
                 num_states = count_states(requests, min(chosen_intervals, default=1))
                 made = planner.make_plan(choose_sizes(asked, planner, model, num_states), model=model)
-                made = replace(made, host=host, speed=speed, store=store, notes=tuple(loaded.notes), arrays=arrays or SHARED)
+                made = replace(made, host=host, speed=speed, store=store, link=link, arrays=arrays or SHARED)
+                made = replace(made, notes=tuple(loaded.notes))
             if asked is not None and len(asked.numbers) == 1:
                 made = replace(made, asked_num_pages=asked.numbers[0])
             if chosen_intervals:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pagepool.arguments import require_int
 from pagepool.replay.models.pages import ModelPages
+from pagepool.replay.plans.link import PlannedLink
 from pagepool.replay.plans.lru import LruCurve
 from pagepool.replay.plans.optimum import BestCurve
 from pagepool.replay.plans.reuse import find_reuse
@@ -195,8 +196,9 @@ class Plan:
     A pool that never evicts hits `most_hit_tokens`; a pool of `min_num_pages` holds the largest request. `replays` has the
     figures of simulated schedulers by pool size, `policies` the figures of other eviction policies. `asked_num_pages` is the
     requested size, None for none or several. `host_runs` has the figures of all pools with the tier `host`; `speed` is the
-    speed of its transfers and of prefill. `store` is the store behind the tier. `notes` list unknown properties of the trace.
-    `arrays` says whether the arrays of all groups lie over each other, ``"shared"``, or are ``"separate"``.
+    speed of its transfers and of prefill. `store` is the store behind the tier, `link` the link from another engine. `notes`
+    list unknown properties of the trace. `arrays` says whether the arrays of all groups lie over each other, ``"shared"``, or
+    are ``"separate"``.
 
     For a model with states, `checkpoints` has the hits by policy, interval and pool size. All other hits, except in `replays`,
     count its attention alone, in pools of the same memory. Without attention they are 0, and `most_hit_tokens` counts the hits
@@ -222,6 +224,7 @@ class Plan:
     host_runs: tuple[HostRun, ...] = ()
     speed: HostSpeed | None = None
     store: PlannedStore | None = None
+    link: PlannedLink | None = None
     notes: tuple[str, ...] = ()
     arrays: str = "shared"
 
@@ -299,6 +302,7 @@ class Plan:
             name: None if value is None else value._asdict() for name, value in (("host", self.host), ("speed", self.speed))
         }
         plan |= self.model.fixed.as_dict()
+        plan["link"] = self.link and self.link.as_dict()
         plan["store"] = None if self.store is None else self.store.as_dict(self.token_bytes)
         runs, host_runs = self.runs_by_policy, {run.hits.pool.num_pages: run.as_dict(self.speed) for run in self.host_runs}
         for fields, pool in zip(plan["pools"], self.pools, strict=True):

@@ -12,6 +12,7 @@ from pagepool.replay.plans.host_report import (
     list_host_rates,
     name_host,
 )
+from pagepool.replay.plans.link_report import describe_link
 from pagepool.replay.plans.plan import POLICY_NAMES, Plan, PolicyFigures
 from pagepool.replay.plans.state_report import (
     describe_states,
@@ -83,8 +84,8 @@ def headline(plan: Plan, name: str) -> str:
 
 
 def describe(plan: Plan) -> list[str]:
-    """Return the main results as sentences, the knee first, and unknown properties of the trace."""
-    return [*_describe_results(plan), *plan.model.fixed.describe(), *plan.notes]
+    """Return the main results as sentences, the knee first, the link's, and unknown properties of the trace."""
+    return [*_describe_results(plan), *plan.model.fixed.describe(), *describe_link(plan.link), *plan.notes]
 
 
 def _describe_results(plan: Plan) -> list[str]:

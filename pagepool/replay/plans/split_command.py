@@ -1,12 +1,14 @@
 """The part of the command `pagepool plan` that divides memory between keys and values and states."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import click
 
 from pagepool.errors import PagePoolError, count_of
 from pagepool.replay.models.pools import ModelPools, read_pools
+from pagepool.replay.plans.link import PlannedLink
 from pagepool.replay.plans.split_report import print_split
 from pagepool.replay.plans.splits import (
     NUM_SEARCH_RUNS,
@@ -180,11 +182,13 @@ def choose_split(asked: Asked, model_options: Mapping[str, Any], max_num_seqs: i
     return split
 
 
-def run_split(split: Split, trace: str | None, json_path: str | None, trace_options: Mapping[str, Any]) -> None:
-    """Plan the split, and print it."""
+def run_split(
+    split: Split, link: PlannedLink | None, trace: str | None, json_path: str | None, trace_options: Mapping[str, Any]
+) -> None:
+    """Plan the split, and print it with what a link from another engine takes."""
     with open_result(json_path) as json_file:
         with Progress() as progress:
-            made = split.plan(trace, progress, trace_options)
+            made = replace(split.plan(trace, progress, trace_options), link=link)
         if json_file:
             json_file.write(to_json(made.as_dict()))
     if json_path != "-":

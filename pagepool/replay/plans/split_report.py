@@ -7,6 +7,7 @@ from rich.table import Table
 from pagepool.errors import count_of
 from pagepool.replay.models.pools import KV, STATES
 from pagepool.replay.plans.capacity_report import MEMORY_NOTE
+from pagepool.replay.plans.link_report import describe_link
 from pagepool.replay.plans.splits import SplitFigures, SplitPlan, list_around
 from pagepool.replay.shared.sizes import format_bytes
 from pagepool.replay.shared.tables import print_table, print_text
@@ -46,7 +47,7 @@ def describe_split(plan: SplitPlan) -> list[str]:
     sentences.append(
         f"Of {num_states:,} pages of states {num_working:,} are working states of running requests, if so many run at once."
     )
-    return [*sentences, *pools.fixed.describe(), *plan.notes]
+    return [*sentences, *pools.fixed.describe(), *describe_link(plan.link), *plan.notes]
 
 
 def show_num_pages(plan: SplitPlan) -> str:

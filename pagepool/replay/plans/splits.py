@@ -18,6 +18,7 @@ from pagepool.errors import RequestTooLargeError
 from pagepool.manager import CacheManager
 from pagepool.page_table import MultiGroupPageTable
 from pagepool.replay.models.pools import KV, STATES, ModelPools
+from pagepool.replay.plans.link import PlannedLink
 from pagepool.replay.simulation.figures import find_hit_rate
 from pagepool.replay.simulation.runs import make_manager_of_pools
 from pagepool.replay.traces.simulated_request import SimulatedRequest
@@ -149,7 +150,7 @@ class Queue:
 class SplitPlan:
     """A proposed split of `memory` bytes. `runs` has the figures of all simulated splits, sorted by share. Without a trace
     there are none, and `share`, unless given, follows the rule for requests of `mean_tokens` tokens. At most `max_num_seqs`
-    requests run at once. `notes` list unknown properties of the trace.
+    requests run at once. `notes` list unknown properties of the trace. `link` is the link from another engine.
     """
 
     pools: ModelPools
@@ -159,6 +160,7 @@ class SplitPlan:
     mean_tokens: float
     runs: tuple[SplitFigures, ...] = ()
     notes: tuple[str, ...] = ()
+    link: PlannedLink | None = None
 
     @property
     def num_pages(self) -> dict[str, int]:
@@ -187,6 +189,7 @@ class SplitPlan:
             "checkpoint_interval": self.pools.interval,
             "requests": min(self.count_requests()),
             "splits": [figures.as_dict() for figures in self.runs],
+            "link": self.link and self.link.as_dict(),
             "notes": self.notes,
         }
 
