@@ -69,6 +69,13 @@ def row_that_is(is_admitted: bool) -> Callable[[World], int]:
     return lambda world: world.source.pick(rows_that_are(is_admitted)(world))
 
 
+def row_that_waits(world: World) -> int:
+    """Return a row of the called batch that waits for tokens from elsewhere; any admitted row if none does."""
+    nums = getattr(world.focus, "num_external_tokens", None)
+    waiting = [] if nums is None else np.flatnonzero(nums).tolist()
+    return world.source.pick(waiting or rows_that_are(True)(world))
+
+
 def admitted_rows(world: World) -> Any:
     """Return some of the running rows."""
     chosen = rows_that_are(True)(world)[world.source.pick((0, 0, 1)) :]
@@ -250,6 +257,7 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "settle.token_ids": one_of(as_many(small), as_many(small), constant(None, None, [1], [1, 2])),
     "settle.failed": constant(False, False, True),
     "commit_external.is_last": constant(True, True, False),
+    "commit_external.row fail_external.row": row_that_waits,
     "settle.stop_token_ids": one_of(constant(None, None, [1]), int32_array, array),
     "settle.max_num_tokens": one_of(constant(None, None, 9), as_many(small)),
     "counts": one_of(constant(None, None, 0, [1], [1, 1]), as_many(constant(1))),
@@ -269,7 +277,8 @@ FITTING: dict[str, Callable[[World], Any]] = {
     "first_ids next_ids prev_ids values": ids,
     "first_token fork.num_computed_tokens": constant(0, 0, 4),
     "flag": constant(True, True, False),
-    "group num_external_tokens start": constant(0, 0, 0, 1),
+    "group start": constant(0, 0, 0, 1),
+    "num_external_tokens": constant(0, 0, 1, 2),
     "device_table": one_of(live(np.ndarray), array),
     "lists_of.groups": lambda world: tuple(some(live(_core.PageIds))(world)),
     "find_pages.groups": constant([0], [0, 1], (1,)),

@@ -147,6 +147,8 @@ def call_method(entry: Entry, focus: Any, arguments: tuple[Any, ...]) -> Any:
         is_failed = arguments[3]
         rules = {} if is_failed is True else dict(zip(("stop_token_ids", "max_num_tokens"), arguments[4:], strict=True))
         return focus.settle(*arguments[: 1 if is_failed is True else 3], failed=is_failed, **rules)
+    if entry.name == "commit_external" and len(arguments) == 3:
+        return focus.commit_external(*arguments[:2], is_last=arguments[2])
     return getattr(focus, entry.name)(*arguments)
 
 
