@@ -261,7 +261,7 @@ test-ray:  ## the tests with Ray Serve, each version in an environment of its ow
 
 test-ray-%:
 	mkdir -p $(RAY_VENV)-$* && echo 'ray==$*.*' > $(RAY_VENV)-$*/ray.txt
-	PIP_CONSTRAINT=$(RAY_VENV)-$*/ray.txt $(MAKE) $(RAY_VENV)-$*/with-test VENV=$(RAY_VENV)-$* TEST_EXTRAS=jax,serve
+	PIP_CONSTRAINT=$(RAY_VENV)-$*/ray.txt $(MAKE) $(RAY_VENV)-$*/with-test VENV=$(RAY_VENV)-$* TEST_EXTRAS=jax,serve,peers
 	$(RUN) $(RAY_VENV)-$*/bin/python -m pytest $(PYTEST_ARGS) $(CURDIR)/tests/router/test_ray_serve.py
 
 STORES_VENV ?= $(HOME)/.cache/pagepool/venv-stores

@@ -1,20 +1,26 @@
 """Two engines on Ray Serve, chats over HTTP, and the hit rate behind three request routers.
 
-In a clone ``pip install --editable '.[jax,serve,store]'`` installs the dependencies.
+In a clone ``pip install --editable '.[jax,serve,store,peers]'`` installs the dependencies.
 
 ``python examples/serving.py`` starts a local Ray. ``--routers`` selects from ``ray`` (Ray's default), ``ray-prefix`` (its own
 prefix router, which needs boto3) and ``pagepool``. ``--kill`` lets an engine die after half of the turns. With ``--store`` the
-engines share their pages through files of a folder, and hit what earlier runs left there.
+engines share their pages through files of a folder, and hit what earlier runs left there. With ``--apart`` two more engines
+compute the prompts, whose pages the others pull; ``--kill`` ends one of those two.
 """
 
 import asyncio
+import importlib
 import json
 import os
 import random
+import secrets
 import socket
 import sys
+import threading
+import time
 import urllib.request
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +28,7 @@ from typing import Any
 
 from text import ALPHABET, FOLLOW_UP, decode, encode
 
-PAGE_SIZE, HASH_SEED, SEND_SECONDS = 8, "serving", 120
+PAGE_SIZE, HASH_SEED, SEND_SECONDS, IDLE_SECONDS = 8, "serving", 120, 0.001
 RAY_PREFIX_ROUTER = (  # also in ray.serve.llm, which needs vLLM
     "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
 )
@@ -35,23 +41,25 @@ class Prompt:
     prompt: str
 
 
-def tokenize(prompt: Prompt) -> list[int]:
+def tokenize(prompt: Prompt, _address: str | None = None) -> list[int]:
     """Return a prompt's token ids, for the look-up of `PrefixRequestRouter`."""
     return encode(prompt.prompt)
 
 
 class Replica:
-    """The example engine, and the publisher of its events."""
+    """An example engine, and the publisher of its events."""
 
-    def __init__(self, store: Path | None) -> None:
-        """Make the same weights in each replica."""
-        from engine import Engine
+    module, name = "engine", "Engine"
+
+    def __init__(self, **options: Any) -> None:
+        """Make the same weights in each replica. `options` are those of the engine."""
         from model import make_weights
 
         from pagepool.events.publisher import EventPublisher
 
         sizes = {"num_pages": 256, "page_size": PAGE_SIZE, "max_model_len": 1024}
-        self.engine = Engine(make_weights(0), **sizes, hash_seed=HASH_SEED, store=store)
+        engine = getattr(importlib.import_module(self.module), self.name)
+        self.engine = engine(make_weights(0), **sizes, hash_seed=HASH_SEED, **options)
         self.engine.manager.enable_events()
         self.publisher = EventPublisher(self.engine.manager, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
         self.lock = asyncio.Lock()
@@ -63,11 +71,15 @@ class Replica:
 
         return announce(self.publisher.endpoint, self.publisher.replay_endpoint)
 
-    async def generate(self, prompt: Prompt) -> dict[str, Any]:
-        """Return the answer, and how many tokens of the prompt were cached."""
+    def add(self, token_ids: list[int], params: Any, _address: str | None) -> Any:
+        """Queue a request."""
+        return self.engine.add(token_ids, params, streams=False)
+
+    async def generate(self, prompt: Prompt, address: str | None = None) -> dict[str, Any]:
+        """Return the answer, and how many tokens of the prompt were cached. `DecodeReplica` pulls it from an address."""
         from request import SamplingParams
 
-        request = self.engine.add(encode(prompt.prompt), SamplingParams(max_tokens=8), streams=False)
+        request = self.add(encode(prompt.prompt), SamplingParams(max_tokens=8), address)
         while not request.is_finished:
             async with self.lock:  # requests waiting here share the same steps
                 if not request.is_finished:
@@ -82,6 +94,47 @@ class Replica:
         asyncio.get_running_loop().call_later(0.1, os._exit, 1)
 
 
+class PrefillReplica(Replica):
+    """An engine that computes prompts for those of `DecodeReplica`."""
+
+    module, name = "apart_engines", "PrefillEngine"
+
+    def __init__(self, **options: Any) -> None:
+        """Start the thread of the engine."""
+        super().__init__(**options)
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self) -> None:
+        """Do steps for ever."""
+        while True:
+            self.engine.step()
+            if self.engine.is_idle:
+                time.sleep(IDLE_SECONDS)
+
+    async def lend(self, _prompt: Prompt) -> AsyncIterator[str]:
+        """Yield the address that computes the prompt. The router counts the prompt here until the caller cancels the call."""
+        yield self.engine.server.address
+        await asyncio.sleep(SEND_SECONDS)
+
+
+class DecodeReplica(Replica):
+    """An engine that pulls the pages of prompts which those of `PrefillReplica` compute."""
+
+    module, name = "apart_engines", "DecodeEngine"
+    num_reported_bytes = 0
+
+    def add(self, token_ids: list[int], params: Any, address: str | None) -> Any:
+        """Queue a request. Without an address its prompt is computed here."""
+        return self.engine.add_remote(token_ids, params, address) if address else super().add(token_ids, params, None)
+
+    async def generate(self, prompt: Prompt, address: str | None = None) -> dict[str, Any]:
+        """Add the bytes that this engine has pulled since its last answer."""
+        answered = await super().generate(prompt, address)
+        num_bytes = self.engine.num_pulled_bytes - self.num_reported_bytes
+        self.num_reported_bytes += num_bytes
+        return answered | {"pulled": num_bytes}
+
+
 class Ingress:
     """HTTP entry for chats. It passes them on through a handle, whose router sees the prompts."""
 
@@ -91,7 +144,34 @@ class Ingress:
 
     async def __call__(self, request: Any) -> Any:
         """Answer ``{"prompt": text}``."""
-        return await self.engines.generate.remote(Prompt((await request.json())["prompt"]))
+        return await self.answer(Prompt((await request.json())["prompt"]))
+
+    async def answer(self, prompt: Prompt) -> Any:
+        """Return an engine's reply."""
+        return await self.engines.generate.remote(prompt)
+
+
+class ApartIngress(Ingress):
+    """Entry for engines apart: one lends a prompt, and another one pulls it and answers. Each is chosen by a router."""
+
+    def __init__(self, engines: Any, lenders: Any) -> None:
+        """Keep the handles of both."""
+        super().__init__(engines)
+        self.lenders = lenders.options(stream=True)
+
+    async def answer(self, prompt: Prompt) -> Any:
+        """Return an engine's reply. It computes the prompt itself if the lender has died."""
+        from ray.exceptions import RayError
+
+        lent = self.lenders.lend.remote(prompt)
+        try:
+            address = await anext(lent)
+        except RayError:
+            address = None
+        try:
+            return await self.engines.generate.remote(prompt, address)
+        finally:
+            lent.cancel()
 
 
 def make_router_config(name: str) -> Any:
@@ -126,7 +206,7 @@ def chat(url: str, num_chats: int, num_turns: int, kill: Any) -> dict[str, int]:
     """
     rng = random.Random(1)
     prompts = ["".join(rng.choices(ALPHABET[:-1], k=rng.randint(100, 300))) for _ in range(num_chats)]
-    counts = {"requests": 0, "lost": 0, "cached": 0, "tokens": 0}
+    counts = {"requests": 0, "lost": 0, "cached": 0, "tokens": 0, "pulled": 0}
     with ThreadPoolExecutor(4) as pool:
         for turn in range(num_turns):
             order = rng.sample(range(num_chats), num_chats)
@@ -140,6 +220,7 @@ def chat(url: str, num_chats: int, num_turns: int, kill: Any) -> dict[str, int]:
                 if answered is not None:
                     counts["cached"] += answered["cached"]
                     counts["tokens"] += answered["tokens"]
+                    counts["pulled"] += answered.get("pulled", 0)
                     prompts[i] += answered["answer"] + FOLLOW_UP
             if counts["lost"] >= num_chats:
                 break
@@ -159,19 +240,32 @@ def start(port: int) -> None:
                 raise
 
 
-def run(name: str, port: int, num_chats: int, num_turns: int, must_kill: bool, store: Path | None) -> dict[str, int]:
-    """Deploy two engines behind a router, and hold chats."""
+def deploy(name: str, args: Namespace) -> Any:
+    """Return the application: two engines behind a router, and two more if they are apart."""
     from ray import serve
 
+    def make(kind: type, label: str, **options: Any) -> Any:
+        return serve.deployment(kind, name=label).options(ray_actor_options={"num_cpus": 0}, **options)
+
     options = {"num_replicas": 2, "request_router_config": make_router_config(name), "max_ongoing_requests": 8}
-    engines = serve.deployment(Replica, name="engines").options(**options, ray_actor_options={"num_cpus": 0})
-    ingress = serve.deployment(Ingress, name="ingress").options(ray_actor_options={"num_cpus": 0})
-    serve.run(ingress.bind(engines.bind(store)), name=name, route_prefix=f"/{name}")
+    if not args.apart:
+        return make(Ingress, "ingress").bind(make(Replica, "engines", **options).bind(store=args.store))
+    secret = secrets.token_bytes(32)
+    lenders = make(PrefillReplica, "lenders", **options).bind(secret=secret)
+    engines = make(DecodeReplica, "engines", **options).bind(secret=secret)
+    return make(ApartIngress, "ingress").bind(engines, lenders)
+
+
+def run(name: str, port: int, args: Namespace) -> dict[str, int]:
+    """Deploy engines, and hold chats."""
+    from ray import serve
+
+    serve.run(deploy(name, args), name=name, route_prefix=f"/{name}")
     url = f"http://127.0.0.1:{port}/{name}"
     send(url, "warm up")
-    handle = serve.get_deployment_handle("engines", name)
+    handle = serve.get_deployment_handle("lenders" if args.apart else "engines", name)
     try:
-        return chat(url, num_chats, num_turns, handle.die.remote if must_kill else lambda: None)
+        return chat(url, args.chats, args.turns, handle.die.remote if args.kill else lambda: None)
     finally:
         serve.delete(name)
 
@@ -183,8 +277,11 @@ def main() -> None:
     parser.add_argument("--chats", type=int, default=10)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--kill", action="store_true")
-    parser.add_argument("--store", type=Path, metavar="FOLDER")
+    parser.add_argument("--store", type=lambda folder: Path(folder).absolute(), metavar="FOLDER")
+    parser.add_argument("--apart", action="store_true")
     args = parser.parse_args()
+    if args.apart and args.store:
+        parser.error("--apart and --store exclude each other")
     folder = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))  # Ray's processes use it
     import ray
@@ -196,11 +293,11 @@ def main() -> None:
     try:
         start(port)
         for name in args.routers:
-            counts = run(name, port, args.chats, args.turns, args.kill, args.store and args.store.absolute())
+            counts = run(name, port, args)
             rate = counts["cached"] / max(1, counts["tokens"])
             print(
                 f"{name}: {counts['requests']} requests, {counts['lost']} lost, {counts['cached']} of {counts['tokens']} prompt"
-                f" tokens cached ({rate:.1%})",
+                f" tokens cached ({rate:.1%}), {counts['pulled']} bytes pulled",
                 flush=True,
             )
     finally:

@@ -177,7 +177,7 @@ def test_replicas_of_a_service_share_a_folder(tmp_path: Path) -> None:
     prompts = [serving.Prompt("".join(rng.choices(serving.ALPHABET, k=rng.randint(100, 300)))) for _ in range(10)]
     replies = []
     for is_first in (True, False):
-        replica = serving.Replica(tmp_path)
+        replica = serving.Replica(store=tmp_path)
 
         async def generate_all(replica: Any = replica) -> list[Any]:
             return await asyncio.gather(*(replica.generate(prompt) for prompt in prompts))

@@ -18,7 +18,7 @@ from sources import ROOT, run_python
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        any(find_spec(name) is None for name in ("ray", "jax", "fastapi", "zmq")), reason="ray[serve] is not there"
+        any(find_spec(name) is None for name in ("ray", "jax", "fastapi", "zmq", "xxhash")), reason="ray[serve] is not there"
     ),
     pytest.mark.filterwarnings("default"),  # of Ray
 ]
@@ -28,7 +28,7 @@ PATIENCE = {  # of Serve with slow machines, in seconds
     "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "20",
     "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "20",
 }
-LINE = re.compile(r"pagepool: (\d+) requests, (\d+) lost, (\d+) of (\d+) prompt")
+LINE = re.compile(r"pagepool: (\d+) requests, (\d+) lost, (\d+) of (\d+) prompt.*, (\d+) bytes pulled")
 MAX_ONGOING = 2
 
 
@@ -140,6 +140,57 @@ def test_every_request_is_routed(seed: int) -> None:
     asyncio.run(run())
 
 
+class Lender:
+    """A handle of engines that lend prompts, and its only call."""
+
+    def __init__(self, address: str | None) -> None:
+        self.address, self.num_cancelled, self.prompts = address, 0, list[Any]()
+
+    def options(self, *, stream: bool) -> Any:
+        assert stream
+        return SimpleNamespace(lend=SimpleNamespace(remote=self.lend))
+
+    def lend(self, prompt: Any) -> Lender:
+        self.prompts.append(prompt)
+        return self
+
+    async def __anext__(self) -> str:
+        from ray.exceptions import ActorDiedError
+
+        if self.address is None:
+            raise ActorDiedError
+        return self.address
+
+    def cancel(self) -> None:
+        self.num_cancelled += 1
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:5557#1", None])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_ingress_ends_the_loan(address: str | None, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead lender has no address; a loan ends after its answer or its failure, and not before."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from serving import ApartIngress, Prompt, tokenize
+
+    lender, prompt = Lender(address), Prompt("What?")
+
+    async def generate(*args: Any) -> dict[str, int]:
+        assert lender.num_cancelled == 0
+        assert args == (prompt, address)
+        assert tokenize(*args) == tokenize(*lender.prompts)
+        if fails:
+            raise OSError("no engine")
+        return {"cached": 8}
+
+    ingress = ApartIngress(SimpleNamespace(generate=SimpleNamespace(remote=generate)), lender)
+    if fails:
+        with pytest.raises(OSError, match="no engine"):
+            asyncio.run(ingress.answer(prompt))
+    else:
+        assert asyncio.run(ingress.answer(prompt)) == {"cached": 8}
+    assert (lender.prompts, lender.num_cancelled) == ([prompt], 1)
+
+
 @pytest.mark.parametrize(
     ("version", "said"),
     [
@@ -168,17 +219,19 @@ def test_a_version_without_what_is_used_is_refused() -> None:
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_chats_hit_what_their_last_turn_left(is_killed: bool, tmp_path: Path) -> None:
-    """A replica that dies loses at most what it was sent, four requests at a time; the others are answered. Ray's workers
-    import from the folder in which it starts, so that is no source tree.
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_chats_hit_what_their_last_turn_left(is_apart: bool, is_killed: bool, tmp_path: Path) -> None:
+    """A replica that dies loses at most what it was sent, four requests at a time; the others are answered. One that lends
+    prompts loses none. Ray's workers import from the folder in which it starts, so that is no source tree.
     """
     pytest.importorskip("pagepool.router.ray_serve", exc_type=Exception)
     example = ROOT / "examples" / "serving.py"
-    arguments = ["--routers", "pagepool", "--chats", "6", "--turns", "4", *(["--kill"] if is_killed else [])]
+    arguments = ["--routers", "pagepool", "--chats", "6", "--turns", "4", *["--kill"] * is_killed, *["--apart"] * is_apart]
     process = run_python(example, *arguments, timeout=900, cwd=tmp_path, PYTHONSAFEPATH="", **PATIENCE)
     found = LINE.search(process.stdout)
     assert found is not None, (process.stdout, process.stderr, sys.executable)
-    num_requests, num_lost, num_cached, num_tokens = map(int, found.groups())
+    num_requests, num_lost, num_cached, num_tokens, num_pulled_bytes = map(int, found.groups())
     assert num_requests == 24
-    assert num_lost <= (4 if is_killed else 0)
+    assert num_lost <= (4 if is_killed and not is_apart else 0)
     assert num_cached > (0.2 if is_killed else 0.5) * num_tokens
+    assert (num_pulled_bytes > 0) is is_apart
