@@ -75,7 +75,7 @@ def run(batch: RunningBatch, prompt: Sequence[int], answer: Sequence[int] = (), 
 # --- beside the oracle ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [RowChats, RequestChats])
+@pytest.mark.parametrize("kind", [RowChats, pytest.param(RequestChats, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("setting", CHAT_SETTINGS, ids=lambda setting: setting.name)
 def test_chats_are_kept_as_the_oracle_keeps_them(kind: type[RowChats | RequestChats], setting: ChatSetting) -> None:
     reached: Counter[str] = Counter()
@@ -425,6 +425,7 @@ def chats(seed: int, num_systems: int, num_chats: int = 60, num_turns: int = 5) 
         yield prompt, histories[chat][len(prompt) : -1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_systems", "least"), [(0, (39, 74, 80, 80)), (4, (46, 68, 80, 82))])
 def test_chats_come_back_to_their_states(num_systems: int, least: tuple[int, ...]) -> None:
     """Least recently used, 17.5, 31.7, 41.2 and 63.6 % of the prompts' tokens hit, and 34, 48, 55, 69 with system prompts."""

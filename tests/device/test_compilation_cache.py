@@ -21,6 +21,7 @@ from pagepool.page_copies import copy_pages
 jax = pytest.importorskip("jax")
 
 
+@pytest.mark.slow
 def test_a_second_process_computes_the_same(tmp_path: Path) -> None:
     """The first compiles all programs, the second reads them."""
     program = MODELS / "reading_programs.py"

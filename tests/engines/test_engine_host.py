@@ -100,6 +100,7 @@ def test_rings_with_drafts_forks_and_failures(monkeypatch: pytest.MonkeyPatch, n
     assert engine.num_copied_pages > 10
 
 
+@pytest.mark.slow
 @MODELS
 def test_requests_that_cannot_go_back_wait_again(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(weights, **SMALL)
